@@ -1,0 +1,68 @@
+"""A prefix cache for `model.generate`: `PagedPrefixCache` keeps the keys and values of what was generated before and reuses them.
+
+Owns the public names, and nothing else. They are resolved when they are first used (PEP 562), so `import hf_paged_cache` imports
+neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .cache import PagedPrefixCache, PrefixStore
+    from .errors import (
+        BlockStateError,
+        CacheArgumentError,
+        CacheBusyError,
+        OutOfBlocksError,
+        PagedCacheError,
+        PoolArgumentError,
+        TicketError,
+        UnsupportedModelError,
+    )
+    from .stats import CacheStats
+
+_HOME = {  # public name -> the module that defines it
+    "PagedPrefixCache": ".cache",
+    "PrefixStore": ".cache",
+    "CacheStats": ".stats",
+    "PagedCacheError": ".errors",
+    "UnsupportedModelError": ".errors",
+    "OutOfBlocksError": ".errors",
+    "CacheBusyError": ".errors",
+    "BlockStateError": ".errors",
+    "CacheArgumentError": ".errors",
+    "PoolArgumentError": ".errors",
+    "TicketError": ".errors",
+}
+
+__all__ = [
+    "BlockStateError",
+    "CacheArgumentError",
+    "CacheBusyError",
+    "CacheStats",
+    "OutOfBlocksError",
+    "PagedCacheError",
+    "PagedPrefixCache",
+    "PoolArgumentError",
+    "PrefixStore",
+    "TicketError",
+    "UnsupportedModelError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home, __name__), name)
+    globals()[name] = value  # found without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

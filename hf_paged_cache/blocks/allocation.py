@@ -1,0 +1,110 @@
+"""Owns the list of blocks that one holder holds. Refuses to be copied: `PrefixCachingBlockAllocator.fork` shares blocks."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import TracebackType
+from typing import NoReturn, Protocol
+from weakref import ReferenceType, ref
+
+from hf_paged_cache.errors import CacheArgumentError
+
+
+class BlockOwner(Protocol):
+    """What an allocation needs of the allocator that made it."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def collected(self) -> deque[ReferenceType[Allocation]]:
+        """Where the collector notes an allocation that is gone."""
+
+    def holds(self, allocation: Allocation) -> bool:
+        """Whether the allocation has not been freed."""
+
+    def free(self, allocation: Allocation) -> None:
+        """Take its blocks back."""
+
+
+class Allocation:
+    """Blocks held by one holder, made by `PrefixCachingBlockAllocator.allocate` and given back once.
+
+    `[0, num_prefix_blocks)` hit when allocated | `[num_prefix_blocks, len(block_ids))` taken since. Given back by
+    `free()`, on leaving a `with`, or when collected: then the collector only notes it, and the allocator's next
+    operation takes the blocks back.
+
+    Attributes:
+        block_ids: read only; the allocator counts references by this very list.
+        num_prefix_blocks: leading blocks that were a prefix hit.
+        key: what the allocator and the collector know it by.
+    Example:
+        >>> with allocator.allocate([], num_mutable_blocks=2) as allocation:
+        ...     allocation.slots(0, 3)
+        [16, 17, 18]
+    """
+
+    __slots__ = ("__weakref__", "_allocator", "block_ids", "key", "num_prefix_blocks")
+
+    def __init__(self, allocator: BlockOwner, block_ids: list[int], num_prefix_blocks: int) -> None:
+        self._allocator = allocator
+        # A C function as callback: the collector may run inside any line of ours, and must not run Python code there.
+        self.key = ref(self, allocator.collected.append)
+        self.block_ids = block_ids  # logical block index -> block id
+        self.num_prefix_blocks = num_prefix_blocks
+
+    def __repr__(self) -> str:
+        return f"Allocation(num_blocks={len(self.block_ids)}, num_prefix_blocks={self.num_prefix_blocks})"
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens of the prefix hit."""
+        return self.num_prefix_blocks * self._allocator.block_size
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that fit into the blocks held."""
+        return len(self.block_ids) * self._allocator.block_size
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether the blocks were given back."""
+        return not self._allocator.holds(self)
+
+    def slots(self, start: int, stop: int) -> list[int]:
+        """Slot of each position in `[start, stop)`: block id * block_size + offset.
+
+        Raises:
+            CacheArgumentError: not 0 <= start <= stop <= num_slots.
+        """
+        block_size, block_ids = self._allocator.block_size, self.block_ids
+        if not 0 <= start <= stop <= len(block_ids) * block_size:
+            raise CacheArgumentError(
+                f"positions {start} to {stop} asked for; there are slots for 0 to {self.num_slots}"
+            )
+        slots: list[int] = []
+        position = start
+        while position < stop:
+            block_index, offset = divmod(position, block_size)
+            end = min(block_size, offset + stop - position)
+            first = block_ids[block_index] * block_size
+            slots.extend(range(first + offset, first + end))
+            position += end - offset
+        return slots
+
+    def free(self) -> None:
+        """Give all blocks back, the last one first. Raises BlockStateError the second time."""
+        self._allocator.free(self)
+
+    def __enter__(self) -> Allocation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self.is_freed:
+            self.free()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an Allocation cannot be copied or pickled; allocator.fork(allocation) holds its blocks again")

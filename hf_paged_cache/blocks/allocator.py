@@ -1,0 +1,295 @@
+"""Owns every change of who holds which block and which block has which hash. Refuses what would leave two truths.
+
+How a change survives an interruption, and why no list may change before the states do, is told in `ledger`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hf_paged_cache.blocks.allocation import Allocation
+from hf_paged_cache.blocks.block_states import BlockStates
+from hf_paged_cache.blocks.hashing import BlockHash
+from hf_paged_cache.blocks.ledger import BlockLedger, check_not_negative
+from hf_paged_cache.errors import BlockStateError, CacheArgumentError
+
+
+class PrefixCachingBlockAllocator(BlockLedger):
+    """Hands out block ids, shares them by hash, and evicts the least recently used; it knows nothing of their content.
+
+    Every operation finishes or changes nothing. Block 0 is the null block: never handed out, in no state. Not
+    thread-safe: one lock round the allocator and whatever stores the content.
+
+    Example:
+        >>> allocator = PrefixCachingBlockAllocator(num_blocks=4, block_size=16)
+        >>> allocation = allocator.allocate([], num_mutable_blocks=2)
+        >>> allocation.block_ids, allocator.num_free_blocks
+        ([1, 2], 1)
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.num_copies_on_write = 0
+        self._copies: list[tuple[int, int]] = []  # (source, destination) in the order in which they must be made
+
+    @property
+    def pending_copies(self) -> tuple[tuple[int, int], ...]:
+        """What `take_copies` would return; with `drop_copies`, for a copier that may be interrupted."""
+        return tuple(self._copies)
+
+    def allocate(
+        self, block_hashes: Iterable[BlockHash] = (), num_mutable_blocks: int = 0, *, num_blocks: int | None = None
+    ) -> Allocation:
+        """Hold the prefix hit of `block_hashes`, then fresh blocks to write into. A hit is never evicted for them.
+
+        Args:
+            num_mutable_blocks: fresh blocks behind the hit.
+            num_blocks: blocks in all, instead; a hit longer than that is held whole.
+        Raises:
+            OutOfBlocksError: nothing has changed.
+            CacheArgumentError: a negative number, or a hash given twice.
+        """
+        check_not_negative("num_mutable_blocks", num_mutable_blocks)
+        hits = self.match_prefix(block_hashes)
+        num_fresh = num_mutable_blocks if num_blocks is None else max(0, num_blocks - len(hits))
+        if len(set(hits)) < len(hits):
+            raise CacheArgumentError("a block hash is given twice; the hashes of one sequence differ")
+        self.require(num_fresh, hits)
+        states = self._states
+        self._dirty = True
+        states.hold(hits)
+        allocation = Allocation(self, hits + states.take(num_fresh), len(hits))
+        self._held[allocation.key] = allocation.block_ids
+        self._dirty = False
+        return allocation
+
+    def allocate_mutable(self, allocation: Allocation, num_blocks: int) -> None:
+        """Append fresh blocks. Raises OutOfBlocksError with nothing changed; CacheArgumentError for a negative number."""
+        check_not_negative("num_blocks", num_blocks)
+        block_ids = self._list_of(allocation)
+        self.require(num_blocks)
+        self._dirty = True
+        block_ids.extend(self._states.take(num_blocks))
+        self._dirty = False
+
+    def allocate_immutable(self, allocation: Allocation, block_hashes: Iterable[BlockHash]) -> None:
+        """Append, for each hash, the block that has it, or a fresh one that gets it and awaits `mark_computed`.
+
+        Until then nobody hits it, and freed it loses its hash. A fresh block whose digest stands for other tokens
+        (a collision of 256 bits) gets no hash.
+
+        Raises:
+            OutOfBlocksError: nothing has changed.
+            CacheArgumentError: a hash twice, or of a block that `allocation` holds.
+        """
+        block_ids, index, hashes = self._list_of(allocation), self._states.index, list(block_hashes)
+        found = [index.get(block_hash) for block_hash in hashes]
+        hits = [block_id for block_id in found if block_id is not None]
+        if len(set(hashes)) < len(hashes) or not set(hits).isdisjoint(block_ids):
+            raise CacheArgumentError("a block hash is given twice; the hashes of one sequence differ")
+        self.require(len(hashes) - len(hits), hits)
+        self._dirty = True
+        self._states.hold(hits)
+        fresh = iter(self._states.take(len(hashes) - len(hits)))
+        added: list[int] = []
+        for block_hash, hit in zip(hashes, found, strict=True):
+            block_id = next(fresh) if hit is None else hit
+            added.append(block_id)
+            if hit is None and block_hash.digest not in index.blocks:
+                index.insert(block_id, block_hash, computed=False)
+        block_ids.extend(added)
+        self._dirty = False
+
+    def fork(self, allocation: Allocation, num_blocks: int | None = None) -> Allocation:
+        """A second holder of the same blocks, or of the first `num_blocks`; takes no fresh one."""
+        check_not_negative("num_blocks", num_blocks or 0)
+        block_ids = self._list_of(allocation)[:num_blocks]
+        self._dirty = True
+        self._states.hold(block_ids)
+        twin = Allocation(self, block_ids, min(allocation.num_prefix_blocks, len(block_ids)))
+        self._held[twin.key] = block_ids
+        self._dirty = False
+        return twin
+
+    def truncate(self, allocation: Allocation, num_blocks: int) -> None:
+        """Keep the first `num_blocks` blocks and give back the others, the last one first.
+
+        Raises:
+            CacheArgumentError: `num_blocks` is negative or more than it holds.
+        """
+        block_ids = self._list_of(allocation)
+        if not 0 <= num_blocks <= len(block_ids):
+            raise CacheArgumentError(f"cannot keep {num_blocks} blocks; give 0 to {len(block_ids)}, what is held")
+        self._dirty = True
+        self._states.drop(reversed(block_ids[num_blocks:]))
+        allocation.num_prefix_blocks = min(allocation.num_prefix_blocks, num_blocks)
+        del block_ids[num_blocks:]
+        self._dirty = False
+
+    def free(self, allocation: Allocation) -> None:
+        """Give all blocks back, the last one first. Raises BlockStateError for an allocation that was freed."""
+        block_ids = self._list_of(allocation)
+        self._dirty = True
+        self._states.drop(reversed(block_ids))
+        del self._held[allocation.key]
+        block_ids.clear()
+        self._dirty = False
+
+    # Content: who may hit it and who may write it.
+
+    def commit(self, allocation: Allocation, block_index: int, block_hash: BlockHash) -> bool:
+        """`commit_many` of one block; returns whether an equal block took its place."""
+        return self.commit_many(allocation, block_index, (block_hash,)) == 1
+
+    def commit_many(self, allocation: Allocation, start: int, block_hashes: Iterable[BlockHash]) -> int:
+        """Give full, written blocks their hashes, so that others hit them.
+
+        Where another block has the hash and its content, the allocation holds that one from now on and drops its own.
+        Where one awaits its content, the hash moves to the block committed. A block may be committed again. One whose
+        digest stands for other tokens, or for another block of the same allocation, stays as it is.
+
+        Args:
+            start: logical index of the first block; the others follow it.
+        Returns:
+            The number of blocks that an equal one took the place of; `block_ids` has the new ids.
+        Raises:
+            CacheArgumentError: more hashes than blocks from `start`.
+            BlockStateError: a block has another hash already.
+        """
+        block_ids, hashes = self._list_of(allocation), list(block_hashes)
+        if not 0 <= start <= start + len(hashes) <= len(block_ids):
+            raise CacheArgumentError(f"{len(hashes)} blocks to commit from {start}; there are {len(block_ids)} blocks")
+        states, index = self._states, self._states.index
+        blocks, digests, token_bytes, uncomputed = index.blocks, index.digests, index.token_bytes, index.uncomputed
+        own_ids = block_ids[start : start + len(hashes)]
+        for own, block_hash in zip(own_ids, hashes, strict=True):
+            if (digest := digests[own]) is not None and digest != block_hash[0]:
+                raise BlockStateError(f"block {own} has another hash already; make it writable before it is written")
+        replaced: dict[int, int] = {}  # logical block index -> block that takes the place
+        held: set[int] = set()
+        self._dirty = True
+        for block_index, own, block_hash in zip(range(start, len(block_ids)), own_ids, hashes, strict=False):
+            digest, tokens = block_hash
+            other = blocks.setdefault(digest, own)
+            if other != own:
+                if token_bytes[other] != tokens:
+                    continue
+                if other not in uncomputed:
+                    held = held or set(block_ids)
+                    if other not in held:
+                        held.add(other)
+                        replaced[block_index] = other
+                    continue
+                index.remove(other)
+                blocks[digest] = own
+            elif uncomputed:
+                uncomputed.discard(own)
+            token_bytes[own] = tokens
+            digests[own] = digest
+        if replaced:
+            states.hold(replaced.values())
+            states.drop([block_ids[block_index] for block_index in reversed(replaced)])
+            for block_index, other in replaced.items():
+                own_ids[block_index - start] = other
+            block_ids[start : start + len(own_ids)] = own_ids
+        self._dirty = False
+        return len(replaced)
+
+    def mark_computed(self, block_ids: Iterable[int]) -> None:
+        """Let blocks of `allocate_immutable` be hit: their content is there. One that lost its hash meanwhile is skipped.
+
+        Raises:
+            BlockStateError: a block is not in use.
+        """
+        self._settle()
+        computed = list(block_ids)
+        self._check_ids(computed)
+        for block_id in computed:
+            if not self._states.ref_counts[block_id]:
+                raise BlockStateError(f"block {block_id} marked computed with ref_count 0")
+        self._states.index.uncomputed.difference_update(computed)
+
+    def make_writable(self, allocation: Allocation, block_index: int) -> None:
+        """Copy on write: unless `is_writable`, put a fresh block in this one's place and record the copy to be made.
+
+        Raises:
+            OutOfBlocksError: nothing has changed.
+            CacheArgumentError: no such block.
+        """
+        block_ids = self._list_of(allocation)
+        if not 0 <= block_index < len(block_ids):
+            raise CacheArgumentError(f"there is no block {block_index}; blocks are 0 to {len(block_ids) - 1}")
+        source = block_ids[block_index]
+        if self.is_writable(source):
+            return
+        self.require(1)
+        self._dirty = True
+        (destination,) = self._states.take(1)
+        self._states.drop((source,))
+        self.num_copies_on_write += 1
+        self._copies.append((source, destination))  # before the list: a copy too many does no harm, one too few does
+        block_ids[block_index] = destination
+        self._dirty = False
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return and forget the (source, destination) copies that are due before the next write.
+
+        Make them in this order: a source may be an earlier one's destination, a destination may come twice.
+        """
+        copies = list(self._copies)
+        self.drop_copies(len(copies))
+        return copies
+
+    def drop_copies(self, num_copies: int) -> None:
+        """Forget the first `num_copies` of `pending_copies`: they were made."""
+        del self._copies[:num_copies]
+
+    def mark_accessed(self, block_ids: Iterable[int]) -> None:
+        """Make cached blocks the last to be evicted, in the order given. Blocks in use become that when dropped.
+
+        Raises:
+            BlockStateError: a block is free, so there is nothing to keep.
+        """
+        self._settle()
+        touched, states = list(block_ids), self._states
+        self._check_ids(touched)
+        for block_id in touched:
+            if not states.ref_counts[block_id] and states.index.digests[block_id] is None:
+                raise BlockStateError(f"block {block_id} is free; only blocks in use or cached can be accessed")
+        self._dirty = True
+        states.touch(touched)
+        self._dirty = False
+
+    # The whole pool.
+
+    def grow(self, num_blocks: int) -> None:
+        """Raise the number of blocks; the new ones are handed out first. Raises CacheArgumentError for fewer."""
+        self._settle()
+        if num_blocks < self.num_blocks:
+            raise CacheArgumentError(
+                f"cannot shrink to {num_blocks} blocks; give at least {self.num_blocks}, the size now"
+            )
+        self._dirty = True
+        self._states.grow(num_blocks)
+        self._dirty = False
+
+    def forget_cached_blocks(self) -> None:
+        """Make every cached block free; blocks in use keep their hashes."""
+        self._settle()
+        self._dirty = True
+        self._states.forget_cached()
+        self._dirty = False
+
+    def reset_prefix_cache(self, num_blocks: int | None = None) -> None:
+        """Forget everything that can be hit, and start anew, with another number of blocks if given.
+
+        Raises:
+            BlockStateError: blocks are in use; nothing has changed.
+            CacheArgumentError: `num_blocks` below 2.
+        """
+        if self.num_blocks_in_use:
+            raise BlockStateError(f"cannot reset: {self.num_blocks_in_use} blocks are in use; free their holders first")
+        states = BlockStates(self.num_blocks if num_blocks is None else num_blocks)
+        states.num_evictions = self.num_evictions
+        self._copies.clear()
+        self._states = states

@@ -1,0 +1,170 @@
+"""Owns the state of each block and the moves between states. Refuses to drop a block that nobody holds.
+
+free (ref_count 0, no hash) | in use (ref_count > 0) | cached (ref_count 0, computed, in the index).
+Knows nothing of who holds what: `PrefixCachingBlockAllocator` does, and it alone calls this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+from hf_paged_cache.blocks.free_queue import FreeBlockQueue
+from hf_paged_cache.blocks.prefix_index import PrefixIndex
+from hf_paged_cache.errors import BlockStateError, CacheArgumentError
+
+
+class BlockStates:
+    """Ref counts, the queue of allocatable blocks and the prefix index, moved together.
+
+    The queue holds free blocks first, last freed first out, so that memory once touched is used again; then cached
+    blocks, least recently used first. Time is a counter: it advances by one for each block dropped or touched.
+
+    Args:
+        num_blocks: with the null block 0, so ids 1 to num_blocks - 1 are handed out; lowest first at the start.
+    """
+
+    __slots__ = ("clock", "index", "last_access", "num_blocks", "num_cached", "num_evictions", "queue", "ref_counts")
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise CacheArgumentError(f"num_blocks is {num_blocks}; give at least 2, as block 0 is never handed out")
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * num_blocks  # block id -> number of holders
+        self.index = PrefixIndex(num_blocks)
+        self.queue = FreeBlockQueue(num_blocks, range(1, num_blocks))
+        self.last_access = [0] * num_blocks  # block id -> time of its last drop or touch
+        self.clock = 0
+        self.num_cached = 0
+        self.num_evictions = 0
+
+    def take(self, num_blocks: int) -> list[int]:
+        """Hand out blocks without a hash, ref_count 1: free ones, then cached ones, which lose their hash.
+
+        The caller has checked that the queue holds that many.
+        """
+        num_free = len(self.queue) - self.num_cached
+        taken = self.queue.popleft_many(num_blocks)
+        for block_id in islice(taken, num_free, None):
+            self.index.remove(block_id)
+            self.num_cached -= 1
+            self.num_evictions += 1
+        ref_counts = self.ref_counts
+        for block_id in taken:
+            ref_counts[block_id] = 1
+        return taken
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """Add one holder to each block; a cached one leaves the queue."""
+        ref_counts = self.ref_counts
+        idle: list[int] = []
+        for block_id in block_ids:
+            count = ref_counts[block_id]
+            if not count:
+                idle.append(block_id)
+            ref_counts[block_id] = count + 1
+        if idle:
+            self.queue.remove_many(idle)
+            self.num_cached -= len(idle)
+
+    def drop(self, block_ids: Iterable[int]) -> None:
+        """Take one holder from each block, in the order given; the last holder's leaves it cached or free.
+
+        Raises:
+            BlockStateError: a block has no holder.
+        """
+        ref_counts, digests, uncomputed = self.ref_counts, self.index.digests, self.index.uncomputed
+        last_access, clock = self.last_access, self.clock
+        free: list[int] = []
+        cached: list[int] = []
+        for block_id in block_ids:
+            count = ref_counts[block_id] - 1
+            if count > 0:
+                ref_counts[block_id] = count
+                continue
+            if count < 0:
+                raise BlockStateError(f"block {block_id} freed with ref_count 0")
+            ref_counts[block_id] = 0
+            clock += 1
+            last_access[block_id] = clock
+            if digests[block_id] is None:
+                free.append(block_id)
+            elif block_id in uncomputed:
+                self.index.remove(block_id)
+                free.append(block_id)
+            else:
+                cached.append(block_id)
+        self.clock = clock
+        self.queue.appendleft_many(free)
+        self.queue.append_many(cached)
+        self.num_cached += len(cached)
+
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """Make cached blocks the last to be evicted, in the order given; blocks in use are younger than those anyway."""
+        for block_id in block_ids:
+            if not self.ref_counts[block_id] and self.index.digests[block_id] is not None:
+                self.queue.remove(block_id)
+                self.queue.append(block_id)
+                self.clock = self.last_access[block_id] = self.clock + 1
+
+    def forget_cached(self) -> None:
+        """Make every cached block free, the least recently used to be handed out first."""
+        for block_id in reversed(list(islice(self.queue, len(self.queue) - self.num_cached, None))):
+            self.index.remove(block_id)
+            self.queue.remove(block_id)
+            self.queue.appendleft(block_id)
+            self.num_cached -= 1
+
+    def grow(self, num_blocks: int) -> None:
+        """Add free blocks, handed out before those that were there, lowest first."""
+        added = num_blocks - self.num_blocks
+        self.ref_counts.extend([0] * added)
+        self.last_access.extend([0] * added)
+        self.index.grow(num_blocks)
+        self.queue.grow(num_blocks)
+        self.queue.appendleft_many(reversed(range(self.num_blocks, num_blocks)))
+        self.num_blocks = num_blocks  # last: until here, `rebuild` cuts all of them to the old number
+
+    def rebuild(self, holders: Iterable[list[int]]) -> None:
+        """Derive everything from `holders`, the blocks' own digests and their times.  Cost: O(num_blocks log num_blocks)."""
+        ref_counts = [0] * self.num_blocks
+        for block_ids in holders:
+            for block_id in block_ids:
+                ref_counts[block_id] += 1
+        self.ref_counts = ref_counts
+        self.index.rebuild(ref_counts)
+        del self.last_access[self.num_blocks :]
+        digests, times = self.index.digests, self.last_access
+        idle = [block_id for block_id in range(1, self.num_blocks) if not ref_counts[block_id]]
+        free = [block_id for block_id in idle if digests[block_id] is None]
+        cached = [block_id for block_id in idle if digests[block_id] is not None]
+        free.sort(key=lambda block_id: -times[block_id])
+        cached.sort(key=times.__getitem__)
+        self.queue = FreeBlockQueue(self.num_blocks, free + cached)
+        self.num_cached = len(cached)
+
+    def check(self, holders: list[list[int]]) -> None:
+        """Raises BlockStateError, naming what is wrong, unless invariants (1) to (4) of the allocator's `check` hold."""
+        counts = [0] * self.num_blocks
+        for block_ids in holders:
+            if len(set(block_ids)) != len(block_ids):
+                raise BlockStateError(f"a holder has a block twice: {block_ids}")
+            for block_id in block_ids:
+                if not 0 < block_id < self.num_blocks:
+                    raise BlockStateError(f"block {block_id} is held; blocks are 1 to {self.num_blocks - 1}")
+                counts[block_id] += 1
+        if counts != self.ref_counts:
+            raise BlockStateError(f"ref counts are {self.ref_counts}, by what holders have {counts}")
+        self.queue.check()
+        queued = list(self.queue)
+        in_use = {block_id for block_id, count in enumerate(counts) if count}
+        if in_use & set(queued) or len(in_use) + len(queued) != self.num_blocks - 1:
+            raise BlockStateError(f"each block must be in use {sorted(in_use)} or queued {queued}")
+        num_free = len(queued) - self.num_cached
+        hashed = [self.index.digests[block_id] is not None for block_id in queued]
+        if hashed != [False] * num_free + [True] * self.num_cached:
+            raise BlockStateError(f"the queue must hold {num_free} free, then {self.num_cached} cached: {queued}")
+        times = [self.last_access[block_id] for block_id in queued[num_free:]]
+        if times != sorted(times):
+            raise BlockStateError(f"cached blocks {queued[num_free:]} are not in the order of their times {times}")
+        self.index.check(in_use)

@@ -1,0 +1,286 @@
+"""Owns the tokens and blocks of one sequence. Refuses to let a token be written into a block that others read.
+
+Ranges, in tokens: `[0, num_committed_blocks * block_size)` hashed, read only | `[.., num_tokens)` ours or shared with
+forks, copied before it is written | `[num_tokens, num_slots)` empty, ours alone.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+
+from hf_paged_cache.blocks.allocation import Allocation
+from hf_paged_cache.blocks.allocator import PrefixCachingBlockAllocator
+from hf_paged_cache.blocks.hashing import HashChain, token_array
+from hf_paged_cache.blocks.ledger import check_not_negative
+from hf_paged_cache.errors import BlockStateError, CacheArgumentError
+
+
+class BlockTable:
+    """One sequence: its tokens, the blocks that hold their keys and values, and how far these are committed.
+
+    A token in the table is announced, not necessarily written: the caller commits what was computed. Every method
+    finishes or changes nothing, and none recurses. The blocks are given back by `free()`, on leaving a `with`, or when
+    the table is collected.
+
+    Args:
+        root: see `root_hash`: all that conditions keys and values besides tokens.
+        extra_keys: logical block index -> further bytes of that block's hash; empty for none.
+    Example:
+        >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
+        >>> table = BlockTable(allocator, root_hash(b"model"))
+        >>> table.allocate([1, 2, 3]), table.block_ids
+        (0, [1, 2])
+        >>> table.commit_full_blocks(3)
+        >>> BlockTable(allocator, root_hash(b"model")).allocate([1, 2, 9])
+        2
+    """
+
+    __slots__ = ("__weakref__", "_allocation", "_allocator", "_block_size", "_chain", "_num_committed")
+
+    def __init__(
+        self, allocator: PrefixCachingBlockAllocator, root: bytes, extra_keys: Callable[[int], bytes] | None = None
+    ) -> None:
+        self._allocator = allocator
+        self._block_size = allocator.block_size
+        self._chain = HashChain(root, allocator.block_size, extra_keys)
+        self._allocation: Allocation = allocator.allocate()
+        self._num_committed = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockTable(num_tokens={self.num_tokens}, num_blocks={len(self.block_ids)}, "
+            f"num_committed_blocks={self._num_committed}, num_cached_tokens={self.num_cached_tokens})"
+        )
+
+    def __len__(self) -> int:
+        """Number of tokens, as `num_tokens`."""
+        return len(self._chain.token_ids)
+
+    def __bool__(self) -> bool:
+        """A table is true even without tokens."""
+        return True
+
+    @property
+    def allocation(self) -> Allocation:
+        """The holder of the table's blocks; the table alone changes it."""
+        return self._allocation
+
+    @property
+    def root(self) -> bytes:
+        """What the first block's hash continues."""
+        return self._chain.root
+
+    @property
+    def block_ids(self) -> list[int]:
+        """Logical block index -> block id; read only."""
+        return self._allocation.block_ids
+
+    @property
+    def token_ids(self) -> array[int]:
+        """Position -> token id; read only."""
+        return self._chain.token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, announced or written."""
+        return len(self._chain.token_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens hit when allocated, as far as they are still in the table."""
+        return min(self._allocation.num_prefix_tokens, len(self._chain.token_ids))
+
+    @property
+    def num_committed_blocks(self) -> int:
+        """Leading blocks that were hit or committed."""
+        return self._num_committed
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that fit into the blocks held."""
+        return self._allocation.num_slots
+
+    @property
+    def num_empty_slots(self) -> int:
+        """Tokens that can be appended without another block; one more may be copied first."""
+        return self._allocation.num_slots - len(self._chain.token_ids)
+
+    def allocate(self, token_ids: Iterable[int], num_lookahead_slots: int = 0) -> int:
+        """Fill an empty table: hold the longest prefix hit, and fresh blocks for the other tokens and the lookahead.
+
+        A hit may cover all of `token_ids`: a caller that needs logits then computes the last token without writing.
+
+        Returns:
+            The number of tokens hit, a multiple of block_size.
+        Raises:
+            OutOfBlocksError: nothing has changed.
+            BlockStateError: the table is not empty, or was freed.
+            CacheArgumentError: a token that is no 64-bit integer, a negative lookahead.
+        """
+        self._check_empty()
+        check_not_negative("num_lookahead_slots", num_lookahead_slots)
+        chain = HashChain(self._chain.root, self._block_size, self._chain.extra_keys)
+        chain.extend(token_ids)
+        num_blocks = -(-(len(chain) + num_lookahead_slots) // self._block_size)
+        allocation = self._allocator.allocate(chain.hashes(), num_blocks=num_blocks)
+        self._num_committed = allocation.num_prefix_blocks
+        self._allocation = allocation
+        self._chain = chain
+        return allocation.num_prefix_tokens
+
+    def hold_prefix(self, token_ids: Iterable[int]) -> int:
+        """Fill an empty table with the longest prefix hit of `token_ids` alone; takes no fresh block.
+
+        Returns:
+            The number of tokens hit, a multiple of block_size.
+        Raises:
+            BlockStateError: the table is not empty, or was freed.
+            CacheArgumentError: a token that is no 64-bit integer.
+        """
+        self._check_empty()
+        chain = HashChain(self._chain.root, self._block_size, self._chain.extra_keys)
+        chain.extend(token_ids)
+        allocation = self._allocator.allocate(chain.hashes())
+        chain.truncate(allocation.num_prefix_tokens)
+        self._num_committed = allocation.num_prefix_blocks
+        self._allocation = allocation
+        self._chain = chain
+        return allocation.num_prefix_tokens
+
+    def append_tokens(self, token_ids: Sequence[int] | array[int], num_lookahead_slots: int = 0) -> None:
+        """Append tokens, with a slot of our own for each and for the lookahead.
+
+        A block that is to be written and that others hold, or that has a hash, is copied first (see
+        `PrefixCachingBlockAllocator.take_copies`).
+
+        Raises:
+            OutOfBlocksError: nothing has changed.
+            CacheArgumentError: a token that is no 64-bit integer, a negative lookahead.
+        """
+        tokens = token_array(token_ids)
+        start = len(self._chain.token_ids)
+        end = start + len(tokens) + num_lookahead_slots
+        block_index = start // self._block_size
+        block_ids = self._allocation.block_ids
+        # One token into a block that we may write is the common case: no more than this.
+        if (
+            end > (block_index + 1) * self._block_size
+            or num_lookahead_slots < 0
+            or block_index >= len(block_ids)
+            or not self._allocator.is_writable(block_ids[block_index])
+        ):
+            check_not_negative("num_lookahead_slots", num_lookahead_slots)
+            self.ensure_num_empty_slots(end - start)
+        self._chain.token_ids.extend(tokens)
+
+    def ensure_num_empty_slots(self, num_empty_slots: int) -> None:
+        """Have at least that many slots that may be written: copy on write, then fresh blocks.
+
+        Raises:
+            OutOfBlocksError: nothing has changed.
+            CacheArgumentError: a negative number.
+        """
+        check_not_negative("num_empty_slots", num_empty_slots)
+        shared, num_fresh = self._blocks_to_take(num_empty_slots)
+        self._allocator.require(len(shared) + num_fresh)
+        for block_index in shared:
+            self._allocator.make_writable(self._allocation, block_index)
+        if num_fresh:
+            self._allocator.allocate_mutable(self._allocation, num_fresh)
+
+    def num_new_blocks_for_append(self, num_tokens: int) -> int:
+        """Blocks that appending `num_tokens` tokens would take: fresh ones and copies on write.  Effects: none."""
+        check_not_negative("num_tokens", num_tokens)
+        shared, num_fresh = self._blocks_to_take(num_tokens)
+        return len(shared) + num_fresh
+
+    def slots(self, start: int, stop: int) -> list[int]:
+        """Slot of each position in `[start, stop)`: block id * block_size + offset; empty slots have one, too.
+
+        Raises:
+            CacheArgumentError: not 0 <= start <= stop <= num_slots.
+        """
+        return self._allocation.slots(start, stop)
+
+    def unseen_token_ids(self, sequence: Sequence[int] | array[int]) -> array[int]:
+        """What `sequence` has behind the table's tokens.
+
+        Raises:
+            CacheArgumentError: it does not start with the table's tokens.
+        """
+        tokens = token_array(sequence)
+        if tokens[: self.num_tokens] != self._chain.token_ids:
+            raise CacheArgumentError(
+                f"a sequence of {len(tokens)} tokens does not start with the table's {self.num_tokens}"
+            )
+        return tokens[self.num_tokens :]
+
+    def commit_full_blocks(self, num_computed_tokens: int) -> None:
+        """Let others hit every full block within the first `num_computed_tokens` tokens; `block_ids` may change.
+
+        Raises:
+            CacheArgumentError: more than there are tokens, or a negative number.
+        """
+        if not 0 <= num_computed_tokens <= self.num_tokens:
+            raise CacheArgumentError(f"{num_computed_tokens} tokens computed; the table has {self.num_tokens}")
+        start, stop = self._num_committed, num_computed_tokens // self._block_size
+        if start < stop:
+            self._allocator.commit_many(self._allocation, start, self._chain.hashes(start, stop))
+            self._num_committed = stop
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens and the blocks that hold them; a cut committed block is copied when written.
+
+        Raises:
+            CacheArgumentError: negative, or more than there are.
+        """
+        if not 0 <= num_tokens <= self.num_tokens:
+            raise CacheArgumentError(f"cannot keep {num_tokens} tokens; give 0 to {self.num_tokens}, what there is")
+        self._num_committed = min(self._num_committed, num_tokens // self._block_size)
+        self._chain.truncate(num_tokens)
+        self._allocator.truncate(self._allocation, self._num_blocks_with_tokens())
+
+    def fork(self) -> BlockTable:
+        """A second table of the same tokens that holds the same blocks; empty blocks stay with this one alone."""
+        twin = BlockTable.__new__(BlockTable)
+        twin._allocator = self._allocator
+        twin._block_size = self._block_size
+        twin._chain = self._chain.copy()
+        twin._allocation = self._allocator.fork(self._allocation, self._num_blocks_with_tokens())
+        twin._num_committed = self._num_committed
+        return twin
+
+    def free(self) -> None:
+        """Give all blocks back; the table is empty and over. Raises BlockStateError the second time."""
+        self._allocator.free(self._allocation)
+        self._num_committed = 0
+        self._chain.truncate(0)
+
+    def __enter__(self) -> BlockTable:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._allocation.is_freed:
+            self.free()
+
+    def _check_empty(self) -> None:
+        if self.num_tokens or self.block_ids or self._allocation.is_freed:
+            raise BlockStateError(f"{self!r} is not empty, or was freed; only a fresh table is filled")
+
+    def _num_blocks_with_tokens(self) -> int:
+        return -(-len(self._chain.token_ids) // self._block_size)
+
+    def _blocks_to_take(self, num_tokens: int) -> tuple[list[int], int]:
+        """Logical indices of held blocks that `num_tokens` more tokens must copy, and the number of blocks to append."""
+        if not num_tokens:
+            return [], 0
+        block_ids, start = self._allocation.block_ids, self.num_tokens
+        first = start // self._block_size
+        last = -(-(start + num_tokens) // self._block_size)
+        held = range(first, min(last, len(block_ids)))
+        shared = [i for i in held if not self._allocator.is_writable(block_ids[i])]
+        return shared, max(0, last - len(block_ids))

@@ -1,0 +1,163 @@
+"""Owns the order in which blocks are handed out. Refuses to hold a block twice or to give up one that it does not hold.
+
+A doubly linked list over two lists of ids instead of objects: block 0 is never handed out, so its links are the two ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from hf_paged_cache.errors import BlockStateError
+
+_ABSENT = -1
+
+
+class FreeBlockQueue:
+    """Ids of allocatable blocks in eviction order; every operation on one id is O(1), in the middle too.
+
+    Args:
+        num_blocks: ids are 1 to num_blocks - 1; id 0 is the sentinel.
+        block_ids: what the queue holds at first, next to be handed out first.
+    Example:
+        >>> queue = FreeBlockQueue(4, [1, 2, 3])
+        >>> queue.remove(2)
+        >>> queue.popleft(), list(queue)
+        (1, [3])
+    """
+
+    __slots__ = ("_length", "_next", "_previous")
+
+    def __init__(self, num_blocks: int, block_ids: Iterable[int] = ()) -> None:
+        self._next = [_ABSENT] * num_blocks  # block id -> the one handed out after it; 0: the first
+        self._previous = [_ABSENT] * num_blocks  # block id -> the one handed out before it; 0: the last
+        self._next[0] = self._previous[0] = 0
+        self._length = 0
+        self.append_many(block_ids)
+
+    def __len__(self) -> int:
+        """Number of blocks held."""
+        return self._length
+
+    def __contains__(self, block_id: int) -> bool:
+        """Whether `block_id` is held; O(1)."""
+        return 0 < block_id < len(self._next) and self._next[block_id] != _ABSENT
+
+    def __iter__(self) -> Iterator[int]:
+        """Ids in the order in which `popleft` would give them; the queue must not change meanwhile."""
+        block_id = self._next[0]
+        while block_id:
+            yield block_id
+            block_id = self._next[block_id]
+
+    def __repr__(self) -> str:
+        return f"FreeBlockQueue(length={self._length}, num_blocks={len(self._next)})"
+
+    def append(self, block_id: int) -> None:
+        """Put a block at the end: handed out last. Raises BlockStateError if it is held already or is no block."""
+        self.append_many((block_id,))
+
+    def append_many(self, block_ids: Iterable[int]) -> None:
+        """Put blocks at the end, the last one to be handed out last.
+
+        Raises:
+            BlockStateError: one is held already or is no block; those before it were put.
+        """
+        following, previous = self._next, self._previous
+        last, length = previous[0], self._length
+        try:
+            for block_id in block_ids:
+                if not 0 < block_id < len(following) or following[block_id] != _ABSENT:
+                    raise self._refusal(block_id, "queued twice")
+                following[last] = block_id
+                previous[block_id] = last
+                following[block_id] = 0
+                last = block_id
+                length += 1
+        finally:
+            previous[0], self._length = last, length
+
+    def appendleft(self, block_id: int) -> None:
+        """Put a block in front: handed out next. Raises BlockStateError if it is held already or is no block."""
+        self.appendleft_many((block_id,))
+
+    def appendleft_many(self, block_ids: Iterable[int]) -> None:
+        """Put blocks in front one after the other, so that the last one is handed out next.
+
+        Raises:
+            BlockStateError: one is held already or is no block; those before it were put.
+        """
+        following, previous = self._next, self._previous
+        first, length = following[0], self._length
+        try:
+            for block_id in block_ids:
+                if not 0 < block_id < len(following) or following[block_id] != _ABSENT:
+                    raise self._refusal(block_id, "queued twice")
+                previous[first] = block_id
+                following[block_id] = first
+                previous[block_id] = 0
+                first = block_id
+                length += 1
+        finally:
+            following[0], self._length = first, length
+
+    def remove(self, block_id: int) -> None:
+        """Take a block out, wherever it is. Raises BlockStateError if it is not held."""
+        self.remove_many((block_id,))
+
+    def remove_many(self, block_ids: Iterable[int]) -> None:
+        """Take blocks out, wherever they are.
+
+        Raises:
+            BlockStateError: one is not held; those before it were taken out.
+        """
+        following, previous = self._next, self._previous
+        for block_id in block_ids:
+            if not 0 < block_id < len(following) or following[block_id] == _ABSENT:
+                raise self._refusal(block_id, "removed from a queue that does not hold it")
+            before, after = previous[block_id], following[block_id]
+            following[before] = after
+            previous[after] = before
+            following[block_id] = previous[block_id] = _ABSENT
+            self._length -= 1
+
+    def popleft(self) -> int:
+        """Take out and return the first block. Raises BlockStateError if there is none."""
+        return self.popleft_many(1)[0]
+
+    def popleft_many(self, num_blocks: int) -> list[int]:
+        """Take out and return the first `num_blocks` blocks, in order. Raises BlockStateError if there are fewer."""
+        if not 0 <= num_blocks <= self._length:
+            raise BlockStateError(f"{num_blocks} blocks taken from a queue that holds {self._length}")
+        following, previous = self._next, self._previous
+        taken: list[int] = []
+        block_id = following[0]
+        for _ in range(num_blocks):
+            taken.append(block_id)
+            after = following[block_id]
+            following[block_id] = previous[block_id] = _ABSENT
+            block_id = after
+        following[0] = block_id
+        previous[block_id] = 0
+        self._length -= num_blocks
+        return taken
+
+    def grow(self, num_blocks: int) -> None:
+        """Make room for ids below `num_blocks`; holds none of the new ones yet."""
+        added = [_ABSENT] * (num_blocks - len(self._next))
+        self._next.extend(added)
+        self._previous.extend(added)
+
+    def check(self) -> None:
+        """Follow all links both ways. Raises BlockStateError if they disagree.  Cost: O(num_blocks)."""
+        forward = list(self)
+        backward = []
+        block_id = self._previous[0]
+        while block_id:
+            backward.append(block_id)
+            block_id = self._previous[block_id]
+        linked = sum(link != _ABSENT for link in self._next) - 1
+        if forward != backward[::-1] or not len(forward) == linked == self._length:
+            raise BlockStateError(f"queue links disagree: {forward} forward, {backward} backward, {self._length} long")
+
+    def _refusal(self, block_id: int, what: str) -> BlockStateError:
+        return BlockStateError(f"block {block_id} {what}; blocks are 1 to {len(self._next) - 1}")

@@ -1,0 +1,178 @@
+"""Owns what a block hash covers, and the hashes of one growing sequence. Refuses to hash a block that is not full.
+
+digest(i) = SHA-256(digest(i - 1) + token ids of block i as int64 little-endian + extra keys of block i),
+digest(-1) = root: all that conditions a sequence's keys and values besides its tokens. So a digest names the whole
+prefix up to and with its block, and two processes agree on it.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from hashlib import sha256
+from typing import NamedTuple
+
+from hf_paged_cache.errors import BlockStateError, CacheArgumentError
+
+_TOKEN_BYTES = 8  # of one token id in a hash
+_PORTION_BYTES = 32 * 1024
+_HOST_IS_BIG_ENDIAN = sys.byteorder == "big"
+
+
+class BlockHash(NamedTuple):
+    """Identity of a full block: a hit needs an equal digest (256 bits) and equal tokens, so no collision is served."""
+
+    digest: bytes  # 32 bytes; covers root, all tokens up to the block's end, and extra keys
+    token_bytes: bytes  # the block's own token ids, int64 little-endian
+
+
+def root_hash(*parts: bytes) -> bytes:
+    """Digest of `parts`, 32 bytes: the parent of a sequence's first block. `("ab", "c")` and `("a", "bc")` differ.
+
+    Effects: none.  Example: `root_hash(model_digest, b"salt of one tenant")`.
+    """
+    return sha256(b"".join(_length_prefixed(part) for part in parts)).digest()
+
+
+def token_array(token_ids: Iterable[int]) -> array[int]:
+    """Token ids as `array('q')`; an `array('q')` is returned itself, not copied.
+
+    Raises:
+        CacheArgumentError: an item is no integer of 64 bits.
+    """
+    if isinstance(token_ids, array) and token_ids.typecode == "q":
+        return token_ids
+    try:
+        return array("q", token_ids)
+    except (TypeError, OverflowError) as error:
+        raise CacheArgumentError(f"token ids must be integers of 64 bits: {error}") from error
+
+
+class HashChain:
+    """Tokens and block hashes of one sequence that grows and is cut; a hash is computed when asked for, once.
+
+    Ranges, in blocks: `[0, len(_hashes))` hashed | `[len(_hashes), num_full_blocks)` full, not yet hashed | the rest.
+
+    Args:
+        root: digest that the first block's hash continues, see `root_hash`.
+        block_size: tokens of a block, at least 1.
+        extra_keys: logical block index -> bytes that this block's hash covers besides tokens; empty for none.
+    Example:
+        >>> chain = HashChain(root_hash(b"model"), block_size=2)
+        >>> chain.extend([1, 2, 3])
+        >>> [len(block_hash.digest) for block_hash in chain.hashes()]
+        [32]
+    """
+
+    __slots__ = ("_hashes", "block_size", "extra_keys", "root", "token_ids")
+
+    def __init__(self, root: bytes, block_size: int, extra_keys: Callable[[int], bytes] | None = None) -> None:
+        if block_size < 1:
+            raise CacheArgumentError(f"block_size is {block_size}; it must be at least 1 token")
+        self.root = root
+        self.block_size = block_size
+        self.extra_keys = extra_keys
+        self.token_ids: array[int] = array("q")  # position -> token id
+        self._hashes: list[BlockHash] = []  # logical block index -> its hash, as far as asked for
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        return f"HashChain(num_tokens={len(self.token_ids)}, block_size={self.block_size}, hashed={len(self._hashes)})"
+
+    @property
+    def num_full_blocks(self) -> int:
+        """Number of blocks that have a hash, asked for or not."""
+        return len(self.token_ids) // self.block_size
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Append tokens; hashes nothing. Raises CacheArgumentError, with nothing appended, if one is no 64-bit integer."""
+        self.token_ids.extend(token_array(token_ids))
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens and the hashes of the blocks that stay full.
+
+        Raises:
+            CacheArgumentError: `num_tokens` is negative or more than there are.
+        """
+        if not 0 <= num_tokens <= len(self.token_ids):
+            raise CacheArgumentError(f"cannot keep {num_tokens} tokens; give 0 to {len(self.token_ids)}, what there is")
+        del self._hashes[num_tokens // self.block_size :]
+        del self.token_ids[num_tokens:]
+
+    def copy(self) -> HashChain:
+        """An independent chain with the same tokens; hashes already computed are shared, since they never change."""
+        twin = HashChain(self.root, self.block_size, self.extra_keys)
+        twin.token_ids = self.token_ids[:]
+        twin._hashes = self._hashes[:]
+        return twin
+
+    def block_hash(self, block_index: int) -> BlockHash:
+        """Hash of one full block; computes those before it that were never asked for.
+
+        Raises:
+            CacheArgumentError: block `block_index` is not full.
+        """
+        if not 0 <= block_index < self.num_full_blocks:
+            raise CacheArgumentError(
+                f"block {block_index} has no hash: blocks 0 to {self.num_full_blocks - 1} are full"
+            )
+        for _ in self.hashes(len(self._hashes), block_index + 1):
+            pass
+        return self._hashes[block_index]
+
+    def hashes(self, start: int = 0, stop: int | None = None) -> Iterator[BlockHash]:
+        """Yield the hashes of full blocks `[start, stop)`, each computed when it is asked for and then remembered.
+
+        Effects: remembers.  Cost: one SHA-256 over 32 + 8 * block_size bytes for each block not yet hashed.
+        The chain may grow meanwhile, but must not be cut below a block already yielded (BlockStateError).
+
+        Args:
+            start: 0 <= start; hashes before it are computed if they never were.
+            stop: all full blocks if None; more than there are is cut to that.
+        """
+        known = self._hashes
+        stop = self.num_full_blocks if stop is None else min(stop, self.num_full_blocks)
+        index = min(len(known), stop)  # of the next block; others may hash more of them whenever we yield
+        yield from known[start:index]
+        # Hot: most of it should be SHA-256 itself. Hence local names and tuple.__new__; tokens are copied in portions
+        # that malloc keeps at hand, as a copy of all of them costs a page fault every 4 KiB.
+        width = self.block_size * _TOKEN_BYTES
+        portion = max(1, _PORTION_BYTES // width)
+        extra_keys, new_tuple, remember = self.extra_keys, tuple.__new__, known.append
+        if len(known) < index:
+            raise BlockStateError(f"a hash chain was cut to {len(known)} blocks while block {index} was hashed")
+        parent = known[index - 1].digest if index else self.root
+        while index < stop:
+            end = min(stop, index + portion)
+            data = _little_endian(self.token_ids[index * self.block_size : end * self.block_size])
+            for offset in range(0, len(data), width):
+                token_bytes = data[offset : offset + width]
+                if len(known) == index:
+                    covered = parent + token_bytes
+                    if extra_keys is not None and (extra := extra_keys(index)):
+                        covered += _length_prefixed(extra)
+                    parent = sha256(covered).digest()
+                    block_hash = new_tuple(BlockHash, (parent, token_bytes))
+                    remember(block_hash)
+                elif len(known) > index:  # another iterator was here meanwhile
+                    block_hash = known[index]
+                    parent = block_hash.digest
+                else:
+                    raise BlockStateError(f"a hash chain was cut to {len(known)} blocks while block {index} was hashed")
+                index += 1
+                if index > start:
+                    yield block_hash
+
+
+def _little_endian(tokens: array[int]) -> bytes:
+    if _HOST_IS_BIG_ENDIAN:
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def _length_prefixed(part: bytes) -> bytes:
+    return len(part).to_bytes(8, "little") + part

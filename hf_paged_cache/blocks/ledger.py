@@ -1,0 +1,212 @@
+"""Owns the record of who holds which block, and its repair. Refuses an allocation that it does not know.
+
+The lists of the live allocations are the truth; states, queue and index (`BlockStates`) are derived from them and from
+the blocks' own hashes. Every change marks them dirty first, changes the lists last and then clears the mark. So after a
+Ctrl-C anywhere inside, the next operation finds the mark and derives them again: the change has happened or has not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from weakref import ReferenceType
+
+from hf_paged_cache.blocks.allocation import Allocation
+from hf_paged_cache.blocks.block_states import BlockStates
+from hf_paged_cache.blocks.hashing import BlockHash
+from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
+
+
+class BlockLedger:
+    """Everything that can be asked of an allocator. Asking changes nothing, but for settling: repairing what was
+    interrupted and taking back what collected allocations held, which every operation does first.
+
+    Args:
+        num_blocks: at least 2, with the null block.
+        block_size: tokens of a block, at least 1.
+    Raises:
+        CacheArgumentError: a size below that.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if block_size < 1:
+            raise CacheArgumentError(f"block_size is {block_size}; it must be at least 1 token")
+        self.block_size = block_size
+        self.collected: deque[ReferenceType[Allocation]] = deque()  # gone, blocks not yet taken back
+        self._held: dict[ReferenceType[Allocation], list[int]] = {}  # live allocation -> its block ids
+        self._states = BlockStates(num_blocks)
+        self._dirty = False
+
+    def __repr__(self) -> str:
+        states = self._states
+        return (
+            f"{type(self).__name__}(num_blocks={states.num_blocks}, block_size={self.block_size}, "
+            f"free={len(states.queue) - states.num_cached}, cached={states.num_cached})"
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Size of the pool with the null block."""
+        return self._states.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks without a holder and without a hash."""
+        return self.num_available_blocks - self._states.num_cached
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks without a holder that a prefix can hit."""
+        self._settle()
+        return self._states.num_cached
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that can be handed out: free and cached."""
+        self._settle()
+        return len(self._states.queue)
+
+    @property
+    def num_blocks_in_use(self) -> int:
+        """Distinct blocks that somebody holds."""
+        return self._states.num_blocks - 1 - self.num_available_blocks
+
+    @property
+    def num_evictions(self) -> int:
+        """Cached blocks handed out for something else so far."""
+        return self._states.num_evictions
+
+    def holds(self, allocation: Allocation) -> bool:
+        """Whether `allocation` is one of this allocator's and has not been freed."""
+        return allocation.key in self._held
+
+    def ref_count(self, block_id: int) -> int:
+        """Number of allocations that hold a block."""
+        self._settle()
+        self._check_ids((block_id,))
+        return self._states.ref_counts[block_id]
+
+    def block_hash_of(self, block_id: int) -> BlockHash | None:
+        """The hash of a block, computed or not, or None."""
+        self._settle()
+        self._check_ids((block_id,))
+        return self._states.index.hash_of(block_id)
+
+    def is_writable(self, block_id: int) -> bool:
+        """Whether a block has one holder and no hash: only such a block may be written."""
+        if self._dirty or self.collected:
+            self._settle()
+        states = self._states
+        return states.ref_counts[block_id] == 1 and states.index.digests[block_id] is None
+
+    def match_prefix(self, block_hashes: Iterable[BlockHash]) -> list[int]:
+        """Blocks of the longest leading run of hashes whose content is here.
+
+        Effects: none; asks `block_hashes` for nothing after the first miss.
+        """
+        self._settle()
+        return self._states.index.match(block_hashes)
+
+    def get_common_computed_block_ids(self, allocations: Sequence[Allocation]) -> list[int]:
+        """Leading computed blocks that all `allocations` hold at the same places; none of no allocation."""
+        self._settle()
+        index = self._states.index
+        common: list[int] = []
+        for block_id, *others in zip(*(self._list_of(allocation) for allocation in allocations), strict=False):
+            if index.digests[block_id] is None or block_id in index.uncomputed or others.count(block_id) < len(others):
+                break
+            common.append(block_id)
+        return common
+
+    def require(self, num_blocks: int, hits: Iterable[int] = ()) -> None:
+        """Check that `num_blocks` fresh blocks can be had while `hits` are held, too.
+
+        Raises:
+            OutOfBlocksError: they cannot; with the arithmetic.
+        """
+        self._settle()
+        states = self._states
+        num_cached_hits = sum(not states.ref_counts[block_id] for block_id in hits)
+        if num_blocks + num_cached_hits > len(states.queue):
+            raise OutOfBlocksError(
+                f"need {num_blocks + num_cached_hits} blocks: {len(states.queue) - states.num_cached} free + "
+                f"{states.num_cached} cached of {states.num_blocks - 1}"
+                + (f", {num_cached_hits} of them the prefix hit itself" if num_cached_hits else "")
+                + "; free what is no longer needed or give the pool more blocks"
+            )
+
+    def snapshot(self) -> tuple[object, ...]:
+        """A value that is equal as long as nothing has changed, the order of eviction included.  Cost: O(num_blocks)."""
+        self._settle()
+        states, index = self._states, self._states.index
+        times = [time if index.digests[block_id] else 0 for block_id, time in enumerate(states.last_access)]
+        hashes = [index.hash_of(block_id) for block_id in range(states.num_blocks)]
+        lists = [list(block_ids) for block_ids in self._held.values()]
+        return (
+            states.ref_counts[:],
+            list(states.queue),
+            times,
+            states.num_evictions,
+            hashes,
+            set(index.uncomputed),
+            lists,
+        )
+
+    def check(self) -> None:
+        """Prove the invariants, O(num_blocks):
+
+        1. each block but the null block is in exactly one state, and the counts sum to num_blocks - 1;
+        2. a block's ref_count is the number of live allocations that hold it;
+        3. no allocation holds a block twice;
+        4. index and hashes are inverse; what is cached is computed, and stands behind what is free, oldest first.
+
+        Raises:
+            BlockStateError: one does not hold; with the whole state.
+        """
+        self._settle()
+        states, lists = self._states, list(self._held.values())
+        try:
+            states.check(lists)
+        except BlockStateError as error:
+            hashes = {i: digest.hex()[:8] for i, digest in enumerate(states.index.digests) if digest is not None}
+            raise BlockStateError(
+                f"{error}\nallocations: {lists}\nref counts: {states.ref_counts}\nqueue: {list(states.queue)}, "
+                f"{states.num_cached} cached\nhashes: {hashes}\nuncomputed: {sorted(states.index.uncomputed)}"
+            ) from error
+
+    def _settle(self) -> None:
+        if self._dirty:
+            self._states.rebuild(self._held.values())
+            self._dirty = False
+        collected = self.collected
+        while collected:  # more may come in meanwhile, at the other end
+            key = collected[0]
+            try:
+                block_ids = self._held.get(key)
+            except TypeError:  # it was gone before it was registered, and a dead reference cannot be hashed
+                block_ids = None
+            if block_ids is not None:
+                self._dirty = True
+                self._states.drop(reversed(block_ids))
+                del self._held[key]
+                self._dirty = False
+            collected.popleft()
+
+    def _list_of(self, allocation: Allocation) -> list[int]:
+        """The registered list of a live allocation; settles, so that every change may begin with it."""
+        self._settle()
+        block_ids = self._held.get(allocation.key)
+        if block_ids is None:
+            raise BlockStateError(f"{allocation!r} has ref_count 0 here: freed before, or another allocator's")
+        return block_ids
+
+    def _check_ids(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            if not 0 < block_id < self._states.num_blocks:
+                raise CacheArgumentError(f"block {block_id} given; blocks are 1 to {self._states.num_blocks - 1}")
+
+
+def check_not_negative(name: str, number: int) -> None:
+    """Raises CacheArgumentError if `number` is below 0."""
+    if number < 0:
+        raise CacheArgumentError(f"{name} is {number}; it must be 0 or more")

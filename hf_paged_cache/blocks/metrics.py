@@ -1,0 +1,74 @@
+"""Owns the hit rate of a prefix cache. Refuses counts that cannot be: more tokens hit than were asked for."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hf_paged_cache.errors import CacheArgumentError
+
+
+class PrefixCacheMetrics:
+    """Share of queried tokens that were hit, over all queries and over the last `window` of them.
+
+    Example:
+        >>> metrics = PrefixCacheMetrics(window=1)
+        >>> metrics.record(10, 0), metrics.record(10, 8)
+        (None, None)
+        >>> metrics.hit_rate, metrics.recent_hit_rate
+        (0.4, 0.8)
+    """
+
+    __slots__ = (
+        "_recent",
+        "_recent_hit",
+        "_recent_queried",
+        "num_hit_tokens",
+        "num_queried_tokens",
+        "num_queries",
+        "window",
+    )
+
+    def __init__(self, window: int = 1000) -> None:
+        if window < 1:
+            raise CacheArgumentError(f"window is {window}; it must be at least 1 query")
+        self.window = window
+        self.num_queries = 0
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+        self._recent: deque[tuple[int, int]] = deque()  # the last queries: tokens queried, tokens hit
+        self._recent_queried = 0
+        self._recent_hit = 0
+
+    def __repr__(self) -> str:
+        return f"PrefixCacheMetrics(num_queries={self.num_queries}, hit_rate={self.hit_rate:.3f})"
+
+    def record(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
+        """Count one query.
+
+        Raises:
+            CacheArgumentError: not 0 <= num_hit_tokens <= num_queried_tokens.
+        """
+        if not 0 <= num_hit_tokens <= num_queried_tokens:
+            raise CacheArgumentError(
+                f"{num_hit_tokens} tokens hit of {num_queried_tokens}; it must be 0 to all of them"
+            )
+        self.num_queries += 1
+        self.num_queried_tokens += num_queried_tokens
+        self.num_hit_tokens += num_hit_tokens
+        self._recent.append((num_queried_tokens, num_hit_tokens))
+        self._recent_queried += num_queried_tokens
+        self._recent_hit += num_hit_tokens
+        if len(self._recent) > self.window:
+            queried, hit = self._recent.popleft()
+            self._recent_queried -= queried
+            self._recent_hit -= hit
+
+    @property
+    def hit_rate(self) -> float:
+        """Tokens hit / tokens queried over all queries; 0.0 before the first."""
+        return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
+
+    @property
+    def recent_hit_rate(self) -> float:
+        """Tokens hit / tokens queried over the last `window` queries; 0.0 before the first."""
+        return self._recent_hit / self._recent_queried if self._recent_queried else 0.0

@@ -1,0 +1,118 @@
+"""Owns which block has which hash, one to one. Refuses a second hash for a block and a second block for a hash."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from hf_paged_cache.blocks.hashing import BlockHash
+from hf_paged_cache.errors import BlockStateError
+
+
+class PrefixIndex:
+    """Digest <-> block. A block's own entries are the truth and the map from digests is derived, see `rebuild`.
+
+    The tokens of a block are kept beside its digest and compared on every hit. Lists of bytes rather than objects
+    for each block: a million blocks add nothing that the garbage collector has to visit one by one.
+
+    Attributes (read by the allocator's loops, changed here only):
+        blocks: digest -> block id.
+        digests: block id -> digest, or None without a hash.
+        token_bytes: block id -> token ids of its hash; what stands there without a digest means nothing.
+        uncomputed: ids of blocks that have a hash and not yet its content.
+    """
+
+    __slots__ = ("blocks", "digests", "token_bytes", "uncomputed")
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks: dict[bytes, int] = {}
+        self.digests: list[bytes | None] = [None] * num_blocks
+        self.token_bytes: list[bytes] = [b""] * num_blocks
+        self.uncomputed: set[int] = set()
+
+    def __len__(self) -> int:
+        """Number of blocks that have a hash."""
+        return len(self.blocks)
+
+    def __repr__(self) -> str:
+        return f"PrefixIndex(length={len(self.blocks)}, uncomputed={len(self.uncomputed)})"
+
+    def get(self, block_hash: BlockHash) -> int | None:
+        """The block with this hash, computed or not, or None; the tokens are compared, too."""
+        block_id = self.blocks.get(block_hash.digest)
+        if block_id is None or self.token_bytes[block_id] != block_hash.token_bytes:
+            return None
+        return block_id
+
+    def hash_of(self, block_id: int) -> BlockHash | None:
+        """The hash of a block, or None."""
+        digest = self.digests[block_id]
+        return None if digest is None else BlockHash(digest, self.token_bytes[block_id])
+
+    def match(self, block_hashes: Iterable[BlockHash]) -> list[int]:
+        """Blocks of the longest leading run of hashes that are here and computed; asks for no hash after the first miss.
+
+        Effects: none.  Cost: one dict probe and one comparison of tokens a block.
+        """
+        find, token_bytes, uncomputed = self.blocks.get, self.token_bytes, self.uncomputed
+        hits: list[int] = []
+        append = hits.append
+        for block_hash in block_hashes:
+            block_id = find(block_hash[0])
+            if block_id is None or token_bytes[block_id] != block_hash[1] or block_id in uncomputed:
+                break
+            append(block_id)
+        return hits
+
+    def insert(self, block_id: int, block_hash: BlockHash, *, computed: bool) -> None:
+        """Give a block its hash.
+
+        Args:
+            computed: whether its content is there; `match` stops at a block whose content is not.
+        Raises:
+            BlockStateError: the block has a hash, or another block has this one.
+        """
+        if self.digests[block_id] is not None:
+            raise BlockStateError(f"block {block_id} has a hash already; remove it first")
+        if (other := self.blocks.get(block_hash.digest)) is not None:
+            raise BlockStateError(f"block {block_id} given the hash of block {other}; a hash has one block")
+        if not computed:  # before the hash: interrupted between the two lines, the block must not look computed
+            self.uncomputed.add(block_id)
+        self.token_bytes[block_id] = block_hash.token_bytes
+        self.digests[block_id] = block_hash.digest
+        self.blocks[block_hash.digest] = block_id
+
+    def remove(self, block_id: int) -> None:
+        """Take a block's hash away. Raises BlockStateError if it has none."""
+        digest = self.digests[block_id]
+        if digest is None:
+            raise BlockStateError(f"block {block_id} has no hash to remove")
+        self.digests[block_id] = None
+        del self.blocks[digest]
+        self.uncomputed.discard(block_id)  # after the hash, for the same reason
+
+    def grow(self, num_blocks: int) -> None:
+        """Make room for ids below `num_blocks`."""
+        added = num_blocks - len(self.digests)
+        self.token_bytes.extend([b""] * added)
+        self.digests.extend([None] * added)
+
+    def rebuild(self, ref_counts: Sequence[int]) -> None:
+        """Derive the map from the blocks' own digests again; a block that nobody holds and is not computed loses its hash.
+
+        Cost: O(num_blocks). Needed only after a change was interrupted.
+        """
+        num_blocks = len(ref_counts)
+        del self.token_bytes[num_blocks:], self.digests[num_blocks:]
+        for block_id in self.uncomputed:
+            if block_id < num_blocks and not ref_counts[block_id]:
+                self.digests[block_id] = None
+        self.blocks = {digest: block_id for block_id, digest in enumerate(self.digests) if digest is not None}
+        self.uncomputed = {block_id for block_id in self.blocks.values() if block_id in self.uncomputed}
+
+    def check(self, in_use: Collection[int]) -> None:
+        """Raises BlockStateError unless both maps are inverse and only blocks `in_use` are uncomputed."""
+        inverse = {digest: block_id for block_id, digest in enumerate(self.digests) if digest is not None}
+        if inverse != self.blocks or self.digests[0] is not None or len(self.digests) != len(self.token_bytes):
+            raise BlockStateError("index and hashes are not inverse")
+        if not self.uncomputed <= set(self.blocks.values()) & set(in_use):
+            raise BlockStateError(f"uncomputed blocks {sorted(self.uncomputed)} must be in use and have a hash")

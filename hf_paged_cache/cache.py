@@ -1,0 +1,481 @@
+"""The public face: `PrefixStore`, the long-lived blocks of one model, and `PagedPrefixCache`, what `generate` runs on.
+
+Owns the translation between transformers' `Cache` and a `Call`; decides nothing about blocks.
+"""
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+
+from .arguments import ArgumentReader, RunningRow, for_ticket
+from .block_store import BlockStore
+from .blocks import root_hash
+from .call import Call
+from .conditioning import Conditioning
+from .errors import CacheArgumentError, CacheBusyError
+from .generation import read_generate
+from .hooks import attach, detach
+from .readers import GatherReader, ViewReader
+from .stats import CacheStats, CallStats, hit_rate
+from .support import cache_layers, measure_bytes_per_token, require_supported, takes
+from .ticket import ForwardRequest, RowInput
+
+logger = logging.getLogger(__name__)
+
+_MAX_ROOTS = 256  # roots remembered by a cache, so that a decode step does not hash them again
+
+
+class PrefixStore:
+    """The blocks of one model, shared by any number of caches.
+
+    Args:
+        model: a decoder of transformers; bracket and hooks are attached to it.
+        block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
+        num_blocks: the most blocks, one of which is reserved.
+        max_bytes: instead of `num_blocks`, the most bytes of keys and values; a forward of one token measures what a
+            block needs. Without either: half of the memory that is free on the model's device after the first call.
+    Raises:
+        UnsupportedModelError: the model's cache cannot be held right; the message names what is in the way.
+        CacheArgumentError: a size is out of range, or both sizes are given.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        require_supported(model)
+        _require_size("block_size", block_size, 1, "tokens; 16 suits most models")
+        if num_blocks is not None and max_bytes is not None:
+            raise CacheArgumentError(f"give num_blocks or max_bytes, not both (got {num_blocks} and {max_bytes})")
+        if max_bytes is not None:
+            _require_size("max_bytes", max_bytes, 1, "bytes")
+            bytes_per_block = measure_bytes_per_token(model) * block_size
+            num_blocks = max_bytes // bytes_per_block
+            if num_blocks < 2:
+                raise CacheArgumentError(
+                    f"max_bytes is {max_bytes}, but two blocks of {block_size} tokens need {2 * bytes_per_block} bytes"
+                )
+        elif num_blocks is not None:
+            _require_size("num_blocks", num_blocks, 2, "blocks: one is reserved, and a call needs at least one")
+        self.model = model
+        self.blocks = BlockStore(block_size, num_blocks)
+        self.conditioning = Conditioning(model)
+        self.takes_positions = takes(model, "position_ids")
+        self.argument_reader = ArgumentReader(
+            model.config, takes_positions=self.takes_positions, takes_logits_to_keep=takes(model, "logits_to_keep")
+        )
+        attach(model)
+
+    def __repr__(self) -> str:
+        blocks = self.blocks
+        return (
+            f"PrefixStore({type(self.model).__name__}, block_size={blocks.block_size}, num_blocks={blocks.num_blocks})"
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block, and the rows of calls that are over, on all caches of this store.
+
+        Raises:
+            CacheBusyError: a call is running; nothing has changed.
+        """
+        blocks = self.blocks
+        with blocks.lock:
+            blocks.settle()
+            calls = list(blocks.holders())
+            if any(call.is_running for call in calls):
+                raise CacheBusyError("a call is running on this store; reset the prefix cache when it has ended")
+            for call in calls:
+                call.drop_rows()
+            blocks.reset_prefix_cache()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a PrefixStore cannot be copied or pickled: its blocks are shared; build a new one")
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer of a `PagedPrefixCache`, as transformers sees it. Holds nothing: the pool does.
+
+    A sliding window is held whole, as `is_sliding = False` says; the model's mask hides what is outside.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, cache: "PagedPrefixCache", layer_idx: int) -> None:
+        self._cache = cache
+        self._layer_idx = layer_idx
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the cache has rows; models read False as "the first forward"."""
+        return self._cache.get_seq_length() > 0
+
+    @property
+    def keys(self) -> Tensor | None:
+        """The rows' keys, [R, H, columns, D]: a copy. None without rows."""
+        return self._cache.read_layer(self._layer_idx).get("key")
+
+    @property
+    def values(self) -> Tensor | None:
+        """The rows' values, [R, H, columns, D]: a copy. None without rows."""
+        return self._cache.read_layer(self._layer_idx).get("value")
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the pool takes its shapes from the first write."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store new keys and values, [R, H, T, D], and return those of all columns."""
+        states = self._cache.call.write(self._layer_idx, {"key": key_states, "value": value_states})
+        return states["key"], states["value"]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that attention reads, and the first of them."""
+        return self._cache.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns held, padding included."""
+        return self._cache.get_seq_length()
+
+    def get_max_length(self) -> int:
+        """-1: there is no maximum but the pool's."""
+        return -1
+
+    def offload(self) -> None:
+        """Nothing: the pool stays where it is."""
+
+    def prefetch(self) -> None:
+        """Nothing: the pool stays where it is."""
+
+    def reset(self) -> None:
+        """Drop the rows of the whole cache."""
+        self._cache.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
+        """Refused: rows are reordered in all layers at once."""
+        raise CacheArgumentError("reorder the cache, not a layer: rows are the same in all layers")
+
+
+class PagedPrefixCache(Cache):
+    """A cache for `model.generate` that reuses the keys and values of every prefix it has seen.
+
+    Pass one object to any number of calls as `past_key_values`, or build one in each call on a shared `PrefixStore`.
+    After a call the rows stay, as a `DynamicCache`'s do, until the next call, `reset()` or collection; a `with` block
+    resets it at its end.
+
+    Args:
+        model_or_store: a model, for which a store is made with `block_size`, `num_blocks` and `max_bytes`; or a store.
+        cache_salt: caches with another salt never share a block, so that no tenant can probe another's prompts.
+        view: keep a contiguous copy of the running rows for attention. Without it each layer gathers its rows for the
+            moment of its attention: memory is the blocks alone, a decode step some per cent slower.
+    Raises:
+        UnsupportedModelError, CacheArgumentError: see `PrefixStore`.
+    Example:
+        >>> cache = PagedPrefixCache(model)
+        >>> first = model.generate(**inputs, past_key_values=cache, max_new_tokens=4)
+        >>> again = model.generate(**inputs, past_key_values=cache, max_new_tokens=4)
+        >>> bool((first == again).all()), cache.last_call.reused_tokens > 0
+        (True, True)
+    """
+
+    is_paged_prefix_cache = True
+
+    def __init__(
+        self,
+        model_or_store: PreTrainedModel | PrefixStore,
+        *,
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+        max_bytes: int | None = None,
+        cache_salt: str | bytes | None = None,
+        view: bool = True,
+    ) -> None:
+        if isinstance(model_or_store, PrefixStore):
+            if block_size is not None or num_blocks is not None or max_bytes is not None:
+                raise CacheArgumentError(
+                    "block_size, num_blocks and max_bytes are the store's; give them to PrefixStore"
+                )
+            self.store = model_or_store
+        else:
+            size = 16 if block_size is None else block_size
+            self.store = PrefixStore(model_or_store, block_size=size, num_blocks=num_blocks, max_bytes=max_bytes)
+        if not isinstance(cache_salt, str | bytes | None):
+            raise CacheArgumentError(f"cache_salt is a {type(cache_salt).__name__}; give a str or bytes")
+        self.cache_salt = cache_salt.encode() if isinstance(cache_salt, str) else cache_salt or b""
+        self.view = view
+        attach(self.store.model)
+        blocks = self.store.blocks
+        self.call = Call(blocks, ViewReader(blocks.pool) if view else GatherReader(blocks.pool))
+        self._open = 0  # brackets of `generate` that are open
+        self._records_drafts = False
+        self._digest: bytes | None = None  # of the model, as long as a bracket is open
+        self._bypass: str | None = None
+        self._roots: dict[tuple[bytes, int, int], bytes] = {}
+        layers: list[Any] = [
+            DummyLayer() if isinstance(layer, DummyLayer) else PagedLayer(self, index)
+            for index, layer in enumerate(cache_layers(self.store.model))
+        ]
+        super().__init__(layers=layers)
+        self.layer_class_to_replicate = self._append_layer  # a model may write more layers than its config names
+
+    # What `generate` and the model ask.
+
+    def __bool__(self) -> bool:
+        """True even without rows: some models ask `if past_key_values`."""
+        return True
+
+    def __repr__(self) -> str:
+        return f"PagedPrefixCache({self.call.num_rows} rows of {self.get_seq_length()} tokens, {self.store!r})"
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of the running rows, padding included; the same in all layers."""
+        return self.call.num_columns
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there are rows."""
+        return self.call.num_columns > 0
+
+    def activate_past_recording(self) -> None:
+        """Drafts will be verified: a model that cannot say which logits it needs computes them all."""
+        self._records_drafts = True
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` goes on as row `beam_idx[i]`: tables are forked; K/V that a row writes differently are copied then."""
+        self.call.reorder(beam_idx.tolist())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens; 0 changes nothing.
+
+        Raises:
+            CacheArgumentError: a positive number, or more than there are tokens.
+        """
+        if tokens_to_remove > 0:
+            raise CacheArgumentError(
+                f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}"
+            )
+        self.call.crop(-int(tokens_to_remove))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row becomes `repeats` rows, which share all blocks."""
+        self.call.reorder([row for row in range(self.call.num_rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` (int64, or a mask of booleans)."""
+        chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self.call.reorder([row + self.call.num_rows if row < 0 else row for row in chosen.tolist()])
+
+    def reset(self) -> None:
+        """Drop the running rows and the view, as transformers means it; full blocks stay in the prefix cache."""
+        self.call.drop_rows()
+
+    # What a user asks.
+
+    def stats(self) -> CacheStats:
+        """Tokens of this cache's calls, and the blocks of its store now; prints as a table."""
+        counts, blocks = self.call.counts, self.store.blocks
+        with blocks.lock:
+            blocks.settle()
+            return CacheStats(
+                prompt_tokens=counts.prompt_tokens,
+                computed_tokens=counts.computed_tokens,
+                reused_tokens=counts.prompt_tokens - counts.computed_tokens,
+                hit_rate=hit_rate(counts.prompt_tokens, counts.computed_tokens),
+                num_calls=counts.num_calls,
+                num_blocks=blocks.num_blocks,
+                num_free_blocks=blocks.num_free_blocks,
+                num_cached_blocks=blocks.allocator.num_cached_blocks,
+                num_blocks_in_use=blocks.allocator.num_blocks_in_use,
+                num_evictions=blocks.allocator.num_evictions,
+                num_copies_on_write=blocks.allocator.num_copies_on_write,
+                kv_bytes=blocks.kv_bytes_in_use + self.call.reader.num_bytes,
+                peak_kv_bytes=self.call.peak_kv_bytes,
+                pool_bytes=blocks.pool.pool_bytes,
+            )
+
+    @property
+    def last_call(self) -> CallStats:
+        """The same for the last call alone, with a line a row: how far it matched, and why no further."""
+        rows = tuple(row.frozen() for row in self.call.counts.rows)
+        prompt, computed = sum(row.prompt_tokens for row in rows), sum(row.computed_tokens for row in rows)
+        return CallStats(
+            prompt_tokens=prompt,
+            computed_tokens=computed,
+            reused_tokens=prompt - computed,
+            hit_rate=hit_rate(prompt, computed),
+            peak_kv_bytes=self.call.peak_kv_bytes,
+            rows=rows,
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block of the store, and the rows of calls that are over, on all its caches.
+
+        Raises:
+            CacheBusyError: a call is running on the store; nothing has changed.
+        """
+        self.store.reset_prefix_cache()
+
+    def check(self) -> None:
+        """Prove the invariants of allocator and rows, or raise BlockStateError with the whole state."""
+        with self.store.blocks.lock:
+            self.store.blocks.settle()
+            self.store.blocks.allocator.check()
+
+    def detach(self) -> None:
+        """Take everything off the model, for all caches of it."""
+        detach(self.store.model)
+
+    def read_layer(self, layer_idx: int) -> dict[str, Tensor]:
+        """K/V of the rows of one layer by name, [R, H, columns, D]: a copy; empty without rows."""
+        return self.call.read_layer(layer_idx)
+
+    def __enter__(self) -> "PagedPrefixCache":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.reset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PagedPrefixCache":
+        """A second cache on the same store, whose rows hold the same blocks; no K/V is copied."""
+        twin = PagedPrefixCache(self.store, cache_salt=self.cache_salt, view=self.view)
+        memo[id(self)] = twin
+        twin.call.take_over(self.call.fork_rows())
+        return twin
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a PagedPrefixCache cannot be pickled: its blocks belong to a pool; build a new one on the model"
+        )
+
+    def __del__(self) -> None:
+        """Leave the rows to the store: this may run inside any line of ours, so nothing more happens here."""
+        call = self.__dict__.get("call")
+        if call is not None:
+            call.leave_behind()
+
+    # What the hooks ask.
+
+    @contextmanager
+    def generating(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """The span of one `generate`."""
+        self._require_model(model)
+        if kwargs.get("cache_implementation") is not None:
+            raise CacheArgumentError(
+                f"cache_implementation={kwargs['cache_implementation']!r} asks transformers for a cache of its own; "
+                "leave it out, or leave past_key_values out"
+            )
+        if kwargs.get("use_cache") is False:
+            warnings.warn("use_cache=False: nothing is reused in this call", stacklevel=4)
+        if self._open and self.call.num_announced:
+            raise CacheBusyError(
+                "a generate call is running on this cache; use another cache on the same store for this one: "
+                "PagedPrefixCache(cache.store)"
+            )
+        given = read_generate(model, args, kwargs)
+        self.call.begin(given.limits, keep_rows=given.only_new_tokens)
+        self._open += 1
+        self._records_drafts = False
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            self._open -= 1
+            self._digest = None
+            self.call.end(failed=failed)
+            self._log()
+
+    def before_forward(self, model: torch.nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Announce a forward; returns the arguments that it is to run with."""
+        self._require_model(model)
+        call = self.call
+        if self._digest is None or not self._open:
+            self._digest, self._bypass = self.store.conditioning.digest(), self.store.conditioning.bypass()
+        call.check_not_busy()
+        call.roll_back()
+        before = call.rows.num_columns
+        given = self.store.argument_reader.read(
+            arguments,
+            [RunningRow(row.pad, row.table.num_tokens, row.first_position) for row in call.rows.in_batch()],
+            before,
+            in_generate=self._open > 0,
+            records_drafts=self._records_drafts,
+        )
+        ticket = call.announce(
+            ForwardRequest(
+                rows=tuple(
+                    RowInput(tokens, pad, first, self._root(pad, first))
+                    for tokens, pad, first in zip(given.token_ids, given.pads, given.first_positions, strict=True)
+                ),
+                num_new_columns=given.num_new_columns,
+                num_logits_needed=given.num_logits_needed,
+                bypass=given.bypass or self._bypass,
+                keep_columns=given.keep_columns,
+                may_alias=given.may_alias,
+            )
+        )
+        if ticket.start == before and ticket.copies is None:
+            return dict(arguments)
+        return for_ticket(arguments, ticket, before)
+
+    def after_forward(self, output: Any) -> Any:
+        """Confirm the forward; returns what its caller is to get, a row for each that it passed."""
+        ticket = self.call.ticket
+        self.call.confirm()
+        if ticket is not None and ticket.copies is not None:
+            copies = torch.tensor(ticket.copies, device=output.logits.device)
+            output.logits = output.logits.index_select(0, copies)
+        return output
+
+    def _append_layer(self) -> PagedLayer:
+        return PagedLayer(self, len(self.layers))
+
+    def _root(self, pad: int, first_position: int) -> bytes:
+        """The root of a row: what conditions the model, this cache, and where the row's positions start."""
+        counted_from = 0 if self.store.takes_positions else pad  # without positions, a model numbers its columns
+        key = (self._digest or b"", counted_from, first_position)
+        root = self._roots.get(key)
+        if root is None:
+            if len(self._roots) >= _MAX_ROOTS:
+                self._roots.clear()
+            root = root_hash(key[0], self.cache_salt, repr(key[1:]).encode())
+            self._roots[key] = root
+        return root
+
+    def _require_model(self, model: torch.nn.Module) -> None:
+        if model is not self.store.model:
+            raise CacheArgumentError(
+                f"this cache was built for another model ({type(self.store.model).__name__} at another place); build one "
+                f"for this {type(model).__name__}: PagedPrefixCache(model)"
+            )
+
+    def _log(self) -> None:
+        if logger.isEnabledFor(logging.INFO):
+            last = self.last_call
+            logger.info(
+                "reused %d of %d prompt tokens, computed %d: %s",
+                last.reused_tokens,
+                last.prompt_tokens,
+                last.computed_tokens,
+                "; ".join(f"row {i}: {row.stopped}" for i, row in enumerate(last.rows)),
+            )
+
+
+def _require_size(name: str, value: object, least: int, what: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise CacheArgumentError(f"{name} is {value!r}; it must be an int of at least {least} {what}")

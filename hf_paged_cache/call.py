@@ -1,0 +1,356 @@
+"""One running call: the only place that decides what is committed and freed. Each event names when it may come.
+
+    idle -> announced -> written -> confirmed -> announced ... -> ended -> idle
+    announced | written -> rolled back to idle or confirmed
+
+A *ticket* is one announced forward. Only its writes are let through, and only what was confirmed is ever committed:
+when the next forward is announced, so that a draft that `crop` takes back never was. Torch tensors pass through here
+to pool and reader, unread.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+from torch import Tensor
+
+from .admission import num_blocks_held_only_by, num_blocks_to_take
+from .block_store import BlockStore
+from .counts import PromptCounts
+from .errors import CacheArgumentError, CacheBusyError, TicketError
+from .forward import CallLimits, admit, begin_rows, continue_rows, each_alone, take_blocks, write_target
+from .plan import KnownRow, first_column
+from .readers import Reader, slot_matrix
+from .rows import Row, Rows
+from .ticket import ForwardRequest, Ticket
+
+
+class CallState(Enum):
+    """Where a call stands; the value completes "the call ..."."""
+
+    IDLE = "has no rows"
+    ANNOUNCED = "has announced a forward"
+    WRITTEN = "is in the middle of a forward"
+    CONFIRMED = "has rows and waits for a forward"
+    ENDED = "has ended and keeps its rows"
+
+
+_OPEN = (CallState.ANNOUNCED, CallState.WRITTEN)
+
+
+class Call:
+    """The rows that one cache runs, from their first forward to the end.
+
+    Args:
+        store: where their blocks are.
+        reader: what attention reads of them.
+    """
+
+    def __init__(self, store: BlockStore, reader: Reader) -> None:
+        self.store = store
+        self.reader = reader
+        self.state = CallState.IDLE
+        self.ticket: Ticket | None = None
+        self.limits: CallLimits | None = None  # None: no `generate` is running
+        self.rows = Rows([], [], 0)
+        self.ended: list[Row] = []  # rows of the call before, matched by the next one
+        self.counts = PromptCounts()
+        self.num_announced = 0  # forwards announced since `begin`
+        self.peak_kv_bytes = 0
+        self._written: set[int] = set()  # layers that wrote under the ticket
+        self._thread = 0  # the thread that announced it
+        self._is_first = False  # the ticket is the first of its rows
+        self._num_columns_before = 0  # columns before the last confirmed forward
+        store.add_holder(self)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns that the next tokens come behind: those before the ticket's, or all confirmed ones."""
+        return self.rows.num_columns if self.ticket is None else self.ticket.start
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch; 0 when there are none."""
+        return len(self.rows)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a `generate` is running, or a forward in a thread that lives."""
+        return self.limits is not None or self._runs_in_another_thread()
+
+    def begin(self, limits: CallLimits | None, *, keep_rows: bool) -> None:
+        """`generate` is entered: the rows so far have ended, unless only new tokens are passed."""
+        with self.store.lock:
+            self.check_not_busy()
+            self.roll_back()
+            if not keep_rows:
+                self._end_rows()
+            self.limits = limits
+            self.num_announced = 0
+            self.counts.start_call()
+            self.peak_kv_bytes = 0
+
+    def announce(self, request: ForwardRequest) -> Ticket:
+        """A forward is about to run: find what is known of it, take its blocks, and say what may be written.
+
+        Raises:
+            CacheBusyError: a forward of this call is running in another thread.
+            CacheArgumentError: the request has other rows than the call, or no column.
+            OutOfBlocksError: the call does not fit; rows and blocks are as before.
+        """
+        with self.store.lock:
+            self.check_not_busy()
+            self.roll_back()
+            if request.num_new_columns < 1:
+                raise CacheArgumentError("a forward of no tokens: pass at least one token id in each row")
+            self.store.settle()
+            self.rows.commit()
+            self._is_first = not self.rows.alias
+            self._thread = threading.get_ident()
+            self._written = set()
+            self.state = CallState.ANNOUNCED
+            try:
+                self.ticket = self._announce(request)
+            except BaseException:
+                self.roll_back()
+                raise
+            self.num_announced += 1
+            return self.ticket
+
+    def write(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Store a layer's new keys and values and return what its attention reads.
+
+        Shapes: [R, H, T, D] with the ticket's rows and columns; returns [R, H, stop, D].
+        Raises:
+            TicketError: no ticket is open, the shapes are not the ticket's, or the layer has written already.
+        """
+        ticket = self.ticket
+        if ticket is None:
+            raise TicketError(
+                f"layer {layer_idx} writes to a cache whose call {self.state.value}: run the model that the cache was "
+                "built for through its own __call__, not model.model(...) and not another model"
+            )
+        for name, new in states.items():
+            if new.shape[0] != ticket.num_rows or new.shape[2] != ticket.num_columns:
+                raise TicketError(
+                    f"layer {layer_idx} writes {name} of {new.shape[0]} rows and {new.shape[2]} tokens; announced were "
+                    f"{ticket.num_rows} rows and {ticket.num_columns} tokens"
+                )
+        if layer_idx in self._written:
+            raise TicketError(f"layer {layer_idx} writes twice in one forward; switch gradient checkpointing off")
+        with self.store.lock:
+            self.store.pool.write(layer_idx, states, ticket.target)
+            self.state = CallState.WRITTEN
+            self._written.add(layer_idx)
+            return self.reader.read(layer_idx, states)
+
+    def confirm(self) -> None:
+        """The forward has returned: what it wrote counts.
+
+        Raises:
+            TicketError: a layer has not written; the ticket is rolled back.
+        """
+        ticket = self.ticket
+        if ticket is None:
+            raise TicketError(f"nothing to confirm: the call {self.state.value}")
+        with self.store.lock:
+            missing = self.store.writing_layers - self._written
+            if missing or not self._written:
+                self.roll_back()
+                raise TicketError(
+                    f"the forward did not write {f'layers {sorted(missing)}' if missing else 'any layer'}: gradient "
+                    "checkpointing drops the cache; call model.gradient_checkpointing_disable() or model.eval()"
+                )
+            if not self.store.writing_layers:
+                self.store.writing_layers = frozenset(self._written)
+                self.store.settle_budget()
+            self._num_columns_before = self.rows.num_columns
+            self.rows.confirm(ticket.stop)
+            self.counts.confirm()
+            self.ticket = None
+            self.state = CallState.CONFIRMED
+            self.peak_kv_bytes = max(self.peak_kv_bytes, self.store.kv_bytes_in_use + self.reader.num_bytes)
+
+    def roll_back(self) -> None:
+        """Take back a ticket that was never confirmed. Without one: nothing."""
+        if self.state not in _OPEN:
+            return
+        with self.store.lock:
+            self.ticket = None
+            self.reader.drop()  # some layers have the forward's columns and some have not
+            if self._is_first:
+                self.rows.free()
+                self.rows = Rows([], [], 0)
+                self.store.promise(self, 0)
+                self.state = CallState.IDLE
+            else:
+                self.rows.roll_back()
+                self.state = CallState.CONFIRMED
+
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Batch row `i` goes on as batch row `sources[i]` (beam search); there may be more or fewer rows than before.
+
+        Raises:
+            CacheArgumentError: a source that is no row.
+        """
+        with self.store.lock:
+            self.roll_back()
+            if not self.rows.alias:
+                return
+            if not sources or min(sources) < 0 or max(sources) >= len(self.rows):
+                raise CacheArgumentError(
+                    f"rows {list(sources)} asked for; the cache has rows 0 to {len(self.rows) - 1}"
+                )
+            if self.rows.is_aliased:
+                alone = each_alone(len(self.rows))
+                self.reader.expand_rows(self.rows.regroup(alone.members, alone.group_of))
+            self.rows.commit()
+            same_number = len(sources) == len(self.rows)
+            shared_columns = self.rows.select(sources)
+            if same_number:
+                self.reader.reorder_rows(sources, shared_columns)
+            else:
+                self.reader.drop()
+
+    def crop(self, num_columns: int) -> None:
+        """Take the last `num_columns` columns back.
+
+        Raises:
+            CacheArgumentError: there are not that many.
+        """
+        with self.store.lock:
+            self.roll_back()
+            if num_columns == 0 or not self.rows.alias:
+                return
+            if num_columns > self.rows.num_columns:
+                raise CacheArgumentError(f"cannot crop {num_columns} tokens; the cache has {self.rows.num_columns}")
+            kept = self.rows.num_columns - num_columns
+            self.rows.crop(kept)
+            self.reader.crop(kept)
+            self._num_columns_before = min(self._num_columns_before, kept)
+
+    def end(self, *, failed: bool = False) -> None:
+        """`generate` is left: complete blocks are committed; the rows stay, can go on, and can be matched.
+
+        Args:
+            failed: an exception ends it; then what the last forward computed may have been drafts.
+        """
+        with self.store.lock:
+            self.roll_back()
+            if failed:
+                for row in self.rows.distinct:
+                    row.stop_commits(max(0, self._num_columns_before - row.pad))
+            self.rows.commit()
+            if self.rows.alias:
+                self.state = CallState.ENDED
+            self.limits = None
+            self.store.promise(self, 0)
+
+    def drop_rows(self) -> None:
+        """Give all blocks and the view back; what was complete stays in the prefix cache."""
+        with self.store.lock:
+            self.check_not_busy()
+            self.roll_back()
+            self._end_rows()
+            self._free_ended()
+            self.limits = None
+            self.reader.drop()
+            self.store.promise(self, 0)
+
+    def fork_rows(self) -> Rows:
+        """The rows with forked tables, for another call on the same store."""
+        with self.store.lock:
+            self.roll_back()
+            self.rows.commit()
+            return self.rows.fork()
+
+    def take_over(self, rows: Rows) -> None:
+        """Go on with these rows; there must be none yet."""
+        self.rows = rows
+        self.state = CallState.CONFIRMED if rows.alias else CallState.IDLE
+
+    def leave_behind(self) -> None:
+        """The cache is being collected, perhaps inside a line of ours: only note what the store will have to end."""
+        if self.rows.distinct:
+            self.store.left_behind.append(self.rows)
+
+    def read_layer(self, layer_idx: int) -> dict[str, Tensor]:
+        """name -> [R, H, columns, D] of a layer's rows, gathered from the pool; empty without rows."""
+        with self.store.lock:
+            if not self.rows.alias or layer_idx not in self.store.pool.layer_indices:
+                return {}
+            layouts = [row.layout() for row in self.rows.in_batch()]
+            slots = slot_matrix(layouts, self.rows.num_columns, self.store.block_size)
+            return self.store.pool.gather(layer_idx, slots.to(self.store.pool.device_of(layer_idx)))
+
+    def check_not_busy(self) -> None:
+        """Raises CacheBusyError while a forward of this call runs in another thread that lives."""
+        if self._runs_in_another_thread():
+            raise CacheBusyError(
+                "this cache is running a forward in another thread; use one cache a call: "
+                "PagedPrefixCache(cache.store) shares all blocks"
+            )
+
+    def _runs_in_another_thread(self) -> bool:
+        if self.ticket is None or self._thread == threading.get_ident():
+            return False
+        return any(thread.ident == self._thread for thread in threading.enumerate())
+
+    def num_ended_blocks(self) -> int:
+        """Blocks that only rows whose call is over hold."""
+        rows = [*self.ended, *(self.rows.distinct if self.state is CallState.ENDED else [])]
+        return num_blocks_held_only_by(rows, self.store)
+
+    def _announce(self, request: ForwardRequest) -> Ticket:
+        store, limits, before = self.store, self.limits, self.rows.num_columns
+        stop = before + request.num_new_columns
+        if self._is_first:
+            self.rows, matches = begin_rows(store, request, self.ended)
+            self.counts.note_matches(matches)
+        elif (sources := continue_rows(store, request, self.rows)) is not None:
+            self.reader.expand_rows(sources)
+        rows = self.rows
+        if limits is not None and self.num_announced == 0:
+            admit(store, self, rows, limits, num_columns=stop, ended=self.ended)
+        self._free_ended()
+        members = rows.members()
+        known = [KnownRow(row.pad, row.table.num_tokens) for row in rows.distinct]
+        start = before
+        if request.keep_columns is None:
+            start = first_column(known, start=before, stop=stop, num_needed=request.num_logits_needed)
+        end_of_prompt = None if limits is None else limits.num_prompt_columns
+        self.counts.announce(
+            request, members, known, before=before, start=start, stop=stop, end_of_prompt=end_of_prompt
+        )
+        num_taken = take_blocks(store, self, rows, [request.rows[member].token_ids for member in members], limits)
+        if num_taken and limits is not None and limits.max_columns is not None:
+            max_columns = max(stop, limits.max_columns)
+            store.promise(
+                self, num_blocks_to_take(rows, num_columns=stop, max_columns=max_columns, block_size=store.block_size)
+            )
+        layouts = rows.layouts()
+        if self._is_first:
+            self.reader.start_rows(
+                layouts,
+                stop,
+                max_rows=max(len(rows), 0 if limits is None else limits.num_rows),
+                max_columns=None if limits is None else limits.max_columns,
+            )
+        self.reader.start_forward(layouts, start, stop)
+        copies = tuple(rows.alias) if rows.is_aliased else None
+        return Ticket(start, stop, tuple(members), copies, write_target(store, rows, known, start, stop))
+
+    def _end_rows(self) -> None:
+        """The running rows become ended rows; those before them are dropped."""
+        self._free_ended()
+        self.rows.commit()
+        if self.rows.distinct:
+            self.reader.keep([row.layout()._replace(token_ids=row.true_token_ids) for row in self.rows.distinct])
+        self.ended = self.rows.distinct
+        self.rows = Rows([], [], 0)
+        self.state = CallState.IDLE
+
+    def _free_ended(self) -> None:
+        for row in self.ended:
+            row.table.free()
+        self.ended = []

@@ -1,0 +1,82 @@
+"""The command's arguments, and what each subcommand does with them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .questions import QUESTIONS, SHOTS
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import hf_paged_cache
+
+        print(hf_paged_cache.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def hf_paged_cache(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """PagedPrefixCache: a cache for generate that computes a prompt's known beginning only once."""
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(help="A folder, or a name on the hub. Default: SmolLM2-135M-Instruct.", show_default=False),
+    ] = None,
+    questions: Annotated[int, typer.Option(min=1, max=len(QUESTIONS), help="How many questions to ask.")] = 8,
+    shots: Annotated[
+        int,
+        typer.Option(
+            min=1, max=len(SHOTS), help="Solved examples before each question; all together are about 1,000 tokens."
+        ),
+    ] = len(SHOTS),
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, max=1024, help="The longest answer; it ends at the end of its line.")
+    ] = 16,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")
+    ] = False,
+) -> None:
+    """Ask questions behind one long prompt, first with DynamicCache, then with PagedPrefixCache, and compare.
+
+    Exits with 1 if the tokens differ.
+    """
+    from hf_paged_cache.demo_model import DEMO_MODEL, load_demo_model
+    from hf_paged_cache.errors import PagedCacheError
+
+    from .demo import DemoInputError, run_demo
+    from .display import JsonDisplay, LiveDisplay, PlainDisplay
+
+    console = Console()
+    if not as_json:
+        print("loading the model ...", file=sys.stderr, flush=True)
+    try:
+        loaded, tokenizer = load_demo_model(model)
+        with JsonDisplay() if as_json else LiveDisplay(console) if console.is_terminal else PlainDisplay() as display:
+            report = run_demo(
+                loaded,
+                tokenizer,
+                model_name=model or DEMO_MODEL,
+                questions=QUESTIONS[:questions],
+                num_shots=shots,
+                max_new_tokens=max_new_tokens,
+                display=display,
+            )
+    except (PagedCacheError, DemoInputError) as error:
+        print(f"hf-paged-cache demo: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    if not report.same_tokens:
+        raise typer.Exit(1)

@@ -1,0 +1,76 @@
+"""What prompts cost: counted when a forward is announced, added up when it is confirmed. Plain numbers."""
+
+from collections.abc import Sequence
+
+from .plan import KnownRow
+from .stats import RowCount
+from .ticket import ForwardRequest
+
+
+class PromptCounts:
+    """Counts of one call, a row a sequence, and of all calls before it.
+
+    Attributes:
+        rows: of the running call.
+        prompt_tokens, computed_tokens: of all calls.
+        num_calls: calls that computed something.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[RowCount] = []
+        self.prompt_tokens = 0
+        self.computed_tokens = 0
+        self.num_calls = 0
+        self._pending: list[RowCount] = []  # of the announced forward
+        self._stopped: list[tuple[int, str]] = []  # matched tokens and why no more, of rows that begin
+
+    def start_call(self) -> None:
+        """The rows counted from here on are another call's."""
+        self.rows, self._pending, self._stopped = [], [], []
+
+    def note_matches(self, matches: Sequence[tuple[int, str]]) -> None:
+        """Rows begin: for each row of the batch, the tokens found and why the match ended there."""
+        self._stopped = list(matches)
+
+    def announce(
+        self,
+        request: ForwardRequest,
+        members: Sequence[int],
+        known: Sequence[KnownRow],
+        *,
+        before: int,
+        start: int,
+        stop: int,
+        end_of_prompt: int | None,
+    ) -> None:
+        """Count a forward of columns `[start, stop)` whose rows had `before` columns; only the prompt's count."""
+        end = stop if end_of_prompt is None else min(stop, end_of_prompt)
+        self._pending = []
+        if before >= end:
+            return
+        for row in request.rows:
+            self._pending.append(RowCount(prompt_tokens=max(0, end - max(before, row.pad)), stopped=""))
+        for member, row in zip(members, known, strict=True):
+            count = self._pending[member]
+            count.computed_tokens = max(0, end - max(start, row.pad))
+            skipped = max(0, start - row.pad)
+            if row.num_known - skipped > request.num_logits_needed:
+                why = request.keep_columns or "another row knows no more"
+                count.stopped = f"; known tokens from {skipped} on computed again: {why}"
+
+    def confirm(self) -> None:
+        """The announced forward was run."""
+        if not self._pending:
+            return
+        if len(self.rows) != len(self._pending):
+            self.rows = [RowCount() for _ in self._pending]
+            self.num_calls += 1
+        for row, (matched, stopped) in zip(self.rows, self._stopped, strict=False):
+            row.matched_tokens, row.stopped = matched, stopped
+        for row, new in zip(self.rows, self._pending, strict=True):
+            row.prompt_tokens += new.prompt_tokens
+            row.computed_tokens += new.computed_tokens
+            row.stopped += new.stopped
+            self.prompt_tokens += new.prompt_tokens
+            self.computed_tokens += new.computed_tokens
+        self._pending, self._stopped = [], []

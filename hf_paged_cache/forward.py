@@ -1,0 +1,169 @@
+"""What an announced forward does to rows and blocks: rows begin or go on, take their blocks, and get their slots.
+
+Functions over `Rows`, in the order in which `Call` uses them; each changes what its first line says. No state.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .admission import num_blocks_held_only_by, num_blocks_to_take, require
+from .block_store import BlockStore, Holder
+from .blocks import BlockTable
+from .errors import CacheArgumentError
+from .matching import Match, match_longer, match_row
+from .plan import Groups, KnownRow, group_equal
+from .pool import WriteTarget
+from .rows import Row, Rows
+from .ticket import ForwardRequest
+from .tokens import TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """What `generate` knows of the call that it begins.
+
+    Attributes:
+        num_prompt_columns: columns of the prompt, padding included; those behind it are generated.
+        max_columns: the most columns a row can get; None if that is not known.
+        num_rows: rows of the batch once beams and samples are expanded.
+        end_of_sequence: token ids that end a row.
+    """
+
+    num_prompt_columns: int
+    max_columns: int | None
+    num_rows: int
+    end_of_sequence: frozenset[int]
+
+
+def begin_rows(store: BlockStore, request: ForwardRequest, ended: Sequence[Row]) -> tuple[Rows, list[tuple[int, str]]]:
+    """Rows for a first forward, holding what is known of them; takes no fresh block.
+
+    Returns:
+        the rows, equal ones as aliases; and for each row of the batch, tokens found and why no more.
+    """
+    inputs = request.rows
+    keys = [(row.root, row.pad, row.token_ids.tobytes()) for row in inputs]
+    groups = group_equal(keys) if request.may_alias else each_alone(len(inputs))
+    distinct: list[Row] = []
+    stopped: list[str] = []
+    for member in groups.members:
+        new = inputs[member]
+        if request.bypass is None:
+            match = match_row(store, new, ended)
+        else:
+            match = Match(BlockTable(store.allocator, new.root), request.bypass)
+        row = Row(match.table, new.pad, new.root, new.first_position)
+        if request.bypass is not None:
+            row.stop_commits(0)
+        distinct.append(row)
+        stopped.append(match.stopped)
+    matches = [(distinct[group].num_known, stopped[group]) for group in groups.group_of]
+    return Rows(distinct, groups.group_of, 0), matches
+
+
+def admit(
+    store: BlockStore, holder: Holder, rows: Rows, limits: CallLimits, *, num_columns: int, ended: Sequence[Row]
+) -> None:
+    """Promise the holder the blocks that its call may need in its worst case, or refuse the call.
+
+    Args:
+        num_columns: columns once the first forward has run.
+        ended: rows that are dropped before any block is taken.
+    Raises:
+        OutOfBlocksError: nothing has changed.
+    """
+    if limits.max_columns is None:
+        return
+    max_columns = max(limits.max_columns, num_columns)
+    needed = num_blocks_to_take(rows, num_columns=num_columns, max_columns=max_columns, block_size=store.block_size)
+    released = num_blocks_held_only_by(ended, store)
+    require(store, holder, needed, released, f"this call ({len(rows)} rows of up to {max_columns} tokens)")
+    store.promise(holder, needed)
+
+
+def continue_rows(store: BlockStore, request: ForwardRequest, rows: Rows) -> list[int] | None:
+    """Part rows that are no longer equal, and let each hold what more is known with its new tokens.
+
+    Returns:
+        new running row -> old running row, for the reader; None when they are the same.
+    Raises:
+        CacheArgumentError: another number of rows.
+    """
+    inputs = request.rows
+    if len(inputs) != len(rows):
+        raise CacheArgumentError(f"the cache runs {len(rows)} rows, got {len(inputs)}; reset() it for another batch")
+    sources = None
+    if rows.is_aliased:
+        if request.num_new_columns == 1 or not request.may_alias:
+            groups = each_alone(len(rows))
+        else:
+            groups = group_equal([(rows.alias[i], row.token_ids.tobytes()) for i, row in enumerate(inputs)])
+        if len(groups.members) != len(rows.distinct):
+            sources = rows.regroup(groups.members, groups.group_of)
+    for row, member in zip(rows.distinct, rows.members(), strict=True):
+        new = inputs[member]
+        if request.bypass is not None or new.root != row.root or new.pad != row.pad:
+            row.stop_commits(row.num_confirmed)
+        elif row.commit_end is None and request.num_new_columns > request.num_logits_needed:
+            longer = match_longer(store, row, new.token_ids)
+            if longer is not None:
+                row.table.free()
+                row.table = longer
+    return sources
+
+
+def take_blocks(
+    store: BlockStore, holder: Holder, rows: Rows, new: Sequence[TokenIds], limits: CallLimits | None
+) -> int:
+    """Append each running row's new tokens to its table, with blocks to write them into, and make the copies due.
+
+    Returns:
+        the number of blocks taken.
+    Raises:
+        OutOfBlocksError: tables may have grown; the caller rolls back.
+    """
+    pairs = [(row, tail_behind(row, tokens)) for row, tokens in zip(rows.distinct, new, strict=True)]
+    needed = sum(row.table.num_new_blocks_for_append(len(tail)) for row, tail in pairs)
+    if needed and (limits is None or limits.max_columns is None):
+        require(store, holder, needed, 0, f"this forward ({len(pairs)} rows)")
+    store.make_room(needed)
+    for row, tail in pairs:
+        row.table.append_tokens(tail)
+        if limits is not None and limits.end_of_sequence:
+            stop_at_end_of_sequence(row, limits)
+    store.make_copies()
+    return needed
+
+
+def tail_behind(row: Row, tokens: TokenIds) -> TokenIds:
+    """Of a forward's new tokens, those that the row's table does not have yet."""
+    num_held = row.table.num_tokens - row.num_confirmed
+    return tokens[num_held:] if num_held else tokens
+
+
+def stop_at_end_of_sequence(row: Row, limits: CallLimits) -> None:
+    """Tokens behind the first end of sequence that was generated are not committed: nobody will ask for them."""
+    tokens = row.table.token_ids
+    for position in range(max(0, limits.num_prompt_columns - row.pad, row.num_confirmed), len(tokens)):
+        if tokens[position] in limits.end_of_sequence:
+            row.stop_commits(position + 1)
+            return
+
+
+def write_target(store: BlockStore, rows: Rows, known: Sequence[KnownRow], start: int, stop: int) -> WriteTarget:
+    """Slots of all tokens that are not in the pool yet, and which of the forward's tokens they take."""
+    slots: list[int] = []
+    sources: list[int] = []
+    num_columns = stop - start
+    for number, (row, before) in enumerate(zip(rows.distinct, known, strict=True)):
+        slots.extend(row.table.slots(before.num_known, row.table.num_tokens))
+        first = number * num_columns + before.pad + before.num_known - start
+        sources.extend(range(first, (number + 1) * num_columns))
+    if slots:
+        store.pool.mark_used(max(slots) // store.block_size + 1)
+    return WriteTarget(slots, None if len(sources) == num_columns * len(known) else sources)
+
+
+def each_alone(num_rows: int) -> Groups:
+    """Every row a group of its own."""
+    return Groups(list(range(num_rows)), list(range(num_rows)))

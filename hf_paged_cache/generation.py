@@ -1,0 +1,70 @@
+"""The arguments of `generate` -> what a cache must know of the call before it starts. Reads, never changes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .forward import CallLimits
+
+_DEFAULT_NEW_TOKENS = 20  # transformers' own, where neither max_length nor max_new_tokens is set
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateArguments:
+    """One call of `generate`.
+
+    Attributes:
+        limits: None where the arguments do not tell (embeddings without ids).
+        only_new_tokens: the mask has more columns than the ids, so the rows go on with these ids.
+    """
+
+    limits: CallLimits | None
+    only_new_tokens: bool
+
+
+def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateArguments:
+    """Read a call of `generate(inputs=None, generation_config=None, ..., **kwargs)`.
+
+    An option is looked up where transformers does: keyword, the generation config given, the model's own.
+    """
+    ids = args[0] if args else kwargs.get("inputs")
+    if ids is None:
+        ids = kwargs.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        return GenerateArguments(None, only_new_tokens=False)
+    num_rows, num_columns = ids.shape
+    mask = kwargs.get("attention_mask")
+    only_new_tokens = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > num_columns
+    if only_new_tokens:
+        num_columns = mask.shape[1]
+    given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+    configs = [config for config in (given, getattr(model, "generation_config", None)) if config is not None]
+
+    def option(name: str) -> Any:
+        if kwargs.get(name) is not None:
+            return kwargs[name]
+        return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
+
+    max_new_tokens, max_length = option("max_new_tokens"), option("max_length")
+    if max_new_tokens is not None:
+        max_length = num_columns + max_new_tokens
+    elif max_length is None:
+        max_length = num_columns + _DEFAULT_NEW_TOKENS
+    expanded = num_rows * max(option("num_beams") or 1, option("num_return_sequences") or 1)
+    limits = CallLimits(
+        num_prompt_columns=num_columns,
+        max_columns=max(num_columns, max_length - 1),  # the last token is never passed through the model
+        num_rows=expanded,
+        end_of_sequence=_token_set(option("eos_token_id")),
+    )
+    return GenerateArguments(limits, only_new_tokens)
+
+
+def _token_set(tokens: Any) -> frozenset[int]:
+    if tokens is None:
+        return frozenset()
+    if isinstance(tokens, Tensor):
+        tokens = tokens.flatten().tolist()
+    return frozenset(tokens) if isinstance(tokens, list | tuple | set | frozenset) else frozenset({int(tokens)})

@@ -1,0 +1,123 @@
+"""What is attached to a model: a bracket round `generate`, and two forward hooks. Attached once, undone by `detach`.
+
+Knows a cache by protocol only, and holds none: it finds the cache in `past_key_values`. Everything attached is a
+module-level function or an object that copies and pickles with the model.
+"""
+
+import inspect
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+_MARK = "is_paged_prefix_cache"
+
+
+class AttachedCache(Protocol):
+    """What the hooks ask of a cache."""
+
+    is_paged_prefix_cache: bool
+
+    def generating(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        """The span of one `generate`."""
+
+    def before_forward(self, model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """A forward is about to run; the arguments that it is to run with."""
+
+    def after_forward(self, output: Any) -> Any:
+        """The forward has returned `output`; what its caller is to get."""
+
+
+class GenerateBracket:
+    """Stands in a model's `__dict__` for `generate`, and opens the bracket of the cache that a call brings.
+
+    A `generate` that somebody else had put on the instance is wrapped, and put back by `detach`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.replaced = model.__dict__.get("generate")  # None: the class's own was used
+        self.handles = [
+            model.register_forward_pre_hook(before_forward, with_kwargs=True),
+            model.register_forward_hook(after_forward, with_kwargs=True),
+        ]
+        self.__doc__ = type(model).generate.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        generate = self._generate()
+        if not getattr(cache, _MARK, False):
+            return generate(*args, **kwargs)
+        with cache.generating(self.model, args, kwargs):
+            return generate(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _restore_bracket, (), self.__dict__
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._generate())
+
+    def _generate(self) -> Any:
+        return self.replaced if self.replaced is not None else type(self.model).generate.__get__(self.model)
+
+
+def attach(model: nn.Module) -> None:
+    """Attach bracket and hooks; a model that has them is left as it is."""
+    if not isinstance(model.__dict__.get("generate"), GenerateBracket):
+        model.generate = GenerateBracket(model)
+
+
+def detach(model: nn.Module) -> None:
+    """Take bracket and hooks away and put back what was there before; for every cache of the model."""
+    bracket = model.__dict__.get("generate")
+    if not isinstance(bracket, GenerateBracket):
+        return
+    for handle in bracket.handles:
+        handle.remove()
+    if bracket.replaced is None:
+        del model.generate
+    else:
+        model.generate = bracket.replaced
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Whether bracket and hooks are there."""
+    return isinstance(model.__dict__.get("generate"), GenerateBracket)
+
+
+@torch.compiler.disable
+def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook: announce the forward to the cache it brings, and pass on what is to run."""
+    arguments = _by_name(model, args, kwargs) if args else kwargs
+    cache = arguments.get("past_key_values")
+    if not getattr(cache, _MARK, False):
+        return None
+    return (), cache.before_forward(model, arguments)
+
+
+@torch.compiler.disable
+def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook: confirm the forward, and give its caller a row for each it passed."""
+    cache = kwargs.get("past_key_values")
+    if not getattr(cache, _MARK, False):
+        return None
+    return cache.after_forward(output)
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Positional arguments by the names that the forward gives them."""
+    signature = inspect.signature(model.forward)
+    bound = signature.bind_partial(*args, **kwargs).arguments
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            bound.update(bound.pop(name, {}))
+    return dict(bound)
+
+
+def _restore_bracket() -> GenerateBracket:
+    return GenerateBracket.__new__(GenerateBracket)

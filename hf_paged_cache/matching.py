@@ -1,0 +1,64 @@
+"""The longest known prefix of a new row: in the store by hash, and in the cache's own ended rows token by token.
+
+Changes nothing but the holders of blocks: what it returns holds what it found.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .block_store import BlockStore
+from .blocks import BlockTable
+from .rows import Row
+from .ticket import RowInput
+from .tokens import TokenIds, common_prefix_length
+
+
+class Match(NamedTuple):
+    """A table that holds a row's known prefix, and why the prefix ends there."""
+
+    table: BlockTable
+    stopped: str
+
+
+def match_row(store: BlockStore, new: RowInput, ended: Sequence[Row]) -> Match:
+    """Hold the longest known prefix of a row.
+
+    A full block is found by its hash, whoever computed it. An ended row of the same root is compared token by token,
+    so that a prefix need not end at a block; its table is forked and cut.
+    """
+    table = BlockTable(store.allocator, new.root)
+    num_hit = table.hold_prefix(new.token_ids)
+    closest, num_common = None, num_hit
+    for row in ended:
+        if row.root == new.root:
+            common = common_prefix_length(row.true_token_ids, new.token_ids)
+            if common > num_common:
+                closest, num_common = row, common
+    if closest is not None:
+        table.free()
+        table = closest.table.fork()
+        table.truncate(num_common)
+    return Match(table, _why_stopped(num_common, new.token_ids, store.block_size, closest is not None))
+
+
+def match_longer(store: BlockStore, row: Row, new_token_ids: TokenIds) -> BlockTable | None:
+    """A table that holds more of a running row's tokens with its new ones than the row has; None without one."""
+    token_ids = row.table.token_ids + new_token_ids
+    table = BlockTable(store.allocator, row.root)
+    if table.hold_prefix(token_ids) > row.table.num_tokens:
+        return table
+    table.free()
+    return None
+
+
+def _why_stopped(num_known: int, token_ids: TokenIds, block_size: int, in_ended_row: bool) -> str:
+    if num_known == len(token_ids):
+        return "the whole prompt was known"
+    if in_ended_row:
+        return f"the prompt differs from the last call's tokens at token {num_known}"
+    end = (num_known // block_size + 1) * block_size
+    if end > len(token_ids):
+        return f"the {len(token_ids) - num_known} tokens behind token {num_known} do not fill a block of {block_size}"
+    if num_known == 0:
+        return f"no cached block has these first {block_size} tokens under the same conditions"
+    return f"no cached block goes on with tokens {num_known} to {end - 1}"

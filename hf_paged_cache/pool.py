@@ -1,0 +1,244 @@
+"""The block pool: every key and value the cache holds, as tensors indexed by block id.
+
+Owns the tensors and their growth. Knows nothing of tokens, hashes, rows or who holds a block; values of block ids and
+slots are trusted, since a range check would synchronise an accelerator. torch starts in this layer.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import PoolArgumentError
+
+# An untouched page of host memory costs nothing, so the pool grows there in few, large steps; on an accelerator every
+# byte counts from the moment it is asked for.
+_GROWTH_ON_HOST = 8
+_GROWTH_ON_ACCELERATOR = 2
+
+
+class WriteTarget:
+    """Where the new tokens of one forward go: slot `slots[i]` takes the token at `sources[i]`.
+
+    `sources` counts the forward's tokens row by row (`row * num_new_columns + column`); None means all of them, in
+    order. Tokens that are not named (left padding, columns a row computes for its siblings' sake) are not written.
+    The index tensors are made once per device and used by every layer.
+    """
+
+    __slots__ = ("_on_device", "first_slot", "num_slots", "slots", "sources")
+
+    def __init__(self, slots: Sequence[int], sources: Sequence[int] | None = None) -> None:
+        self.slots = slots
+        self.sources = sources
+        self.num_slots = len(slots)
+        self.first_slot = _start_of_run(slots)  # None: the slots do not lie side by side
+        self._on_device: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """`slots` and `sources` as int64 tensors on `device`."""
+        found = self._on_device.get(device)
+        if found is None:
+            sources = None if self.sources is None else torch.tensor(self.sources, dtype=torch.int64, device=device)
+            found = (torch.tensor(self.slots, dtype=torch.int64, device=device), sources)
+            self._on_device[device] = found
+        return found
+
+
+class BlockPool:
+    """Named tensors per layer, `[num_blocks, block_size, num_heads, head_dim]`, on that layer's device.
+
+    Shapes, dtypes and devices are taken from the first write of a layer, never from a config: key and value may differ
+    in head size, layers in anything. The tensors are zeroed when they are made (an unwritten slot must never hold a
+    NaN: masked attention multiplies it by zero), hold `capacity` blocks, and grow by `ensure_capacity`.
+
+    Example:
+        >>> pool = BlockPool(block_size=4)
+        >>> pool.ensure_capacity(3)
+        >>> new = torch.ones(1, 2, 5, 8)  # 1 row, 2 heads, 5 tokens, head size 8
+        >>> pool.write(0, {"key": new, "value": new}, WriteTarget([4, 5, 6, 7, 8]))
+        >>> pool.gather(0, torch.tensor([[4, 5]]))["key"].shape
+        torch.Size([1, 2, 2, 8])
+
+    Source: block-table indirection, Kwon et al. 2023 (arXiv:2309.06180).
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.capacity = 0  # blocks the tensors hold
+        self.bytes_per_block = 0  # in all layers written so far
+        self.num_blocks_used = 0  # one more than the highest block id written so far
+        self._tensors: dict[int, dict[str, Tensor]] = {}  # layer index -> name -> tensor
+        self._slots: dict[int, dict[str, Tensor]] = {}  # the same memory as [slots, num_heads, head_dim]
+
+    @property
+    def layer_indices(self) -> list[int]:
+        """The layers written so far."""
+        return sorted(self._tensors)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes the pool holds: on a host, of the blocks written at least once, since other pages are not backed."""
+        return sum(
+            (tensor[: self.num_blocks_used] if tensor.device.type == "cpu" else tensor).nbytes
+            for layer in self._tensors.values()
+            for tensor in layer.values()
+        )
+
+    def growth(self) -> int:
+        """By how much a pool on these devices should grow at a time, as a factor."""
+        devices = {tensor.device.type for layer in self._tensors.values() for tensor in layer.values()}
+        return _GROWTH_ON_HOST if devices <= {"cpu"} else _GROWTH_ON_ACCELERATOR
+
+    def ensure_capacity(self, num_blocks: int) -> None:
+        """Hold at least `num_blocks` blocks. Cost: copies the blocks used so far when the tensors must be replaced."""
+        if num_blocks <= self.capacity:
+            return
+        grown = {
+            layer_idx: {
+                name: self._resized(tensor, num_blocks, tensor.dtype, tensor.device) for name, tensor in layer.items()
+            }
+            for layer_idx, layer in self._tensors.items()
+        }
+        self._tensors = grown
+        self._slots = {i: {name: tensor.flatten(0, 1) for name, tensor in layer.items()} for i, layer in grown.items()}
+        self.capacity = num_blocks
+
+    def clear(self) -> None:
+        """Give all memory back; shapes are learned again at the next write."""
+        self._tensors, self._slots = {}, {}
+        self.capacity = self.num_blocks_used = self.bytes_per_block = 0
+
+    def write(self, layer_idx: int, states: Mapping[str, Tensor], target: WriteTarget) -> None:
+        """Store new keys and values of one layer.
+
+        Shapes: R rows, H heads, T new columns, D head size.  Effects: the slots of `target`, nothing else.
+        Args:
+            layer_idx: the layer; its tensors are made at its first write.
+            states: name -> [R, H, T, D]. A dtype that the pool's cannot hold without loss widens the pool's.
+            target: slots and which of the R * T tokens they take.
+        Raises:
+            PoolArgumentError: a tensor is not 4-D, or has other heads or head size than the layer was made with.
+        """
+        if target.num_slots == 0:
+            for name, new in states.items():
+                self._layer_slots(layer_idx, name, new)
+            return
+        for name, new in states.items():
+            held = self._layer_slots(layer_idx, name, new)
+            tokens = new.detach().transpose(1, 2)  # [R, T, H, D]
+            if target.sources is None and target.first_slot is not None:
+                span = held[target.first_slot : target.first_slot + target.num_slots]
+                span.view(tokens.shape).copy_(tokens)
+                continue
+            slots, sources = target.on(held.device)
+            tokens = tokens.reshape(-1, *held.shape[1:])
+            if sources is not None:
+                tokens = tokens.index_select(0, sources)
+            held.index_copy_(0, slots, tokens.to(held.dtype))
+
+    def gather(self, layer_idx: int, slots: Tensor) -> dict[str, Tensor]:
+        """Copy the keys and values stored at `slots` of one layer.
+
+        Shapes: R rows, C columns, H heads, D head size.  Effects: none.  Cost: reads R * C * H * D elements a tensor.
+        Args:
+            layer_idx: a layer that was written.
+            slots: [R, C] int64 on the layer's device; slot = block_id * block_size + offset.
+        Returns:
+            name -> [R, H, C, D], fresh memory in the pool's dtype, token-major: stride(2) is H * D.
+        Raises:
+            PoolArgumentError: `slots` is not 2-D int64 on the layer's device, or the layer was never written.
+        """
+        layer = self._slots.get(layer_idx)
+        if layer is None:
+            raise PoolArgumentError(f"layer {layer_idx} was never written; layers written are {self.layer_indices}")
+        gathered = {}
+        for name, held in layer.items():
+            if slots.dim() != 2 or slots.dtype != torch.int64 or slots.device != held.device:
+                raise PoolArgumentError(
+                    f"slots must be a 2-D int64 tensor on {held.device}, got {slots.dim()}-D {slots.dtype} on {slots.device}"
+                )
+            tokens = held.index_select(0, slots.flatten()).unflatten(0, slots.shape)
+            gathered[name] = tokens.transpose(1, 2)
+        return gathered
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks in all layers, `(source, destination)` in this order. No id may be a destination twice."""
+        if not copies:
+            return
+        self.num_blocks_used = max(self.num_blocks_used, 1 + max(destination for _, destination in copies))
+        for layer in self._tensors.values():
+            for tensor in layer.values():
+                for source, destination in copies:
+                    tensor[destination].copy_(tensor[source])
+
+    def mark_used(self, num_blocks: int) -> None:
+        """Block ids below `num_blocks` may have been written."""
+        if num_blocks > self.num_blocks_used:
+            self.num_blocks_used = num_blocks
+
+    def device_of(self, layer_idx: int) -> torch.device:
+        """Where a written layer's tensors are."""
+        return next(iter(self._tensors[layer_idx].values())).device
+
+    def devices(self) -> set[torch.device]:
+        """Where the tensors written so far are."""
+        return {tensor.device for layer in self._tensors.values() for tensor in layer.values()}
+
+    def _layer_slots(self, layer_idx: int, name: str, new: Tensor) -> Tensor:
+        """The tensor that takes `new`, as [slots, H, D]; made, widened or moved where that is needed."""
+        layer = self._slots.get(layer_idx)
+        held = None if layer is None else layer.get(name)
+        if held is not None and held.dtype == new.dtype and held.device == new.device:
+            if held.shape[1] == new.shape[1] and held.shape[2] == new.shape[3]:
+                return held
+        if new.dim() != 4:
+            raise PoolArgumentError(
+                f"layer {layer_idx} {name}: expected [rows, heads, tokens, head_dim], got {tuple(new.shape)}"
+            )
+        heads, head_dim = new.shape[1], new.shape[3]
+        if held is None:
+            tensor = zeros((self.capacity, self.block_size, heads, head_dim), new.dtype, new.device)
+        elif held.shape[1:] != (heads, head_dim):
+            raise PoolArgumentError(
+                f"layer {layer_idx} {name}: this store holds {held.shape[1]} heads of {held.shape[2]}, "
+                f"got {heads} of {head_dim}; use another PrefixStore for another model"
+            )
+        else:
+            dtype = torch.promote_types(held.dtype, new.dtype)
+            if dtype == held.dtype and held.device == new.device:
+                return held
+            tensor = self._resized(self._tensors[layer_idx][name], self.capacity, dtype, new.device)
+        replaced = self._tensors.setdefault(layer_idx, {}).get(name)
+        self.bytes_per_block += tensor[:1].nbytes - (0 if replaced is None else replaced[:1].nbytes)
+        self._tensors[layer_idx][name] = tensor
+        self._slots.setdefault(layer_idx, {})[name] = tensor.flatten(0, 1)
+        return self._slots[layer_idx][name]
+
+    def _resized(self, tensor: Tensor, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        resized = zeros((num_blocks, *tensor.shape[1:]), dtype, device)
+        resized[: self.num_blocks_used].copy_(tensor[: self.num_blocks_used])
+        return resized
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeroed memory that may be written in place by any later forward, in or out of inference mode.
+
+    On a host it comes from `calloc`, through NumPy: pages cost nothing until they are written. `torch.zeros` writes
+    them all.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        if device.type == "cpu":
+            num_bytes = int(np.prod(shape)) * dtype.itemsize
+            return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _start_of_run(slots: Sequence[int]) -> int | None:
+    """The first slot if `slots` count up by one, else None."""
+    if not slots:
+        return None
+    first = slots[0]
+    if slots[-1] - first != len(slots) - 1:
+        return None
+    return first if all(slot == first + i for i, slot in enumerate(slots)) else None

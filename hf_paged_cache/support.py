@@ -1,0 +1,81 @@
+"""Which models and layers we hold, and why not the others: decided by structure, never by a list of names."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from .errors import UnsupportedModelError
+
+# Judged by exact type: a subclass may hold more than keys and values. A window is held as all of its tokens; the
+# model's mask hides those that it must not see.
+_HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def require_supported(model: object) -> None:
+    """Refuse a model whose cache we could not hold right.
+
+    Raises:
+        UnsupportedModelError: naming the class, what is in the way, and what to use.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"expected a transformers model with generate(), got {type(model).__name__}; for a wrapped model pass the "
+            "PreTrainedModel inside"
+        )
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder model; only decoders that generate alone are supported"
+        )
+    if not callable(getattr(model, "generate", None)) or not model.can_generate():
+        raise UnsupportedModelError(f"{name} cannot generate; pass the model with a language-modeling head")
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModelError(
+            f"{name}.forward takes no past_key_values, so it cannot use a cache of keys and values"
+        )
+    if not model._supports_default_dynamic_cache():
+        raise UnsupportedModelError(f"{name} brings a cache class of its own; transformers gives it no DynamicCache")
+    if _attends_in_both_directions(model):
+        raise UnsupportedModelError(
+            f"{name} attends in both directions (config.is_decoder is False), so the keys and values of a prefix depend "
+            "on what follows it; load it with is_decoder=True if it is to generate"
+        )
+    for index, layer in enumerate(cache_layers(model)):
+        if type(layer) not in (*_HELD_LAYERS, DummyLayer):
+            raise UnsupportedModelError(
+                f"{name}: layer {index} is a {type(layer).__name__}, which carries more than keys and values; use "
+                "transformers' DynamicCache for this model"
+            )
+
+
+def cache_layers(model: PreTrainedModel) -> Sequence[Any]:
+    """The layers that `DynamicCache` gives the model, in order; none where it makes them as they are written."""
+    return DynamicCache(config=model.config).layers
+
+
+def takes(model: PreTrainedModel, argument: str) -> bool:
+    """Whether the model's forward has an argument of that name."""
+    return argument in inspect.signature(model.forward).parameters
+
+
+def measure_bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of keys and values of one token in all layers, found by a forward of one token.
+
+    Shapes cannot be had from a config: latent attention, shared layers and mixed head sizes are not said there alike.
+    """
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+    return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None)
+
+
+def _attends_in_both_directions(model: PreTrainedModel) -> bool:
+    """Whether the model is of the kind that is a decoder only by its config, and is none."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "is_decoder", None) is False and any(
+        getattr(module, "is_causal", None) is False for module in model.modules()
+    )
