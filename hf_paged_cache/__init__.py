@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .cache import PagedPrefixCache, PrefixStore
+    from .cache import PagedPrefixCache
     from .errors import (
         BlockStateError,
         CacheArgumentError,
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
         TicketError,
         UnsupportedModelError,
     )
+    from .prefix_store import PrefixStore
     from .stats import CacheStats
 
 _HOME = {  # public name -> the module that defines it
     "PagedPrefixCache": ".cache",
-    "PrefixStore": ".cache",
+    "PrefixStore": ".prefix_store",
     "CacheStats": ".stats",
     "PagedCacheError": ".errors",
     "UnsupportedModelError": ".errors",

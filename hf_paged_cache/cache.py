@@ -1,4 +1,4 @@
-"""The public face: `PrefixStore`, the long-lived blocks of one model, and `PagedPrefixCache`, what `generate` runs on.
+"""`PagedPrefixCache`, what `generate` runs on: a view on a `PrefixStore`.
 
 Owns the translation between transformers' `Cache` and a `Call`; decides nothing about blocks.
 """
@@ -13,160 +13,24 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+from transformers.cache_utils import Cache, DummyLayer
 
-from .arguments import ArgumentReader, RunningRow, for_ticket
-from .block_store import BlockStore
+from .arguments import RunningRow, for_ticket
 from .blocks import root_hash
 from .call import Call
-from .conditioning import Conditioning
 from .errors import CacheArgumentError, CacheBusyError
 from .generation import read_generate
 from .hooks import attach, detach
+from .layer import PagedLayer
+from .prefix_store import PrefixStore
 from .readers import GatherReader, ViewReader
 from .stats import CacheStats, CallStats, hit_rate
-from .support import cache_layers, measure_bytes_per_token, require_supported, takes
+from .support import cache_layers
 from .ticket import ForwardRequest, RowInput
 
 logger = logging.getLogger(__name__)
 
 _MAX_ROOTS = 256  # roots remembered by a cache, so that a decode step does not hash them again
-
-
-class PrefixStore:
-    """The blocks of one model, shared by any number of caches.
-
-    Args:
-        model: a decoder of transformers; bracket and hooks are attached to it.
-        block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
-        num_blocks: the most blocks, one of which is reserved.
-        max_bytes: instead of `num_blocks`, the most bytes of keys and values; a forward of one token measures what a
-            block needs. Without either: half of the memory that is free on the model's device after the first call.
-    Raises:
-        UnsupportedModelError: the model's cache cannot be held right; the message names what is in the way.
-        CacheArgumentError: a size is out of range, or both sizes are given.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        max_bytes: int | None = None,
-    ) -> None:
-        require_supported(model)
-        _require_size("block_size", block_size, 1, "tokens; 16 suits most models")
-        if num_blocks is not None and max_bytes is not None:
-            raise CacheArgumentError(f"give num_blocks or max_bytes, not both (got {num_blocks} and {max_bytes})")
-        if max_bytes is not None:
-            _require_size("max_bytes", max_bytes, 1, "bytes")
-            bytes_per_block = measure_bytes_per_token(model) * block_size
-            num_blocks = max_bytes // bytes_per_block
-            if num_blocks < 2:
-                raise CacheArgumentError(
-                    f"max_bytes is {max_bytes}, but two blocks of {block_size} tokens need {2 * bytes_per_block} bytes"
-                )
-        elif num_blocks is not None:
-            _require_size("num_blocks", num_blocks, 2, "blocks: one is reserved, and a call needs at least one")
-        self.model = model
-        self.blocks = BlockStore(block_size, num_blocks)
-        self.conditioning = Conditioning(model)
-        self.takes_positions = takes(model, "position_ids")
-        self.argument_reader = ArgumentReader(
-            model.config, takes_positions=self.takes_positions, takes_logits_to_keep=takes(model, "logits_to_keep")
-        )
-        attach(model)
-
-    def __repr__(self) -> str:
-        blocks = self.blocks
-        return (
-            f"PrefixStore({type(self.model).__name__}, block_size={blocks.block_size}, num_blocks={blocks.num_blocks})"
-        )
-
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached block, and the rows of calls that are over, on all caches of this store.
-
-        Raises:
-            CacheBusyError: a call is running; nothing has changed.
-        """
-        blocks = self.blocks
-        with blocks.lock:
-            blocks.settle()
-            calls = list(blocks.holders())
-            if any(call.is_running for call in calls):
-                raise CacheBusyError("a call is running on this store; reset the prefix cache when it has ended")
-            for call in calls:
-                call.drop_rows()
-            blocks.reset_prefix_cache()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a PrefixStore cannot be copied or pickled: its blocks are shared; build a new one")
-
-
-class PagedLayer(CacheLayerMixin):
-    """One layer of a `PagedPrefixCache`, as transformers sees it. Holds nothing: the pool does.
-
-    A sliding window is held whole, as `is_sliding = False` says; the model's mask hides what is outside.
-    """
-
-    is_compileable = False
-    is_croppable = True
-    is_sliding = False
-    supports_early_init = False
-
-    def __init__(self, cache: "PagedPrefixCache", layer_idx: int) -> None:
-        self._cache = cache
-        self._layer_idx = layer_idx
-
-    @property
-    def is_initialized(self) -> bool:
-        """Whether the cache has rows; models read False as "the first forward"."""
-        return self._cache.get_seq_length() > 0
-
-    @property
-    def keys(self) -> Tensor | None:
-        """The rows' keys, [R, H, columns, D]: a copy. None without rows."""
-        return self._cache.read_layer(self._layer_idx).get("key")
-
-    @property
-    def values(self) -> Tensor | None:
-        """The rows' values, [R, H, columns, D]: a copy. None without rows."""
-        return self._cache.read_layer(self._layer_idx).get("value")
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the pool takes its shapes from the first write."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store new keys and values, [R, H, T, D], and return those of all columns."""
-        states = self._cache.call.write(self._layer_idx, {"key": key_states, "value": value_states})
-        return states["key"], states["value"]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns that attention reads, and the first of them."""
-        return self._cache.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Columns held, padding included."""
-        return self._cache.get_seq_length()
-
-    def get_max_length(self) -> int:
-        """-1: there is no maximum but the pool's."""
-        return -1
-
-    def offload(self) -> None:
-        """Nothing: the pool stays where it is."""
-
-    def prefetch(self) -> None:
-        """Nothing: the pool stays where it is."""
-
-    def reset(self) -> None:
-        """Drop the rows of the whole cache."""
-        self._cache.reset()
-
-    def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
-        """Refused: rows are reordered in all layers at once."""
-        raise CacheArgumentError("reorder the cache, not a layer: rows are the same in all layers")
 
 
 class PagedPrefixCache(Cache):
@@ -229,7 +93,7 @@ class PagedPrefixCache(Cache):
             for index, layer in enumerate(cache_layers(self.store.model))
         ]
         super().__init__(layers=layers)
-        self.layer_class_to_replicate = self._append_layer  # a model may write more layers than its config names
+        self.layer_class_to_replicate = self._append_layer  # type: ignore[assignment]  # called like a class; a model may write more layers than its config names
 
     # What `generate` and the model ask.
 
@@ -337,6 +201,10 @@ class PagedPrefixCache(Cache):
     def detach(self) -> None:
         """Take everything off the model, for all caches of it."""
         detach(self.store.model)
+
+    def write_layer(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Store a layer's new K/V by name, [R, H, T, D], and return those of all columns."""
+        return self.call.write(layer_idx, states)
 
     def read_layer(self, layer_idx: int) -> dict[str, Tensor]:
         """K/V of the rows of one layer by name, [R, H, columns, D]: a copy; empty without rows."""
@@ -474,8 +342,3 @@ class PagedPrefixCache(Cache):
                 last.computed_tokens,
                 "; ".join(f"row {i}: {row.stopped}" for i, row in enumerate(last.rows)),
             )
-
-
-def _require_size(name: str, value: object, least: int, what: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise CacheArgumentError(f"{name} is {value!r}; it must be an int of at least {least} {what}")

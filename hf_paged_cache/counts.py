@@ -48,8 +48,8 @@ class PromptCounts:
         self._pending = []
         if before >= end:
             return
-        for row in request.rows:
-            self._pending.append(RowCount(prompt_tokens=max(0, end - max(before, row.pad)), stopped=""))
+        for new in request.rows:
+            self._pending.append(RowCount(prompt_tokens=max(0, end - max(before, new.pad)), stopped=""))
         for member, row in zip(members, known, strict=True):
             count = self._pending[member]
             count.computed_tokens = max(0, end - max(start, row.pad))

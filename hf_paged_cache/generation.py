@@ -36,9 +36,9 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return GenerateArguments(None, only_new_tokens=False)
     num_rows, num_columns = ids.shape
     mask = kwargs.get("attention_mask")
-    only_new_tokens = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > num_columns
-    if only_new_tokens:
-        num_columns = mask.shape[1]
+    num_masked = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 0
+    only_new_tokens = num_masked > num_columns
+    num_columns = max(num_columns, num_masked)
     given = args[1] if len(args) > 1 else kwargs.get("generation_config")
     configs = [config for config in (given, getattr(model, "generation_config", None)) if config is not None]
 

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-_MARK = "is_paged_prefix_cache"
-
 
 class AttachedCache(Protocol):
     """What the hooks ask of a cache."""
@@ -38,7 +36,7 @@ class GenerateBracket:
     A `generate` that somebody else had put on the instance is wrapped, and put back by `detach`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.replaced = model.__dict__.get("generate")  # None: the class's own was used
         self.handles = [
@@ -48,9 +46,9 @@ class GenerateBracket:
         self.__doc__ = type(model).generate.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = _paged(kwargs)
         generate = self._generate()
-        if not getattr(cache, _MARK, False):
+        if cache is None:
             return generate(*args, **kwargs)
         with cache.generating(self.model, args, kwargs):
             return generate(*args, **kwargs)
@@ -66,13 +64,13 @@ class GenerateBracket:
         return self.replaced if self.replaced is not None else type(self.model).generate.__get__(self.model)
 
 
-def attach(model: nn.Module) -> None:
+def attach(model: Any) -> None:
     """Attach bracket and hooks; a model that has them is left as it is."""
     if not isinstance(model.__dict__.get("generate"), GenerateBracket):
         model.generate = GenerateBracket(model)
 
 
-def detach(model: nn.Module) -> None:
+def detach(model: Any) -> None:
     """Take bracket and hooks away and put back what was there before; for every cache of the model."""
     bracket = model.__dict__.get("generate")
     if not isinstance(bracket, GenerateBracket):
@@ -94,8 +92,8 @@ def is_attached(model: nn.Module) -> bool:
 def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook: announce the forward to the cache it brings, and pass on what is to run."""
     arguments = _by_name(model, args, kwargs) if args else kwargs
-    cache = arguments.get("past_key_values")
-    if not getattr(cache, _MARK, False):
+    cache = _paged(arguments)
+    if cache is None:
         return None
     return (), cache.before_forward(model, arguments)
 
@@ -103,10 +101,16 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 @torch.compiler.disable
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook: confirm the forward, and give its caller a row for each it passed."""
-    cache = kwargs.get("past_key_values")
-    if not getattr(cache, _MARK, False):
+    cache = _paged(kwargs)
+    if cache is None:
         return None
     return cache.after_forward(output)
+
+
+def _paged(arguments: Mapping[str, Any]) -> AttachedCache | None:
+    """The cache of ours among the arguments."""
+    cache = arguments.get("past_key_values")
+    return cache if getattr(cache, "is_paged_prefix_cache", False) else None
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -31,13 +31,14 @@ def require_supported(model: object) -> None:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder model; only decoders that generate alone are supported"
         )
-    if not callable(getattr(model, "generate", None)) or not model.can_generate():
+    if not model.can_generate():
         raise UnsupportedModelError(f"{name} cannot generate; pass the model with a language-modeling head")
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModelError(
             f"{name}.forward takes no past_key_values, so it cannot use a cache of keys and values"
         )
-    if not model._supports_default_dynamic_cache():
+    takes_dynamic_cache = getattr(type(model), "_supports_default_dynamic_cache", None)
+    if takes_dynamic_cache is not None and not takes_dynamic_cache():
         raise UnsupportedModelError(f"{name} brings a cache class of its own; transformers gives it no DynamicCache")
     if _attends_in_both_directions(model):
         raise UnsupportedModelError(
@@ -70,7 +71,8 @@ def measure_bytes_per_token(model: PreTrainedModel) -> int:
     cache = DynamicCache()
     with torch.no_grad():
         model(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
-    return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None)
+    states = [getattr(layer, name) for layer in cache.layers for name in ("keys", "values")]
+    return sum(tensor.nbytes for tensor in states if tensor is not None)
 
 
 def _attends_in_both_directions(model: PreTrainedModel) -> bool:

@@ -1,0 +1,92 @@
+"""`PrefixStore`: the long-lived blocks of one model, and what is read of that model once for all its caches.
+
+Owns the sizes a user gives, and refuses models we cannot hold. Runs no call.
+"""
+
+from typing import TYPE_CHECKING, NoReturn
+
+from .arguments import ArgumentReader
+from .block_store import BlockStore
+from .conditioning import Conditioning
+from .errors import CacheArgumentError, CacheBusyError
+from .hooks import attach
+from .support import measure_bytes_per_token, require_supported, takes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class PrefixStore:
+    """The blocks of one model, shared by any number of caches.
+
+    Args:
+        model: a decoder of transformers; bracket and hooks are attached to it.
+        block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
+        num_blocks: the most blocks, one of which is reserved.
+        max_bytes: instead of `num_blocks`, the most bytes of keys and values; a forward of one token measures what a
+            block needs. Without either: half of the memory that is free on the model's device after the first call.
+    Raises:
+        UnsupportedModelError: the model's cache cannot be held right; the message names what is in the way.
+        CacheArgumentError: a size is out of range, or both sizes are given.
+    """
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        require_supported(model)
+        _require_size("block_size", block_size, 1, "tokens; 16 suits most models")
+        if num_blocks is not None and max_bytes is not None:
+            raise CacheArgumentError(f"give num_blocks or max_bytes, not both (got {num_blocks} and {max_bytes})")
+        if max_bytes is not None:
+            _require_size("max_bytes", max_bytes, 1, "bytes")
+            bytes_per_block = measure_bytes_per_token(model) * block_size
+            num_blocks = max_bytes // bytes_per_block
+            if num_blocks < 2:
+                raise CacheArgumentError(
+                    f"max_bytes is {max_bytes}, but two blocks of {block_size} tokens need {2 * bytes_per_block} bytes"
+                )
+        elif num_blocks is not None:
+            _require_size("num_blocks", num_blocks, 2, "blocks: one is reserved, and a call needs at least one")
+        self.model = model
+        self.blocks = BlockStore(block_size, num_blocks)
+        self.conditioning = Conditioning(model)
+        self.takes_positions = takes(model, "position_ids")
+        self.argument_reader = ArgumentReader(
+            model.config, takes_positions=self.takes_positions, takes_logits_to_keep=takes(model, "logits_to_keep")
+        )
+        attach(model)
+
+    def __repr__(self) -> str:
+        blocks = self.blocks
+        return (
+            f"PrefixStore({type(self.model).__name__}, block_size={blocks.block_size}, num_blocks={blocks.num_blocks})"
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block, and the rows of calls that are over, on all caches of this store.
+
+        Raises:
+            CacheBusyError: a call is running; nothing has changed.
+        """
+        blocks = self.blocks
+        with blocks.lock:
+            blocks.settle()
+            calls = list(blocks.holders())
+            if any(call.is_running for call in calls):
+                raise CacheBusyError("a call is running on this store; reset the prefix cache when it has ended")
+            for call in calls:
+                call.drop_rows()
+            blocks.reset_prefix_cache()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a PrefixStore cannot be copied or pickled: its blocks are shared; build a new one")
+
+
+def _require_size(name: str, value: object, least: int, what: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise CacheArgumentError(f"{name} is {value!r}; it must be an int of at least {least} {what}")

@@ -1,0 +1,509 @@
+"""Every change of an allocator, one at a time. Scenarios 8 to 12, 14, 18 to 24, 31, 32, 40 to 43, 46, 48, 50, 51, 53, 63.
+
+`test_allocator_stateful` runs them in random order beside a model; here each expectation is written out.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_paged_cache.blocks import BlockHash, PrefixCachingBlockAllocator
+from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
+
+
+def queue_of(allocator):
+    return allocator.snapshot()[1]
+
+
+# Taking and giving back.
+
+
+def test_all_blocks_but_the_null_block_can_be_taken_and_then_none(make_allocator):  # scenarios 8, 14
+    allocator = make_allocator(num_blocks=5)
+    allocation = allocator.allocate((), 4)
+    assert allocation.block_ids == [1, 2, 3, 4]
+    with pytest.raises(OutOfBlocksError, match=r"need 1 blocks: 0 free \+ 0 cached of 4; free what"):
+        allocator.allocate((), 1)
+    assert allocator.num_blocks_in_use == 4
+
+
+def test_after_freeing_one_block_one_can_be_taken(make_allocator):  # scenario 10
+    allocator = make_allocator(num_blocks=3)
+    one, _two = allocator.allocate((), 1), allocator.allocate((), 1)
+    one.free()
+    assert allocator.allocate((), 1).block_ids == [1]
+
+
+def test_one_hash_can_be_held_any_number_of_times_and_many_hashes_cannot(make_allocator, hashes):  # scenario 9
+    allocator = make_allocator(num_blocks=3)
+    first = allocator.allocate((), 1)
+    allocator.commit(first, 0, hashes([1, 1])[0])
+    holders = [allocator.allocate(hashes([1, 1])) for _ in range(100)]
+    assert {holder.block_ids[0] for holder in holders} == {1}
+    assert allocator.ref_count(1) == 101
+    allocator.allocate_immutable(first, hashes([2, 2]))
+    with pytest.raises(OutOfBlocksError):
+        allocator.allocate_immutable(first, hashes([3, 3]))
+
+
+def test_shared_blocks_count_once(allocator):  # scenario 11
+    allocation = allocator.allocate((), 3)
+    twins = [allocator.fork(allocation) for _ in range(4)]
+    assert (allocator.num_blocks_in_use, allocator.num_free_blocks) == (3, 13)
+    allocation.free()
+    assert allocator.num_blocks_in_use == 3
+    for twin in twins:
+        twin.free()
+    assert allocator.num_blocks_in_use == 0
+
+
+def test_a_failed_allocation_changes_nothing(make_allocator, hashes):  # scenario 12
+    allocator = make_allocator(num_blocks=6)
+    chain = hashes(range(6))
+    cached = allocator.allocate((), 3)
+    allocator.commit_many(cached, 0, chain)
+    cached.free()
+    allocation = allocator.allocate((), 1)
+    before = allocator.snapshot()
+    with pytest.raises(
+        OutOfBlocksError, match=r"need 5 blocks: 1 free \+ 3 cached of 5, 3 of them the prefix hit itself"
+    ):
+        allocator.allocate(chain, 2)
+    with pytest.raises(OutOfBlocksError):
+        allocator.allocate_mutable(allocation, 5)
+    with pytest.raises(OutOfBlocksError):
+        allocator.allocate_immutable(allocation, hashes(range(100, 110)))
+    assert allocator.snapshot() == before
+
+
+def test_freeing_twice_is_refused_at_once(allocator):  # scenario 18
+    allocation = allocator.allocate((), 2)
+    allocation.free()
+    before = allocator.snapshot()
+    with pytest.raises(BlockStateError, match="ref_count 0"):
+        allocation.free()
+    for change in (allocator.allocate_mutable, allocator.truncate, allocator.make_writable, allocator.fork):
+        with pytest.raises(BlockStateError):
+            change(allocation, 0)
+    assert allocator.snapshot() == before
+
+
+def test_an_allocation_of_another_allocator_is_refused(allocator, make_allocator):
+    stranger = make_allocator().allocate((), 1)
+    with pytest.raises(BlockStateError):
+        allocator.free(stranger)
+
+
+def test_freeing_a_shared_block_keeps_it_in_use(allocator):  # scenarios 46, 50
+    original = allocator.allocate((), 2)
+    for free_first in (0, 1):
+        pair = [allocator.fork(original), allocator.fork(original)]
+        assert pair[0].block_ids == original.block_ids
+        assert allocator.ref_count(1) == 3
+        pair[free_first].free()
+        assert allocator.ref_count(1) == 2
+        pair[1 - free_first].free()
+    original.free()
+    assert allocator.num_free_blocks == 16
+
+
+def test_a_fork_may_hold_the_first_blocks_only(allocator):
+    original = allocator.allocate((), 3)
+    assert allocator.fork(original, 2).block_ids == original.block_ids[:2]
+    with pytest.raises(CacheArgumentError):
+        allocator.fork(original, -1)
+
+
+def test_a_very_long_allocation_forks_and_frees(make_allocator):  # scenario 51
+    allocator = make_allocator(num_blocks=100_001)
+    original = allocator.allocate((), 100_000)
+    twin = allocator.fork(original)
+    original.free()
+    assert allocator.num_blocks_in_use == 100_000
+    assert len(repr(twin)) < 100
+    twin.free()
+
+
+def test_truncating_gives_back_the_tail(allocator):  # scenario 31
+    allocation = allocator.allocate((), 4)
+    allocator.truncate(allocation, 1)
+    assert allocation.block_ids == [1]
+    assert queue_of(allocator)[:3] == [2, 3, 4]
+    with pytest.raises(CacheArgumentError, match="cannot keep 2 blocks; give 0 to 1"):
+        allocator.truncate(allocation, 2)
+
+
+def test_a_cut_prefix_hit_is_shorter(allocator, cache_sequence, hashes):
+    cache_sequence(range(6))
+    allocation = allocator.allocate(hashes(range(6)), 2)
+    assert (allocation.num_prefix_blocks, allocation.num_prefix_tokens) == (3, 6)
+    allocator.truncate(allocation, 1)
+    assert allocation.num_prefix_blocks == 1
+    assert allocator.fork(allocation).num_prefix_blocks == 1
+
+
+# Prefix hits.
+
+
+@pytest.mark.parametrize(("num_known", "num_asked"), [(0, 3), (2, 3), (3, 3), (3, 2)])
+def test_a_hit_is_the_longest_known_prefix(allocator, cache_sequence, hashes, num_known, num_asked):  # scenarios 21, 22
+    known = cache_sequence(range(2 * num_known))
+    allocation = allocator.allocate(hashes(range(2 * num_asked)), num_blocks=num_asked + 1)
+    num_hits = min(num_known, num_asked)
+    assert allocation.num_prefix_blocks == num_hits
+    assert allocation.block_ids[:num_hits] == known[:num_hits]
+    assert len(allocation.block_ids) == num_asked + 1
+    assert {allocator.ref_count(block_id) for block_id in allocation.block_ids} == {1}
+    assert not set(queue_of(allocator)) & set(allocation.block_ids)
+
+
+def test_a_hit_on_a_live_owners_block_is_held_twice(allocator, hashes):  # scenario 23
+    owner = allocator.allocate((), 1)
+    allocator.commit(owner, 0, hashes([1, 2])[0])
+    reader = allocator.allocate(hashes([1, 2]))
+    assert reader.block_ids == owner.block_ids
+    assert allocator.ref_count(1) == 2
+
+
+def test_blocks_hit_are_not_evicted_for_the_same_request(make_allocator, hashes):  # scenario 24
+    allocator = make_allocator(num_blocks=5)
+    chain = hashes(range(8))
+    cached = allocator.allocate((), 4)
+    allocator.commit_many(cached, 0, chain)
+    cached.free()
+    allocation = allocator.allocate(chain[:2], 2)
+    assert allocation.block_ids == [1, 2, 4, 3]  # 4 and 3 were evicted, tail before head
+    assert allocator.num_evictions == 2
+
+
+def test_matching_changes_nothing(allocator, cache_sequence, hashes):
+    cache_sequence(range(6))
+    before = allocator.snapshot()
+    assert allocator.match_prefix(hashes(range(8))) == [1, 2, 3]
+    assert allocator.snapshot() == before
+
+
+def test_a_hash_given_twice_is_refused(allocator, cache_sequence, hashes):
+    cache_sequence([1, 2])
+    (block_hash,) = hashes([1, 2])
+    before = allocator.snapshot()
+    with pytest.raises(CacheArgumentError, match="given twice"):
+        allocator.allocate([block_hash, block_hash])
+    allocation = allocator.allocate([block_hash])
+    with pytest.raises(CacheArgumentError, match="given twice"):
+        allocator.allocate_immutable(allocation, [block_hash])
+    with pytest.raises(CacheArgumentError, match="given twice"):
+        allocator.allocate_immutable(allocation, hashes([3, 4]) * 2)
+    allocation.free()
+    assert allocator.snapshot()[:2] == before[:2]
+
+
+# Eviction.
+
+
+def test_blocks_are_handed_out_in_this_order(
+    make_allocator, hashes
+):  # scenarios 19, 20, 40: free, then LRU, tail first
+    allocator = make_allocator(num_blocks=11)
+    older, newer = allocator.allocate((), 5), allocator.allocate((), 3)
+    allocator.commit_many(older, 0, hashes(range(8)))  # blocks 1 to 4; block 5 is partial
+    allocator.commit_many(newer, 0, hashes(range(50, 56)))  # blocks 6 to 8
+    older.free()
+    newer.free()
+    assert queue_of(allocator) == [5, 9, 10, 4, 3, 2, 1, 8, 7, 6]
+    assert (allocator.num_free_blocks, allocator.num_cached_blocks) == (3, 7)
+
+
+def test_an_evicted_block_is_no_hit_and_has_no_hash(make_allocator, hashes):  # scenarios 41, 42
+    allocator = make_allocator(num_blocks=4)
+    for token in (1, 2, 3):
+        allocation = allocator.allocate((), 1)
+        allocator.commit(allocation, 0, hashes([token, token])[0])
+        allocation.free()
+        del allocation
+    held = allocator.allocate((), 1)
+    assert [allocator.match_prefix(hashes([token, token])) for token in (1, 2, 3)] == [[], [2], [3]]
+    assert allocator.block_hash_of(held.block_ids[0]) is None
+    allocator.allocate_mutable(held, 2)
+    assert allocator.num_cached_blocks == 0
+    assert allocator.num_evictions == 3
+    assert [allocator.match_prefix(hashes([token, token])) for token in (1, 2, 3)] == [[], [], []]
+
+
+def test_a_touched_block_is_evicted_last(allocator, cache_sequence):  # scenario 43
+    assert cache_sequence(range(6)) == [1, 2, 3]
+    allocator.mark_accessed([3])
+    assert queue_of(allocator)[-3:] == [2, 1, 3]
+    allocator.mark_accessed([2, 1])
+    assert queue_of(allocator)[-3:] == [3, 2, 1]
+
+
+def test_touching_a_block_in_use_changes_nothing_and_a_free_one_is_refused(allocator):
+    allocation = allocator.allocate((), 1)
+    before = allocator.snapshot()
+    allocator.mark_accessed(allocation.block_ids)
+    with pytest.raises(BlockStateError, match="block 2 is free"):
+        allocator.mark_accessed([1, 2])
+    with pytest.raises(CacheArgumentError, match="block 0 given; blocks are 1 to 16"):
+        allocator.mark_accessed([0])
+    assert allocator.snapshot() == before
+
+
+# Commit.
+
+
+def test_a_committed_block_is_hit_at_once(allocator, hashes):
+    allocation = allocator.allocate((), 3)
+    assert allocator.commit(allocation, 0, hashes(range(2))[0]) is False
+    assert allocator.commit_many(allocation, 1, hashes(range(6))[1:]) == 0
+    assert allocator.match_prefix(hashes(range(6))) == [1, 2, 3]
+    assert allocator.block_hash_of(2) == hashes(range(4))[1]
+
+
+def test_an_equal_block_takes_the_place_of_a_duplicate(allocator, hashes):  # scenario 32
+    one, two = allocator.allocate((), 3), allocator.allocate((), 3)
+    chain = hashes(range(6))
+    allocator.commit_many(one, 0, chain)
+    assert allocator.commit_many(two, 0, chain[:2]) == 2
+    assert two.block_ids == [1, 2, 6]
+    assert queue_of(allocator)[:2] == [4, 5]
+    assert allocator.ref_count(1) == 2
+
+
+def test_a_cached_block_takes_the_place_of_a_duplicate(allocator, cache_sequence, hashes):  # trap: 000, line 2
+    own = allocator.allocate((), 1)
+    cache_sequence([1, 2])
+    assert allocator.commit(own, 0, hashes([1, 2])[0]) is True
+    assert own.block_ids == [2]
+    assert allocator.num_cached_blocks == 0
+    own.free()
+    assert allocator.num_cached_blocks == 1
+
+
+def test_two_owners_of_duplicates_free_both(allocator, hashes):  # trap: 000, line 1
+    one, two = allocator.allocate((), 1), allocator.allocate((), 1)
+    for allocation in (one, two):
+        allocator.commit(allocation, 0, hashes([1, 2])[0])
+    one.free()
+    two.free()
+    assert (allocator.num_free_blocks, allocator.num_cached_blocks) == (15, 1)
+
+
+def test_a_shared_block_is_replaced_for_its_committer_only(allocator, cache_sequence, hashes):
+    own = allocator.allocate((), 1)
+    twin = allocator.fork(own)
+    cache_sequence([1, 2])
+    allocator.commit(own, 0, hashes([1, 2])[0])
+    assert (own.block_ids, twin.block_ids) == ([2], [1])
+    assert allocator.ref_count(1) == 1
+
+
+def test_committing_again_changes_nothing_and_another_hash_is_refused(allocator, hashes):
+    allocation = allocator.allocate((), 2)
+    allocator.commit_many(allocation, 0, hashes(range(4)))
+    before = allocator.snapshot()
+    allocator.commit_many(allocation, 0, hashes(range(4)))
+    with pytest.raises(BlockStateError, match="block 2 has another hash"):
+        allocator.commit_many(allocation, 0, [*hashes(range(2)), *hashes([9, 9])])
+    with pytest.raises(CacheArgumentError, match="2 blocks to commit from 1; there are 2"):
+        allocator.commit_many(allocation, 1, hashes(range(4)))
+    assert allocator.snapshot() == before
+
+
+def test_no_allocation_comes_to_hold_a_block_twice(allocator, hashes):
+    allocation = allocator.allocate((), 2)
+    assert allocator.commit_many(allocation, 0, hashes([1, 2]) * 2) == 0
+    assert allocation.block_ids == [1, 2]
+    assert allocator.block_hash_of(2) is None
+
+
+def test_a_digest_of_other_tokens_is_neither_hit_nor_replaced(allocator, cache_sequence, hashes):
+    cache_sequence([1, 2])
+    collision = BlockHash(hashes([1, 2])[0].digest, b"other tokens")
+    allocation = allocator.allocate([collision], 1)
+    assert allocation.num_prefix_blocks == 0
+    assert allocator.commit(allocation, 0, collision) is False
+    allocator.allocate_immutable(allocation, [collision])
+    assert [allocator.block_hash_of(block_id) for block_id in allocation.block_ids] == [None, None]
+    assert allocator.match_prefix(hashes([1, 2])) == [1]
+
+
+# Blocks whose content comes later.
+
+
+def test_an_uncomputed_block_is_no_hit_until_it_is_marked(allocator, hashes):
+    allocation = allocator.allocate()
+    chain = hashes(range(4))
+    allocator.allocate_immutable(allocation, chain)
+    assert allocator.match_prefix(chain) == []
+    assert not allocator.is_writable(1)
+    allocator.mark_computed([1])
+    assert allocator.match_prefix(chain) == [1]
+    allocator.mark_computed([2])
+    assert allocator.match_prefix(chain) == [1, 2]
+
+
+def test_an_uncomputed_block_loses_its_hash_when_freed(allocator, hashes):
+    allocation = allocator.allocate()
+    allocator.allocate_immutable(allocation, hashes(range(4)))
+    allocator.mark_computed([1])
+    allocation.free()
+    assert allocator.match_prefix(hashes(range(4))) == [1]
+    assert (allocator.num_free_blocks, allocator.num_cached_blocks) == (15, 1)
+    with pytest.raises(BlockStateError, match="block 2 marked computed with ref_count 0"):
+        allocator.mark_computed([2])
+
+
+def test_blocks_that_have_the_hash_are_held_again_computed_or_not(allocator, cache_sequence, hashes):
+    cache_sequence([0, 1])
+    one, two = allocator.allocate(), allocator.allocate()
+    allocator.allocate_immutable(one, hashes(range(4)))
+    allocator.allocate_immutable(two, hashes(range(6)))
+    assert one.block_ids == [1, 2]
+    assert two.block_ids == [1, 2, 3]
+    assert allocator.ref_count(2) == 2
+
+
+def test_a_committed_block_takes_the_hash_from_an_uncomputed_one(allocator, hashes):
+    awaiting, own = allocator.allocate(), allocator.allocate((), 1)
+    allocator.allocate_immutable(awaiting, hashes([1, 2]))
+    assert allocator.commit(own, 0, hashes([1, 2])[0]) is False
+    assert allocator.match_prefix(hashes([1, 2])) == own.block_ids
+    assert allocator.block_hash_of(awaiting.block_ids[0]) is None
+    allocator.mark_computed(awaiting.block_ids)  # it lost its hash: nothing to mark
+    assert allocator.match_prefix(hashes([1, 2])) == own.block_ids
+
+
+def test_committing_an_uncomputed_block_marks_it(allocator, hashes):
+    allocation = allocator.allocate()
+    allocator.allocate_immutable(allocation, hashes([1, 2]))
+    allocator.commit(allocation, 0, hashes([1, 2])[0])
+    assert allocator.match_prefix(hashes([1, 2])) == [1]
+
+
+def test_common_computed_blocks_are_the_leading_ones_that_all_hold(allocator, hashes):
+    one = allocator.allocate((), 4)
+    allocator.commit_many(one, 0, hashes(range(6)))
+    two = allocator.allocate(hashes(range(4)), 1)
+    assert allocator.get_common_computed_block_ids([one, two]) == [1, 2]
+    assert allocator.get_common_computed_block_ids([one]) == [1, 2, 3]
+    assert allocator.get_common_computed_block_ids([]) == []
+    awaiting = allocator.allocate()
+    allocator.allocate_immutable(awaiting, hashes([7, 7]))
+    assert allocator.get_common_computed_block_ids([awaiting]) == []
+
+
+# Copy on write.
+
+
+def test_a_shared_block_is_copied_before_it_is_written(allocator):  # scenarios 47, 48
+    one = allocator.allocate((), 2)
+    two = allocator.fork(one)
+    allocator.make_writable(two, 1)
+    assert (one.block_ids, two.block_ids) == ([1, 2], [1, 3])
+    assert allocator.pending_copies == ((2, 3),)
+    assert allocator.take_copies() == [(2, 3)]
+    assert allocator.take_copies() == []
+    assert allocator.num_copies_on_write == 1
+    assert allocator.is_writable(2)
+    assert allocator.is_writable(3)
+    assert not allocator.is_writable(1)
+
+
+def test_a_block_of_ones_own_is_not_copied(allocator):  # scenario 47
+    allocation = allocator.allocate((), 1)
+    before = allocator.snapshot()
+    allocator.make_writable(allocation, 0)
+    assert allocator.snapshot() == before
+    assert allocator.take_copies() == []
+
+
+def test_a_block_with_a_hash_is_copied_and_stays_cached(allocator, hashes):
+    allocation = allocator.allocate((), 1)
+    allocator.commit(allocation, 0, hashes([1, 2])[0])
+    allocator.make_writable(allocation, 0)
+    assert allocation.block_ids == [2]
+    assert allocator.take_copies() == [(1, 2)]
+    assert allocator.match_prefix(hashes([1, 2])) == [1]
+
+
+def test_copies_come_in_the_order_in_which_they_are_due(allocator):  # scenario 48
+    one = allocator.allocate((), 2)
+    forks = [allocator.fork(one) for _ in range(2)]
+    for fork in forks:
+        allocator.make_writable(fork, 0)
+    allocator.make_writable(forks[0], 1)
+    assert allocator.pending_copies == ((1, 3), (1, 4), (2, 5))
+    allocator.drop_copies(2)
+    assert allocator.take_copies() == [(2, 5)]
+
+
+def test_copy_on_write_without_a_block_changes_nothing(make_allocator):  # scenario 53
+    allocator = make_allocator(num_blocks=2)
+    one = allocator.allocate((), 1)
+    two = allocator.fork(one)
+    before = allocator.snapshot()
+    with pytest.raises(OutOfBlocksError):
+        allocator.make_writable(two, 0)
+    with pytest.raises(CacheArgumentError, match="there is no block 1"):
+        allocator.make_writable(two, 1)
+    assert allocator.snapshot() == before
+    assert allocator.take_copies() == []
+
+
+# The whole pool.
+
+
+def test_reset_is_refused_while_blocks_are_in_use(allocator, cache_sequence, hashes):  # scenario 63
+    cache_sequence(range(4))
+    allocation = allocator.allocate(hashes(range(2)), 2)
+    before = allocator.snapshot()
+    with pytest.raises(BlockStateError, match="3 blocks are in use"):
+        allocator.reset_prefix_cache()
+    assert allocator.snapshot() == before
+    allocation.free()
+    allocator.reset_prefix_cache()
+    assert allocator.match_prefix(hashes(range(4))) == []
+    assert queue_of(allocator) == list(range(1, 17))
+
+
+def test_reset_may_shrink_the_pool(allocator, cache_sequence):
+    cache_sequence(range(4))
+    allocator.reset_prefix_cache(num_blocks=4)
+    assert queue_of(allocator) == [1, 2, 3]
+    with pytest.raises(CacheArgumentError, match="num_blocks is 1"):
+        allocator.reset_prefix_cache(num_blocks=1)
+    assert allocator.num_blocks == 4
+
+
+def test_forgetting_cached_blocks_keeps_those_in_use(allocator, cache_sequence, hashes):
+    cache_sequence(range(6))
+    allocation = allocator.allocate(hashes(range(2)))
+    allocator.forget_cached_blocks()
+    assert allocator.match_prefix(hashes(range(6))) == allocation.block_ids
+    assert (allocator.num_free_blocks, allocator.num_cached_blocks) == (15, 0)
+
+
+def test_a_grown_pool_has_more_blocks(make_allocator, hashes):
+    allocator = make_allocator(num_blocks=3)
+    allocation = allocator.allocate((), 2)
+    allocator.commit_many(allocation, 0, hashes(range(4)))
+    allocator.grow(6)
+    assert queue_of(allocator) == [3, 4, 5]
+    allocator.allocate_mutable(allocation, 3)
+    assert allocation.block_ids == [1, 2, 3, 4, 5]
+    with pytest.raises(CacheArgumentError, match="cannot shrink to 5 blocks; give at least 6"):
+        allocator.grow(5)
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 2), (0, 2), (-5, 2), (5, 0), (5, -1)])
+def test_sizes_that_make_no_pool_are_refused(num_blocks, block_size):
+    with pytest.raises(CacheArgumentError, match="at least"):
+        PrefixCachingBlockAllocator(num_blocks, block_size)
+
+
+def test_negative_numbers_are_refused(allocator):
+    allocation = allocator.allocate()
+    for wrong in (lambda: allocator.allocate((), -1), lambda: allocator.allocate_mutable(allocation, -1)):
+        with pytest.raises(CacheArgumentError, match="must be 0 or more"):
+            wrong()

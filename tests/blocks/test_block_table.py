@@ -1,0 +1,391 @@
+"""One sequence. Scenarios 13, 16, 21, 25, 28, 30, 31, 33, 34, 37, 39, 46 to 54, 60, 62, 69.
+
+A partial tail is never in the index, only shared by fork; a full block of it is found by hash.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from array import array
+
+import pytest
+
+from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, root_hash
+from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
+
+ROOT = root_hash(b"model")
+
+
+@pytest.fixture
+def new_table(allocator):
+    def new(token_ids=None, num_lookahead_slots=0, *, commit=False, root=ROOT, extra_keys=None):
+        table = BlockTable(allocator, root, extra_keys)
+        if token_ids is not None:
+            table.allocate(token_ids, num_lookahead_slots)
+        if commit:
+            table.commit_full_blocks(table.num_tokens)
+        return table
+
+    return new
+
+
+# Allocation and hits.
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+@pytest.mark.parametrize("past", [-1, 0, 1])
+def test_prompts_round_a_block_boundary_hit_their_full_blocks(new_table, num_blocks, past):  # scenarios 21, 30
+    num_tokens = 2 * num_blocks + past
+    tokens = list(range(num_tokens))
+    first = new_table(tokens, commit=True)
+    assert first.num_cached_tokens == 0
+    second = new_table()
+    assert second.allocate(tokens) == second.num_cached_tokens == num_tokens // 2 * 2
+    assert second.block_ids[: num_tokens // 2] == first.block_ids[: num_tokens // 2]
+    assert len(second.block_ids) == -(-num_tokens // 2)
+    assert list(second.token_ids) == tokens
+    assert second.num_committed_blocks == num_tokens // 2
+    assert second.num_empty_slots == num_tokens % 2
+
+
+def test_a_table_of_no_tokens_and_one_of_one_token(allocator, new_table):  # scenario 16
+    assert new_table([]).block_ids == []
+    one = new_table([5], commit=True)
+    assert (len(one.block_ids), one.num_committed_blocks) == (1, 0)
+    assert new_table([5]).num_cached_tokens == 0
+    assert allocator.num_cached_blocks == 0
+
+
+def test_a_table_as_large_as_the_pool_evicts_everything_and_one_larger_nothing(allocator, new_table):  # scenario 16
+    for token in range(3):
+        new_table([token] * 4, commit=True).free()
+    before = allocator.snapshot()
+    table = new_table()
+    with pytest.raises(OutOfBlocksError, match="need 17 blocks: 10 free \\+ 6 cached of 16"):
+        table.allocate(range(100, 133))
+    assert allocator.snapshot()[:5] == before[:5]
+    assert (table.num_tokens, table.block_ids) == (0, [])
+    assert table.allocate(range(100, 132)) == 0
+    assert allocator.num_evictions == 6
+
+
+def test_a_full_hit_covers_the_whole_prompt(new_table):  # scenario 21; the caller computes the last token unwritten
+    new_table(range(8), commit=True)
+    table = new_table(range(8))
+    assert table.num_cached_tokens == 8
+    assert table.num_empty_slots == 0
+
+
+def test_other_roots_and_extra_keys_do_not_hit(new_table):
+    new_table(range(8), commit=True)
+    assert new_table(range(8), root=root_hash(b"other")).num_cached_tokens == 0
+    assert new_table(range(8), extra_keys=lambda i: b"image" if i == 2 else b"").num_cached_tokens == 4
+
+
+def test_a_table_is_allocated_once(new_table):
+    table = new_table([1])
+    with pytest.raises(BlockStateError, match="not empty"):
+        table.allocate([2])
+    table.free()
+    with pytest.raises(BlockStateError, match="freed"):
+        table.allocate([2])
+
+
+def test_nothing_is_hashed_for_what_is_never_shared(allocator, monkeypatch):  # scenario 28
+    monkeypatch.setattr("hf_paged_cache.blocks.hashing.sha256", pytest.fail)
+    table = BlockTable(allocator, ROOT)
+    table.append_tokens(range(8))
+    table.append_tokens([8], 3)
+
+
+# Appending.
+
+
+def test_tokens_are_appended_into_slots_of_their_own(new_table):
+    table = new_table([1])
+    assert table.slots(0, 2) == [2, 3]
+    table.append_tokens([2])
+    assert table.block_ids == [1]
+    table.append_tokens(array("q", [3, 4, 5]))
+    assert table.block_ids == [1, 2, 3]
+    assert table.slots(0, 5) == [2, 3, 4, 5, 6]
+    assert list(table.token_ids) == [1, 2, 3, 4, 5]
+    assert table.num_empty_slots == 1
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_appended", [0, 1, 2, 5])
+@pytest.mark.parametrize("num_lookahead", [0, 1, 4])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_blocks_an_append_takes_are_those_it_announces(  # scenarios 13, 49
+    allocator, new_table, num_tokens, num_appended, num_lookahead, shared
+):
+    table = new_table(range(num_tokens))
+    twin = table.fork() if shared else None
+    announced = table.num_new_blocks_for_append(num_appended + num_lookahead)
+    before = allocator.num_available_blocks
+    table.append_tokens(list(range(num_appended)), num_lookahead)
+    assert before - allocator.num_available_blocks == announced
+    assert table.num_empty_slots >= num_lookahead
+    copied = shared and num_tokens % 2 == 1 and num_appended + num_lookahead > 0
+    assert len(allocator.take_copies()) == copied
+    assert all(
+        allocator.is_writable(slot // 2) for slot in table.slots(num_tokens, num_tokens + num_appended + num_lookahead)
+    )
+    del twin
+
+
+def test_appending_without_room_changes_nothing(allocator, new_table):  # scenario 53
+    table = new_table([1, 2, 3])
+    twin = table.fork()
+    _rest = new_table(range(100, 128))  # 14 of 16 blocks: none is left
+    before = allocator.snapshot()
+    for tokens in ([4], [4, 5, 6]):
+        with pytest.raises(OutOfBlocksError):
+            twin.append_tokens(tokens)
+    assert allocator.snapshot() == before
+    assert list(twin.token_ids) == [1, 2, 3]
+    assert allocator.take_copies() == []
+
+
+def test_appending_what_is_no_token_changes_nothing(allocator, new_table):
+    table = new_table([1, 2])
+    before = allocator.snapshot()
+    with pytest.raises(CacheArgumentError, match="64 bits"):
+        table.append_tokens([3, "4"])
+    with pytest.raises(CacheArgumentError, match="num_lookahead_slots is -1"):
+        table.append_tokens([3], -1)
+    with pytest.raises(CacheArgumentError):
+        table.ensure_num_empty_slots(-1)
+    with pytest.raises(CacheArgumentError):
+        table.num_new_blocks_for_append(-1)
+    assert allocator.snapshot() == before
+    assert table.num_tokens == 2
+
+
+def test_ensuring_slots_that_are_there_takes_nothing(allocator, new_table):
+    table = new_table([1], num_lookahead_slots=4)
+    before = allocator.snapshot()
+    table.ensure_num_empty_slots(5)
+    assert allocator.snapshot() == before
+    table.ensure_num_empty_slots(6)
+    assert table.num_empty_slots == 7
+
+
+# Committing.
+
+
+def test_generated_tokens_are_hit_by_the_next_turn(new_table):  # scenario 25
+    table = new_table(range(3))
+    for token in (3, 4, 5, 6):
+        table.append_tokens([token])
+    table.commit_full_blocks(7)
+    table.free()
+    assert new_table([*range(7), 50, 51]).num_cached_tokens == 6
+
+
+def test_only_computed_tokens_are_committed(new_table):  # scenario 60: a draft is announced, not computed
+    table = new_table(range(8))
+    table.commit_full_blocks(5)
+    assert table.num_committed_blocks == 2
+    assert new_table(range(8)).num_cached_tokens == 4
+    table.commit_full_blocks(3)  # less than before: nothing to do
+    assert table.num_committed_blocks == 2
+    for wrong in (9, -1):
+        with pytest.raises(CacheArgumentError, match="the table has 8"):
+            table.commit_full_blocks(wrong)
+
+
+def test_rejected_draft_tokens_are_never_hit(new_table):  # scenarios 31, 60
+    table = new_table(range(4))
+    table.append_tokens([90, 91, 92])
+    table.truncate(5)
+    table.append_tokens([5, 6, 7])
+    table.commit_full_blocks(table.num_tokens)
+    assert new_table([0, 1, 2, 3, 90, 91]).num_cached_tokens == 4
+    assert new_table([0, 1, 2, 3, 90, 5, 6, 7]).num_cached_tokens == 8
+
+
+def test_equal_tables_come_to_share_their_blocks(allocator, new_table):  # scenario 32
+    one, two = new_table(range(6)), new_table(range(6))
+    one.commit_full_blocks(6)
+    two.commit_full_blocks(6)
+    assert one.block_ids == two.block_ids
+    assert allocator.num_blocks_in_use == 3
+
+
+# Truncating.
+
+
+def test_a_cut_inside_a_committed_block_is_copied_when_it_is_written(allocator, new_table):  # scenarios 33, 34, 39
+    table = new_table(range(6), commit=True)
+    reader = new_table(range(6))
+    table.truncate(3)
+    assert table.num_committed_blocks == 1
+    assert allocator.take_copies() == []
+    table.append_tokens([9])
+    assert allocator.take_copies() == [(2, 4)]
+    assert reader.block_ids == [1, 2, 3]
+    table.commit_full_blocks(4)
+    assert new_table(range(6)).num_cached_tokens == 6
+    assert new_table([0, 1, 2, 9]).num_cached_tokens == 4
+
+
+def test_a_block_cut_and_regrown_alike_is_the_old_one_again(allocator, new_table):  # scenario 37
+    table = new_table(range(4), commit=True)
+    table.truncate(3)
+    table.append_tokens([3])
+    assert table.block_ids == [1, 3]
+    table.commit_full_blocks(4)
+    assert table.block_ids == [1, 2]
+    assert allocator.num_blocks_in_use == 2
+
+
+@pytest.mark.parametrize("kept", range(7))
+def test_truncating_keeps_the_tokens_and_their_blocks(allocator, new_table, kept):  # scenarios 31, 39
+    table, other = new_table(range(6), 4), new_table([7])
+    table.truncate(kept)
+    assert list(table.token_ids) == list(range(kept))
+    assert len(table.block_ids) == -(-kept // 2)
+    assert other.block_ids == [6]
+    with pytest.raises(CacheArgumentError, match=f"give 0 to {kept}"):
+        table.truncate(kept + 1)
+
+
+def test_cutting_a_hit_makes_it_shorter(new_table):
+    new_table(range(6), commit=True)
+    table = new_table(range(6))
+    table.truncate(3)
+    assert table.num_cached_tokens == 3
+    table.append_tokens([9, 9])
+    assert table.num_cached_tokens <= 4
+
+
+# Forking.
+
+
+def test_a_fork_shares_all_blocks_and_copies_only_what_it_writes(allocator, new_table):  # scenarios 46, 47, 52
+    table = new_table(range(5))
+    twin = table.fork()
+    assert twin.block_ids == table.block_ids
+    assert {allocator.ref_count(block_id) for block_id in table.block_ids} == {2}
+    twin.append_tokens([9])
+    assert twin.block_ids[:2] == table.block_ids[:2]  # full ones are not copied
+    assert allocator.take_copies() == [(table.block_ids[2], twin.block_ids[2])]
+    table.append_tokens([8])  # the last holder writes in place
+    assert allocator.take_copies() == []
+    assert (list(table.token_ids)[5:], list(twin.token_ids)[5:]) == ([8], [9])
+
+
+def test_a_fork_at_a_block_boundary_copies_nothing(allocator, new_table):  # scenario 47
+    table = new_table(range(4))
+    twin = table.fork()
+    twin.append_tokens([9])
+    table.append_tokens([9])
+    assert allocator.take_copies() == []
+    assert twin.block_ids[2] != table.block_ids[2]
+
+
+def test_empty_blocks_stay_with_the_original(allocator, new_table):  # scenario 49
+    table = new_table(range(4), num_lookahead_slots=4)
+    twin = table.fork()
+    assert twin.block_ids == table.block_ids[:2]
+    table.append_tokens([1])
+    assert allocator.take_copies() == []
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_forks_may_be_freed_in_any_order(allocator, new_table, order):  # scenario 50
+    tables = [new_table(range(5), commit=True)]
+    tables += [tables[0].fork(), tables[0].fork()]
+    for table in tables:
+        table.append_tokens([table is tables[0]])
+    for index in order:
+        tables[index].free()
+        allocator.check()
+    assert (allocator.num_blocks_in_use, allocator.num_cached_blocks) == (0, 2)
+
+
+def test_a_fork_of_a_committed_table_goes_on_committing(new_table):
+    table = new_table(range(4), commit=True)
+    twin = table.fork()
+    twin.append_tokens([7, 8])
+    twin.commit_full_blocks(6)
+    table.append_tokens([5, 6])
+    table.commit_full_blocks(6)
+    assert new_table([0, 1, 2, 3, 7, 8]).num_cached_tokens == 6
+    assert new_table([0, 1, 2, 3, 5, 6]).num_cached_tokens == 6
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 1, 1), (2, 2, 0), (0, 0, 1)])
+def test_beams_can_be_reordered_with_duplicates_and_drops(allocator, new_table, order):  # scenario 54
+    root = new_table(range(3))
+    beams = [root, root.fork(), root.fork()]
+    contents = [[0, 1, 2, 10 + i] for i in range(3)]
+    for beam, content in zip(beams, contents, strict=True):
+        beam.append_tokens(content[3:])
+    reordered = [beams[index].fork() for index in order]
+    for beam in beams:
+        beam.free()
+    for i, (beam, index) in enumerate(zip(reordered, order, strict=True)):
+        beam.append_tokens([20 + i])
+        assert list(beam.token_ids) == [*contents[index], 20 + i]
+    last_blocks = [beam.block_ids[2] for beam in reordered]
+    assert len(set(last_blocks)) == 3
+    assert allocator.num_blocks_in_use == 1 + len(set(order)) + 3
+
+
+def test_a_sequence_of_a_hundred_thousand_blocks_forks(make_allocator):  # scenario 51
+    allocator = make_allocator(num_blocks=100_010, block_size=1)
+    table = BlockTable(allocator, ROOT)
+    table.allocate(range(100_000))
+    twin = table.fork()
+    twin.append_tokens([1])
+    assert len(repr(twin)) < 200
+    table.free()
+    twin.truncate(1)
+    assert allocator.num_blocks_in_use == 1
+
+
+# The end.
+
+
+def test_a_table_is_freed_once_and_is_over(allocator, new_table):  # scenario 62
+    table = new_table(range(5), commit=True)
+    table.free()
+    assert (table.num_tokens, table.block_ids, table.num_committed_blocks) == (0, [], 0)
+    with pytest.raises(BlockStateError):
+        table.free()
+    with pytest.raises(BlockStateError):
+        table.append_tokens([1])
+    assert (allocator.num_blocks_in_use, allocator.num_cached_blocks) == (0, 2)
+
+
+def test_leaving_a_with_and_being_collected_give_the_blocks_back(allocator, new_table):
+    with new_table(range(5)) as table:
+        assert allocator.num_blocks_in_use == 3
+    assert allocator.num_blocks_in_use == 0
+    del table
+    cycle = [new_table(range(5))]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert allocator.num_blocks_in_use == 0
+    with new_table(range(5)) as table:
+        table.free()
+
+
+def test_unseen_tokens_are_those_behind_the_tables_own(new_table):
+    table = new_table([1, 2, 3])
+    assert table.unseen_token_ids([1, 2, 3, 4, 5]) == array("q", [4, 5])
+    assert table.unseen_token_ids([1, 2, 3]) == array("q")
+    for wrong in ([1, 2], [1, 2, 4, 4]):
+        with pytest.raises(CacheArgumentError, match="does not start with"):
+            table.unseen_token_ids(wrong)
+
+
+def test_a_table_is_true_even_without_tokens():
+    table = BlockTable(PrefixCachingBlockAllocator(2, 2), ROOT)
+    assert table
+    assert len(table) == 0

@@ -1,0 +1,105 @@
+"""The order in which blocks are handed out. Scenarios 17 and 18."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_paged_cache.blocks.free_queue import FreeBlockQueue
+from hf_paged_cache.errors import BlockStateError
+
+
+def test_blocks_come_out_in_the_order_they_went_in():
+    queue = FreeBlockQueue(6, [3, 1, 5])
+    queue.append(2)
+    queue.appendleft(4)
+    assert list(queue) == [4, 3, 1, 5, 2]
+    assert [queue.popleft() for _ in range(5)] == [4, 3, 1, 5, 2]
+    assert len(queue) == 0
+
+
+def test_several_blocks_come_out_at_once_in_order():
+    queue = FreeBlockQueue(6, range(1, 6))
+    assert queue.popleft_many(3) == [1, 2, 3]
+    assert queue.popleft_many(0) == []
+    assert list(queue) == [4, 5]
+
+
+@pytest.mark.parametrize("block_id", [1, 3, 5])
+def test_a_block_can_be_removed_from_front_middle_and_end(block_id):
+    queue = FreeBlockQueue(6, range(1, 6))
+    queue.remove(block_id)
+    assert block_id not in queue
+    assert list(queue) == [i for i in range(1, 6) if i != block_id]
+    queue.append(block_id)
+    assert list(queue)[-1] == block_id
+
+
+def test_a_block_is_not_queued_twice():  # scenario 18
+    queue = FreeBlockQueue(4, [1, 2, 3])
+    for put in (queue.append, queue.appendleft):
+        with pytest.raises(BlockStateError, match="block 2 queued twice"):
+            put(2)
+    assert len(queue) == 3
+    queue.check()
+
+
+@pytest.mark.parametrize("stranger", [2, 0, -1, 99])
+def test_a_stranger_is_not_removed(stranger):  # scenario 18
+    queue = FreeBlockQueue(4, [1, 3])
+    assert stranger not in queue
+    with pytest.raises(BlockStateError, match="does not hold"):
+        queue.remove(stranger)
+    assert list(queue) == [1, 3]
+
+
+@pytest.mark.parametrize("stranger", [0, -1, 4])
+def test_what_is_no_block_is_not_queued(stranger):
+    queue = FreeBlockQueue(4, [1])
+    for put in (queue.append, queue.appendleft):
+        with pytest.raises(BlockStateError):
+            put(stranger)
+    assert list(queue) == [1]
+
+
+def test_an_empty_queue_gives_nothing():
+    queue = FreeBlockQueue(4)
+    with pytest.raises(BlockStateError, match="holds 0"):
+        queue.popleft()
+    queue.append(1)
+    with pytest.raises(BlockStateError, match="2 blocks taken from a queue that holds 1"):
+        queue.popleft_many(2)
+    assert list(queue) == [1]
+
+
+def test_a_grown_queue_takes_the_new_ids():
+    queue = FreeBlockQueue(2, [1])
+    queue.grow(4)
+    queue.append(3)
+    assert list(queue) == [1, 3]
+    assert 2 not in queue
+
+
+def test_check_notices_a_broken_link():
+    queue = FreeBlockQueue(4, [1, 2, 3])
+    queue._previous[3] = 1
+    with pytest.raises(BlockStateError, match="links disagree"):
+        queue.check()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["append", "appendleft", "remove", "popleft"]), st.integers(1, 6))))
+def test_a_queue_behaves_as_a_deque(steps):
+    queue, model = FreeBlockQueue(7), deque()
+    for operation, block_id in steps:
+        if operation == "popleft":
+            if model:
+                assert queue.popleft() == model.popleft()
+        elif (operation == "remove") == (block_id in model):
+            getattr(queue, operation)(block_id)
+            getattr(model, operation)(block_id)
+        assert list(queue) == list(model)
+        assert len(queue) == len(model)
+        queue.check()

@@ -1,0 +1,161 @@
+"""Ctrl-C between any two instructions of any change: afterwards it has happened or has not, and nothing else differs.
+
+Each program is run once for each instruction of `blocks/` that its last operation executes, with a KeyboardInterrupt
+raised before that instruction.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_paged_cache.blocks
+from hf_paged_cache.blocks import BlockTable, HashChain, PrefixCachingBlockAllocator, root_hash
+
+ROOT = root_hash(b"model")
+PACKAGE = str(Path(hf_paged_cache.blocks.__file__).parent)
+
+
+def hashes(token_ids):
+    chain = HashChain(ROOT, 2)
+    chain.extend(token_ids)
+    return list(chain.hashes())
+
+
+class World:
+    """A small allocator with blocks in each state, and one table of its own for each operation to work on."""
+
+    def __init__(self):
+        self.allocator = PrefixCachingBlockAllocator(14, 2)
+        for tokens in (range(4), [8, 8, 9, 9]):
+            with BlockTable(self.allocator, ROOT) as table:
+                table.allocate(tokens)
+                table.commit_full_blocks(4)
+        self.table = BlockTable(self.allocator, ROOT)
+        self.table.allocate([0, 1, 7, 7, 7])
+        self.twin = self.table.fork()
+        self.duplicate = BlockTable(self.allocator, ROOT)
+        self.duplicate.append_tokens([0, 1, 2, 3, 6])
+        self.awaiting = self.allocator.allocate()
+        self.allocator.allocate_immutable(self.awaiting, hashes([0, 1, 7, 7]))
+        self.made = None
+        self.allocator.check()
+
+    def lists(self):
+        return [list(block_ids) for block_ids in self.allocator._held.values()]
+
+    def hits(self):
+        index = self.allocator._states.index
+        return {block for block in index.blocks.values() if block not in index.uncomputed}
+
+
+def collect(world):
+    world.table = None
+    world.allocator.check()
+
+
+def reset(world):
+    for table in (world.table, world.twin, world.duplicate, world.awaiting):
+        if not (table.is_freed if table is world.awaiting else table.allocation.is_freed):
+            table.free()
+    world.allocator.reset_prefix_cache()
+
+
+OPERATIONS = {
+    "allocate a hit, evicting": lambda w: setattr(w, "made", w.allocator.allocate(hashes(range(4)), 5)),
+    "allocate fresh blocks": lambda w: w.allocator.allocate_mutable(w.table.allocation, 6),
+    "allocate immutable ones": lambda w: w.allocator.allocate_immutable(w.awaiting, hashes([8, 8, 9, 9, 5, 5])),
+    "commit": lambda w: w.allocator.commit_many(w.table.allocation, 0, hashes([0, 1, 7, 7])),
+    "commit a duplicate": lambda w: w.allocator.commit_many(w.duplicate.allocation, 0, hashes(range(4))),
+    "mark computed": lambda w: w.allocator.mark_computed(w.awaiting.block_ids),
+    "fork": lambda w: setattr(w, "made", w.allocator.fork(w.table.allocation)),
+    "truncate": lambda w: w.allocator.truncate(w.duplicate.allocation, 1),
+    "free": lambda w: w.allocator.free(w.duplicate.allocation),
+    "free what awaits": lambda w: w.allocator.free(w.awaiting),
+    "copy a shared block": lambda w: w.allocator.make_writable(w.twin.allocation, 2),
+    "copy a block with a hash": lambda w: w.allocator.make_writable(w.awaiting, 0),
+    "touch": lambda w: w.allocator.mark_accessed([2]),
+    "grow": lambda w: w.allocator.grow(17),
+    "forget": lambda w: w.allocator.forget_cached_blocks(),
+    "take copies": lambda w: (w.allocator.make_writable(w.twin.allocation, 2), w.allocator.take_copies()),
+    "collect": collect,
+    "reset": reset,
+}
+
+
+def interrupt(operation, world, instruction):
+    """Run `operation(world)`; raise before its `instruction`-th instruction in the package. Whether it was reached."""
+    left = instruction
+
+    def trace(frame, event, _argument):
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        operation(world)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+REPEATABLE = set(OPERATIONS) - {"allocate a hit, evicting", "fork", "take copies", "collect", "reset"}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_interrupted_anywhere_has_happened_or_has_not(name):
+    operation = OPERATIONS[name]
+    before, done = World(), World()
+    operation(done)
+    done.allocator.check()
+    blocks_before, blocks_done = before.lists(), done.lists()
+    hits_allowed = before.hits() | done.hits()
+    instruction = num_undone = 0
+    while interrupt(operation, world := World(), instruction):
+        world.allocator.check()  # repairs, takes back what was collected, and proves the invariants
+        assert not world.allocator._dirty
+        if name == "reset":  # of several operations the first may have happened
+            assert all(block_ids in blocks_before for block_ids in world.lists())
+        else:
+            assert world.lists() in (blocks_before, blocks_done)
+        assert world.hits() <= hits_allowed
+        if name in REPEATABLE and world.lists() == blocks_before != blocks_done:
+            num_undone += 1
+            operation(world)  # it can be done again, with the same effect
+            world.allocator.check()
+            assert len(world.lists()) == len(blocks_done)
+            assert world.allocator.num_available_blocks == done.allocator.num_available_blocks
+            assert world.hits() <= hits_allowed | {block for block_ids in world.lists() for block in block_ids}
+        instruction += 1
+    assert instruction > 20
+    assert num_undone > 20 or name not in REPEATABLE or blocks_before == blocks_done
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_repair_itself_may_be_interrupted_anywhere(name):
+    operation = OPERATIONS[name]
+    num_instructions = 0
+    while interrupt(operation, World(), num_instructions):
+        num_instructions += 1
+    for instruction in range(5, num_instructions, max(1, num_instructions // 5)):
+        repair = 0
+        while True:
+            world = World()
+            interrupt(operation, world, instruction)
+            if not interrupt(lambda world: world.allocator._settle(), world, repair):
+                break
+            world.allocator.check()
+            repair += 37

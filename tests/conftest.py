@@ -1,0 +1,74 @@
+"""Fixtures that more than one test file needs: a tiny model built from its configuration, and the real one for slow tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def make_tiny_llama(num_layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
+    """A Llama of `num_layers` layers with weights large enough (std 0.2) that other keys and values give other tokens."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,  # every call gives as many tokens as it was asked for
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).to(torch.float32).eval()
+
+
+@pytest.fixture
+def tiny_llama() -> LlamaForCausalLM:
+    return make_tiny_llama()
+
+
+@pytest.fixture
+def tiny_tokenizer() -> PreTrainedTokenizerBase:
+    """A character a token; its ids are smaller than the tiny Llama's vocabulary."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
+    tokenizer = Tokenizer(models.WordLevel({text: i for i, text in enumerate(characters)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    import torch
+
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct and its tokenizer; only for tests that are marked slow."""
+    from hf_paged_cache.demo_model import load_demo_model
+
+    return load_demo_model()

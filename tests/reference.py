@@ -1,0 +1,88 @@
+"""The promise, as a check: the same `generate` call with the cache that transformers makes and with ours, logits included.
+
+Equal tokens alone prove little, since many wrong keys and values give the same ones. So every step's raw logits are
+compared, and every check with a hit is shown to fail with zeros in place of what is reused (`zero_blocks`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_paged_cache import PagedPrefixCache, PrefixStore
+
+TOLERANCE = 1e-4  # of the largest logit of the reference
+
+
+def run(model: PreTrainedModel, cache: PagedPrefixCache | None = None, *, seed: int = 0, **arguments: Any) -> Any:
+    """One seeded `generate` call; without a cache on the one that transformers makes.
+
+    Without a mask all ids count as tokens: `generate` would otherwise guess padding from the ids.
+    """
+    ids = arguments.get("input_ids")
+    if ids is not None and "attention_mask" not in arguments:
+        arguments["attention_mask"] = torch.ones_like(ids)
+    arguments = {"max_new_tokens": 6, "do_sample": False, **arguments}
+    if cache is not None:
+        arguments["past_key_values"] = cache
+    torch.manual_seed(seed)
+    return model.generate(**arguments, return_dict_in_generate=True, output_logits=True)
+
+
+def assert_same(reference: Any, output: Any) -> None:
+    """Equal generated tokens, and every step's raw logits within `TOLERANCE`.
+
+    The sequences may start with other prompts: a call that goes on passes only its new tokens.
+    """
+    assert len(output.logits) == len(reference.logits), f"{len(output.logits)} steps, not {len(reference.logits)}"
+    scale = max(float(step.abs().max()) for step in reference.logits)
+    for number, (wanted, got) in enumerate(zip(reference.logits, output.logits, strict=True)):
+        assert got.shape == wanted.shape
+        distance = float((got - wanted).abs().max())
+        assert distance <= TOLERANCE * scale, f"step {number}: logits differ by {distance / scale:.1e} of their scale"
+    num_generated = min(reference.sequences.shape[1], output.sequences.shape[1], len(reference.logits))
+    torch.testing.assert_close(output.sequences[:, -num_generated:], reference.sequences[:, -num_generated:])
+
+
+def is_same(reference: Any, output: Any) -> bool:
+    """Whether `assert_same` passes."""
+    try:
+        assert_same(reference, output)
+    except AssertionError:
+        return False
+    return True
+
+
+def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
+    """Put zeros in place of all keys and values held, and drop the views: whatever is reused from here on is zeros.
+
+    What is computed from here on is stored and read as always, so a call that reuses nothing stays right.
+    """
+    store = getattr(cache_or_store, "store", cache_or_store).blocks
+    for layer in store.pool._tensors.values():
+        for tensor in layer.values():
+            tensor.zero_()
+    for call in store.holders():
+        call.reader.drop()
+
+
+def row(*parts: tuple[int, int], pad: int = 0) -> list[int]:
+    """Token ids: for each (seed, length) that many tokens that depend on the seed alone, behind `pad` pads (id 0)."""
+    tokens: list[int] = []
+    for seed, length in parts:
+        generator = torch.Generator().manual_seed(seed)
+        tokens += torch.randint(1, 128, (length,), generator=generator).tolist()
+    return [0] * pad + tokens
+
+
+def batch(*rows: list[int]) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` of rows, padded on the left to the longest."""
+    columns = max(map(len, rows))
+    return {
+        "input_ids": torch.tensor([[0] * (columns - len(tokens)) + tokens for tokens in rows]),
+        "attention_mask": torch.tensor([[0] * (columns - len(tokens)) + [1] * len(tokens) for tokens in rows]),
+    }

@@ -1,0 +1,94 @@
+"""The README's Python, its diff, and the examples in docstrings run as they stand, on a tiny model."""
+
+from __future__ import annotations
+
+import doctest
+import pkgutil
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import hf_paged_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+README = Path(__file__).parents[1] / "README.md"
+MODULES = [
+    "hf_paged_cache",
+    *(m.name for m in pkgutil.walk_packages(hf_paged_cache.__path__, "hf_paged_cache.") if "__main__" not in m.name),
+]
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def reader(tiny_llama: Any, tiny_tokenizer: Any) -> dict[str, Any]:
+    """What the README's examples take as given."""
+    return {
+        "model": tiny_llama,
+        "tokenizer": tiny_tokenizer,
+        "few_shot_prompt": "Question: What is one and one?\nAnswer: Two.\n" * 2,
+        "questions": ["Question: What is two and two?\nAnswer:", "Question: What is ice?\nAnswer:"],
+    }
+
+
+@pytest.mark.parametrize("code", code_blocks("python"))
+def test_the_readmes_python_runs(code: str, reader: dict[str, Any]) -> None:
+    exec(compile(code, str(README), "exec"), reader)
+
+
+def test_both_sides_of_the_readmes_diff_run_and_give_the_same_tokens(reader: dict[str, Any]) -> None:
+    (diff,) = code_blocks("diff")
+    outputs = []
+    for dropped in "+-":
+        kept = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith(dropped))
+        namespace = {**reader, "answers": []}
+        exec(compile(f"{kept}\n    answers.append(output.tolist())", str(README), "exec"), namespace)
+        outputs.append(namespace["answers"])
+    assert len(outputs[0]) == len(reader["questions"])
+    assert outputs[0] == outputs[1]
+
+
+def make_allocator() -> Any:
+    from hf_paged_cache.blocks.allocator import PrefixCachingBlockAllocator
+
+    return PrefixCachingBlockAllocator(num_blocks=16, block_size=16)
+
+
+def docstring_examples() -> list[doctest.DocTest]:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = [test for name in MODULES for test in finder.find(import_module(name), name)]
+    return [test for test in found if test.examples]
+
+
+@pytest.mark.parametrize("test", docstring_examples(), ids=lambda test: test.name)
+def test_the_docstrings_example_runs(test: doctest.DocTest, request: pytest.FixtureRequest) -> None:
+    given: dict[str, Callable[[], Any]] = {  # a name that an example may use without defining it
+        "model": lambda: request.getfixturevalue("tiny_llama"),
+        "tokenizer": lambda: request.getfixturevalue("tiny_tokenizer"),
+        "inputs": lambda: request.getfixturevalue("tiny_tokenizer")("What is one and one?" * 4, return_tensors="pt"),
+        "cache": lambda: hf_paged_cache.PagedPrefixCache(request.getfixturevalue("tiny_llama")),
+        "allocator": make_allocator,
+        "torch": lambda: import_module("torch"),
+        "PagedPrefixCache": lambda: hf_paged_cache.PagedPrefixCache,
+    }
+    blocks = import_module("hf_paged_cache.blocks")
+    test.globs.update({name: getattr(blocks, name) for name in blocks.__all__})
+    source = "".join(example.source for example in test.examples)
+    for name, make in given.items():
+        if name not in test.globs and re.search(rf"\b{name}\b", source):
+            test.globs[name] = make()
+    report: list[str] = []
+    failed, _ = doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=report.append, clear_globs=False)
+    assert not failed, "".join(report)
+
+
+def test_docstrings_have_examples_at_all() -> None:
+    assert len(docstring_examples()) >= 5
