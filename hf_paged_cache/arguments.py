@@ -122,7 +122,14 @@ class ArgumentReader:
         num_rows, num_new = shape
         pads, why = _read_mask(arguments.get("attention_mask"), num_rows, num_columns_before + num_new)
         bypass = bypass or why
-        if running and bypass is None and any(row.pad != pad for row, pad in zip(running, pads, strict=False)):
+        # A row that has had nothing but padding so far (chunks of a prompt) may get more of it.
+        if (
+            running
+            and bypass is None
+            and any(
+                row.pad != pad and (row.num_tokens or pad < row.pad) for row, pad in zip(running, pads, strict=False)
+            )
+        ):
             bypass = "the padding of a row has changed"
         if running and bypass is not None:
             pads = [row.pad for row in running]

@@ -3,10 +3,8 @@
 Owns the translation between transformers' `Cache` and a `Call`; decides nothing about blocks.
 """
 
-import logging
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -15,22 +13,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DummyLayer
 
-from .arguments import RunningRow, for_ticket
-from .blocks import root_hash
 from .call import Call
-from .errors import CacheArgumentError, CacheBusyError
-from .generation import read_generate
-from .hooks import attach, detach
+from .errors import CacheArgumentError
+from .generation import GenerateArguments
+from .hooks import attach, detach, pop_ambient, push_ambient
 from .layer import PagedLayer
 from .prefix_store import PrefixStore
 from .readers import GatherReader, ViewReader
+from .session import Session
 from .stats import CacheStats, CallStats, hit_rate
 from .support import cache_layers
-from .ticket import ForwardRequest, RowInput
-
-logger = logging.getLogger(__name__)
-
-_MAX_ROOTS = 256  # roots remembered by a cache, so that a decode step does not hash them again
+from .verification import Verifier
 
 
 class PagedPrefixCache(Cache):
@@ -45,6 +38,9 @@ class PagedPrefixCache(Cache):
         cache_salt: caches with another salt never share a block, so that no tenant can probe another's prompts.
         view: keep a contiguous copy of the running rows for attention. Without it each layer gathers its rows for the
             moment of its attention: memory is the blocks alone, a decode step some per cent slower.
+        verify: recompute one cached block of each call's hit, in turn, and forget all blocks when one disagrees: for
+            models whose weights are changed in ways that a few values of each tensor do not show. Costs a forward of
+            `block_size` tokens a call.
     Raises:
         UnsupportedModelError, CacheArgumentError: see `PrefixStore`.
     Example:
@@ -66,6 +62,7 @@ class PagedPrefixCache(Cache):
         max_bytes: int | None = None,
         cache_salt: str | bytes | None = None,
         view: bool = True,
+        verify: bool = False,
     ) -> None:
         if isinstance(model_or_store, PrefixStore):
             if block_size is not None or num_blocks is not None or max_bytes is not None:
@@ -80,14 +77,12 @@ class PagedPrefixCache(Cache):
             raise CacheArgumentError(f"cache_salt is a {type(cache_salt).__name__}; give a str or bytes")
         self.cache_salt = cache_salt.encode() if isinstance(cache_salt, str) else cache_salt or b""
         self.view = view
+        self.verify = verify
         attach(self.store.model)
         blocks = self.store.blocks
         self.call = Call(blocks, ViewReader(blocks.pool) if view else GatherReader(blocks.pool))
-        self._open = 0  # brackets of `generate` that are open
-        self._records_drafts = False
-        self._digest: bytes | None = None  # of the model, as long as a bracket is open
-        self._bypass: str | None = None
-        self._roots: dict[tuple[bytes, int, int], bytes] = {}
+        verifier = Verifier(lambda: PagedPrefixCache(self.store, view=False)) if verify else None
+        self._session = Session(self.store, self.call, self.cache_salt, verifier)
         layers: list[Any] = [
             DummyLayer() if isinstance(layer, DummyLayer) else PagedLayer(self, index)
             for index, layer in enumerate(cache_layers(self.store.model))
@@ -115,7 +110,7 @@ class PagedPrefixCache(Cache):
 
     def activate_past_recording(self) -> None:
         """Drafts will be verified: a model that cannot say which logits it needs computes them all."""
-        self._records_drafts = True
+        self._session.records_drafts = True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` goes on as row `beam_idx[i]`: tables are forked; K/V that a row writes differently are copied then."""
@@ -150,14 +145,15 @@ class PagedPrefixCache(Cache):
 
     def stats(self) -> CacheStats:
         """Tokens of this cache's calls, and the blocks of its store now; prints as a table."""
-        counts, blocks = self.call.counts, self.store.blocks
+        counts, metrics, blocks = self.call.counts, self.call.counts.metrics, self.store.blocks
         with blocks.lock:
             blocks.settle()
             return CacheStats(
-                prompt_tokens=counts.prompt_tokens,
-                computed_tokens=counts.computed_tokens,
-                reused_tokens=counts.prompt_tokens - counts.computed_tokens,
-                hit_rate=hit_rate(counts.prompt_tokens, counts.computed_tokens),
+                prompt_tokens=metrics.num_queried_tokens,
+                computed_tokens=metrics.num_queried_tokens - metrics.num_hit_tokens,
+                reused_tokens=metrics.num_hit_tokens,
+                hit_rate=metrics.hit_rate,
+                recent_hit_rate=metrics.recent_hit_rate,
                 num_calls=counts.num_calls,
                 num_blocks=blocks.num_blocks,
                 num_free_blocks=blocks.num_free_blocks,
@@ -211,16 +207,23 @@ class PagedPrefixCache(Cache):
         return self.call.read_layer(layer_idx)
 
     def __enter__(self) -> "PagedPrefixCache":
+        """Until the block is left, every `generate` of the model that is given no cache runs on this one.
+
+        In any thread; on another cache of the same store while this one is busy. Not where the call has a
+        `cache_implementation`, sets `use_cache=False`, or drafts for another model. Blocks nest.
+        """
+        push_ambient(self.store.model, self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        pop_ambient(self.store.model, self)
         self.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PagedPrefixCache":
         """A second cache on the same store, whose rows hold the same blocks; no K/V is copied."""
-        twin = PagedPrefixCache(self.store, cache_salt=self.cache_salt, view=self.view)
+        twin = self.twin()
         memo[id(self)] = twin
         twin.call.take_over(self.call.fork_rows())
         return twin
@@ -236,109 +239,23 @@ class PagedPrefixCache(Cache):
         if call is not None:
             call.leave_behind()
 
-    # What the hooks ask.
+    # What the hooks ask: the session answers.
 
-    @contextmanager
-    def generating(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def generating(self, model: Any, given: GenerateArguments) -> AbstractContextManager[None]:
         """The span of one `generate`."""
-        self._require_model(model)
-        if kwargs.get("cache_implementation") is not None:
-            raise CacheArgumentError(
-                f"cache_implementation={kwargs['cache_implementation']!r} asks transformers for a cache of its own; "
-                "leave it out, or leave past_key_values out"
-            )
-        if kwargs.get("use_cache") is False:
-            warnings.warn("use_cache=False: nothing is reused in this call", stacklevel=4)
-        if self._open and self.call.num_announced:
-            raise CacheBusyError(
-                "a generate call is running on this cache; use another cache on the same store for this one: "
-                "PagedPrefixCache(cache.store)"
-            )
-        given = read_generate(model, args, kwargs)
-        self.call.begin(given.limits, keep_rows=given.only_new_tokens)
-        self._open += 1
-        self._records_drafts = False
-        failed = True
-        try:
-            yield
-            failed = False
-        finally:
-            self._open -= 1
-            self._digest = None
-            self.call.end(failed=failed)
-            self._log()
+        return self._session.generating(model, given)
 
-    def before_forward(self, model: torch.nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Announce a forward; returns the arguments that it is to run with."""
-        self._require_model(model)
-        call = self.call
-        if self._digest is None or not self._open:
-            self._digest, self._bypass = self.store.conditioning.digest(), self.store.conditioning.bypass()
-        call.check_not_busy()
-        call.roll_back()
-        before = call.rows.num_columns
-        given = self.store.argument_reader.read(
-            arguments,
-            [RunningRow(row.pad, row.table.num_tokens, row.first_position) for row in call.rows.in_batch()],
-            before,
-            in_generate=self._open > 0,
-            records_drafts=self._records_drafts,
-        )
-        ticket = call.announce(
-            ForwardRequest(
-                rows=tuple(
-                    RowInput(tokens, pad, first, self._root(pad, first))
-                    for tokens, pad, first in zip(given.token_ids, given.pads, given.first_positions, strict=True)
-                ),
-                num_new_columns=given.num_new_columns,
-                num_logits_needed=given.num_logits_needed,
-                bypass=given.bypass or self._bypass,
-                keep_columns=given.keep_columns,
-                may_alias=given.may_alias,
-            )
-        )
-        if ticket.start == before and ticket.copies is None:
-            return dict(arguments)
-        return for_ticket(arguments, ticket, before)
+        return self._session.before_forward(model, arguments)
 
     def after_forward(self, output: Any) -> Any:
-        """Confirm the forward; returns what its caller is to get, a row for each that it passed."""
-        ticket = self.call.ticket
-        self.call.confirm()
-        if ticket is not None and ticket.copies is not None:
-            copies = torch.tensor(ticket.copies, device=output.logits.device)
-            output.logits = output.logits.index_select(0, copies)
-        return output
+        """Confirm the forward; returns what its caller is to get."""
+        return self._session.after_forward(output)
+
+    def twin(self) -> "PagedPrefixCache":
+        """A further cache on the same store, under the same conditions."""
+        return PagedPrefixCache(self.store, cache_salt=self.cache_salt, view=self.view, verify=self.verify)
 
     def _append_layer(self) -> PagedLayer:
         return PagedLayer(self, len(self.layers))
-
-    def _root(self, pad: int, first_position: int) -> bytes:
-        """The root of a row: what conditions the model, this cache, and where the row's positions start."""
-        counted_from = 0 if self.store.takes_positions else pad  # without positions, a model numbers its columns
-        key = (self._digest or b"", counted_from, first_position)
-        root = self._roots.get(key)
-        if root is None:
-            if len(self._roots) >= _MAX_ROOTS:
-                self._roots.clear()
-            root = root_hash(key[0], self.cache_salt, repr(key[1:]).encode())
-            self._roots[key] = root
-        return root
-
-    def _require_model(self, model: torch.nn.Module) -> None:
-        if model is not self.store.model:
-            raise CacheArgumentError(
-                f"this cache was built for another model ({type(self.store.model).__name__} at another place); build one "
-                f"for this {type(model).__name__}: PagedPrefixCache(model)"
-            )
-
-    def _log(self) -> None:
-        if logger.isEnabledFor(logging.INFO):
-            last = self.last_call
-            logger.info(
-                "reused %d of %d prompt tokens, computed %d: %s",
-                last.reused_tokens,
-                last.prompt_tokens,
-                last.computed_tokens,
-                "; ".join(f"row {i}: {row.stopped}" for i, row in enumerate(last.rows)),
-            )

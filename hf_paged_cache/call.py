@@ -9,8 +9,9 @@ to pool and reader, unread.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from weakref import ref
 
 from torch import Tensor
 
@@ -38,6 +39,10 @@ class CallState(Enum):
 _OPEN = (CallState.ANNOUNCED, CallState.WRITTEN)
 
 
+def _no_bracket() -> None:
+    """What a reference to no bracket gives."""
+
+
 class Call:
     """The rows that one cache runs, from their first forward to the end.
 
@@ -57,6 +62,7 @@ class Call:
         self.counts = PromptCounts()
         self.num_announced = 0  # forwards announced since `begin`
         self.peak_kv_bytes = 0
+        self._bracket: Callable[[], object | None] = _no_bracket  # of the `generate` that runs
         self._written: set[int] = set()  # layers that wrote under the ticket
         self._thread = 0  # the thread that announced it
         self._is_first = False  # the ticket is the first of its rows
@@ -75,16 +81,22 @@ class Call:
 
     @property
     def is_running(self) -> bool:
-        """Whether a `generate` is running, or a forward in a thread that lives."""
-        return self.limits is not None or self._runs_in_another_thread()
+        """Whether a `generate` is running, or a forward in another thread that lives."""
+        return self._bracket() is not None or self._runs_in_another_thread()
 
-    def begin(self, limits: CallLimits | None, *, keep_rows: bool) -> None:
-        """`generate` is entered: the rows so far have ended, unless only new tokens are passed."""
+    def begin(self, bracket: object, limits: CallLimits | None, *, keep_rows: bool) -> None:
+        """`generate` is entered: the rows so far have ended, unless only new tokens are passed.
+
+        Args:
+            bracket: lives as long as that `generate`; however it is left, even between two of our lines, the call is
+                then no longer running.
+        """
         with self.store.lock:
             self.check_not_busy()
             self.roll_back()
             if not keep_rows:
                 self._end_rows()
+            self._bracket = ref(bracket)
             self.limits = limits
             self.num_announced = 0
             self.counts.start_call()
@@ -104,6 +116,8 @@ class Call:
             if request.num_new_columns < 1:
                 raise CacheArgumentError("a forward of no tokens: pass at least one token id in each row")
             self.store.settle()
+            if self._bracket() is None:
+                self.limits = None
             self.rows.commit()
             self._is_first = not self.rows.alias
             self._thread = threading.get_ident()
@@ -243,7 +257,7 @@ class Call:
             self.rows.commit()
             if self.rows.alias:
                 self.state = CallState.ENDED
-            self.limits = None
+            self._bracket, self.limits = _no_bracket, None
             self.store.promise(self, 0)
 
     def drop_rows(self) -> None:
@@ -253,7 +267,7 @@ class Call:
             self.roll_back()
             self._end_rows()
             self._free_ended()
-            self.limits = None
+            self._bracket, self.limits = _no_bracket, None
             self.reader.drop()
             self.store.promise(self, 0)
 
@@ -305,6 +319,8 @@ class Call:
         store, limits, before = self.store, self.limits, self.rows.num_columns
         stop = before + request.num_new_columns
         if self._is_first:
+            if limits is None:
+                self.counts.start_call()
             self.rows, matches = begin_rows(store, request, self.ended)
             self.counts.note_matches(matches)
         elif (sources := continue_rows(store, request, self.rows)) is not None:
@@ -342,15 +358,15 @@ class Call:
 
     def _end_rows(self) -> None:
         """The running rows become ended rows; those before them are dropped."""
+        if not self.rows.alias:
+            return
         self._free_ended()
         self.rows.commit()
-        if self.rows.distinct:
-            self.reader.keep([row.layout()._replace(token_ids=row.true_token_ids) for row in self.rows.distinct])
-        self.ended = self.rows.distinct
-        self.rows = Rows([], [], 0)
+        self.reader.keep([row.layout()._replace(token_ids=row.true_token_ids) for row in self.rows.distinct])
+        rows, self.rows = self.rows, Rows([], [], 0)
+        self.ended = rows.distinct
         self.state = CallState.IDLE
 
     def _free_ended(self) -> None:
-        for row in self.ended:
-            row.table.free()
-        self.ended = []
+        while self.ended:
+            self.ended.pop().table.free()

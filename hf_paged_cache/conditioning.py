@@ -1,156 +1,109 @@
-"""All that conditions keys and values besides tokens: weights, modules, hooks, adapters, autocast, salt -> a root.
+"""All that conditions keys and values besides tokens: weights, hooks, adapters, rope, autocast -> a row's root.
 
 Owns the question "is this still the model that computed those blocks?". Nobody has to remember a reset: what changes
-K/V changes the root, and blocks under another root are not found. Also names what makes a whole forward unfit for
-reuse (`Conditioning.bypass`).
+K/V changes the root, and blocks under another root are not found.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .blocks import root_hash
+from .fingerprint import WeightFingerprint
+from .rope import RopeRegime
 
-_VALUES_PER_TENSOR = 8
 # Hooks and replaced forwards of these packages move, record or dispatch; they do not change what a layer computes.
+# PEFT's are read for what they carry.
 _NEUTRAL_PACKAGES = ("accelerate.", "hf_paged_cache.", "peft.", "transformers.")
 _HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks")
-_ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters", "fan_in_fan_out")
-_ROPE_BY_LENGTH = {"dynamic", "longrope"}  # frequencies depend on the longest position of a forward
+_ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
 
 
 class Conditioning:
     """What the keys and values of one model depend on, read anew for every call.
 
     Args:
-        model: read, never changed; held.
+        model: held, never changed.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
-        self._modules: list[tuple[nn.Module, list[Any]]] = []  # module, its children as they were
-        self._tensors: list[tuple[dict[str, Any], str, Tensor, int]] = []  # owner, name, tensor, data_ptr
-        self._samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # strided views of the tensors
-        self._unsampled: list[Tensor] = []  # told apart by version only
+        self.rope = RopeRegime(())
+        self._weights = WeightFingerprint(model)
         self._adapters: list[nn.Module] = []
         self._droppers: list[nn.Module] = []
-        self._rope_types: set[str] = set()
-        self._structure = b""
-        self._serials: dict[int, tuple[int, Any]] = {}  # id -> (number, the object itself, or its id comes back)
+        self._numbers: dict[int, tuple[int, Any]] = {}  # id -> number, and the object itself, or its id comes back
+        self._num_suspicions = 0
 
     def digest(self) -> bytes:
-        """Digest of all that conditions every row of a call now.
+        """Digest of all that conditions every row of a forward now.
 
-        Cost: a walk over a flat list of modules and one `torch.cat` for each device and dtype; on an accelerator one
-        synchronisation for each of those.
+        Cost: passes over flat lists of modules and tensors; on an accelerator one synchronisation for each dtype.
         """
-        if not self._is_as_listed():
-            self._list_model()
-        parts = [self._structure]
-        for samples in self._samples.values():
-            values = torch.cat(samples)
-            parts.append(values.view(torch.uint8).cpu().numpy().tobytes())
-        parts.append(repr([(tensor.data_ptr(), _version(tensor)) for tensor in self._unsampled]).encode())
-        parts.append(repr(list(self._hook_numbers())).encode())
-        parts.append(repr([[repr(getattr(m, name, None)) for name in _ADAPTER_STATE] for m in self._adapters]).encode())
-        parts.append(_autocast_state(self._device_types()).encode())
-        parts.append(str(getattr(self.model.config, "_attn_implementation", None)).encode())
-        return root_hash(*parts)
+        if self._weights.refresh():
+            modules = self._weights.modules
+            self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
+            self._droppers = [module for module in modules if _drops(module)]
+            self.rope = RopeRegime(modules)
+        return root_hash(
+            *self._weights.parts(),
+            repr(list(self._hook_numbers())).encode(),
+            repr(
+                [[repr(getattr(module, name, None)) for name in _ADAPTER_STATE] for module in self._adapters]
+            ).encode(),
+            _autocast_state(sorted(self._weights.device_types() | {"cpu"})).encode(),
+            str(getattr(self.model.config, "_attn_implementation", None)).encode(),
+            self._num_suspicions.to_bytes(8, "little"),
+        )
 
     def bypass(self) -> str | None:
-        """Why nothing of a forward may be reused or committed now; None when it may."""
+        """Why nothing of a forward may be reused or committed now; None when it may. As of the last `digest`."""
         if any(module.training for module in self._droppers):
             return "a dropout is active; call model.eval()"
-        by_length = sorted(self._rope_types & _ROPE_BY_LENGTH)
-        if by_length:
-            return f"rope of type {by_length[0]} depends on the length of a sequence"
+        for hook in self._peft_hooks():
+            if "alora_offsets" in hook.keywords:
+                return "activated LoRA changes keys and values at an offset of each row"
         return None
 
-    def _is_as_listed(self) -> bool:
-        if not self._modules:
-            return False
-        for owner, name, tensor, pointer in self._tensors:
-            if owner.get(name) is not tensor or tensor.data_ptr() != pointer:
-                return False
-        return all(list(module._modules.values()) == children for module, children in self._modules)
+    def adapter_names(self) -> list[str] | None:
+        """The adapter of each row, where PEFT was given `adapter_names`; None where all rows have the same."""
+        for hook in self._peft_hooks():
+            if "adapter_names" in hook.keywords:
+                return list(hook.keywords["adapter_names"])
+        return None
 
-    def _list_model(self) -> None:
-        """Walk the module tree once, and keep flat lists of all that may change."""
-        modules = list(self.model.modules())
-        self._modules = [(module, list(module._modules.values())) for module in modules]
-        self._tensors, self._samples, self._unsampled = [], {}, []
-        names = []
-        for module in modules:
-            names.append(type(module).__qualname__)
-            for owner, name, tensor in _weights_of(module):
-                names.append(f"{name}{tuple(tensor.shape)}{tensor.dtype}{tensor.device}")
-                self._tensors.append((owner, name, tensor, tensor.data_ptr()))
-                sample = _sample(tensor)
-                if sample is None:
-                    self._unsampled.append(tensor)
-                else:
-                    self._samples.setdefault((sample.device, sample.dtype), []).append(sample)
-        self._structure = hashlib.sha256("\n".join(names).encode()).digest()
-        self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
-        self._droppers = [module for module in modules if _drops(module)]
-        self._rope_types = {rope_type for module in modules for rope_type in _rope_types(module)}
+    def suspect(self) -> None:
+        """Something that `digest` does not see has changed the model: nothing computed so far is found again."""
+        self._num_suspicions += 1
+
+    def _peft_hooks(self) -> Iterator[Any]:
+        """The hooks by which PEFT passes arguments to its layers: all layers have the same."""
+        for module in self._adapters[:1]:
+            for hook in module._forward_pre_hooks.values():
+                if hasattr(hook, "keywords"):
+                    yield hook
 
     def _hook_numbers(self) -> Iterator[tuple[int, int]]:
         """(module number, hook number) of all hooks and replaced forwards that may change what a module computes."""
-        for number, (module, _) in enumerate(self._modules):
+        for number, module in enumerate(self._weights.modules):
+            attributes = module.__dict__
             for name in _HOOK_DICTS:
-                hooks = module.__dict__[name]
-                if hooks:
-                    for hook in hooks.values():
-                        if not _is_neutral(hook):
-                            yield number, self._number(hook)
-            forward = module.__dict__.get("forward")
+                for hook in attributes[name].values():
+                    if not _is_neutral(hook):
+                        yield number, self._number(hook)
+            forward = attributes.get("forward")
             if forward is not None and not _is_neutral(forward):
                 yield number, self._number(forward)
 
     def _number(self, thing: Any) -> int:
         """A number for an object, the same each time it is seen."""
         function = getattr(thing, "__func__", thing)  # a bound method is another object each time it is read
-        number, _ = self._serials.setdefault(id(function), (len(self._serials), (function, thing)))
+        owner = getattr(thing, "__self__", None)
+        key = hash((id(function), id(owner)))
+        number, _ = self._numbers.setdefault(key, (len(self._numbers), (function, owner)))
         return number
-
-    def _device_types(self) -> list[str]:
-        return sorted({device.type for device, _ in self._samples} | {"cpu"})
-
-
-def _weights_of(module: nn.Module) -> Iterable[tuple[dict[str, Any], str, Tensor]]:
-    """Parameters and persistent buffers; a buffer that is not saved is derived, and some forwards rewrite theirs."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield module._parameters, name, parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield module._buffers, name, buffer
-
-
-def _sample(tensor: Tensor) -> Tensor | None:
-    """A view of a few values spread over a tensor, which follows every change made in place; None without one."""
-    if tensor.device.type == "meta" or type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
-        return None
-    with torch.no_grad():
-        values = tensor.detach()
-        if not values.is_contiguous():
-            dense = sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True)) + 1
-            if dense != values.numel():
-                return None
-            values = values.as_strided((values.numel(),), (1,))
-        values = values.view(-1)
-        return values[:: max(1, values.numel() // _VALUES_PER_TENSOR)][:_VALUES_PER_TENSOR]
-
-
-def _version(tensor: Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:  # inference tensors do not count theirs
-        return -1
 
 
 def _drops(module: nn.Module) -> bool:
@@ -158,16 +111,6 @@ def _drops(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     return any("drop" in name and isinstance(value, float) and value > 0 for name, value in module.__dict__.items())
-
-
-def _rope_types(module: nn.Module) -> list[str]:
-    """The kinds of rotary embedding a module computes."""
-    rope_type = getattr(module, "rope_type", None)
-    if isinstance(rope_type, str):
-        return [rope_type]
-    if isinstance(rope_type, dict):
-        return [str(value) for value in rope_type.values()]
-    return []
 
 
 def _is_neutral(function: Callable[..., Any]) -> bool:

@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 
+from .blocks import PrefixCacheMetrics
 from .plan import KnownRow
 from .stats import RowCount
 from .ticket import ForwardRequest
+
+_WINDOW = 100  # forwards of prompts that the recent hit rate is about
 
 
 class PromptCounts:
@@ -12,14 +15,13 @@ class PromptCounts:
 
     Attributes:
         rows: of the running call.
-        prompt_tokens, computed_tokens: of all calls.
+        metrics: prompt tokens and those reused of all calls, and of the last forwards.
         num_calls: calls that computed something.
     """
 
     def __init__(self) -> None:
         self.rows: list[RowCount] = []
-        self.prompt_tokens = 0
-        self.computed_tokens = 0
+        self.metrics = PrefixCacheMetrics(window=_WINDOW)
         self.num_calls = 0
         self._pending: list[RowCount] = []  # of the announced forward
         self._stopped: list[tuple[int, str]] = []  # matched tokens and why no more, of rows that begin
@@ -71,6 +73,6 @@ class PromptCounts:
             row.prompt_tokens += new.prompt_tokens
             row.computed_tokens += new.computed_tokens
             row.stopped += new.stopped
-            self.prompt_tokens += new.prompt_tokens
-            self.computed_tokens += new.computed_tokens
+        num_tokens = sum(new.prompt_tokens for new in self._pending)
+        self.metrics.record(num_tokens, num_tokens - sum(new.computed_tokens for new in self._pending))
         self._pending, self._stopped = [], []

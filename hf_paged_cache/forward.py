@@ -102,13 +102,17 @@ def continue_rows(store: BlockStore, request: ForwardRequest, rows: Rows) -> lis
             sources = rows.regroup(groups.members, groups.group_of)
     for row, member in zip(rows.distinct, rows.members(), strict=True):
         new = inputs[member]
+        if request.bypass is None and not row.table.num_tokens:  # nothing but padding so far; there may be more now
+            row.table.free()
+            row.table = BlockTable(store.allocator, new.root)
+            row.pad, row.root, row.first_position = new.pad, new.root, new.first_position
         if request.bypass is not None or new.root != row.root or new.pad != row.pad:
             row.stop_commits(row.num_confirmed)
         elif row.commit_end is None and request.num_new_columns > request.num_logits_needed:
             longer = match_longer(store, row, new.token_ids)
             if longer is not None:
-                row.table.free()
-                row.table = longer
+                replaced, row.table = row.table, longer
+                replaced.free()
     return sources
 
 

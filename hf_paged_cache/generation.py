@@ -1,6 +1,6 @@
 """The arguments of `generate` -> what a cache must know of the call before it starts. Reads, never changes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,15 @@ class GenerateArguments:
     Attributes:
         limits: None where the arguments do not tell (embeddings without ids).
         only_new_tokens: the mask has more columns than the ids, so the rows go on with these ids.
+        cache_implementation, use_cache: as given; None where they are not.
+        is_assistant: it drafts for another model's `generate`.
     """
 
     limits: CallLimits | None
     only_new_tokens: bool
+    cache_implementation: str | None
+    use_cache: bool | None
+    is_assistant: bool
 
 
 def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateArguments:
@@ -29,16 +34,6 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
     An option is looked up where transformers does: keyword, the generation config given, the model's own.
     """
-    ids = args[0] if args else kwargs.get("inputs")
-    if ids is None:
-        ids = kwargs.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.dim() != 2:
-        return GenerateArguments(None, only_new_tokens=False)
-    num_rows, num_columns = ids.shape
-    mask = kwargs.get("attention_mask")
-    num_masked = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 0
-    only_new_tokens = num_masked > num_columns
-    num_columns = max(num_columns, num_masked)
     given = args[1] if len(args) > 1 else kwargs.get("generation_config")
     configs = [config for config in (given, getattr(model, "generation_config", None)) if config is not None]
 
@@ -47,19 +42,37 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             return kwargs[name]
         return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
 
+    ids = args[0] if args else kwargs.get("inputs")
+    if ids is None:
+        ids = kwargs.get("input_ids")
+    mask = kwargs.get("attention_mask")
+    limits, only_new_tokens = None, False
+    if isinstance(ids, Tensor) and ids.dim() == 2:
+        num_masked = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 0
+        only_new_tokens = num_masked > ids.shape[1]
+        limits = _limits(option, ids.shape[0], max(ids.shape[1], num_masked))
+    return GenerateArguments(
+        limits=limits,
+        only_new_tokens=only_new_tokens,
+        cache_implementation=option("cache_implementation"),
+        use_cache=option("use_cache"),
+        is_assistant=bool(option("is_assistant")),
+    )
+
+
+def _limits(option: Callable[[str], Any], num_rows: int, num_columns: int) -> CallLimits:
     max_new_tokens, max_length = option("max_new_tokens"), option("max_length")
     if max_new_tokens is not None:
         max_length = num_columns + max_new_tokens
     elif max_length is None:
         max_length = num_columns + _DEFAULT_NEW_TOKENS
     expanded = num_rows * max(option("num_beams") or 1, option("num_return_sequences") or 1)
-    limits = CallLimits(
+    return CallLimits(
         num_prompt_columns=num_columns,
         max_columns=max(num_columns, max_length - 1),  # the last token is never passed through the model
         num_rows=expanded,
         end_of_sequence=_token_set(option("eos_token_id")),
     )
-    return GenerateArguments(limits, only_new_tokens)
 
 
 def _token_set(tokens: Any) -> frozenset[int]:

@@ -1,16 +1,20 @@
 """What is attached to a model: a bracket round `generate`, and two forward hooks. Attached once, undone by `detach`.
 
-Knows a cache by protocol only, and holds none: it finds the cache in `past_key_values`. Everything attached is a
+Knows a cache by protocol only. Holds none outside a `with cache:` block: it finds the cache in `past_key_values`. Everything attached is a
 module-level function or an object that copies and pickles with the model.
 """
 
 import inspect
+import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+from .errors import CacheBusyError
+from .generation import GenerateArguments, read_generate
 
 
 class AttachedCache(Protocol):
@@ -18,10 +22,11 @@ class AttachedCache(Protocol):
 
     is_paged_prefix_cache: bool
 
-    def generating(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> AbstractContextManager[None]:
+    def generating(self, model: nn.Module, given: GenerateArguments) -> AbstractContextManager[None]:
         """The span of one `generate`."""
+
+    def twin(self) -> "AttachedCache":
+        """A further cache on the same store."""
 
     def before_forward(self, model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """A forward is about to run; the arguments that it is to run with."""
@@ -39,6 +44,7 @@ class GenerateBracket:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.replaced = model.__dict__.get("generate")  # None: the class's own was used
+        self.ambient: list[AttachedCache] = []  # caches of open `with cache:` blocks, innermost last
         self.handles = [
             model.register_forward_pre_hook(before_forward, with_kwargs=True),
             model.register_forward_hook(after_forward, with_kwargs=True),
@@ -47,14 +53,31 @@ class GenerateBracket:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = _paged(kwargs)
-        generate = self._generate()
-        if cache is None:
-            return generate(*args, **kwargs)
-        with cache.generating(self.model, args, kwargs):
-            return generate(*args, **kwargs)
+        if cache is None and not (self.ambient and kwargs.get("past_key_values") is None):
+            return self._generate()(*args, **kwargs)
+        given = read_generate(self.model, args, kwargs)
+        if cache is not None and given.use_cache is False:
+            warnings.warn("use_cache=False: this call runs without the cache it was given", stacklevel=2)
+            return self._generate()(*args, **{**kwargs, "past_key_values": None})
+        with ExitStack() as stack:
+            if cache is not None:
+                stack.enter_context(cache.generating(self.model, given))
+            elif given.cache_implementation is None and given.use_cache is not False and not given.is_assistant:
+                cache = self._enter_ambient(stack, given)
+            return self._generate()(*args, **{**kwargs, "past_key_values": cache})
+
+    def _enter_ambient(self, stack: ExitStack, given: GenerateArguments) -> AttachedCache:
+        """Begin a call on the cache of the innermost `with cache:` block, or on another of its store if that is busy."""
+        cache = self.ambient[-1]
+        try:
+            stack.enter_context(cache.generating(self.model, given))
+        except CacheBusyError:
+            cache = cache.twin()
+            stack.enter_context(cache.generating(self.model, given))
+        return cache
 
     def __reduce__(self) -> Any:
-        return _restore_bracket, (), self.__dict__
+        return _restore_bracket, (), {**self.__dict__, "ambient": []}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -81,6 +104,22 @@ def detach(model: Any) -> None:
         del model.generate
     else:
         model.generate = bracket.replaced
+
+
+def push_ambient(model: Any, cache: AttachedCache) -> None:
+    """From here on, calls of `generate` that bring no cache run on this one."""
+    attach(model)
+    model.__dict__["generate"].ambient.append(cache)
+
+
+def pop_ambient(model: Any, cache: AttachedCache) -> None:
+    """No longer; blocks may end in any order."""
+    bracket = model.__dict__.get("generate")
+    if isinstance(bracket, GenerateBracket):
+        held = bracket.ambient
+        last = max((i for i, other in enumerate(held) if other is cache), default=None)
+        if last is not None:
+            del held[last]
 
 
 def is_attached(model: nn.Module) -> bool:

@@ -228,7 +228,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     them all.
     """
     with torch.inference_mode(False), torch.no_grad():
-        if device.type == "cpu":
+        if device.type == "cpu" and 0 not in shape:
             num_bytes = int(np.prod(shape)) * dtype.itemsize
             return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -10,7 +10,7 @@ from .block_store import BlockStore
 from .conditioning import Conditioning
 from .errors import CacheArgumentError, CacheBusyError
 from .hooks import attach
-from .support import measure_bytes_per_token, require_supported, takes
+from .support import measure_bytes_per_token, require_supported, takes, unwrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,6 +38,7 @@ class PrefixStore:
         num_blocks: int | None = None,
         max_bytes: int | None = None,
     ) -> None:
+        model = unwrapped(model)
         require_supported(model)
         _require_size("block_size", block_size, 1, "tokens; 16 suits most models")
         if num_blocks is not None and max_bytes is not None:

@@ -150,6 +150,7 @@ class ViewReader:
     def start_forward(self, rows: Sequence[RowLayout], start: int, stop: int) -> None:
         """See Reader."""
         self._num_rows, self._start, self._stop = len(rows), start, stop
+        self._valid += [0] * (len(rows) - len(self._valid))  # rows that were taken over, or multiplied
         if self._missing:
             self._missing, self._missing_on = [], {}
         for row, layout in enumerate(rows):
@@ -195,7 +196,7 @@ class ViewReader:
         """See Reader."""
         columns = self._stop
         self._num_rows = len(sources)
-        self._valid = [columns] * len(sources)
+        self._valid = [self._valid[source] for source in sources] if self._buffers else [0] * len(sources)
         for layer in self._buffers.values():
             for name, held in layer.items():
                 if held.shape[0] < len(sources):
@@ -231,12 +232,15 @@ class ViewReader:
 
     def keep(self, rows: Sequence[RowLayout]) -> None:
         """See Reader."""
-        self._kept = [layout._replace(token_ids=layout.token_ids[:], block_ids=()) for layout in rows]
+        self._kept = [  # of what was dropped, nothing
+            layout._replace(token_ids=layout.token_ids[: max(0, valid - layout.pad)], block_ids=())
+            for layout, valid in zip(rows, self._valid, strict=False)
+        ]
 
     def drop(self) -> None:
         """See Reader."""
         self._buffers, self._kept, self._missing, self._missing_on = {}, [], [], {}
-        self._valid = [0] * len(self._valid)
+        self._valid, self._stop = [], 0
 
     @property
     def num_bytes(self) -> int:

@@ -40,15 +40,14 @@ class Row:
 
     def commit(self) -> None:
         """Give every full confirmed block its hash."""
-        end = self.num_confirmed if self.commit_end is None else min(self.num_confirmed, self.commit_end)
-        self.table.commit_full_blocks(end)
+        self.table.commit_full_blocks(len(self.true_token_ids))
 
     def truncate(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens."""
-        if num_tokens < self.table.num_tokens:
-            self.table.truncate(num_tokens)
+        """Keep the first `num_tokens` tokens. Interrupted, it leaves tokens that do not count as confirmed."""
         self.num_confirmed = min(self.num_confirmed, num_tokens)
         self.num_known = min(self.num_known, num_tokens)
+        if num_tokens < self.table.num_tokens:
+            self.table.truncate(num_tokens)
         if self.commit_end is not None and self.commit_end > num_tokens:
             self.commit_end = None
 
@@ -101,7 +100,12 @@ class Rows:
         return [self.distinct[number] for number in self.alias]
 
     def end(self) -> None:
-        """Commit what is complete and give all blocks back, without a call: its cache is gone."""
+        """Commit what is complete and give all blocks back, without a call: its cache is gone.
+
+        Where the cyclic collector found it, allocations count as collected before the cache's finalizer runs: then the
+        allocator has taken these blocks back already.
+        """
+        self.distinct = [row for row in self.distinct if not row.table.allocation.is_freed]
         self.roll_back()
         self.commit()
         self.free()
@@ -177,10 +181,10 @@ class Rows:
             row.truncate(max(0, self.num_columns - row.pad))
 
     def confirm(self, num_columns: int) -> None:
-        """All columns up to `num_columns` are written."""
-        self.num_columns = num_columns
+        """All columns up to `num_columns` are written. Interrupted, it leaves what `roll_back` takes back."""
         for row in self.distinct:
             row.num_confirmed = row.table.num_tokens
+        self.num_columns = num_columns
 
     def commit(self) -> None:
         """Commit the full confirmed blocks of all rows."""
@@ -189,9 +193,9 @@ class Rows:
 
     def free(self) -> None:
         """Give all blocks back."""
-        for row in self.distinct:
-            row.table.free()
-        self.distinct, self.alias = [], []
+        self.alias = []
+        while self.distinct:
+            self.distinct.pop().table.free()
 
     def fork(self) -> "Rows":
         """The same rows with forked tables."""

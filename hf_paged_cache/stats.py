@@ -12,7 +12,7 @@ def _table(rows: list[tuple[str, str]]) -> str:
 def _readable(name: str, value: object) -> str:
     if name.endswith("_bytes") and isinstance(value, int):
         return f"{value / 2**20:,.1f} MiB"
-    if name == "hit_rate":
+    if name.endswith("hit_rate"):
         return f"{value:.1%}"
     return f"{value:,}"
 
@@ -29,6 +29,7 @@ class CacheStats:
     computed_tokens: int  # of those, run through the model
     reused_tokens: int  # the first less the second: rows equal to a computed one count as reused
     hit_rate: float  # reused_tokens / prompt_tokens; 0.0 before the first call
+    recent_hit_rate: float  # the same of the last 100 prompts
     num_calls: int
     num_blocks: int
     num_free_blocks: int  # hold nothing that could be reused

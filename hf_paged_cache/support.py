@@ -15,6 +15,23 @@ from .errors import UnsupportedModelError
 _HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
+def unwrapped(model: Any) -> Any:
+    """The module whose `__call__` `generate` runs: of a PEFT model, the one inside, which has the adapters' layers.
+
+    Raises:
+        UnsupportedModelError: prompt learning, which brings keys and values of its own.
+    """
+    if isinstance(model, PreTrainedModel) or not hasattr(model, "get_base_model"):
+        return model
+    for name, config in getattr(model, "peft_config", {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"adapter {name!r} is prompt learning ({type(config).__name__}), which puts keys and values of its own "
+                "before every prompt; only adapters that change layers, such as LoRA, are supported"
+            )
+    return model.get_base_model()
+
+
 def require_supported(model: object) -> None:
     """Refuse a model whose cache we could not hold right.
 

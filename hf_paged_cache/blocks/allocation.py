@@ -40,6 +40,8 @@ class Allocation:
         num_prefix_blocks: leading blocks that were a prefix hit.
         key: what the allocator and the collector know it by.
     Example:
+        >>> from hf_paged_cache.blocks import PrefixCachingBlockAllocator
+        >>> allocator = PrefixCachingBlockAllocator(num_blocks=4, block_size=16)
         >>> with allocator.allocate([], num_mutable_blocks=2) as allocation:
         ...     allocation.slots(0, 3)
         [16, 17, 18]

@@ -28,9 +28,10 @@ class BlockTable:
         root: see `root_hash`: all that conditions keys and values besides tokens.
         extra_keys: logical block index -> further bytes of that block's hash; empty for none.
     Example:
+        >>> from hf_paged_cache.blocks import PrefixCachingBlockAllocator, root_hash
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
         >>> table = BlockTable(allocator, root_hash(b"model"))
-        >>> table.allocate([1, 2, 3]), table.block_ids
+        >>> table.allocate([1, 2, 3]), table.block_ids  # tokens hit, blocks held
         (0, [1, 2])
         >>> table.commit_full_blocks(3)
         >>> BlockTable(allocator, root_hash(b"model")).allocate([1, 2, 9])

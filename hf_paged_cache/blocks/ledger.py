@@ -78,6 +78,7 @@ class BlockLedger:
 
     def holds(self, allocation: Allocation) -> bool:
         """Whether `allocation` is one of this allocator's and has not been freed."""
+        self._settle()
         return allocation.key in self._held
 
     def ref_count(self, block_id: int) -> int:
@@ -126,7 +127,8 @@ class BlockLedger:
         """
         self._settle()
         states = self._states
-        num_cached_hits = sum(not states.ref_counts[block_id] for block_id in hits)
+        ref_counts = states.ref_counts
+        num_cached_hits = len([block_id for block_id in hits if not ref_counts[block_id]])
         if num_blocks + num_cached_hits > len(states.queue):
             raise OutOfBlocksError(
                 f"need {num_blocks + num_cached_hits} blocks: {len(states.queue) - states.num_cached} free + "

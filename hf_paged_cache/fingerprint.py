@@ -1,0 +1,145 @@
+"""A digest of a model's weights and modules as they are now, cheap enough for every call.
+
+Owns a flat list of the model's tensors, made once, and a few strided values of each, kept as views: changes made in
+place show in the values, replaced tensors in identity and address. `(data_ptr, _version)` alone would not do: a fused
+optimizer step changes weights and no version.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_VALUES_PER_TENSOR = 8
+
+
+class WeightFingerprint:
+    """Reads the weights of one model.
+
+    What 8 values of a tensor do not show, such as one changed row of an embedding, `verify=True` looks for.
+
+    Args:
+        model: held, never changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.modules: list[nn.Module] = []  # as of the last `refresh`
+        self._children: list[list[nn.Module | None]] = []  # module number -> its children then
+        self._owners: list[tuple[Any, str, Tensor, int]] = []  # mapping, key, tensor found there, its address
+        self._samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # strided views of the tensors
+        self._unsampled: list[Tensor] = []  # told apart by version alone
+        self._structure = b""
+
+    def refresh(self) -> bool:
+        """List the model again if it is not as listed; whether that was needed.  Cost: one pass over flat lists."""
+        if self.modules and self._is_as_listed():
+            return False
+        self.modules = list(self.model.modules())
+        self._children = [list(module._modules.values()) for module in self.modules]
+        self._owners, self._samples, self._unsampled = [], {}, []
+        names = []
+        for module in self.modules:
+            names.append(type(module).__qualname__)
+            for owner, key, tensor in _weights_of(module):
+                names.append(f"{key}{tuple(tensor.shape)}{tensor.dtype}{tensor.device}")
+                self._owners.append((owner, key, tensor, _address(tensor)))
+                for plain in _plain_tensors(tensor):
+                    sample = _sample(plain)
+                    if sample is None:
+                        self._unsampled.append(plain)
+                    else:
+                        self._samples.setdefault((sample.device, sample.dtype), []).append(sample)
+        self._structure = hashlib.sha256("\n".join(names).encode()).digest()
+        return True
+
+    def parts(self) -> Iterator[bytes]:
+        """What the digest covers, as of the last `refresh`. One `torch.cat` and transfer for each device and dtype."""
+        yield self._structure
+        for samples in self._samples.values():
+            with torch.no_grad():
+                yield torch.cat(samples).view(torch.uint8).cpu().numpy().tobytes()
+        yield repr([(_address(tensor), _version(tensor)) for tensor in self._unsampled]).encode()
+
+    def device_types(self) -> set[str]:
+        """Kinds of devices that hold weights."""
+        return {device.type for device, _ in self._samples}
+
+    def _is_as_listed(self) -> bool:
+        for owner, key, tensor, address in self._owners:
+            if owner.get(key) is not tensor or _address(tensor) != address:
+                return False
+        return all(
+            list(module._modules.values()) == children
+            for module, children in zip(self.modules, self._children, strict=True)
+        )
+
+
+def _weights_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
+    """Where each weight of a module is found: (mapping, key, tensor).
+
+    Persistent buffers are weights; others are derived, and some forwards rewrite theirs. A weight that accelerate
+    keeps off the device is found where its hook will load it from.
+    """
+    persistent = {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
+    for owner, held in ((module._parameters, module._parameters), (module._buffers, persistent)):
+        for name, tensor in held.items():
+            if tensor is None:
+                continue
+            if tensor.device.type == "meta":
+                offloaded = _offloaded(module, name)
+                if offloaded is not None:
+                    yield offloaded
+                    continue
+            yield owner, name, tensor
+
+
+def _offloaded(module: nn.Module, name: str) -> tuple[Any, str, Tensor] | None:
+    """The place of a weight that accelerate offloaded to host memory; None if it is on disk or nowhere."""
+    weights_map = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+    prefix, dataset = getattr(weights_map, "prefix", None), getattr(weights_map, "dataset", None)
+    held = getattr(dataset, "state_dict", dataset)
+    if not isinstance(held, dict) or prefix is None or not isinstance(held.get(f"{prefix}{name}"), Tensor):
+        return None
+    return held, f"{prefix}{name}", held[f"{prefix}{name}"]
+
+
+def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that a wrapper subclass (quantised weights) is made of; of any other tensor itself."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from _plain_tensors(getattr(tensor, name))
+
+
+def _sample(tensor: Tensor) -> Tensor | None:
+    """A view of a few values spread over a tensor, which follows every change made in place; None without one."""
+    if tensor.device.type == "meta" or tensor.layout != torch.strided:
+        return None
+    with torch.no_grad():
+        values = tensor.detach()
+        if not values.is_contiguous():
+            extent = sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True)) + 1
+            if extent != values.numel():
+                return None
+            values = values.as_strided((values.numel(),), (1,))
+        values = values.view(-1)
+        return values[:: max(1, values.numel() // _VALUES_PER_TENSOR)][:_VALUES_PER_TENSOR]
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a wrapper subclass has no storage of its own
+        return 0
+
+
+def _version(tensor: Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # inference tensors do not count theirs
+        return -1

@@ -1,0 +1,53 @@
+"""Rotary embeddings whose frequencies depend on the length of a sequence (dynamic NTK, longrope): which are in force.
+
+Owns the question alone; the frequencies are the model's, which updates them at every forward.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+_BY_LENGTH = ("dynamic", "longrope")
+
+
+class RopeRegime:
+    """The frequencies that a forward up to some position will use, for one model.
+
+    Args:
+        modules: all modules of the model.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._rotaries: list[tuple[nn.Module, list[str | None]]] = []  # module, layer types that depend on length
+        for module in modules:
+            rope_type = getattr(module, "rope_type", None)
+            by_layer = rope_type if isinstance(rope_type, dict) else {None: rope_type}
+            layer_types = [layer for layer, kind in by_layer.items() if any(name in str(kind) for name in _BY_LENGTH)]
+            if layer_types:
+                self._rotaries.append((module, layer_types))
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether there is anything to ask."""
+        return bool(self._rotaries)
+
+    def at(self, max_position: int) -> bytes:
+        """The frequencies in force when `max_position` is the largest of a forward; b"" when none depend on that.
+
+        Effects: the model's own update for such a forward, which that forward would make itself.
+        """
+        parts = []
+        for module, layer_types in self._rotaries:
+            for layer_type in layer_types:
+                prefix = "" if layer_type is None else f"{layer_type}_"
+                device = getattr(module, f"{prefix}inv_freq").device
+                x, positions = torch.zeros(1, device=device), torch.tensor([[max_position]], device=device)
+                if layer_type is None:
+                    module(x, positions)
+                else:
+                    module(x, positions, layer_type=layer_type)
+                frequencies = getattr(module, f"{prefix}inv_freq")
+                parts.append(frequencies.detach().float().cpu().numpy().tobytes())
+                parts.append(repr(getattr(module, f"{prefix}attention_scaling", None)).encode())
+        return b"".join(parts)

@@ -1,0 +1,94 @@
+"""A look at cached blocks themselves: recompute one and compare, for changes of a model that its digest cannot show.
+
+Owns the turn: each call looks at another block of its hit. A weight that every token passes through is noticed at
+once, one row of an embedding when a block that holds its token has its turn.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .blocks import BlockTable
+from .errors import OutOfBlocksError
+from .prefix_store import PrefixStore
+from .readers import RowLayout, slot_matrix
+from .rows import Row, Rows
+from .ticket import RowInput
+
+# Differences that other lengths and batch sizes make, as a share of the largest value. In fp32 an unchanged model
+# gives 1e-6, one optimizer step at learning rate 1e-6 gives 4e-4.
+_MIN_TOLERANCE = 1e-5
+_TOLERANCE_IN_EPS = 8
+
+
+class Verifier:
+    """Recomputes one cached block of a call's hit, in turn.
+
+    Args:
+        make_cache: a further cache on the same store, for the forward that recomputes.
+    """
+
+    def __init__(self, make_cache: Callable[[], Any]) -> None:
+        self._make_cache = make_cache
+        self._turn = 0
+
+    def verify(self, store: PrefixStore, rows: Sequence[RowInput]) -> bool:
+        """Whether the block whose turn it is holds what the model computes now; True when there is none to look at.
+
+        Cost: a forward of one block's tokens.
+        """
+        if store.conditioning.rope.depends_on_length:
+            return True  # a shorter forward has other frequencies
+        for row in rows:
+            if row.pad and not store.takes_positions:
+                continue  # a forward without the padding numbers its tokens otherwise
+            with BlockTable(store.blocks.allocator, row.root) as known:
+                num_hit = known.hold_prefix(row.token_ids) // store.blocks.block_size
+                if num_hit:
+                    index = self._turn % num_hit
+                    self._turn += 1
+                    try:
+                        return self._is_equal(store, row, known, index)
+                    except OutOfBlocksError:
+                        return True  # no block is free to compute into
+        return True
+
+    def _is_equal(self, store: PrefixStore, given: RowInput, known: BlockTable, index: int) -> bool:
+        """Whether block `index` of a row is computed as it is stored."""
+        blocks, model = store.blocks, store.model
+        start, stop = index * blocks.block_size, (index + 1) * blocks.block_size
+        before = known.fork()
+        before.truncate(start)
+        row = Row(before, 0, given.root, given.first_position)
+        row.num_confirmed = start
+        row.stop_commits(start)  # and, with that, no hit: what is stored must not be found
+        cache = self._make_cache()
+        cache.call.take_over(Rows([row], [0], start))
+        arguments: dict[str, Any] = {"input_ids": torch.tensor([given.token_ids[start:stop]], device=model.device)}
+        if store.takes_positions:
+            positions = torch.arange(start, stop, device=model.device) + given.first_position
+            arguments["position_ids"] = positions[None]
+        with torch.no_grad():
+            model(**arguments, past_key_values=cache, use_cache=True)
+        stored = RowLayout(given.root, 0, known.token_ids, known.block_ids)
+        computed = cache.call.rows.distinct[0].layout()
+        slots = [slot_matrix([layout], stop, blocks.block_size)[:, start:] for layout in (stored, computed)]
+        try:
+            return all(
+                _agree(*(blocks.pool.gather(layer, each.to(blocks.pool.device_of(layer))) for each in slots))
+                for layer in blocks.pool.layer_indices
+            )
+        finally:
+            cache.reset()
+
+
+def _agree(stored: dict[str, torch.Tensor], computed: dict[str, torch.Tensor]) -> bool:
+    """Whether K/V are equal but for rounding."""
+    for name, old in stored.items():
+        new = computed[name]
+        scale = float(new.abs().max())
+        tolerance = max(_MIN_TOLERANCE, _TOLERANCE_IN_EPS * torch.finfo(new.dtype).eps)
+        if not float((new - old).abs().max()) <= tolerance * scale:  # a NaN disagrees, too
+            return False
+    return True
