@@ -90,6 +90,7 @@ class ArgumentReader:
         *,
         in_generate: bool,
         records_drafts: bool,
+        is_behind_prompt: bool = False,
     ) -> ForwardArguments:
         """Read a forward's arguments.
 
@@ -99,11 +100,12 @@ class ArgumentReader:
             num_columns_before: columns the cache has.
             in_generate: it is `generate` that calls, and trusts only the last logits.
             records_drafts: drafts are verified, so `generate` may want logits that it does not ask for.
+            is_behind_prompt: all columns are generated ones, so the mask of the rows is as it was.
         Raises:
             CacheArgumentError: ids, mask or positions contradict each other or the rows.
         """
         ids = arguments.get("input_ids")
-        if in_generate and running and ids is not None and ids.dim() == 2 and ids.shape[1] == 1:
+        if is_behind_prompt and running and ids is not None and ids.dim() == 2 and ids.shape[1] == 1:
             step = self._read_step(arguments, ids, running, num_columns_before)
             if step is not None:
                 return step
@@ -120,6 +122,10 @@ class ArgumentReader:
             shape = ids.shape
             columns = [array("q", row) for row in ids.tolist()]
         num_rows, num_new = shape
+        if running and num_rows != len(running):
+            raise CacheArgumentError(
+                f"the cache runs {len(running)} rows, got {num_rows}; cache.reset() it for another batch"
+            )
         pads, why = _read_mask(arguments.get("attention_mask"), num_rows, num_columns_before + num_new)
         bypass = bypass or why
         # A row that has had nothing but padding so far (chunks of a prompt) may get more of it.
@@ -136,7 +142,7 @@ class ArgumentReader:
         elif bypass is not None:
             pads = [0] * num_rows
         first_positions, why = self._read_positions(
-            arguments.get("position_ids"), running, pads, num_columns_before, num_new
+            arguments.get("position_ids"), running, pads, num_columns_before, num_new, is_bypassed=bypass is not None
         )
         keep_columns, num_logits_needed = self._read_outputs(arguments, in_generate, records_drafts)
         may_alias = bypass is None and why is None and not _other_outputs(arguments, self._config)
@@ -184,7 +190,14 @@ class ArgumentReader:
         )
 
     def _read_positions(
-        self, positions: Any, running: Sequence[RunningRow], pads: Sequence[int], before: int, num_new: int
+        self,
+        positions: Any,
+        running: Sequence[RunningRow],
+        pads: Sequence[int],
+        before: int,
+        num_new: int,
+        *,
+        is_bypassed: bool,
     ) -> tuple[list[int], str | None]:
         """The position of each row's first token, and why they do not simply count on."""
         expected = [row.first_position for row in running] or [0] * len(pads)
@@ -213,7 +226,7 @@ class ArgumentReader:
             if not torch.equal(given, counted):
                 return expected, "positions do not count up by one"
             if running and start != expected[row]:
-                if start < expected[row]:
+                if start < expected[row] and not is_bypassed:
                     raise CacheArgumentError(
                         f"row {row} goes on at position {int(given[0])}, but the cache holds its first "
                         f"{max(0, before - pad)} tokens: call generate on the model that the cache is attached to, or "

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DummyLayer
+from transformers.cache_utils import Cache
 
 from .call import Call
 from .errors import CacheArgumentError
@@ -22,7 +22,7 @@ from .prefix_store import PrefixStore
 from .readers import GatherReader, ViewReader
 from .session import Session
 from .stats import CacheStats, CallStats, hit_rate
-from .support import cache_layers
+from .support import cache_layers, holds_nothing
 from .verification import Verifier
 
 
@@ -84,7 +84,7 @@ class PagedPrefixCache(Cache):
         verifier = Verifier(lambda: PagedPrefixCache(self.store, view=False)) if verify else None
         self._session = Session(self.store, self.call, self.cache_salt, verifier)
         layers: list[Any] = [
-            DummyLayer() if isinstance(layer, DummyLayer) else PagedLayer(self, index)
+            layer if holds_nothing(layer) else PagedLayer(self, index)
             for index, layer in enumerate(cache_layers(self.store.model))
         ]
         super().__init__(layers=layers)

@@ -163,14 +163,25 @@ class BlockPool:
         return gathered
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks in all layers, `(source, destination)` in this order. No id may be a destination twice."""
+        """Copy whole blocks in all layers, as if one `(source, destination)` after the other."""
         if not copies:
             return
-        self.num_blocks_used = max(self.num_blocks_used, 1 + max(destination for _, destination in copies))
+        sources, destinations = [source for source, _ in copies], [destination for _, destination in copies]
+        self.mark_used(1 + max(destinations))
+        if len({*sources, *destinations}) < len(set(sources)) + len(destinations):  # one copies what another has made
+            for copy in copies:
+                self.copy_blocks([copy])
+            return
+        index: dict[torch.device, tuple[Tensor, Tensor]] = {}
         for layer in self._tensors.values():
             for tensor in layer.values():
-                for source, destination in copies:
-                    tensor[destination].copy_(tensor[source])
+                if tensor.device not in index:
+                    index[tensor.device] = (
+                        torch.tensor(destinations, device=tensor.device),
+                        torch.tensor(sources, device=tensor.device),
+                    )
+                to, of = index[tensor.device]
+                tensor.index_copy_(0, to, tensor.index_select(0, of))
 
     def mark_used(self, num_blocks: int) -> None:
         """Block ids below `num_blocks` may have been written."""

@@ -107,6 +107,7 @@ class Session:
             before,
             in_generate=len(self._open) > 0,
             records_drafts=self.records_drafts,
+            is_behind_prompt=call.limits is not None and before >= call.limits.num_prompt_columns,
         )
         regime = b""
         if conditioning.rope.depends_on_length:

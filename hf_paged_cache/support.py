@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .errors import UnsupportedModelError
 
@@ -63,7 +63,7 @@ def require_supported(model: object) -> None:
             "on what follows it; load it with is_decoder=True if it is to generate"
         )
     for index, layer in enumerate(cache_layers(model)):
-        if type(layer) not in (*_HELD_LAYERS, DummyLayer):
+        if type(layer) not in _HELD_LAYERS and not holds_nothing(layer):
             raise UnsupportedModelError(
                 f"{name}: layer {index} is a {type(layer).__name__}, which carries more than keys and values; use "
                 "transformers' DynamicCache for this model"
@@ -73,6 +73,12 @@ def require_supported(model: object) -> None:
 def cache_layers(model: PreTrainedModel) -> Sequence[Any]:
     """The layers that `DynamicCache` gives the model, in order; none where it makes them as they are written."""
     return DynamicCache(config=model.config).layers
+
+
+def holds_nothing(layer: Any) -> bool:
+    """Whether a layer stands for one that reads another layer's keys and values; early versions have none."""
+    dummy = getattr(cache_utils, "DummyLayer", None)
+    return dummy is not None and type(layer) is dummy
 
 
 def takes(model: PreTrainedModel, argument: str) -> bool:
