@@ -354,7 +354,7 @@ class Call:
             )
         self.reader.start_forward(layouts, start, stop)
         copies = tuple(rows.alias) if rows.is_aliased else None
-        return Ticket(start, stop, tuple(members), copies, write_target(store, rows, known, start, stop))
+        return Ticket(start, stop, tuple(members), copies, write_target(rows, known, start, stop))
 
     def _end_rows(self) -> None:
         """The running rows become ended rows; those before them are dropped."""

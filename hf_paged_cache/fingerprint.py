@@ -113,7 +113,8 @@ def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
         return
     for name in flatten()[0]:
-        yield from _plain_tensors(getattr(tensor, name))
+        if isinstance(held := getattr(tensor, name), Tensor):  # a distributed tensor names its mesh, too
+            yield from _plain_tensors(held)
 
 
 def _sample(tensor: Tensor) -> Tensor | None:

@@ -154,7 +154,7 @@ def stop_at_end_of_sequence(row: Row, limits: CallLimits) -> None:
             return
 
 
-def write_target(store: BlockStore, rows: Rows, known: Sequence[KnownRow], start: int, stop: int) -> WriteTarget:
+def write_target(rows: Rows, known: Sequence[KnownRow], start: int, stop: int) -> WriteTarget:
     """Slots of all tokens that are not in the pool yet, and which of the forward's tokens they take."""
     slots: list[int] = []
     sources: list[int] = []
@@ -163,8 +163,6 @@ def write_target(store: BlockStore, rows: Rows, known: Sequence[KnownRow], start
         slots.extend(row.table.slots(before.num_known, row.table.num_tokens))
         first = number * num_columns + before.pad + before.num_known - start
         sources.extend(range(first, (number + 1) * num_columns))
-    if slots:
-        store.pool.mark_used(max(slots) // store.block_size + 1)
     return WriteTarget(slots, None if len(sources) == num_columns * len(known) else sources)
 
 

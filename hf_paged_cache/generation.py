@@ -18,6 +18,7 @@ class GenerateArguments:
     Attributes:
         limits: None where the arguments do not tell (embeddings without ids).
         only_new_tokens: the mask has more columns than the ids, so the rows go on with these ids.
+        num_masked, num_given: columns of mask and ids then.
         cache_implementation, use_cache: as given; None where they are not.
         is_assistant: it drafts for another model's `generate`.
     """
@@ -27,6 +28,8 @@ class GenerateArguments:
     cache_implementation: str | None
     use_cache: bool | None
     is_assistant: bool
+    num_masked: int = 0
+    num_given: int = 0
 
 
 def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateArguments:
@@ -46,17 +49,20 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if ids is None:
         ids = kwargs.get("input_ids")
     mask = kwargs.get("attention_mask")
-    limits, only_new_tokens = None, False
+    limits, only_new_tokens, num_masked, num_given = None, False, 0, 0
     if isinstance(ids, Tensor) and ids.dim() == 2:
         num_masked = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 0
-        only_new_tokens = num_masked > ids.shape[1]
-        limits = _limits(option, ids.shape[0], max(ids.shape[1], num_masked))
+        num_given = ids.shape[1]
+        only_new_tokens = num_masked > num_given
+        limits = _limits(option, ids.shape[0], max(num_given, num_masked))
     return GenerateArguments(
         limits=limits,
         only_new_tokens=only_new_tokens,
         cache_implementation=option("cache_implementation"),
         use_cache=option("use_cache"),
         is_assistant=bool(option("is_assistant")),
+        num_masked=num_masked,
+        num_given=num_given,
     )
 
 

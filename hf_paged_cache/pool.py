@@ -26,12 +26,13 @@ class WriteTarget:
     The index tensors are made once per device and used by every layer.
     """
 
-    __slots__ = ("_on_device", "first_slot", "num_slots", "slots", "sources")
+    __slots__ = ("_on_device", "end_slot", "first_slot", "num_slots", "slots", "sources")
 
     def __init__(self, slots: Sequence[int], sources: Sequence[int] | None = None) -> None:
         self.slots = slots
         self.sources = sources
         self.num_slots = len(slots)
+        self.end_slot = 1 + max(slots, default=-1)  # one behind the highest
         self.first_slot = _start_of_run(slots)  # None: the slots do not lie side by side
         self._on_device: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
 
@@ -120,6 +121,7 @@ class BlockPool:
         Raises:
             PoolArgumentError: a tensor is not 4-D, or has other heads or head size than the layer was made with.
         """
+        self._mark_used(-(-target.end_slot // self.block_size))
         if target.num_slots == 0:
             for name, new in states.items():
                 self._layer_slots(layer_idx, name, new)
@@ -167,8 +169,8 @@ class BlockPool:
         if not copies:
             return
         sources, destinations = [source for source, _ in copies], [destination for _, destination in copies]
-        self.mark_used(1 + max(destinations))
-        if len({*sources, *destinations}) < len(set(sources)) + len(destinations):  # one copies what another has made
+        self._mark_used(1 + max(destinations))
+        if len(copies) > 1 and len({*sources, *destinations}) < len(set(sources)) + len(destinations):  # one copies what another has made
             for copy in copies:
                 self.copy_blocks([copy])
             return
@@ -183,11 +185,6 @@ class BlockPool:
                 to, of = index[tensor.device]
                 tensor.index_copy_(0, to, tensor.index_select(0, of))
 
-    def mark_used(self, num_blocks: int) -> None:
-        """Block ids below `num_blocks` may have been written."""
-        if num_blocks > self.num_blocks_used:
-            self.num_blocks_used = num_blocks
-
     def device_of(self, layer_idx: int) -> torch.device:
         """Where a written layer's tensors are."""
         return next(iter(self._tensors[layer_idx].values())).device
@@ -195,6 +192,10 @@ class BlockPool:
     def devices(self) -> set[torch.device]:
         """Where the tensors written so far are."""
         return {tensor.device for layer in self._tensors.values() for tensor in layer.values()}
+
+    def _mark_used(self, num_blocks: int) -> None:
+        """Block ids below `num_blocks` may have been written."""
+        self.num_blocks_used = max(self.num_blocks_used, num_blocks)
 
     def _layer_slots(self, layer_idx: int, name: str, new: Tensor) -> Tensor:
         """The tensor that takes `new`, as [slots, H, D]; made, widened or moved where that is needed."""

@@ -76,6 +76,8 @@ class Session:
             self._require_mine()
             if len(self._open) and self._call.num_announced:
                 raise CacheBusyError(f"a generate call is running on this cache; {_ANOTHER_CACHE}")
+            if given.only_new_tokens:
+                self._require_fit(given)
             self._call.begin(bracket, given.limits, keep_rows=given.only_new_tokens)
             self._open.add(bracket)
         self.records_drafts = False
@@ -174,6 +176,18 @@ class Session:
             raise CacheArgumentError(
                 f"this cache was built for another model ({type(self._store.model).__name__} elsewhere in memory); build "
                 f"one for this {type(model).__name__}: PagedPrefixCache(model)"
+            )
+
+    def _require_fit(self, given: GenerateArguments) -> None:
+        """Only new tokens must go on exactly where the rows stopped; a mask of ones never reaches the forward."""
+        self._call.check_not_busy()
+        self._call.roll_back()
+        num_held = self._call.rows.num_columns
+        if given.num_masked != num_held + given.num_given:
+            raise CacheArgumentError(
+                f"the attention mask has {given.num_masked} columns, the cache {num_held} and the ids {given.num_given}: pass "
+                "the whole prompt, or ids that go on exactly where the rows stopped (the last token generated is not "
+                "among them)"
             )
 
     def _require_mine(self) -> None:
