@@ -3,10 +3,12 @@
 Owns the translation between transformers' `Cache` and a `Call`; decides nothing about blocks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -81,14 +83,15 @@ class PagedPrefixCache(Cache):
         attach(self.store.model)
         blocks = self.store.blocks
         self.call = Call(blocks, ViewReader(blocks.pool) if view else GatherReader(blocks.pool))
-        verifier = Verifier(lambda: PagedPrefixCache(self.store, view=False)) if verify else None
+        verifier = Verifier(partial(PagedPrefixCache, self.store, view=False)) if verify else None
         self._session = Session(self.store, self.call, self.cache_salt, verifier)
         layers: list[Any] = [
             layer if holds_nothing(layer) else PagedLayer(self, index)
             for index, layer in enumerate(cache_layers(self.store.model))
         ]
         super().__init__(layers=layers)
-        self.layer_class_to_replicate = self._append_layer  # type: ignore[assignment]  # called like a class; a model may write more layers than its config names
+        # called like a class, where a model writes more layers than its config names
+        self.layer_class_to_replicate = partial(_append_layer, ref(self))  # type: ignore[assignment]
 
     # What `generate` and the model ask.
 
@@ -257,5 +260,8 @@ class PagedPrefixCache(Cache):
         """A further cache on the same store, under the same conditions."""
         return PagedPrefixCache(self.store, cache_salt=self.cache_salt, view=self.view, verify=self.verify)
 
-    def _append_layer(self) -> PagedLayer:
-        return PagedLayer(self, len(self.layers))
+
+def _append_layer(cache: Callable[[], PagedPrefixCache | None]) -> PagedLayer:
+    held = cache()
+    assert held is not None  # it is its own list of layers that grows
+    return PagedLayer(held, len(held.layers))

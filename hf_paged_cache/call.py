@@ -114,7 +114,10 @@ class Call:
             self.check_not_busy()
             self.roll_back()
             if request.num_new_columns < 1:
-                raise CacheArgumentError("a forward of no tokens: pass at least one token id in each row")
+                raise CacheArgumentError(
+                    f"a forward of no tokens, on a cache with {self.num_columns} columns: pass at least one token id in each "
+                    "row; a generate that is not the attached one needs cache.reset() first"
+                )
             self.store.settle()
             if self._bracket() is None:
                 self.limits = None
@@ -225,6 +228,7 @@ class Call:
                 self.reader.reorder_rows(sources, shared_columns)
             else:
                 self.reader.drop()
+            self._renew_promise()
 
     def crop(self, num_columns: int) -> None:
         """Take the last `num_columns` columns back.
@@ -242,6 +246,7 @@ class Call:
             self.rows.crop(kept)
             self.reader.crop(kept)
             self._num_columns_before = min(self._num_columns_before, kept)
+            self._renew_promise()
 
     def end(self, *, failed: bool = False) -> None:
         """`generate` is left: complete blocks are committed; the rows stay, can go on, and can be matched.
@@ -339,11 +344,8 @@ class Call:
             request, members, known, before=before, start=start, stop=stop, end_of_prompt=end_of_prompt
         )
         num_taken = take_blocks(store, self, rows, [request.rows[member].token_ids for member in members], limits)
-        if num_taken and limits is not None and limits.max_columns is not None:
-            max_columns = max(stop, limits.max_columns)
-            store.promise(
-                self, num_blocks_to_take(rows, num_columns=stop, max_columns=max_columns, block_size=store.block_size)
-            )
+        if num_taken:
+            self._renew_promise(stop)
         layouts = rows.layouts()
         if self._is_first:
             self.reader.start_rows(
@@ -355,6 +357,17 @@ class Call:
         self.reader.start_forward(layouts, start, stop)
         copies = tuple(rows.alias) if rows.is_aliased else None
         return Ticket(start, stop, tuple(members), copies, write_target(rows, known, start, stop))
+
+    def _renew_promise(self, num_columns: int | None = None) -> None:
+        """Whatever blocks the rows took or gave back, keep those that the call may still need in its worst case."""
+        limits, rows = self.limits, self.rows
+        if limits is None or limits.max_columns is None:
+            return
+        num_columns = rows.num_columns if num_columns is None else num_columns
+        max_columns, block_size = max(num_columns, limits.max_columns), self.store.block_size
+        self.store.promise(
+            self, num_blocks_to_take(rows, num_columns=num_columns, max_columns=max_columns, block_size=block_size)
+        )
 
     def _end_rows(self) -> None:
         """The running rows become ended rows; those before them are dropped."""

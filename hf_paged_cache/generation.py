@@ -54,7 +54,7 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         num_masked = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 0
         num_given = ids.shape[1]
         only_new_tokens = num_masked > num_given
-        limits = _limits(option, ids.shape[0], max(num_given, num_masked))
+        limits = _limits(option, ids.shape[0], num_given, max(num_given, num_masked))
     return GenerateArguments(
         limits=limits,
         only_new_tokens=only_new_tokens,
@@ -66,12 +66,15 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     )
 
 
-def _limits(option: Callable[[str], Any], num_rows: int, num_columns: int) -> CallLimits:
+def _limits(option: Callable[[str], Any], num_rows: int, num_passed: int, num_columns: int) -> CallLimits:
+    """Args: columns of the ids passed, to which transformers counts `max_length`; columns of the whole prompt."""
     max_new_tokens, max_length = option("max_new_tokens"), option("max_length")
     if max_new_tokens is not None:
         max_length = num_columns + max_new_tokens
     elif max_length is None:
         max_length = num_columns + _DEFAULT_NEW_TOKENS
+    else:
+        max_length += num_columns - num_passed
     expanded = num_rows * max(option("num_beams") or 1, option("num_return_sequences") or 1)
     return CallLimits(
         num_prompt_columns=num_columns,

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol
+from weakref import ref
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -37,8 +39,15 @@ class PagedLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, cache: LayeredCache, layer_idx: int) -> None:
-        self._cache = cache
+        self._of = ref(cache)  # weak: a cache that nobody holds is collected at once, without a cycle to be found first
         self._layer_idx = layer_idx
+
+    @property
+    def _cache(self) -> LayeredCache:
+        cache = self._of()
+        if cache is None:
+            raise ReferenceError("the cache of this layer was collected; hold the cache, not its layers")
+        return cache
 
     # Attributes of the base class, here read from the cache: a layer has no state that could disagree with it.
     @property
@@ -61,7 +70,11 @@ class PagedLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new keys and values, [R, H, T, D], and return those of all columns."""
-        states = self._cache.write_layer(self._layer_idx, {"key": key_states, "value": value_states})
+        states = {"key": key_states, "value": value_states}
+        if torch.compiler.is_compiling():
+            states = _write_outside_graphs(self._cache, self._layer_idx, states)
+        else:
+            states = self._cache.write_layer(self._layer_idx, states)
         return states["key"], states["value"]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -89,3 +102,9 @@ class PagedLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
         """Refused: rows are reordered in all layers at once."""
         raise CacheArgumentError("reorder the cache, not a layer: rows are the same in all layers")
+
+
+@torch.compiler.disable
+def _write_outside_graphs(cache: LayeredCache, layer_idx: int, states: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a compiled forward calls: blocks and locks are nothing to trace. Decorated, it would cost every other one."""
+    return cache.write_layer(layer_idx, states)

@@ -170,7 +170,9 @@ class BlockPool:
             return
         sources, destinations = [source for source, _ in copies], [destination for _, destination in copies]
         self._mark_used(1 + max(destinations))
-        if len(copies) > 1 and len({*sources, *destinations}) < len(set(sources)) + len(destinations):  # one copies what another has made
+        if len(copies) > 1 and len({*sources, *destinations}) < len(set(sources)) + len(
+            destinations
+        ):  # one copies what another has made
             for copy in copies:
                 self.copy_blocks([copy])
             return

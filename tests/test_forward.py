@@ -220,7 +220,9 @@ def test_tokens_that_a_match_holds_already_are_not_appended_again(store: BlockSt
 
 
 @pytest.mark.parametrize(("held", "confirmed_tokens"), [(0, 0), (3, 0), (3, 3), (5, 3)])
-def test_the_tail_is_what_the_table_lacks_of_the_new_tokens(store: BlockStore, held: int, confirmed_tokens: int) -> None:
+def test_the_tail_is_what_the_table_lacks_of_the_new_tokens(
+    store: BlockStore, held: int, confirmed_tokens: int
+) -> None:
     row = Row(BlockTable(store.allocator, ROOT), 0, ROOT)
     row.table.append_tokens(range(held))
     row.num_confirmed = confirmed_tokens
@@ -252,7 +254,13 @@ def test_a_shared_partial_block_is_copied_before_it_is_written(store: BlockStore
 
 @pytest.mark.parametrize(
     ("tokens", "end"),
-    [([5, 1, 2, 9, 3], 4), ([9, 1, 2, 3, 4], None), ([5, 9, 9, 3, 4], 3), ([5, 1, 2, 3, 9], 5), ([5, 1, 2, 3, 4], None)],
+    [
+        ([5, 1, 2, 9, 3], 4),
+        ([9, 1, 2, 3, 4], None),
+        ([5, 9, 9, 3, 4], 3),
+        ([5, 1, 2, 3, 9], 5),
+        ([5, 1, 2, 3, 4], None),
+    ],
 )
 def test_tokens_behind_the_first_generated_end_are_not_committed(
     store: BlockStore, tokens: list[int], end: int | None

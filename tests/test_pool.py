@@ -18,7 +18,9 @@ SCATTERED = [9, 4, 22, 5, 13, 30]
 LOOKS_LIKE_A_RUN = [4, 6, 5, 7, 8, 9]  # as long as its ends are apart, and no run
 
 
-def states(rng: torch.Generator, num_rows: int, num_tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def states(
+    rng: torch.Generator, num_rows: int, num_tokens: int, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     return {
         "key": torch.randn(num_rows, HEADS, num_tokens, KEY_DIM, generator=rng).to(dtype),
         "value": torch.randn(num_rows, HEADS, num_tokens, VALUE_DIM, generator=rng).to(dtype),
@@ -374,7 +376,9 @@ def test_a_first_write_of_another_shape_leaves_no_layer_behind() -> None:
         (torch.tensor([[4, 5]], device="meta"), "got 2-D torch.int64 on meta"),
     ],
 )
-def test_slots_of_another_shape_type_or_device_are_refused(slots: torch.Tensor, said: str, rng: torch.Generator) -> None:
+def test_slots_of_another_shape_type_or_device_are_refused(
+    slots: torch.Tensor, said: str, rng: torch.Generator
+) -> None:
     pool = make_pool()
     pool.write(0, states(rng, 1, 6), WriteTarget(RUN))
     with pytest.raises(PoolArgumentError) as caught:

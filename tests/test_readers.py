@@ -99,9 +99,7 @@ class Bench:
 
     def extend(self, tokens: Sequence[Sequence[int]]) -> None:
         """Each row gets further tokens."""
-        self.rows = [
-            row._replace(tokens=(*row.tokens, *new)) for row, new in zip(self.rows, tokens, strict=True)
-        ]
+        self.rows = [row._replace(tokens=(*row.tokens, *new)) for row, new in zip(self.rows, tokens, strict=True)]
 
     def num_gathered(self) -> int:
         """Slots gathered of layer 0 since the last question."""
@@ -162,7 +160,9 @@ def test_a_forward_reads_what_its_rows_hold_whatever_came_before_it(make_reader:
                 continue  # beams of one prompt have its padding
             pairs = [(bench.rows[source], row) for source, row in zip(sources, bench.rows, strict=True)]
             shared = min(
-                next((i for i, (a, b) in enumerate(zip(old.tokens, new.tokens, strict=True)) if a != b), len(new.tokens))
+                next(
+                    (i for i, (a, b) in enumerate(zip(old.tokens, new.tokens, strict=True)) if a != b), len(new.tokens)
+                )
                 + new.pad
                 if old.root == new.root
                 else 0

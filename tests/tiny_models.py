@@ -70,7 +70,11 @@ SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "max_position_embeddings": 512,
         },
     ),
-    "bloom": ("BloomConfig", "BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "bloom": (
+        "BloomConfig",
+        "BloomForCausalLM",
+        {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+    ),
     # Not held, or not always: see test_bad_input.py.
     "t5": (
         "T5Config",

@@ -1,0 +1,281 @@
+"""The digest of a model changes with all that changes keys and values, and with nothing else."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_paged_cache.conditioning import Conditioning
+
+Model = Any
+
+
+def first_weight(model: Model) -> nn.Parameter:
+    return model.model.layers[0].self_attn.k_proj.weight
+
+
+def optimizer_step(model: Model, **options: bool) -> None:
+    """One step of AdamW at a small learning rate; the fused one changes no version."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def in_place(model: Model) -> None:
+    with torch.no_grad():
+        first_weight(model).add_(1e-3)
+
+
+def replace_data(model: Model) -> None:
+    first_weight(model).data = first_weight(model).data + 1e-3
+
+
+def change_under_inference_mode(model: Model) -> None:
+    with torch.inference_mode():
+        first_weight(model).mul_(1.001)
+
+
+def load_other_weights(model: Model) -> None:
+    model.load_state_dict({name: tensor + 1e-3 for name, tensor in model.state_dict().items()})
+
+
+def swap_parameter(model: Model) -> None:
+    model.model.layers[0].self_attn.k_proj.weight = nn.Parameter(first_weight(model).detach() * 2)
+
+
+def swap_module(model: Model) -> None:
+    old = model.model.layers[0].self_attn.k_proj
+    model.model.layers[0].self_attn.k_proj = nn.Sequential(old, nn.Identity())
+
+
+def swap_layers(model: Model) -> None:
+    model.model.layers[0], model.model.layers[1] = model.model.layers[1], model.model.layers[0]
+
+
+def drop_layer(model: Model) -> None:
+    model.model.layers = model.model.layers[:1]
+
+
+def users_hook(module: nn.Module, args: Any, output: Any) -> Any:
+    return output
+
+
+def users_pre_hook(module: nn.Module, args: Any) -> Any:
+    return None
+
+
+class Steering:
+    """Vectors added to a layer's output, as a user writes them: one function, several owners."""
+
+    def __init__(self, strength: float) -> None:
+        self.strength = strength
+
+    def hook(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return output + self.strength
+
+
+def replace_forward(model: Model) -> None:
+    layer = model.model.layers[0].mlp
+    forward = layer.forward
+    layer.forward = lambda states: forward(states) * 2
+
+
+CHANGES: dict[str, Callable[[Model], Any]] = {
+    "in place": in_place,
+    ".data.copy_": lambda model: first_weight(model).data.copy_(first_weight(model).data * 2),
+    "p.data = ...": replace_data,
+    "in inference mode": change_under_inference_mode,
+    "AdamW fused": lambda model: optimizer_step(model, fused=True),
+    "AdamW foreach": lambda model: optimizer_step(model, foreach=True),
+    "AdamW for loop": lambda model: optimizer_step(model, foreach=False),
+    "load_state_dict": load_other_weights,
+    "parameter swapped": swap_parameter,
+    "module swapped": swap_module,
+    "layers in another order": swap_layers,
+    "layer dropped": drop_layer,
+    "to bfloat16": lambda model: model.to(torch.bfloat16),
+    "forward hook": lambda model: model.model.layers[0].register_forward_hook(users_hook),
+    "forward pre-hook": lambda model: model.model.layers[1].mlp.register_forward_pre_hook(users_pre_hook),
+    "partial as hook": lambda model: model.model.layers[0].register_forward_hook(functools.partial(users_hook)),
+    "method as hook": lambda model: model.model.layers[0].mlp.register_forward_hook(Steering(1.0).hook),
+    "forward replaced": replace_forward,
+    "attention implementation": lambda model: model.set_attn_implementation("eager"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_the_digest_changes_with(change: Callable[[Model], Any], tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    assert conditioning.digest() == before
+    change(tiny_llama)
+    after = conditioning.digest()
+    assert after != before
+    assert conditioning.digest() == after
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_every_weight_is_seen_changing_after(change: Callable[[Model], Any], tiny_llama: Model) -> None:
+    """A list of tensors made before must not hide what is changed later."""
+    conditioning = Conditioning(tiny_llama)
+    conditioning.digest()
+    change(tiny_llama)
+    for _, parameter in list(tiny_llama.named_parameters()):
+        before = conditioning.digest()
+        with torch.no_grad():
+            parameter.mul_(1.01)
+        assert conditioning.digest() != before
+
+
+def test_a_hook_moved_to_another_owner_or_taken_off_is_seen(tiny_llama: Model) -> None:
+    conditioning, layer = Conditioning(tiny_llama), tiny_llama.model.layers[0].mlp
+    weak, strong = Steering(0.1), Steering(9.0)
+    plain = conditioning.digest()
+    handle = layer.register_forward_hook(weak.hook)
+    with_weak = conditioning.digest()
+    handle.remove()
+    assert conditioning.digest() == plain
+    handle = layer.register_forward_hook(strong.hook)
+    assert len({plain, with_weak, conditioning.digest()}) == 3
+    handle.remove()
+    layer.register_forward_hook(weak.hook)
+    assert conditioning.digest() == with_weak
+
+
+def test_weights_that_come_back_give_their_digest_back(tiny_llama: Model) -> None:
+    conditioning, state = Conditioning(tiny_llama), copy.deepcopy(tiny_llama.state_dict())
+    before = conditioning.digest()
+    in_place(tiny_llama)
+    assert conditioning.digest() != before
+    tiny_llama.load_state_dict(state)
+    assert conditioning.digest() == before
+
+
+def test_autocast_and_its_type_are_seen(tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama)
+    plain = conditioning.digest()
+    with torch.autocast("cpu", torch.bfloat16):
+        bfloat = conditioning.digest()
+    with torch.autocast("cpu", torch.float16):
+        half = conditioning.digest()
+    assert len({plain, bfloat, half}) == 3
+    assert conditioning.digest() == plain
+
+
+def forward(model: Model, **options: Any) -> None:
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]), **options)
+
+
+def change_generation_config(model: Model) -> None:
+    model.generation_config.max_new_tokens = 3
+    model.generation_config.do_sample = True
+
+
+HARMLESS: dict[str, Callable[[Model], Any]] = {
+    "a forward": forward,
+    "a forward with gradients": lambda model: model(torch.tensor([[1, 2]])).logits.sum().backward(),
+    "eval() again": lambda model: model.eval(),
+    "output_hidden_states for the first time": lambda model: forward(model, output_hidden_states=True),
+    "output_attentions": lambda model: forward(model, output_attentions=True),
+    "generation_config": change_generation_config,
+    "generate": lambda model: model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False),
+    "state_dict": lambda model: model.state_dict(),
+    "gradients switched off": lambda model: model.requires_grad_(False),
+    "the same weights loaded": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict())),
+}
+
+
+@pytest.mark.parametrize("harmless", HARMLESS.values(), ids=HARMLESS)
+def test_the_digest_does_not_change_with(harmless: Callable[[Model], Any], tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    harmless(tiny_llama)
+    assert conditioning.digest() == before
+
+
+def test_what_a_package_of_transformers_kind_attaches_does_not_change_the_digest(tiny_llama: Model) -> None:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return output
+
+    hook.__module__ = "accelerate.hooks"
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    tiny_llama.model.layers[0].register_forward_hook(hook)
+    assert conditioning.digest() == before
+    hook.__module__ = "accelerated_by_me.hooks"
+    assert conditioning.digest() != before
+
+
+def test_a_model_made_under_inference_mode_has_a_digest_too(tiny_llama: Model) -> None:
+    with torch.inference_mode():
+        model = copy.deepcopy(tiny_llama)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        conditioning = Conditioning(model)
+        before = conditioning.digest()
+        first_weight(model).data.mul_(2)
+        assert conditioning.digest() != before
+
+
+# What makes a forward unfit for reuse
+
+
+def with_dropout(model: Model, **values: float) -> Model:
+    for name, value in values.items():
+        for layer in model.model.layers:
+            setattr(layer.self_attn, name, value)
+    return model
+
+
+def bypass(conditioning: Conditioning) -> str | None:
+    conditioning.digest()
+    return conditioning.bypass()
+
+
+def test_a_dropout_that_is_active_makes_forwards_unfit_for_reuse(tiny_llama: Model) -> None:
+    conditioning = Conditioning(with_dropout(tiny_llama, attention_dropout=0.1))
+    assert bypass(conditioning) is None
+    tiny_llama.train()
+    assert bypass(conditioning) == "a dropout is active; call model.eval()"
+    tiny_llama.eval()
+    assert bypass(conditioning) is None
+
+
+def test_a_dropout_module_is_seen_wherever_it_is_put_and_one_of_zero_is_not(tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama.train())
+    assert bypass(conditioning) is None
+    tiny_llama.model.layers[0].mlp.act_fn = nn.Sequential(nn.Dropout(0.0), nn.SiLU())
+    assert bypass(conditioning) is None
+    tiny_llama.model.layers[0].mlp.act_fn = nn.Sequential(nn.Dropout(0.1), nn.SiLU())
+    assert bypass(conditioning) is not None
+
+
+def test_only_the_part_that_drops_needs_to_be_training(tiny_llama: Model) -> None:
+    conditioning = Conditioning(with_dropout(tiny_llama, attention_dropout=0.1).eval())
+    tiny_llama.model.layers[1].self_attn.train()
+    assert bypass(conditioning) is not None
+
+
+def test_what_the_digest_costs(tiny_llama: Model, record_property: Callable[[str, object], None]) -> None:
+    """Shown with `-s` and in a report; a budget would fail on a busy machine."""
+    conditioning = Conditioning(tiny_llama)
+    conditioning.digest()
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        conditioning.digest()
+        times.append(time.perf_counter() - start)
+    microseconds = round(sorted(times)[10] * 1e6)
+    record_property("digest_microseconds", microseconds)
+    sys.stdout.write(f"digest of {len(list(tiny_llama.parameters()))} parameters: {microseconds} us\n")

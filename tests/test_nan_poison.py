@@ -1,0 +1,90 @@
+"""What nobody wrote is never read: NaN in all free blocks and in the unwritten slots of blocks in use changes nothing.
+
+A NaN survives masking: attention multiplies it by zero, which gives NaN. So one read of one such slot shows in the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.block_store import BlockStore
+from hf_paged_cache.call import Call
+
+from .reference import batch, is_same, row, run
+from .test_generate_equivalence import SCENES, Player
+from .tiny_models import tiny
+
+
+def written_slots(store: BlockStore) -> set[int]:
+    """Slots that hold K/V that somebody computed: of cached blocks, and of the confirmed tokens of all rows."""
+    allocator, block_size = store.allocator, store.block_size
+    slots = {
+        block_id * block_size + offset
+        for block_id in range(1, allocator.num_blocks)
+        if allocator.block_hash_of(block_id) is not None
+        for offset in range(block_size)
+    }
+    for call in store.holders():
+        for held in [*call.rows.distinct, *call.ended]:
+            num_written = max(held.num_known, held.num_confirmed)
+            slots |= set(held.table.slots(0, min(num_written, held.table.num_tokens)))
+    return slots
+
+
+def poison(store: BlockStore, layer_idx: int) -> int:
+    """Write NaN into all slots of a layer that hold nothing; returns how many. The null block is left as it is."""
+    layer = store.pool._slots.get(layer_idx, {})
+    empty: set[int] = set()
+    for held in layer.values():
+        empty = set(range(store.block_size, held.shape[0])) - written_slots(store)
+        held[sorted(empty)] = torch.nan
+    return len(empty)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Poison a layer before each of its writes; yields the numbers of slots."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    counts: list[int] = []
+    write = Call.write
+
+    def poisoning_write(call: Call, layer_idx: int, states: Any) -> dict[str, Tensor]:
+        counts.append(poison(call.store, layer_idx))
+        return write(call, layer_idx, states)
+
+    monkeypatch.setattr(Call, "write", poisoning_write)
+    yield counts
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_poison_in_what_was_never_written_changes_nothing(
+    scene: Callable[[Player], None], view: bool, name: str, poisoned: list[int]
+) -> None:
+    scene(Player(tiny(name), view, [], zeroed_hit=None))
+    assert max(poisoned) > 0
+
+
+@pytest.mark.parametrize("view", [True, False])
+def test_poison_in_one_slot_that_is_read_is_seen(view: bool) -> None:
+    """The aid itself works: one reused slot that holds NaN makes NaN of the logits."""
+    model = tiny("llama")
+    cache = PagedPrefixCache(model, view=view)
+    reference = run(model, **batch(row((1, 50))))
+    run(model, cache, **batch(row((1, 50))))
+    cache.reset()
+    store = cache.store.blocks
+    slot = min(written_slots(store))
+    store.pool._slots[1]["value"][slot] = torch.nan
+    output = run(model, cache, **batch(row((1, 50))))
+    assert not is_same(reference, output)
+    assert output.logits[0].isnan().any()

@@ -1,0 +1,162 @@
+"""The notebook runs from top to bottom on a tiny model, its own assertions hold, and what it stores is what it gives."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+pytest.importorskip("datasets")
+pytest.importorskip("matplotlib")
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NOTEBOOK = EXAMPLES / "few_shot_prompt_reuse.ipynb"
+
+pytestmark = pytest.mark.skipif(not NOTEBOOK.exists(), reason="the examples are not beside the tests")
+
+COUNTS = """
+import json
+
+print(json.dumps({"loop": cache.stats().reused_tokens, "pool": small.stats().reused_tokens, "chat": as_generated}))
+"""
+
+SERVE_ZEROS = """
+def write_layer(self, layer_idx, states, honest=PagedPrefixCache.write_layer):
+    read = honest(self, layer_idx, states)
+    for name, tensor in read.items():
+        read[name] = tensor.clone()
+        read[name][:, :, : tensor.shape[2] - states[name].shape[2]] = 0
+    return read
+
+PagedPrefixCache.write_layer = write_layer
+"""
+
+REUSE_NOTHING = """
+import hf_paged_cache.forward
+from hf_paged_cache.blocks import BlockTable
+from hf_paged_cache.matching import Match
+
+def match_row(store, new, ended):
+    return Match(BlockTable(store.allocator, new.root), "switched off")
+
+hf_paged_cache.forward.match_row = match_row
+"""
+
+
+def read_notebook() -> NotebookNode:
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def shape_of_outputs(cell: NotebookNode) -> list[tuple[str, ...]]:
+    """What kinds of output a cell has, without their content."""
+    return [
+        (output.output_type, output.name)
+        if output.output_type == "stream"
+        else (output.output_type, *sorted(output.data))
+        for output in cell.outputs
+    ]
+
+
+def make_tokenizer(texts: list[str]) -> Any:
+    """Byte pairs of the notebook's own data: its prompt has about as many tokens as with a real tokenizer."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    pairs = ByteLevelBPETokenizer()
+    pairs.train_from_iterator(texts, vocab_size=1024, special_tokens=["<pad>", "<eos>"], show_progress=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=pairs._tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the notebook's data, and a tiny model that the notebook will load."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from .conftest import make_tiny_llama
+
+    sizes = {"max_position_embeddings": 4096, "vocab_size": 1024}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**{**make_tiny_llama().config.to_dict(), **sizes}))
+    model.save_pretrained(tmp_path / "model")
+    shutil.copy(EXAMPLES / "reviews.jsonl", tmp_path)
+    texts = (tmp_path / "reviews.jsonl").read_text("utf-8").splitlines()
+    make_tokenizer(texts).save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("HF_PAGED_CACHE_EXAMPLE_MODEL", str(tmp_path / "model"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.delenv("MPLBACKEND", raising=False)
+    return tmp_path
+
+
+def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
+    where = {"metadata": {"path": str(folder)}}
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
+    return notebook
+
+
+def test_it_runs_reuses_and_gives_the_outputs_that_it_stores(folder: Path) -> None:
+    stored, notebook = read_notebook(), read_notebook()
+    notebook.cells.append(nbformat.v4.new_code_cell(COUNTS))
+    execute(notebook, folder)
+    *cells, counts = code_cells(notebook)
+    assert [shape_of_outputs(cell) for cell in cells] == [shape_of_outputs(cell) for cell in code_cells(stored)]
+    reused = json.loads(counts.outputs[0].text)
+    assert reused["loop"] > 0
+    assert reused["pool"] > 0
+    assert all(number > 0 for number in reused["chat"][1:])
+
+
+@pytest.mark.parametrize("defect", [SERVE_ZEROS, REUSE_NOTHING], ids=["zeros are served", "nothing is reused"])
+def test_it_fails_with_a_cache_that(defect: str, folder: Path) -> None:
+    notebook = read_notebook()
+    imports = next(i for i, cell in enumerate(notebook.cells) if "import PagedPrefixCache" in cell.source)
+    notebook.cells.insert(
+        imports + 1, nbformat.v4.new_code_cell("from hf_paged_cache import PagedPrefixCache\n" + defect)
+    )
+    with pytest.raises(nbclient.exceptions.CellExecutionError, match="AssertionError"):
+        execute(notebook, folder)
+
+
+def test_it_is_stored_as_one_clean_run() -> None:
+    notebook = read_notebook()
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert not any(cell.metadata for cell in notebook.cells)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert sum("image/png" in shape for cell in cells for shape in shape_of_outputs(cell)) == 2
+    assert not [
+        output
+        for cell in cells
+        for output in cell.outputs
+        if output.output_type == "error" or output.get("name") == "stderr"
+    ]
+
+
+def test_it_names_no_place_on_a_machine() -> None:
+    text = "\n".join(
+        [cell.source for cell in read_notebook().cells]
+        + [output.get("text", "") for cell in code_cells(read_notebook()) for output in cell.outputs]
+        + [json.dumps(read_notebook().metadata)]
+    )
+    assert not re.findall(r"(?:/home|/root|/tmp|/usr|/work|/Users|site-packages|[A-Z]:\\)[^\s]*", text)

@@ -1,0 +1,114 @@
+"""Which models are held, and what is said of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    DynamicCache,
+    LlamaModel,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_paged_cache import UnsupportedModelError
+from hf_paged_cache.support import cache_layers, measure_bytes_per_token, require_supported, takes
+
+SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def test_a_decoder_of_keys_and_values_is_supported(tiny_llama: Any) -> None:
+    require_supported(tiny_llama)
+
+
+def test_a_sliding_window_is_supported() -> None:
+    require_supported(MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=1, sliding_window=4)))
+
+
+def refused(model: Any) -> str:
+    with pytest.raises(UnsupportedModelError) as caught:
+        require_supported(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("thing", [nn.Linear(1, 1), None, "a name"])
+def test_what_is_no_model_of_transformers_is_refused_by_its_type(thing: Any) -> None:
+    assert f"got {type(thing).__name__}; for a wrapped model pass the PreTrainedModel inside" in refused(thing)
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    model = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    assert "T5ForConditionalGeneration is an encoder-decoder model" in refused(model)
+
+
+def test_a_model_without_a_head_is_refused(tiny_llama: Any) -> None:
+    assert "LlamaModel cannot generate; pass the model with a language-modeling head" in refused(
+        LlamaModel(tiny_llama.config)
+    )
+
+
+def test_a_model_that_carries_a_state_instead_of_keys_and_values_is_refused() -> None:
+    assert "MambaForCausalLM" in refused(
+        MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1))
+    )
+
+
+def test_a_layer_that_carries_more_than_keys_and_values_is_refused_by_number_and_type() -> None:
+    from transformers import Qwen3NextConfig
+
+    config = Qwen3NextConfig(
+        **SMALL,
+        num_key_value_heads=1,
+        head_dim=8,
+        linear_num_key_heads=1,
+        linear_num_value_heads=1,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["full_attention", "linear_attention"],
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    message = refused(model)
+    assert "layer 1 is a " in message or "brings a cache class of its own" in message
+    assert "Qwen3NextForCausalLM" in message
+
+
+@pytest.mark.parametrize("is_decoder", [True, False])
+def test_a_model_of_berts_kind_is_supported_exactly_as_a_decoder(is_decoder: bool) -> None:
+    model = BertLMHeadModel(BertConfig(**SMALL, is_decoder=is_decoder))
+    if is_decoder:
+        require_supported(model)
+    else:
+        assert "BertLMHeadModel attends in both directions (config.is_decoder is False)" in refused(model)
+
+
+def test_the_layers_are_those_of_a_dynamic_cache(tiny_llama: Any) -> None:
+    expected = DynamicCache(config=tiny_llama.config).layers
+    assert [type(layer) for layer in cache_layers(tiny_llama)] == [type(layer) for layer in expected]
+
+
+def test_an_argument_is_taken_if_the_forward_names_it(tiny_llama: Any) -> None:
+    assert takes(tiny_llama, "position_ids")
+    assert takes(tiny_llama, "logits_to_keep")
+    assert not takes(tiny_llama, "token_type_ids")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_of_a_token_are_those_of_all_its_keys_and_values(tiny_llama: Any, dtype: torch.dtype) -> None:
+    config = tiny_llama.config
+    heads, head_dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    expected = config.num_hidden_layers * 2 * heads * head_dim * dtype.itemsize
+    assert measure_bytes_per_token(tiny_llama.to(dtype)) == expected
