@@ -7,7 +7,7 @@ is named as the reason why the forward is computed without reuse. Inputs are sho
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ _READ = frozenset(
 _OUTPUT_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
-@dataclass(frozen=True, slots=True)
-class RunningRow:
+class RunningRow(NamedTuple):
     """What is known of a batch row that runs already."""
 
     pad: int

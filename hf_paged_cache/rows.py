@@ -40,7 +40,7 @@ class Row:
 
     def commit(self) -> None:
         """Give every full confirmed block its hash."""
-        self.table.commit_full_blocks(len(self.true_token_ids))
+        self.table.commit_full_blocks(self.num_true_tokens)
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens. Interrupted, it leaves tokens that do not count as confirmed."""
@@ -57,10 +57,14 @@ class Row:
             self.commit_end = position
 
     @property
+    def num_true_tokens(self) -> int:
+        """The confirmed tokens whose keys and values are what root and tokens say; they may be committed."""
+        return self.num_confirmed if self.commit_end is None else min(self.num_confirmed, self.commit_end)
+
+    @property
     def true_token_ids(self) -> TokenIds:
-        """The confirmed tokens whose keys and values are what root and tokens say."""
-        end = self.num_confirmed if self.commit_end is None else min(self.num_confirmed, self.commit_end)
-        return self.table.token_ids[:end]
+        """A copy of those tokens."""
+        return self.table.token_ids[: self.num_true_tokens]
 
     def layout(self) -> RowLayout:
         """What a reader must know."""

@@ -4,13 +4,13 @@ Both are frozen. Columns are counted from the left, padding included; positions 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .pool import WriteTarget
 from .tokens import TokenIds
 
 
-@dataclass(frozen=True, slots=True)
-class RowInput:
+class RowInput(NamedTuple):
     """What one row of a forward brings."""
 
     token_ids: TokenIds  # the new tokens, without padding

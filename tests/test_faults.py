@@ -277,9 +277,6 @@ def test_a_cache_that_the_cyclic_collector_finds_gives_its_blocks_back_once() ->
         assert other.stats().num_cached_blocks == 3 * (number + 1)
 
 
-@pytest.mark.xfail(
-    reason="a cache and its layers refer to each other, so only the cyclic collector finds it", strict=True
-)
 def test_a_cache_built_in_the_call_gives_its_blocks_back_when_the_call_is_over() -> None:
     model = tiny("llama")
     store = PrefixStore(model, num_blocks=20)
