@@ -108,38 +108,18 @@ class ArgumentReader:
             step = self._read_step(arguments, ids, running, num_columns_before)
             if step is not None:
                 return step
-        bypass = _unread(arguments)
-        if ids is None or arguments.get("inputs_embeds") is not None:
-            embeds = arguments.get("inputs_embeds")
-            if embeds is None:
-                raise CacheArgumentError("a forward without input_ids and without inputs_embeds")
-            shape, bypass = embeds.shape[:2], bypass or "embeddings were passed instead of token ids"
-            columns = [array("q", [-1]) * shape[1]] * shape[0]
-        else:
-            if ids.dim() != 2:
-                raise CacheArgumentError(f"input_ids must be [rows, tokens], got {tuple(ids.shape)}")
-            shape = ids.shape
-            columns = [array("q", row) for row in ids.tolist()]
-        num_rows, num_new = shape
+        columns, why_no_ids = _read_ids(arguments)
+        num_rows, num_new = len(columns), len(columns[0]) if columns else 0
         if running and num_rows != len(running):
             raise CacheArgumentError(
                 f"the cache runs {len(running)} rows, got {num_rows}; cache.reset() it for another batch"
             )
-        pads, why = _read_mask(arguments.get("attention_mask"), num_rows, num_columns_before + num_new)
-        bypass = bypass or why
-        # A row that has had nothing but padding so far (chunks of a prompt) may get more of it.
-        if (
-            running
-            and bypass is None
-            and any(
-                row.pad != pad and (row.num_tokens or pad < row.pad) for row, pad in zip(running, pads, strict=False)
-            )
-        ):
+        pads, why_no_pads = _read_mask(arguments.get("attention_mask"), num_rows, num_columns_before + num_new)
+        bypass = _unread(arguments) or why_no_ids or why_no_pads
+        if bypass is None and any(_has_other_padding(row, pad) for row, pad in zip(running, pads, strict=False)):
             bypass = "the padding of a row has changed"
-        if running and bypass is not None:
-            pads = [row.pad for row in running]
-        elif bypass is not None:
-            pads = [0] * num_rows
+        if bypass is not None:
+            pads = [row.pad for row in running] or [0] * num_rows
         first_positions, why = self._read_positions(
             arguments.get("position_ids"), running, pads, num_columns_before, num_new, is_bypassed=bypass is not None
         )
@@ -274,6 +254,24 @@ def for_ticket(arguments: Mapping[str, Any], ticket: Ticket, num_columns_before:
     if skipped and isinstance(changed.get("cache_position"), Tensor):
         changed["cache_position"] = changed["cache_position"][skipped:]
     return changed
+
+
+def _read_ids(arguments: Mapping[str, Any]) -> tuple[list[TokenIds], str | None]:
+    """The token ids of each row, all columns; -1 for each embedding, and why that is no token."""
+    ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    if embeds is not None:
+        num_rows, num_columns = embeds.shape[:2]
+        return [array("q", [-1]) * num_columns] * num_rows, "embeddings were passed instead of token ids"
+    if ids is None:
+        raise CacheArgumentError("a forward without input_ids and without inputs_embeds")
+    if ids.dim() != 2:
+        raise CacheArgumentError(f"input_ids must be [rows, tokens], got {tuple(ids.shape)}")
+    return [array("q", row) for row in ids.tolist()], None
+
+
+def _has_other_padding(row: RunningRow, pad: int) -> bool:
+    """Whether a running row cannot have that padding: only one that has had nothing but padding may get more of it."""
+    return row.pad != pad and (row.num_tokens > 0 or pad < row.pad)
 
 
 def _read_mask(mask: Any, num_rows: int, num_columns: int) -> tuple[list[int], str | None]:

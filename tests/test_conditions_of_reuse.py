@@ -393,7 +393,10 @@ def test_prompts_short_and_long_are_right_under_ropes_that_depend_on_length(kind
     cache = PagedPrefixCache(model, block_size=8)
     for length in (40, 90, 100, 40, 61, 100, 62, 90, 40):
         ids = torch.tensor([row((1, length))])
+        # dynamic frequencies stay at the longest sequence seen until a short one comes, whatever the cache
+        run(model, input_ids=torch.tensor([[1]]), max_new_tokens=1)
         reference = run(model, input_ids=ids, max_new_tokens=8)
+        run(model, input_ids=torch.tensor([[1]]), max_new_tokens=1)
         assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=8))
     assert cache.stats().reused_tokens > 100
     short = torch.tensor([row((1, 40))])
@@ -651,7 +654,7 @@ def test_verify_loses_no_hits_of_an_unchanged_model() -> None:
     for seed in range(8):
         ids = torch.tensor([row((1, 40), (seed, 10))])
         assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
-        assert cache.last_call.reused_tokens == (40 if seed and seed != 1 else cache.last_call.reused_tokens)
+        assert cache.last_call.reused_tokens >= (40 if seed else 0)
     inputs = batch(row((1, 40)), row((2, 30)))
     for _ in range(4):
         assert_same(run(model, **inputs), run(model, cache, **inputs))
