@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
+
+# Before torch is imported: a second thread makes tiny models slower, and tests that run beside others much slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +73,9 @@ def rng() -> torch.Generator:
 @pytest.fixture(scope="session")
 def demo_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """SmolLM2-135M-Instruct and its tokenizer; only for tests that are marked slow."""
+    import torch
+
     from hf_paged_cache.demo_model import load_demo_model
 
+    torch.set_num_threads(os.cpu_count() or 1)
     return load_demo_model()

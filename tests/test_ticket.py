@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -18,9 +18,10 @@ TICKET = Ticket(start=4, stop=9, sources=(0, 2), copies=(0, 0, 1), target=WriteT
 
 @pytest.mark.parametrize("thing", [ROW, REQUEST, TICKET], ids=lambda thing: type(thing).__name__)
 def test_no_field_can_be_set_and_none_added(thing: Any) -> None:
-    for field in fields(thing):
-        with pytest.raises(FrozenInstanceError):
-            setattr(thing, field.name, getattr(thing, field.name))
+    names = thing._fields if isinstance(thing, tuple) else [field.name for field in fields(thing)]
+    for name in names:
+        with pytest.raises(AttributeError):  # FrozenInstanceError is one
+            setattr(thing, name, getattr(thing, name))
     assert not hasattr(thing, "__dict__")
 
 
