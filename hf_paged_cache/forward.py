@@ -77,7 +77,7 @@ def admit(
     max_columns = max(limits.max_columns, num_columns)
     needed = num_blocks_to_take(rows, num_columns=num_columns, max_columns=max_columns, block_size=store.block_size)
     released = num_blocks_held_only_by(ended, store)
-    require(store, holder, needed, released, f"this call ({len(rows)} rows of up to {max_columns} tokens)")
+    require(store, holder, needed, released, f"this call ({rows_in_words(len(rows))} of up to {max_columns} tokens)")
     store.promise(holder, needed)
 
 
@@ -128,7 +128,7 @@ def take_blocks(
     pairs = [(row, tail_behind(row, tokens)) for row, tokens in zip(rows.distinct, new, strict=True)]
     needed = sum(row.table.num_new_blocks_for_append(len(tail)) for row, tail in pairs)
     if needed and (limits is None or limits.max_columns is None):
-        require(store, holder, needed, 0, f"this forward ({len(pairs)} rows)")
+        require(store, holder, needed, 0, f"this forward ({rows_in_words(len(pairs))})")
     store.make_room(needed)
     for row, tail in pairs:
         row.table.append_tokens(tail)
@@ -163,6 +163,11 @@ def write_target(rows: Rows, known: Sequence[KnownRow], start: int, stop: int) -
         first = number * num_columns + before.pad + before.num_known - start
         sources.extend(range(first, (number + 1) * num_columns))
     return WriteTarget(slots, None if len(sources) == num_columns * len(known) else sources)
+
+
+def rows_in_words(num_rows: int) -> str:
+    """For messages."""
+    return "1 row" if num_rows == 1 else f"{num_rows} rows"
 
 
 def each_alone(num_rows: int) -> Groups:

@@ -38,7 +38,8 @@ def match_row(store: BlockStore, new: RowInput, ended: Sequence[Row]) -> Match:
         table.free()
         table = closest.table.fork()
         table.truncate(num_common)
-    return Match(table, _why_stopped(num_common, new.token_ids, store.block_size, closest is not None))
+    ends_there = closest is not None and num_common == closest.num_true_tokens
+    return Match(table, _why_stopped(num_common, new.token_ids, store.block_size, closest is not None, ends_there))
 
 
 def match_longer(store: BlockStore, row: Row, new_token_ids: TokenIds) -> BlockTable | None:
@@ -51,9 +52,11 @@ def match_longer(store: BlockStore, row: Row, new_token_ids: TokenIds) -> BlockT
     return None
 
 
-def _why_stopped(num_known: int, token_ids: TokenIds, block_size: int, in_ended_row: bool) -> str:
+def _why_stopped(num_known: int, token_ids: TokenIds, block_size: int, in_ended_row: bool, ends_there: bool) -> str:
     if num_known == len(token_ids):
         return "the whole prompt was known"
+    if ends_there:
+        return f"the last call's row ends at token {num_known}, and the prompt goes on"
     if in_ended_row:
         return f"the prompt differs from the last call's tokens at token {num_known}"
     end = (num_known // block_size + 1) * block_size

@@ -464,7 +464,7 @@ def test_a_call_that_does_not_fit_is_refused_before_anything_changes() -> None:
     bench = Bench(BlockStore(BLOCK_SIZE, 6))
     bench.forward([1, 2, 3, 4, 5])
     begin(bench.call, limits(22))
-    with pytest.raises(OutOfBlocksError, match=r"this call \(1 rows of up to 22 tokens\) may need 6"):
+    with pytest.raises(OutOfBlocksError, match=r"this call \(1 row of up to 22 tokens\) may need 6"):
         bench.call.announce(request([9] * 6))
     assert bench.call.state is CallState.IDLE
     assert bench.num_hit([1, 2, 3, 4]) == 4

@@ -286,7 +286,7 @@ def test_a_call_is_promised_its_worst_case_or_refused_before_anything_changes() 
     rows, _ = begin_rows(store, request(new_row(list(range(10)))), [])
     admit(store, holder, rows, limits(20), num_columns=10, ended=[])
     assert store.num_promised_blocks(Holder()) == 5
-    with pytest.raises(OutOfBlocksError, match=r"this call \(1 rows of up to 21 tokens\) may need 6"):
+    with pytest.raises(OutOfBlocksError, match=r"this call \(1 row of up to 21 tokens\) may need 6"):
         admit(store, holder, rows, limits(21), num_columns=10, ended=[])
     assert store.num_promised_blocks(Holder()) == 5
 

@@ -110,7 +110,8 @@ def test_a_match_holds_its_blocks_so_that_nothing_evicts_them(store: BlockStore)
         ([*range(4), 9, 9, 9, 9], False, "no cached block goes on with tokens 4 to 7"),
         ([9, 9, 9, 9], False, "no cached block has these first 4 tokens under the same conditions"),
         ([9, 9], False, "the 2 tokens behind token 0 do not fill a block of 4"),
-        ([*range(10), 9], True, "the prompt differs from the last call's tokens at token 10"),
+        ([*range(9), 50, 9], True, "the prompt differs from the last call's tokens at token 9"),
+        ([*range(10), 9], True, "the last call's row ends at token 10, and the prompt goes on"),
         ([*range(10)], True, "the whole prompt was known"),
     ],
 )

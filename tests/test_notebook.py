@@ -111,7 +111,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
     where = {"metadata": {"path": str(folder)}}
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
+    nbclient.NotebookClient(
+        notebook, timeout=300, kernel_name="python3", coalesce_streams=True, resources=where
+    ).execute()
     return notebook
 
 
@@ -130,7 +132,7 @@ def test_it_runs_reuses_and_gives_the_outputs_that_it_stores(folder: Path) -> No
 @pytest.mark.parametrize("defect", [SERVE_ZEROS, REUSE_NOTHING], ids=["zeros are served", "nothing is reused"])
 def test_it_fails_with_a_cache_that(defect: str, folder: Path) -> None:
     notebook = read_notebook()
-    imports = next(i for i, cell in enumerate(notebook.cells) if "import PagedPrefixCache" in cell.source)
+    imports = next(i for i, cell in enumerate(notebook.cells) if "from hf_paged_cache import" in cell.source)
     notebook.cells.insert(
         imports + 1, nbformat.v4.new_code_cell("from hf_paged_cache import PagedPrefixCache\n" + defect)
     )
