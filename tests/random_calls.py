@@ -180,9 +180,7 @@ class _Users:
         if output is None:
             return "refused or faulty"
         generated = output.sequences[:, num_new:].tolist()
-        self.held[id(cache)] = [
-            old + more + last[:-1] for old, more, last in zip(held, new, generated, strict=True)
-        ]
+        self.held[id(cache)] = [old + more + last[:-1] for old, more, last in zip(held, new, generated, strict=True)]
         return "go on"
 
     def forwards(self, cache: PagedPrefixCache) -> str:
@@ -368,13 +366,14 @@ def random_calls(num_calls: int, seed: int = 0) -> Counter[str]:
     counts: Counter[str] = Counter()
     for first in range(0, num_calls, CALLS_A_STORE):
         users = _Users(random.Random(f"{seed} {first}"))
-        number = first
+        num_made = 0
         try:
-            for number in range(first, min(num_calls, first + CALLS_A_STORE)):
+            while first + num_made < min(num_calls, first + CALLS_A_STORE):
                 users.step()
+                num_made += 1
             users.close()
         except BaseException as error:
-            error.add_note(f"call {number} of seed {seed} ({users.description})")
+            error.add_note(f"call {first + num_made} of seed {seed} ({users.description})")
             raise
         counts += users.num_calls
         counts["reused tokens"] += users.num_reused

@@ -189,7 +189,9 @@ def test_another_thread_s_calls_run_on_another_cache_of_the_store_while_this_one
         assert [each.last_call.reused_tokens for each in used] == [48, 48]  # of the store
     for reference, output in zip(references, outputs, strict=True):
         assert_same(reference, output)
-    del used, outputs, output
+    del output
+    used.clear()
+    outputs.clear()
     assert num_in_use(cache) == 0
 
 
@@ -237,7 +239,9 @@ def test_a_call_refused_in_the_block_leaves_the_cache_free_for_the_next(
         assert output.past_key_values is cache
 
 
-def test_a_pipeline_inside_the_block_reuses(model: PreTrainedModel, cache: PagedPrefixCache, tiny_tokenizer: Any) -> None:
+def test_a_pipeline_inside_the_block_reuses(
+    model: PreTrainedModel, cache: PagedPrefixCache, tiny_tokenizer: Any
+) -> None:
     asking = pipeline("text-generation", model=model, tokenizer=tiny_tokenizer)
     arguments = {"max_new_tokens": 5, "do_sample": False, "return_full_text": False}
     texts = ["A long preamble that all questions share, word by word. " + question for question in ("Who?", "What?")]

@@ -101,7 +101,10 @@ class HashChain:
         if not 0 <= num_tokens <= len(self.token_ids):
             raise CacheArgumentError(f"cannot keep {num_tokens} tokens; give 0 to {len(self.token_ids)}, what there is")
         del self._hashes[num_tokens // self.block_size :]
-        del self.token_ids[num_tokens:]
+        try:
+            del self.token_ids[num_tokens:]
+        except BufferError:  # a comparison that was interrupted still reads it, held by its traceback
+            self.token_ids = self.token_ids[:num_tokens]
 
     def copy(self) -> HashChain:
         """An independent chain with the same tokens; hashes already computed are shared, since they never change."""
