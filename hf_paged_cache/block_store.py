@@ -16,6 +16,7 @@ from .errors import CacheArgumentError
 from .memory import default_budget_bytes
 from .pool import BlockPool
 
+_RESERVE_ON_HOST = 64  # capacity over what is managed, where capacity that is not used costs nothing
 _FIRST_NUM_BLOCKS = 64  # managed before the first call says how many it needs
 
 
@@ -88,7 +89,8 @@ class BlockStore:
 
     def add_holder(self, holder: Holder) -> None:
         """A call that may take blocks from here on."""
-        self._holders.add(holder)
+        with self.lock:
+            self._holders.add(holder)
 
     def holders(self) -> Iterable[Holder]:
         """The calls that may hold blocks."""
@@ -102,10 +104,10 @@ class BlockStore:
 
     def num_obtainable_blocks(self, holder: Holder) -> float:
         """Blocks that `holder` can have now: free, cached or not managed yet, less what others were promised."""
-        promised = sum(number for other, number in self._promised.items() if other is not holder)
         if self.max_num_blocks is None:
             return math.inf
-        return self.allocator.num_available_blocks + self.max_num_blocks - self.allocator.num_blocks - promised
+        unmanaged = self.max_num_blocks - self.allocator.num_blocks
+        return self.allocator.num_available_blocks + unmanaged - self.num_promised_blocks(holder)
 
     def promise(self, holder: Holder, num_blocks: int) -> None:
         """`holder` may still take `num_blocks`; nobody else gets them. 0 ends a promise."""
@@ -120,17 +122,19 @@ class BlockStore:
 
     def make_room(self, num_blocks: int) -> None:
         """Grow, within the budget, until `num_blocks` can be taken without evicting anything."""
-        missing = num_blocks - self.allocator.num_free_blocks
         managed = self.allocator.num_blocks
-        if missing <= 0 or managed == self.max_num_blocks:
-            if self.pool.capacity < managed:
-                self.pool.ensure_capacity(managed)
-            return
-        wanted = max(managed * self.pool.growth(), managed + missing)
-        if self.max_num_blocks is not None:
-            wanted = min(wanted, self.max_num_blocks)
-        self.pool.ensure_capacity(wanted)
-        self.allocator.grow(wanted)
+        missing = num_blocks - self.allocator.num_free_blocks
+        if missing > 0 and managed != self.max_num_blocks:
+            managed = max(managed * self.pool.growth(), managed + missing)
+            if self.max_num_blocks is not None:
+                managed = min(managed, self.max_num_blocks)
+        if self.pool.capacity < managed:
+            capacity = managed
+            if self.max_num_blocks is not None and self.pool.is_on_host:
+                capacity = min(self.max_num_blocks, managed * _RESERVE_ON_HOST)  # growing again would copy
+            self.pool.ensure_capacity(capacity)
+        if self.allocator.num_blocks < managed:
+            self.allocator.grow(managed)
 
     def make_copies(self) -> None:
         """Make the copies that copy on write asked for; they must be made before the next write."""
@@ -143,7 +147,8 @@ class BlockStore:
         """After a forward has shown what a block needs: fix the most blocks there can be."""
         if self.max_num_blocks is None and (bytes_per_block := self.pool.bytes_per_block):
             budget = min(default_budget_bytes(device) for device in self.pool.devices())
-            self.max_num_blocks = max(self.allocator.num_blocks, 1 + budget // bytes_per_block)
+            admitted = self.allocator.num_blocks + sum(self._promised.values())
+            self.max_num_blocks = max(admitted, 1 + budget // bytes_per_block)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block and give the pool's memory back.

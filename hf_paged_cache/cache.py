@@ -3,6 +3,7 @@
 Owns the translation between transformers' `Cache` and a `Call`; decides nothing about blocks.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .call import Call
-from .errors import CacheArgumentError
+from .errors import CacheArgumentError, CacheBusyError
 from .generation import GenerateArguments
 from .hooks import attach, detach, pop_ambient, push_ambient
 from .layer import PagedLayer
@@ -192,7 +193,7 @@ class PagedPrefixCache(Cache):
         self.store.reset_prefix_cache()
 
     def check(self) -> None:
-        """Prove the invariants of allocator and rows, or raise BlockStateError with the whole state."""
+        """Prove the invariants of the store's allocator, or raise BlockStateError with the whole state."""
         with self.store.blocks.lock:
             self.store.blocks.settle()
             self.store.blocks.allocator.check()
@@ -222,7 +223,8 @@ class PagedPrefixCache(Cache):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         pop_ambient(self.store.model, self)
-        self.reset()
+        with contextlib.suppress(CacheBusyError):  # another thread's generate runs on it, and keeps its rows
+            self.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PagedPrefixCache":
         """A second cache on the same store, whose rows hold the same blocks; no K/V is copied."""

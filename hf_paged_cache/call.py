@@ -10,37 +10,22 @@ to pool and reader, unread.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from weakref import ref
 
 from torch import Tensor
 
 from .admission import num_blocks_held_only_by, num_blocks_to_take
 from .block_store import BlockStore
+from .call_state import Bracket, CallState, no_bracket
 from .counts import PromptCounts
 from .errors import CacheArgumentError, CacheBusyError, TicketError
-from .forward import CallLimits, admit, begin_rows, continue_rows, each_alone, take_blocks, write_target
+from .forward import CallLimits, admit, begin_rows, continue_rows, take_blocks, write_target
 from .plan import KnownRow, first_column
 from .readers import Reader, slot_matrix
 from .rows import Row, Rows
 from .ticket import ForwardRequest, Ticket
 
-
-class CallState(Enum):
-    """Where a call stands; the value completes "the call ..."."""
-
-    IDLE = "has no rows"
-    ANNOUNCED = "has announced a forward"
-    WRITTEN = "is in the middle of a forward"
-    CONFIRMED = "has rows and waits for a forward"
-    ENDED = "has ended and keeps its rows"
-
-
 _OPEN = (CallState.ANNOUNCED, CallState.WRITTEN)
-
-
-def _no_bracket() -> None:
-    """What a reference to no bracket gives."""
 
 
 class Call:
@@ -62,7 +47,7 @@ class Call:
         self.counts = PromptCounts()
         self.num_announced = 0  # forwards announced since `begin`
         self.peak_kv_bytes = 0
-        self._bracket: Callable[[], object | None] = _no_bracket  # of the `generate` that runs
+        self._bracket: Callable[[], Bracket | None] = no_bracket  # of the `generate` that runs
         self._written: set[int] = set()  # layers that wrote under the ticket
         self._thread = 0  # the thread that announced it
         self._is_first = False  # the ticket is the first of its rows
@@ -84,7 +69,7 @@ class Call:
         """Whether a `generate` is running, or a forward in another thread that lives."""
         return self._bracket() is not None or self._runs_in_another_thread()
 
-    def begin(self, bracket: object, limits: CallLimits | None, *, keep_rows: bool) -> None:
+    def begin(self, bracket: Bracket, limits: CallLimits | None, *, keep_rows: bool) -> None:
         """`generate` is entered: the rows so far have ended, unless only new tokens are passed.
 
         Args:
@@ -99,6 +84,7 @@ class Call:
             self._bracket = ref(bracket)
             self.limits = limits
             self.num_announced = 0
+            self._num_columns_before = self.rows.num_columns
             self.counts.start_call()
             self.peak_kv_bytes = 0
 
@@ -108,7 +94,7 @@ class Call:
         Raises:
             CacheBusyError: a forward of this call is running in another thread.
             CacheArgumentError: the request has other rows than the call, or no column.
-            OutOfBlocksError: the call does not fit; rows and blocks are as before.
+            OutOfBlocksError: the call does not fit; running rows are as before.
         """
         with self.store.lock:
             self.check_not_busy()
@@ -151,7 +137,8 @@ class Call:
             if new.shape[0] != ticket.num_rows or new.shape[2] != ticket.num_columns:
                 raise TicketError(
                     f"layer {layer_idx} writes {name} of {new.shape[0]} rows and {new.shape[2]} tokens; announced were "
-                    f"{ticket.num_rows} rows and {ticket.num_columns} tokens"
+                    f"{ticket.num_rows} rows and {ticket.num_columns} tokens; run one forward at a time through the "
+                    "model's __call__, and none that splits its rows"
                 )
         if layer_idx in self._written:
             raise TicketError(f"layer {layer_idx} writes twice in one forward; switch gradient checkpointing off")
@@ -192,6 +179,7 @@ class Call:
         """Take back a ticket that was never confirmed. Without one: nothing."""
         if self.state not in _OPEN:
             return
+        self.check_not_busy()
         with self.store.lock:
             self.ticket = None
             self.reader.drop()  # some layers have the forward's columns and some have not
@@ -218,16 +206,19 @@ class Call:
                 raise CacheArgumentError(
                     f"rows {list(sources)} asked for; the cache has rows 0 to {len(self.rows) - 1}"
                 )
-            if self.rows.is_aliased:
-                alone = each_alone(len(self.rows))
-                self.reader.expand_rows(self.rows.regroup(alone.members, alone.group_of))
-            self.rows.commit()
-            same_number = len(sources) == len(self.rows)
-            shared_columns = self.rows.select(sources)
-            if same_number:
-                self.reader.reorder_rows(sources, shared_columns)
-            else:
-                self.reader.drop()
+            try:
+                if self.rows.is_aliased:
+                    self.reader.expand_rows(self.rows.separate())
+                self.rows.commit()
+                same_number = len(sources) == len(self.rows)
+                shared_columns = self.rows.select(sources)
+                if same_number:
+                    self.reader.reorder_rows(sources, shared_columns)
+                else:
+                    self.reader.drop()
+            except BaseException:
+                self.reader.drop()  # tables and view may have moved by different amounts
+                raise
             self._renew_promise()
 
     def crop(self, num_columns: int) -> None:
@@ -241,9 +232,14 @@ class Call:
             if num_columns == 0 or not self.rows.alias:
                 return
             if num_columns > self.rows.num_columns:
-                raise CacheArgumentError(f"cannot crop {num_columns} tokens; the cache has {self.rows.num_columns}")
+                raise CacheArgumentError(
+                    f"cannot crop {num_columns} tokens; give 0 to {self.rows.num_columns}, what there is"
+                )
             kept = self.rows.num_columns - num_columns
+            self.rows.num_columns = kept
+            self._is_first, self.state = False, CallState.ANNOUNCED  # interrupted, the next event cuts all rows alike
             self.rows.crop(kept)
+            self.state = CallState.CONFIRMED
             self.reader.crop(kept)
             self._num_columns_before = min(self._num_columns_before, kept)
             self._renew_promise()
@@ -262,17 +258,26 @@ class Call:
             self.rows.commit()
             if self.rows.alias:
                 self.state = CallState.ENDED
-            self._bracket, self.limits = _no_bracket, None
+            self._bracket, self.limits = no_bracket, None
             self.store.promise(self, 0)
 
     def drop_rows(self) -> None:
-        """Give all blocks and the view back; what was complete stays in the prefix cache."""
+        """Give all blocks and the view back; what was complete stays in the prefix cache.
+
+        Raises:
+            CacheBusyError: a `generate` or a forward of another thread is running on them.
+        """
         with self.store.lock:
             self.check_not_busy()
+            bracket = self._bracket()
+            if bracket is not None and bracket.thread != threading.get_ident():
+                raise CacheBusyError(
+                    "a generate call of another thread is running on this cache; reset it when it has ended"
+                )
             self.roll_back()
             self._end_rows()
             self._free_ended()
-            self._bracket, self.limits = _no_bracket, None
+            self._bracket, self.limits = no_bracket, None
             self.reader.drop()
             self.store.promise(self, 0)
 
@@ -286,6 +291,7 @@ class Call:
     def take_over(self, rows: Rows) -> None:
         """Go on with these rows; there must be none yet."""
         self.rows = rows
+        self._num_columns_before = rows.num_columns
         self.state = CallState.CONFIRMED if rows.alias else CallState.IDLE
 
     def leave_behind(self) -> None:
@@ -337,7 +343,7 @@ class Call:
         members = rows.members()
         known = [KnownRow(row.pad, row.table.num_tokens) for row in rows.distinct]
         start = before
-        if request.keep_columns is None:
+        if request.keep_columns is None and request.bypass is None:
             start = first_column(known, start=before, stop=stop, num_needed=request.num_logits_needed)
         end_of_prompt = None if limits is None else limits.num_prompt_columns
         self.counts.announce(

@@ -34,7 +34,9 @@ class Conditioning:
         self._weights = WeightFingerprint(model)
         self._adapters: list[nn.Module] = []
         self._droppers: list[nn.Module] = []
-        self._numbers: dict[int, tuple[int, Any]] = {}  # id -> number, and the object itself, or its id comes back
+        self._numbers: dict[
+            tuple[int, int], tuple[int, Any]
+        ] = {}  # id -> number, and the object itself, or its id comes back
         self._num_suspicions = 0
 
     def digest(self) -> bytes:
@@ -49,6 +51,7 @@ class Conditioning:
             self.rope = RopeRegime(modules)
         return root_hash(
             *self._weights.parts(),
+            self.rope.static(),
             repr(list(self._hook_numbers())).encode(),
             repr(
                 [[repr(getattr(module, name, None)) for name in _ADAPTER_STATE] for module in self._adapters]
@@ -101,7 +104,7 @@ class Conditioning:
         """A number for an object, the same each time it is seen."""
         function = getattr(thing, "__func__", thing)  # a bound method is another object each time it is read
         owner = getattr(thing, "__self__", None)
-        key = hash((id(function), id(owner)))
+        key = (id(function), id(owner))
         number, _ = self._numbers.setdefault(key, (len(self._numbers), (function, owner)))
         return number
 

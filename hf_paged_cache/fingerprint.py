@@ -129,7 +129,9 @@ def _sample(tensor: Tensor) -> Tensor | None:
                 return None
             values = values.as_strided((values.numel(),), (1,))
         values = values.view(-1)
-        return values[:: max(1, values.numel() // _VALUES_PER_TENSOR)][:_VALUES_PER_TENSOR]
+        step = values.numel() // _VALUES_PER_TENSOR
+        # One more than a divisor, or all values of a matrix would lie in its first column.
+        return values[:: step + 1 if step > _VALUES_PER_TENSOR else max(1, step)][:_VALUES_PER_TENSOR]
 
 
 def _address(tensor: Tensor) -> int:

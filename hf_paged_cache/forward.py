@@ -102,7 +102,7 @@ def continue_rows(store: BlockStore, request: ForwardRequest, rows: Rows) -> lis
             sources = rows.regroup(groups.members, groups.group_of)
     for row, member in zip(rows.distinct, rows.members(), strict=True):
         new = inputs[member]
-        if request.bypass is None and not row.table.num_tokens:  # nothing but padding so far; there may be more now
+        if not row.table.num_tokens:  # nothing but padding so far; there may be more now
             row.table = BlockTable(store.allocator, new.root)
             row.pad, row.root, row.first_position = new.pad, new.root, new.first_position
         if request.bypass is not None or new.root != row.root or new.pad != row.pad:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .forward import CallLimits
 
+_UNSET_IMPLEMENTATION = "hybrid"  # in older generation configs; transformers reads it as none
 _DEFAULT_NEW_TOKENS = 20  # transformers' own, where neither max_length nor max_new_tokens is set
 
 
@@ -45,6 +46,7 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             return kwargs[name]
         return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
 
+    implementation = option("cache_implementation")
     ids = args[0] if args else kwargs.get("inputs")
     if ids is None:
         ids = kwargs.get("input_ids")
@@ -58,7 +60,7 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return GenerateArguments(
         limits=limits,
         only_new_tokens=only_new_tokens,
-        cache_implementation=option("cache_implementation"),
+        cache_implementation=None if implementation == _UNSET_IMPLEMENTATION else implementation,
         use_cache=option("use_cache"),
         is_assistant=bool(option("is_assistant")),
         num_masked=num_masked,

@@ -15,11 +15,6 @@ class Groups(NamedTuple):
     members: list[int]  # group -> its first row
     group_of: list[int]  # row -> its group
 
-    @property
-    def is_trivial(self) -> bool:
-        """Whether no two rows are equal."""
-        return len(self.members) == len(self.group_of)
-
 
 class KnownRow(NamedTuple):
     """What the plan must know of a row."""

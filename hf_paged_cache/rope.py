@@ -1,6 +1,6 @@
-"""Rotary embeddings whose frequencies depend on the length of a sequence (dynamic NTK, longrope): which are in force.
+"""Rotary embeddings: the frequencies in force, also where they depend on the length of a sequence (dynamic NTK, longrope).
 
-Owns the question alone; the frequencies are the model's, which updates them at every forward.
+Owns the question alone; the frequencies are the model's, which updates those that depend on length at every forward.
 """
 
 from collections.abc import Iterable
@@ -20,17 +20,30 @@ class RopeRegime:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._rotaries: list[tuple[nn.Module, list[str | None]]] = []  # module, layer types that depend on length
+        self._static: list[nn.Module] = []  # modules whose frequencies are the same at every length
         for module in modules:
             rope_type = getattr(module, "rope_type", None)
             by_layer = rope_type if isinstance(rope_type, dict) else {None: rope_type}
             layer_types = [layer for layer, kind in by_layer.items() if any(name in str(kind) for name in _BY_LENGTH)]
             if layer_types:
                 self._rotaries.append((module, layer_types))
+            elif any(name.endswith("inv_freq") for name in module._buffers):
+                self._static.append(module)
 
     @property
     def depends_on_length(self) -> bool:
         """Whether there is anything to ask."""
         return bool(self._rotaries)
+
+    def static(self) -> bytes:
+        """The frequencies that no forward changes, as they are now."""
+        parts = []
+        for module in self._static:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name.endswith("inv_freq") and buffer.device.type != "meta":
+                    parts.append(buffer.detach().float().cpu().numpy().tobytes())
+            parts.append(repr(getattr(module, "attention_scaling", None)).encode())
+        return b"".join(parts)
 
     def at(self, max_position: int) -> bytes:
         """The frequencies in force when `max_position` is the largest of a forward; b"" when none depend on that.

@@ -17,6 +17,7 @@ from torch import Tensor
 from .arguments import ForwardArguments, RunningRow, for_ticket
 from .blocks import root_hash
 from .call import Call
+from .call_state import Bracket
 from .errors import CacheArgumentError, CacheBusyError
 from .generation import GenerateArguments
 from .prefix_store import PrefixStore
@@ -26,13 +27,6 @@ from .verification import Verifier
 logger = logging.getLogger("hf_paged_cache")
 
 _MAX_ROOTS = 256  # roots remembered, so that a decode step does not hash them again
-
-
-class Bracket:
-    """One running `generate`; lives in its frame, so that it is gone however that is left."""
-
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
 
 
 class Session:
@@ -117,7 +111,9 @@ class Session:
         rows = self._rows(given, regime)
         bypass = given.bypass or self._bypass
         if self._adapters is not None and len(self._adapters) != len(rows):
-            bypass = bypass or f"{len(self._adapters)} adapter names were given for {len(rows)} rows"
+            bypass = (
+                bypass or f"{len(self._adapters)} adapter names were given for {len(rows)} rows; pass one for each row"
+            )
         if self._verifier is not None and not before and bypass is None and self._adapters is None:
             if not self._verifier.verify(self._store, rows):
                 conditioning.suspect()
@@ -130,7 +126,7 @@ class Session:
                 num_logits_needed=given.num_logits_needed,
                 bypass=bypass,
                 keep_columns=given.keep_columns,
-                may_alias=given.may_alias and self._adapters is None,
+                may_alias=given.may_alias and bypass is None and self._adapters is None,
             )
         )
         if ticket.start == before and ticket.copies is None:

@@ -21,15 +21,15 @@ def _readable(name: str, value: object) -> str:
 class CacheStats:
     """Counts of tokens over all calls, and the state of the store's blocks now. `print` shows a table.
 
-    Tokens are those of prompts, of all rows, without padding; generated tokens are not counted. Blocks are counted
-    with the reserved null block, which is never handed out: free + cached + in use is `num_blocks - 1`.
+    Tokens are those of prompts, of all rows, without padding. Tokens that `generate` makes are not counted; without
+    `generate` every token passed is. Blocks are counted with the reserved null block, which is never handed out: free + cached + in use is `num_blocks - 1`.
     """
 
     prompt_tokens: int  # of all rows, without padding
     computed_tokens: int  # of those, run through the model
     reused_tokens: int  # the first less the second: rows equal to a computed one count as reused
     hit_rate: float  # reused_tokens / prompt_tokens; 0.0 before the first call
-    recent_hit_rate: float  # the same of the last 100 prompts
+    recent_hit_rate: float  # the same of the last 100 forwards of prompts
     num_calls: int
     num_blocks: int
     num_free_blocks: int  # hold nothing that could be reused

@@ -36,8 +36,12 @@ class Verifier:
     def verify(self, store: PrefixStore, rows: Sequence[RowInput]) -> bool:
         """Whether the block whose turn it is holds what the model computes now; True when there is none to look at.
 
-        Cost: a forward of one block's tokens.
+        Cost: a forward of one block's tokens, during which other calls on the store wait.
         """
+        with store.blocks.lock:
+            return self._verify(store, rows)
+
+    def _verify(self, store: PrefixStore, rows: Sequence[RowInput]) -> bool:
         if store.conditioning.rope.depends_on_length:
             return True  # a shorter forward has other frequencies
         for row in rows:

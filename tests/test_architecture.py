@@ -32,6 +32,7 @@ LEVELS = {
     "memory": 1,
     "admission": 2,
     "call": 2,
+    "call_state": 2,
     "fingerprint": 3,
     "rope": 3,
     "conditioning": 3,
@@ -50,7 +51,17 @@ LEVELS = {
     "cli": 7,
     "__main__": 8,
 }
-MAY_IMPORT_TRANSFORMERS = {"cli", "demo_model", "cache", "layer", "prefix_store", "support", "hooks", "conditioning", "attention"}
+MAY_IMPORT_TRANSFORMERS = {
+    "cli",
+    "demo_model",
+    "cache",
+    "layer",
+    "prefix_store",
+    "support",
+    "hooks",
+    "conditioning",
+    "attention",
+}
 MAX_LINES = 400
 
 

@@ -69,12 +69,12 @@ def test_fewer_than_two_blocks_are_refused(num_blocks: int) -> None:
         BlockStore(BLOCK_SIZE, num_blocks)
 
 
-def test_growth_keeps_every_row_and_the_pool_holds_what_the_allocator_manages() -> None:
+def test_growth_keeps_every_row_and_the_pool_holds_at_least_what_the_allocator_manages() -> None:
     store = BlockStore(BLOCK_SIZE, 3000)
     first = store.num_blocks
     assert (first, store.allocator.num_blocks < 3000) == (3000, True)
     tables = [fill(store, 100, first=1000 * i) for i in range(20)]
-    assert store.pool.capacity == store.allocator.num_blocks
+    assert store.pool.capacity >= store.allocator.num_blocks
     for i, table in enumerate(tables):
         assert read(store, table) == list(range(1000 * i, 1000 * i + 100))
     store.allocator.check()

@@ -20,6 +20,7 @@ from hf_paged_cache.admission import num_blocks_to_take
 from hf_paged_cache.block_store import BlockStore
 from hf_paged_cache.blocks import BlockTable, root_hash
 from hf_paged_cache.call import Call, CallState
+from hf_paged_cache.call_state import Bracket
 from hf_paged_cache.forward import CallLimits
 from hf_paged_cache.readers import GatherReader, ViewReader
 from hf_paged_cache.ticket import ForwardRequest, RowInput, Ticket
@@ -36,10 +37,6 @@ def request(
     pads = [0] * len(rows) if pads is None else pads
     inputs = tuple(RowInput(array("q", tokens), pad, 0, ROOT) for tokens, pad in zip(rows, pads, strict=True))
     return ForwardRequest(inputs, len(rows[0]) + pads[0] if num_new is None else num_new, **options)
-
-
-class Bracket:
-    """Stands for one `generate`; the call is running as long as it lives."""
 
 
 BRACKET = Bracket()
@@ -296,7 +293,7 @@ def test_rows_cannot_go_on_as_rows_that_there_are_not(bench: Bench, sources: lis
 
 def test_no_more_tokens_than_there_are_can_be_taken_back(bench: Bench) -> None:
     bench.forward([1, 2, 3])
-    with pytest.raises(CacheArgumentError, match="cannot crop 4 tokens; the cache has 3"):
+    with pytest.raises(CacheArgumentError, match="cannot crop 4 tokens; give 0 to 3"):
         bench.call.crop(4)
     bench.call.crop(0)
     assert bench.tokens() == [[1, 2, 3]]
