@@ -129,9 +129,11 @@ def _sample(tensor: Tensor) -> Tensor | None:
                 return None
             values = values.as_strided((values.numel(),), (1,))
         values = values.view(-1)
-        step = values.numel() // _VALUES_PER_TENSOR
-        # One more than a divisor, or all values of a matrix would lie in its first column.
-        return values[:: step + 1 if step > _VALUES_PER_TENSOR else max(1, step)][:_VALUES_PER_TENSOR]
+        step = max(1, values.numel() // _VALUES_PER_TENSOR)
+        if tensor.dim() > 1:  # along a diagonal, or all values of a matrix would lie in its first column
+            slanted = step + tensor.shape[-1] // _VALUES_PER_TENSOR
+            step = slanted if slanted * (_VALUES_PER_TENSOR - 1) < values.numel() else step
+        return values[::step][:_VALUES_PER_TENSOR]
 
 
 def _address(tensor: Tensor) -> int:

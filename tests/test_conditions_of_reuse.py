@@ -118,6 +118,18 @@ def change_a_norm(model: PreTrainedModel) -> None:
     model.model.layers[0].input_layernorm.weight.data.mul_(1.3)
 
 
+def change_frequencies(model: PreTrainedModel) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def scale_attention(model: PreTrainedModel) -> None:
+    model.model.rotary_emb.attention_scaling = 1.5
+
+
+def clear_a_head(model: PreTrainedModel) -> None:
+    model.model.layers[0].self_attn.o_proj.weight.data[:, 16:48] = 0
+
+
 def optimizer_step(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[PreTrainedModel], None]:
     return lambda model: train(model, make(model.parameters()))
 
@@ -140,6 +152,9 @@ CHANGES: dict[str, Callable[[PreTrainedModel], None]] = {
     "a forward hook": add_hook,
     "a forward pre-hook": add_pre_hook,
     "a forward replaced": replace_forward,
+    "rotary frequencies, in place": change_frequencies,
+    "a rotary embedding of another scale": scale_attention,
+    "a column of a matrix": clear_a_head,
 }
 
 
@@ -534,6 +549,15 @@ def test_nothing_is_reused_or_committed_while_a_dropout_is_active() -> None:
     run(model, cache, input_ids=IDS)
     cache.reset()
     assert cache.stats().num_cached_blocks == 0
+
+
+def test_equal_rows_get_dropouts_of_their_own() -> None:
+    model = build("gpt2", attn_pdrop=0.3, resid_pdrop=0.3, embd_pdrop=0.3)
+    model.train()
+    rows = IDS.repeat(3, 1)
+    reference = run(model, input_ids=rows, seed=3)
+    assert len({tuple(row) for row in reference.logits[0].tolist()}) == 3
+    assert_same(reference, run(model, PagedPrefixCache(model), input_ids=rows, seed=3))
 
 
 def test_a_module_in_train_mode_without_dropout_loses_nothing(model: PreTrainedModel, cache: PagedPrefixCache) -> None:

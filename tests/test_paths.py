@@ -302,6 +302,19 @@ def test_an_instance_s_generate_of_somebody_else_is_wrapped_and_put_back(model: 
     assert not model._forward_pre_hooks
 
 
+def test_padding_that_grows_over_plain_forwards_without_positions_is_computed(model: PreTrainedModel) -> None:
+    ids = torch.cat([IDS[:, :8], IDS[:, 4:12]])
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    outputs = []
+    for cache in (DynamicCache(config=model.config), PagedPrefixCache(model)):
+        with torch.no_grad():
+            model(ids[:, :4], attention_mask=mask[:, :4], past_key_values=cache)
+            outputs.append(model(ids[:, 4:], attention_mask=mask, past_key_values=cache).logits)
+    reference, ours = (logits[:, 1:] for logits in outputs)  # column 4 of row 0 is padding: nobody reads its logits
+    assert (reference - ours).abs().max() <= 1e-4 * reference.abs().max()
+
+
 def test_model_model_is_refused(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
     with pytest.raises(TicketError, match=r"not model\.model"):
         model.model(IDS, past_key_values=cache)
