@@ -89,7 +89,7 @@ class GenerateBracket:
 
 def attach(model: Any) -> None:
     """Attach bracket and hooks; a model that has them is left as it is."""
-    if not isinstance(model.__dict__.get("generate"), GenerateBracket):
+    if not is_attached(model):
         model.generate = GenerateBracket(model)
 
 

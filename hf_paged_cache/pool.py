@@ -167,7 +167,7 @@ class BlockPool:
                 raise PoolArgumentError(
                     f"slots must be a 2-D int64 tensor on {held.device}, got {slots.dim()}-D {slots.dtype} on {slots.device}"
                 )
-            tokens = held.index_select(0, slots.flatten()).unflatten(0, slots.shape)
+            tokens = held.index_select(0, slots.flatten()).view(*slots.shape, *held.shape[1:])
             gathered[name] = tokens.transpose(1, 2)
         return gathered
 
