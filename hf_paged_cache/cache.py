@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .call import Call
+from .call_state import CallState
 from .errors import CacheArgumentError, CacheBusyError
 from .generation import GenerateArguments
 from .hooks import attach, detach, pop_ambient, push_ambient
@@ -230,7 +231,8 @@ class PagedPrefixCache(Cache):
         """A second cache on the same store, whose rows hold the same blocks; no K/V is copied."""
         twin = self.twin()
         memo[id(self)] = twin
-        twin.call.take_over(self.call.fork_rows())
+        rows = self.call.fork_rows()
+        twin.call.take_over(rows, ended=self.call.state is CallState.ENDED)
         return twin
 
     def __reduce__(self) -> NoReturn:

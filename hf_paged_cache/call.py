@@ -66,8 +66,9 @@ class Call:
 
     @property
     def is_running(self) -> bool:
-        """Whether a `generate` is running, or a forward in another thread that lives."""
-        return self._bracket() is not None or self._runs_in_another_thread()
+        """Whether a `generate` is running, a forward in another thread, or rows of plain forwards that may go on."""
+        goes_on = self.state is CallState.CONFIRMED and bool(self.rows.alias)
+        return goes_on or self._bracket() is not None or self._runs_in_another_thread()
 
     def begin(self, bracket: Bracket, limits: CallLimits | None, *, keep_rows: bool) -> None:
         """`generate` is entered: the rows so far have ended, unless only new tokens are passed.
@@ -288,11 +289,16 @@ class Call:
             self.rows.commit()
             return self.rows.fork()
 
-    def take_over(self, rows: Rows) -> None:
-        """Go on with these rows; there must be none yet."""
+    def take_over(self, rows: Rows, *, ended: bool = False) -> None:
+        """Go on with these rows; there must be none yet.
+
+        Args:
+            ended: their call has ended, so they may be dropped.
+        """
         self.rows = rows
         self._num_columns_before = rows.num_columns
-        self.state = CallState.CONFIRMED if rows.alias else CallState.IDLE
+        kept = CallState.ENDED if ended else CallState.CONFIRMED
+        self.state = kept if rows.alias else CallState.IDLE
 
     def leave_behind(self) -> None:
         """The cache is being collected, perhaps inside a line of ours: only note what the store will have to end."""

@@ -72,14 +72,17 @@ class PrefixStore:
         """Forget every cached block, and the rows of calls that are over, on all caches of this store.
 
         Raises:
-            CacheBusyError: a call is running; nothing has changed.
+            CacheBusyError: a `generate` is running, or rows of plain forwards go on; nothing has changed.
         """
         blocks = self.blocks
         with blocks.lock:
             blocks.settle()
             calls = list(blocks.holders())
             if any(call.is_running for call in calls):
-                raise CacheBusyError("a call is running on this store; reset the prefix cache when it has ended")
+                raise CacheBusyError(
+                    "a call is running on this store; reset the prefix cache when it has ended (rows of plain forwards "
+                    "end with their cache's reset())"
+                )
             for call in calls:
                 call.drop_rows()
             blocks.reset_prefix_cache()

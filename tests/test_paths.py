@@ -315,6 +315,21 @@ def test_padding_that_grows_over_plain_forwards_without_positions_is_computed(mo
     assert (reference - ours).abs().max() <= 1e-4 * reference.abs().max()
 
 
+def test_resetting_the_store_never_ends_a_conversation_by_hand(model: PreTrainedModel) -> None:
+    cache = PagedPrefixCache(PrefixStore(model, block_size=2))
+    other = PagedPrefixCache(cache.store)
+    with torch.no_grad():
+        reference = model(IDS, use_cache=False).logits
+        model(IDS[:, :10], past_key_values=cache)
+        with pytest.raises(CacheBusyError, match=r"end with their cache's reset\(\)"):
+            other.reset_prefix_cache()
+        ours = model(IDS[:, 10:], past_key_values=cache).logits
+    assert (reference[:, 10:] - ours).abs().max() <= 1e-4 * reference.abs().max()
+    cache.reset()
+    other.reset_prefix_cache()
+    assert cache.stats().num_cached_blocks == 0
+
+
 def test_model_model_is_refused(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
     with pytest.raises(TicketError, match=r"not model\.model"):
         model.model(IDS, past_key_values=cache)
