@@ -53,7 +53,10 @@ def references() -> dict[str, Any]:
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at the n-th line of this package that this thread runs; 0 only counts."""
+    """Raises KeyboardInterrupt at the n-th line of this package that this thread runs; 0 only counts.
+
+    Finalizers are left out: what is raised there is swallowed by the interpreter and kept, frames and blocks with it.
+    """
 
     def __init__(self, at_line: int = 0) -> None:
         self.num_lines = 0
@@ -69,6 +72,8 @@ class Interrupter:
         sys.settrace(self._before)
 
     def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_name in ("__del__", "leave_behind"):
+            return None
         return self._line if frame.f_code.co_filename.startswith(OURS) else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
