@@ -172,7 +172,7 @@ def test_a_generate_in_another_thread_is_refused_and_the_first_call_stays_right(
 
         thread = threading.Thread(target=attempt)
         thread.start()
-        thread.join(timeout=60)
+        thread.join(timeout=300)
 
     reference = run(model, input_ids=IDS)
     assert_same(reference, run(model, cache, input_ids=IDS, logits_processor=[Calling(in_thread)]))
@@ -194,7 +194,7 @@ def test_a_plain_forward_in_another_thread_is_refused_while_generate_runs(
 
         thread = threading.Thread(target=attempt)
         thread.start()
-        thread.join(timeout=60)
+        thread.join(timeout=300)
 
     reference = run(model, input_ids=IDS)
     assert_same(reference, run(model, cache, input_ids=IDS, logits_processor=[Calling(in_thread)]))
@@ -227,7 +227,7 @@ def test_two_threads_on_two_caches_of_one_store_are_both_right(model: PreTrained
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(timeout=300)
     for each in outputs.values():
         assert len(each) == len(prompts)
         for reference, output in zip(references, each, strict=True):
@@ -521,7 +521,7 @@ def test_a_streamer_in_a_thread_works(model: PreTrainedModel, cache: PagedPrefix
         thread = threading.Thread(target=model.generate, kwargs=arguments)
         thread.start()
         text = "".join(streamer)
-        thread.join(timeout=60)
+        thread.join(timeout=300)
         assert text == wanted
     assert cache.last_call.reused_tokens == 49
 
@@ -939,10 +939,10 @@ def test_two_processes_that_shard_the_model_run_the_same_number_of_forwards() ->
     for process in ranks:
         process.start()
     try:
-        said = sorted(results.get(timeout=120) for _ in ranks)
+        said = sorted(results.get(timeout=300) for _ in ranks)
     finally:
         for process in ranks:
-            process.join(timeout=20)
+            process.join(timeout=300)
             if process.is_alive():
                 process.terminate()
     assert [(rank, word) for rank, word, _ in said] == [(0, "right"), (1, "right")]
@@ -960,7 +960,7 @@ def test_a_cache_collected_while_the_store_s_lock_is_held_waits_for_the_store(mo
     with store.blocks.lock:
         thread = threading.Thread(target=cache.__del__)  # a finalizer may run in any thread
         thread.start()
-        thread.join(timeout=10)
+        thread.join(timeout=300)
         assert not thread.is_alive()
         assert store.blocks.allocator.num_blocks_in_use == 4  # nothing has been touched
     del cache
