@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -265,17 +263,3 @@ def test_only_the_part_that_drops_needs_to_be_training(tiny_llama: Model) -> Non
     conditioning = Conditioning(with_dropout(tiny_llama, attention_dropout=0.1).eval())
     tiny_llama.model.layers[1].self_attn.train()
     assert bypass(conditioning) is not None
-
-
-def test_what_the_digest_costs(tiny_llama: Model, record_property: Callable[[str, object], None]) -> None:
-    """Shown with `-s` and in a report; a budget would fail on a busy machine."""
-    conditioning = Conditioning(tiny_llama)
-    conditioning.digest()
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        conditioning.digest()
-        times.append(time.perf_counter() - start)
-    microseconds = round(sorted(times)[10] * 1e6)
-    record_property("digest_microseconds", microseconds)
-    sys.stdout.write(f"digest of {len(list(tiny_llama.parameters()))} parameters: {microseconds} us\n")

@@ -7,7 +7,6 @@ as it is now.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -693,16 +692,3 @@ def test_verify_loses_no_hits_of_an_unchanged_model() -> None:
         assert_same(run(model, **inputs), run(model, cache, **inputs))
     assert cache.stats().reused_tokens > 7 * 40
     assert cache.store.blocks.allocator.num_blocks_in_use <= 16
-
-
-def test_what_a_digest_costs_is_printed() -> None:
-    model = build("llama", num_hidden_layers=33)
-    conditioning = PagedPrefixCache(model).store.conditioning
-    conditioning.digest()
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        conditioning.digest()
-        times.append(time.perf_counter() - start)
-    num_parameters = len(list(model.parameters()))
-    print(f"\ndigest of {num_parameters} parameters: {sorted(times)[10] * 1e3:.2f} ms")  # noqa: T201  # shown with -s
