@@ -123,14 +123,14 @@ class HashChain:
             raise CacheArgumentError(
                 f"block {block_index} has no hash: blocks 0 to {self.num_full_blocks - 1} are full"
             )
-        for _ in self.hashes(len(self._hashes), block_index + 1):
-            pass
+        self._hash_until(block_index + 1)
         return self._hashes[block_index]
 
     def hashes(self, start: int = 0, stop: int | None = None) -> Iterator[BlockHash]:
-        """Yield the hashes of full blocks `[start, stop)`, each computed when it is asked for and then remembered.
+        """Yield the hashes of full blocks `[start, stop)`, computed as they are asked for and then remembered.
 
-        Effects: remembers.  Cost: one SHA-256 over 32 + 8 * block_size bytes for each block not yet hashed.
+        Effects: remembers.  Cost: one SHA-256 over 32 + 8 * block_size bytes for each block not yet hashed; at most as
+        many are hashed ahead as were asked for.
         The chain may grow meanwhile, but must not be cut below a block already yielded (BlockStateError).
 
         Args:
@@ -139,36 +139,37 @@ class HashChain:
         """
         known = self._hashes
         stop = self.num_full_blocks if stop is None else min(stop, self.num_full_blocks)
-        index = min(len(known), stop)  # of the next block; others may hash more of them whenever we yield
-        yield from known[start:index]
+        index, ahead = start, 1
+        while index < stop:
+            if len(known) <= index:
+                self._hash_until(min(stop, index + ahead))
+                ahead *= 2
+            for block_hash in known[index:stop]:
+                if len(known) <= index:
+                    raise BlockStateError(f"a hash chain was cut to {len(known)} blocks while block {index} was asked")
+                yield block_hash
+                index += 1
+
+    def _hash_until(self, stop: int) -> None:
+        """Hash all blocks before `stop` that have no hash yet."""
         # Hot: most of it should be SHA-256 itself. Hence local names and tuple.__new__; tokens are copied in portions
         # that malloc keeps at hand, as a copy of all of them costs a page fault every 4 KiB.
+        known, extra_keys, new_tuple = self._hashes, self.extra_keys, tuple.__new__
+        remember = known.append
         width = self.block_size * _TOKEN_BYTES
         portion = max(1, _PORTION_BYTES // width)
-        extra_keys, new_tuple, remember = self.extra_keys, tuple.__new__, known.append
-        if len(known) < index:
-            raise BlockStateError(f"a hash chain was cut to {len(known)} blocks while block {index} was hashed")
-        parent = known[index - 1].digest if index else self.root
-        while index < stop:
-            end = min(stop, index + portion)
-            data = _little_endian(self.token_ids[index * self.block_size : end * self.block_size])
-            for offset in range(0, len(data), width):
+        parent = known[-1].digest if known else self.root
+        for first in range(len(known), stop, portion):
+            data = _little_endian(
+                self.token_ids[first * self.block_size : min(stop, first + portion) * self.block_size]
+            )
+            for index, offset in enumerate(range(0, len(data), width), start=first):
                 token_bytes = data[offset : offset + width]
-                if len(known) == index:
-                    covered = parent + token_bytes
-                    if extra_keys is not None and (extra := extra_keys(index)):
-                        covered += _length_prefixed(extra)
-                    parent = sha256(covered).digest()
-                    block_hash = new_tuple(BlockHash, (parent, token_bytes))
-                    remember(block_hash)
-                elif len(known) > index:  # another iterator was here meanwhile
-                    block_hash = known[index]
-                    parent = block_hash.digest
-                else:
-                    raise BlockStateError(f"a hash chain was cut to {len(known)} blocks while block {index} was hashed")
-                index += 1
-                if index > start:
-                    yield block_hash
+                covered = parent + token_bytes
+                if extra_keys is not None and (extra := extra_keys(index)):
+                    covered += _length_prefixed(extra)
+                parent = sha256(covered).digest()
+                remember(new_tuple(BlockHash, (parent, token_bytes)))
 
 
 def _little_endian(tokens: array[int]) -> bytes:
