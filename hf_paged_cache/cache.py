@@ -22,6 +22,7 @@ from .errors import CacheArgumentError, CacheBusyError
 from .generation import GenerateArguments
 from .hooks import attach, detach, pop_ambient, push_ambient
 from .layer import PagedLayer
+from .prefill import Prefiller
 from .prefix_store import PrefixStore
 from .readers import GatherReader, ViewReader
 from .session import Session
@@ -85,8 +86,9 @@ class PagedPrefixCache(Cache):
         attach(self.store.model)
         blocks = self.store.blocks
         self.call = Call(blocks, ViewReader(blocks.pool) if view else GatherReader(blocks.pool))
-        verifier = Verifier(partial(PagedPrefixCache, self.store, view=False)) if verify else None
-        self._session = Session(self.store, self.call, self.cache_salt, verifier)
+        further = partial(PagedPrefixCache, self.store, cache_salt=self.cache_salt, view=False)
+        verifier = Verifier(further) if verify else None
+        self._session = Session(self.store, self.call, self.cache_salt, Prefiller(self.store, further), verifier)
         layers: list[Any] = [
             layer if holds_nothing(layer) else PagedLayer(self, index)
             for index, layer in enumerate(cache_layers(self.store.model))
