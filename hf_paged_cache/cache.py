@@ -104,7 +104,7 @@ class PagedPrefixCache(Cache):
         return True
 
     def __repr__(self) -> str:
-        return f"PagedPrefixCache({self.call.num_rows} rows of {self.get_seq_length()} tokens, {self.store!r})"
+        return f"PagedPrefixCache({len(self.call.rows)} rows of {self.get_seq_length()} tokens, {self.store!r})"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the running rows, padding included; the same in all layers."""
@@ -137,12 +137,12 @@ class PagedPrefixCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows, which share all blocks."""
-        self.call.reorder([row for row in range(self.call.num_rows) for _ in range(repeats)])
+        self.call.reorder([row for row in range(len(self.call.rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (int64, or a mask of booleans)."""
         chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-        self.call.reorder([row + self.call.num_rows if row < 0 else row for row in chosen.tolist()])
+        self.call.reorder([row + len(self.call.rows) if row < 0 else row for row in chosen.tolist()])
 
     def reset(self) -> None:
         """Drop the running rows and the view, as transformers means it; full blocks stay in the prefix cache."""

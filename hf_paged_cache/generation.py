@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .forward import CallLimits
+from .call_state import CallLimits
 
 _UNSET_IMPLEMENTATION = "hybrid"  # in older generation configs; transformers reads it as none
 _DEFAULT_NEW_TOKENS = 20  # transformers' own, where neither max_length nor max_new_tokens is set
