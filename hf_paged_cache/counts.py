@@ -61,7 +61,8 @@ class PromptCounts:
                 count.stopped = f"; known tokens from {skipped} on computed again: {why}"
         for count, num_prefilled in zip(self._pending, request.prefilled, strict=False):
             if num_prefilled:
-                count.computed_tokens += num_prefilled
+                # what was computed again, to fill a block, counts once
+                count.computed_tokens = min(count.prompt_tokens, count.computed_tokens + num_prefilled)
                 count.stopped = f"; {num_prefilled} of its tokens were computed first, alone{count.stopped}"
 
     def confirm(self) -> None:

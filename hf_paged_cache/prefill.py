@@ -160,7 +160,9 @@ class Prefiller:
         if known == len(tokens):
             return 0
         device = arguments["input_ids"].device
-        passed_on = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}
+        passed_on: dict[str, Any] = {
+            name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)
+        }
         ids = [*([0] * pad if not known else ()), *tokens[known:]]
         passed_on |= {"input_ids": torch.tensor([ids], device=device), "past_key_values": cache, "use_cache": True}
         if isinstance(arguments.get("attention_mask"), Tensor):
