@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from .block_store import BlockStore, Holder
+from .call_state import CallLimits
 from .errors import OutOfBlocksError
 from .rows import Row, Rows
 
@@ -23,6 +24,24 @@ def num_blocks_to_take(rows: Rows, *, num_columns: int, max_columns: int, block_
         if row.table.num_tokens % block_size and row.table.num_new_blocks_for_append(1):
             total += 1
     return total
+
+
+def renew_promise(
+    store: BlockStore, holder: Holder, rows: Rows, limits: CallLimits | None, num_columns: int | None = None
+) -> None:
+    """Whatever blocks the rows took or gave back, keep those that their call may still need in its worst case.
+
+    Args:
+        num_columns: columns of the rows with those that are announced; None: those confirmed.
+    """
+    if limits is None or limits.max_columns is None:
+        return
+    num_columns = rows.num_columns if num_columns is None else num_columns
+    max_columns = max(num_columns, limits.max_columns)
+    store.promise(
+        holder,
+        num_blocks_to_take(rows, num_columns=num_columns, max_columns=max_columns, block_size=store.block_size),
+    )
 
 
 def num_blocks_held_only_by(rows: Sequence[Row], store: BlockStore) -> int:

@@ -79,7 +79,7 @@ class ArgumentReader:
     def __init__(self, config: Any, *, takes_positions: bool, takes_logits_to_keep: bool) -> None:
         self._config = config
         self._takes_positions = takes_positions
-        self._takes_logits_to_keep = takes_logits_to_keep
+        self.takes_logits_to_keep = takes_logits_to_keep
 
     def read(
         self,
@@ -222,7 +222,7 @@ class ArgumentReader:
         other = _other_outputs(arguments, self._config)
         if other is not None:
             return other, 1
-        if self._takes_logits_to_keep:
+        if self.takes_logits_to_keep:
             kept = arguments.get("logits_to_keep")
             if isinstance(kept, int) and not isinstance(kept, bool) and kept > 0:
                 return None, kept

@@ -22,6 +22,7 @@ from .errors import CacheArgumentError, CacheBusyError
 from .generation import GenerateArguments
 from .hooks import attach, detach, pop_ambient, push_ambient
 from .layer import PagedLayer
+from .prefill import Prefiller
 from .prefix_store import PrefixStore
 from .readers import GatherReader, ViewReader
 from .session import Session
@@ -85,8 +86,9 @@ class PagedPrefixCache(Cache):
         attach(self.store.model)
         blocks = self.store.blocks
         self.call = Call(blocks, ViewReader(blocks.pool) if view else GatherReader(blocks.pool))
-        verifier = Verifier(partial(PagedPrefixCache, self.store, view=False)) if verify else None
-        self._session = Session(self.store, self.call, self.cache_salt, verifier)
+        further = partial(PagedPrefixCache, self.store, cache_salt=self.cache_salt, view=False)
+        verifier = Verifier(further) if verify else None
+        self._session = Session(self.store, self.call, self.cache_salt, Prefiller(self.store, further), verifier)
         layers: list[Any] = [
             layer if holds_nothing(layer) else PagedLayer(self, index)
             for index, layer in enumerate(cache_layers(self.store.model))
@@ -102,7 +104,7 @@ class PagedPrefixCache(Cache):
         return True
 
     def __repr__(self) -> str:
-        return f"PagedPrefixCache({self.call.num_rows} rows of {self.get_seq_length()} tokens, {self.store!r})"
+        return f"PagedPrefixCache({len(self.call.rows)} rows of {self.get_seq_length()} tokens, {self.store!r})"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the running rows, padding included; the same in all layers."""
@@ -135,12 +137,12 @@ class PagedPrefixCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows, which share all blocks."""
-        self.call.reorder([row for row in range(self.call.num_rows) for _ in range(repeats)])
+        self.call.reorder([row for row in range(len(self.call.rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (int64, or a mask of booleans)."""
         chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-        self.call.reorder([row + self.call.num_rows if row < 0 else row for row in chosen.tolist()])
+        self.call.reorder([row + len(self.call.rows) if row < 0 else row for row in chosen.tolist()])
 
     def reset(self) -> None:
         """Drop the running rows and the view, as transformers means it; full blocks stay in the prefix cache."""

@@ -14,15 +14,15 @@ from weakref import ref
 
 from torch import Tensor
 
-from .admission import num_blocks_held_only_by, num_blocks_to_take
+from .admission import num_blocks_held_only_by, renew_promise
 from .block_store import BlockStore
-from .call_state import Bracket, CallState, no_bracket
+from .call_state import Bracket, CallLimits, CallState, no_bracket
 from .counts import PromptCounts
 from .errors import CacheArgumentError, CacheBusyError, TicketError
-from .forward import CallLimits, admit, begin_rows, continue_rows, take_blocks, write_target
+from .forward import admit, begin_rows, continue_rows, is_step, take_blocks, take_step, write_target
 from .plan import KnownRow, first_column
-from .readers import Reader, slot_matrix
-from .rows import Row, Rows
+from .readers import Reader
+from .rows import Row, Rows, gather_rows
 from .ticket import ForwardRequest, Ticket
 
 _OPEN = (CallState.ANNOUNCED, CallState.WRITTEN)
@@ -58,11 +58,6 @@ class Call:
     def num_columns(self) -> int:
         """Columns that the next tokens come behind: those before the ticket's, or all confirmed ones."""
         return self.rows.num_columns if self.ticket is None else self.ticket.start
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the batch; 0 when there are none."""
-        return len(self.rows)
 
     @property
     def is_running(self) -> bool:
@@ -220,7 +215,7 @@ class Call:
             except BaseException:
                 self.reader.drop()  # tables and view may have moved by different amounts
                 raise
-            self._renew_promise()
+            renew_promise(self.store, self, self.rows, self.limits)
 
     def crop(self, num_columns: int) -> None:
         """Take the last `num_columns` columns back.
@@ -243,7 +238,7 @@ class Call:
             self.state = CallState.CONFIRMED
             self.reader.crop(kept)
             self._num_columns_before = min(self._num_columns_before, kept)
-            self._renew_promise()
+            renew_promise(self.store, self, self.rows, self.limits)
 
     def end(self, *, failed: bool = False) -> None:
         """`generate` is left: complete blocks are committed; the rows stay, can go on, and can be matched.
@@ -310,9 +305,7 @@ class Call:
         with self.store.lock:
             if not self.rows.alias or layer_idx not in self.store.pool.layer_indices:
                 return {}
-            layouts = [row.layout() for row in self.rows.in_batch()]
-            slots = slot_matrix(layouts, self.rows.num_columns, self.store.block_size)
-            return self.store.pool.gather(layer_idx, slots.to(self.store.pool.device_of(layer_idx)))
+            return gather_rows(self.store.pool, layer_idx, self.rows)
 
     def check_not_busy(self) -> None:
         """Raises CacheBusyError while a forward of this call runs in another thread that lives."""
@@ -335,6 +328,8 @@ class Call:
     def _announce(self, request: ForwardRequest) -> Ticket:
         store, limits, before = self.store, self.limits, self.rows.num_columns
         stop = before + request.num_new_columns
+        if not self._is_first and is_step(request, self.rows):
+            return self._announce_step(request)
         if self._is_first:
             if limits is None:
                 self.counts.start_call()
@@ -357,29 +352,34 @@ class Call:
         )
         num_taken = take_blocks(store, self, rows, [request.rows[member].token_ids for member in members], limits)
         if num_taken:
-            self._renew_promise(stop)
-        layouts = rows.layouts()
+            renew_promise(store, self, rows, limits, stop)
         if self._is_first:
             self.reader.start_rows(
-                layouts,
+                rows.layouts(),
                 stop,
                 max_rows=max(len(rows), 0 if limits is None else limits.num_rows),
                 max_columns=None if limits is None else limits.max_columns,
             )
-        self.reader.start_forward(layouts, start, stop)
+        self.reader.start_forward(rows.layouts, len(rows.distinct), start, stop)
         copies = tuple(rows.alias) if rows.is_aliased else None
         return Ticket(start, stop, tuple(members), copies, write_target(rows, known, start, stop))
 
-    def _renew_promise(self, num_columns: int | None = None) -> None:
-        """Whatever blocks the rows took or gave back, keep those that the call may still need in its worst case."""
-        limits, rows = self.limits, self.rows
-        if limits is None or limits.max_columns is None:
-            return
-        num_columns = rows.num_columns if num_columns is None else num_columns
-        max_columns, block_size = max(num_columns, limits.max_columns), self.store.block_size
-        self.store.promise(
-            self, num_blocks_to_take(rows, num_columns=num_columns, max_columns=max_columns, block_size=block_size)
+    def _announce_step(self, request: ForwardRequest) -> Ticket:
+        """What `_announce` comes to when each row goes on by one token."""
+        rows, before = self.rows, self.rows.num_columns
+        members = range(len(rows))
+        end_of_prompt = None if self.limits is None else self.limits.num_prompt_columns
+        known: list[KnownRow] = []
+        if end_of_prompt is None or before < end_of_prompt:  # else nothing is counted
+            known = [KnownRow(row.pad, row.num_confirmed) for row in rows.distinct]
+        self.counts.announce(
+            request, members, known, before=before, start=before, stop=before + 1, end_of_prompt=end_of_prompt
         )
+        num_taken, target = take_step(self.store, self, rows, request, self.limits)
+        if num_taken:
+            renew_promise(self.store, self, rows, self.limits, before + 1)
+        self.reader.start_forward(rows.layouts, len(rows), before, before + 1)
+        return Ticket(before, before + 1, tuple(members), None, target)
 
     def _end_rows(self) -> None:
         """The running rows become ended rows; those before them are dropped."""

@@ -1,6 +1,7 @@
 """Where a call stands, and the `generate` that it runs for. No logic: `call.py` moves from state to state."""
 
 import threading
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -23,3 +24,20 @@ class Bracket:
 
 def no_bracket() -> None:
     """What a weak reference to a bracket gives when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """What `generate` knows of the call that it begins.
+
+    Attributes:
+        num_prompt_columns: columns of the prompt, padding included; those behind it are generated.
+        max_columns: the most columns a row can get; None if that is not known.
+        num_rows: rows of the batch once beams and samples are expanded.
+        end_of_sequence: token ids that end a row.
+    """
+
+    num_prompt_columns: int
+    max_columns: int | None
+    num_rows: int
+    end_of_sequence: frozenset[int]

@@ -59,6 +59,11 @@ class PromptCounts:
             if row.num_known - skipped > request.num_logits_needed:
                 why = request.keep_columns or "another row knows no more"
                 count.stopped = f"; known tokens from {skipped} on computed again: {why}"
+        for count, num_prefilled in zip(self._pending, request.prefilled, strict=False):
+            if num_prefilled:
+                # what was computed again, to fill a block, counts once
+                count.computed_tokens = min(count.prompt_tokens, count.computed_tokens + num_prefilled)
+                count.stopped = f"; {num_prefilled} of its tokens were computed first, alone{count.stopped}"
 
     def confirm(self) -> None:
         """The announced forward was run."""

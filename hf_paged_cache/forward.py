@@ -4,11 +4,11 @@ Functions over `Rows`, in the order in which `Call` uses them; each changes what
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from .admission import num_blocks_held_only_by, num_blocks_to_take, require
 from .block_store import BlockStore, Holder
 from .blocks import BlockTable
+from .call_state import CallLimits
 from .errors import CacheArgumentError
 from .matching import Match, match_longer, match_row
 from .plan import Groups, KnownRow, group_equal
@@ -16,23 +16,6 @@ from .pool import WriteTarget
 from .rows import Row, Rows
 from .ticket import ForwardRequest
 from .tokens import TokenIds
-
-
-@dataclass(frozen=True, slots=True)
-class CallLimits:
-    """What `generate` knows of the call that it begins.
-
-    Attributes:
-        num_prompt_columns: columns of the prompt, padding included; those behind it are generated.
-        max_columns: the most columns a row can get; None if that is not known.
-        num_rows: rows of the batch once beams and samples are expanded.
-        end_of_sequence: token ids that end a row.
-    """
-
-    num_prompt_columns: int
-    max_columns: int | None
-    num_rows: int
-    end_of_sequence: frozenset[int]
 
 
 def begin_rows(store: BlockStore, request: ForwardRequest, ended: Sequence[Row]) -> tuple[Rows, list[tuple[int, str]]]:
@@ -136,6 +119,55 @@ def take_blocks(
             stop_at_end_of_sequence(row, limits)
     store.make_copies()
     return needed
+
+
+def is_step(request: ForwardRequest, rows: Rows) -> bool:
+    """Whether each row only goes on, by one token, under the conditions it has run under: a decode step."""
+    if request.num_new_columns != 1 or request.bypass is not None or rows.is_aliased:
+        return False
+    if len(request.rows) != len(rows):
+        return False
+    for row, new in zip(rows.distinct, request.rows, strict=True):
+        if new.root != row.root or new.pad != row.pad or row.num_confirmed != len(row.table.token_ids):
+            return False
+    return rows.num_columns > 0
+
+
+def take_step(
+    store: BlockStore, holder: Holder, rows: Rows, request: ForwardRequest, limits: CallLimits | None
+) -> tuple[int, WriteTarget]:
+    """What `take_blocks` and `write_target` do, for a step: most rows have room for one token more.
+
+    Returns:
+        the number of blocks taken, and the slots of the tokens.
+    Raises:
+        OutOfBlocksError: tables may have grown; the caller rolls back.
+    """
+    slots: list[int] = []
+    without_room: list[int] = []
+    is_generated = limits is not None and rows.num_columns >= limits.num_prompt_columns
+    ends = limits.end_of_sequence if limits is not None and is_generated else ()
+    for number, (row, new) in enumerate(zip(rows.distinct, request.rows, strict=True)):
+        token_id = new.token_ids[0]
+        slot = row.table.append_in_place(token_id)
+        if slot is None:
+            slot = -1
+            without_room.append(number)
+        slots.append(slot)
+        if token_id in ends:
+            row.stop_commits(row.num_confirmed + 1)
+    needed = 0
+    if without_room:
+        tables = [rows.distinct[number].table for number in without_room]
+        needed = sum(table.num_new_blocks_for_append(1) for table in tables)
+        if limits is None or limits.max_columns is None:
+            require(store, holder, needed, 0, f"this forward ({rows_in_words(len(rows))})")
+        store.make_room(needed)
+        for number, table in zip(without_room, tables, strict=True):
+            table.append_tokens(request.rows[number].token_ids)
+            (slots[number],) = table.slots(table.num_tokens - 1, table.num_tokens)
+        store.make_copies()
+    return needed, WriteTarget(slots)
 
 
 def tail_behind(row: Row, tokens: TokenIds) -> TokenIds:

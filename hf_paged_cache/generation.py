@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .forward import CallLimits
+from .call_state import CallLimits
 
 _UNSET_IMPLEMENTATION = "hybrid"  # in older generation configs; transformers reads it as none
 _DEFAULT_NEW_TOKENS = 20  # transformers' own, where neither max_length nor max_new_tokens is set
@@ -22,6 +22,7 @@ class GenerateArguments:
         num_masked, num_given: columns of mask and ids then.
         cache_implementation, use_cache: as given; None where they are not.
         is_assistant: it drafts for another model's `generate`.
+        in_step: it was told that several processes run as many forwards.
     """
 
     limits: CallLimits | None
@@ -31,6 +32,7 @@ class GenerateArguments:
     is_assistant: bool
     num_masked: int = 0
     num_given: int = 0
+    in_step: bool = False
 
 
 def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateArguments:
@@ -65,6 +67,7 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         is_assistant=bool(option("is_assistant")),
         num_masked=num_masked,
         num_given=num_given,
+        in_step=bool(args[5] if len(args) > 5 else kwargs.get("synced_gpus")),
     )
 
 

@@ -5,7 +5,7 @@ A reader owns copies that may be dropped at any time and made again from the poo
 attended to; they hold finite values.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,8 +34,8 @@ class Reader(Protocol):
     ) -> None:
         """Other rows run from here on: `num_columns` for now, at most `max_rows` and (None: unknown) `max_columns`."""
 
-    def start_forward(self, rows: Sequence[RowLayout], start: int, stop: int) -> None:
-        """A forward of columns `[start, stop)` of these rows begins."""
+    def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:
+        """A forward of columns `[start, stop)` begins; `rows` tells of the `num_rows` rows, where that is needed."""
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """name -> [R, H, stop, D]: the columns `[0, start)` of the rows, then `new`, which is in the pool already."""
@@ -74,11 +74,11 @@ class GatherReader:
     ) -> None:
         """See Reader."""
 
-    def start_forward(self, rows: Sequence[RowLayout], start: int, stop: int) -> None:
+    def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:
         """See Reader."""
         self._start = start
         self._slots_on = {}
-        self._slots = slot_matrix(rows, stop, self._pool.block_size) if start > 0 else None
+        self._slots = slot_matrix(rows(), stop, self._pool.block_size) if start > 0 else None
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See Reader."""
@@ -147,21 +147,21 @@ class ViewReader:
         self._valid = [self._num_columns_kept(row, layout) for row, layout in enumerate(rows)]
         self._kept = []
 
-    def start_forward(self, rows: Sequence[RowLayout], start: int, stop: int) -> None:
+    def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:
         """See Reader."""
-        self._num_rows, self._start, self._stop = len(rows), start, stop
-        self._valid += [0] * (len(rows) - len(self._valid))  # rows that were taken over, or multiplied
+        self._num_rows, self._start, self._stop = num_rows, start, stop
+        self._valid += [0] * (num_rows - len(self._valid))  # rows that were taken over, or multiplied
         if self._missing:
             self._missing, self._missing_on = [], {}
-        for row, layout in enumerate(rows):
-            first = self._valid[row]
-            if first < start:
-                first = max(first, layout.pad)
+        valid = self._valid
+        if min(valid[:num_rows]) < start:
+            for row, layout in enumerate(rows()):
+                first = max(valid[row], layout.pad)
                 if first < start:
                     span = RowLayout(layout.root, 0, layout.token_ids, layout.block_ids)
                     slots = slot_matrix([span], start - layout.pad, self._pool.block_size)
                     self._missing.append((row, first, start, slots[:, first - layout.pad :]))
-            self._valid[row] = stop
+        valid[:num_rows] = [stop] * num_rows
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See Reader."""

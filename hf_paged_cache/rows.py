@@ -6,8 +6,11 @@ whoever calls a method here. Decides nothing about when to commit or to free: `c
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from .blocks import BlockTable
-from .readers import RowLayout
+from .pool import BlockPool
+from .readers import RowLayout, slot_matrix
 from .tokens import TokenIds
 
 
@@ -206,3 +209,10 @@ class Rows:
         twin = Rows([row.fork() for row in self.distinct], list(self.alias), self.num_columns)
         twin.group, twin.shared_columns = list(self.group), self.shared_columns
         return twin
+
+
+def gather_rows(pool: BlockPool, layer_idx: int, rows: Rows) -> dict[str, Tensor]:
+    """name -> [R, H, columns, D]: a copy of what the pool holds of a layer's rows, in the order of the batch."""
+    layouts = [row.layout() for row in rows.in_batch()]
+    slots = slot_matrix(layouts, rows.num_columns, pool.block_size)
+    return pool.gather(layer_idx, slots.to(pool.device_of(layer_idx)))

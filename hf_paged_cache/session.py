@@ -20,6 +20,7 @@ from .call import Call
 from .call_state import Bracket
 from .errors import CacheArgumentError, CacheBusyError
 from .generation import GenerateArguments
+from .prefill import Prefiller
 from .prefix_store import PrefixStore
 from .ticket import ForwardRequest, RowInput
 from .verification import Verifier
@@ -36,11 +37,16 @@ class Session:
         store: the model and its blocks.
         call: what the forwards are announced to.
         salt: part of every root.
+        prefiller: computes first, and once, what rows of a forward share.
         verifier: looks at one cached block of a hit a call; None does not.
     """
 
-    def __init__(self, store: PrefixStore, call: Call, salt: bytes, verifier: Verifier | None) -> None:
+    def __init__(
+        self, store: PrefixStore, call: Call, salt: bytes, prefiller: Prefiller, verifier: Verifier | None
+    ) -> None:
         self.records_drafts = False  # drafts will be verified in this call
+        self._in_step = False  # with other processes, which run as many forwards
+        self._prefiller = prefiller
         self._store = store
         self._call = call
         self._salt = salt
@@ -74,7 +80,7 @@ class Session:
                 self._require_fit(given)
             self._call.begin(bracket, given.limits, keep_rows=given.only_new_tokens)
             self._open.add(bracket)
-        self.records_drafts = False
+        self.records_drafts, self._in_step = False, given.in_step
         self._digest = b""
         failed = True
         try:
@@ -83,7 +89,7 @@ class Session:
         finally:
             with self._store.blocks.lock:
                 self._open.discard(bracket)
-                self._digest = b""
+                self._digest, self._in_step = b"", False
                 self._call.end(failed=failed)
             self._log()
 
@@ -119,16 +125,16 @@ class Session:
                 conditioning.suspect()
                 self._read_conditions()
                 rows = self._rows(given, regime)
-        ticket = call.announce(
-            ForwardRequest(
-                rows=rows,
-                num_new_columns=given.num_new_columns,
-                num_logits_needed=given.num_logits_needed,
-                bypass=bypass,
-                keep_columns=given.keep_columns,
-                may_alias=given.may_alias and bypass is None and self._adapters is None,
-            )
+        request = ForwardRequest(
+            rows=rows,
+            num_new_columns=given.num_new_columns,
+            num_logits_needed=given.num_logits_needed,
+            bypass=bypass,
+            keep_columns=given.keep_columns,
+            may_alias=given.may_alias and bypass is None and self._adapters is None,
         )
+        with self._prefiller.ahead_of(request, call, arguments, in_step=self._in_step) as prepared:
+            ticket = call.announce(prepared)
         if ticket.start == before and ticket.copies is None:
             return dict(arguments)
         return for_ticket(arguments, ticket, before)

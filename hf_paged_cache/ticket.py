@@ -30,6 +30,7 @@ class ForwardRequest:
         bypass: why no row may match or be committed; None when they may.
         keep_columns: why no known column may be left out; None when they may.
         may_alias: whether equal rows may be computed once.
+        prefilled: for each row, tokens that were computed just before in a forward of that row alone; () for none.
     """
 
     rows: tuple[RowInput, ...]
@@ -38,6 +39,7 @@ class ForwardRequest:
     bypass: str | None = None
     keep_columns: str | None = None
     may_alias: bool = True
+    prefilled: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from .blocks import BlockTable
 from .errors import OutOfBlocksError
 from .prefix_store import PrefixStore
+from .processes import forwards_are_counted
 from .readers import RowLayout, slot_matrix
 from .rows import Row, Rows
 from .ticket import RowInput
@@ -44,6 +45,8 @@ class Verifier:
     def _verify(self, store: PrefixStore, rows: Sequence[RowInput]) -> bool:
         if store.conditioning.rope.depends_on_length:
             return True  # a shorter forward has other frequencies
+        if forwards_are_counted(store.model):
+            return True  # other processes would wait for this forward
         for row in rows:
             if row.pad and not store.takes_positions:
                 continue  # a forward without the padding numbers its tokens otherwise

@@ -22,12 +22,13 @@ def announce(
     known: list[int] | None = None,
     members: list[int] | None = None,
     keep_columns: str | None = None,
+    prefilled: tuple[int, ...] = (),
 ) -> None:
     rows = tuple(RowInput(array("q"), pad, 0, b"") for pad in pads)
     members = list(range(len(pads))) if members is None else members
     known = [0] * len(members) if known is None else known
     counts.announce(
-        ForwardRequest(rows, stop - before, keep_columns=keep_columns),
+        ForwardRequest(rows, stop - before, keep_columns=keep_columns, prefilled=prefilled),
         members,
         [KnownRow(pads[member], number) for member, number in zip(members, known, strict=True)],
         before=before,
@@ -130,3 +131,15 @@ def test_matches_of_a_forward_that_was_never_confirmed_are_those_of_the_next() -
     announce(counts, [0], start=4, stop=10, known=[4])
     counts.confirm()
     assert (counts.rows[0].matched_tokens, counts.rows[0].stopped) == (4, "new")
+
+
+def test_what_a_prefill_computed_counts_for_its_row_and_once() -> None:
+    counts = PromptCounts()
+    announce(counts, [0, 0, 0], start=8, stop=10, known=[8, 8, 8], prefilled=(8, 0, 0))
+    counts.confirm()
+    assert numbers(counts) == [(10, 10, 0), (10, 2, 8), (10, 2, 8)]
+    assert "8 of its tokens were computed first" in counts.rows[0].stopped
+    announce(counts, [0, 0, 0], before=10, start=12, stop=13, known=[12, 12, 12], prefilled=(4, 0, 0))
+    counts.confirm()  # two of these four were computed in the forward before: they fill a block
+    assert numbers(counts) == [(13, 13, 0), (13, 3, 10), (13, 3, 10)]
+    assert counts.metrics.num_hit_tokens == 20

@@ -10,15 +10,17 @@ import pytest
 from hf_paged_cache import CacheArgumentError, OutOfBlocksError
 from hf_paged_cache.block_store import BlockStore
 from hf_paged_cache.blocks import BlockTable, root_hash
+from hf_paged_cache.call_state import CallLimits
 from hf_paged_cache.forward import (
-    CallLimits,
     admit,
     begin_rows,
     continue_rows,
     each_alone,
+    is_step,
     stop_at_end_of_sequence,
     tail_behind,
     take_blocks,
+    take_step,
     write_target,
 )
 from hf_paged_cache.plan import KnownRow
@@ -339,3 +341,60 @@ def test_every_unknown_token_is_written_once_to_its_own_slot(seed: int) -> None:
 def test_rows_alone_are_groups_of_their_own() -> None:
     assert each_alone(3) == ([0, 1, 2], [0, 1, 2])
     assert each_alone(3) == ([0, 1, 2], [0, 1, 2])
+
+
+# A decode step
+
+
+def test_a_step_does_what_any_forward_does() -> None:
+    """Rows of all lengths, forked rows and ends of sequences: the same tables, slots and commits as the long way."""
+    shuffler = random.Random(0)
+    for _ in range(60):
+        tokens = [[shuffler.randrange(1, 9) for _ in range(length)] for length in shuffler.sample(range(1, 12), 3)]
+        new = request(*(new_row([shuffler.randrange(1, 9)]) for _ in range(4)))
+        given = limits(shuffler.choice([None, 30]), num_prompt=shuffler.choice([0, 40]), end=(7,))
+        outcomes = []
+        for take in (take_step, take_blocks):
+            store = BlockStore(BLOCK_SIZE, 64)
+            made = [Row(BlockTable(store.allocator, ROOT), 0, ROOT) for _ in tokens]
+            for row, ids in zip(made, tokens, strict=True):
+                row.table.append_tokens(ids)
+                row.table.commit_full_blocks(len(ids))
+            made.append(made[0].fork())
+            rows = Rows(made, list(range(4)), 0)
+            rows.confirm(12)
+            assert is_step(new, rows)
+            known = [KnownRow(12 - row.table.num_tokens, row.table.num_tokens) for row in made]
+            if take is take_step:
+                num_taken, target = take_step(store, Holder(), rows, new, given)
+            else:
+                num_taken = take_blocks(store, Holder(), rows, [row.token_ids for row in new.rows], given)
+                target = write_target(rows, known, 12, 13)
+            store.allocator.check()
+            outcomes.append(
+                (num_taken, target.slots, target.sources, [(row.layout(), row.commit_end) for row in rows.distinct])
+            )
+        assert outcomes[0] == outcomes[1]
+
+
+def test_what_is_no_step_takes_the_long_way(store: BlockStore) -> None:
+    rows = confirmed(store, [1, 2], [3, 4])
+    one = (new_row([5]), new_row([6]))
+    assert is_step(request(*one), rows)
+    assert not is_step(request(new_row([5, 6]), new_row([6, 7])), rows)
+    assert not is_step(request(*one, bypass="embeddings"), rows)
+    assert not is_step(request(new_row([5]), new_row([6], root=OTHER_ROOT)), rows)
+    assert not is_step(request(new_row([5]), new_row([6], pad=1), num_new=1), rows)
+    assert not is_step(request(new_row([5])), rows)
+    assert not is_step(request(*one), confirmed(store, [1, 2], alias=[0, 0]))
+    rows.distinct[1].table.append_tokens([9])  # a row that knows more than is confirmed
+    assert not is_step(request(*one), rows)
+
+
+def test_a_step_that_has_no_room_is_refused(store: BlockStore) -> None:
+    store = BlockStore(BLOCK_SIZE, 3)
+    rows = confirmed(store, [1, 2, 3, 4], [5, 6, 7, 8])
+    with pytest.raises(OutOfBlocksError, match="this forward"):
+        take_step(store, Holder(), rows, request(new_row([1]), new_row([2])), None)
+    rows.roll_back()
+    store.allocator.check()

@@ -86,7 +86,7 @@ class Bench:
     def forward(self, start: int, layers: Sequence[int] = LAYERS) -> None:
         """A forward of the columns `[start, all)`, of which only `layers` come to be read; checks what they read."""
         stop = self.rows[0].pad + len(self.rows[0].tokens)
-        self.reader.start_forward(self.layouts(self.rows), start, stop)
+        self.reader.start_forward(lambda: self.layouts(self.rows), len(self.rows), start, stop)
         for layer_idx in layers:
             got = self.reader.read(layer_idx, self.new_states(layer_idx, start, stop))
             for name, size in SIZES.items():
@@ -355,7 +355,7 @@ def test_a_view_far_larger_than_what_comes_is_given_up() -> None:
 def test_gradients_flow_to_the_new_states_and_the_past_is_constant(make_reader: Any, start: int) -> None:
     bench = Bench(make_reader)
     bench.start([row_of(9)])
-    bench.reader.start_forward(bench.layouts(bench.rows), start, 9)
+    bench.reader.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), start, 9)
     new = {name: tensor.requires_grad_() for name, tensor in bench.new_states(0, start, 9).items()}
     got = bench.reader.read(0, new)
     for name in SIZES:
@@ -370,7 +370,7 @@ def test_what_a_view_gave_with_gradients_is_not_changed_by_the_next_forward() ->
     """Autograd saved it: an in-place write would make `backward` fail or, worse, wrong."""
     bench = Bench(ViewReader)
     bench.start([row_of(9)])
-    bench.reader.start_forward(bench.layouts(bench.rows), 5, 9)
+    bench.reader.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), 5, 9)
     new = {name: tensor.requires_grad_() for name, tensor in bench.new_states(0, 5, 9).items()}
     got = bench.reader.read(0, new)
     loss = (got["key"] ** 2).sum()
@@ -386,7 +386,7 @@ def test_a_reader_gives_the_type_of_what_is_new_whatever_the_pool_holds(make_rea
     bench = Bench(make_reader)  # its pool is float32
     bench.start([row_of(9)])
     for start in (8, 0):
-        bench.reader.start_forward(bench.layouts(bench.rows), start, 9)
+        bench.reader.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), start, 9)
         new = {name: tensor.bfloat16() for name, tensor in bench.new_states(0, start, 9).items()}
         got = bench.reader.read(0, new)
         for name in SIZES:

@@ -176,6 +176,22 @@ class BlockTable:
             self.ensure_num_empty_slots(end - start)
         self._chain.token_ids.extend(tokens)
 
+    def append_in_place(self, token_id: int) -> int | None:
+        """Append one token if that takes no block, and return its slot; None, with nothing changed, if it does.
+
+        The common case of a decode step, and no more than that needs.
+
+        Args:
+            token_id: an integer of 64 bits.
+        """
+        token_ids, block_size = self._chain.token_ids, self._block_size
+        block_index, offset = divmod(len(token_ids), block_size)
+        block_ids = self._allocation.block_ids
+        if block_index >= len(block_ids) or not self._allocator.is_writable(block_ids[block_index]):
+            return None
+        token_ids.append(token_id)
+        return block_ids[block_index] * block_size + offset
+
     def ensure_num_empty_slots(self, num_empty_slots: int) -> None:
         """Have at least that many slots that may be written: copy on write, then fresh blocks.
 

@@ -389,3 +389,27 @@ def test_a_table_is_true_even_without_tokens():
     table = BlockTable(PrefixCachingBlockAllocator(2, 2), ROOT)
     assert table
     assert len(table) == 0
+
+
+# One token where there is room for it.
+
+
+def test_a_token_is_appended_in_place_where_its_block_may_be_written(allocator, new_table):
+    table = new_table([1, 2, 3])
+    slot = table.append_in_place(4)
+    assert slot == table.slots(3, 4)[0]
+    assert list(table.token_ids) == [1, 2, 3, 4]
+    allocator.check()
+
+
+def test_a_token_that_would_take_a_block_is_not_appended_in_place(allocator, new_table):
+    full, shared, hit = new_table([1, 2]), new_table([3]), new_table([4, 5], commit=True)
+    twin = shared.fork()
+    hit.truncate(1)  # what is left lies in a block that has a hash
+    before = allocator.num_free_blocks
+    for table in (full, shared, twin, hit):
+        tokens, blocks = list(table.token_ids), list(table.block_ids)
+        assert table.append_in_place(9) is None
+        assert (list(table.token_ids), table.block_ids) == (tokens, blocks)
+    assert allocator.num_free_blocks == before
+    allocator.check()
