@@ -41,19 +41,20 @@ def build(name: str, seed: int = 0) -> PreTrainedModel:
         CannotBuildError: it has no tiny model; the message says why.
         KeyError: unknown name.
     """
-    import torch
-
     if name in zoo_settings.CANNOT_BUILD:
         raise CannotBuildError(f"{name}: {zoo_settings.CANNOT_BUILD[name]}")
-    model_class, config = configuration(name)
-    attention = config.__dict__.pop("_zoo_attention", None)
-    if attention is not None:
-        config._attn_implementation = attention
+    return instantiate(*configuration(name), seed)
+
+
+def instantiate(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """A seeded model of a tiny configuration."""
+    import torch
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).to(torch.float32).eval()
-        for parameter_name, parameter in model.named_parameters():  # not every model heeds initializer_range
-            if parameter.dim() > 1 and not parameter_name.endswith(_KEPT):
+        for name, parameter in model.named_parameters():  # not every model heeds initializer_range
+            if parameter.dim() > 1 and not name.endswith(_KEPT):
                 torch.nn.init.normal_(parameter, std=0.2)
     for special in ("bos_token_id", "eos_token_id", "forced_eos_token_id", "forced_bos_token_id"):
         setattr(model.generation_config, special, None)
@@ -102,8 +103,7 @@ def merge(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def tiny_configuration(config_class: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedConfig:
     """A configuration of a class, cut down by the generic rules and then changed."""
     changes = dict(changes)
-    attention = changes.pop("attn_implementation", None)
-    default = changes.pop("default", None) or config_class()
+    default = config_class()
     settings = _sizes(default) | _layers(default)
     for name in config_class.sub_configs:
         if (nested := getattr(default, name, None)) is not None and name not in changes:
@@ -112,17 +112,13 @@ def tiny_configuration(config_class: type[PreTrainedConfig], changes: dict[str, 
             nested_changes = {**zoo_settings.SETTINGS.get(nested.model_type, {}), **changes[name]}
             changes[name] = tiny_configuration(type(nested), nested_changes)
     settings |= changes
-    if settings.get("max_position_embeddings") is None:
-        settings.pop("max_position_embeddings", None)
-    config = config_class(**settings)
-    if attention is not None:
-        config._zoo_attention = attention
-    return config
+    return config_class(**settings)
 
 
 def _sizes(default: PreTrainedConfig) -> dict[str, Any]:
     """The sizes that the generic table knows, under the names of this configuration."""
-    names = set(inspect.signature(type(default)).parameters)
+    parameters = inspect.signature(type(default)).parameters
+    names = set(parameters)
     sizes: dict[str, Any] = {}
     latent = "kv_lora_rank" in names
     tables = [zoo_settings.SIZES, zoo_settings.LATENT_ATTENTION] if latent else [zoo_settings.SIZES]
@@ -132,8 +128,8 @@ def _sizes(default: PreTrainedConfig) -> dict[str, Any]:
             if name in names and _is_number(default, name):
                 sizes[name] = size
     for name in ("bos_token_id", "eos_token_id", "forced_eos_token_id", "forced_bos_token_id"):
-        if name in names:
-            sizes[name] = None
+        if name in names:  # where a number is needed, one that generation_config does not take over
+            sizes[name] = None if "None" in str(parameters[name].annotation) else 1
     if "pad_token_id" in names:
         sizes["pad_token_id"] = 0
     if "decoder_start_token_id" in names:
