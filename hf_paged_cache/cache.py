@@ -21,12 +21,12 @@ from .call_state import CallState
 from .errors import CacheArgumentError, CacheBusyError
 from .generation import GenerateArguments
 from .hooks import attach, detach, pop_ambient, push_ambient
-from .layer import PagedLayer
+from .layer import PagedIndexedLayer, PagedLayer
 from .prefix_store import PrefixStore
 from .readers import GatherReader, ViewReader
 from .session import Session
 from .stats import CacheStats, CallStats, hit_rate
-from .support import cache_layers, holds_nothing
+from .support import cache_layers, has_index, holds_nothing
 from .verification import Verifier
 
 
@@ -88,7 +88,7 @@ class PagedPrefixCache(Cache):
         verifier = Verifier(partial(PagedPrefixCache, self.store, view=False)) if verify else None
         self._session = Session(self.store, self.call, self.cache_salt, verifier)
         layers: list[Any] = [
-            layer if holds_nothing(layer) else PagedLayer(self, index)
+            layer if holds_nothing(layer) else (PagedIndexedLayer if has_index(layer) else PagedLayer)(self, index)
             for index, layer in enumerate(cache_layers(self.store.model))
         ]
         super().__init__(layers=layers)

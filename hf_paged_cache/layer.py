@@ -70,11 +70,7 @@ class PagedLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new keys and values, [R, H, T, D], and return those of all columns."""
-        states = {"key": key_states, "value": value_states}
-        if torch.compiler.is_compiling():
-            states = _write_outside_graphs(self._cache, self._layer_idx, states)
-        else:
-            states = self._cache.write_layer(self._layer_idx, states)
+        states = self._write({"key": key_states, "value": value_states})
         return states["key"], states["value"]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -102,6 +98,26 @@ class PagedLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
         """Refused: rows are reordered in all layers at once."""
         raise CacheArgumentError("reorder the cache, not a layer: rows are the same in all layers")
+
+    def _write(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Store new states and return those of all columns."""
+        if torch.compiler.is_compiling():
+            return _write_outside_graphs(self._cache, self._layer_idx, states)
+        return self._cache.write_layer(self._layer_idx, states)
+
+
+class PagedIndexedLayer(PagedLayer):
+    """A layer of sparse attention that chooses its keys by an index: it writes a third tensor, or another layer's is used."""
+
+    @property
+    def indexer_keys(self) -> Tensor | None:
+        """The rows' index keys, [R, columns, D]: a copy. None without rows, or where the layer has no index."""
+        held = self._cache.read_layer(self._layer_idx).get("indexer_key")
+        return None if held is None else held.squeeze(1)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Store new index keys, [R, T, D], and return those of all columns."""
+        return self._write({"indexer_key": indexer_key_states.unsqueeze(1)})["indexer_key"].squeeze(1)
 
 
 @torch.compiler.disable

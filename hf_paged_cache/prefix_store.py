@@ -10,7 +10,8 @@ from .block_store import BlockStore
 from .conditioning import Conditioning
 from .errors import CacheArgumentError, CacheBusyError
 from .hooks import attach
-from .support import measure_bytes_per_token, require_supported, takes, unwrapped
+from .support import leaves_doubt, measure_bytes_per_token, require_supported, takes, unwrapped
+from .trial import require_continuable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +41,8 @@ class PrefixStore:
     ) -> None:
         model = unwrapped(model)
         require_supported(model)
+        if leaves_doubt(model):
+            require_continuable(model)
         _require_size("block_size", block_size, 1, "tokens; 16 suits most models")
         if num_blocks is not None and max_bytes is not None:
             raise CacheArgumentError(f"give num_blocks or max_bytes, not both (got {num_blocks} and {max_bytes})")
