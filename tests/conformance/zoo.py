@@ -83,9 +83,9 @@ def configuration(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     model_class = getattr(transformers, class_name if isinstance(class_name, str) else class_name[0])
     config_class = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
-    text_class = model_class.config_class
-    if "text_config" in config_class.sub_configs and not issubclass(config_class, text_class):
-        config_class = text_class  # as AutoModelForCausalLM does: the text decoder of a composite model
+    decoder_class = model_class.config_class
+    if config_class.sub_configs and not issubclass(config_class, decoder_class):
+        config_class = decoder_class  # the model is the text decoder of a composite one
         changes = merge(copy.deepcopy(zoo_settings.SETTINGS.get(config_class.model_type, {})), changes)
     return model_class, tiny_configuration(config_class, changes)
 
@@ -125,7 +125,7 @@ def _sizes(default: PreTrainedConfig) -> dict[str, Any]:
     for table in tables:
         for generic, size in table.items():
             name = default.attribute_map.get(generic, generic)
-            if name in names and _is_number(default, name):
+            if name in names and (generic == "head_dim" or _is_number(default, name)):
                 sizes[name] = size
     for name in ("bos_token_id", "eos_token_id", "forced_eos_token_id", "forced_bos_token_id"):
         if name in names:  # where a number is needed, one that generation_config does not take over

@@ -5,6 +5,7 @@ The last is printed and not judged: some architectures cannot be continued by se
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from dataclasses import dataclass
@@ -72,25 +73,27 @@ def _try(model: PreTrainedModel, report: Report) -> None:
 
 
 @torch.no_grad()
-def forward(model: PreTrainedModel, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    """Logits [rows, columns, vocabulary] of one plain forward without a cache."""
-    mask = torch.ones_like(ids)
-    return model(input_ids=ids, attention_mask=mask, **arguments).logits.float()
+def forward(model: PreTrainedModel, ids: torch.Tensor, first: int = 0, **arguments: Any) -> torch.Tensor:
+    """Logits [rows, columns - first, vocabulary] of the columns from `first` on; without a cache unless one is passed.
+
+    Mask and positions are passed as `generate` passes them: a few models do not count them from the cache.
+    """
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        arguments["position_ids"] = torch.arange(first, ids.shape[1]).expand(len(ids), -1)
+    arguments = {"attention_mask": torch.ones_like(ids), "use_cache": "past_key_values" in arguments, **arguments}
+    return model(input_ids=ids[:, first:], **arguments).logits.float()
 
 
-@torch.no_grad()
 def _continued(model: PreTrainedModel, ids: torch.Tensor, plain: torch.Tensor) -> tuple[float, str]:
     """The distance of a forward of the first columns and then the rest, on one DynamicCache; nan and why, if it fails."""
     from transformers import DynamicCache
 
-    mask = torch.ones_like(ids)
     try:
         cache = DynamicCache(config=model.config)
-        model(input_ids=ids[:, :FIRST], attention_mask=mask[:, :FIRST], past_key_values=cache, use_cache=True)
-        rest = model(input_ids=ids[:, FIRST:], attention_mask=mask, past_key_values=cache, use_cache=True)
+        forward(model, ids[:, :FIRST], past_key_values=cache)
+        return distance(forward(model, ids, FIRST, past_key_values=cache), plain[:, FIRST:]), ""
     except Exception as error:  # noqa: BLE001
         return math.nan, f"not continued: {type(error).__name__}: {error}"
-    return distance(rest.logits.float(), plain[:, FIRST:]), ""
 
 
 def distance(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -120,6 +120,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8},
+    "nemotron": {"num_key_value_heads": 2},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "xlstm": {"qk_dim_factor": 1.0},
     "zamba": {
@@ -178,7 +179,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "cpmant": {"prompt_length": 8},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "gptj": {"rotary_dim": 8},
