@@ -15,7 +15,7 @@ import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import zoo_settings
+from . import zoo_settings, zoo_tower
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -81,6 +81,8 @@ def configuration(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     if name != model_type:
         merge(changes, copy.deepcopy(zoo_settings.VARIANTS[name]))
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    if model_type == "gemma3n":
+        changes["vision_config"] = zoo_tower.configuration()
     model_class = getattr(transformers, class_name if isinstance(class_name, str) else class_name[0])
     config_class = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
     decoder_class = model_class.config_class

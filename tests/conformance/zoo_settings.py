@@ -68,6 +68,7 @@ PER_LAYER = (
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
+_DENSE_AND_SPARSE = ["dense", "sparse"]
 
 # type -> changes of its configuration. Nested configurations are cut down and changed under their own types.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -84,6 +85,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "index_topk": 4,
         "partial_rotary_factor": 0.5,
         "num_key_value_heads": 1,
+        "num_hidden_layers": 3,
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
     },
     "dots3_note_text": {  # its sliding layers have sizes of their own
         "head_dim": 16,
@@ -95,9 +99,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "swa_q_lora_rank": 16,
         "swa_kv_lora_rank": 8,
     },
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
     "longcat_flash": {"expert_ffn_hidden_size": 32, "zero_expert_num": 2, "qk_head_dim": 16},
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": _DENSE_AND_SPARSE,
         "index_n_heads": 2,
         "index_head_dim": 16,
         "index_block_size": 8,
@@ -131,6 +137,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": WINDOW},
     # Kinds of layers that the default has none of, or counts them otherwise
+    "cohere2_moe": {"mlp_layer_types": _DENSE_AND_SPARSE, "num_shared_experts": 1},
     "cohere_compass_text": {
         "layer_types": _SLIDING_AND_FULL,
         "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
@@ -144,6 +151,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "ernie4_5_moe": {"moe_layer_end_index": 1},
     "exaone_moe": {"first_k_dense_replace": 1},
+    "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": _SLIDING_AND_FULL * 2,
@@ -167,10 +175,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "laguna": {"layer_types": ["full_attention", "sliding_attention"], "num_attention_heads_per_layer": [4, 8]},
-    "mellum": {"layer_types": ["full_attention", "sliding_attention"]},
+    "llama4_text": {"interleave_moe_layer_step": 2},
+    "mellum": {"layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": _DENSE_AND_SPARSE},
+    "mimo_v2_flash": {"v_head_dim": 12},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "modernbert-decoder": {"local_attention": 2 * WINDOW},
     "ministral": {"layer_types": _SLIDING_AND_FULL},
+    "qwen2_moe": {"mlp_only_layers": [0]},
+    "qwen3_moe": {"mlp_only_layers": [0]},
+    "qwen3_next": {"mlp_only_layers": [0]},
     # Sizes under names of their own, and sizes that depend on others
     "blt": {"vocab_size": 260, "encoder_hash_byte_group_vocab": 512},
     "blt_local_encoder": {"vocab_size": 260, "hidden_size_global": 64},
@@ -183,7 +196,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "gptj": {"rotary_dim": 8},
-    "inkling_text": {"rel_extent": 64},
+    "inkling_text": {"rel_extent": 64, "mlp_layer_types": _DENSE_AND_SPARSE},
     "inkling2_text": {"rel_extent": 64},
     "moshi": {"sliding_window": POSITIONS, "num_codebooks": 2},  # its mask knows no window
     "musicgen_decoder": {"num_codebooks": 1},
@@ -207,6 +220,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     # Towers of models that are built whole
     "emu3_vqgan": {"base_channels": 32, "codebook_size": 64},
+    "gemma3n_audio": {"conf_num_hidden_layers": 1, "conf_num_attention_heads": 4, "sscp_conv_channel_size": [8, 4]},
     "git_vision_model": {"image_size": 32, "patch_size": 8},
     "got_ocr2_vision": {"image_size": 64, "patch_size": 16, "mlp_dim": 64, "output_channels": 16, "window_size": 2},
     "phi4_multimodal_vision": {"image_size": 56, "patch_size": 14, "crop_size": 56},
@@ -300,7 +314,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 CANNOT_BUILD: dict[str, str] = {
-    "gemma3n": "its vision tower needs timm (its text decoder is gemma3n_text)",
     "gemma4_assistant": "a draft head: takes another model's hidden states and K/V, and no tokens",
     "gemma4_unified_assistant": "a draft head: takes another model's hidden states and K/V, and no tokens",
 }
