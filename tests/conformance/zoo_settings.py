@@ -49,7 +49,7 @@ LATENT_ATTENTION: dict[str, int] = {  # sizes of layers that cache one low-rank 
     "qk_nope_head_dim": 8,
     "v_head_dim": 16,
     "head_dim": 8,
-    "index_n_heads": 8,  # with fewer, many index scores are exactly 0 and ties decide
+    "index_n_heads": 16,  # with fewer, some index scores are exactly 0 and ties decide
     "index_head_dim": 16,
     "index_topk": 8,
 }
