@@ -10,6 +10,7 @@ values matter.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import inspect
 import sys
@@ -79,7 +80,7 @@ def configuration(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     model_type = name.split("@")[0]
     changes = copy.deepcopy(zoo_settings.SETTINGS.get(model_type, {}))
     if name != model_type:
-        merge(changes, copy.deepcopy(zoo_settings.VARIANTS[name]))
+        changes |= copy.deepcopy(zoo_settings.VARIANTS[name])
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     if model_type == "gemma3n":
         changes["vision_config"] = zoo_tower.configuration()
@@ -88,33 +89,21 @@ def configuration(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     decoder_class = model_class.config_class
     if config_class.sub_configs and not issubclass(config_class, decoder_class):
         config_class = decoder_class  # the model is the text decoder of a composite one
-        changes = merge(copy.deepcopy(zoo_settings.SETTINGS.get(config_class.model_type, {})), changes)
+        changes = copy.deepcopy(zoo_settings.SETTINGS.get(config_class.model_type, {})) | changes
     return model_class, tiny_configuration(config_class, changes)
 
 
-def merge(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Put `changes` into `settings`, those of nested configurations (their names end in config) one by one."""
-    for name, value in changes.items():
-        if isinstance(value, dict) and isinstance(settings.get(name), dict) and name.endswith("config"):
-            merge(settings[name], value)
-        else:
-            settings[name] = value
-    return settings
-
-
 def tiny_configuration(config_class: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedConfig:
-    """A configuration of a class, cut down by the generic rules and then changed."""
-    changes = dict(changes)
+    """A configuration of a class, and those nested in it, cut down by the generic rules and then changed."""
     default = config_class()
-    settings = _sizes(default) | _layers(default)
+    nested_settings = {}
     for name in config_class.sub_configs:
-        if (nested := getattr(default, name, None)) is not None and name not in changes:
-            changes[name] = {}
-        if isinstance(changes.get(name), dict) and nested is not None:
-            nested_changes = {**zoo_settings.SETTINGS.get(nested.model_type, {}), **changes[name]}
-            changes[name] = tiny_configuration(type(nested), nested_changes)
-    settings |= changes
-    return config_class(**settings)
+        nested = getattr(default, name, None)
+        nested_changes = changes.get(name, {})
+        if nested is not None and isinstance(nested_changes, dict):
+            nested_changes = zoo_settings.SETTINGS.get(nested.model_type, {}) | nested_changes
+            nested_settings[name] = tiny_configuration(type(nested), nested_changes)
+    return config_class(**(_sizes(default) | _layers(default) | changes | nested_settings))
 
 
 def _sizes(default: PreTrainedConfig) -> dict[str, Any]:
@@ -177,13 +166,16 @@ def _layers(default: PreTrainedConfig) -> dict[str, Any]:
     return settings
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     """Check the named models, or all; 1 if one of them fails."""
     from .zoo_check import check
 
-    names = [name for name in arguments if not name.startswith("-")] or [*model_types(), *VARIANTS]
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance.zoo", description=check.__doc__)
+    parser.add_argument(
+        "--check", nargs="*", required=True, metavar="NAME", help="types and variants; without one, all"
+    )
     failures = 0
-    for name in names:
+    for name in parser.parse_args().check or [*model_types(), *VARIANTS]:
         report = check(name)
         failures += report.failed
         print(report, flush=True)  # noqa: T201
@@ -191,4 +183,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

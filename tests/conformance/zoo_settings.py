@@ -140,7 +140,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cohere2_moe": {"mlp_layer_types": _DENSE_AND_SPARSE, "num_shared_experts": 1},
     "cohere_compass_text": {
         "layer_types": _SLIDING_AND_FULL,
-        "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
+        "rope_parameters": {kind: {**_ROPE, "mrope_section": [3, 3, 2]} for kind in _SLIDING_AND_FULL},
     },
     "dots1": {
         "layer_types": _SLIDING_AND_FULL,
