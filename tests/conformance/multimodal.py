@@ -74,6 +74,37 @@ def _kinds() -> dict[str, _Kind]:
             {"mm_token_type_ids": (0, 1)},
             "patches",
         ),
+        "qwen3_vl": _Kind(  # its tower also adds to the decoder's first layers
+            "Qwen3VLConfig",
+            "Qwen3VLForConditionalGeneration",
+            {
+                "text_config": qwen_text,
+                "vision_config": {
+                    **patches,
+                    "out_hidden_size": 64,
+                    "num_position_embeddings": 16,
+                    "deepstack_visual_indexes": [0, 1],
+                },
+                "image_token_id": IMAGE_TOKEN,
+                "video_token_id": IMAGE_TOKEN + 1,
+                "vision_start_token_id": IMAGE_TOKEN + 2,
+                "vision_end_token_id": IMAGE_TOKEN + 3,
+            },
+            4,
+            {"mm_token_type_ids": (0, 1)},
+            "patches",
+        ),
+        "internvl": _Kind(
+            "InternVLConfig",
+            "InternVLForConditionalGeneration",
+            {
+                "text_config": _TEXT,
+                "vision_config": {"image_size": [_IMAGE, _IMAGE], "patch_size": [_PATCH, _PATCH]},
+                "image_token_id": IMAGE_TOKEN,
+                "image_seq_length": 4,
+            },
+            4,
+        ),
         "gemma3": _Kind(
             "Gemma3Config",
             "Gemma3ForConditionalGeneration",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from . import multimodal, zoo, zoo_settings
-from .zoo_check import check, distance
+from .zoo_check import check, distance, forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -66,6 +66,14 @@ def test_variants_are_of_known_types_and_differ_from_them() -> None:
     assert plain.sliding_window is None
     assert sliding.sliding_window == zoo_settings.WINDOW
     assert zoo.build("mistral@eager").config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", ["bert@token_types", "hrm_text@token_types"])
+def test_token_types_change_what_a_model_says(name: str) -> None:
+    model, ids = zoo.build(name), torch.randint(1, 128, (1, 40), generator=torch.Generator().manual_seed(0))
+    assert zoo.extra_inputs("llama", ids) == {}
+    with torch.no_grad():
+        assert distance(forward(model, ids, **zoo.extra_inputs(name, ids)), forward(model, ids)) > 0.01
 
 
 def test_what_has_no_tiny_model_says_why_and_an_unknown_name_is_an_error() -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from . import zoo_settings, zoo_tower
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
 VARIANTS: tuple[str, ...] = tuple(zoo_settings.VARIANTS)
@@ -69,6 +70,13 @@ _KEPT = ("A_log",)  # drawn anew, a state would forget everything within a few t
 def vocabulary(model: PreTrainedModel) -> int:
     """The number of token ids that a model of the zoo takes."""
     return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
+def extra_inputs(name: str, input_ids: Tensor) -> dict[str, Tensor]:
+    """What a variant's calls pass beside tokens and mask: token types of 1 for the "@token_types" ones."""
+    import torch
+
+    return {"token_type_ids": torch.ones_like(input_ids)} if name.endswith("@token_types") else {}
 
 
 def configuration(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:

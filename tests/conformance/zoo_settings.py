@@ -254,6 +254,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"{name}@decoder": {"is_decoder": True} for name in _BERT_KIND.split()},
     "bart@fewer_encoder_layers": {"encoder_layers": 1, "decoder_layers": 3},
     "bart@more_encoder_layers": {"encoder_layers": 3, "decoder_layers": 2},
+    "bert@token_types": {"is_decoder": True},
     "deepseek_v3@no_q_lora": {"q_lora_rank": None},
     "doge@moe": {"is_moe": True, "num_experts": 16},
     "falcon@alibi": {"alibi": True},
@@ -269,7 +270,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 0,
     },
     "gpt_bigcode@multi_head": {"multi_query": False},
-    "hrm_text@token_types": {},
+    "hrm_text@token_types": {},  # one block of them attends to itself in both directions
     "hrm_text@no_prefix": {"prefix_lm": False},
     "llama@dynamic_rope": {"max_position_embeddings": 48, "rope_parameters": _DYNAMIC},
     "llama@eager": {"attn_implementation": "eager"},
