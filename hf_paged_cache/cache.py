@@ -203,6 +203,10 @@ class PagedPrefixCache(Cache):
         """Take everything off the model, for all caches of it."""
         detach(self.store.model)
 
+    def holds_layer(self, layer_idx: int) -> bool:
+        """Whether there are rows, and keys and values of them in this layer: not every layer writes any."""
+        return self.call.num_columns > 0 and self.store.blocks.pool.has_layer(layer_idx)
+
     def write_layer(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store a layer's new K/V by name, [R, H, T, D], and return those of all columns."""
         return self.call.write(layer_idx, states)

@@ -17,6 +17,9 @@ class LayeredCache(Protocol):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the running rows."""
 
+    def holds_layer(self, layer_idx: int) -> bool:
+        """Whether there are rows, and states of them in this layer."""
+
     def write_layer(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store new states by name, [R, H, T, D], and return those of all columns."""
 
@@ -52,8 +55,8 @@ class PagedLayer(CacheLayerMixin):
     # Attributes of the base class, here read from the cache: a layer has no state that could disagree with it.
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether the cache has rows; models read False as "the first forward"."""
-        return self._cache.get_seq_length() > 0
+        """Whether the rows have keys and values in this layer; models read False as "the first forward"."""
+        return self._cache.holds_layer(self._layer_idx)
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]

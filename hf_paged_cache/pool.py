@@ -81,6 +81,10 @@ class BlockPool:
         """The layers written so far."""
         return sorted(self._tensors)
 
+    def has_layer(self, layer_idx: int) -> bool:
+        """Whether the layer was written."""
+        return layer_idx in self._tensors
+
     @property
     def pool_bytes(self) -> int:
         """Bytes the pool holds: on a host, of the blocks written at least once, since other pages are not backed."""

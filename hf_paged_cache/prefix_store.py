@@ -9,6 +9,7 @@ from .arguments import ArgumentReader
 from .block_store import BlockStore
 from .conditioning import Conditioning
 from .errors import CacheArgumentError, CacheBusyError
+from .generation import cross_inputs
 from .hooks import attach
 from .support import leaves_doubt, measure_bytes_per_token, require_supported, takes, unwrapped
 from .trial import require_continuable
@@ -61,7 +62,11 @@ class PrefixStore:
         self.conditioning = Conditioning(model)
         self.takes_positions = takes(model, "position_ids")
         self.argument_reader = ArgumentReader(
-            model.config, takes_positions=self.takes_positions, takes_logits_to_keep=takes(model, "logits_to_keep")
+            model.config,
+            takes_positions=self.takes_positions,
+            takes_logits_to_keep=takes(model, "logits_to_keep"),
+            remembers_positions=any(hasattr(module, "rope_deltas") for module in model.modules()),
+            cross_inputs=cross_inputs(model),
         )
         attach(model)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -63,7 +64,12 @@ def require_supported(model: object) -> None:
             f"{name} attends in both directions (config.is_decoder is False), so the keys and values of a prefix depend "
             "on what follows it; load it with is_decoder=True if it is to generate"
         )
-    layers = cache_layers(model)
+    try:
+        layers = cache_layers(model)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name}: transformers cannot make a DynamicCache of its config ({type(error).__name__}: {error})"
+        ) from error
     for index, layer in enumerate(layers):
         if type(layer) not in _HELD_LAYERS and not holds_nothing(layer):
             raise UnsupportedModelError(
@@ -131,8 +137,9 @@ def _attends_in_both_directions(model: PreTrainedModel) -> bool:
 
 def _mask_knows_windows(model: PreTrainedModel) -> bool:
     """Whether a function that makes masks with windows is at hand where one of the model's modules is defined."""
-    sources = {parent.__module__ for module in model.modules() for parent in type(module).__mro__}
-    names = (name for source in sources if not source.startswith("torch.") for name in vars(sys.modules[source]))
+    classes = {parent for module in model.modules() for parent in type(module).__mro__ if issubclass(parent, nn.Module)}
+    sources = {found for parent in classes if (found := sys.modules.get(parent.__module__)) is not None}
+    names = (name for source in sources if not source.__name__.startswith("torch.") for name in vars(source))
     return any("mask" in name and ("sliding" in name or "chunked" in name or "for_generate" in name) for name in names)
 
 

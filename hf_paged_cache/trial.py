@@ -120,8 +120,7 @@ def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     inputs = {"input_ids": ids, "attention_mask": mask}
     if takes(model, "position_ids"):
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_(min=0)
-    device = model.get_input_embeddings().weight.device
-    return {name: value.to(device if device.type != "meta" else model.device) for name, value in inputs.items()}
+    return {name: value.to(model.device) for name, value in inputs.items()}
 
 
 def last_logits(output: Any, num_columns: int) -> Tensor:

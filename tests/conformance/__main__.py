@@ -7,16 +7,11 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: a second thread makes tiny models slower
 
 import argparse
-import logging
-import multiprocessing
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from tqdm import tqdm
-
-from .examine import TypeResult, examine
 from .report import STORED, load, store, summary, table
+from .workers import run_all
 from .zoo import VARIANTS, model_types
 
 
@@ -35,33 +30,6 @@ def main() -> int:
     if arguments.table:
         arguments.table.write_text(table(load(arguments.json or STORED)), encoding="utf-8")
     return int(any(result.is_defect for result in results))
-
-
-def run_all(names: list[str], num_processes: int) -> list[TypeResult]:
-    """All types, spread over processes."""
-    if num_processes == 1:
-        _start_worker()
-        return [examine(name) for name in tqdm(names)]
-    results = []
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=_start_worker) as pool:
-        futures = [pool.submit(examine, name) for name in names]
-        with tqdm(total=len(names)) as progress:
-            for future in as_completed(futures):
-                results.append(future.result())
-                progress.set_postfix_str(results[-1].name)
-                progress.update()
-    return results
-
-
-def _start_worker() -> None:
-    import torch
-    import transformers
-
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    logging.disable(logging.WARNING)
 
 
 if __name__ == "__main__":

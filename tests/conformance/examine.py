@@ -84,11 +84,23 @@ def _examine(name: str, result: TypeResult) -> None:
     except CannotBuildError as error:
         result.outcome, result.reason = "not built", _one_line(error)
         return
+    except Exception as error:  # noqa: BLE001
+        result.outcome, result.reason = (
+            "error",
+            f"while the model was built: {type(error).__name__}: {_one_line(error)}",
+        )
+        return
     result.model_class = type(model).__name__
     try:
         PrefixStore(model)
     except UnsupportedModelError as error:
         result.outcome, result.reason = "refused", _one_line(error)
+        return
+    except Exception as error:  # noqa: BLE001
+        result.outcome, result.reason = (
+            "error",
+            f"while the cache was built: {type(error).__name__}: {_one_line(error)}",
+        )
         return
     measured = Measured()
     for scene_name, scene in SCENES.items():

@@ -148,6 +148,9 @@ class Player:
         if not counts.reused_tokens and least and _may_compute_all(self._said()):
             self.measured.unreused.add(self._said())
             return
+        if self.store.conditioning.rope.depends_on_length and counts.reused_tokens < (least or 0):
+            self.measured.unreused.add(ROPE_CHANGES)
+            return
         if reused is not None and counts.reused_tokens != reused:
             raise CellError("no reuse", f"{counts.reused_tokens} tokens reused, not {reused}: {self._said()}")
         if at_least is not None and counts.reused_tokens < at_least:
@@ -157,6 +160,7 @@ class Player:
         return " | ".join(dict.fromkeys(row.stopped for row in self.cache.last_call.rows))
 
 
+ROPE_CHANGES = "its rotary frequencies change with length, and a prefix was known with others"
 # Reasons, documented as such, for which a whole prompt is computed.
 _DOCUMENTED = ("the model cannot say which logits it needs while drafts are verified",)
 
