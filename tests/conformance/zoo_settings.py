@@ -127,6 +127,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8},
     "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"time_step_min": 1e-6},  # a step of one token knows no such limit
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "xlstm": {"qk_dim_factor": 1.0},
     "zamba": {
@@ -135,6 +136,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "attention_hidden_size": 128,
         "attention_head_dim": 32,
     },
+    "zamba2": {"time_step_min": 1e-6},
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": WINDOW},
     # Kinds of layers that the default has none of, or counts them otherwise
     "cohere2_moe": {"mlp_layer_types": _DENSE_AND_SPARSE, "num_shared_experts": 1},
