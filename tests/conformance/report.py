@@ -32,10 +32,16 @@ def store(results: Sequence[TypeResult], path: Path) -> None:
             "torch": torch.__version__.split("+")[0],
             "python": platform.python_version(),
         },
-        "counts": dict(sorted(Counter(result.outcome for result in results if "@" not in result.name).items())),
+        "counts": counts({result.name: result.outcome for result in results}),
         "types": {result.name: result.as_stored() for result in sorted(results, key=lambda result: result.name)},
     }
     path.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def counts(outcomes: dict[str, str]) -> dict[str, int]:
+    """Types by outcome. One that is a decoder only by its config counts as that decoder: without, it is refused."""
+    types = [outcomes.get(f"{name}@decoder", outcome) for name, outcome in outcomes.items() if "@" not in name]
+    return dict(sorted(Counter(types).items()))
 
 
 def summary(results: Sequence[TypeResult]) -> str:
@@ -49,13 +55,14 @@ def summary(results: Sequence[TypeResult]) -> str:
             reason = f"distance {result.distance:.1e}, DynamicCache from itself {result.own_distance:.1e} {reason}"
         lines.append(f"{result.outcome:10} {result.name:28} {reason}")
         lines += [f"{'':12}{scene}: {cell}" for scene, cell in result.cells.items() if _is_news(cell)]
-    lines += [f"{count:4} {outcome}" for outcome, count in Counter(result.outcome for result in results).most_common()]
+    lines += ["types and variants:", *_counted(Counter(result.outcome for result in results))]
+    lines += ["types, of BERT's kind as decoders:", *_counted(counts({each.name: each.outcome for each in results}))]
     return "\n".join(lines)
 
 
 def table(stored: dict[str, Any]) -> str:
     """The docs' page: which types are supported in which mode, which are not, and why."""
-    types, versions, counts = stored["types"], stored["versions"], stored["counts"]
+    types, versions, numbers = stored["types"], stored["versions"], stored["counts"]
     supported = {name: result for name, result in types.items() if result["outcome"] == "identical"}
     others = {name: result for name, result in types.items() if name not in supported}
     modes = list(SCENES)
@@ -65,11 +72,12 @@ def table(stored: dict[str, Any]) -> str:
         "Written by `python -m tests.conformance --table docs/supported_models.md`; do not edit by hand. Made with "
         f"transformers {versions['transformers']} and torch {versions['torch']}.",
         "",
-        f"Each of the {sum(counts.values())} model types that transformers lists for causal language models was built tiny "
+        f"Each of the {sum(numbers.values())} model types that transformers lists for causal language models was built tiny "
         "and seeded, and played the scenes below with `DynamicCache` and with ours: the same tokens, and raw logits of every "
         "step within 1e-4 of their scale. Every scene that reuses was seen to fail with zeros in place of what is reused. "
-        + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-        + ". A name with `@` is a variant of a type and not counted.",
+        + ", ".join(f"{count} {outcome}" for outcome, count in numbers.items())
+        + ". A name with `@` is a variant of a type and not counted, except that a type of BERT's kind counts as its "
+        "`@decoder`: with `config.is_decoder` false it attends in both directions and is refused.",
         "",
         "## Identical",
         "",
@@ -103,6 +111,10 @@ def table(stored: dict[str, Any]) -> str:
     ]
     lines += [f"| {name} | {result['outcome']} | {result.get('reason', '')} |" for name, result in others.items()]
     return "\n".join(lines) + "\n"
+
+
+def _counted(numbers: dict[str, int]) -> list[str]:
+    return [f"{number:4} {outcome}" for outcome, number in numbers.items()]
 
 
 def _is_news(cell: str) -> bool:
