@@ -23,12 +23,15 @@ if TYPE_CHECKING:
         TicketError,
         UnsupportedModelError,
     )
+    from .model_check import ModelReport, check_model
     from .prefix_store import PrefixStore
     from .stats import CacheStats
 
 _HOME = {  # public name -> the module that defines it
     "PagedPrefixCache": ".cache",
     "PrefixStore": ".prefix_store",
+    "check_model": ".model_check",
+    "ModelReport": ".model_check",
     "CacheStats": ".stats",
     "PagedCacheError": ".errors",
     "UnsupportedModelError": ".errors",
@@ -45,6 +48,7 @@ __all__ = [
     "CacheArgumentError",
     "CacheBusyError",
     "CacheStats",
+    "ModelReport",
     "OutOfBlocksError",
     "PagedCacheError",
     "PagedPrefixCache",
@@ -53,6 +57,7 @@ __all__ = [
     "TicketError",
     "UnsupportedModelError",
     "__version__",
+    "check_model",
 ]
 
 

@@ -74,10 +74,22 @@ class ArgumentReader:
         config: the model's, for outputs that it asks for by default.
         takes_positions: the forward has `position_ids`; where it has not, positions follow the mask.
         takes_logits_to_keep: the forward can leave out logits.
+        remembers_positions: where no positions are passed, they follow from the forward before.
+        cross_inputs: arguments that a cross attention reads; refused.
     """
 
-    def __init__(self, config: Any, *, takes_positions: bool, takes_logits_to_keep: bool) -> None:
+    def __init__(
+        self,
+        config: Any,
+        *,
+        takes_positions: bool,
+        takes_logits_to_keep: bool,
+        remembers_positions: bool = False,
+        cross_inputs: Sequence[str] = (),
+    ) -> None:
         self._config = config
+        self._remembers_positions = remembers_positions
+        self._cross_inputs = cross_inputs
         self._takes_positions = takes_positions
         self.takes_logits_to_keep = takes_logits_to_keep
 
@@ -101,9 +113,16 @@ class ArgumentReader:
             records_drafts: drafts are verified, so `generate` may want logits that it does not ask for.
             is_behind_prompt: all columns are generated ones, so the mask of the rows is as it was.
         Raises:
-            CacheArgumentError: ids, mask or positions contradict each other or the rows.
+            CacheArgumentError: ids, mask or positions contradict each other or the rows; or a cross attention is used.
         """
         ids = arguments.get("input_ids")
+        if (
+            crossed := next((name for name in self._cross_inputs if arguments.get(name) is not None), None)
+        ) is not None:
+            raise CacheArgumentError(
+                f"{crossed} was passed, and cross attention keeps keys and values that are no tokens'; call the model "
+                "without past_key_values, or use generate, which then leaves this cache out"
+            )
         if is_behind_prompt and running and ids is not None and ids.dim() == 2 and ids.shape[1] == 1:
             step = self._read_step(arguments, ids, running, num_columns_before)
             if step is not None:
@@ -183,6 +202,8 @@ class ArgumentReader:
         if not self._takes_positions:
             return expected, None
         if positions is None:
+            if self._remembers_positions:
+                return expected, "without position_ids the model counts on from what it saw in an earlier call"
             # the model numbers columns, whatever the padding
             first = list(pads)
             if running and first != expected:
@@ -301,7 +322,9 @@ def _read_mask(mask: Any, num_rows: int, num_columns: int) -> tuple[list[int], s
 def _unread(arguments: Mapping[str, Any]) -> str | None:
     """An argument that may condition keys and values and is none of those read here."""
     for name, value in arguments.items():
-        if value is not None and name not in _READ and not isinstance(value, bool | int | float | str):
+        if value is None or name in _READ or isinstance(value, bool | int | float | str):
+            continue
+        if not isinstance(value, dict | list | tuple) or value:  # an empty one, as of images where there are none
             return f"the argument {name} may condition keys and values"
     return None
 

@@ -62,7 +62,8 @@ class BlockStore:
         self.allocator = PrefixCachingBlockAllocator(first, block_size)
         self.pool = BlockPool(block_size)
         self.max_num_blocks = num_blocks
-        self.writing_layers: frozenset[int] = frozenset()  # layers that write in every forward; empty before the first
+        # (layer, name) of what every forward writes; empty before the first
+        self.writing_layers: frozenset[tuple[int, str]] = frozenset()
         self.left_behind: deque[LeftBehind] = deque()  # appended to by finalizers, which may run in any line of ours
         self._holders: WeakSet[Holder] = WeakSet()
         self._promised: WeakKeyDictionary[Holder, int] = WeakKeyDictionary()  # call -> blocks it may still take

@@ -21,13 +21,13 @@ from .call_state import CallState
 from .errors import CacheArgumentError, CacheBusyError
 from .generation import GenerateArguments
 from .hooks import attach, detach, pop_ambient, push_ambient
-from .layer import PagedLayer
+from .layer import PagedIndexedLayer, PagedLayer
 from .prefill import Prefiller
 from .prefix_store import PrefixStore
 from .readers import GatherReader, ViewReader
 from .session import Session
 from .stats import CacheStats, CallStats, hit_rate
-from .support import cache_layers, holds_nothing
+from .support import cache_layers, has_index, holds_nothing
 from .verification import Verifier
 
 
@@ -90,7 +90,7 @@ class PagedPrefixCache(Cache):
         verifier = Verifier(further) if verify else None
         self._session = Session(self.store, self.call, self.cache_salt, Prefiller(self.store, further), verifier)
         layers: list[Any] = [
-            layer if holds_nothing(layer) else PagedLayer(self, index)
+            layer if holds_nothing(layer) else (PagedIndexedLayer if has_index(layer) else PagedLayer)(self, index)
             for index, layer in enumerate(cache_layers(self.store.model))
         ]
         super().__init__(layers=layers)
@@ -204,6 +204,10 @@ class PagedPrefixCache(Cache):
     def detach(self) -> None:
         """Take everything off the model, for all caches of it."""
         detach(self.store.model)
+
+    def holds_layer(self, layer_idx: int) -> bool:
+        """Whether there are rows, and keys and values of them in this layer: not every layer writes any."""
+        return self.call.num_columns > 0 and self.store.blocks.pool.has_layer(layer_idx)
 
     def write_layer(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store a layer's new K/V by name, [R, H, T, D], and return those of all columns."""

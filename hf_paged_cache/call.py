@@ -48,7 +48,7 @@ class Call:
         self.num_announced = 0  # forwards announced since `begin`
         self.peak_kv_bytes = 0
         self._bracket: Callable[[], Bracket | None] = no_bracket  # of the `generate` that runs
-        self._written: set[int] = set()  # layers that wrote under the ticket
+        self._written: set[tuple[int, str]] = set()  # (layer, name) of what was written under the ticket
         self._thread = 0  # the thread that announced it
         self._is_first = False  # the ticket is the first of its rows
         self._num_columns_before = 0  # columns before the last confirmed forward
@@ -121,7 +121,7 @@ class Call:
 
         Shapes: [R, H, T, D] with the ticket's rows and columns; returns [R, H, stop, D].
         Raises:
-            TicketError: no ticket is open, the shapes are not the ticket's, or the layer has written already.
+            TicketError: no ticket is open, the shapes are not the ticket's, or the layer has written that already.
         """
         ticket = self.ticket
         if ticket is None:
@@ -136,12 +136,12 @@ class Call:
                     f"{ticket.num_rows} rows and {ticket.num_columns} tokens; run one forward at a time through the "
                     "model's __call__, and none that splits its rows"
                 )
-        if layer_idx in self._written:
-            raise TicketError(f"layer {layer_idx} writes twice in one forward; switch gradient checkpointing off")
+            if (layer_idx, name) in self._written:
+                raise TicketError(f"layer {layer_idx} writes twice in one forward; switch gradient checkpointing off")
         with self.store.lock:
             self.store.pool.write(layer_idx, states, ticket.target)
             self.state = CallState.WRITTEN
-            self._written.add(layer_idx)
+            self._written.update((layer_idx, name) for name in states)
             return self.reader.read(layer_idx, states)
 
     def confirm(self) -> None:
@@ -157,8 +157,9 @@ class Call:
             missing = self.store.writing_layers - self._written
             if missing or not self._written:
                 self.roll_back()
+                layers = f"layers {sorted({layer for layer, _ in missing})}" if missing else "any layer"
                 raise TicketError(
-                    f"the forward did not write {f'layers {sorted(missing)}' if missing else 'any layer'}: gradient "
+                    f"the forward did not write {layers}: gradient "
                     "checkpointing drops the cache; call model.gradient_checkpointing_disable() or model.eval()"
                 )
             if not self.store.writing_layers:

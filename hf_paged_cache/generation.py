@@ -23,6 +23,7 @@ class GenerateArguments:
         cache_implementation, use_cache: as given; None where they are not.
         is_assistant: it drafts for another model's `generate`.
         in_step: it was told that several processes run as many forwards.
+        cross_input: the argument that a cross attention reads, whose keys and values are no tokens'; None without one.
     """
 
     limits: CallLimits | None
@@ -30,6 +31,7 @@ class GenerateArguments:
     cache_implementation: str | None
     use_cache: bool | None
     is_assistant: bool
+    cross_input: str | None = None
     num_masked: int = 0
     num_given: int = 0
     in_step: bool = False
@@ -65,10 +67,20 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         cache_implementation=None if implementation == _UNSET_IMPLEMENTATION else implementation,
         use_cache=option("use_cache"),
         is_assistant=bool(option("is_assistant")),
+        cross_input=next((name for name in cross_inputs(model) if kwargs.get(name) is not None), None),
         num_masked=num_masked,
         num_given=num_given,
         in_step=bool(args[5] if len(args) > 5 else kwargs.get("synced_gpus")),
     )
+
+
+def cross_inputs(model: Any) -> tuple[str, ...]:
+    """The arguments by which a cross attention may be given something to attend to."""
+    names = ("encoder_hidden_states", "encoder_outputs", "cross_attention_states")
+    config = getattr(model, "config", None)
+    if config is not None and getattr(config.get_text_config(decoder=True), "cross_attention_layers", None):
+        return (*names, "pixel_values")
+    return names
 
 
 def _limits(option: Callable[[str], Any], num_rows: int, num_passed: int, num_columns: int) -> CallLimits:

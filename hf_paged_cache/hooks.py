@@ -59,6 +59,14 @@ class GenerateBracket:
         if cache is not None and given.use_cache is False:
             warnings.warn("use_cache=False: this call runs without the cache it was given", stacklevel=2)
             return self._generate()(*args, **{**kwargs, "past_key_values": None})
+        if given.cross_input is not None:
+            if cache is not None:
+                warnings.warn(
+                    f"{given.cross_input}: cross attention keeps keys and values that are no tokens'; this call runs "
+                    "without the cache it was given",
+                    stacklevel=2,
+                )
+            return self._generate()(*args, **{**kwargs, "past_key_values": None})
         with ExitStack() as stack:
             if cache is not None:
                 stack.enter_context(cache.generating(self.model, given))

@@ -17,6 +17,9 @@ class LayeredCache(Protocol):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the running rows."""
 
+    def holds_layer(self, layer_idx: int) -> bool:
+        """Whether there are rows, and states of them in this layer."""
+
     def write_layer(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store new states by name, [R, H, T, D], and return those of all columns."""
 
@@ -52,8 +55,8 @@ class PagedLayer(CacheLayerMixin):
     # Attributes of the base class, here read from the cache: a layer has no state that could disagree with it.
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether the cache has rows; models read False as "the first forward"."""
-        return self._cache.get_seq_length() > 0
+        """Whether the rows have keys and values in this layer; models read False as "the first forward"."""
+        return self._cache.holds_layer(self._layer_idx)
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -70,11 +73,7 @@ class PagedLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new keys and values, [R, H, T, D], and return those of all columns."""
-        states = {"key": key_states, "value": value_states}
-        if torch.compiler.is_compiling():
-            states = _write_outside_graphs(self._cache, self._layer_idx, states)
-        else:
-            states = self._cache.write_layer(self._layer_idx, states)
+        states = self._write({"key": key_states, "value": value_states})
         return states["key"], states["value"]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -102,6 +101,26 @@ class PagedLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
         """Refused: rows are reordered in all layers at once."""
         raise CacheArgumentError("reorder the cache, not a layer: rows are the same in all layers")
+
+    def _write(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Store new states and return those of all columns."""
+        if torch.compiler.is_compiling():
+            return _write_outside_graphs(self._cache, self._layer_idx, states)
+        return self._cache.write_layer(self._layer_idx, states)
+
+
+class PagedIndexedLayer(PagedLayer):
+    """A layer of sparse attention that chooses its keys by an index: it writes a third tensor, or another layer's is used."""
+
+    @property
+    def indexer_keys(self) -> Tensor | None:
+        """The rows' index keys, [R, columns, D]: a copy. None without rows, or where the layer has no index."""
+        held = self._cache.read_layer(self._layer_idx).get("indexer_key")
+        return None if held is None else held.squeeze(1)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Store new index keys, [R, T, D], and return those of all columns."""
+        return self._write({"indexer_key": indexer_key_states.unsqueeze(1)})["indexer_key"].squeeze(1)
 
 
 @torch.compiler.disable

@@ -7,7 +7,7 @@ slots are trusted, since a range check would synchronise an accelerator. torch s
 import contextlib
 import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -81,6 +81,10 @@ class BlockPool:
         """The layers written so far."""
         return sorted(self._tensors)
 
+    def has_layer(self, layer_idx: int) -> bool:
+        """Whether the layer was written."""
+        return layer_idx in self._tensors
+
     @property
     def pool_bytes(self) -> int:
         """Bytes the pool holds: on a host, of the blocks written at least once, since other pages are not backed."""
@@ -146,13 +150,14 @@ class BlockPool:
                 tokens = tokens.index_select(0, sources)
             held.index_copy_(0, slots, tokens.to(held.dtype))
 
-    def gather(self, layer_idx: int, slots: Tensor) -> dict[str, Tensor]:
+    def gather(self, layer_idx: int, slots: Tensor, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Copy the keys and values stored at `slots` of one layer.
 
         Shapes: R rows, C columns, H heads, D head size.  Effects: none.  Cost: reads R * C * H * D elements a tensor.
         Args:
             layer_idx: a layer that was written.
             slots: [R, C] int64 on the layer's device; slot = block_id * block_size + offset.
+            names: of the tensors wanted, each of which was written; None: all.
         Returns:
             name -> [R, H, C, D], fresh memory in the pool's dtype, token-major: stride(2) is H * D.
         Raises:
@@ -162,7 +167,8 @@ class BlockPool:
         if layer is None:
             raise PoolArgumentError(f"layer {layer_idx} was never written; layers written are {self.layer_indices}")
         gathered = {}
-        for name, held in layer.items():
+        for name in layer if names is None else names:
+            held = layer[name]
             if slots.dim() != 2 or slots.dtype != torch.int64 or slots.device != held.device:
                 raise PoolArgumentError(
                     f"slots must be a 2-D int64 tensor on {held.device}, got {slots.dim()}-D {slots.dtype} on {slots.device}"

@@ -9,8 +9,10 @@ from .arguments import ArgumentReader
 from .block_store import BlockStore
 from .conditioning import Conditioning
 from .errors import CacheArgumentError, CacheBusyError
+from .generation import cross_inputs
 from .hooks import attach
-from .support import measure_bytes_per_token, require_supported, takes, unwrapped
+from .support import leaves_doubt, measure_bytes_per_token, require_supported, takes, unwrapped
+from .trial import require_continuable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,7 +22,8 @@ class PrefixStore:
     """The blocks of one model, shared by any number of caches.
 
     Args:
-        model: a decoder of transformers; bracket and hooks are attached to it.
+        model: a decoder of transformers; bracket and hooks are attached to it. Where its structure leaves a doubt
+            (it takes no `position_ids`, or images that stand at no token), three forwards of 48 tokens try it, once.
         block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
         num_blocks: the most blocks, one of which is reserved.
         max_bytes: instead of `num_blocks`, the most bytes of keys and values; a forward of one token measures what a
@@ -40,6 +43,8 @@ class PrefixStore:
     ) -> None:
         model = unwrapped(model)
         require_supported(model)
+        if leaves_doubt(model):
+            require_continuable(model)
         _require_size("block_size", block_size, 1, "tokens; 16 suits most models")
         if num_blocks is not None and max_bytes is not None:
             raise CacheArgumentError(f"give num_blocks or max_bytes, not both (got {num_blocks} and {max_bytes})")
@@ -58,7 +63,11 @@ class PrefixStore:
         self.conditioning = Conditioning(model)
         self.takes_positions = takes(model, "position_ids")
         self.argument_reader = ArgumentReader(
-            model.config, takes_positions=self.takes_positions, takes_logits_to_keep=takes(model, "logits_to_keep")
+            model.config,
+            takes_positions=self.takes_positions,
+            takes_logits_to_keep=takes(model, "logits_to_keep"),
+            remembers_positions=any(hasattr(module, "rope_deltas") for module in model.modules()),
+            cross_inputs=cross_inputs(model),
         )
         attach(model)
 

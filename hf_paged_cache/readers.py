@@ -89,9 +89,9 @@ class GatherReader:
         if slots is None:
             slots = self._slots_on[device] = self._slots.to(device)
         if any(states.requires_grad for states in new.values()):
-            past = self._pool.gather(layer_idx, slots[:, : self._start])
+            past = self._pool.gather(layer_idx, slots[:, : self._start], new)
             return {name: torch.cat((past[name].to(states.dtype), states), dim=2) for name, states in new.items()}
-        gathered = self._pool.gather(layer_idx, slots)
+        gathered = self._pool.gather(layer_idx, slots, new)
         return {name: gathered[name].to(states.dtype) for name, states in new.items()}
 
     def expand_rows(self, sources: Sequence[int]) -> None:
@@ -180,7 +180,7 @@ class ViewReader:
             ):
                 buffers[name] = self._grown(held, states)
         if self._missing:
-            self._fill(layer_idx, buffers)
+            self._fill(layer_idx, {name: buffers[name] for name in new})
         result = {}
         for name, states in new.items():
             held = buffers[name]
@@ -277,15 +277,14 @@ class ViewReader:
         return grown
 
     def _fill(self, layer_idx: int, buffers: dict[str, Tensor]) -> None:
-        """Gather the columns that this layer's buffers lack."""
+        """Gather the columns that these buffers of a layer lack."""
         device = self._pool.device_of(layer_idx)
         on_device = self._missing_on.get(device)
         if on_device is None:
             on_device = self._missing_on[device] = [slots.to(device) for *_, slots in self._missing]
         for (row, first, end, _), slots in zip(self._missing, on_device, strict=True):
-            for name, states in self._pool.gather(layer_idx, slots).items():
-                if name in buffers:
-                    buffers[name][row, :, first:end].copy_(states[0])
+            for name, states in self._pool.gather(layer_idx, slots, buffers).items():
+                buffers[name][row, :, first:end].copy_(states[0])
 
 
 def slot_matrix(rows: Sequence[RowLayout], stop: int, block_size: int) -> Tensor:

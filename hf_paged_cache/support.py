@@ -1,18 +1,20 @@
 """Which models and layers we hold, and why not the others: decided by structure, never by a list of names."""
 
 import inspect
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel, cache_utils
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from .errors import UnsupportedModelError
 
 # Judged by exact type: a subclass may hold more than keys and values. A window is held as all of its tokens; the
 # model's mask hides those that it must not see.
-_HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+_HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
 
 
 def unwrapped(model: Any) -> Any:
@@ -62,12 +64,34 @@ def require_supported(model: object) -> None:
             f"{name} attends in both directions (config.is_decoder is False), so the keys and values of a prefix depend "
             "on what follows it; load it with is_decoder=True if it is to generate"
         )
-    for index, layer in enumerate(cache_layers(model)):
+    try:
+        layers = cache_layers(model)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name}: transformers cannot make a DynamicCache of its config ({type(error).__name__}: {error})"
+        ) from error
+    for index, layer in enumerate(layers):
         if type(layer) not in _HELD_LAYERS and not holds_nothing(layer):
             raise UnsupportedModelError(
                 f"{name}: layer {index} is a {type(layer).__name__}, which carries more than keys and values; use "
                 "transformers' DynamicCache for this model"
             )
+    if any(type(layer) is DynamicSlidingWindowLayer for layer in layers) and not _mask_knows_windows(model):
+        raise UnsupportedModelError(
+            f"{name} has layers with a sliding window in its cache, but a mask that knows none: past the window "
+            "DynamicCache and the model's own forward without a cache disagree, so there is no result to keep"
+        )
+
+
+def leaves_doubt(model: PreTrainedModel) -> bool:
+    """Whether the structure alone does not show that a model, continued behind a cache, is itself."""
+    config = model.config.get_text_config(decoder=True)
+    if not takes(model, "position_ids") or getattr(config, "is_decoder", None) is False:
+        return True
+    if takes(model, "pixel_values") and not _names_image_tokens(model.config):
+        return True  # images may become columns that no token stands for
+    indexed = [(type(module), module.layer_idx) for module in model.modules() if hasattr(module, "layer_idx")]
+    return len(set(indexed)) < len(indexed)  # several stacks of layers may share one cache
 
 
 def cache_layers(model: PreTrainedModel) -> Sequence[Any]:
@@ -79,6 +103,11 @@ def holds_nothing(layer: Any) -> bool:
     """Whether a layer stands for one that reads another layer's keys and values; early versions have none."""
     dummy = getattr(cache_utils, "DummyLayer", None)
     return dummy is not None and type(layer) is dummy
+
+
+def has_index(layer: Any) -> bool:
+    """Whether a layer may hold index keys besides keys and values."""
+    return type(layer) is DynamicIndexedLayer
 
 
 def takes(model: PreTrainedModel, argument: str) -> bool:
@@ -104,3 +133,17 @@ def _attends_in_both_directions(model: PreTrainedModel) -> bool:
     return getattr(config, "is_decoder", None) is False and any(
         getattr(module, "is_causal", None) is False for module in model.modules()
     )
+
+
+def _mask_knows_windows(model: PreTrainedModel) -> bool:
+    """Whether a function that makes masks with windows is at hand where one of the model's modules is defined."""
+    classes = {parent for module in model.modules() for parent in type(module).__mro__ if issubclass(parent, nn.Module)}
+    sources = {found for parent in classes if (found := sys.modules.get(parent.__module__)) is not None}
+    names = (name for source in sources if not source.__name__.startswith("torch.") for name in vars(source))
+    return any("mask" in name and ("sliding" in name or "chunked" in name or "for_generate" in name) for name in names)
+
+
+def _names_image_tokens(config: Any) -> bool:
+    """Whether images stand where tokens of their own are."""
+    names = [*vars(config), *vars(config.get_text_config(decoder=True))]
+    return any("token" in name and ("image" in name or "img" in name or "vision" in name) for name in names)

@@ -43,6 +43,34 @@ def tokens(given: ForwardArguments) -> list[list[int]]:
     return [list(row) for row in given.token_ids]
 
 
+# Inputs besides ids
+
+
+@pytest.mark.parametrize("empty", [{}, [], ()])
+def test_an_argument_that_holds_nothing_conditions_nothing(empty: Any) -> None:
+    given = read({"input_ids": IDS, "position_ids": torch.arange(4)[None], "mm_encoder_outputs": empty})
+    assert given.bypass is None
+
+
+def test_what_a_cross_attention_reads_is_refused_before_anything_changes() -> None:
+    reader = ArgumentReader(SimpleNamespace(), takes_positions=True, takes_logits_to_keep=True, cross_inputs=("a", "b"))
+    arguments = {"input_ids": IDS, "a": None, "b": torch.zeros(2, 3, 4)}
+    with pytest.raises(CacheArgumentError, match=r"^b was passed, and cross attention keeps keys and values"):
+        reader.read(arguments, [], 0, in_generate=True, records_drafts=False)
+    assert tokens(reader.read({"input_ids": IDS}, [], 0, in_generate=True, records_drafts=False))
+
+
+def test_a_model_that_remembers_positions_needs_them_to_reuse() -> None:
+    reader = ArgumentReader(
+        SimpleNamespace(), takes_positions=True, takes_logits_to_keep=True, remembers_positions=True
+    )
+    given = reader.read({"input_ids": IDS}, [], 0, in_generate=False, records_drafts=False)
+    assert given.bypass == "without position_ids the model counts on from what it saw in an earlier call"
+    assert not given.may_alias
+    counted = {"input_ids": IDS, "position_ids": torch.arange(4)[None]}
+    assert reader.read(counted, [], 0, in_generate=False, records_drafts=False).bypass is None
+
+
 # Ids and masks
 
 

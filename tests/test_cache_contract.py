@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicIndexedLayer
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore, TicketError
+from hf_paged_cache.layer import PagedIndexedLayer
+
+from .conformance.zoo import build as build_type
 
 VIEW = pytest.mark.parametrize("view", [True, False], ids=["view", "gather"])
 IDS = torch.arange(1, 41).view(2, 20)
@@ -111,6 +114,37 @@ def test_a_cache_is_initialized_exactly_while_it_has_rows(filled: Any, tiny_llam
     assert not ours.is_initialized
     assert not ours.layers[0].is_initialized
     assert not PagedPrefixCache(tiny_llama).is_initialized
+
+
+def test_a_layer_is_initialized_only_if_it_was_written(tiny_llama: Any) -> None:
+    """As a `DynamicCache`'s: a layer that a model skips, such as a cross attention without an image, holds nothing."""
+    skipped = tiny_llama.model.layers[1]
+    skipped.forward = lambda hidden_states, **kwargs: hidden_states
+    cache = PagedPrefixCache(tiny_llama)
+    run(tiny_llama, IDS, cache)
+    assert cache.get_seq_length() == IDS.shape[1]
+    assert [layer.is_initialized for layer in cache.layers] == [True, False]
+
+
+def test_a_layer_with_an_index_answers_like_an_indexed_one() -> None:
+    model = build_type("glm_moe_dsa")
+    ours, theirs = PagedPrefixCache(model, block_size=4), DynamicCache(config=model.config)
+    ids = torch.arange(1, 23).view(2, 11)
+    for cache in (ours, theirs):
+        run(model, ids[:, :7], cache)
+        run(model, ids[:, 7:], cache)
+        cache.reorder_cache(torch.tensor([1, 1]))
+    kinds = [(type(layer), type(other)) for layer, other in zip(ours.layers, theirs.layers, strict=True)]
+    assert set(kinds) == {(PagedIndexedLayer, DynamicIndexedLayer)}
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        if other.indexer_keys is None:
+            assert mine.indexer_keys is None
+        else:
+            torch.testing.assert_close(mine.indexer_keys, other.indexer_keys, atol=1e-4, rtol=1e-4)
+    assert any(layer.indexer_keys is not None for layer in ours.layers)
+    assert_same_content(ours, theirs)
+    ours.reset()
+    assert ours.layers[0].indexer_keys is None
 
 
 def test_a_cache_is_true_even_when_it_is_empty(tiny_llama: Any) -> None:

@@ -269,6 +269,23 @@ def test_a_layer_writes_once_in_a_forward(bench: Bench) -> None:
         bench.call.write(0, {"key": torch.zeros(1, 1, 3, 1), "value": torch.zeros(1, 1, 3, 1)})
 
 
+def test_a_layer_may_write_in_parts_but_each_of_them_once_and_all_in_every_forward(bench: Bench) -> None:
+    """As sparse attention does, which stores its index keys before keys and values."""
+    states, index = {"key": torch.ones(1, 1, 3, 1), "value": torch.ones(1, 1, 3, 1)}, torch.full((1, 1, 3, 2), 5.0)
+    bench.call.announce(request([1, 2, 3]))
+    assert bench.call.write(0, {"index": index}).keys() == {"index"}
+    assert bench.call.write(0, states).keys() == {"key", "value"}
+    with pytest.raises(TicketError, match="layer 0 writes twice in one forward"):
+        bench.call.write(0, {"index": index})
+    bench.call.confirm()
+    bench.call.announce(request([4, 5, 6]))
+    read = bench.call.write(0, {"index": index})
+    assert read["index"].shape == (1, 1, 6, 2)
+    assert read["index"].eq(5.0).all()
+    with pytest.raises(TicketError, match=r"did not write layers \[0\]"):
+        bench.call.confirm()
+
+
 def test_a_first_forward_that_writes_nothing_is_refused(bench: Bench) -> None:
     bench.call.announce(request([1, 2, 3]))
     with pytest.raises(TicketError, match="did not write any layer: gradient checkpointing"):
@@ -421,7 +438,7 @@ def test_nothing_that_was_not_confirmed_is_ever_found(
     bench: Bench, layers: tuple[int, ...], event: Callable[[Call], Any], first: bool
 ) -> None:
     known = [] if first else [0, 1, 2, 3]
-    bench.store.writing_layers = frozenset(LAYERS)
+    bench.store.writing_layers = frozenset((layer, name) for layer in LAYERS for name in ("key", "value"))
     if known:
         bench.forward(known)
     new = list(range(len(known), len(known) + 12))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 
 from .reference import TOLERANCE, assert_same, batch, is_same, row, run
 from .tiny_models import build
@@ -493,6 +493,30 @@ def test_positions_with_a_gap_are_right_and_not_reused(model: PreTrainedModel, c
             assert (got - wanted[:, -1:]).abs().max() <= TOLERANCE * wanted.abs().max()
             assert cache.last_call.reused_tokens == 0
             cache.reset()
+
+
+@pytest.mark.parametrize("name", ["whisper", "trocr"])
+def test_a_cross_attention_with_something_to_attend_to_runs_without_the_cache_and_is_right(name: str) -> None:
+    from .conformance.zoo import build as build_type
+
+    model = build_type(name)
+    cache = PagedPrefixCache(model)
+    ids, size = torch.tensor([PROMPT]), model.config.hidden_size
+    states = torch.randn(1, 7, size, generator=torch.Generator().manual_seed(0))
+    attended = {"encoder_outputs": (states,)} if name == "whisper" else {"encoder_hidden_states": states}
+    if name == "whisper":
+        reference = run(model, input_ids=ids, **attended)
+        with pytest.warns(
+            UserWarning, match="encoder_outputs: cross attention keeps keys and values that are no tokens"
+        ):
+            assert_same(reference, run(model, cache, input_ids=ids, **attended))
+        with pytest.raises(AssertionError):
+            assert_same(reference, run(model, input_ids=ids))
+        with cache:
+            assert_same(reference, run(model, input_ids=ids, **attended))
+    with pytest.raises(CacheArgumentError, match="was passed, and cross attention keeps"):
+        model(input_ids=ids, past_key_values=cache, **attended)
+    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
 
 
 def test_models_without_positions_number_columns_so_padding_counts() -> None:

@@ -387,6 +387,14 @@ def test_slots_of_another_shape_type_or_device_are_refused(
     assert said in str(caught.value)
 
 
+def test_only_the_tensors_that_are_asked_for_are_gathered(rng: torch.Generator) -> None:
+    pool, written = make_pool(), states(rng, 1, 6)
+    pool.write(0, written, WriteTarget(RUN))
+    gathered = pool.gather(0, torch.tensor([RUN]), ["value"])
+    assert gathered.keys() == {"value"}
+    assert gathered["value"].equal(written["value"])
+
+
 def test_a_layer_that_was_never_written_cannot_be_gathered(rng: torch.Generator) -> None:
     pool = make_pool()
     pool.write(2, states(rng, 1, 6), WriteTarget(RUN))

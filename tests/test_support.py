@@ -21,8 +21,16 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_paged_cache import UnsupportedModelError
-from hf_paged_cache.support import cache_layers, measure_bytes_per_token, require_supported, takes
+from hf_paged_cache import PrefixStore, UnsupportedModelError
+from hf_paged_cache.support import (
+    cache_layers,
+    leaves_doubt,
+    measure_bytes_per_token,
+    require_supported,
+    takes,
+)
+
+from .conformance.zoo import build as build_type
 
 SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 
@@ -84,6 +92,43 @@ def test_a_layer_that_carries_more_than_keys_and_values_is_refused_by_number_and
     message = refused(model)
     assert "layer 1 is a " in message or "brings a cache class of its own" in message
     assert "Qwen3NextForCausalLM" in message
+
+
+def test_a_window_in_the_cache_that_the_mask_does_not_know_is_refused() -> None:
+    assert "has layers with a sliding window in its cache, but a mask that knows none" in refused(build_type("moshi"))
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "gpt_oss", "ministral", "phi3@sliding"])
+def test_a_window_that_the_mask_knows_is_supported(name: str) -> None:
+    require_supported(build_type(name))
+
+
+def test_a_config_that_transformers_makes_no_cache_of_is_refused() -> None:
+    assert "transformers cannot make a DynamicCache of its config (AttributeError: " in refused(build_type("blt"))
+
+
+@pytest.mark.parametrize(
+    ("name", "doubt"), [("llama", False), ("gemma3n_text", False), ("bloom", True), ("bart", True), ("git", True)]
+)
+def test_doubt_is_left_where_positions_or_images_are_not_arguments_of_their_own(name: str, doubt: bool) -> None:
+    assert leaves_doubt(build_type(name)) is doubt
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("git", "differ in a row with padding by"),
+        ("cpmant", "after 16 tokens its cache holds 24"),
+        ("prophetnet", "it cannot be continued behind a cache (AssertionError: "),
+    ],
+)
+def test_what_the_structure_does_not_show_is_refused_after_a_trial(name: str, reason: str) -> None:
+    model = build_type(name)
+    require_supported(model)
+    with pytest.raises(UnsupportedModelError) as caught:
+        PrefixStore(model)
+    assert reason in str(caught.value)
+    assert str(caught.value).startswith(type(model).__name__)
 
 
 @pytest.mark.parametrize("is_decoder", [True, False])

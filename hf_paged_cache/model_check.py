@@ -1,0 +1,148 @@
+"""`check_model`: is a model supported, and what was seen of it in a short trial? Reports; raises nothing for a refusal."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .cache import PagedPrefixCache
+from .errors import PagedCacheError
+from .hooks import detach, is_attached
+from .prefix_store import PrefixStore
+from .support import cache_layers, require_supported, takes, unwrapped
+from .trial import (
+    NUM_CACHED,
+    NUM_COLUMNS,
+    continue_behind,
+    distance,
+    dynamic_cache,
+    last_logits,
+    tolerance,
+    trial_inputs,
+    undisturbed,
+    why_it_fails,
+)
+
+_BLOCK_SIZE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """What `check_model` saw. `print` shows it in a few lines.
+
+    Attributes:
+        model: name of the class.
+        is_supported: whether a `PagedPrefixCache` can be built for it and was right in the trial.
+        reason: why not; empty if it is.
+        distance: the largest difference of our logits from those of one forward without a cache, as a share of their
+            scale; None if it was not measured.
+        own_distance: the same of `DynamicCache`.
+        reused_tokens, prompt_tokens: of a prompt whose first blocks were known.
+        layers: type of cache layer -> how many the model has.
+        remarks: what limits reuse, in sentences.
+    """
+
+    model: str
+    is_supported: bool
+    reason: str = ""
+    distance: float | None = None
+    own_distance: float | None = None
+    reused_tokens: int | None = None
+    prompt_tokens: int | None = None
+    layers: Mapping[str, int] | None = None
+    remarks: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.model} is supported" if self.is_supported else f"{self.model} is not supported: {self.reason}"]
+        if self.layers:
+            lines.append("cache layers: " + ", ".join(f"{count} {kind}" for kind, count in self.layers.items()))
+        if self.distance is not None and self.own_distance is not None:
+            lines.append(
+                f"distance from one forward without a cache: {self.distance:.1e} of the logits' scale "
+                f"(DynamicCache: {self.own_distance:.1e})"
+            )
+        if self.reused_tokens is not None:
+            lines.append(f"reused {self.reused_tokens} of {self.prompt_tokens} tokens of a prompt that was known")
+        return "\n".join([*lines, *self.remarks])
+
+
+def check_model(model: Any) -> ModelReport:
+    """Try a model: two rows of 24 tokens, one of them padded, in one forward and continued behind 16 cached columns.
+
+    Effects: none that last: training flags, hooks and `generate` are as before.
+    Cost: about eight short forwards.
+    Raises:
+        torch.OutOfMemoryError: the model's own forward does not fit.
+    Example:
+        >>> check_model(model).is_supported
+        True
+    """
+    name = type(model).__name__
+    try:
+        model = unwrapped(model)
+        name = type(model).__name__
+        require_supported(model)
+    except PagedCacheError as error:
+        return ModelReport(name, False, str(error))
+    layers = dict(Counter(type(layer).__name__ for layer in cache_layers(model)))
+    failure = why_it_fails(model)
+    if failure:
+        return ModelReport(name, False, failure, layers=layers)
+    was_attached = is_attached(model)
+    try:
+        with undisturbed(model):
+            return _try(model, name, layers)
+    except PagedCacheError as error:
+        return ModelReport(name, False, str(error), layers=layers)
+    finally:
+        if not was_attached:
+            detach(model)
+
+
+def _try(model: PreTrainedModel, name: str, layers: dict[str, int]) -> ModelReport:
+    """The same columns behind `DynamicCache` and behind ours, then a prompt whose first blocks are known."""
+    inputs, num_compared = trial_inputs(model), NUM_COLUMNS - NUM_CACHED
+    whole = last_logits(model(**inputs, use_cache=False), num_compared)
+    own = distance(whole, continue_behind(model, inputs, dynamic_cache(model)))
+    cache = PagedPrefixCache(PrefixStore(model, block_size=_BLOCK_SIZE, num_blocks=16))
+    ours = distance(whole, continue_behind(model, inputs, cache))
+    cache.reset()
+    ours = max(ours, distance(whole[:1, -1], _first_step(model, cache, inputs)))
+    counts = cache.last_call
+    allowed = max(tolerance(model), 5 * own)
+    reason = "" if ours <= allowed else f"with our cache its logits differ by {ours:.2g} of their scale"
+    if not reason and not counts.reused_tokens:
+        reason = f"nothing of a known prompt is reused: {counts.rows[0].stopped if counts.rows else 'no row ran'}"
+    return ModelReport(
+        name, not reason, reason, ours, own, counts.reused_tokens, counts.prompt_tokens, layers, _remarks(model, cache)
+    )
+
+
+def _first_step(model: PreTrainedModel, cache: PagedPrefixCache, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The logits of the first new token behind the first row, whose blocks are known: [1, vocabulary]."""
+    output = model.generate(
+        input_ids=inputs["input_ids"][:1],
+        attention_mask=inputs["attention_mask"][:1],
+        past_key_values=cache,
+        max_new_tokens=1,
+        do_sample=False,
+        num_beams=1,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    logits: Tensor = output.logits[0]
+    return logits.float().cpu()
+
+
+def _remarks(model: PreTrainedModel, cache: PagedPrefixCache) -> tuple[str, ...]:
+    remarks = []
+    if not takes(model, "position_ids"):
+        remarks.append("it takes no position_ids: a prompt is reused only behind as much padding as before")
+    if cache.store.conditioning.rope.depends_on_length:
+        remarks.append("its rotary frequencies depend on length: a prompt is reused only where they are the same")
+    if not takes(model, "logits_to_keep"):
+        remarks.append("it takes no logits_to_keep: while drafts are verified, the whole prompt is computed")
+    return tuple(remarks)

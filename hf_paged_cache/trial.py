@@ -1,0 +1,150 @@
+"""A short trial of a model: does it give, continued behind cached tokens, what it gives in one forward?
+
+Two rows of 24 tokens, one of them padded on the left. It shows what no structure does: attention to later tokens, a
+cache that is ignored or filled with other columns than the tokens', masks that are another thing behind a past. Runs
+forwards of its own, without gradients and in eval mode, and leaves the model as it was.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from .errors import UnsupportedModelError
+from .support import takes
+
+NUM_COLUMNS = 24
+NUM_CACHED = 16
+_NUM_PADS = 5  # of the second row
+_MIN_TOLERANCE = 1e-3  # of the logits' scale; attention to later tokens makes 0.04 and more
+_TOLERANCE_IN_EPS = 16  # a bfloat16 forward of another length differs by some per cent
+
+# model -> why its trial failed; "" if it did not
+_failures: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+def require_continuable(model: PreTrainedModel) -> None:
+    """Refuse a model that, continued behind a cache, is not itself.  Cost: three short forwards, once a model.
+
+    Raises:
+        UnsupportedModelError: saying what was seen.
+    """
+    failure = why_it_fails(model)
+    if failure:
+        raise UnsupportedModelError(f"{type(model).__name__}: {failure}")
+
+
+def why_it_fails(model: PreTrainedModel) -> str:
+    """Why a model, continued behind a `DynamicCache`, is not itself; "" if it is. Tried once a model."""
+    if model not in _failures:
+        _failures[model] = _why_it_fails(model)
+    return _failures[model]
+
+
+def _why_it_fails(model: PreTrainedModel) -> str:
+    inputs = trial_inputs(model)
+    with undisturbed(model):
+        try:
+            whole = last_logits(model(**inputs, use_cache=False), NUM_COLUMNS - NUM_CACHED)
+            continued = continue_behind(model, inputs, dynamic_cache(model))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 (whatever a model of others raises, it cannot be continued)
+            return f"it cannot be continued behind a cache ({type(error).__name__}: {error})"
+    return why_they_differ(model, whole, continued, inputs)
+
+
+def continue_behind(model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any) -> Tensor:
+    """The logits of the last columns, computed behind `NUM_CACHED` cached ones: [2, 8, vocabulary].
+
+    Raises:
+        ValueError: the cache does not hold the columns that were passed.
+    """
+    mask, num_cached = inputs["attention_mask"], NUM_CACHED
+    first = {name: value[:, :num_cached] for name, value in inputs.items()}
+    model(**first, past_key_values=cache, use_cache=True)
+    if cache.get_seq_length() != num_cached:
+        raise ValueError(f"after {num_cached} tokens its cache holds {cache.get_seq_length()}")
+    rest = {name: value[:, num_cached:] for name, value in inputs.items()} | {"attention_mask": mask}
+    return last_logits(model(**rest, past_key_values=cache, use_cache=True), NUM_COLUMNS - num_cached)
+
+
+def dynamic_cache(model: PreTrainedModel) -> DynamicCache:
+    """What transformers gives the model; it grows where the config names fewer layers than there are."""
+    cache = DynamicCache(config=model.config)
+    cache.layer_class_to_replicate = DynamicLayer
+    return cache
+
+
+def why_they_differ(model: PreTrainedModel, whole: Tensor, continued: Tensor, inputs: dict[str, Tensor]) -> str:
+    """In which rows two sets of logits differ by more than rounding; "" if they do not."""
+    allowed = tolerance(model)
+    rows = [distance(whole[row], continued[row]) for row in range(2)]
+    if max(rows) <= allowed:
+        return ""
+    where = "" if rows[0] > allowed else " in a row with padding"
+    return (
+        f"continued behind {NUM_CACHED} cached tokens its logits differ{where} by {max(rows):.2g} of their scale: its "
+        "keys and values depend on more than the tokens before them, or it does not use its cache"
+    )
+
+
+def distance(reference: Tensor, logits: Tensor) -> float:
+    """The largest difference as a share of the reference's largest; infinite where one of them is no number."""
+    finite = reference.isfinite()
+    scale = float(reference[finite].abs().max()) or 1.0
+    difference = float((logits[finite].double() - reference[finite].double()).abs().max()) / scale
+    return difference if difference == difference else float("inf")
+
+
+def tolerance(model: PreTrainedModel) -> float:
+    """What rounding may make of a forward of another length, as a share of the logits' scale."""
+    return max(_MIN_TOLERANCE, _TOLERANCE_IN_EPS * torch.finfo(model.dtype).eps)
+
+
+def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Ids that mean nothing special, mask and, where the model takes them, positions: [2, 24] each."""
+    config = model.config.get_text_config(decoder=True)
+    special = _special_tokens(model.config) | _special_tokens(config)
+    plain = [token for token in range(3, max(16, min(int(config.vocab_size), 512))) if token not in special]
+    ids = torch.tensor([plain[(7 * i * i + 3 * i) % len(plain)] for i in range(2 * NUM_COLUMNS)]).view(2, NUM_COLUMNS)
+    mask = torch.ones_like(ids)
+    pad = getattr(config, "pad_token_id", None)
+    ids[1, :_NUM_PADS] = pad if isinstance(pad, int) and pad >= 0 else 0
+    mask[1, :_NUM_PADS] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if takes(model, "position_ids"):
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_(min=0)
+    return {name: value.to(model.device) for name, value in inputs.items()}
+
+
+def last_logits(output: Any, num_columns: int) -> Tensor:
+    """[2, columns, vocabulary] on the host."""
+    logits: Tensor = output.logits[:, -num_columns:]
+    return logits.float().cpu()
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; afterwards every module trains as it did."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _special_tokens(config: Any) -> set[int]:
+    found = set()
+    for name, value in vars(config).items():
+        if "token" in name:
+            found |= {each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
+    return found

@@ -1,0 +1,36 @@
+"""`python -m tests.conformance`: every model type in every scene; prints what is not identical, exits 1 on a defect."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: a second thread makes tiny models slower
+
+import argparse
+import sys
+from pathlib import Path
+
+from .report import STORED, load, store, summary, table
+from .workers import run_all
+from .zoo import VARIANTS, model_types
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
+    parser.add_argument("--types", help="names separated by commas; without it all types and variants")
+    parser.add_argument("--json", type=Path, help=f"where to store the results, such as {STORED.name} beside this file")
+    parser.add_argument("--table", type=Path, help="where to write the docs' table")
+    parser.add_argument("--processes", type=int, default=2)
+    arguments = parser.parse_args()
+    names = arguments.types.split(",") if arguments.types else [*model_types(), *VARIANTS]
+    results = run_all(names, arguments.processes)
+    print(summary(results))  # noqa: T201
+    if arguments.json:
+        store(results, arguments.json)
+    if arguments.table:
+        arguments.table.write_text(table(load(arguments.json or STORED)), encoding="utf-8")
+    return int(any(result.is_defect for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

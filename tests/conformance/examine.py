@@ -1,0 +1,134 @@
+"""One model type -> what came of it: all scenes played, each with a word on how it went.
+
+Outcomes: *identical*, *refused* (when the cache is built, with its reason), *not built* (no tiny model, or transformers
+itself fails on it); or a defect: *different*, *error*, *blind* (zeros in place of what is reused change nothing) or
+*no reuse* (less is reused than must be).
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_paged_cache import PrefixStore, UnsupportedModelError
+
+from .player import CellError, Measured, Player
+from .scenes import SCENES
+from .zoo import CannotBuildError, build
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
+
+DEFECTS = ("error", "different", "blind", "no reuse")  # worst first
+SAME = "same"
+
+
+@dataclass
+class TypeResult:
+    """What came of one model type.
+
+    Attributes:
+        cells: scene -> "same", or how it went: "uncovered: ..." (transformers itself refuses), or a defect.
+        distance: the largest of our logits from `DynamicCache`'s, as a share of their scale.
+        own_distance: the largest of `DynamicCache` from itself, where more than the usual had to be allowed.
+        notes: documented reasons for which some call reused nothing.
+    """
+
+    name: str
+    model_class: str = ""
+    outcome: str = ""
+    reason: str = ""
+    cells: dict[str, str] = field(default_factory=dict)
+    distance: float = 0.0
+    own_distance: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def is_defect(self) -> bool:
+        return self.outcome in DEFECTS
+
+    def as_stored(self) -> dict[str, Any]:
+        """What is kept: nothing that changes from run to run."""
+        stored = {name: value for name, value in asdict(self).items() if value and name not in ("name", "seconds")}
+        cells = {scene: cell for scene, cell in self.cells.items() if cell != SAME}
+        for name in ("distance", "own_distance"):
+            if name in stored:
+                stored[name] = float(f"{stored[name]:.1e}")
+        return {
+            **{name: value for name, value in stored.items() if name != "cells"},
+            **({"cells": cells} if cells else {}),
+        }
+
+
+def examine(name: str) -> TypeResult:
+    """Play all scenes on a tiny model of this type."""
+    started = time.perf_counter()
+    result = TypeResult(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _examine(name, result)
+    result.seconds = round(time.perf_counter() - started, 2)
+    return result
+
+
+def _examine(name: str, result: TypeResult) -> None:
+    try:
+        model = build(name)
+    except CannotBuildError as error:
+        result.outcome, result.reason = "not built", _one_line(error)
+        return
+    except Exception as error:  # noqa: BLE001
+        result.outcome, result.reason = (
+            "error",
+            f"while the model was built: {type(error).__name__}: {_one_line(error)}",
+        )
+        return
+    result.model_class = type(model).__name__
+    try:
+        PrefixStore(model)
+    except UnsupportedModelError as error:
+        result.outcome, result.reason = "refused", _one_line(error)
+        return
+    except Exception as error:  # noqa: BLE001
+        result.outcome, result.reason = (
+            "error",
+            f"while the cache was built: {type(error).__name__}: {_one_line(error)}",
+        )
+        return
+    measured = Measured()
+    for scene_name, scene in SCENES.items():
+        result.cells[scene_name] = play(model, scene, measured)
+        if scene_name == "cold" and result.cells[scene_name].startswith("uncovered"):
+            result.outcome, result.reason = "not built", result.cells[scene_name]
+            return
+    result.distance, result.own_distance = measured.distance, measured.own_distance
+    result.notes = sorted(measured.unreused)
+    kinds = [cell.split(":")[0] for cell in result.cells.values()]
+    result.outcome = next((kind for kind in DEFECTS if kind in kinds), "identical")
+
+
+def play(model: PreTrainedModel, scene: Callable[[Player], None], measured: Measured) -> str:
+    """One scene, then again with zeros in place of what each hit reuses; how it went."""
+    reused: list[int] = []
+    try:
+        for zeroed in (False, True):
+            if zeroed and not reused:
+                break
+            torch.manual_seed(0)
+            scene(Player(model, measured, reused, zeroed=zeroed))
+    except CellError as error:
+        return f"{error.outcome}: {_one_line(error.detail)}"
+    except Exception as error:  # noqa: BLE001 (whatever comes out of a call is a defect to report)
+        return f"error: {type(error).__name__}: {_one_line(error)}"
+    return SAME
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())[:400]

@@ -1,0 +1,209 @@
+"""Tiny image-text models whose text decoder is one of the zoo's, and inputs for them with and without an image.
+
+Inputs hold what the model's processor would give. Text ids are below `VOCABULARY`, image placeholders are not, so
+that no text holds one by chance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import zoo
+from .zoo_settings import VOCABULARY
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+IMAGE_TOKEN = VOCABULARY  # the id of an image's placeholder
+_IMAGE, _PATCH = 32, 8  # pixels of an image's and of a patch's side: 16 patches
+_TEXT = {"vocab_size": VOCABULARY + 8}
+_TOWER = {"image_size": _IMAGE, "patch_size": _PATCH}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A class of models: its configuration's changes, the placeholders of an image, and the ids beside the tokens."""
+
+    config_class: str
+    model_class: str
+    changes: dict[str, Any]
+    num_placeholders: int
+    token_types: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> type of text, of an image
+    layout: str = "plain"  # of pixel_values
+
+
+def _kinds() -> dict[str, _Kind]:
+    towers = {"text_config": _TEXT, "vision_config": _TOWER}
+    qwen_text = {**_TEXT, "rope_parameters": _MROPE}
+    patches = {"patch_size": _PATCH}
+    idefics = {**towers, "image_token_id": IMAGE_TOKEN, "scale_factor": 2}
+    return {
+        "llava": _Kind(
+            "LlavaConfig",
+            "LlavaForConditionalGeneration",
+            {**towers, "image_token_index": IMAGE_TOKEN, "image_seq_length": 16},
+            16,
+        ),
+        "qwen2_vl": _Kind(
+            "Qwen2VLConfig",
+            "Qwen2VLForConditionalGeneration",
+            {
+                "text_config": qwen_text,
+                "vision_config": {**patches, "embed_dim": 64},
+                "image_token_id": IMAGE_TOKEN,
+                "video_token_id": IMAGE_TOKEN + 1,
+            },
+            4,
+            {"mm_token_type_ids": (0, 1)},
+            "patches",
+        ),
+        "qwen2_5_vl": _Kind(
+            "Qwen2_5_VLConfig",
+            "Qwen2_5_VLForConditionalGeneration",
+            {
+                "text_config": qwen_text,
+                "vision_config": {**patches, "out_hidden_size": 64, "window_size": 32, "fullatt_block_indexes": [1]},
+                "image_token_id": IMAGE_TOKEN,
+                "video_token_id": IMAGE_TOKEN + 1,
+            },
+            4,
+            {"mm_token_type_ids": (0, 1)},
+            "patches",
+        ),
+        "qwen3_vl": _Kind(  # its tower also adds to the decoder's first layers
+            "Qwen3VLConfig",
+            "Qwen3VLForConditionalGeneration",
+            {
+                "text_config": qwen_text,
+                "vision_config": {
+                    **patches,
+                    "out_hidden_size": 64,
+                    "num_position_embeddings": 16,
+                    "deepstack_visual_indexes": [0, 1],
+                },
+                "image_token_id": IMAGE_TOKEN,
+                "video_token_id": IMAGE_TOKEN + 1,
+                "vision_start_token_id": IMAGE_TOKEN + 2,
+                "vision_end_token_id": IMAGE_TOKEN + 3,
+            },
+            4,
+            {"mm_token_type_ids": (0, 1)},
+            "patches",
+        ),
+        "internvl": _Kind(
+            "InternVLConfig",
+            "InternVLForConditionalGeneration",
+            {
+                "text_config": _TEXT,
+                "vision_config": {"image_size": [_IMAGE, _IMAGE], "patch_size": [_PATCH, _PATCH]},
+                "image_token_id": IMAGE_TOKEN,
+                "image_seq_length": 4,
+            },
+            4,
+        ),
+        "gemma3": _Kind(
+            "Gemma3Config",
+            "Gemma3ForConditionalGeneration",
+            {**towers, "image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 4},
+            4,
+            {"token_type_ids": (0, 1)},
+        ),
+        "paligemma": _Kind(
+            "PaliGemmaConfig",
+            "PaliGemmaForConditionalGeneration",
+            {**towers, **_TEXT, "image_token_index": IMAGE_TOKEN},
+            16,
+            {"token_type_ids": (0, 0)},
+        ),
+        "idefics3": _Kind("Idefics3Config", "Idefics3ForConditionalGeneration", idefics, 4, layout="images"),
+        "smolvlm": _Kind("SmolVLMConfig", "SmolVLMForConditionalGeneration", idefics, 4, layout="images"),
+        "mllama": _Kind(
+            "MllamaConfig",
+            "MllamaForConditionalGeneration",
+            {
+                "vision_config": {
+                    **_TOWER,
+                    "num_global_layers": 1,
+                    "intermediate_layers_indices": [0, 1],
+                    "vision_output_dim": 192,
+                    "max_num_tiles": 2,
+                    "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+                },
+                "image_token_index": IMAGE_TOKEN,  # the embedding has 8 rows more than the vocabulary
+            },
+            1,
+            layout="tiles",
+        ),
+    }
+
+
+_KINDS = _kinds()
+IMAGE_TEXT: tuple[str, ...] = tuple(_KINDS)
+
+
+def build_image_text(name: str, seed: int = 0) -> PreTrainedModel:
+    """A new tiny image-text model, as `zoo.build` makes them; its gates are open, so that images matter.
+
+    Raises:
+        KeyError: unknown name.
+    """
+    import transformers
+
+    kind = _KINDS[name]
+    config = zoo.tiny_configuration(getattr(transformers, kind.config_class), kind.changes)
+    model = zoo.instantiate(getattr(transformers, kind.model_class), config, seed)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.numel() == 1 and parameter_name.endswith("gate"):
+            torch.nn.init.constant_(parameter, 1.0)
+    return model
+
+
+def text_inputs(name: str, tokens: list[int]) -> dict[str, torch.Tensor]:
+    """What `generate` takes for one row of text: ids, mask, and the token types that this model's processor adds."""
+    ids = torch.tensor([tokens])
+    types = {key: torch.full_like(ids, text) for key, (text, _) in _KINDS[name].token_types.items()}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types}
+
+
+def image_inputs(name: str, before: list[int], after: list[int], image_seed: int = 0) -> dict[str, torch.Tensor]:
+    """What `generate` takes for one row of text with an image in it, whose pixels depend on `image_seed` alone."""
+    kind = _KINDS[name]
+    inputs = text_inputs(name, before + [IMAGE_TOKEN] * kind.num_placeholders + after)
+    placeholders = slice(len(before), len(before) + kind.num_placeholders)
+    for key, (_, image) in kind.token_types.items():
+        inputs[key][:, placeholders] = image
+    return inputs | _pixels(kind.layout, inputs["input_ids"].shape[1], len(before), image_seed)
+
+
+def example_inputs(name: str, seed: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Inputs of 40 text tokens, and of 24 text tokens, an image and 12 more."""
+    tokens = torch.randint(1, VOCABULARY, (76,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return text_inputs(name, tokens[:40]), image_inputs(name, tokens[40:64], tokens[64:], seed)
+
+
+def _pixels(layout: str, columns: int, image_column: int, seed: int) -> dict[str, torch.Tensor]:
+    """The image itself, and what says how it is laid out, for a row of `columns` tokens."""
+    image = torch.randn(1, 3, _IMAGE, _IMAGE, generator=torch.Generator().manual_seed(seed))
+    if layout == "plain":
+        return {"pixel_values": image}
+    if layout == "images":  # [rows, images, channels, height, width]
+        return {"pixel_values": image[None], "pixel_attention_mask": torch.ones(1, 1, _IMAGE, _IMAGE, dtype=torch.long)}
+    if layout == "patches":  # [patches, channels * 2 frames * patch area], and how many along time, height, width
+        side = _IMAGE // _PATCH
+        patches = image.reshape(3, side, _PATCH, side, _PATCH).permute(1, 3, 0, 2, 4).reshape(side * side, 3, 1, -1)
+        pixels = patches.expand(-1, -1, 2, -1).reshape(side * side, -1)
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
+    # Tiles: [rows, images, tiles, channels, height, width]; tokens from the image's placeholder on attend to it.
+    tiles = torch.cat([image, torch.zeros_like(image)])[None, None]
+    attended = torch.zeros(1, columns, 1, 2, dtype=torch.long)
+    attended[:, image_column:, :, 0] = 1
+    return {
+        "pixel_values": tiles,
+        "aspect_ratio_ids": torch.tensor([[1]]),
+        "aspect_ratio_mask": torch.tensor([[[1, 0]]]),
+        "cross_attention_mask": attended,
+    }

@@ -1,0 +1,215 @@
+"""Plays the calls of one user on one model, with the cache that transformers makes and with ours, and compares them.
+
+Each call that reuses is played a second time with zeros in place of what it reuses: if nothing differs then, the
+comparison sees nothing, and the cell is *blind*.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache
+
+from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.rope import RopeRegime
+
+from ..reference import TOLERANCE, run, zero_blocks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BLOCK_SIZE = 8
+NUM_NEW_TOKENS = 5
+FACTOR = 5  # times the distance of `DynamicCache` from itself, where that is larger than TOLERANCE
+
+
+class CellError(Exception):
+    """Why a cell is not as it should be.
+
+    Args:
+        outcome: "different", "blind", "no reuse" or "uncovered".
+    """
+
+    def __init__(self, outcome: str, detail: str) -> None:
+        super().__init__(f"{outcome}: {detail}")
+        self.outcome = outcome
+        self.detail = detail
+
+
+@dataclass
+class Measured:
+    """What was seen of a model so far, over all its cells.
+
+    Attributes:
+        references: arguments of a call -> its output with the cache that transformers makes.
+        distance: the largest of our logits from the reference's, as a share of their scale.
+        own_distance: the largest of `DynamicCache` continued from its own prefix, where that had to be measured.
+        unreused: reasons that `last_call` gave where a call reused nothing and was allowed to.
+    """
+
+    references: dict[Any, Any] = field(default_factory=dict)
+    distance: float = 0.0
+    own_distance: float = 0.0
+    unreused: set[str] = field(default_factory=set)
+
+
+class Player:
+    """Plays the calls of a scene.
+
+    Args:
+        zeroed: every hit is played with zeros in place of all blocks, and must differ; nothing else is compared.
+        reused: tokens that each hit of the true play has reused, in order; filled there, read when zeroed.
+    """
+
+    def __init__(self, model: PreTrainedModel, measured: Measured, reused: list[int], *, zeroed: bool) -> None:
+        self.model = model
+        self.measured = measured
+        self.zeroed = zeroed
+        self.reused = reused
+        self._num_hits = 0
+        self._rope_changes = RopeRegime(model.modules()).depends_on_length
+        self.build()
+
+    def build(self, *, num_blocks: int | None = 256, view: bool = True) -> None:
+        """Another store, and a cache on it."""
+        self.store = PrefixStore(self.model, block_size=BLOCK_SIZE, num_blocks=num_blocks)
+        self.cache = PagedPrefixCache(self.store, view=view)
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether keys and values are the same whatever the padding."""
+        return self.store.takes_positions
+
+    def fill(self, **arguments: Any) -> None:
+        """A call that is not compared: it makes its prompt known."""
+        run(self.model, self.cache, **{**arguments, "max_new_tokens": 1})
+
+    def reference(self, **arguments: Any) -> Any:
+        """The same call with the cache that transformers makes."""
+        arguments = {"max_new_tokens": NUM_NEW_TOKENS, **arguments}
+        key = tuple((name, _hashable(value)) for name, value in sorted(arguments.items()))
+        model = self.model
+        if self._rope_changes:  # frequencies stay as a forward left them, so the model has a state
+            model = copy.deepcopy(model)
+            self.measured.references.pop(key, None)
+        if key not in self.measured.references:
+            try:
+                self.measured.references[key] = run(model, **arguments)
+            except Exception as error:
+                raise CellError("uncovered", f"without our cache: {type(error).__name__}: {error}") from error
+        return self.measured.references[key]
+
+    def call(self, *, reused: int | None = None, at_least: int | None = None, **arguments: Any) -> Any:
+        """One call that may, by the numbers given, reuse tokens. Returns the reference's output."""
+        reference = self.reference(**arguments)
+        output = self._run(arguments)
+        if not self.zeroed:
+            self._require_same(reference, output, arguments)
+            self._require_reuse(reused, at_least)
+        return reference
+
+    def hit(self, **arguments: Any) -> Any:
+        """A call that reuses; zeroed, it must differ."""
+        self._num_hits += 1
+        if not self.zeroed:
+            reference = self.call(**arguments)
+            self.reused.append(self.cache.last_call.reused_tokens)
+            return reference
+        for name in ("reused", "at_least"):
+            arguments.pop(name, None)
+        reference = self.reference(**arguments)
+        if self.reused[self._num_hits - 1]:
+            zero_blocks(self.store)
+            distance = distance_of(reference, self._run(arguments))
+            if distance <= max(TOLERANCE, FACTOR * self.measured.own_distance):
+                raise CellError("blind", f"hit {self._num_hits}: zeros in place of what is reused change nothing")
+        return reference
+
+    def _run(self, arguments: dict[str, Any]) -> Any:
+        output = run(self.model, self.cache, **{"max_new_tokens": NUM_NEW_TOKENS, **arguments})
+        self.cache.check()
+        return output
+
+    def _require_same(self, reference: Any, output: Any, arguments: dict[str, Any]) -> None:
+        distance = distance_of(reference, output)
+        allowed = self._tolerance(arguments, distance)
+        if distance > allowed:
+            what = "other tokens" if distance == float("inf") else f"logits differ by {distance:.1e} of their scale"
+            raise CellError("different", f"{what} ({allowed:.0e} allowed); {self._said()}")
+        self.measured.distance = max(self.measured.distance, distance)
+
+    def _tolerance(self, arguments: dict[str, Any], distance: float) -> float:
+        """What is allowed: measured anew where the usual does not do."""
+        if distance <= TOLERANCE:
+            return TOLERANCE
+        own = own_distance(self.model, arguments)
+        self.measured.own_distance = max(self.measured.own_distance, own)
+        return max(TOLERANCE, FACTOR * own)
+
+    def _require_reuse(self, reused: int | None, at_least: int | None) -> None:
+        counts = self.cache.last_call
+        least = reused if at_least is None else at_least
+        if not counts.reused_tokens and least and _may_compute_all(self._said()):
+            self.measured.unreused.add(self._said())
+            return
+        if self._rope_changes and counts.reused_tokens < (least or 0):
+            self.measured.unreused.add(ROPE_CHANGES)
+            return
+        if reused is not None and counts.reused_tokens != reused:
+            raise CellError("no reuse", f"{counts.reused_tokens} tokens reused, not {reused}: {self._said()}")
+        if at_least is not None and counts.reused_tokens < at_least:
+            raise CellError("no reuse", f"{counts.reused_tokens} tokens reused, not {at_least}: {self._said()}")
+
+    def _said(self) -> str:
+        return " | ".join(dict.fromkeys(row.stopped for row in self.cache.last_call.rows))
+
+
+ROPE_CHANGES = "its rotary frequencies change with length, and a prefix was known with others"
+# Reasons, documented as such, for which a whole prompt is computed.
+_DOCUMENTED = ("the model cannot say which logits it needs while drafts are verified",)
+
+
+def _may_compute_all(said: str) -> bool:
+    return any(reason in said for reason in _DOCUMENTED)
+
+
+def distance_of(reference: Any, output: Any) -> float:
+    """The largest difference of any step's raw logits, as a share of the reference's largest; inf for other tokens."""
+    if len(output.logits) != len(reference.logits):
+        return float("inf")
+    scale = max(float(step[step.isfinite()].abs().max()) for step in reference.logits)
+    largest = 0.0
+    for wanted, got in zip(reference.logits, output.logits, strict=True):
+        if got.shape != wanted.shape or not bool((got.isfinite() == wanted.isfinite()).all()):
+            return float("inf")
+        finite = wanted.isfinite()
+        largest = max(largest, float((got[finite] - wanted[finite]).abs().max()) / scale)
+    return largest if torch.equal(reference.sequences, output.sequences) else float("inf")
+
+
+def own_distance(model: PreTrainedModel, arguments: dict[str, Any]) -> float:
+    """How far `DynamicCache`, continued greedily from its own prefix, is from itself: the worst of a few prefixes."""
+    ids = arguments["input_ids"]
+    mask = arguments.get("attention_mask", torch.ones_like(ids))
+    whole = run(model, input_ids=ids, attention_mask=mask, max_new_tokens=NUM_NEW_TOKENS)
+    worst = 0.0
+    for column in (ids.shape[1] // 3, ids.shape[1] * 2 // 3, ids.shape[1] - 1):
+        cache = DynamicCache(config=model.config)
+        try:
+            prefix = {"input_ids": ids[:, :column], "attention_mask": mask[:, :column]}
+            model.generate(**prefix, past_key_values=cache, max_new_tokens=1, do_sample=False)
+            output = run(
+                model, input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NUM_NEW_TOKENS
+            )
+        except Exception:  # noqa: BLE001 (a model that cannot be continued allows nothing more)
+            return 0.0
+        distance = distance_of(whole, output)
+        worst = max(worst, 0.0 if distance == float("inf") else distance)
+    return worst
+
+
+def _hashable(value: Any) -> Any:
+    return repr(value.tolist()) if isinstance(value, torch.Tensor) else value

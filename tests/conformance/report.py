@@ -1,0 +1,121 @@
+"""Results of many types: the JSON that is stored, the table that the docs show, and a summary for the terminal."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .examine import SAME, TypeResult
+from .scenes import SCENES
+
+STORED = Path(__file__).with_name("results.json")
+
+
+def load(path: Path = STORED) -> dict[str, Any]:
+    """What was stored: versions, and the outcome of each type."""
+    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return loaded
+
+
+def store(results: Sequence[TypeResult], path: Path) -> None:
+    """Write results, sorted, with the versions they were made with."""
+    import torch
+    import transformers
+
+    stored = {
+        "versions": {
+            "transformers": transformers.__version__,
+            "torch": torch.__version__.split("+")[0],
+            "python": platform.python_version(),
+        },
+        "counts": counts({result.name: result.outcome for result in results}),
+        "types": {result.name: result.as_stored() for result in sorted(results, key=lambda result: result.name)},
+    }
+    path.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def counts(outcomes: dict[str, str]) -> dict[str, int]:
+    """Types by outcome. One that is a decoder only by its config counts as that decoder: without, it is refused."""
+    types = [outcomes.get(f"{name}@decoder", outcome) for name, outcome in outcomes.items() if "@" not in name]
+    return dict(sorted(Counter(types).items()))
+
+
+def summary(results: Sequence[TypeResult]) -> str:
+    """A line for each type that is not identical, and the counts."""
+    lines = []
+    for result in sorted(results, key=lambda result: (result.outcome, result.name)):
+        if result.outcome == "identical" and not result.own_distance:
+            continue
+        reason = result.reason
+        if result.own_distance:
+            reason = f"distance {result.distance:.1e}, DynamicCache from itself {result.own_distance:.1e} {reason}"
+        lines.append(f"{result.outcome:10} {result.name:28} {reason}")
+        lines += [f"{'':12}{scene}: {cell}" for scene, cell in result.cells.items() if _is_news(cell)]
+    lines += ["types and variants:", *_counted(Counter(result.outcome for result in results))]
+    lines += ["types, of BERT's kind as decoders:", *_counted(counts({each.name: each.outcome for each in results}))]
+    return "\n".join(lines)
+
+
+def table(stored: dict[str, Any]) -> str:
+    """The docs' page: which types are supported in which mode, which are not, and why."""
+    types, versions, numbers = stored["types"], stored["versions"], stored["counts"]
+    supported = {name: result for name, result in types.items() if result["outcome"] == "identical"}
+    others = {name: result for name, result in types.items() if name not in supported}
+    modes = list(SCENES)
+    lines = [
+        "# Supported models",
+        "",
+        "Written by `python -m tests.conformance --table docs/supported_models.md`; do not edit by hand. Made with "
+        f"transformers {versions['transformers']} and torch {versions['torch']}.",
+        "",
+        f"Each of the {sum(numbers.values())} model types that transformers lists for causal language models was built tiny "
+        "and seeded, and played the scenes below with `DynamicCache` and with ours: the same tokens, and raw logits of every "
+        "step within 1e-4 of their scale. Every scene that reuses was seen to fail with zeros in place of what is reused. "
+        + ", ".join(f"{count} {outcome}" for outcome, count in numbers.items())
+        + ". A name with `@` is a variant of a type and not counted, except that a type of BERT's kind counts as its "
+        "`@decoder`: with `config.is_decoder` false it attends in both directions and is refused.",
+        "",
+        "## Identical",
+        "",
+        "Columns: " + "; ".join(f"**{number}** {mode}" for number, mode in enumerate(modes, 1)) + ".",
+        "✓ identical; o transformers itself refuses it.",
+        "",
+        "| type | " + " | ".join(map(str, range(1, len(modes) + 1))) + " | largest distance |",
+        "|---" * (len(modes) + 2) + "|",
+    ]
+    for name, result in supported.items():
+        cells = result.get("cells", {})
+        marks = ["✓" if mode not in cells else "o" for mode in modes]
+        distance = f"{result.get('distance', 0.0):.0e}"
+        if "own_distance" in result:
+            distance += f" (`DynamicCache` from itself: {result['own_distance']:.0e})"
+        lines.append(f"| {name} | {' | '.join(marks)} | {distance} |")
+    notes = {name: result["notes"] for name, result in supported.items() if "notes" in result}
+    if notes:
+        lines += ["", "Nothing is reused in a call of these, the result is the same:", ""]
+        reasons: dict[str, list[str]] = {}
+        for name, found in notes.items():
+            for reason in found:
+                reasons.setdefault(reason.split("computed again: ")[-1], []).append(name)
+        lines += [f"- {reason}: {', '.join(dict.fromkeys(names))}" for reason, names in reasons.items()]
+    lines += [
+        "",
+        "## Refused when the cache is built, or not built",
+        "",
+        "| type | outcome | reason |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {name} | {result['outcome']} | {result.get('reason', '')} |" for name, result in others.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _counted(numbers: dict[str, int]) -> list[str]:
+    return [f"{number:4} {outcome}" for outcome, number in numbers.items()]
+
+
+def _is_news(cell: str) -> bool:
+    return cell != SAME

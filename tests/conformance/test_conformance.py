@@ -1,0 +1,76 @@
+"""A third of the model types in every scene; `python -m tests.conformance` runs all of them and stores what came out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from .examine import DEFECTS, TypeResult, examine
+from .report import STORED, counts, load, table
+from .scenes import SCENES
+from .zoo import VARIANTS, model_types
+
+SEED = 1  # of the third that is run; another one with each release
+MOST_NOT_BUILT = 4
+LEAST_IDENTICAL = 145
+
+
+def chosen() -> list[str]:
+    names = [*model_types(), *VARIANTS]
+    return sorted(random.Random(SEED).sample(names, len(names) // 3))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def stored() -> dict[str, Any]:
+    return load()
+
+
+@pytest.mark.parametrize("name", chosen())
+def test_a_type_is_identical_in_every_scene_or_refused_as_stored(name: str, stored: dict[str, Any]) -> None:
+    result = examine(name)
+    assert not result.is_defect, told(result)
+    if stored["versions"]["transformers"] == transformers.__version__:
+        kept = stored["types"][name]
+        assert (result.outcome, result.reason) == (kept["outcome"], kept.get("reason", ""))
+        assert {scene: cell for scene, cell in result.cells.items() if cell != "same"} == kept.get("cells", {})
+
+
+def told(result: TypeResult) -> str:
+    cells = [f"{scene}: {cell}" for scene, cell in result.cells.items() if cell != "same"]
+    return "\n".join([f"{result.name} is {result.outcome} {result.reason}", *cells])
+
+
+def test_what_is_stored_keeps_the_promise(stored: dict[str, Any]) -> None:
+    outcomes = {name: result["outcome"] for name, result in stored["types"].items()}
+    assert not set(outcomes.values()) & set(DEFECTS)
+    numbers = counts(outcomes)
+    assert numbers == stored["counts"]
+    assert numbers["identical"] >= LEAST_IDENTICAL
+    assert numbers.get("not built", 0) <= MOST_NOT_BUILT
+    for name, result in stored["types"].items():
+        assert result["outcome"] == "identical" or result["reason"], f"{name} has no reason"
+        assert set(result.get("cells", {})) <= set(SCENES)
+
+
+def test_every_type_that_transformers_lists_is_stored(stored: dict[str, Any]) -> None:
+    if stored["versions"]["transformers"] != transformers.__version__:
+        pytest.skip("made with another version of transformers, which lists other types")
+    assert set(stored["types"]) == {*model_types(), *VARIANTS}
+
+
+def test_the_docs_table_is_made_of_what_is_stored(stored: dict[str, Any]) -> None:
+    page = STORED.parents[2] / "docs" / "supported_models.md"
+    assert page.read_text(encoding="utf-8") == table(stored)

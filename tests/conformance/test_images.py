@@ -1,0 +1,91 @@
+"""Image-text models: the right result with and without an image, and nothing of an image is ever reused.
+
+An image's placeholders are the same ids whatever it shows, so a block of them that was committed would be another
+image's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from hf_paged_cache import PagedPrefixCache
+
+from ..reference import assert_same, is_same, run, zero_blocks
+from .multimodal import IMAGE_TEXT, build_image_text, example_inputs, image_inputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Their processors pass token types, which may condition keys and values, or positions of three numbers a token.
+NOT_REUSED = {
+    "qwen2_vl": "the argument mm_token_type_ids may condition keys and values",
+    "qwen2_5_vl": "the argument mm_token_type_ids may condition keys and values",
+    "gemma3": "the argument token_type_ids may condition keys and values",
+    "paligemma": "the argument token_type_ids may condition keys and values",
+}
+
+
+@cache
+def tiny(name: str) -> PreTrainedModel:
+    return build_image_text(name)
+
+
+def num_cached_blocks(held: PagedPrefixCache) -> int:
+    """Blocks that could be found, once no row holds any."""
+    held.reset()
+    return held.stats().num_cached_blocks
+
+
+@pytest.mark.parametrize("name", IMAGE_TEXT)
+def test_text_alone_gives_what_it_gives_with_dynamic_cache(name: str) -> None:
+    model, (text, _) = tiny(name), example_inputs(name)
+    reference, held = run(model, **text), PagedPrefixCache(model, block_size=8)
+    assert_same(reference, run(model, held, **text))
+    assert_same(reference, run(model, held, **text))
+    if name in NOT_REUSED:
+        assert held.last_call.reused_tokens == 0
+        assert held.last_call.rows[0].stopped.startswith(NOT_REUSED[name])
+    else:
+        assert held.last_call.reused_tokens == 39
+        zero_blocks(held)
+        assert not is_same(reference, run(model, held, **text))
+
+
+@pytest.mark.parametrize("name", IMAGE_TEXT)
+def test_an_image_gives_what_it_gives_with_dynamic_cache_and_leaves_nothing_to_be_found(name: str) -> None:
+    model, held = tiny(name), PagedPrefixCache(tiny(name), block_size=8)
+    text, image = example_inputs(name)
+    before, after = image["input_ids"][0, :24].tolist(), image["input_ids"][0, -12:].tolist()
+    run(model, held, **{key: value[:, :24] for key, value in text.items()} | {"input_ids": image["input_ids"][:, :24]})
+    known = num_cached_blocks(held)
+    outputs: list[Any] = []
+    for seed in (0, 1, 0):
+        inputs = image_inputs(name, before, after, image_seed=seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # where cross attention is given the image, the call runs without the cache
+            outputs.append(run(model, held, **inputs))
+        assert_same(run(model, **inputs), outputs[-1])
+        assert held.last_call.reused_tokens == 0
+        assert num_cached_blocks(held) == known
+    assert not is_same(outputs[0], outputs[1]), "the model does not look at the image"
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_positions_that_a_model_remembers_from_an_image_are_not_used_for_the_next_prompt(name: str) -> None:
+    """Without `position_ids`, its plain forward counts on from the last call's image once the cache has columns."""
+    model, (text, image) = tiny(name), example_inputs(name)
+    ids = text["input_ids"]
+    with torch.no_grad():
+        reference = model(input_ids=ids).logits[:, -1:]
+        held = PagedPrefixCache(model, block_size=8)
+        model(input_ids=ids, past_key_values=held, logits_to_keep=1)
+        held.reset()
+        model(**image)
+        logits = model(input_ids=ids, past_key_values=held, logits_to_keep=1).logits
+    torch.testing.assert_close(logits, reference, atol=1e-4 * float(reference.abs().max()), rtol=0)
+    assert held.last_call.rows[0].stopped.startswith("without position_ids the model counts on")

@@ -1,0 +1,42 @@
+"""Many types, spread over processes. Apart from `__main__`, whose names a spawned process does not find."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+from tqdm import tqdm
+
+from .examine import TypeResult, examine
+
+
+def run_all(names: list[str], num_processes: int) -> list[TypeResult]:
+    """All types, spread over processes."""
+    if num_processes == 1:
+        start_worker()
+        return [examine(name) for name in tqdm(names)]
+    results = []
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=start_worker) as pool:
+        futures = [pool.submit(examine, name) for name in names]
+        with tqdm(total=len(names)) as progress:
+            for future in as_completed(futures):
+                results.append(future.result())
+                if results[-1].is_defect:
+                    progress.write(f"{results[-1].outcome}: {results[-1].name}", file=sys.stderr)
+                progress.set_postfix_str(results[-1].name)
+                progress.update()
+    return results
+
+
+def start_worker() -> None:
+    """One thread, and nothing on the terminal but the progress."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.disable(logging.WARNING)

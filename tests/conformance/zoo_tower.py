@@ -1,0 +1,31 @@
+"""A vision tower that sees nothing, for Gemma 3n, whose own comes from a package that is not installed (timm).
+
+The language model is tried on text alone, for which any tower does.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@cache
+def configuration() -> PreTrainedConfig:
+    """The configuration of the tower, which `AutoModel` knows from here on."""
+    from transformers import AutoModel, Gemma3nVisionConfig, PreTrainedModel
+
+    class BlindTowerConfig(Gemma3nVisionConfig):
+        model_type = "blind_tower"
+
+    class BlindTower(PreTrainedModel):
+        config_class = BlindTowerConfig
+
+        def __init__(self, config: BlindTowerConfig) -> None:
+            super().__init__(config)
+            self.post_init()
+
+    AutoModel.register(BlindTowerConfig, BlindTower)
+    return BlindTowerConfig(hidden_size=64)
