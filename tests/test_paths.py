@@ -8,7 +8,7 @@ import pickle
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +26,10 @@ from hf_paged_cache import (
 )
 from hf_paged_cache.hooks import is_attached
 
-from .reference import TOLERANCE, assert_same, batch, row, run
+from .reference import IDS, PROMPT, TOLERANCE, assert_same, batch, row, run
 from .tiny_models import build
 
-PROMPT = row((1, 50))
-IDS = torch.tensor([PROMPT])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return build("llama")
-
-
-@pytest.fixture
-def cache(model: PreTrainedModel) -> PagedPrefixCache:
-    return PagedPrefixCache(model)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
