@@ -24,11 +24,13 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .prefix_store import PrefixStore
+    from .scoring import Score
     from .stats import CacheStats
 
 _HOME = {  # public name -> the module that defines it
     "PagedPrefixCache": ".cache",
     "PrefixStore": ".prefix_store",
+    "Score": ".scoring",
     "CacheStats": ".stats",
     "PagedCacheError": ".errors",
     "UnsupportedModelError": ".errors",
@@ -50,6 +52,7 @@ __all__ = [
     "PagedPrefixCache",
     "PoolArgumentError",
     "PrefixStore",
+    "Score",
     "TicketError",
     "UnsupportedModelError",
     "__version__",

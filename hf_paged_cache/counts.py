@@ -60,6 +60,11 @@ class PromptCounts:
                 why = request.keep_columns or "another row knows no more"
                 count.stopped = f"; known tokens from {skipped} on computed again: {why}"
 
+    def add_call(self, num_tokens: int, num_computed: int) -> None:
+        """Count a call that ran elsewhere: the rows here stay those of the running one."""
+        self.num_calls += 1
+        self.metrics.record(num_tokens, num_tokens - num_computed)
+
     def confirm(self) -> None:
         """The announced forward was run."""
         if not self._pending:

@@ -41,10 +41,10 @@ class Session:
 
     def __init__(self, store: PrefixStore, call: Call, salt: bytes, verifier: Verifier | None) -> None:
         self.records_drafts = False  # drafts will be verified in this call
+        self.verifier = verifier
         self._store = store
         self._call = call
         self._salt = salt
-        self._verifier = verifier
         self._open: WeakSet[Bracket] = WeakSet()  # brackets of `generate`, one inside the other, all of one thread
         self._digest = b""  # of the model; read once a `generate`, or at every forward without one
         self._bypass: str | None = None
@@ -114,8 +114,8 @@ class Session:
             bypass = (
                 bypass or f"{len(self._adapters)} adapter names were given for {len(rows)} rows; pass one for each row"
             )
-        if self._verifier is not None and not before and bypass is None and self._adapters is None:
-            if not self._verifier.verify(self._store, rows):
+        if self.verifier is not None and not before and bypass is None and self._adapters is None:
+            if not self.verifier.verify(self._store, rows):
                 conditioning.suspect()
                 self._read_conditions()
                 rows = self._rows(given, regime)

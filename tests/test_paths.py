@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor, PreTrainedModel, TextIteratorStreamer
+from transformers import DynamicCache, LogitsProcessor, PreTrainedModel, TextIteratorStreamer
 
 from hf_paged_cache import (
     CacheArgumentError,
@@ -27,7 +27,7 @@ from hf_paged_cache import (
 from hf_paged_cache.hooks import is_attached
 
 from .reference import IDS, PROMPT, TOLERANCE, assert_same, batch, row, run
-from .tiny_models import build
+from .tiny_models import build, without_logits_to_keep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -381,29 +381,12 @@ def test_a_cache_implementation_beside_the_cache_is_refused(
     assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
 
 
-class AllLogits(LlamaForCausalLM):
-    """A model that cannot leave out logits, as many of the hub's."""
-
-    def forward(  # type: ignore[override]
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = None,
-        return_dict: bool | None = None,
-    ) -> Any:
-        return super().forward(
-            input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache, return_dict=return_dict
-        )
-
-
 @pytest.mark.parametrize("takes_logits_to_keep", [True, False])
 def test_prompt_lookup_works_at_every_length_with_and_without_logits_to_keep(
     model: PreTrainedModel, takes_logits_to_keep: bool
 ) -> None:
     if not takes_logits_to_keep:
-        model.__class__ = AllLogits
+        model = without_logits_to_keep(model)
     cache = PagedPrefixCache(model)
     for length in range(30, 44):
         ids = torch.tensor([row((1, 10), (1, 10), (1, 10), (1, length - 30))])  # repeats itself

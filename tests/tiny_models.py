@@ -132,3 +132,25 @@ def build(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 def tiny(name: str, seed: int = 0) -> PreTrainedModel:
     """The same model for all tests of a run, which must leave it as it was."""
     return build(name, seed)
+
+
+def without_logits_to_keep(model: PreTrainedModel) -> PreTrainedModel:
+    """The same Llama, changed to one that cannot leave out logits, as many of the hub's."""
+    from transformers import LlamaForCausalLM
+
+    class AllLogits(LlamaForCausalLM):
+        def forward(  # type: ignore[override]
+            self,
+            input_ids: Any = None,
+            attention_mask: Any = None,
+            position_ids: Any = None,
+            past_key_values: Any = None,
+            use_cache: bool | None = None,
+            return_dict: bool | None = None,
+        ) -> Any:
+            return super().forward(
+                input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache, return_dict=return_dict
+            )
+
+    model.__class__ = AllLogits
+    return model
