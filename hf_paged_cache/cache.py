@@ -293,6 +293,11 @@ class PagedPrefixCache(Cache):
 
     # What the hooks ask: the session answers.
 
+    @property
+    def is_generating(self) -> bool:
+        """Whether a `generate` runs on this cache."""
+        return self._session.is_open
+
     def generating(self, model: Any, given: GenerateArguments) -> AbstractContextManager[None]:
         """The span of one `generate`."""
         return self._session.generating(model, given)

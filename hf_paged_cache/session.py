@@ -51,6 +51,11 @@ class Session:
         self._adapters: list[str] | None = None
         self._roots: dict[tuple[Any, ...], bytes] = {}
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a `generate` runs on the cache."""
+        return len(self._open) > 0
+
     @contextmanager
     def generating(self, model: Any, given: GenerateArguments) -> Iterator[None]:
         """The span of one `generate`.

@@ -50,14 +50,9 @@ def tiny_llama() -> LlamaForCausalLM:
 @pytest.fixture
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
     """A character a token; its ids are smaller than the tiny Llama's vocabulary."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from .tiny_models import CHARACTERS, character_tokenizer
 
-    characters = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
-    tokenizer = Tokenizer(models.WordLevel({text: i for i, text in enumerate(characters)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return character_tokenizer(CHARACTERS)
 
 
 @pytest.fixture

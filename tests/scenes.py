@@ -96,6 +96,10 @@ class Player:
             assert counts.reused_tokens >= at_least, counts
         return output
 
+    def whole(self, **arguments: Any) -> Any:
+        """A call that computes all of a known prompt, and shares its blocks; only without a view does it read them."""
+        return self.call(**arguments) if self.view else self.hit(**arguments)
+
     def hit(self, **arguments: Any) -> Any:
         """A call that reuses: it must fail with zeroed blocks."""
         self.num_hits += 1

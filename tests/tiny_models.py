@@ -10,10 +10,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 VOCABULARY = 128
 WINDOW = 24  # of sliding layers
+CHARACTERS = ("\n", *map(chr, range(32, 127)))
 
 _LLAMA_LIKE = {
     "vocab_size": VOCABULARY,
@@ -154,3 +157,15 @@ def without_logits_to_keep(model: PreTrainedModel) -> PreTrainedModel:
 
     model.__class__ = AllLogits
     return model
+
+
+def character_tokenizer(characters: Sequence[str]) -> PreTrainedTokenizerBase:
+    """A character a token, with ids from 3 on in the order given. A longer text among them has an id, and never comes up."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {text: number for number, text in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
