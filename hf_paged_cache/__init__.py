@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from .model_check import ModelReport, check_model
     from .prefix_store import PrefixStore
+    from .scoring import Score
     from .stats import CacheStats
 
 _HOME = {  # public name -> the module that defines it
@@ -32,6 +33,7 @@ _HOME = {  # public name -> the module that defines it
     "PrefixStore": ".prefix_store",
     "check_model": ".model_check",
     "ModelReport": ".model_check",
+    "Score": ".scoring",
     "CacheStats": ".stats",
     "PagedCacheError": ".errors",
     "UnsupportedModelError": ".errors",
@@ -54,6 +56,7 @@ __all__ = [
     "PagedPrefixCache",
     "PoolArgumentError",
     "PrefixStore",
+    "Score",
     "TicketError",
     "UnsupportedModelError",
     "__version__",

@@ -30,6 +30,8 @@ _READ = frozenset(
         "labels",
         "use_cache",
         "return_dict",
+        "tokenizer",  # `generate` passes on what it was given for stop strings
+        "assistant_tokenizer",
     }
 )
 _OUTPUT_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")

@@ -4,7 +4,7 @@ Owns the translation between transformers' `Cache` and a `Call`; decides nothing
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -25,6 +25,7 @@ from .layer import PagedIndexedLayer, PagedLayer
 from .prefill import Prefiller
 from .prefix_store import PrefixStore
 from .readers import GatherReader, ViewReader
+from .scoring import Score, score
 from .session import Session
 from .stats import CacheStats, CallStats, hit_rate
 from .support import cache_layers, has_index, holds_nothing
@@ -150,6 +151,50 @@ class PagedPrefixCache(Cache):
 
     # What a user asks.
 
+    def score(
+        self,
+        context: Tensor | Iterable[int],
+        continuations: Iterable[Tensor | Iterable[int]],
+        *,
+        batch_size: int | None = None,
+    ) -> list[Score]:
+        """The log-probabilities of many continuations of one context: multiple choice, reranking, rewards.
+
+        The context is reused from the store as far as it is known, runs once, and is stored; what all continuations have
+        in common runs with it; one that is the beginning of another runs with that. Equal to the `log_softmax` of one
+        plain forward for each. Effects: none on the rows of this cache, also while its `generate` runs; `stats()` counts
+        it as if each continuation had been run behind the context, `last_call` does not. No gradients. The number of forwards follows from the arguments alone.
+
+        Args:
+            context: token ids, [T] or [1, T], at least one.
+            continuations: each of at least one token id, [N] or [1, N]; they follow the context as they are.
+            batch_size: rows of a forward at most; None: as many as keep its logits below 2**27 numbers.
+        Returns:
+            a `Score` for each continuation, in order.
+        Raises:
+            CacheArgumentError: token ids that are none, are outside the vocabulary, or are missing; nothing has changed.
+            OutOfBlocksError: a forward does not fit; a smaller `batch_size` needs fewer blocks.
+        Example:
+            >>> context = tokenizer("Question: What is one and one? Answer:").input_ids
+            >>> scores = cache.score(context, [tokenizer(answer).input_ids for answer in (" two", " three")])
+            >>> [score.num_tokens for score in scores], all(score.total < 0 for score in scores)
+            ([4, 6], True)
+        """
+        conditioning = self.store.conditioning
+        conditioning.digest()  # reads what rope the model has now
+        scored = score(
+            self._further,
+            self.store.model,
+            context,
+            continuations,
+            batch_size=batch_size,
+            by_length=conditioning.rope.depends_on_length,
+        )
+        if scored.scores:
+            with self.store.blocks.lock:
+                self.call.counts.add_call(scored.prompt_tokens, scored.computed_tokens)
+        return scored.scores
+
     def stats(self) -> CacheStats:
         """Tokens of this cache's calls, and the blocks of its store now; prints as a table."""
         counts, metrics, blocks = self.call.counts, self.call.counts.metrics, self.store.blocks
@@ -254,6 +299,11 @@ class PagedPrefixCache(Cache):
 
     # What the hooks ask: the session answers.
 
+    @property
+    def is_generating(self) -> bool:
+        """Whether a `generate` runs on this cache."""
+        return self._session.is_open
+
     def generating(self, model: Any, given: GenerateArguments) -> AbstractContextManager[None]:
         """The span of one `generate`."""
         return self._session.generating(model, given)
@@ -269,6 +319,12 @@ class PagedPrefixCache(Cache):
     def twin(self) -> "PagedPrefixCache":
         """A further cache on the same store, under the same conditions."""
         return PagedPrefixCache(self.store, cache_salt=self.cache_salt, view=self.view, verify=self.verify)
+
+    def _further(self) -> "PagedPrefixCache":
+        """A cache for forwards of this one's own: it verifies as this one does, and keeps no view."""
+        cache = PagedPrefixCache(self.store, cache_salt=self.cache_salt, view=False)
+        cache._session.verifier = self._session.verifier
+        return cache
 
 
 def _append_layer(cache: Callable[[], PagedPrefixCache | None]) -> PagedLayer:

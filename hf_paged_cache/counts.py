@@ -65,6 +65,11 @@ class PromptCounts:
                 count.computed_tokens = min(count.prompt_tokens, count.computed_tokens + num_prefilled)
                 count.stopped = f"; {num_prefilled} of its tokens were computed first, alone{count.stopped}"
 
+    def add_call(self, num_tokens: int, num_computed: int) -> None:
+        """Count a call that ran elsewhere: the rows here stay those of the running one."""
+        self.num_calls += 1
+        self.metrics.record(num_tokens, num_tokens - num_computed)
+
     def confirm(self) -> None:
         """The announced forward was run."""
         if not self._pending:

@@ -22,6 +22,10 @@ class AttachedCache(Protocol):
 
     is_paged_prefix_cache: bool
 
+    @property
+    def is_generating(self) -> bool:
+        """Whether a `generate` runs on it."""
+
     def generating(self, model: nn.Module, given: GenerateArguments) -> AbstractContextManager[None]:
         """The span of one `generate`."""
 
@@ -75,8 +79,13 @@ class GenerateBracket:
             return self._generate()(*args, **{**kwargs, "past_key_values": cache})
 
     def _enter_ambient(self, stack: ExitStack, given: GenerateArguments) -> AttachedCache:
-        """Begin a call on the cache of the innermost `with cache:` block, or on another of its store if that is busy."""
+        """Begin a call on the cache of the innermost `with cache:` block, or on another of its store if that is busy.
+
+        Also if that runs a `generate` which has not begun its rows yet: they would go on behind those of this call.
+        """
         cache = self.ambient[-1]
+        if cache.is_generating:
+            cache = cache.twin()
         try:
             stack.enter_context(cache.generating(self.model, given))
         except CacheBusyError:

@@ -47,15 +47,20 @@ class Session:
         self.records_drafts = False  # drafts will be verified in this call
         self._in_step = False  # with other processes, which run as many forwards
         self._prefiller = prefiller
+        self.verifier = verifier
         self._store = store
         self._call = call
         self._salt = salt
-        self._verifier = verifier
         self._open: WeakSet[Bracket] = WeakSet()  # brackets of `generate`, one inside the other, all of one thread
         self._digest = b""  # of the model; read once a `generate`, or at every forward without one
         self._bypass: str | None = None
         self._adapters: list[str] | None = None
         self._roots: dict[tuple[Any, ...], bytes] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a `generate` runs on the cache."""
+        return len(self._open) > 0
 
     @contextmanager
     def generating(self, model: Any, given: GenerateArguments) -> Iterator[None]:
@@ -120,8 +125,8 @@ class Session:
             bypass = (
                 bypass or f"{len(self._adapters)} adapter names were given for {len(rows)} rows; pass one for each row"
             )
-        if self._verifier is not None and not before and bypass is None and self._adapters is None:
-            if not self._verifier.verify(self._store, rows):
+        if self.verifier is not None and not before and bypass is None and self._adapters is None:
+            if not self.verifier.verify(self._store, rows):
                 conditioning.suspect()
                 self._read_conditions()
                 rows = self._rows(given, regime)

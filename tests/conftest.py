@@ -11,8 +11,12 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
     from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+    from hf_paged_cache import PagedPrefixCache
 
 
 def make_tiny_llama(num_layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
@@ -46,14 +50,36 @@ def tiny_llama() -> LlamaForCausalLM:
 @pytest.fixture
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
     """A character a token; its ids are smaller than the tiny Llama's vocabulary."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from .tiny_models import CHARACTERS, character_tokenizer
 
-    characters = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
-    tokenizer = Tokenizer(models.WordLevel({text: i for i, text in enumerate(characters)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return character_tokenizer(CHARACTERS)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For files that run many small forwards, or start threads of their own: `pytestmark = usefixtures("one_thread")`."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    """A tiny Llama that the test may change."""
+    from .tiny_models import build
+
+    return build("llama")
+
+
+@pytest.fixture
+def cache(model: PreTrainedModel) -> PagedPrefixCache:
+    """A cache of that model."""
+    from hf_paged_cache import PagedPrefixCache
+
+    return PagedPrefixCache(model)
 
 
 @pytest.fixture

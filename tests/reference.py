@@ -34,7 +34,7 @@ def run(model: PreTrainedModel, cache: PagedPrefixCache | None = None, *, seed: 
 
 
 def assert_same(reference: Any, output: Any) -> None:
-    """Equal generated tokens, and every step's raw logits within `TOLERANCE`.
+    """Equal generated tokens, every step's raw logits within `TOLERANCE`, and so whatever else the call was asked for.
 
     The sequences may start with other prompts: a call that goes on passes only its new tokens.
     """
@@ -44,8 +44,27 @@ def assert_same(reference: Any, output: Any) -> None:
         assert got.shape == wanted.shape
         distance = float((got - wanted).abs().max())
         assert distance <= TOLERANCE * scale, f"step {number}: logits differ by {distance / scale:.1e} of their scale"
+    for name in ("scores", "sequences_scores", "hidden_states", "attentions"):
+        _assert_close(name, getattr(reference, name, None), getattr(output, name, None))
     num_generated = min(reference.sequences.shape[1], output.sequences.shape[1], len(reference.logits))
     torch.testing.assert_close(output.sequences[:, -num_generated:], reference.sequences[:, -num_generated:])
+
+
+def _assert_close(name: str, wanted: Any, got: Any) -> None:
+    """Tensors, or tuples of them, of equal shapes and within `TOLERANCE` of the largest number; infinities are equal."""
+    if wanted is None:
+        assert got is None
+    elif isinstance(wanted, tuple):
+        assert len(got) == len(wanted), f"{name}: {len(got)}, not {len(wanted)}"
+        for number, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
+            _assert_close(f"{name}[{number}]", theirs, mine)
+    else:
+        if name.startswith("attentions") and got.shape[-1] > wanted.shape[-1]:
+            # a windowed layer of ours has a column for every token; those outside the window weigh nothing
+            outside, got = got.split((got.shape[-1] - wanted.shape[-1], wanted.shape[-1]), dim=-1)
+            assert not outside.any(), f"{name}: tokens outside the window have weights"
+        scale = float(wanted[wanted.isfinite()].abs().max())
+        torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * scale, msg=lambda why: f"{name}: {why}")
 
 
 def is_same(reference: Any, output: Any) -> bool:
@@ -86,3 +105,8 @@ def batch(*rows: list[int]) -> dict[str, torch.Tensor]:
         "input_ids": torch.tensor([[0] * (columns - len(tokens)) + tokens for tokens in rows]),
         "attention_mask": torch.tensor([[0] * (columns - len(tokens)) + [1] * len(tokens) for tokens in rows]),
     }
+
+
+# What most tests ask: three full blocks of 16 and two tokens.
+PROMPT = row((1, 50))
+IDS = torch.tensor([PROMPT])

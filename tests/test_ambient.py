@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,29 +11,10 @@ from transformers import LogitsProcessor, PreTrainedModel, pipeline
 
 from hf_paged_cache import PagedPrefixCache
 
-from .reference import assert_same, row, run
+from .reference import IDS, assert_same, row, run
 from .tiny_models import build
 
-PROMPT = row((1, 50))
-IDS = torch.tensor([PROMPT])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return build("llama")
-
-
-@pytest.fixture
-def cache(model: PreTrainedModel) -> PagedPrefixCache:
-    return PagedPrefixCache(model)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def questions(*seeds: int) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,15 +21,9 @@ from hf_paged_cache import (
 from .reference import assert_same, batch, is_same, row, run, zero_blocks
 from .tiny_models import build, tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT = row((1, 50))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=[True, False], ids=["view", "gather"])

@@ -7,7 +7,7 @@ as it is now.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,29 +17,10 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 
-from .reference import TOLERANCE, assert_same, batch, is_same, row, run
+from .reference import IDS, PROMPT, TOLERANCE, assert_same, batch, is_same, row, run
 from .tiny_models import build
 
-PROMPT = row((1, 50))
-IDS = torch.tensor([PROMPT])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return build("llama")
-
-
-@pytest.fixture
-def cache(model: PreTrainedModel) -> PagedPrefixCache:
-    return PagedPrefixCache(model)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,19 +27,13 @@ from hf_paged_cache.rows import Rows
 from .reference import assert_same, batch, row, run
 from .tiny_models import tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT = row((1, 18))
 
 
 class BoomError(Exception):
     """The fault."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def new_cache(view: bool) -> PagedPrefixCache:

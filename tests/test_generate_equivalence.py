@@ -1,12 +1,11 @@
-"""The promise: every way of calling `generate` gives what it gives with `DynamicCache`, logits included, and reuses.
+"""The promise: `generate` gives what it gives with `DynamicCache`, logits included, and reuses, on several models.
 
-Each *scene* is a few calls of one user, played for every model, with and without the view. Each call that reuses must
-fail once zeros are in place of what it reuses: else the comparison would see nothing.
+Each *scene* (scenes.py) is a few calls of one user. Further ways to generate are in test_ways_to_generate.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,95 +13,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache import PagedPrefixCache
 
-from .reference import assert_same, batch, is_same, row, run, zero_blocks
+from .reference import PROMPT, assert_same, batch, row, run
+from .scenes import Player, play
 from .tiny_models import build, tiny
 
 MODELS = ("llama", "qwen3", "gpt2", "mistral", "gemma3", "mixtral", "opt", "bloom")
-PROMPT = row((1, 50))  # three full blocks and two tokens
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-class _BlindEnoughError(Exception):
-    """The call that was to be seen failing has failed."""
-
-
-class Player:
-    """Plays the calls of a scene with both caches; the references are computed once for all plays.
-
-    Args:
-        zeroed_hit: number of the hit before which all blocks are zeroed; its check must fail, and the play ends there.
-    """
-
-    def __init__(self, model: PreTrainedModel, view: bool, references: list[Any], zeroed_hit: int | None) -> None:
-        self.model = model
-        self.view = view
-        self.references = references
-        self.zeroed_hit = zeroed_hit
-        self.num_hits = 0
-        self.new_cache_each_call = False
-        self._num_calls = 0
-        self.build()
-
-    def build(self, **sizes: int) -> None:
-        """Another store, and a cache on it."""
-        self.store = PrefixStore(self.model, **sizes)
-        self.other_cache()
-
-    def other_cache(self) -> None:
-        self.cache = PagedPrefixCache(self.store, view=self.view)
-
-    @property
-    def takes_positions(self) -> bool:
-        return self.store.takes_positions
-
-    def call(
-        self,
-        *,
-        reused: int | None = None,
-        at_least: int | None = None,
-        whole_prompt: dict[str, Any] | None = None,
-        **arguments: Any,
-    ) -> Any:
-        """One call that may, by the numbers given, reuse tokens.
-
-        Args:
-            whole_prompt: what the reference gets, where ours is given only new tokens.
-        """
-        if self.new_cache_each_call:
-            del self.cache
-            self.other_cache()
-        if self._num_calls == len(self.references):
-            self.references.append(run(self.model, **{**arguments, **(whole_prompt or {})}))
-        reference = self.references[self._num_calls]
-        self._num_calls += 1
-        output = run(self.model, self.cache, **arguments)
-        self.cache.check()
-        if self.zeroed_hit is not None and self.num_hits > self.zeroed_hit:
-            assert not is_same(reference, output), "the check does not see that what was reused is zeros"
-            raise _BlindEnoughError
-        assert_same(reference, output)
-        counts = self.cache.last_call
-        if reused is not None:
-            assert counts.reused_tokens == reused, counts
-        if at_least is not None:
-            assert counts.reused_tokens >= at_least, counts
-        return output
-
-    def hit(self, **arguments: Any) -> Any:
-        """A call that reuses: it must fail with zeroed blocks."""
-        self.num_hits += 1
-        if self.zeroed_hit == self.num_hits - 1:
-            zero_blocks(self.store)
-        return self.call(**arguments)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def cold(play: Player) -> None:
@@ -344,13 +262,7 @@ SCENES = (
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_generate_gives_what_it_gives_with_dynamic_cache(scene: Callable[[Player], None], name: str) -> None:
-    references: list[Any] = []
-    for view in (True, False):
-        whole = Player(tiny(name), view, references, zeroed_hit=None)
-        scene(whole)
-        for number in range(whole.num_hits):
-            with pytest.raises(_BlindEnoughError):
-                scene(Player(tiny(name), view, references, zeroed_hit=number))
+    play(scene, tiny(name))
 
 
 @pytest.mark.parametrize("view", [True, False])

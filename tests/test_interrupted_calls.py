@@ -26,6 +26,8 @@ from .tiny_models import build, tiny
 
 OURS = str(Path(hf_paged_cache.__file__).parent)
 NUM_TRIALS = 150
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = [row((1, 9)), row((1, 9), (2, 6)), row((1, 5), (3, 6)), row((4, 13))]
 
 # name -> arguments of a call
@@ -37,14 +39,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "chunks": {**batch(PROMPTS[3], PROMPTS[0]), "prefill_chunk_size": 4},
     "lookup": {**batch(PROMPTS[1] + PROMPTS[1]), "prompt_lookup_num_tokens": 2},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ import pickle
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor, PreTrainedModel, TextIteratorStreamer
+from transformers import DynamicCache, LogitsProcessor, PreTrainedModel, TextIteratorStreamer
 
 from hf_paged_cache import (
     CacheArgumentError,
@@ -26,29 +26,10 @@ from hf_paged_cache import (
 )
 from hf_paged_cache.hooks import is_attached
 
-from .reference import TOLERANCE, assert_same, batch, row, run
-from .tiny_models import build
+from .reference import IDS, PROMPT, TOLERANCE, assert_same, batch, row, run
+from .tiny_models import build, without_logits_to_keep
 
-PROMPT = row((1, 50))
-IDS = torch.tensor([PROMPT])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return build("llama")
-
-
-@pytest.fixture
-def cache(model: PreTrainedModel) -> PagedPrefixCache:
-    return PagedPrefixCache(model)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -400,29 +381,12 @@ def test_a_cache_implementation_beside_the_cache_is_refused(
     assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
 
 
-class AllLogits(LlamaForCausalLM):
-    """A model that cannot leave out logits, as many of the hub's."""
-
-    def forward(  # type: ignore[override]
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = None,
-        return_dict: bool | None = None,
-    ) -> Any:
-        return super().forward(
-            input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache, return_dict=return_dict
-        )
-
-
 @pytest.mark.parametrize("takes_logits_to_keep", [True, False])
 def test_prompt_lookup_works_at_every_length_with_and_without_logits_to_keep(
     model: PreTrainedModel, takes_logits_to_keep: bool
 ) -> None:
     if not takes_logits_to_keep:
-        model.__class__ = AllLogits
+        model = without_logits_to_keep(model)
     cache = PagedPrefixCache(model)
     for length in range(30, 44):
         ids = torch.tensor([row((1, 10), (1, 10), (1, 10), (1, length - 30))])  # repeats itself

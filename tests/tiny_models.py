@@ -10,10 +10,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 VOCABULARY = 128
 WINDOW = 24  # of sliding layers
+CHARACTERS = ("\n", *map(chr, range(32, 127)))
 
 _LLAMA_LIKE = {
     "vocab_size": VOCABULARY,
@@ -132,3 +135,37 @@ def build(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 def tiny(name: str, seed: int = 0) -> PreTrainedModel:
     """The same model for all tests of a run, which must leave it as it was."""
     return build(name, seed)
+
+
+def without_logits_to_keep(model: PreTrainedModel) -> PreTrainedModel:
+    """The same Llama, changed to one that cannot leave out logits, as many of the hub's."""
+    from transformers import LlamaForCausalLM
+
+    class AllLogits(LlamaForCausalLM):
+        def forward(  # type: ignore[override]
+            self,
+            input_ids: Any = None,
+            attention_mask: Any = None,
+            position_ids: Any = None,
+            past_key_values: Any = None,
+            use_cache: bool | None = None,
+            return_dict: bool | None = None,
+        ) -> Any:
+            return super().forward(
+                input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache, return_dict=return_dict
+            )
+
+    model.__class__ = AllLogits
+    return model
+
+
+def character_tokenizer(characters: Sequence[str]) -> PreTrainedTokenizerBase:
+    """A character a token, with ids from 3 on in the order given. A longer text among them has an id, and never comes up."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {text: number for number, text in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")

@@ -1,0 +1,338 @@
+"""`cache.score`: what one plain forward of context and continuation says, with the context and common beginnings run once."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessor
+
+from hf_paged_cache import CacheArgumentError, CacheBusyError, OutOfBlocksError, PagedPrefixCache, PrefixStore, Score
+from hf_paged_cache.scoring import plan, plan_by_length
+
+from .reference import IDS, PROMPT, assert_same, row, run, zero_blocks
+from .tiny_models import build, tiny, without_logits_to_keep
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODELS = ("llama", "gpt2", "mistral", "gemma3", "mixtral", "opt", "bloom", "bert_decoder")
+SHARED = row((2, 3))  # what all but the last begin with
+CONTINUATIONS = [SHARED + row((3, 4)), SHARED + row((4, 40)), SHARED, SHARED[:2] + row((5, 1)), SHARED + row((3, 2))]
+
+
+def log_probs(model: PreTrainedModel, context: Sequence[int], continuation: Sequence[int]) -> torch.Tensor:
+    """What one plain forward of all tokens but the last, without a cache, says of the continuation."""
+    ids = torch.tensor([[*context, *continuation]])
+    with torch.no_grad():
+        logits = model(ids[:, :-1], use_cache=False).logits[0, len(context) - 1 :]
+    return logits.log_softmax(dim=-1).gather(1, ids[0, len(context) :, None])[:, 0]
+
+
+def assert_right(
+    model: PreTrainedModel, context: Sequence[int], continuations: Sequence[Sequence[int]], scores: Sequence[Score]
+) -> None:
+    assert len(scores) == len(continuations)
+    for tokens, score in zip(continuations, scores, strict=True):
+        wanted = log_probs(model, context, tokens)
+        assert score.num_tokens == len(tokens)
+        torch.testing.assert_close(torch.tensor(score.log_probs), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+        assert score.total == pytest.approx(float(wanted.sum()), rel=1e-5)
+
+
+def shapes_of_forwards(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Gets the rows and tokens of every forward from here on."""
+    shapes: list[tuple[int, int]] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    return shapes
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_are_those_of_plain_forwards_and_reuse(name: str, batch_size: int | None) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    for turn in range(2):
+        assert_right(model, PROMPT, CONTINUATIONS, cache.score(PROMPT, CONTINUATIONS, batch_size=batch_size))
+        # all as if run alone; then the context, of which 48 tokens are known the second time, the 3 shared, two tails
+        stats = cache.stats()
+        assert stats.prompt_tokens == (turn + 1) * (5 * 50 + sum(len(tokens) - 1 for tokens in CONTINUATIONS))
+        assert stats.computed_tokens == (turn + 1) * (50 + 3 + 3 + 39) - turn * 48
+        assert stats.num_calls == turn + 1
+        assert stats.num_blocks_in_use == 0
+        cache.check()
+    zero_blocks(cache)
+    with pytest.raises(AssertionError):
+        assert_right(model, PROMPT, CONTINUATIONS, cache.score(PROMPT, CONTINUATIONS, batch_size=batch_size))
+
+
+def test_a_model_that_cannot_leave_out_logits_is_scored_and_reuses() -> None:
+    model = without_logits_to_keep(build("llama"))
+    cache = PagedPrefixCache(model)
+    shapes = shapes_of_forwards(model)
+    for _ in range(2):
+        scores = cache.score(PROMPT, CONTINUATIONS)
+    assert shapes == [(1, 50), (2, 42), (1, 2), (2, 42)]
+    assert_right(model, PROMPT, CONTINUATIONS, scores)
+    for _ in range(2):  # of both rows the first blocks are known the second time, and their logits needed
+        long = [row((6, 40)), row((7, 40))]
+        assert_right(model, PROMPT, long, cache.score(PROMPT, long))
+
+
+def test_what_is_known_is_not_run_and_only_the_logits_that_are_read_are_computed(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    shapes, logits = shapes_of_forwards(model), []
+    model.lm_head.register_forward_pre_hook(lambda _, args: logits.append(tuple(args[0].shape[:2])))
+    run(model, cache, input_ids=IDS)
+    shapes.clear(), logits.clear()
+    cache.score(PROMPT, CONTINUATIONS)
+    assert shapes == [(1, 2 + 3), (2, 39)]
+    assert logits == [(1, 1 + 3), (2, 39)]
+    shapes.clear()
+    cache.score(row((1, 48)), [[7], [8], [9]])  # all of the context is known; its last token says what follows
+    assert shapes == [(1, 1)]
+    shapes.clear()
+    cache.score(PROMPT + SHARED, [SHARED] * 3)
+    assert shapes == [(1, 5 + 2)]
+
+
+def test_a_continuation_s_blocks_are_found_by_later_calls(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    cache.score(PROMPT, CONTINUATIONS)
+    ids = torch.tensor([PROMPT + CONTINUATIONS[1]])
+    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
+    assert cache.last_call.reused_tokens == (50 + 42) // 16 * 16
+
+
+def test_what_shorter_rows_are_filled_up_with_is_never_stored(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    cache.score(PROMPT, [row((3, 4)), row((4, 40))])
+    filled = torch.tensor([PROMPT + row((3, 3)) + row((3, 3))[-1:] * 36])
+    run(model, cache, input_ids=filled)
+    assert cache.last_call.reused_tokens == 48
+
+
+def test_is_greedy_says_whether_greedy_search_would_have_generated_it(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    generated = run(model, input_ids=IDS).sequences[0, 50:].tolist()
+    other = [*generated[:-1], (generated[-1] + 1) % 128]
+    scores = cache.score(PROMPT, [generated, other, generated[:2], other[1:]])
+    assert [score.is_greedy for score in scores] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "a row of a batch", "numpy", "array of arrays"])
+def test_token_ids_may_come_as_tokenizers_give_them(kind: str, cache: PagedPrefixCache) -> None:
+    rows = [row((2, 5)), row((3, 5))]
+    wanted = cache.score(PROMPT, rows)
+    given: dict[str, tuple[Any, Any]] = {
+        "tensor": (torch.tensor(PROMPT), torch.tensor(rows)),
+        "a row of a batch": (IDS, [torch.tensor([tokens], dtype=torch.int32) for tokens in rows]),
+        "numpy": (np.array(PROMPT), [np.array(tokens, dtype=np.int32) for tokens in rows]),
+        "array of arrays": (tuple(PROMPT), (iter(tokens) for tokens in rows)),
+    }
+    assert [s.total for s in cache.score(*given[kind])] == pytest.approx([s.total for s in wanted])
+
+
+BAD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "no context": ([], [[1]], {}, "the context is empty"),
+    "an empty continuation": ([1], [[1], []], {}, "continuation 1 is empty"),
+    "a token outside": ([1, 128], [[1]], {}, "the context has token 128; the vocabulary has ids 0 to 127"),
+    "a negative token": ([1], [[1], [2, -1]], {}, "continuation 1 has token -1"),
+    "a text": ("one", [[1]], {}, "the context is a str"),
+    "texts": ([1], ["two"], {}, "continuation 0 is a str"),
+    "a text for all": ([1], "two", {}, "continuations is a str"),
+    "a number for all": ([1], 3, {}, "continuations is a int"),
+    "flat continuations": ([1], [1, 2], {}, "continuation 0 is a int; give a sequence"),
+    "floats": ([1.0], [[1]], {}, "1.0 among its token ids, which is a float"),
+    "booleans": ([True], [[1]], {}, "True among its token ids"),
+    "a float tensor": (torch.ones(3), [[1]], {}, "tensor of torch.float32"),
+    "a mask": (torch.ones(3, dtype=torch.bool), [[1]], {}, "tensor of torch.bool"),
+    "two contexts": (torch.ones((2, 3), dtype=torch.long), [[1]], {}, r"shape \(2, 3\)"),
+    "a batch size of 0": ([1], [[1]], {"batch_size": 0}, "batch_size is 0"),
+    "a batch size of True": ([1], [[1]], {"batch_size": True}, "batch_size is True"),
+    "a batch size of 1.5": ([1], [[1]], {"batch_size": 1.5}, "batch_size is 1.5"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_scored_is_refused_before_anything_runs(
+    what: str, model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    context, continuations, options, message = BAD[what]
+    run(model, cache, input_ids=IDS)
+    before, shapes = str(cache.stats()), shapes_of_forwards(model)
+    with pytest.raises(CacheArgumentError, match=message):
+        cache.score(context, continuations, **options)
+    assert (str(cache.stats()), shapes) == (before, [])
+
+
+def test_no_continuations_have_no_scores(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    shapes = shapes_of_forwards(model)
+    assert cache.score(PROMPT, []) == []
+    assert (shapes, cache.stats().num_calls) == ([], 0)
+
+
+class Scoring(LogitsProcessor):
+    """Scores in the middle of `generate`."""
+
+    def __init__(self, cache: PagedPrefixCache) -> None:
+        self.cache = cache
+        self.scores: list[list[Score]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.scores.append(self.cache.score(PROMPT, CONTINUATIONS))
+        return scores
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}])
+def test_the_rows_of_a_generate_that_runs_are_not_touched(
+    model: PreTrainedModel, cache: PagedPrefixCache, how: dict[str, Any]
+) -> None:
+    ids = torch.tensor([row((1, 48), (9, 5))])
+    for reused in (0, 52):
+        scoring = Scoring(cache)
+        assert_same(
+            run(model, input_ids=ids, **how), run(model, cache, input_ids=ids, logits_processor=[scoring], **how)
+        )
+        assert len(scoring.scores) == 6
+        for scores in scoring.scores:
+            assert_right(model, PROMPT, CONTINUATIONS, scores)
+        assert cache.last_call.rows[0].reused_tokens == reused
+        cache.check()
+
+
+def test_rows_of_plain_forwards_go_on_behind_a_score(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    with torch.no_grad():
+        wanted = model(IDS, use_cache=False).logits[:, 30:]
+        model(IDS[:, :30], past_key_values=cache)
+        said = cache.last_call
+        with cache:  # nor does a block's cache take part
+            assert_right(model, PROMPT, CONTINUATIONS, cache.score(PROMPT, CONTINUATIONS))
+            assert cache.get_seq_length() == 30
+            assert cache.last_call == said
+            got = model(IDS[:, 30:], past_key_values=cache).logits
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_a_salt_s_scores_find_no_block_of_another(model: PreTrainedModel) -> None:
+    store = PrefixStore(model)
+    shapes = shapes_of_forwards(model)
+    for salt, length in (("a", 50), ("b", 50), ("a", 2), (None, 50)):
+        PagedPrefixCache(store, cache_salt=salt).score(PROMPT, [[5], [6]])
+        assert shapes.pop() == (1, length)
+
+
+def test_a_forward_that_fails_leaves_nothing_behind(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    def fail(module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        if args[0].shape[0] > 1:
+            raise KeyError("on purpose")
+
+    handle = model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(KeyError, match="on purpose"):
+        cache.score(PROMPT, CONTINUATIONS)
+    assert cache.stats().num_blocks_in_use == 0
+    handle.remove()
+    assert_right(model, PROMPT, CONTINUATIONS, cache.score(PROMPT, CONTINUATIONS))
+    cache.check()
+
+
+def test_a_batch_that_does_not_fit_is_refused_and_smaller_ones_work(model: PreTrainedModel) -> None:
+    cache = PagedPrefixCache(PrefixStore(model, num_blocks=12))
+    rows = [row((seed, 40)) for seed in range(2, 8)]
+    with pytest.raises(OutOfBlocksError, match="6 rows"):
+        cache.score(PROMPT, rows)
+    assert cache.stats().num_blocks_in_use == 0
+    assert_right(model, PROMPT, rows, cache.score(PROMPT, rows, batch_size=1))
+    cache.check()
+
+
+def test_nobody_can_take_the_context_away_while_its_continuations_run(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    refused: list[bool] = []
+
+    def reset(module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        with pytest.raises(CacheBusyError):
+            cache.reset_prefix_cache()
+        refused.append(True)
+
+    model.model.layers[0].mlp.register_forward_pre_hook(reset)
+    cache.score(PROMPT, CONTINUATIONS)
+    assert len(refused) == 2
+    cache.reset_prefix_cache()
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_scores_are_right_where_frequencies_follow_the_length(kind: str) -> None:
+    model = build("llama", rope_parameters=ROPES[kind], max_position_embeddings=64 if kind == "dynamic" else 256)
+    cache = PagedPrefixCache(model)
+    continuations = [row((2, 5)), row((3, 5)), row((4, 30)), row((5, 30)), row((4, 12)), row((2, 4), (6, 1))]
+    for _ in range(2):
+        scores = cache.score(PROMPT, continuations)
+        for tokens, score in zip(continuations, scores, strict=True):
+            # dynamic frequencies stay at the longest sequence seen until a short one comes
+            wanted = log_probs(copy.deepcopy(model), PROMPT, tokens)
+            torch.testing.assert_close(torch.tensor(score.log_probs), wanted, rtol=0, atol=1e-4)
+    assert cache.stats().hit_rate > 0.4
+
+
+def test_verify_looks_at_the_blocks_that_scores_reuse() -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model, verify=True)
+    cache.score(PROMPT, CONTINUATIONS)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.data[PROMPT[40]] *= 3  # no value of the digest
+    for _ in range(3):  # block 2 of 3 has its turn
+        scores = cache.score(PROMPT, CONTINUATIONS)
+    assert_right(model, PROMPT, CONTINUATIONS, scores)
+
+
+# What runs where.
+
+
+def test_a_plan_runs_each_shared_beginning_once() -> None:
+    one = plan([(1, 2, 3, 4), (1, 2, 3), (1, 2, 9), (8,)], batch_size=None, max_tokens=100)
+    assert (one.trunk, one.branches) == ((1, 2, 3), [])  # one row is the longest; all others are its beginning
+    two = plan([(1, 2, 3, 4), (1, 5, 6), (1, 5, 7)], batch_size=None, max_tokens=100)
+    assert two.trunk == (1,)
+    assert [branches.rows for branches in two.branches] == [[(2, 3), (5,)]]
+    assert [(r.row, r.column, r.continuation, r.token) for r in two.branches[0].readings] == [
+        (0, 0, 0, 3),
+        (0, 1, 0, 4),
+        (1, 0, 1, 6),
+        (1, 0, 2, 7),
+    ]
+
+
+def test_a_plan_s_forwards_stay_below_both_limits() -> None:
+    rows = [(seed, *range(length), 0) for seed, length in enumerate((2, 8, 4, 4, 1))]
+    sizes = [[len(tail) for tail in b.rows] for b in plan(rows, batch_size=None, max_tokens=12).branches]
+    assert sizes == [[9], [5, 5], [3, 2]]
+    assert [len(b.rows) for b in plan(rows, batch_size=3, max_tokens=1).branches] == [3, 2]
+    assert [len(b.rows) for b in plan(rows, batch_size=None, max_tokens=1).branches] == [1] * 5
+
+
+def test_a_plan_by_length_has_rows_of_one_length_in_a_forward() -> None:
+    forwards = plan_by_length([(1, 2, 3), (4, 5), (1, 2, 9), (6, 7), (8,)], batch_size=None, max_tokens=100)
+    assert [forward.rows for forward in forwards] == [[()], [(4,), (6,)], [(1, 2)]]
+    assert [read.continuation for read in forwards[2].readings] == [0, 0, 0, 2, 2, 2]
