@@ -66,15 +66,19 @@ class Conditioning:
         if any(module.training for module in self._droppers):
             return "a dropout is active; call model.eval()"
         for hook in self._peft_hooks():
-            if "alora_offsets" in hook.keywords:
+            passed = getattr(hook, "keywords", {"": None})
+            if "alora_offsets" in passed:
                 return "activated LoRA changes keys and values at an offset of each row"
+            if passed.keys() - {"adapter_names"}:
+                return f"PEFT passes arguments of the call to its layers ({_module_name(hook)})"
         return None
 
     def adapter_names(self) -> list[str] | None:
         """The adapter of each row, where PEFT was given `adapter_names`; None where all rows have the same."""
         for hook in self._peft_hooks():
-            if "adapter_names" in hook.keywords:
-                return list(hook.keywords["adapter_names"])
+            names = getattr(hook, "keywords", {}).get("adapter_names")
+            if names is not None:
+                return list(names)
         return None
 
     def suspect(self) -> None:
@@ -82,10 +86,10 @@ class Conditioning:
         self._num_suspicions += 1
 
     def _peft_hooks(self) -> Iterator[Any]:
-        """The hooks by which PEFT passes arguments to its layers: all layers have the same."""
-        for module in self._adapters[:1]:
+        """The hooks by which PEFT passes arguments to its layers: all layers have the same, some the model as well."""
+        for module in (self.model, *self._adapters[:1]):
             for hook in module._forward_pre_hooks.values():
-                if hasattr(hook, "keywords"):
+                if f"{_module_name(hook)}.".startswith("peft."):
                     yield hook
 
     def _hook_numbers(self) -> Iterator[tuple[int, int]]:
@@ -117,9 +121,12 @@ def _drops(module: nn.Module) -> bool:
 
 
 def _is_neutral(function: Callable[..., Any]) -> bool:
+    return f"{_module_name(function)}.".startswith(_NEUTRAL_PACKAGES)
+
+
+def _module_name(function: Callable[..., Any]) -> str:
     function = getattr(function, "func", function)  # functools.partial
-    name = getattr(function, "__module__", None) or ""
-    return f"{name}.".startswith(_NEUTRAL_PACKAGES)
+    return getattr(function, "__module__", None) or ""
 
 
 def _autocast_state(device_types: Iterable[str]) -> str:
