@@ -45,7 +45,7 @@ def require_layer_adapters(model: Any) -> None:
             )
     preparing = model.__dict__.get("prepare_inputs_for_generation")  # prompt learning puts its own there
     wrapper = getattr(preparing, "__self__", None)
-    if hasattr(wrapper, "active_peft_config"):
+    if wrapper is not None and hasattr(wrapper, "active_peft_config"):
         _require_adapts_layers(wrapper.active_adapter, wrapper.active_peft_config)
 
 

@@ -841,19 +841,7 @@ def test_tokens_behind_a_row_s_end_of_sequence_are_not_committed(
     assert cache.stats().num_cached_blocks <= 22 // 16 + (other if other is not None else generated // 16)
 
 
-# accelerate and several processes.
-
-
-def test_accelerate_s_hooks_change_nothing(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    reference = run(model, input_ids=IDS)
-    run(model, cache, input_ids=IDS)
-    accelerate.hooks.add_hook_to_module(model, accelerate.hooks.AlignDevicesHook(io_same_device=True))
-    assert_same(reference, run(model, cache, input_ids=IDS))
-    assert cache.last_call.reused_tokens == 49
-    cache.detach()
-    accelerate.hooks.remove_hook_from_module(model, recurse=True)
-    assert_same(reference, run(model, input_ids=IDS))
+# Several processes.
 
 
 def _rank(rank: int, port: int, results: Any) -> None:

@@ -25,10 +25,10 @@ class Recorder:
         if kwargs.get("past_key_values") is not None:
             self.steps.append(output.logits[:, -1].detach().float().clone())
 
-    def during(self, call: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
-        """What `call` returns, and the logits of its forwards."""
+    def during(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Tensor]]:
+        """What the call returns, and the logits of its forwards."""
         self.steps = []
-        return call(), self.steps
+        return call(*args, **kwargs), self.steps
 
 
 def assert_same_steps(wanted: list[Tensor], got: list[Tensor]) -> None:

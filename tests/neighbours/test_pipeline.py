@@ -50,14 +50,14 @@ def test_one_question_after_another(
 ) -> None:
     ask = WAYS[way](asking, cache, tiny_tokenizer)
     for number, question in enumerate(QUESTIONS):
-        wanted, steps = recorder.during(lambda text=question: asking(text, **GREEDY))
-        got, our_steps = recorder.during(lambda text=question: ask(text, **GREEDY))
+        wanted, steps = recorder.during(asking, question, **GREEDY)
+        got, our_steps = recorder.during(ask, question, **GREEDY)
         assert got == wanted
         assert_same_steps(steps, our_steps)
         assert cache.last_call.reused_tokens >= (len(PREAMBLE) // 16 * 16 if number else 0)
     assert cache.stats().num_calls == len(QUESTIONS)
     zero_blocks(cache)
-    assert not are_same_steps(steps, recorder.during(lambda: ask(QUESTIONS[-1], **GREEDY))[1])
+    assert not are_same_steps(steps, recorder.during(ask, QUESTIONS[-1], **GREEDY)[1])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -66,17 +66,17 @@ def test_questions_in_padded_batches(
 ) -> None:
     ask = WAYS[way](asking, cache, tiny_tokenizer)
     texts = ["A first one, which has nothing to share.", *QUESTIONS, "Short."]
-    wanted, steps = recorder.during(lambda: asking(texts, batch_size=2, **GREEDY))
+    wanted, steps = recorder.during(asking, texts, batch_size=2, **GREEDY)
     for turn in range(2):
-        got, our_steps = recorder.during(lambda: ask(texts, batch_size=2, **GREEDY))
+        got, our_steps = recorder.during(ask, texts, batch_size=2, **GREEDY)
         assert got == wanted
         assert_same_steps(steps, our_steps)
         if turn:
             assert cache.last_call.rows[0].matched_tokens >= len(PREAMBLE) // 16 * 16
     known = [PREAMBLE + "Really?", PREAMBLE + "Oh, really?"]
-    wanted, steps = recorder.during(lambda: asking(known, batch_size=2, **GREEDY))
+    wanted, steps = recorder.during(asking, known, batch_size=2, **GREEDY)
     zero_blocks(cache)
-    assert not are_same_steps(steps, recorder.during(lambda: ask(known, batch_size=2, **GREEDY))[1])
+    assert not are_same_steps(steps, recorder.during(ask, known, batch_size=2, **GREEDY)[1])
     assert min(row.matched_tokens for row in cache.last_call.rows) >= len(PREAMBLE) // 16 * 16
     assert cache.last_call.reused_tokens > len(PREAMBLE)  # all rows start at one column
 
@@ -93,8 +93,8 @@ def test_a_chat_that_grows_computes_only_what_is_new(
     said = 0
     for question in ("Hello, who are you?", "Why?", "And then?"):
         chat.append({"role": "user", "content": question})
-        wanted, steps = recorder.during(lambda: asking(chat, **options))
-        got, our_steps = recorder.during(lambda: asking(chat, past_key_values=cache, **options))
+        wanted, steps = recorder.during(asking, chat, **options)
+        got, our_steps = recorder.during(asking, chat, past_key_values=cache, **options)
         assert got == wanted
         assert_same_steps(steps, our_steps)
         assert cache.last_call.reused_tokens >= said
@@ -103,8 +103,8 @@ def test_a_chat_that_grows_computes_only_what_is_new(
     assert said > len(PREAMBLE)
     zero_blocks(cache)
     chat.append({"role": "user", "content": "So?"})
-    steps = recorder.during(lambda: asking(chat, **options))[1]
-    assert not are_same_steps(steps, recorder.during(lambda: asking(chat, past_key_values=cache, **options))[1])
+    steps = recorder.during(asking, chat, **options)[1]
+    assert not are_same_steps(steps, recorder.during(asking, chat, past_key_values=cache, **options)[1])
 
 
 def test_several_samples_of_a_question(asking: Any, cache: PagedPrefixCache, recorder: Recorder) -> None:
@@ -115,8 +115,8 @@ def test_several_samples_of_a_question(asking: Any, cache: PagedPrefixCache, rec
         return asking(text, **options, **more)
 
     for text in QUESTIONS[:2]:
-        wanted, steps = recorder.during(lambda text=text: ask(text))
-        got, our_steps = recorder.during(lambda text=text: ask(text, past_key_values=cache))
+        wanted, steps = recorder.during(ask, text)
+        got, our_steps = recorder.during(ask, text, past_key_values=cache)
         assert got == wanted
         assert_same_steps(steps, our_steps)
     assert len({answer["generated_text"] for answer in got}) > 1
