@@ -4,7 +4,7 @@ Owns the question "is this still the model that computed those blocks?". Nobody 
 K/V changes the root, and blocks under another root are not found.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from .rope import RopeRegime
 
 # Hooks and replaced forwards of these packages move, record or dispatch; they do not change what a layer computes.
 # PEFT's are read for what they carry.
-_NEUTRAL_PACKAGES = ("accelerate.", "hf_paged_cache.", "peft.", "transformers.")
+_NEUTRAL_PACKAGES = ("accelerate.", "hf_paged_cache.", "peft.", "torch._dynamo.", "transformers.")
 _HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks")
 _ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
 
@@ -65,16 +65,22 @@ class Conditioning:
         """Why nothing of a forward may be reused or committed now; None when it may. As of the last `digest`."""
         if any(module.training for module in self._droppers):
             return "a dropout is active; call model.eval()"
+        if self._weights.unwatched is not None:
+            return f"the weight {self._weights.unwatched} is kept where changes of it cannot be seen"
         for hook in self._peft_hooks():
-            if "alora_offsets" in hook.keywords:
+            passed = getattr(hook, "keywords", {"": None})
+            if "alora_offsets" in passed:
                 return "activated LoRA changes keys and values at an offset of each row"
+            if passed.keys() - {"adapter_names"}:
+                return f"PEFT passes arguments of the call to its layers ({_module_name(hook)})"
         return None
 
     def adapter_names(self) -> list[str] | None:
         """The adapter of each row, where PEFT was given `adapter_names`; None where all rows have the same."""
         for hook in self._peft_hooks():
-            if "adapter_names" in hook.keywords:
-                return list(hook.keywords["adapter_names"])
+            names = getattr(hook, "keywords", {}).get("adapter_names")
+            if names is not None:
+                return list(names)
         return None
 
     def suspect(self) -> None:
@@ -82,23 +88,25 @@ class Conditioning:
         self._num_suspicions += 1
 
     def _peft_hooks(self) -> Iterator[Any]:
-        """The hooks by which PEFT passes arguments to its layers: all layers have the same."""
-        for module in self._adapters[:1]:
+        """The hooks by which PEFT passes arguments to its layers: all layers have the same, some the model as well."""
+        for module in (self.model, *self._adapters[:1]):
             for hook in module._forward_pre_hooks.values():
-                if hasattr(hook, "keywords"):
+                if f"{_module_name(hook)}.".startswith("peft."):
                     yield hook
 
     def _hook_numbers(self) -> Iterator[tuple[int, int]]:
-        """(module number, hook number) of all hooks and replaced forwards that may change what a module computes."""
+        """(module number, hook number) of all hooks and forwards that may change what a module computes; -1 for a class."""
         for number, module in enumerate(self._weights.modules):
             attributes = module.__dict__
             for name in _HOOK_DICTS:
                 for hook in attributes[name].values():
-                    if not _is_neutral(hook):
+                    if not _is_neutral(hook, module):
                         yield number, self._number(hook)
             forward = attributes.get("forward")
-            if forward is not None and not _is_neutral(forward):
+            if forward is not None and not _is_neutral(forward, module):
                 yield number, self._number(forward)
+        for kind in self._weights.types:
+            yield -1, self._number(kind.forward)
 
     def _number(self, thing: Any) -> int:
         """A number for an object, the same each time it is seen."""
@@ -116,10 +124,21 @@ def _drops(module: nn.Module) -> bool:
     return any("drop" in name and isinstance(value, float) and value > 0 for name, value in module.__dict__.items())
 
 
-def _is_neutral(function: Callable[..., Any]) -> bool:
+def _is_neutral(function: Any, module: nn.Module) -> bool:
+    """Whether a function, and all that it wraps but the module's own forward, was written in one of the neutral packages."""
+    while function is not None and getattr(function, "__func__", function) is not type(module).forward:
+        if not f"{_module_name(function)}.".startswith(_NEUTRAL_PACKAGES):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def _module_name(function: Any) -> str:
+    """The module in which a function was written; `__module__` does not tell, `functools.wraps` copies it."""
     function = getattr(function, "func", function)  # functools.partial
-    name = getattr(function, "__module__", None) or ""
-    return f"{name}.".startswith(_NEUTRAL_PACKAGES)
+    function = getattr(function, "__func__", function)
+    written = getattr(function, "__globals__", None)
+    return str(written["__name__"]) if written is not None else type(function).__module__
 
 
 def _autocast_state(device_types: Iterable[str]) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .offloading import file_state, offloaded_weights
+
 _VALUES_PER_TENSOR = 8
 
 
@@ -27,23 +29,40 @@ class WeightFingerprint:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.modules: list[nn.Module] = []  # as of the last `refresh`
+        self.types: list[type[nn.Module]] = []  # of the modules, each once
+        self._type_of: list[type[nn.Module]] = []  # module number -> its type then
         self._children: list[list[nn.Module | None]] = []  # module number -> its children then
         self._owners: list[tuple[Any, str, Tensor, int]] = []  # mapping, key, tensor found there, its address
         self._samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # strided views of the tensors
         self._unsampled: list[Tensor] = []  # told apart by version alone
+        self._files: list[str] = []  # of weights that are on disk
         self._structure = b""
+        self.unwatched: str | None = None  # name of a weight whose changes cannot be seen
 
     def refresh(self) -> bool:
         """List the model again if it is not as listed; whether that was needed.  Cost: one pass over flat lists."""
         if self.modules and self._is_as_listed():
             return False
         self.modules = list(self.model.modules())
+        self._type_of = [type(module) for module in self.modules]
+        self.types = list(dict.fromkeys(self._type_of))
         self._children = [list(module._modules.values()) for module in self.modules]
         self._owners, self._samples, self._unsampled = [], {}, []
+        self.unwatched = None
+        files = set()
+        places = offloaded_weights(self.modules)
         names = []
         for module in self.modules:
             names.append(type(module).__qualname__)
             for owner, key, tensor in _weights_of(module):
+                if tensor.device.type == "meta":
+                    place = places.get((id(module), key))
+                    if place is None:
+                        self.unwatched = key
+                    elif place.mapping is not None:
+                        owner, key, tensor = place.mapping, place.key, place.mapping[place.key]
+                    elif place.file is not None:
+                        files.add(place.file)
                 names.append(f"{key}{tuple(tensor.shape)}{tensor.dtype}{tensor.device}")
                 self._owners.append((owner, key, tensor, _address(tensor)))
                 for plain in _plain_tensors(tensor):
@@ -53,6 +72,7 @@ class WeightFingerprint:
                     else:
                         self._samples.setdefault((sample.device, sample.dtype), []).append(sample)
         self._structure = hashlib.sha256("\n".join(names).encode()).digest()
+        self._files = sorted(files)
         return True
 
     def parts(self) -> Iterator[bytes]:
@@ -62,6 +82,7 @@ class WeightFingerprint:
             with torch.no_grad():
                 yield torch.cat(samples).view(torch.uint8).cpu().numpy().tobytes()
         yield repr([(_address(tensor), _version(tensor)) for tensor in self._unsampled]).encode()
+        yield repr([file_state(path) for path in self._files]).encode()
 
     def device_types(self) -> set[str]:
         """Kinds of devices that hold weights."""
@@ -71,6 +92,8 @@ class WeightFingerprint:
         for owner, key, tensor, address in self._owners:
             if owner.get(key) is not tensor or _address(tensor) != address:
                 return False
+        if list(map(type, self.modules)) != self._type_of:
+            return False
         return all(
             list(module._modules.values()) == children
             for module, children in zip(self.modules, self._children, strict=True)
@@ -78,32 +101,15 @@ class WeightFingerprint:
 
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
-    """Where each weight of a module is found: (mapping, key, tensor).
+    """The weights of a module: (mapping, key, tensor).
 
-    Persistent buffers are weights; others are derived, and some forwards rewrite theirs. A weight that accelerate
-    keeps off the device is found where its hook will load it from.
+    Persistent buffers are weights; others are derived, and some forwards rewrite theirs.
     """
     persistent = {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
     for owner, held in ((module._parameters, module._parameters), (module._buffers, persistent)):
         for name, tensor in held.items():
-            if tensor is None:
-                continue
-            if tensor.device.type == "meta":
-                offloaded = _offloaded(module, name)
-                if offloaded is not None:
-                    yield offloaded
-                    continue
-            yield owner, name, tensor
-
-
-def _offloaded(module: nn.Module, name: str) -> tuple[Any, str, Tensor] | None:
-    """The place of a weight that accelerate offloaded to host memory; None if it is on disk or nowhere."""
-    weights_map = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
-    prefix, dataset = getattr(weights_map, "prefix", None), getattr(weights_map, "dataset", None)
-    held = getattr(dataset, "state_dict", dataset)
-    if not isinstance(held, dict) or prefix is None or not isinstance(held.get(f"{prefix}{name}"), Tensor):
-        return None
-    return held, f"{prefix}{name}", held[f"{prefix}{name}"]
+            if tensor is not None:
+                yield owner, name, tensor
 
 
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:

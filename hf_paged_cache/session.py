@@ -22,6 +22,7 @@ from .errors import CacheArgumentError, CacheBusyError
 from .generation import GenerateArguments
 from .prefill import Prefiller
 from .prefix_store import PrefixStore
+from .support import require_layer_adapters
 from .ticket import ForwardRequest, RowInput
 from .verification import Verifier
 
@@ -69,10 +70,12 @@ class Session:
         Raises:
             CacheBusyError: another one runs on this cache.
             CacheArgumentError: another model's, or one that asks for a cache of its own.
+            UnsupportedModelError: adapters that do more than change layers have been put round the model.
         """
         bracket = Bracket()
         with self._store.blocks.lock:
             self._require_model(model)
+            require_layer_adapters(model)
             if given.cache_implementation is not None:
                 raise CacheArgumentError(
                     f"cache_implementation={given.cache_implementation!r} asks transformers for a cache of its own; "

@@ -21,17 +21,42 @@ def unwrapped(model: Any) -> Any:
     """The module whose `__call__` `generate` runs: of a PEFT model, the one inside, which has the adapters' layers.
 
     Raises:
-        UnsupportedModelError: prompt learning, which brings keys and values of its own.
+        UnsupportedModelError: prompt learning, which brings keys and values of its own, and adapters that run beside
+            the model.
     """
     if isinstance(model, PreTrainedModel) or not hasattr(model, "get_base_model"):
         return model
     for name, config in getattr(model, "peft_config", {}).items():
-        if getattr(config, "is_prompt_learning", False):
+        _require_adapts_layers(name, config)
+    inside = model.get_base_model()
+    require_layer_adapters(inside)
+    return inside
+
+
+def require_layer_adapters(model: Any) -> None:
+    """Refuse a model round which PEFT does more than change its layers; asked at every `generate`.
+
+    Raises:
+        UnsupportedModelError: naming the adapter.
+    """
+    for hook in model._forward_pre_hooks.values():
+        if (getattr(hook, "__module__", None) or "").startswith("peft."):
             raise UnsupportedModelError(
-                f"adapter {name!r} is prompt learning ({type(config).__name__}), which puts keys and values of its own "
-                "before every prompt; only adapters that change layers, such as LoRA, are supported"
+                f"PEFT's {type(getattr(hook, '__self__', hook)).__name__} runs something of its own before every forward "
+                "of the model; only adapters that change layers, such as LoRA, are supported"
             )
-    return model.get_base_model()
+    preparing = model.__dict__.get("prepare_inputs_for_generation")  # prompt learning puts its own there
+    wrapper = getattr(preparing, "__self__", None)
+    if wrapper is not None and hasattr(wrapper, "active_peft_config"):
+        _require_adapts_layers(wrapper.active_adapter, wrapper.active_peft_config)
+
+
+def _require_adapts_layers(name: str, config: Any) -> None:
+    if getattr(config, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"adapter {name!r} is prompt learning ({type(config).__name__}), which puts keys and values of its own "
+            "before every prompt; only adapters that change layers, such as LoRA, are supported"
+        )
 
 
 def require_supported(model: object) -> None:

@@ -35,6 +35,7 @@ LEVELS = {
     "call": 2,
     "call_state": 2,
     "fingerprint": 3,
+    "offloading": 3,
     "rope": 3,
     "conditioning": 3,
     "support": 4,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -202,17 +203,41 @@ def test_the_digest_does_not_change_with(harmless: Callable[[Model], Any], tiny_
     assert conditioning.digest() == before
 
 
-def test_what_a_package_of_transformers_kind_attaches_does_not_change_the_digest(tiny_llama: Model) -> None:
+def written_in(module: str) -> Callable[..., Any]:
+    """A hook that a module of that name defines."""
+
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         return output
 
-    hook.__module__ = "accelerate.hooks"
+    return types.FunctionType(hook.__code__, {"__name__": module})
+
+
+def test_what_a_package_of_transformers_kind_attaches_does_not_change_the_digest(tiny_llama: Model) -> None:
     conditioning = Conditioning(tiny_llama)
     before = conditioning.digest()
-    tiny_llama.model.layers[0].register_forward_hook(hook)
+    tiny_llama.model.layers[0].register_forward_hook(written_in("accelerate.hooks"))
     assert conditioning.digest() == before
-    hook.__module__ = "accelerated_by_me.hooks"
+    tiny_llama.model.layers[0].register_forward_hook(written_in("accelerated_by_me.hooks"))
     assert conditioning.digest() != before
+
+
+def test_a_forward_that_claims_to_be_the_one_it_wraps_is_seen(tiny_llama: Model) -> None:
+    """`functools.wraps` copies the name of the module, and a package may wrap what a user has replaced."""
+    conditioning, mlp = Conditioning(tiny_llama), tiny_llama.model.layers[0].mlp
+    before = conditioning.digest()
+    forward = mlp.forward
+
+    @functools.wraps(forward)
+    def doubled(states: torch.Tensor) -> torch.Tensor:
+        return forward(states) * 2
+
+    mlp.forward = doubled
+    changed = conditioning.digest()
+    assert changed != before
+    mlp.forward = functools.update_wrapper(functools.partial(written_in("accelerate.hooks"), mlp), doubled)
+    assert conditioning.digest() not in (before, changed)
+    mlp.forward = functools.update_wrapper(functools.partial(written_in("accelerate.hooks"), mlp), forward)
+    assert conditioning.digest() == before
 
 
 def test_a_model_made_under_inference_mode_has_a_digest_too(tiny_llama: Model) -> None:
@@ -224,6 +249,26 @@ def test_a_model_made_under_inference_mode_has_a_digest_too(tiny_llama: Model) -
         before = conditioning.digest()
         first_weight(model).data.mul_(2)
         assert conditioning.digest() != before
+
+
+def test_a_class_that_gets_another_forward_is_seen(tiny_llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    conditioning, kind = Conditioning(tiny_llama), type(tiny_llama.model.layers[0].mlp)
+    before, forward = conditioning.digest(), kind.forward
+    with monkeypatch.context() as patching:
+        patching.setattr(kind, "forward", lambda self, states: forward(self, states) * 2)
+        assert conditioning.digest() != before
+    assert conditioning.digest() == before
+
+
+def test_a_module_that_gets_another_class_is_seen(tiny_llama: Model) -> None:
+    class Louder(type(tiny_llama.model.layers[0].mlp)):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return super().forward(states) * 2
+
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    tiny_llama.model.layers[1].mlp.__class__ = Louder
+    assert conditioning.digest() != before
 
 
 # What makes a forward unfit for reuse

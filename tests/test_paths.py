@@ -22,7 +22,6 @@ from hf_paged_cache import (
     PagedPrefixCache,
     PrefixStore,
     TicketError,
-    UnsupportedModelError,
 )
 from hf_paged_cache.hooks import is_attached
 
@@ -775,43 +774,6 @@ def test_a_compiled_model_is_right(model: PreTrainedModel, cache: PagedPrefixCac
     torch._dynamo.reset()
 
 
-# PEFT.
-
-
-def lora(model: PreTrainedModel) -> Any:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False
-    )
-    torch.manual_seed(3)
-    return peft.get_peft_model(model, config).eval()
-
-
-@pytest.mark.parametrize("through_wrapper", [True, False])
-def test_a_cache_of_a_peft_wrapper_is_attached_where_the_forwards_run(
-    model: PreTrainedModel, through_wrapper: bool
-) -> None:
-    wrapped = lora(model)
-    cache = PagedPrefixCache(wrapped)
-    caller = wrapped if through_wrapper else wrapped.get_base_model()
-    for _ in range(2):
-        assert_same(run(caller, input_ids=IDS), run(caller, cache, input_ids=IDS))
-    assert cache.last_call.reused_tokens == 49
-    wrapped_logits = wrapped(IDS, past_key_values=cache, logits_to_keep=1)
-    assert wrapped_logits.logits.shape[1] == 1
-
-
-def test_prompt_learning_is_refused(model: PreTrainedModel) -> None:
-    peft = pytest.importorskip("peft")
-    for config in (
-        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    ):
-        wrapped = peft.get_peft_model(copy.deepcopy(model), config)
-        with pytest.raises(UnsupportedModelError, match="prompt learning"):
-            PagedPrefixCache(wrapped)
-
-
 # Masks that ask the cache.
 
 
@@ -843,19 +805,7 @@ def test_tokens_behind_a_row_s_end_of_sequence_are_not_committed(
     assert cache.stats().num_cached_blocks <= 22 // 16 + (other if other is not None else generated // 16)
 
 
-# accelerate and several processes.
-
-
-def test_accelerate_s_hooks_change_nothing(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    reference = run(model, input_ids=IDS)
-    run(model, cache, input_ids=IDS)
-    accelerate.hooks.add_hook_to_module(model, accelerate.hooks.AlignDevicesHook(io_same_device=True))
-    assert_same(reference, run(model, cache, input_ids=IDS))
-    assert cache.last_call.reused_tokens == 49
-    cache.detach()
-    accelerate.hooks.remove_hook_from_module(model, recurse=True)
-    assert_same(reference, run(model, input_ids=IDS))
+# Several processes.
 
 
 def _rank(rank: int, port: int, results: Any) -> None:

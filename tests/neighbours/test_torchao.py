@@ -1,0 +1,120 @@
+"""torchao's quantised linear layers, as far as they run on a CPU: right, reused, and a change of them is seen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torchao.quantization import (
+    Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    quantize_,
+)
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, TorchAoConfig
+
+from hf_paged_cache import PagedPrefixCache
+
+from ..reference import assert_same, batch, is_same, row, run, zero_blocks
+from ..tiny_models import build
+
+IDS = torch.tensor([row((1, 50))])
+WEIGHT_ONLY: dict[str, Callable[[], Any]] = {
+    "int8": Int8WeightOnlyConfig,
+    "intx": IntxWeightOnlyConfig,
+    "float8": Float8WeightOnlyConfig,
+}
+
+
+def distance(reference: Any, output: Any) -> float:
+    """Of the logits, as a part of their scale."""
+    scale = max(float(step.abs().max()) for step in reference.logits)
+    return max(float((a - b).abs().max()) / scale for a, b in zip(reference.logits, output.logits, strict=True))
+
+
+@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+def test_weights_quantised_between_calls(model: PreTrainedModel, cache: PagedPrefixCache, kind: str) -> None:
+    before = run(model, cache, input_ids=IDS)
+    quantize_(model, WEIGHT_ONLY[kind]())
+    reference = run(model, input_ids=IDS)
+    assert not is_same(before, reference)
+    for reused in (0, 49):
+        assert_same(reference, run(model, cache, input_ids=IDS))
+        assert cache.last_call.reused_tokens == reused
+    inputs = batch(row((1, 40), (2, 8)), row((3, 20)))
+    assert_same(run(model, **inputs, num_beams=2), run(model, cache, **inputs, num_beams=2))
+    zero_blocks(cache)
+    assert not is_same(reference, run(model, cache, input_ids=IDS))
+
+
+@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+def test_quantised_weights_that_change_are_seen(model: PreTrainedModel, kind: str) -> None:
+    other = build("llama", seed=7, max_position_embeddings=2048)
+    quantize_(model, WEIGHT_ONLY[kind]())
+    quantize_(other, WEIGHT_ONLY[kind]())
+    weights, cache = copy.deepcopy(model.state_dict()), PagedPrefixCache(model)
+    before = run(model, cache, input_ids=IDS)
+    model.load_state_dict(other.state_dict())
+    reference = run(model, input_ids=IDS)
+    assert not is_same(before, reference)
+    assert_same(reference, run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 0
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.scale.mul_(1.5)  # one of the tensors that a weight is made of
+    reference = run(model, input_ids=IDS)
+    assert_same(reference, run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 0
+    model.load_state_dict(weights)
+    assert_same(before, run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 48
+
+
+def test_one_quantised_layer_is_seen(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    run(model, cache, input_ids=IDS)
+    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name == "model.layers.0.self_attn.k_proj")
+    for reused in (0, 49):
+        assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+        assert cache.last_call.reused_tokens == reused
+
+
+def test_activations_quantised_as_they_come(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    """They are rounded to whole steps, so a difference in the last bit may become one of a step: no cache keeps 1e-4.
+
+    The measure is `DynamicCache` continued from its own prefix.
+    """
+    before = run(model, cache, input_ids=IDS)
+    quantize_(model, Int8DynamicActivationInt8WeightConfig())
+    reference = run(model, input_ids=IDS)
+    assert distance(before, reference) > 0.05
+    assert_same(reference, run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 0
+    prefix = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(IDS[:, :49], past_key_values=prefix)
+    continued = run(model, input_ids=IDS, past_key_values=prefix)
+    output = run(model, cache, input_ids=IDS)
+    assert cache.last_call.reused_tokens == 49
+    assert distance(reference, output) <= max(1e-4, 5 * distance(reference, continued))
+    assert torch.equal(output.sequences, reference.sequences)
+    zero_blocks(cache)
+    assert distance(reference, run(model, cache, input_ids=IDS)) > 0.05
+
+
+def test_a_model_that_transformers_quantises_as_it_loads_it(model: PreTrainedModel, tmp_path: Any) -> None:
+    model.save_pretrained(tmp_path)
+    quantised = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()), device_map="cpu"
+    )
+    assert type(quantised.model.layers[0].mlp.up_proj.weight) is not torch.nn.Parameter
+    reference = run(quantised, input_ids=IDS)
+    assert not is_same(reference, run(model, input_ids=IDS))
+    cache = PagedPrefixCache(quantised)
+    for reused in (0, 49):
+        assert_same(reference, run(quantised, cache, input_ids=IDS))
+        assert cache.last_call.reused_tokens == reused
+    zero_blocks(cache)
+    assert not is_same(reference, run(quantised, cache, input_ids=IDS))

@@ -1,0 +1,159 @@
+"""TRL's GRPOTrainer: generation on our cache inside a training loop, where every optimizer step makes what was cached old."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch import Tensor
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.conditioning import Conditioning
+
+from ..reference import zero_blocks
+from ..tiny_models import build
+from .recorder import Recorder, are_same_steps, assert_same_steps
+
+PREAMBLE = "A long preamble that all of the questions share, word by word. "
+QUESTIONS = ("Who?", "What?", "When?", "Where?", "Whose?", "Which?", "Why?", "Since when?")
+NUM_STEPS = 3
+
+
+def variety(completions: list[str], **_: Any) -> list[float]:
+    """The reward: how many different characters a completion has."""
+    return [float(len(set(completion))) for completion in completions]
+
+
+class Trained(NamedTuple):
+    """What a run leaves behind."""
+
+    steps: list[Tensor]
+    weights: dict[str, Tensor]
+    cache: PagedPrefixCache | None
+    trainer: GRPOTrainer
+
+
+def trained(
+    tokenizer: Any, folder: Path, *, use_cache: bool, callbacks: Any = (), peft_config: Any = None, **settings: Any
+) -> Trained:
+    """Train a tiny model from the same start; with `use_cache`, inside `with cache:`."""
+    model = build("llama", max_position_embeddings=2048)
+    config = GRPOConfig(
+        output_dir=str(folder),
+        **{
+            "per_device_train_batch_size": 8,
+            "num_generations": 4,
+            "max_completion_length": 6,
+            "max_steps": NUM_STEPS,
+            "learning_rate": 1e-2,
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": [],
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "seed": 5,
+            **settings,
+        },
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=variety,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": [PREAMBLE + question for question in QUESTIONS]}),
+        processing_class=tokenizer,
+        peft_config=peft_config,
+        callbacks=[make(model) for make in callbacks],
+    )
+    cache = PagedPrefixCache(trainer.model) if use_cache else None
+    recorder = Recorder(model)
+    with nullcontext() if cache is None else cache:
+        trainer.train()
+    weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    return Trained(recorder.steps, weights, cache, trainer)
+
+
+def assert_same_run(wanted: Trained, got: Trained) -> None:
+    assert len(wanted.steps) >= NUM_STEPS * 4
+    assert_same_steps(wanted.steps, got.steps)
+    for name, weight in wanted.weights.items():
+        torch.testing.assert_close(got.weights[name], weight, rtol=0, atol=1e-5)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "all weights": {},
+    "without gradient checkpointing": {"gradient_checkpointing": False},
+    "several updates of a generation": {"num_iterations": 2, "max_steps": 2 * NUM_STEPS},
+    "LoRA": {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", lora_dropout=0.0)},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_training_is_the_same_and_no_step_gets_keys_and_values_of_one_before(
+    tiny_tokenizer: Any, tmp_path: Path, setting: str
+) -> None:
+    wanted = trained(tiny_tokenizer, tmp_path, use_cache=False, **SETTINGS[setting])
+    got = trained(tiny_tokenizer, tmp_path, use_cache=True, **SETTINGS[setting])
+    assert_same_run(wanted, got)
+    first, last = wanted.steps[0], wanted.steps[-6]  # two prefills: the weights did change
+    assert float((first - last).abs().max()) > 0.01 * float(first.abs().max())
+    assert got.cache is not None
+    stats = got.cache.stats()
+    assert stats.num_calls == NUM_STEPS
+    assert stats.computed_tokens == stats.prompt_tokens // 4  # the four samples of a prompt were computed as one
+
+
+def test_keys_and_values_of_an_earlier_step_would_be_noticed(
+    tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above can fail: with a digest that never changes, old blocks are served and the run is another."""
+    wanted = trained(tiny_tokenizer, tmp_path, use_cache=False)
+    monkeypatch.setattr(Conditioning, "digest", lambda self: b"the same for ever")
+    monkeypatch.setattr(Conditioning, "bypass", lambda self: None)
+    got = trained(tiny_tokenizer, tmp_path, use_cache=True)
+    assert not are_same_steps(wanted.steps, got.steps)
+
+
+class Zeroing(TrainerCallback):
+    """After every step, puts zeros in place of what is cached."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        for cache in self.model.generate.ambient:
+            zero_blocks(cache)
+
+
+def test_steps_that_change_nothing_reuse_one_another(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    still = {"learning_rate": 0.0, "weight_decay": 0.0}
+    wanted = trained(tiny_tokenizer, tmp_path, use_cache=False, **still)
+    got = trained(tiny_tokenizer, tmp_path, use_cache=True, **still)
+    assert_same_run(wanted, got)
+    assert got.cache is not None
+    stats = got.cache.stats()
+    assert stats.computed_tokens < stats.prompt_tokens // 4 * 0.6
+    assert not are_same_steps(
+        wanted.steps, trained(tiny_tokenizer, tmp_path, use_cache=True, callbacks=[Zeroing], **still).steps
+    )
+
+
+def test_evaluating_twice_reuses(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    def rewards(run: Trained, cache: PagedPrefixCache | None) -> list[float]:
+        questions = Dataset.from_dict({"prompt": [PREAMBLE + "How?", PREAMBLE + "Why not?"]})
+        torch.manual_seed(1)
+        with nullcontext() if cache is None else cache:
+            return [run.trainer.evaluate(questions)["eval_reward"] for _ in range(2)]
+
+    wanted = trained(tiny_tokenizer, tmp_path, use_cache=False)
+    got = trained(tiny_tokenizer, tmp_path, use_cache=True)
+    assert got.cache is not None
+    assert rewards(got, got.cache) == rewards(wanted, None)
+    assert_same_steps(wanted.steps, got.steps)
+    assert got.cache.last_call.computed_tokens < got.cache.last_call.prompt_tokens // 4 * 0.6
