@@ -14,9 +14,9 @@ from .blocks import root_hash
 from .fingerprint import WeightFingerprint
 from .rope import RopeRegime
 
-# Hooks and replaced forwards of these packages move, record or dispatch; they do not change what a layer computes.
-# PEFT's are read for what they carry.
-_NEUTRAL_PACKAGES = ("accelerate.", "hf_paged_cache.", "peft.", "transformers.")
+# Hooks and replaced forwards of these packages move, record or dispatch; they do not change what a layer computes. Of
+# accelerate only its hooks: its mixed precision wraps a forward, too. PEFT's are read for what they carry.
+_NEUTRAL_PACKAGES = ("accelerate.hooks.", "hf_paged_cache.", "peft.", "transformers.")
 _HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks")
 _ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
 
@@ -117,8 +117,11 @@ def _drops(module: nn.Module) -> bool:
 
 
 def _is_neutral(function: Callable[..., Any]) -> bool:
+    """Whether a function was written in a package that changes nothing; where it says it is from may be what it wraps."""
     function = getattr(function, "func", function)  # functools.partial
-    name = getattr(function, "__module__", None) or ""
+    function = getattr(function, "__func__", function)
+    written_in = getattr(function, "__globals__", {}).get("__name__")
+    name = written_in or getattr(function, "__module__", None) or ""
     return f"{name}.".startswith(_NEUTRAL_PACKAGES)
 
 
