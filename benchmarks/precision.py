@@ -51,8 +51,8 @@ from hf_paged_cache.demo_model import DEMO_MODEL, load_demo_model
 
 ROOT = Path(__file__).parents[1]
 BLOCK_SIZE = 16
-LENGTHS = (100, 300)  # tokens of a prompt, least and most
-UNKNOWN = (20, 60)  # tokens behind the known prefix, least and most
+LENGTHS = (64, 160)  # tokens of a prompt, least and most
+UNKNOWN = (16, 40)  # tokens behind the known prefix, least and most
 EXTRA = 7  # tokens by which the prompt of the call before is longer
 MIN_WORDS = 5  # of a sentence that goes into a prompt
 NUM_SETS = 3
@@ -364,7 +364,7 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--sets", type=int, default=NUM_SETS, help="default: %(default)s")
     parser.add_argument("--prompts", type=int, default=PROMPTS_A_SET, help="of each set; default: %(default)s")
-    parser.add_argument("--rows", type=int, default=10, help="prompts run together; default: %(default)s")
+    parser.add_argument("--rows", type=int, default=20, help="prompts run together; default: %(default)s")
     parser.add_argument(
         "--tokens", type=int, default=NUM_TOKENS, help="generated for each prompt; default: %(default)s"
     )
