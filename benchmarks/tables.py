@@ -72,7 +72,41 @@ def blocks_table(results: Mapping[str, Any]) -> str:
     )
 
 
-TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {"generate": generate_table, "blocks": blocks_table}
+def precision_table(results: Mapping[str, Any]) -> str:
+    """What precision.py counted: a line for each precision and way, and what was noticed of zeros."""
+    head = ("precision", "way", "prompts with another token", "gap there", "error, median", "error, largest", "")
+    rows, notes, commits = [], [], []
+    for name, measured in results["precisions"].items():
+        for way, found in measured["ways"].items():
+            verdicts = [holds for what, holds in measured["holds"].items() if what.startswith(way)]
+            gaps = [gap for gap in found["largest_gap"] if gap is not None]
+            rows.append(
+                (
+                    name,
+                    way,
+                    ", ".join(map(str, found["differ"])),
+                    f"at most {max(gaps):.2g}" if gaps else "",
+                    f"{found['median_error']:.2g}",
+                    f"{max(found['largest_error']):.2g}",
+                    _verdict(all(verdicts)) if verdicts else "",
+                )
+            )
+        control, noticed = measured["control"], measured["holds"]["control: zeros are noticed"]
+        notes.append(f"{name} {control['differ']} of {control['of']}{'' if noticed else ' (NOT NOTICED)'}")
+        commits.append(f"{name} at commit {measured['commit']}")
+    sizes = {measured["num_prompts"] for measured in results["precisions"].values()}
+    return (
+        f"Sets of {' or '.join(map(str, sorted(sizes)))} prompts:\n\n{markdown(head, rows)}\n\n"
+        f"With zeros in place of what is reused: {', '.join(notes)} prompts.\n\n"
+        f"{'; '.join(commits)}; {conditions(results)}"
+    )
+
+
+TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "generate": generate_table,
+    "blocks": blocks_table,
+    "precision": precision_table,
+}
 
 
 def refresh(text: str, name: str, table: str) -> str:
@@ -133,7 +167,7 @@ def main() -> int:
     for name, table in TABLES.items():
         path = harness.RESULTS / f"{name}.json"
         if not path.exists():
-            print(f"no results/{name}.json: run benchmarks/bench_{name}.py", file=sys.stderr)
+            print(f"no results/{name}.json: run the benchmark that writes it", file=sys.stderr)
             continue
         text = refresh(text, name, table(json.loads(path.read_text(encoding="utf-8"))))
     README.write_text(text, encoding="utf-8")

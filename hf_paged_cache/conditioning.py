@@ -14,9 +14,9 @@ from .blocks import root_hash
 from .fingerprint import WeightFingerprint
 from .rope import RopeRegime
 
-# Hooks and replaced forwards of these packages move, record or dispatch; they do not change what a layer computes.
-# PEFT's are read for what they carry.
-_NEUTRAL_PACKAGES = ("accelerate.", "hf_paged_cache.", "peft.", "torch._dynamo.", "transformers.")
+# Hooks and replaced forwards of these packages move, record or dispatch; they do not change what a layer computes. Of
+# accelerate only its hooks: its mixed precision wraps a forward, too. PEFT's are read for what they carry.
+_NEUTRAL_PACKAGES = ("accelerate.hooks.", "hf_paged_cache.", "peft.", "torch._dynamo.", "transformers.")
 _HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks")
 _ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
 

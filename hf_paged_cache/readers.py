@@ -136,6 +136,7 @@ class ViewReader:
         self._missing: list[tuple[int, int, int, Tensor]] = []  # (row, first column, end, slots [1, n]) to gather
         self._missing_on: dict[torch.device, list[Tensor]] = {}
         self._valid: list[int] = []  # row -> columns that are in the buffers
+        self._layouts: Callable[[], Sequence[RowLayout]] = list  # of the rows of the forward
 
     def start_rows(
         self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: int | None
@@ -149,7 +150,7 @@ class ViewReader:
 
     def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:
         """See Reader."""
-        self._num_rows, self._start, self._stop = num_rows, start, stop
+        self._num_rows, self._start, self._stop, self._layouts = num_rows, start, stop, rows
         self._valid += [0] * (num_rows - len(self._valid))  # rows that were taken over, or multiplied
         if self._missing:
             self._missing, self._missing_on = [], {}
@@ -169,18 +170,21 @@ class ViewReader:
         if buffers is None:
             buffers = self._buffers[layer_idx] = {}
         start, stop, num_rows = self._start, self._stop, self._num_rows
+        recast = []
         for name, states in new.items():
             held = buffers.get(name)
-            if (
-                held is None
-                or held.shape[2] < stop
-                or held.shape[0] < num_rows
-                or held.dtype != states.dtype
-                or held.device != states.device
-            ):
+            if held is not None and held.dtype != states.dtype:
+                recast.append(name)
+                held = None
+            if held is None or held.shape[2] < stop or held.shape[0] < num_rows or held.device != states.device:
                 buffers[name] = self._grown(held, states)
         if self._missing:
             self._fill(layer_idx, {name: buffers[name] for name in new})
+        if recast and start:  # the buffers may have been rounded, the pool was not
+            slots = slot_matrix(self._layouts(), start, self._pool.block_size).to(self._pool.device_of(layer_idx))
+            gathered = self._pool.gather(layer_idx, slots, recast)
+            for name in recast:
+                buffers[name][:num_rows, :, :start].copy_(gathered[name])
         result = {}
         for name, states in new.items():
             held = buffers[name]
@@ -240,7 +244,7 @@ class ViewReader:
     def drop(self) -> None:
         """See Reader."""
         self._buffers, self._kept, self._missing, self._missing_on = {}, [], [], {}
-        self._valid, self._stop = [], 0
+        self._valid, self._stop, self._layouts = [], 0, list
 
     @property
     def num_bytes(self) -> int:

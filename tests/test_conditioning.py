@@ -89,6 +89,22 @@ def replace_forward(model: Model) -> None:
     layer.forward = lambda states: forward(states) * 2
 
 
+def wrap_forward(model: Model) -> None:
+    """As decorators do: the new function says that it is from where the old one is."""
+    layer = model.model.layers[0].mlp
+    forward = layer.forward
+
+    @functools.wraps(forward)
+    def doubled(states: torch.Tensor) -> torch.Tensor:
+        return forward(states) * 2
+
+    layer.forward = doubled
+
+
+def decorate_with_autocast(model: Model) -> None:
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+
+
 CHANGES: dict[str, Callable[[Model], Any]] = {
     "in place": in_place,
     ".data.copy_": lambda model: first_weight(model).data.copy_(first_weight(model).data * 2),
@@ -108,6 +124,8 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
     "partial as hook": lambda model: model.model.layers[0].register_forward_hook(functools.partial(users_hook)),
     "method as hook": lambda model: model.model.layers[0].mlp.register_forward_hook(Steering(1.0).hook),
     "forward replaced": replace_forward,
+    "forward wrapped": wrap_forward,
+    "autocast round the forward": decorate_with_autocast,
     "attention implementation": lambda model: model.set_attn_implementation("eager"),
 }
 

@@ -390,13 +390,13 @@ def test_what_a_view_gave_with_gradients_is_not_changed_by_the_next_forward() ->
 def test_a_reader_gives_the_type_of_what_is_new_whatever_the_pool_holds(make_reader: Any) -> None:
     bench = Bench(make_reader)  # its pool is float32
     bench.start([row_of(9)])
-    for start in (8, 0):
+    for start, dtype in ((8, torch.bfloat16), (0, torch.bfloat16), (7, torch.float32), (8, torch.float16)):
         bench.reader.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), start, 9)
-        new = {name: tensor.bfloat16() for name, tensor in bench.new_states(0, start, 9).items()}
+        new = {name: tensor.to(dtype) for name, tensor in bench.new_states(0, start, 9).items()}
         got = bench.reader.read(0, new)
         for name in SIZES:
-            assert got[name].dtype == torch.bfloat16
-            assert got[name][0].equal(states_of(bench.rows[0], 0, name, 0, 9).bfloat16())
+            assert got[name].dtype == dtype
+            assert got[name][0].equal(states_of(bench.rows[0], 0, name, 0, 9).to(dtype))  # rounded once, from the pool
 
 
 @READERS
