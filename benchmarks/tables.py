@@ -102,10 +102,35 @@ def precision_table(results: Mapping[str, Any]) -> str:
     )
 
 
+def eviction_table(results: Mapping[str, Any]) -> str:
+    """Hit rates by trace and policy, a column for each size of the pool of bench_eviction.py."""
+    rows = []
+    for trace, of in results["traces"].items():
+        for policy, cells in of["rates"].items():
+            rows.append((trace, policy, *(f"{cell['mean']:.1%}" for cell in cells)))
+        behind = [row["behind"][trace] for row in results["gaps"]]
+        rows.append((trace, "lru behind clairvoyant", *(f"{100 * gap:.1f} points" for gap in behind)))
+        rows.append((trace, "unbounded", *[f"{of['unbounded']:.1%}"] * len(results["shares"])))
+    head = ("trace", "policy", *(f"{share:g} x working set" for share in results["shares"]))
+    traces = [
+        (
+            name,
+            f"{of['requests']:,}",
+            f"{of['prompt_tokens']:,}",
+            f"{of['working_set_blocks']:,}",
+            f"{of['largest_request_blocks']:,}",
+        )
+        for name, of in results["traces"].items()
+    ]
+    trace_head = ("trace", "requests", "prompt tokens", "working set, blocks", "largest request, blocks")
+    return f"{markdown(head, rows)}\n\n{markdown(trace_head, traces)}\n\n{conditions(results)}"
+
+
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "generate": generate_table,
     "blocks": blocks_table,
     "precision": precision_table,
+    "eviction": eviction_table,
 }
 
 

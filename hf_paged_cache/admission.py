@@ -63,10 +63,12 @@ def require(store: BlockStore, holder: Holder, num_blocks: int, num_released: in
     if num_blocks <= obtainable:
         return
     ended = sum(other.num_ended_blocks() for other in store.holders() if other is not holder)
-    promised = store.num_promised_blocks(holder)
+    promised, pinned = store.num_promised_blocks(holder), store.pins.num_blocks_held_alone
     raise OutOfBlocksError(
         f"{what} may need {num_blocks} more blocks of {store.block_size} tokens, but {max(0, int(obtainable))} can be "
         f"had: of {store.num_blocks - 1}, {store.allocator.num_blocks_in_use - num_released} are in use, {ended} of them "
-        f"by ended rows of other caches (reset() gives those back), and {promised} are promised to running calls. "
+        f"by ended rows of other caches (reset() gives those back), "
+        + (f"{pinned} of them pinned (unpin() gives those back), " if pinned else "")
+        + f"and {promised} are promised to running calls. "
         f"Ask for fewer new tokens or rows, or build the cache with a larger num_blocks or max_bytes"
     )

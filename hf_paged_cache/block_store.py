@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from .blocks import PrefixCachingBlockAllocator
 from .errors import CacheArgumentError
 from .memory import default_budget_bytes
+from .pinning import Pins
 from .pool import BlockPool
 
 _RESERVE_ON_HOST = 64  # capacity over what is managed, where capacity that is not used costs nothing
@@ -60,6 +61,7 @@ class BlockStore:
         self.lock = threading.RLock()
         first = _FIRST_NUM_BLOCKS if num_blocks is None else min(num_blocks, _FIRST_NUM_BLOCKS)
         self.allocator = PrefixCachingBlockAllocator(first, block_size)
+        self.pins = Pins(self.allocator)
         self.pool = BlockPool(block_size)
         self.max_num_blocks = num_blocks
         # (layer, name) of what every forward writes; empty before the first
@@ -103,7 +105,7 @@ class BlockStore:
             self.left_behind[0].end()
             self.left_behind.popleft()
 
-    def num_obtainable_blocks(self, holder: Holder) -> float:
+    def num_obtainable_blocks(self, holder: Holder | None) -> float:
         """Blocks that `holder` can have now: free, cached or not managed yet, less what others were promised."""
         if self.max_num_blocks is None:
             return math.inf
@@ -117,8 +119,8 @@ class BlockStore:
         else:
             self._promised.pop(holder, None)
 
-    def num_promised_blocks(self, holder: Holder) -> int:
-        """What others than `holder` were promised."""
+    def num_promised_blocks(self, holder: Holder | None) -> int:
+        """What others than `holder` were promised; all that was promised for None."""
         return sum(number for other, number in self._promised.items() if other is not holder)
 
     def make_room(self, num_blocks: int) -> None:
@@ -152,11 +154,13 @@ class BlockStore:
             self.max_num_blocks = max(admitted, 1 + budget // bytes_per_block)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block and give the pool's memory back.
+        """Forget every cached block, drop all pins and give the pool's memory back.
 
         Raises:
-            BlockStateError: blocks are in use; nothing has changed.
+            BlockStateError: rows hold blocks; nothing has changed.
         """
+        if self.allocator.num_blocks_in_use == self.pins.num_blocks_held_alone:
+            self.pins.clear()
         num_blocks = _FIRST_NUM_BLOCKS if self.max_num_blocks is None else min(self.max_num_blocks, _FIRST_NUM_BLOCKS)
         self.allocator.reset_prefix_cache(num_blocks)
         self.pool.clear()

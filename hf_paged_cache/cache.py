@@ -22,6 +22,7 @@ from .errors import CacheArgumentError, CacheBusyError
 from .generation import GenerateArguments
 from .hooks import attach, detach, pop_ambient, push_ambient
 from .layer import PagedIndexedLayer, PagedLayer
+from .pinning import prefix_token_ids
 from .prefill import Prefiller
 from .prefix_store import PrefixStore
 from .readers import GatherReader, ViewReader
@@ -211,6 +212,7 @@ class PagedPrefixCache(Cache):
                 num_free_blocks=blocks.num_free_blocks,
                 num_cached_blocks=blocks.allocator.num_cached_blocks,
                 num_blocks_in_use=blocks.allocator.num_blocks_in_use,
+                num_pinned_blocks=blocks.pins.num_blocks,
                 num_evictions=blocks.allocator.num_evictions,
                 num_copies_on_write=blocks.allocator.num_copies_on_write,
                 kv_bytes=blocks.kv_bytes_in_use + self.call.reader.num_bytes,
@@ -232,8 +234,50 @@ class PagedPrefixCache(Cache):
             rows=rows,
         )
 
+    def pin(self, token_ids: "list[int] | Tensor") -> int:
+        """Keep what is cached of this prefix until `unpin`: no other call evicts it, and no collected cache takes it along.
+
+        Computes nothing: run the prefix once, then pin it. Whole blocks are pinned; pinning the same tokens again counts
+        once, and takes what is cached of them by then. A pin belongs to the store and to this `cache_salt`. It holds
+        for the model as it is now, for rows without padding where a model numbers its columns, and, where rotary
+        frequencies depend on length, for those of a prompt as long as the prefix. When the model changes, pinned blocks
+        are not found, as all others, but still held: `unpin` them, or pin again.
+
+        Args:
+            token_ids: of the prefix as prompts begin with it, special tokens included: a list or tensor of [T] or [1, T].
+        Returns:
+            The number of tokens pinned: a multiple of the block size, 0 when the first block is not cached.
+        Raises:
+            OutOfBlocksError: running calls were promised those blocks; nothing has changed.
+            CacheArgumentError: not the token ids of one sequence.
+            CacheBusyError: rotary frequencies depend on length, and a call is running.
+        Example:
+            >>> output = model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
+            >>> cache.pin(inputs["input_ids"]), cache.stats().num_pinned_blocks
+            (80, 5)
+            >>> cache.unpin(inputs["input_ids"]), cache.stats().num_pinned_blocks
+            (80, 0)
+        """
+        tokens, blocks = prefix_token_ids(token_ids), self.store.blocks
+        with blocks.lock:
+            blocks.settle()
+            root = self._session.root_of_prefix(len(tokens))
+            return blocks.pins.pin(self.cache_salt, root, tokens, blocks.num_obtainable_blocks(None))
+
+    def unpin(self, token_ids: "list[int] | Tensor | None" = None) -> int:
+        """Let a pinned prefix be evicted again, whatever has changed since; without tokens, all of this `cache_salt`.
+
+        Returns:
+            The number of tokens that were pinned; 0 when none were.
+        Raises:
+            CacheArgumentError: not the token ids of one sequence.
+        """
+        tokens = None if token_ids is None else prefix_token_ids(token_ids)
+        with self.store.blocks.lock:
+            return self.store.blocks.pins.unpin(self.cache_salt, tokens)
+
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block of the store, and the rows of calls that are over, on all its caches.
+        """Forget every cached block of the store, pinned ones too, and the rows of calls that are over, on all its caches.
 
         Raises:
             CacheBusyError: a call is running on the store; nothing has changed.

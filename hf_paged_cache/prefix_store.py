@@ -78,7 +78,7 @@ class PrefixStore:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block, and the rows of calls that are over, on all caches of this store.
+        """Forget every cached block, pinned ones too, and the rows of calls that are over, on all caches of this store.
 
         Raises:
             CacheBusyError: a `generate` is running, or rows of plain forwards go on; nothing has changed.

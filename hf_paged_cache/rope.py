@@ -45,6 +45,22 @@ class RopeRegime:
             parts.append(repr(getattr(module, "attention_scaling", None)).encode())
         return b"".join(parts)
 
+    def peek(self, max_position: int) -> bytes:
+        """As `at`, but the model is left as it was; no forward may be running."""
+        saved = []
+        for module, _ in self._rotaries:
+            values = [(buffer, buffer.clone()) for buffer in module._buffers.values() if buffer is not None]
+            saved.append((module, dict(module.__dict__), dict(module._buffers), values))
+        try:
+            return self.at(max_position)
+        finally:
+            for module, attributes, buffers, values in saved:
+                module.__dict__.update(attributes)
+                module._buffers.update(buffers)
+                for buffer, value in values:  # some updates replace a buffer, some write into it
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)
+
     def at(self, max_position: int) -> bytes:
         """The frequencies in force when `max_position` is the largest of a forward; b"" when none depend on that.
 

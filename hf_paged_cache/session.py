@@ -156,6 +156,20 @@ class Session:
             output.logits = output.logits.index_select(0, copies)
         return output
 
+    def root_of_prefix(self, num_tokens: int) -> bytes:
+        """The root of a prompt of `num_tokens` tokens without padding, if it were run now. Disturbs no call.
+
+        Raises:
+            CacheBusyError: a call runs, and asking would change its rotary frequencies.
+        """
+        conditioning, regime = self._store.conditioning, b""
+        digest = conditioning.digest()
+        if conditioning.rope.depends_on_length:
+            if any(call.is_running for call in self._store.blocks.holders()):
+                raise CacheBusyError("rotary frequencies of this model depend on length; wait until no call is running")
+            regime = conditioning.rope.peek(max(0, num_tokens - 1))
+        return self._root(digest, 0, 0, regime, "")
+
     def _read_conditions(self) -> None:
         conditioning = self._store.conditioning
         self._digest = conditioning.digest()
@@ -171,15 +185,19 @@ class Session:
         ):
             counted_from = 0 if self._store.takes_positions else pad  # without positions, a model numbers its columns
             adapter = adapters[number] if adapters is not None and number < len(adapters) else ""
-            key = (self._digest, counted_from, first, regime, adapter)
-            root = self._roots.get(key)
-            if root is None:
-                if len(self._roots) >= _MAX_ROOTS:
-                    self._roots.clear()
-                root = root_hash(self._digest, self._salt, regime, adapter.encode(), f"{counted_from} {first}".encode())
-                self._roots[key] = root
+            root = self._root(self._digest, counted_from, first, regime, adapter)
             rows.append(RowInput(tokens, pad, first, root))
         return tuple(rows)
+
+    def _root(self, digest: bytes, counted_from: int, first: int, regime: bytes, adapter: str) -> bytes:
+        key = (digest, counted_from, first, regime, adapter)
+        root = self._roots.get(key)
+        if root is None:
+            if len(self._roots) >= _MAX_ROOTS:
+                self._roots.clear()
+            root = root_hash(digest, self._salt, regime, adapter.encode(), f"{counted_from} {first}".encode())
+            self._roots[key] = root
+        return root
 
     def _require_model(self, model: Any) -> None:
         if model is not self._store.model:

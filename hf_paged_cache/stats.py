@@ -35,6 +35,7 @@ class CacheStats:
     num_free_blocks: int  # hold nothing that could be reused
     num_cached_blocks: int  # nobody holds them, reusable until evicted
     num_blocks_in_use: int
+    num_pinned_blocks: int  # of those in use: held by pins, whether rows hold them, too, or not
     num_evictions: int
     num_copies_on_write: int
     kv_bytes: int  # blocks in use times their bytes, plus the view

@@ -3,9 +3,9 @@
 from array import array
 from typing import TypeAlias
 
-TokenIds: TypeAlias = "array[int]"  # typecode "q"
+from .blocks.hashing import TOKEN_BYTES
 
-_TOKEN_BYTES = 8
+TokenIds: TypeAlias = "array[int]"  # typecode "q"
 
 
 def common_prefix_length(left: TokenIds, right: TokenIds) -> int:
@@ -20,7 +20,7 @@ def common_prefix_length(left: TokenIds, right: TokenIds) -> int:
     b = memoryview(right).cast("B")
 
     def equal(start: int, stop: int) -> bool:
-        return a[start * _TOKEN_BYTES : stop * _TOKEN_BYTES] == b[start * _TOKEN_BYTES : stop * _TOKEN_BYTES]
+        return a[start * TOKEN_BYTES : stop * TOKEN_BYTES] == b[start * TOKEN_BYTES : stop * TOKEN_BYTES]
 
     known, step = 0, 64  # the first `known` tokens are equal
     while known < longest and equal(known, min(known + step, longest)):

@@ -113,6 +113,7 @@ class _Users:
         cache = rng.choice(self.caches)
         deeds = [self.generate] * 10 + [self.go_on] * 3 + [self.forwards] * 3
         deeds += [self.change_weights, self.reset, self.copy_cache, self.drop_cache, self.ambient, self.reorder]
+        deeds += [self.pin]
         kind = rng.choice(deeds)(cache)
         self.store.blocks.settle()
         self.store.blocks.allocator.check()
@@ -257,6 +258,21 @@ class _Users:
             assert self.store.blocks.num_free_blocks == self.num_blocks - 1, self.store.blocks.num_free_blocks
         return self.generate(cache)
 
+    def pin(self, cache: PagedPrefixCache) -> str:
+        """Pin something that was asked before, or give pins back; then make calls that want its room."""
+        tokens = self.rng.choice(self.seen)
+        if self.rng.random() < 0.4:
+            cache.unpin(tokens if self.rng.random() < 0.5 else None)
+            return self.generate(cache)
+        num_pinned = cache.pin(tokens)  # no call is running, so nothing is promised
+        self.generate(self.rng.choice(self.caches))
+        self.held[id(cache)] = None
+        cache.reset()
+        if self.rng.random() < 0.5:
+            output = self.compare(cache, {"max_new_tokens": 1, **self.padded([[*tokens, 1]])})
+            assert output is None or cache.last_call.rows[0].matched_tokens >= num_pinned
+        return "pin"
+
     def copy_cache(self, cache: PagedPrefixCache) -> str:
         if len(self.caches) > 4:
             return self.drop_cache(cache)
@@ -352,6 +368,7 @@ class _Users:
         self.store.blocks.settle()
         for cache in self.caches:
             cache.reset()
+            cache.unpin()
         self.caches, self.held = [], {}
         gc.collect()
         self.store.blocks.settle()

@@ -31,6 +31,7 @@ LEVELS = {
     "counts": 2,
     "forward": 2,
     "memory": 1,
+    "pinning": 1,
     "admission": 2,
     "call": 2,
     "call_state": 2,

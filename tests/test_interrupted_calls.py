@@ -98,6 +98,35 @@ def assert_all_accounted_for(cache: PagedPrefixCache) -> None:
     assert not list(blocks._promised.values())
 
 
+def pin_and_unpin(cache: PagedPrefixCache) -> None:
+    tokens = CALLS["greedy"]["input_ids"][0]
+    for length in (8, len(tokens)):
+        cache.pin(tokens[:length])
+    cache.pin(tokens)
+    cache.unpin(tokens[:8])
+    cache.unpin()
+
+
+def test_pins_are_there_or_not_and_no_block_is_lost_wherever_pinning_is_interrupted(
+    references: dict[str, Any],
+) -> None:
+    cache = prepared(True)
+    with Interrupter() as counter:
+        pin_and_unpin(cache)
+    assert counter.num_lines > 100
+    for at_line in range(1, counter.num_lines + 1, 3):
+        with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
+            pin_and_unpin(cache)
+        cache.check()
+        blocks, held = cache.store.blocks, cache.stats().num_blocks_in_use
+        num_pinned = blocks.pins.num_blocks_held_alone
+        cache.unpin()
+        assert cache.stats().num_blocks_in_use == held - num_pinned, interrupter.place
+        assert cache.stats().num_pinned_blocks == 0, interrupter.place
+    assert_same(references["greedy"], run(tiny("llama"), cache, max_new_tokens=4, **CALLS["greedy"]))
+    assert_all_accounted_for(cache)
+
+
 def interrupted_trial(seed: int, references: dict[str, Any], num_lines: dict[Any, int]) -> str:
     """One call that is interrupted somewhere, and those after it. Returns where."""
     rng = random.Random(seed)

@@ -19,6 +19,7 @@ STATS = CacheStats(
     num_free_blocks=50,
     num_cached_blocks=40,
     num_blocks_in_use=9,
+    num_pinned_blocks=2,
     num_evictions=0,
     num_copies_on_write=1,
     kv_bytes=3 * 2**19,

@@ -1,4 +1,10 @@
-"""Owns which tokens are held in which block. Integers only: refuses torch, transformers, clocks and I/O."""
+"""Owns which tokens are held in which block. Integers only: refuses torch, transformers, clocks and I/O.
+
+Complete on its own, for a scheduler or engine that runs its own forwards, so some of it the cache of this package does
+not need: `allocate_immutable` and `mark_computed` (blocks whose content another forward is still to write),
+`get_common_computed_block_ids` (what a batch can read once), `mark_accessed`, `forget_cached_blocks`, extra keys of a
+hash, `BlockTable.allocate` and its lookahead slots, `BlockTable.unseen_token_ids`. All of it is held to the same invariants and tests.
+"""
 
 from hf_paged_cache.blocks.allocation import Allocation
 from hf_paged_cache.blocks.allocator import PrefixCachingBlockAllocator

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError
 
-_TOKEN_BYTES = 8  # of one token id in a hash
+TOKEN_BYTES = 8  # of one token id, in a hash and in `array('q')`
 _PORTION_BYTES = 32 * 1024
 _HOST_IS_BIG_ENDIAN = sys.byteorder == "big"
 
@@ -156,7 +156,7 @@ class HashChain:
         # that malloc keeps at hand, as a copy of all of them costs a page fault every 4 KiB.
         known, extra_keys, new_tuple = self._hashes, self.extra_keys, tuple.__new__
         remember = known.append
-        width = self.block_size * _TOKEN_BYTES
+        width = self.block_size * TOKEN_BYTES
         portion = max(1, _PORTION_BYTES // width)
         parent = known[-1].digest if known else self.root
         for first in range(len(known), stop, portion):

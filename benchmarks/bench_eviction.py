@@ -1,0 +1,390 @@
+"""How much of what could be reused our eviction keeps: `python benchmarks/bench_eviction.py`. No model, no torch.
+
+A seeded program makes a trace of requests in the order of their time: conversations of several turns that come back
+after a pause, mostly short and sometimes long, behind one of a few system prompts; turns asked again (another answer)
+and conversations that go on from an earlier turn (branches); and, in one of the two traces, bursts of long documents
+that nobody asks for again (floods). One request runs at a time, as on one `PagedPrefixCache`.
+
+`lru` is replayed through the allocator and block tables that the cache itself uses. The others are simulated over the
+same prefix tree. `clairvoyant` evicts the leaf that is asked for again last: Belady's rule, and as a block is asked for
+no later than its descendants, never at the cost of a better victim. `fifo` evicts what was computed first, whatever
+hangs on it; were it to spare blocks with descendants, it would do what `lru` does, for each turn adds the leaf it ends
+in. `segmented` resists floods: what was never hit goes before all that was, either side least recently used first
+(segmented LRU without a bound on the side that is spared). `lru` is simulated as well, and must hit exactly the same
+tokens in every request as the real allocator, or the run fails.
+
+The working set is the number of distinct full blocks of a whole trace, the floods' own among them; a third row of
+results shows the floods in pools that are shares of the working set without floods. Hit rate: prompt tokens found in
+whole blocks over all prompt tokens. `unbounded` never evicts: the most that any policy could hit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import random
+import sys
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
+
+import harness
+
+from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, root_hash
+
+BLOCK_SIZE = 16
+SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)  # size of the pool / working set
+POLICIES = ("fifo", "segmented", "lru", "clairvoyant")
+TRACES = ("no floods", "floods", "floods, small pools")
+GAP = 0.10  # LRU this far behind on the first two traces at one share would be worth another policy
+NEVER = sys.maxsize
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What people do. Times in minutes, lengths in tokens; `mean_*` of exponential distributions, (least, most) of uniform ones."""
+
+    minutes: float = 240.0
+    num_sessions: int = 240
+    num_system_prompts: int = 6  # the n-th is chosen 1/n times as often as the first
+    system_prompt: tuple[int, int] = (200, 1500)
+    mean_turns: float = 5.0
+    mean_short_pause: float = 2.0
+    mean_long_pause: float = 60.0
+    long_pauses: float = 0.2  # share of the pauses
+    message: tuple[int, int] = (10, 250)
+    answer: tuple[int, int] = (30, 400)
+    retries: float = 0.08  # share of turns asked once more
+    forks: float = 0.08  # share of turns that go on from an earlier one
+    num_floods: int = 6
+    documents_in_flood: int = 20
+    document: tuple[int, int] = (3000, 8000)
+    instruction: int = 64  # tokens before every document, always the same
+
+
+class Request(NamedTuple):
+    """One call of `generate`: its prompt, and the prompt with the tokens of the answer that are run through the model."""
+
+    prompt: array[int]
+    computed: array[int]
+
+
+def make_trace(habits: Habits, seed: int, *, with_floods: bool) -> list[Request]:
+    """The requests in the order of their time; the same conversations with floods and without."""
+    rng, flood_rng = random.Random(f"sessions {seed}"), random.Random(f"floods {seed}")
+    prompts = [_text(rng, *habits.system_prompt) for _ in range(habits.num_system_prompts)]
+    popularity = [1 / number for number in range(1, len(prompts) + 1)]
+    timed: list[tuple[float, int, Request]] = []
+    for _ in range(habits.num_sessions):
+        system_prompt = rng.choices(prompts, popularity)[0]
+        for minute, request in _session(rng, habits, rng.uniform(0, habits.minutes), system_prompt):
+            timed.append((minute, len(timed), request))
+    if with_floods:
+        instruction = _text(flood_rng, habits.instruction, habits.instruction)
+        for _ in range(habits.num_floods):
+            minute = flood_rng.uniform(0, habits.minutes)
+            for number in range(habits.documents_in_flood):
+                document = instruction + _text(flood_rng, *habits.document)
+                request = _answered(flood_rng, habits, document)[0]
+                timed.append((minute + 0.1 * number, len(timed), request))
+    return [request for _, _, request in sorted(timed, key=lambda entry: entry[:2])]
+
+
+def _session(
+    rng: random.Random, habits: Habits, minute: float, system_prompt: array[int]
+) -> list[tuple[float, Request]]:
+    """Turns of one conversation, each with its minute."""
+    made: list[tuple[float, Request]] = []
+    history = [system_prompt]  # what the conversation holds before each of its turns, and now
+    while minute < habits.minutes:
+        if len(history) > 2 and rng.random() < habits.forks:
+            del history[rng.randrange(1, len(history) - 1) + 1 :]
+        prompt = history[-1] + _text(rng, *habits.message)
+        request, whole = _answered(rng, habits, prompt)
+        made.append((minute, request))
+        if rng.random() < habits.retries:
+            minute += rng.expovariate(2 / habits.mean_short_pause)
+            request, whole = _answered(rng, habits, prompt)
+            made.append((minute, request))
+        history.append(whole)
+        if rng.random() < 1 / habits.mean_turns:
+            break
+        is_long = rng.random() < habits.long_pauses
+        minute += rng.expovariate(1 / (habits.mean_long_pause if is_long else habits.mean_short_pause))
+    return made
+
+
+def _answered(rng: random.Random, habits: Habits, prompt: array[int]) -> tuple[Request, array[int]]:
+    """A request, and its prompt with the whole answer; the answer's last token is never run through the model."""
+    whole = prompt + _text(rng, *habits.answer)
+    return Request(prompt, whole[:-1]), whole
+
+
+def _text(rng: random.Random, least: int, most: int) -> array[int]:
+    return array("q", rng.choices(range(50_000), k=rng.randint(least, most)))
+
+
+class Tree:
+    """The prefix tree of a trace: each distinct full block is a node, numbered as it first comes.
+
+    Attributes:
+        parents: node -> the node before it, -1 for a first block.
+        paths: request -> nodes of its full blocks.
+        num_asked: request -> how many of these lie in its prompt, and so can be hit.
+        num_blocks: request -> blocks it holds at its end, the last one perhaps not full.
+        asked_at: node -> the requests whose prompts have it, in order.
+    """
+
+    def __init__(self, trace: Sequence[Request]) -> None:
+        nodes: dict[tuple[int, bytes], int] = {}
+        self.parents: list[int] = []
+        self.paths: list[list[int]] = []
+        self.num_asked = [len(request.prompt) // BLOCK_SIZE for request in trace]
+        self.num_blocks = [-(-len(request.computed) // BLOCK_SIZE) for request in trace]
+        self.asked_at: list[list[int]] = []
+        for number, request in enumerate(trace):
+            path: list[int] = []
+            node = -1
+            for start in range(0, len(request.computed) // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE):
+                key = (node, request.computed[start : start + BLOCK_SIZE].tobytes())
+                node = nodes.setdefault(key, len(self.parents))
+                if node == len(self.parents):
+                    self.parents.append(key[0])
+                    self.asked_at.append([])
+                if len(path) < self.num_asked[number]:
+                    self.asked_at[node].append(number)
+                path.append(node)
+            self.paths.append(path)
+
+    def next_use(self, node: int, now: int) -> int:
+        """The next request behind `now` that asks for a node, or NEVER."""
+        uses = self.asked_at[node]
+        index = bisect_right(uses, now)
+        return uses[index] if index < len(uses) else NEVER
+
+    def was_hit(self, node: int, now: int) -> bool:
+        """Whether more than one request up to `now` asked for a node."""
+        return bisect_right(self.asked_at[node], now) > 1
+
+
+class Policy(NamedTuple):
+    """Which block goes first: that of the least rank. A rank is given when a request that has the block ends."""
+
+    rank: Callable[[Tree, int, int], int]  # tree, node, number of the request
+    keeps_rank: bool = False  # a block that was cached already keeps the rank it had
+    spares_parents: bool = True  # none is evicted before the blocks that go on from it
+
+
+SIMULATED = {
+    "fifo": Policy(lambda _, __, now: now, keeps_rank=True, spares_parents=False),
+    "segmented": Policy(lambda tree, node, now: now + len(tree.paths) * tree.was_hit(node, now)),
+    "lru": Policy(lambda _, __, now: now),
+    "clairvoyant": Policy(lambda tree, node, now: -tree.next_use(node, now)),
+}
+
+
+def simulate(tree: Tree, policy: Policy, num_blocks: int) -> list[int]:
+    """Blocks hit by each request, in a pool of `num_blocks` blocks."""
+    ranks: dict[int, tuple[int, int]] = {}  # cached node -> rank, and a number that tells equal ranks apart
+    num_children = [0] * len(tree.parents)
+    heap: list[tuple[tuple[int, int], int]] = []  # what may be evicted, and entries that are no longer true
+    hits: list[int] = []
+    clock = 0
+
+    def evict(held: set[int]) -> None:
+        while True:
+            rank, node = heapq.heappop(heap)
+            if ranks.get(node) == rank and not num_children[node] and node not in held:
+                break
+        del ranks[node]
+        parent = tree.parents[node]
+        if parent >= 0 and policy.spares_parents:
+            num_children[parent] -= 1
+            if not num_children[parent]:
+                heapq.heappush(heap, (ranks[parent], parent))
+
+    for number, path in enumerate(tree.paths):
+        num_hits = 0
+        while num_hits < tree.num_asked[number] and path[num_hits] in ranks:
+            num_hits += 1
+        hits.append(num_hits)
+        held = set(path[:num_hits])
+        for _ in range(len(ranks) + tree.num_blocks[number] - num_hits - num_blocks):
+            evict(held)
+        for node in reversed(path):  # as our tables do: the last block is given back first
+            if node not in ranks and tree.parents[node] >= 0 and policy.spares_parents:
+                num_children[tree.parents[node]] += 1
+            if node not in ranks or not policy.keeps_rank:
+                clock += 1
+                ranks[node] = (policy.rank(tree, node, number), clock)
+            if not num_children[node]:
+                heapq.heappush(heap, (ranks[node], node))
+    return hits
+
+
+def replay(trace: Sequence[Request], num_blocks: int) -> tuple[list[int], int]:
+    """Blocks hit by each request, and evictions, of the allocator and the block tables that the cache uses."""
+    allocator = PrefixCachingBlockAllocator(num_blocks + 1, BLOCK_SIZE)  # and the null block
+    root = root_hash(b"eviction")
+    hits: list[int] = []
+    for request in trace:
+        with BlockTable(allocator, root) as table:
+            hits.append(table.allocate(request.prompt) // BLOCK_SIZE)
+            table.append_tokens(request.computed[len(request.prompt) :])
+            table.commit_full_blocks(table.num_tokens)
+    allocator.check()
+    return hits, allocator.num_evictions
+
+
+def run_seed(habits: Habits, seed: int) -> dict[str, dict]:
+    """Results of one seed: trace -> as `run_trace`."""
+    plain, flooded = (make_trace(habits, seed, with_floods=with_floods) for with_floods in (False, True))
+    trees = Tree(plain), Tree(flooded)
+    sizes = [len(tree.parents) for tree in trees]
+    return {
+        "no floods": run_trace(plain, trees[0], sizes[0]),
+        "floods": run_trace(flooded, trees[1], sizes[1]),
+        "floods, small pools": run_trace(flooded, trees[1], sizes[0]),
+    }
+
+
+def run_trace(trace: Sequence[Request], tree: Tree, working_set: int) -> dict[str, object]:
+    """Hit rates of one trace: policy -> one for each share of the working set, and what the trace is."""
+    largest = max(tree.num_blocks)
+    num_prompt_tokens = sum(len(request.prompt) for request in trace)
+
+    def rate(hits: Sequence[int]) -> float:
+        return sum(hits) * BLOCK_SIZE / num_prompt_tokens
+
+    unbounded, num_evictions = replay(trace, len(tree.parents) + largest)
+    if num_evictions:
+        raise AssertionError(f"{num_evictions} evictions where none was needed")
+    rates: dict[str, list[float]] = {name: [] for name in POLICIES}
+    for share in SHARES:
+        num_blocks = round(share * working_set)
+        if num_blocks < largest:
+            raise AssertionError(f"a pool of {num_blocks} blocks is too small for a request of {largest}")
+        simulated = {name: simulate(tree, policy, num_blocks) for name, policy in SIMULATED.items()}
+        real, _ = replay(trace, num_blocks)
+        if simulated["lru"] != real:
+            raise AssertionError(
+                f"simulated LRU hits other tokens than the real one ({len(trace)} requests, {num_blocks} blocks)"
+            )
+        for name, hits in simulated.items():
+            rates[name].append(rate(hits))
+    return {
+        "requests": len(trace),
+        "prompt_tokens": num_prompt_tokens,
+        "working_set_blocks": working_set,
+        "largest_request_blocks": largest,
+        "unbounded": rate(unbounded),
+        "rates": rates,
+    }
+
+
+def summarise(runs: Sequence[dict]) -> dict[str, object]:
+    """Means over the seeds, and least and greatest of each rate."""
+    return {
+        "requests": round(mean(run["requests"] for run in runs)),
+        "prompt_tokens": round(mean(run["prompt_tokens"] for run in runs)),
+        "working_set_blocks": round(mean(run["working_set_blocks"] for run in runs)),
+        "largest_request_blocks": max(run["largest_request_blocks"] for run in runs),
+        "unbounded": mean(run["unbounded"] for run in runs),
+        "rates": {
+            name: [
+                {"mean": mean(values), "minimum": min(values), "maximum": max(values)}
+                for values in zip(*(run["rates"][name] for run in runs), strict=True)
+            ]
+            for name in POLICIES
+        },
+    }
+
+
+def gaps(traces: dict[str, dict]) -> list[dict[str, object]]:
+    """By how much LRU hits less than the clairvoyant policy, at each share, on each trace."""
+    rows = []
+    for index, share in enumerate(SHARES):
+        behind = {
+            name: of["rates"]["clairvoyant"][index]["mean"] - of["rates"]["lru"][index]["mean"]
+            for name, of in traces.items()
+        }
+        on_both = behind["no floods"] > GAP and behind["floods"] > GAP
+        rows.append({"share": share, "behind": behind, "on_both": on_both})
+    return rows
+
+
+def plot(traces: dict[str, dict], path: Path) -> None:
+    """Hit rate against the size of the pool, a panel a trace."""
+    import matplotlib.pyplot as plt
+
+    styles = {"clairvoyant": ("tab:green", "^"), "lru": ("tab:blue", "o")}
+    styles |= {"segmented": ("tab:purple", "v"), "fifo": ("tab:orange", "s")}
+    figure, axes = plt.subplots(1, len(traces), figsize=(10, 3.2), sharey=True, layout="constrained")
+    for panel, (name, of) in zip(axes, traces.items(), strict=True):
+        panel.axhline(of["unbounded"], color="grey", linestyle="--", label="unbounded")
+        for policy, (colour, marker) in styles.items():
+            cells = of["rates"][policy]
+            means = [cell["mean"] for cell in cells]
+            panel.plot(SHARES, means, color=colour, marker=marker, label=policy)
+            panel.fill_between(
+                SHARES,
+                [cell["minimum"] for cell in cells],
+                [cell["maximum"] for cell in cells],
+                color=colour,
+                alpha=0.15,
+                linewidth=0,
+            )
+        panel.set(title=name, xscale="log", xlabel="pool / working set", ylim=(0, 1))
+        panel.set_xticks(SHARES, labels=["1/8", "1/4", "1/2", "1"])
+        panel.minorticks_off()
+    axes[0].set_ylabel("hit rate, prompt tokens")
+    axes[0].legend(loc="lower right", frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=5, help="traces of each kind; the means are shown")
+    parser.add_argument("--json", type=Path, default=None, help="where to write; default results/eviction.json")
+    parser.add_argument("--plot", type=Path, default=harness.RESULTS / "eviction.png", help="where to draw")
+    options = parser.parse_args()
+
+    habits = Habits()
+    traces: dict[str, dict] = {}
+    seeds = [run_seed(habits, seed) for seed in range(options.seeds)]
+    for name in TRACES:
+        traces[name] = of = summarise([runs[name] for runs in seeds])
+        print(
+            f"{name}: {of['requests']:,} requests, {of['prompt_tokens']:,} prompt tokens, working set "
+            f"{of['working_set_blocks']:,} blocks, largest request {of['largest_request_blocks']:,}"
+        )
+        print(f"  {'pool / working set':20}" + "".join(f"{share:>10g}" for share in SHARES))
+        for policy, cells in of["rates"].items():
+            print(f"  {policy:20}" + "".join(f"{cell['mean']:>10.1%}" for cell in cells))
+        print(f"  {'unbounded':20}{of['unbounded']:>10.1%}\n")
+    behind = gaps(traces)
+    for row in behind:
+        cells = ", ".join(f"{100 * gap:.1f} points ({name})" for name, gap in row["behind"].items())
+        print(
+            f"  LRU behind clairvoyant at {row['share']:g}: {cells}{'  MORE THAN 10 ON BOTH' if row['on_both'] else ''}"
+        )
+    results = {
+        "conditions": {"block_size": BLOCK_SIZE, "seeds": options.seeds},
+        "habits": asdict(habits),
+        "shares": SHARES,
+        "traces": traces,
+        "gaps": behind,
+    }
+    harness.write_results("eviction", results, options.json)
+    plot(traces, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
