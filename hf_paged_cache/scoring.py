@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .call import Call
 from .errors import CacheArgumentError
-from .forward import CallLimits
+from .call_state import CallLimits
 from .generation import GenerateArguments
 from .support import takes
 
