@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import PoolArgumentError
+from .spans import Span
 
 # An untouched page of host memory costs nothing, so the pool grows there in few, large steps; on an accelerator every
 # byte counts from the moment it is asked for.
@@ -174,6 +175,41 @@ class BlockPool:
                     f"slots must be a 2-D int64 tensor on {held.device}, got {slots.dim()}-D {slots.dtype} on {slots.device}"
                 )
             tokens = held.index_select(0, slots.flatten()).view(*slots.shape, *held.shape[1:])
+            gathered[name] = tokens.transpose(1, 2)
+        return gathered
+
+    def gather_spans(
+        self, layer_idx: int, spans: Sequence[Span], num_rows: int, num_columns: int, names: Iterable[str]
+    ) -> dict[str, Tensor]:
+        """What `gather` gives, read by slices; columns in no span hold what the null block holds.
+
+        Effects: none.  Cost: as `gather`; nothing for a single row in a single span, which is read where it lies.
+        Args:
+            spans: of slots that lie side by side, no two of which have a column in common.
+            names: of the tensors wanted, each of which was written.
+        Returns:
+            name -> [R, H, C, D] in the pool's dtype; to be read, not written: it may be the pool's own memory.
+        Raises:
+            PoolArgumentError: the layer was never written.
+        """
+        layer = self._slots.get(layer_idx)
+        if layer is None:
+            raise PoolArgumentError(f"layer {layer_idx} was never written; layers written are {self.layer_indices}")
+        gathered = {}
+        empty = [num_columns] * num_rows  # row -> columns before its first span
+        for span in spans:
+            empty[span.row] = min(empty[span.row], span.column)
+        is_one = num_rows == len(spans) == 1 and spans[0].num_tokens == num_columns
+        for name in names:
+            held = layer[name]
+            if is_one:
+                tokens = held[spans[0].slot : spans[0].slot + num_columns][None]
+            else:
+                tokens = held.new_empty((num_rows, num_columns, *held.shape[1:]))
+                for row, column, slot, num_tokens in spans:
+                    tokens[row, column : column + num_tokens] = held[slot : slot + num_tokens]
+                for row, num_empty in enumerate(empty):
+                    tokens[row, :num_empty] = held[0]
             gathered[name] = tokens.transpose(1, 2)
         return gathered
 

@@ -12,9 +12,13 @@ import torch
 from torch import Tensor
 
 from .pool import BlockPool, zeros
+from .spans import Span, spans_of
 from .tokens import TokenIds, common_prefix_length
 
 _MIN_SPARE_COLUMNS = 128  # room a grown view has at least, so that few decode steps have to grow it
+
+
+_MAX_SPANS_A_ROW = 8  # above, copies of slices cost more than reading slot by slot
 
 
 class RowLayout(NamedTuple):
@@ -67,7 +71,8 @@ class GatherReader:
         self._pool = pool
         self._slots: Tensor | None = None  # [R, stop] of the forward, on the host
         self._slots_on: dict[torch.device, Tensor] = {}
-        self._start = 0
+        self._spans: list[Span] | None = None  # instead, where few slices hold all of it
+        self._start = self._stop = self._num_rows = 0
 
     def start_rows(
         self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: int | None
@@ -76,13 +81,22 @@ class GatherReader:
 
     def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:
         """See Reader."""
-        self._start = start
-        self._slots_on = {}
-        self._slots = slot_matrix(rows(), stop, self._pool.block_size) if start > 0 else None
+        self._start, self._stop, self._num_rows = start, stop, num_rows
+        self._slots, self._slots_on, self._spans = None, {}, None
+        if start > 0:
+            layouts, block_size = rows(), self._pool.block_size
+            if not torch.is_grad_enabled():  # a backward pass keeps what it was given, and the pool is written again
+                placed = [(layout.pad, layout.block_ids) for layout in layouts]
+                self._spans = spans_of(placed, stop, block_size, _MAX_SPANS_A_ROW * num_rows)
+            if self._spans is None:
+                self._slots = slot_matrix(layouts, stop, block_size)
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See Reader."""
-        if self._start == 0 or self._slots is None:
+        if self._spans is not None:
+            gathered = self._pool.gather_spans(layer_idx, self._spans, self._num_rows, self._stop, new)
+            return {name: gathered[name].to(states.dtype) for name, states in new.items()}
+        if self._slots is None:
             return dict(new)
         device = self._pool.device_of(layer_idx)
         slots = self._slots_on.get(device)
@@ -109,7 +123,7 @@ class GatherReader:
 
     def drop(self) -> None:
         """See Reader."""
-        self._slots, self._slots_on = None, {}
+        self._slots, self._slots_on, self._spans = None, {}, None
 
     @property
     def num_bytes(self) -> int:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .call import Call
-from .errors import CacheArgumentError
 from .call_state import CallLimits
+from .errors import CacheArgumentError
 from .generation import GenerateArguments
 from .support import takes
 

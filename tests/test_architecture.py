@@ -20,6 +20,7 @@ LEVELS = {
     "stats": 0,
     "tokens": 0,
     "blocks": 0,
+    "spans": 0,
     "pool": 1,
     "readers": 1,
     "block_store": 2,

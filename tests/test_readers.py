@@ -39,6 +39,7 @@ class Bench:
 
     def __init__(self, make_reader: Any, seed: int = 0, *, in_parts: bool = False) -> None:
         self.in_parts = in_parts  # a layer reads each of its tensors by itself
+        self.num_apart: int | None = None
         self.pool = BlockPool(BLOCK_SIZE)
         self.pool.ensure_capacity(400)
         self.reader = make_reader(self.pool)
@@ -57,6 +58,8 @@ class Bench:
     def layouts(self, rows: Sequence[NaiveRow]) -> list[RowLayout]:
         """The rows in blocks that hold their tokens: others each time, so that no reader can go by block ids."""
         free = self._random.sample(range(1, 400), 399)
+        if self.num_apart is not None:  # blocks lie side by side, so many at a time
+            free = sorted(range(1, 400), key=lambda block: (block % (self.num_apart + 1) == 0, block), reverse=True)
         return [RowLayout(row.root, row.pad, array("q", row.tokens), self._put(row, free)) for row in rows]
 
     def _put(self, row: NaiveRow, free: list[int]) -> list[int]:
@@ -428,3 +431,36 @@ def test_the_slot_of_each_column_is_that_of_its_token_and_padding_reads_the_null
 def test_a_row_of_padding_alone_has_only_null_slots() -> None:
     rows = [RowLayout(b"", 0, array("q"), [7]), RowLayout(b"", 3, array("q"), [])]
     assert slot_matrix(rows, 3, BLOCK_SIZE).tolist() == [[28, 29, 30], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("num_apart", [400, 3, 2, 1])
+@torch.no_grad()
+def test_blocks_side_by_side_are_read_by_slices_and_give_the_same(num_apart: int) -> None:
+    bench = Bench(GatherReader)
+    bench.num_apart = num_apart
+    for rows in ([row_of(40)], [row_of(40, pad=3)], [row_of(40), row_of(37, pad=3), row_of(9, pad=31)]):
+        bench.start(rows)
+        bench.forward(0)
+        bench.forward(32)
+        bench.forward(39)
+    assert bool(bench.gathers) == (num_apart == 1)  # no slot by slot where slices are few
+
+
+@torch.no_grad()
+def test_a_single_row_side_by_side_is_read_where_it_lies() -> None:
+    bench = Bench(GatherReader)
+    bench.num_apart = 400
+    bench.start([row_of(40)])
+    bench.reader.start_forward(lambda: bench.layouts(bench.rows), 1, 39, 40)
+    got = bench.reader.read(0, bench.new_states(0, 39, 40))
+    pool_memory = bench.pool._tensors[0]["key"].untyped_storage().data_ptr()
+    assert got["key"].untyped_storage().data_ptr() == pool_memory
+
+
+def test_what_a_backward_pass_keeps_is_no_memory_of_the_pool() -> None:
+    bench = Bench(GatherReader)
+    bench.num_apart = 400
+    bench.start([row_of(40)])
+    bench.reader.start_forward(lambda: bench.layouts(bench.rows), 1, 39, 40)
+    got = bench.reader.read(0, bench.new_states(0, 39, 40))
+    assert got["key"].untyped_storage().data_ptr() != bench.pool._tensors[0]["key"].untyped_storage().data_ptr()
