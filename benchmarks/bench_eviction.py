@@ -338,7 +338,7 @@ def plot(traces: dict[str, dict], path: Path) -> None:
                 alpha=0.15,
                 linewidth=0,
             )
-        panel.set(title=name, xscale="log", xlabel="pool / working set", ylim=(0, 1))
+        panel.set(title=name, xscale="log", xlabel="pool / working set", ylim=(0.4, 1))
         panel.set_xticks(SHARES, labels=["1/8", "1/4", "1/2", "1"])
         panel.minorticks_off()
     axes[0].set_ylabel("hit rate, prompt tokens")
@@ -351,11 +351,12 @@ def plot(traces: dict[str, dict], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5, help="traces of each kind; the means are shown")
+    parser.add_argument("--long-pauses", type=float, default=None, help="share of pauses that are long; writes nothing")
     parser.add_argument("--json", type=Path, default=None, help="where to write; default results/eviction.json")
     parser.add_argument("--plot", type=Path, default=harness.RESULTS / "eviction.png", help="where to draw")
     options = parser.parse_args()
 
-    habits = Habits()
+    habits = Habits() if options.long_pauses is None else Habits(long_pauses=options.long_pauses)
     traces: dict[str, dict] = {}
     seeds = [run_seed(habits, seed) for seed in range(options.seeds)]
     for name in TRACES:
@@ -374,6 +375,8 @@ def main() -> int:
         print(
             f"  LRU behind clairvoyant at {row['share']:g}: {cells}{'  MORE THAN 10 ON BOTH' if row['on_both'] else ''}"
         )
+    if options.long_pauses is not None:
+        return 0
     results = {
         "conditions": {"block_size": BLOCK_SIZE, "seeds": options.seeds},
         "habits": asdict(habits),

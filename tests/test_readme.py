@@ -32,6 +32,7 @@ def code_blocks(language: str) -> list[str]:
 def reader(tiny_llama: Any, tiny_tokenizer: Any) -> dict[str, Any]:
     """What the README's examples take as given."""
     return {
+        "cache": hf_paged_cache.PagedPrefixCache(tiny_llama),
         "model": tiny_llama,
         "tokenizer": tiny_tokenizer,
         "few_shot_prompt": "Question: What is one and one?\nAnswer: Two.\n" * 2,
