@@ -199,7 +199,7 @@ def beams(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
 
 
 def samples(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
-    sampling = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 20}
+    sampling = {"do_sample": True, "temperature": 100.0, "num_return_sequences": 3, "max_new_tokens": 20}
     run(model, cache, **batch(PROMPT), **sampling)
     run(model, cache, **batch(row((1, 40), (2, 9))), **sampling, seed=1)
     assert cache.last_call.reused_tokens == 3 * 40 + 2 * 9
