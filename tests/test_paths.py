@@ -809,8 +809,13 @@ def test_tokens_behind_a_row_s_end_of_sequence_are_not_committed(
 
 
 def _rank(rank: int, port: int, results: Any) -> None:
-    """One of two processes: FSDP gathers weights in every forward, so both must run as many."""
+    """One of two processes: FSDP gathers weights in every forward, so both must run as many.
+
+    One knows a prompt's prefix that the other has to compute; looking at cached blocks (`verify`) and scoring, too, must
+    run as many forwards whatever is known.
+    """
     import os
+    from datetime import timedelta
 
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -818,22 +823,27 @@ def _rank(rank: int, port: int, results: Any) -> None:
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
     try:
         model = build("llama")
         prompts = [torch.tensor([row((1, 40), (2 + turn, 5 + rank))]) for turn in range(3)]
         references = [run(model, input_ids=ids, max_new_tokens=5) for ids in prompts]
+        context = row((1, 40)) if rank == 1 else row((8, 50))
+        continuations = [row((2, 3)), row((2, 3), (3, 4 + rank)), row((4, 2))]
+        scores = PagedPrefixCache(copy.deepcopy(model)).score(context, continuations)
         mesh = init_device_mesh("cpu", (2,))
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        cache = PagedPrefixCache(model)
+        cache = PagedPrefixCache(model, verify=True)
         if rank == 1:  # what this rank knows, the other one has to compute, in as many forwards
             run(model, cache, input_ids=prompts[0], max_new_tokens=1, synced_gpus=False)
         else:
             run(model, cache, input_ids=torch.tensor([row((9, 30))]), max_new_tokens=1, synced_gpus=False)
         for ids, reference in zip(prompts, references, strict=True):
             assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=5, synced_gpus=True))
+        for score, reference in zip(cache.score(context, continuations), scores, strict=True):
+            assert score.log_probs == pytest.approx(reference.log_probs, abs=1e-4)
         cache.check()
         results.put((rank, "right", cache.stats().reused_tokens))
         dist.barrier()
