@@ -1,0 +1,183 @@
+"""lm-evaluation-harness: a few-shot generation task and a multiple choice give the same scores, and compute far less.
+
+The model is the example's `PagedHFLM`, and for generation also the harness's own inside `with cache:`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import PreTrainedModel
+
+from hf_paged_cache import PagedPrefixCache
+
+from ..reference import TOLERANCE, zero_blocks
+from .recorder import Recorder, are_same_steps, assert_same_steps
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lm_eval_few_shot.py"
+NUM_SHOTS = 4
+CHOICES = ["a dog", "a bird", "no idea", "x"]
+ANIMALS = ["barks loudly", "sings in trees", "flies away", "fetches sticks", "wags its tail", "lays eggs", "has wings"]
+
+pytestmark = pytest.mark.skipif(not EXAMPLE.exists(), reason="the examples are not beside the tests")
+
+
+def paged_hflm() -> type[HFLM]:
+    spec = importlib.util.spec_from_file_location("lm_eval_few_shot", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.PagedHFLM
+
+
+def task(folder: Path, **settings: Any) -> dict[str, Any]:
+    """A few-shot task on local JSON lines."""
+    folder.mkdir(exist_ok=True)
+    for split, names in (("shots", ANIMALS[:NUM_SHOTS]), ("questions", ANIMALS[NUM_SHOTS:])):
+        lines = [
+            json.dumps({"what": name, "label": number % 2, "answer": CHOICES[number % 2]})
+            for number, name in enumerate(names)
+        ]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return {
+        "task": "animals",
+        "dataset_path": "json",
+        "dataset_kwargs": {
+            "data_files": {split: str(folder / f"{split}.jsonl") for split in ("shots", "questions")},
+            "cache_dir": str(folder / "datasets"),
+        },
+        "test_split": "questions",
+        "fewshot_split": "shots",
+        "fewshot_config": {"sampler": "first_n"},
+        "num_fewshot": NUM_SHOTS,
+        "doc_to_text": "Question: what is it that {{what}}?\nAnswer:",
+        **settings,
+    }
+
+
+ASKED: dict[str, Any] = {
+    "output_type": "generate_until",
+    "doc_to_target": "{{answer}}",
+    "generation_kwargs": {"until": ["\n", "~"], "max_gen_toks": 6},
+    "metric_list": [{"metric": "exact_match"}],
+}
+CHOSEN: dict[str, Any] = {
+    "output_type": "multiple_choice",
+    "doc_to_target": "label",
+    "doc_to_choice": CHOICES,
+    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+}
+
+
+def evaluate(lm: HFLM, folder: Path, settings: dict[str, Any]) -> tuple[dict[str, float], list[Any]]:
+    """Scores by name, and what the model answered to every request."""
+    result = simple_evaluate(
+        lm, tasks=[task(folder, **settings)], task_manager=TaskManager(include_defaults=False), bootstrap_iters=0
+    )
+    scores = {name: value for name, value in result["results"]["animals"].items() if isinstance(value, float)}
+    return scores, [sample["resps"] for sample in result["samples"]["animals"]]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("way", ["with cache", "PagedHFLM"])
+def test_a_few_shot_generation_task(
+    model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path, way: str, batch_size: int
+) -> None:
+    lm = HFLM(model, tokenizer=tiny_tokenizer, batch_size=batch_size)
+    ours = paged_hflm()(model, tokenizer=tiny_tokenizer, batch_size=batch_size)
+    cache = ours.cache
+    recorder = Recorder(model)
+    (wanted, answers), steps = recorder.during(evaluate, lm, tmp_path, ASKED)
+    assert len({str(answer) for answer in answers}) > 1
+    assert "exact_match,none" in wanted
+
+    def with_ours() -> Any:
+        if way == "PagedHFLM":
+            return evaluate(ours, tmp_path, ASKED)
+        with cache:
+            return evaluate(lm, tmp_path, ASKED)
+
+    (scores, given), our_steps = recorder.during(with_ours)
+    assert (scores, given) == (wanted, answers)
+    assert_same_steps(steps, our_steps)
+    stats = cache.stats()
+    assert stats.num_calls == -(-len(answers) // batch_size)
+    assert stats.computed_tokens < 0.8 * stats.prompt_tokens
+    zero_blocks(cache)
+    assert not are_same_steps(steps, recorder.during(with_ours)[1])
+
+
+def test_a_generation_task_is_scored_right_where_the_model_is(
+    model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """The scores above are of a model that knows nothing; here the right answers are what it says."""
+    _, answers = evaluate(HFLM(model, tokenizer=tiny_tokenizer), tmp_path / "before", ASKED)
+    said = [answer[0][0] for answer in answers]
+    targets = {
+        **ASKED,
+        "doc_to_target": lambda doc: (
+            said[ANIMALS.index(doc["what"]) - NUM_SHOTS] if doc["what"] in ANIMALS[NUM_SHOTS + 1 :] else doc["answer"]
+        ),
+    }
+    scores, _ = evaluate(paged_hflm()(model, tokenizer=tiny_tokenizer), tmp_path / "after", targets)
+    assert scores["exact_match,none"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_multiple_choice_task(model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path, batch_size: int) -> None:
+    wanted, answers = evaluate(HFLM(model, tokenizer=tiny_tokenizer, batch_size=batch_size), tmp_path, CHOSEN)
+    ours = paged_hflm()(model, tokenizer=tiny_tokenizer, batch_size=batch_size)
+    scores, given = evaluate(ours, tmp_path, CHOSEN)
+    assert scores == wanted
+    assert {"acc,none", "acc_norm,none"} <= scores.keys()
+    assert len(answers) == len(ANIMALS) - NUM_SHOTS
+    assert same_log_probabilities(answers, given)
+    stats = ours.cache.stats()
+    assert stats.num_calls == len(answers) * len(CHOICES)
+    assert stats.computed_tokens < 0.25 * stats.prompt_tokens
+    zero_blocks(ours.cache)
+    assert not same_log_probabilities(answers, evaluate(ours, tmp_path, CHOSEN)[1])
+
+
+def same_log_probabilities(wanted: list[Any], got: list[Any]) -> bool:
+    """Of every choice of every question, and whether it is what the model would say."""
+    for ours, theirs in zip(got, wanted, strict=True):
+        for [(log_probability, is_greedy)], [(expected, expected_greedy)] in zip(ours, theirs, strict=True):
+            if is_greedy != expected_greedy or abs(log_probability - expected) > TOLERANCE * abs(expected):
+                return False
+    return True
+
+
+def test_rolling_log_likelihoods(model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """Perplexity of texts, as of the harness's language modelling tasks."""
+    rolling = {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_target": "All of them: {{what}}",
+        "num_fewshot": 0,
+        "doc_to_text": "",
+    }
+    metrics = {"metric_list": [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}]}
+    wanted, _ = evaluate(HFLM(model, tokenizer=tiny_tokenizer), tmp_path, rolling | metrics)
+    ours = paged_hflm()(model, tokenizer=tiny_tokenizer)
+    scores, _ = evaluate(ours, tmp_path, rolling | metrics)
+    assert scores == pytest.approx(wanted, rel=1e-4)
+    assert scores["byte_perplexity,none"] > 1
+
+
+def test_the_harness_s_own_multiple_choice_does_not_use_the_cache_of_a_block(
+    model: PreTrainedModel, cache: PagedPrefixCache, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """It runs plain forwards, which bring no cache: right as ever, and nothing is reused."""
+    lm = HFLM(model, tokenizer=tiny_tokenizer)
+    wanted = evaluate(lm, tmp_path, CHOSEN)
+    with cache:
+        assert evaluate(lm, tmp_path, CHOSEN) == wanted
+    assert cache.stats().prompt_tokens == 0
