@@ -20,10 +20,10 @@ from .trial import (
     distance,
     dynamic_cache,
     last_logits,
+    require_continuable,
     tolerance,
     trial_inputs,
     undisturbed,
-    why_it_fails,
 )
 
 _BLOCK_SIZE = 8
@@ -88,9 +88,10 @@ def check_model(model: Any) -> ModelReport:
     except PagedCacheError as error:
         return ModelReport(name, False, str(error))
     layers = dict(Counter(type(layer).__name__ for layer in cache_layers(model)))
-    failure = why_it_fails(model)
-    if failure:
-        return ModelReport(name, False, failure, layers=layers)
+    try:
+        require_continuable(model)
+    except PagedCacheError as error:
+        return ModelReport(name, False, str(error), layers=layers)
     was_attached = is_attached(model)
     try:
         with undisturbed(model):

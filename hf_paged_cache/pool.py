@@ -160,7 +160,7 @@ class BlockPool:
             slots: [R, C] int64 on the layer's device; slot = block_id * block_size + offset.
             names: of the tensors wanted, each of which was written; None: all.
         Returns:
-            name -> [R, H, C, D], fresh memory in the pool's dtype, token-major: stride(2) is H * D.
+            name -> [R, H, C, D], fresh contiguous memory in the pool's dtype: some models view it as [R * H, C, D].
         Raises:
             PoolArgumentError: `slots` is not 2-D int64 on the layer's device, or the layer was never written.
         """
@@ -168,14 +168,18 @@ class BlockPool:
         if layer is None:
             raise PoolArgumentError(f"layer {layer_idx} was never written; layers written are {self.layer_indices}")
         gathered = {}
+        places: dict[int, Tensor] = {}  # heads -> [R, H, C]: where a slot's heads lie among those of all slots
         for name in layer if names is None else names:
             held = layer[name]
             if slots.dim() != 2 or slots.dtype != torch.int64 or slots.device != held.device:
                 raise PoolArgumentError(
                     f"slots must be a 2-D int64 tensor on {held.device}, got {slots.dim()}-D {slots.dtype} on {slots.device}"
                 )
-            tokens = held.index_select(0, slots.flatten()).view(*slots.shape, *held.shape[1:])
-            gathered[name] = tokens.transpose(1, 2)
+            heads, head_dim = held.shape[1:]
+            if heads not in places:
+                places[heads] = slots[:, None] * heads + torch.arange(heads, device=slots.device)[:, None]
+            chosen = held.view(-1, head_dim).index_select(0, places[heads].flatten())
+            gathered[name] = chosen.view(*places[heads].shape, head_dim)
         return gathered
 
     def gather_spans(

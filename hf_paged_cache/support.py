@@ -115,8 +115,13 @@ def leaves_doubt(model: PreTrainedModel) -> bool:
         return True
     if takes(model, "pixel_values") and not _names_image_tokens(model.config):
         return True  # images may become columns that no token stands for
-    indexed = [(type(module), module.layer_idx) for module in model.modules() if hasattr(module, "layer_idx")]
-    return len(set(indexed)) < len(indexed)  # several stacks of layers may share one cache
+    if _has_experts(config):
+        return True  # what chooses them may look at more than one token
+    layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    if any(getattr(module, "is_causal", None) is False for module in layers):
+        return True
+    indexed = {(type(module), module.layer_idx) for module in layers}
+    return len(indexed) < len(layers)  # several stacks of layers may share one cache
 
 
 def cache_layers(model: PreTrainedModel) -> Sequence[Any]:
@@ -166,6 +171,12 @@ def _mask_knows_windows(model: PreTrainedModel) -> bool:
     sources = {found for parent in classes if (found := sys.modules.get(parent.__module__)) is not None}
     names = (name for source in sources if not source.__name__.startswith("torch.") for name in vars(source))
     return any("mask" in name and ("sliding" in name or "chunked" in name or "for_generate" in name) for name in names)
+
+
+def _has_experts(config: Any) -> bool:
+    """Whether tokens are routed to one of several networks."""
+    counts = [value for name, value in vars(config).items() if "num" in name and "experts" in name]
+    return any(isinstance(count, int) and count > 1 for count in counts)
 
 
 def _names_image_tokens(config: Any) -> bool:

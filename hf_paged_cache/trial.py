@@ -36,7 +36,7 @@ def require_continuable(model: PreTrainedModel) -> None:
     """
     failure = why_it_fails(model)
     if failure:
-        raise UnsupportedModelError(f"{type(model).__name__}: {failure}")
+        raise UnsupportedModelError(f"{type(model).__name__}: {failure}{_hint(model)}")
 
 
 def why_it_fails(model: PreTrainedModel) -> str:
@@ -84,7 +84,7 @@ def dynamic_cache(model: PreTrainedModel) -> DynamicCache:
 def why_they_differ(model: PreTrainedModel, whole: Tensor, continued: Tensor, inputs: dict[str, Tensor]) -> str:
     """In which rows two sets of logits differ by more than rounding; "" if they do not."""
     allowed = tolerance(model)
-    rows = [distance(whole[row], continued[row]) for row in range(2)]
+    rows = [_median_distance(whole[row], continued[row]) for row in range(2)]
     if max(rows) <= allowed:
         return ""
     where = "" if rows[0] > allowed else " in a row with padding"
@@ -94,10 +94,17 @@ def why_they_differ(model: PreTrainedModel, whole: Tensor, continued: Tensor, in
     )
 
 
-def distance(reference: Tensor, logits: Tensor) -> float:
-    """The largest difference as a share of the reference's largest; infinite where one of them is no number."""
+def _median_distance(reference: Tensor, logits: Tensor) -> float:
+    """The median of the columns' distances: rounding alone may send a token to another expert, but not most of them."""
+    scale = float(reference[reference.isfinite()].abs().max()) or 1.0
+    columns = sorted(distance(*pair, scale=scale) for pair in zip(reference, logits, strict=True))
+    return columns[len(columns) // 2]
+
+
+def distance(reference: Tensor, logits: Tensor, *, scale: float | None = None) -> float:
+    """The largest difference as a share of `scale`, or the reference's largest; infinite where one is no number."""
     finite = reference.isfinite()
-    scale = float(reference[finite].abs().max()) or 1.0
+    scale = scale or float(reference[finite].abs().max()) or 1.0
     difference = float((logits[finite].double() - reference[finite].double()).abs().max()) / scale
     return difference if difference == difference else float("inf")
 
@@ -131,15 +138,22 @@ def last_logits(output: Any, num_columns: int) -> Tensor:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; afterwards every module trains as it did."""
+    """Eval mode without gradients, and nothing compiled; afterwards every module trains as it did."""
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for module in training:
             module.training = True
+
+
+def _hint(model: PreTrainedModel) -> str:
+    """What a user may have left out."""
+    if getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is not False:
+        return ""
+    return " (config.is_decoder is False; load it with is_decoder=True if it is to generate)"
 
 
 def _special_tokens(config: Any) -> set[int]:

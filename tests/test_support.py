@@ -108,7 +108,8 @@ def test_a_config_that_transformers_makes_no_cache_of_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "doubt"), [("llama", False), ("gemma3n_text", False), ("bloom", True), ("bart", True), ("git", True)]
+    ("name", "doubt"),
+    [("llama", False), ("gemma3n_text", False), ("bloom", True), ("bart", True), ("git", True), ("mixtral", True)],
 )
 def test_doubt_is_left_where_positions_or_images_are_not_arguments_of_their_own(name: str, doubt: bool) -> None:
     assert leaves_doubt(build_type(name)) is doubt
@@ -118,6 +119,9 @@ def test_doubt_is_left_where_positions_or_images_are_not_arguments_of_their_own(
     ("name", "reason"),
     [
         ("git", "differ in a row with padding by"),
+        ("doge@moe", "depend on more than the tokens before them"),
+        ("gemma3_text@bidirectional", "depend on more than the tokens before them"),
+        ("rembert", "(config.is_decoder is False; load it with is_decoder=True if it is to generate)"),
         ("cpmant", "after 16 tokens its cache holds 24"),
         ("prophetnet", "it cannot be continued behind a cache (AssertionError: "),
     ],

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BLOCK_SIZE = 8
-NUM_NEW_TOKENS = 5
+ALWAYS: dict[str, Any] = {"max_new_tokens": 5, "use_cache": True}  # a config may switch the cache off
 FACTOR = 5  # times the distance of `DynamicCache` from itself, where that is larger than TOLERANCE
 
 
@@ -85,11 +85,11 @@ class Player:
 
     def fill(self, **arguments: Any) -> None:
         """A call that is not compared: it makes its prompt known."""
-        run(self.model, self.cache, **{**arguments, "max_new_tokens": 1})
+        run(self.model, self.cache, **{**ALWAYS, **arguments, "max_new_tokens": 1})
 
     def reference(self, **arguments: Any) -> Any:
         """The same call with the cache that transformers makes."""
-        arguments = {"max_new_tokens": NUM_NEW_TOKENS, **arguments}
+        arguments = {**ALWAYS, **arguments}
         key = tuple((name, _hashable(value)) for name, value in sorted(arguments.items()))
         model = self.model
         if self._rope_changes:  # frequencies stay as a forward left them, so the model has a state
@@ -121,15 +121,16 @@ class Player:
         for name in ("reused", "at_least"):
             arguments.pop(name, None)
         reference = self.reference(**arguments)
+        zero_blocks(self.store)
+        output = self._run(arguments)
         if self.reused[self._num_hits - 1]:
-            zero_blocks(self.store)
-            distance = distance_of(reference, self._run(arguments))
+            distance = distance_of(reference, output)
             if distance <= max(TOLERANCE, FACTOR * self.measured.own_distance):
                 raise CellError("blind", f"hit {self._num_hits}: zeros in place of what is reused change nothing")
         return reference
 
     def _run(self, arguments: dict[str, Any]) -> Any:
-        output = run(self.model, self.cache, **{"max_new_tokens": NUM_NEW_TOKENS, **arguments})
+        output = run(self.model, self.cache, **{**ALWAYS, **arguments})
         self.cache.check()
         return output
 
@@ -194,16 +195,14 @@ def own_distance(model: PreTrainedModel, arguments: dict[str, Any]) -> float:
     """How far `DynamicCache`, continued greedily from its own prefix, is from itself: the worst of a few prefixes."""
     ids = arguments["input_ids"]
     mask = arguments.get("attention_mask", torch.ones_like(ids))
-    whole = run(model, input_ids=ids, attention_mask=mask, max_new_tokens=NUM_NEW_TOKENS)
+    whole = run(model, input_ids=ids, attention_mask=mask, **ALWAYS)
     worst = 0.0
     for column in (ids.shape[1] // 3, ids.shape[1] * 2 // 3, ids.shape[1] - 1):
         cache = DynamicCache(config=model.config)
         try:
             prefix = {"input_ids": ids[:, :column], "attention_mask": mask[:, :column]}
-            model.generate(**prefix, past_key_values=cache, max_new_tokens=1, do_sample=False)
-            output = run(
-                model, input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NUM_NEW_TOKENS
-            )
+            model.generate(**prefix, past_key_values=cache, use_cache=True, max_new_tokens=1, do_sample=False)
+            output = run(model, input_ids=ids, attention_mask=mask, past_key_values=cache, **ALWAYS)
         except Exception:  # noqa: BLE001 (a model that cannot be continued allows nothing more)
             return 0.0
         distance = distance_of(whole, output)

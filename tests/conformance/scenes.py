@@ -56,7 +56,12 @@ def known_and_unknown_rows(play: Player) -> None:
 
 def beams(play: Player) -> None:
     play.fill(**batch(PROMPT))
-    best = play.hit(**batch(PROMPT), num_beams=3, num_return_sequences=2, reused=3 * 45 - 1).sequences[0].tolist()
+    best = (
+        play.hit(**batch(PROMPT), num_beams=3, num_return_sequences=2, reused=3 * 45 - 1)
+        .sequences[0]
+        .flatten()
+        .tolist()
+    )
     if play.zeroed:
         return  # what these beams wrote is another text
     play.cache.reset()
@@ -86,7 +91,7 @@ def chunked_prefill(play: Player) -> None:
 
 
 def going_on(play: Player) -> None:
-    whole = play.call(**batch(PROMPT)).sequences[0].tolist()
+    whole = play.call(**batch(PROMPT)).sequences[0].flatten().tolist()
     play.hit(**batch(whole + row((2, 5))), reused=49)
     play.cache.reset()
     play.hit(**batch(whole + row((3, 5))), reused=48)
