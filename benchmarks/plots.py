@@ -35,6 +35,7 @@ LEGENDS = {
     "deepcopy": "deepcopy of a DynamicCache",
     "kept by hand": "DynamicCache kept by hand",
     "floor": "floor: the best written by hand",
+    "most": "the most that can be had",
 }
 STYLE = {
     "svg.fonttype": "none",
@@ -82,11 +83,16 @@ def ratios(lines: Lines) -> Figure | None:
     spreads = [(of["value"] - of["spread"]["minimum"], of["spread"]["maximum"] - of["value"]) for _, of in shown]
     errors = [[max(0.0, side[which]) for side in spreads] for which in (0, 1)]
     axes.barh(places, values, color=COLOURS["ours"], height=0.6, xerr=errors, error_kw={"ecolor": INK, "elinewidth": 1})
-    axes.plot(
-        [line["bar"] for _, line in shown], places, "|", color=COLOURS["deepcopy"], markersize=11, label="the bar"
-    )
-    axes.set_yticks(places, [f"{name} ({line['against']})" if line["against"] != "DynamicCache" else name for name, line in shown])  # fmt: skip
-    axes.set(xscale="log", xlabel="times as fast as DynamicCache, or as what stands in brackets")
+    for key, colour, label in (
+        ("floor_ratio", COLOURS["floor"], LEGENDS["most"]),
+        ("bar", COLOURS["deepcopy"], "the bar"),
+    ):
+        marked = [(line[key], place) for place, (_, line) in enumerate(shown) if line[key] is not None]
+        x, y = [value for value, _ in marked], [place for _, place in marked]
+        axes.plot(x, y, "|", color=colour, markersize=11, markeredgewidth=2, label=label)
+    axes.set_yticks(places, [name for name, _ in shown])
+    axes.set(xscale="log", xlabel="times as fast as DynamicCache, or as what the table names")
+    axes.margins(y=0.02)
     axes.axvline(1, color=INK, linewidth=1)
     tick_at(axes, [1, 2, 5, 10, 20, 50])
     axes.grid(visible=False, axis="y")
@@ -109,6 +115,7 @@ def steps(lines: Lines) -> Figure | None:
     tick_at(left, [line["point"]["tokens"] for line in by_length])
     draw_ways(right, by_rows, "rows", ways, factor=1e3)
     right.set(xlabel=f"rows, at {common or 0:,} tokens", ylim=(0, None))
+    tick_at(right, [line["point"]["rows"] for line in by_rows])
     left.legend()
     return figure
 
@@ -122,6 +129,7 @@ def conversations(lines: Lines) -> Figure | None:
     figure, (left, right) = canvas(2, height=3.2)
     draw_ways(left, turns, "turn", ("DynamicCache", "kept by hand", "ours"))
     left.set(xlabel="turn of the chat", ylabel="seconds", ylim=(0, None))
+    tick_at(left, [line["point"]["turn"] for line in turns])
     left.legend()
     draw_bars(right, {name: timing["median"] for name, timing in whole[0]["ways"].items()}, "seconds, all questions")
     return figure
@@ -141,6 +149,7 @@ def memory(lines: Lines) -> Figure | None:
     axes.set_yticks(range(len(cells)), [name for name, *_ in reversed(cells)])
     axes.set(xlabel="MiB of keys and values, at the peak")
     axes.grid(visible=False, axis="y")
+    axes.margins(y=0.02)
     ways = dict.fromkeys(way for _, subject, _ in cells for way in ("DynamicCache", subject))
     axes.legend(handles=[patch(way) for way in ways], loc="lower right")
     return figure
