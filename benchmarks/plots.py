@@ -71,7 +71,7 @@ def first_token(lines: Lines) -> Figure | None:
 
 
 def ratios(lines: Lines) -> Figure | None:
-    """How many times as fast, or how much of the memory, for every comparison with a bar."""
+    """How many times as fast, for every comparison that has a bar, with the bar and the most that can be had."""
     names = ("One row", "Several rows", "Beams and samples", "Decode steps", "Conversations and evaluation")
     shown = [(name, line) for name, line in lines.items() if line.get("value") and line["group"] in names]
     shown = [(name, line) for name, line in shown if line["kind"] == "ratio" and line["bar"] is not None][::-1]

@@ -7,10 +7,12 @@ import math
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from hf_paged_cache import PagedPrefixCache
 
@@ -57,6 +59,14 @@ def test_a_scene_runs_and_gives_the_same_tokens(name: str, all_results: dict[str
     assert all(math.isfinite(of["value"]) for of in lines.values())
     assert all("rounds_with_the_same_tokens" not in of["details"] for of in lines.values())
     assert name in all_results["runs"]
+
+
+def test_continuous_batching_is_measured_on_the_same_requests(all_results: dict[str, Any]) -> None:
+    if Version(version("transformers")) < Version("5.23"):
+        pytest.skip("the interface of its manager is another")
+    line = all_results["scenes"]["few_shot / continuous batching"]
+    assert line["details"]["continuous_batching"]["same_answers"] == bench_generate.QUICK.num_questions
+    assert line["kv_bytes"]["continuous batching"] > 0
 
 
 def test_what_is_known_is_reused_in_every_scene_that_says_so(all_results: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
@@ -32,12 +32,16 @@ class Served:
     requests_per_batch: int | None
 
 
-def serve(bench: Bench, prompts: Sequence[list[int]], warmup: Sequence[list[int]]) -> Served:
+def serve(bench: Bench, prompts: Sequence[list[int]], warmup: Sequence[list[int]]) -> Served | None:
     """One new token for each prompt: the first alone, so that the others find its prefix, then all others at once.
 
     Args:
         warmup: prompts of the same lengths with another prefix; the size of a batch that serves them fastest is used.
+    Returns:
+        None where transformers is older than 5.23 and has another interface.
     """
+    if "page_size" not in {field.name for field in fields(ContinuousBatchingConfig)}:
+        return None
     sizes: Sequence[int | None] = SIZES if bench.model.device.type == "cpu" else (None,)
     best = min(sizes, key=lambda size: _serve(bench, [], warmup, size).seconds[1]) if len(sizes) > 1 else sizes[0]
     return _serve(bench, prompts, warmup, best)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from harness import Timing
@@ -44,41 +45,35 @@ def few_shot(bench: Bench, repeat: Repeat) -> Lines:
         answers.append(tokens[0, ids.shape[1] :].tolist())
     totals = {name: sum(measured.seconds(name)) for name in (BASELINE, LIMIT, OURS)}
     totals[FLOOR] = prefill + totals.pop(LIMIT)
+    kv_bytes, details = dict(measured.kv_bytes), {"a_question": measured.timings()}
     batched = _batched(bench, prompt, questions)
-    totals[BATCHING] = sum(batched.seconds)
+    if batched is not None:
+        totals[BATCHING], kv_bytes[BATCHING] = sum(batched.seconds), batched.kv_bytes
+        details["continuous_batching"] = {
+            "same_answers": sum(theirs == mine for theirs, mine in zip(batched.tokens, answers, strict=True)),
+            "requests_per_batch": batched.requests_per_batch,
+            "first_request_seconds": batched.seconds[0],
+        }
     ways_taken = {name: Timing.of([seconds]) for name, seconds in totals.items()}
-    common = {
-        "kind": "ratio",
-        "ways": ways_taken,
-        "hit_rate": cache.stats().hit_rate,
-        "kv_bytes": {**measured.kv_bytes, BATCHING: batched.kv_bytes},
-        "details": {
-            "continuous_batching": {
-                "same_answers": sum(theirs == mine for theirs, mine in zip(batched.tokens, answers, strict=True)),
-                "requests_per_batch": batched.requests_per_batch,
-                "first_request_seconds": batched.seconds[0],
-            },
-            "a_question": measured.timings(),
-        },
-    }
-    for name, against, at_least in (
-        ("few_shot", BASELINE, bench.bar(11.0)),
-        (f"few_shot / {BATCHING}", BATCHING, None),
-    ):
-        value = totals[against] / totals[OURS]
-        what = f"{len(questions)} questions in all, against {against}"
-        yield (
-            name,
-            Line(
-                what=what,
-                value=value,
-                spread=Timing.of([value]),
-                against=against,
-                at_least=at_least,
-                floor=FLOOR if against == BASELINE else None,
-                **common,
-            ),
+
+    def line(against: str, **bar: Any) -> Line:
+        ratio = totals[against] / totals[OURS]
+        return Line(
+            what=f"{len(questions)} questions in all, against {against}",
+            value=ratio,
+            kind="ratio",
+            spread=Timing.of([ratio]),
+            ways=ways_taken,
+            against=against,
+            hit_rate=cache.stats().hit_rate,
+            kv_bytes=kv_bytes,
+            details=details,
+            **bar,
         )
+
+    yield "few_shot", line(BASELINE, at_least=bench.bar(11.0), floor=FLOOR)
+    if batched is not None:
+        yield f"few_shot / {BATCHING}", line(BATCHING)
 
 
 def read_prompts(bench: Bench) -> tuple[Tensor, list[Tensor]]:
@@ -111,7 +106,7 @@ def _encode(bench: Bench, text: str) -> list[int]:
     return [byte % vocabulary for byte in text.encode()]
 
 
-def _batched(bench: Bench, prompt: Tensor, questions: list[Tensor]) -> Served:
+def _batched(bench: Bench, prompt: Tensor, questions: list[Tensor]) -> Served | None:
     """The same requests, and others of the same lengths to warm the manager up with."""
     other = bench.tokens(1, bench.sizes.shared)
     warmup = bench.behind(other, min(NUM_WARMUP_REQUESTS, len(questions)))

@@ -1,4 +1,4 @@
-"""The least that a decode step can cost: a cache that appends in place, copies nothing and keeps no books."""
+"""The least that a decode step can cost: a cache that appends in place, moves only what rows do not share, and keeps no books."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from transformers.cache_utils import DynamicLayer
 
 
 class InPlaceLayer(DynamicLayer):
-    """A layer whose keys and values have room behind them."""
+    """A layer whose keys and values have room behind them; all rows start with what it is made of."""
 
     def __init__(self, ready: DynamicLayer, num_spare: int) -> None:
         super().__init__()
         self.dtype, self.device, self.is_initialized = ready.keys.dtype, ready.keys.device, True
         rows, heads, self._length, _ = ready.keys.shape
+        self._shared = self._length
         self._room = tuple(
             states.new_zeros((rows, heads, self._length + num_spare, states.shape[3]))
             for states in (ready.keys, ready.values)
@@ -29,6 +30,11 @@ class InPlaceLayer(DynamicLayer):
         self._length = stop
         self.keys, self.values = (room[:, :, :stop] for room in self._room)
         return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for room in self._room:
+            span = room[:, :, self._shared : self._length]
+            span.copy_(span.index_select(0, beam_idx.to(span.device)))
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)

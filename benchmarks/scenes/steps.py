@@ -47,18 +47,25 @@ def decode_short(bench: Bench, repeat: Repeat) -> Lines:
 @scene(STEPS, minutes=1.3)
 def beam_step(bench: Bench, repeat: Repeat) -> Lines:
     """A step of beam search, its reordering included: 8 beams."""
-    num_beams, length, given = 8, 2 * bench.sizes.shared, {"new_tokens": 20, "num_beams": 8}
+    num_beams, length, num_steps = 8, 2 * bench.sizes.shared, 19
+    given = {"new_tokens": num_steps + 1, "num_beams": num_beams}
     cache, ready = bench.knowing(length), bench.prefilled(length, num_beams)
+    roomy = in_place(ready, QUESTION_TOKENS + num_steps + 1)
 
     def prepare() -> dict[str, Way]:
         ids = bench.behind(bench.text(length), 1)
         bench.generate(ids, past_key_values=cache)  # so that ours has no more to prefill than one token, either
-        _extend(bench, ready, ids, num_beams)
-        return {BASELINE: on_ready(bench, ready, ids, **given), OURS: on_ours(bench, cache, ids, **given)}
+        for held in (ready, roomy):
+            _extend(bench, held, ids, num_beams)
+        return {
+            BASELINE: on_ready(bench, ready, ids, **given),
+            IN_PLACE: on_ready(bench, roomy, ids, **given),
+            OURS: on_ours(bench, cache, ids, **given),
+        }
 
     measured = _measure_steps(bench, prepare, repeat(3))
     what = f"a step of {num_beams} beams at {length:,} tokens"
-    yield f"beam step {num_beams} beams, {length:,}", measured.line(what, at_least=bench.bar(1.4))
+    yield f"beam step {num_beams} beams, {length:,}", measured.line(what, at_least=bench.bar(1.4), floor=IN_PLACE)
 
 
 def _extend(bench: Bench, ready: DynamicCache, ids: Tensor, num_rows: int) -> None:
