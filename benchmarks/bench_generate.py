@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,8 @@ def run_scene(scene: Scene, bench: Bench, repeat: Repeat) -> dict[str, dict[str,
     return lines
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the scenes; say on stderr what runs and how long it takes."""
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Run the scenes; say on stderr what runs and how long it takes. After each, all results so far."""
     logging.set_verbosity_error()  # prompts may be longer than what a model was trained on
     bench, conditions = make_bench(options)
     bench.generate(bench.tokens(1, 32), new_tokens=4)  # whatever the first call of all does once
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "minutes": round(minutes, 2),
         }
         print(f"{scene.name}: {minutes:.1f} minutes", file=sys.stderr, flush=True)
-    return {"conditions": conditions, "runs": runs, "scenes": lines}
+        yield {"conditions": conditions, "runs": runs, "scenes": lines}
 
 
 def updated(before: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
@@ -148,18 +148,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for scene in SCENES.values():
             print(f"{scene.name:14}{scene.minutes:4g} min  {scene.what}")
         return 0
-    results = run(options)
-    fails = any(line["holds"] is False for line in results["scenes"].values())
-    path = options.json
+    path, before = options.json, None
+    everything = set(options.scenes) == set(SCENES)
     if options.update:
         path = harness.RESULTS / "generate.json"
-        results = updated(json.loads(path.read_text(encoding="utf-8")), results)
-    elif path is None and set(options.scenes) == set(SCENES) and not (options.no_json or options.quick):
+        before = json.loads(path.read_text(encoding="utf-8"))
+    elif path is None and everything and not (options.no_json or options.quick):
         path = harness.RESULTS / "generate.json"
+    results: dict[str, Any] = {}
+    for results in run(options):
+        if path is not None:  # after each scene, so that what ran is not lost
+            written = results if before is None else updated(before, results)
+            harness.write_results("generate", written, path)
     print(tables.generate_table(json.loads(harness.as_text(results))))
-    if path is not None:
-        harness.write_results("generate", results, path)
-    return int(fails)
+    return int(any(line["holds"] is False for line in results["scenes"].values()))
 
 
 if __name__ == "__main__":

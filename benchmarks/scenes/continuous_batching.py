@@ -54,7 +54,7 @@ def _serve(bench: Bench, prompts: Sequence[list[int]], warmup: Sequence[list[int
     config = ContinuousBatchingConfig(
         page_size=PAGE_TOKENS,
         num_blocks=None if size is None else num_pages * (size + 2) + len(prompts) + len(warmup),
-        max_batch_tokens=None if size is None else longest * size,
+        max_batch_tokens=None if size is None else longest,  # its mask has so many rows
         max_requests_per_batch=size,
         max_memory_percent=0.5,  # where it counts blocks by memory; the rest is for ours
         allow_block_sharing=True,
