@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -90,24 +92,47 @@ def machine() -> dict[str, object]:
 
 
 def commit() -> str:
-    """The git commit measured, with `+changes` if the tree differs from it, or `none`."""
-    root = Path(__file__).parent
+    """The git commit measured, with `+changes` if anything but results differs from it, or `none`.
+
+    Results are the files in benchmarks/results/, and in a README what stands between `<!-- NAME: begin -->` and its end.
+    """
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    def differs(name: str, status: str) -> bool:
+        if name.startswith("benchmarks/results/"):
+            return False
+        if Path(name).name != "README.md" or not set(status) <= {" ", "M"}:
+            return True
+        return _without_tables(git("show", f"HEAD:{name}")) != _without_tables(
+            (ROOT / name).read_text(encoding="utf-8")
+        )
 
     try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+        head = git("rev-parse", "--short=12", "HEAD").strip()
+        entries = git("status", "--porcelain", "--no-renames", "--untracked-files=all", "-z").split("\0")
+        changed = any(differs(entry[3:], entry[:2]) for entry in entries if entry)
     except (OSError, subprocess.CalledProcessError):
         return "none"
+    return head + ("+changes" if changed else "")
+
+
+def _without_tables(text: str) -> str:
+    return re.sub(r"(<!-- ([\w ]+): begin -->).*?(<!-- \2: end -->)", r"\1\3", text, flags=re.DOTALL)
+
+
+def as_text(results: Mapping[str, object]) -> str:
+    """`results` with machine, commit and date, as JSON."""
+    stamped = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine(), **results}
+    return json.dumps(stamped, indent=2, default=_as_json) + "\n"
 
 
 def write_results(name: str, results: Mapping[str, object], path: Path | None = None) -> Path:
-    """Write `results` with machine, commit and date as JSON to `results/<name>.json`, or to `path`; returns where."""
+    """Write `as_text(results)` to `results/<name>.json`, or to `path`; returns where."""
     path = path or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    stamped = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine(), **results}
-    path.write_text(json.dumps(stamped, indent=2, default=_as_json) + "\n", encoding="utf-8")
+    path.write_text(as_text(results), encoding="utf-8")
     return path
 
 

@@ -13,9 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import plots
 
 README = Path(__file__).parent / "README.md"
-UNITS = {"s": (1.0, "s"), "bytes": (2.0**-20, "MiB"), "CPU s": (1e3, "ms of CPU")}  # in the JSON -> factor, shown as
+UNITS = {  # in the JSON -> factor, shown as
+    "s": (1.0, "s"),
+    "bytes": (2.0**-20, "MiB"),
+    "CPU s": (1e3, "ms of CPU"),
+    "CPU us": (1.0, "us of CPU"),
+}
+SCENE_HEAD = ("scene", "bar", "measured", "least to greatest", "against", "ours", "reused", "")
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -34,14 +41,21 @@ def conditions(results: Mapping[str, Any]) -> str:
     parts = [f"{name.replace('_', ' ')} {value}" for name, value in given.items()]
     parts += [f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}", f"Python {machine['python']}"]
     parts += [f"{name} {machine[name]}" for name in ("torch", "transformers") if machine[name]]
-    return f"{'; '.join(parts)}; commit {results['commit']}, {results['date']}."
+    return f"{'; '.join(parts)}; {_when(results)}."
 
 
 def generate_table(results: Mapping[str, Any]) -> str:
-    """The scenes of bench_generate.py, a line each."""
-    head = ("scene", "bar", "measured", "least to greatest", "DynamicCache", "ours", "reused", "")
-    rows = [_scene_row(name, result) for name, result in results["scenes"].items()]
-    return f"{markdown(head, rows)}\n\n{conditions(results)}"
+    """The scenes of bench_generate.py: a table a group, a line a comparison."""
+    groups: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for name, line in results["scenes"].items():
+        groups.setdefault(line["group"], {})[name] = line
+    parts = []
+    for group, lines in groups.items():
+        scenes = ",".join(dict.fromkeys(line["scene"] for line in lines.values()))
+        command = f"python benchmarks/bench_generate.py --scenes {scenes}"
+        table = markdown(SCENE_HEAD, [_scene_row(name, line) for name, line in lines.items()])
+        parts.append(f"**{group}**: `{command}`\n\n{table}")
+    return "\n\n".join([*parts, conditions(results)])
 
 
 def blocks_table(results: Mapping[str, Any]) -> str:
@@ -148,38 +162,64 @@ def refresh(text: str, name: str, table: str) -> str:
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
-def _scene_row(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
-    if result.get("failure"):
-        return name, _bar(result), "", "", "", "", "", f"FAILED: {result['failure'].partition(':')[0]}"
-    share = result["kind"] == "share"
-    spread = result["spread"]
+def _when(results: Mapping[str, Any]) -> str:
+    """Commit and day, scene by scene where they are not the same; how busy the machine was."""
+    runs = results.get("runs")
+    if not runs:
+        return f"commit {results['commit']}, {results['date']}"
+    made: dict[tuple[str, str], list[str]] = {}
+    for name, of in runs.items():
+        made.setdefault((of["commit"], of["date"]), []).append(name)
+    of_all = [f"commit {commit}, {date}" + (f" ({', '.join(names)})" if len(made) > 1 else "") for (commit, date), names in made.items()]  # fmt: skip
+    loads = [of["load_average_before"] for of in runs.values() if of["load_average_before"] is not None]
+    busy = f"; load average before the scenes {min(loads):g} to {max(loads):g}" if loads else ""
+    return f"{'; '.join(of_all)}{busy}"
+
+
+def _scene_row(name: str, line: Mapping[str, Any]) -> tuple[str, ...]:
+    if line.get("failure"):
+        return name, "", "", "", "", "", "", f"FAILED: {line['failure'].partition(':')[0]}"
+    kind, unit = line["kind"], line["unit"]
+    against = line["ways"][line["against"]] if line["against"] else None
     return (
         name,
-        _bar(result),
-        _number(result["value"], share),
-        f"{_number(spread['minimum'], share)} to {_number(spread['maximum'], share)}, {spread['rounds']} times",
-        _quantity(result["baseline"], result["unit"]),
-        _quantity(result["ours"], result["unit"]),
-        "" if result["hit_rate"] is None else f"{result['hit_rate']:.0%}",
-        "" if result["holds"] is None else _verdict(result["holds"]),
+        _bar(line),
+        _number(line["value"], kind),
+        _spread(line["spread"], kind),
+        f"{line['against']} {_quantity(against, unit)}" if against else "",
+        _quantity(line["ways"][line["subject"]], unit),
+        "" if line["hit_rate"] is None else f"{line['hit_rate']:.0%}",
+        "" if line["holds"] is None else _verdict(line["holds"]),
     )
 
 
-def _bar(result: Mapping[str, Any]) -> str:
-    share = result["kind"] == "share"
+def _spread(spread: Mapping[str, Any], kind: str) -> str:
+    if spread["rounds"] == 1:
+        return ""
+    return f"{_number(spread['minimum'], kind)} to {_number(spread['maximum'], kind)}, {spread['rounds']} times"
+
+
+def _bar(line: Mapping[str, Any]) -> str:
+    """The bar; where the floor says that it cannot be had, what is asked instead."""
+    kind = line["kind"]
     for words in ("at_least", "at_most"):
-        if result[words] is not None:
-            return f"{words.replace('_', ' ')} {_number(result[words], share)}"
+        if line[words] is not None:
+            bar = f"{words.replace('_', ' ')} {_number(line[words], kind)}"
+            if line["bar"] != line[words]:
+                bar += f"; {_number(line['floor_ratio'], kind)} can be had, 95 % is {_number(line['bar'], kind)}"
+            return bar
     return ""
 
 
-def _number(value: float, share: bool) -> str:
-    return f"{value:.1%}" if share else f"{value:.2f}x"
+def _number(value: float, kind: str) -> str:
+    return {"share": f"{value:.1%}", "ratio": f"{value:.2f}x", "microseconds": f"{value:.1f} us"}[kind]
 
 
 def _quantity(timing: Mapping[str, Any], unit: str) -> str:
     factor, shown = UNITS[unit]
     value = timing["median"] * factor
+    if unit == "s" and value < 0.1:
+        value, shown = 1e3 * value, "ms"
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 3}f} {shown}"
 
 
@@ -194,7 +234,13 @@ def main() -> int:
         if not path.exists():
             print(f"no results/{name}.json: run the benchmark that writes it", file=sys.stderr)
             continue
-        text = refresh(text, name, table(json.loads(path.read_text(encoding="utf-8"))))
+        results = json.loads(path.read_text(encoding="utf-8"))
+        if name == "generate":
+            if "runs" not in results:
+                print("results/generate.json is of another form: run benchmarks/bench_generate.py", file=sys.stderr)
+                continue
+            plots.draw_all(results)
+        text = refresh(text, name, table(results))
     README.write_text(text, encoding="utf-8")
     return 0
 
