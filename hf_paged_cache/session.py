@@ -172,9 +172,10 @@ class Session:
 
     def _read_conditions(self) -> None:
         conditioning = self._store.conditioning
-        self._digest = conditioning.digest()
-        self._bypass = conditioning.bypass()
-        self._adapters = conditioning.adapter_names()
+        with self._store.blocks.lock:  # what it remembers of the model is one for all caches
+            self._digest = conditioning.digest()
+            self._bypass = conditioning.bypass()
+            self._adapters = conditioning.adapter_names()
 
     def _rows(self, given: ForwardArguments, regime: bytes) -> tuple[RowInput, ...]:
         """Each row with its root: what conditions the model, this cache, and where the row's positions start."""

@@ -53,6 +53,16 @@ class _Fault:
             raise self._error("on purpose")
 
 
+class _Noise(LogitsProcessor):
+    """Moves log-probabilities as much as rounding does."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + 3e-6 * torch.randn(scores.shape, generator=self.generator)
+
+
 class _Processor(LogitsProcessor):
     def __init__(self, fault: _Fault) -> None:
         self.fault = fault
@@ -359,9 +369,27 @@ class _Users:
         finally:
             self.arm(0)
         self.num_reused += cache.last_call.reused_tokens
-        reference = run(self.model, seed=seed, **{**arguments, **(whole or {})})
-        assert_same(reference, output)
+        given = {**arguments, **(whole or {})}
+        reference = run(self.model, seed=seed, **given)
+        try:
+            assert_same(reference, output)
+        except AssertionError:
+            if not self.is_tie(reference, seed, given):
+                raise
+            self.num_calls["ties of the reference"] += 1
+            cache.reset()
+            return None
         return output
+
+    def is_tie(self, reference: Any, seed: int, given: dict[str, Any]) -> bool:
+        """Whether beams of the reference part from themselves once its logits move by a rounding error."""
+        if given.get("num_beams", 1) == 1:
+            return False
+        for trial in range(8):
+            noisy = run(self.model, seed=seed, **{**given, "logits_processor": [_Noise(trial)]})
+            if not noisy.sequences.equal(reference.sequences):
+                return True
+        return False
 
     def close(self) -> None:
         """All blocks must be accounted for."""
@@ -403,6 +431,7 @@ def random_calls(num_calls: int, seed: int = 0) -> Counter[str]:
             counts["reused tokens"] += users.num_reused
             counts["evictions"] += users.store.blocks.allocator.num_evictions
             counts["copies on write"] += users.store.blocks.allocator.num_copies_on_write
+    assert counts["ties of the reference"] <= 1 + num_calls // 500, "so many ties are none"
     return counts
 
 
