@@ -307,6 +307,19 @@ def test_verify_looks_at_the_blocks_that_scores_reuse() -> None:
     assert_right(model, PROMPT, CONTINUATIONS, scores)
 
 
+def test_each_adapter_has_scores_of_its_own(model: PreTrainedModel) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    cache = PagedPrefixCache(adapted)
+    for _ in range(2):
+        assert_right(model, PROMPT, CONTINUATIONS, cache.score(PROMPT, CONTINUATIONS))
+        with adapted.disable_adapter():
+            assert_right(model, PROMPT, CONTINUATIONS, cache.score(PROMPT, CONTINUATIONS))
+    assert cache.stats().computed_tokens == 4 * 95 - 2 * 48
+
+
 # What runs where.
 
 

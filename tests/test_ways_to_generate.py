@@ -524,15 +524,17 @@ def test_a_compiled_model_meets_nothing_of_ours_but_the_writes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["model.compile()", "model.forward = torch.compile(model.forward)"])
-@pytest.mark.parametrize("name", MODELS)
-def test_compiled_models_are_right_and_reuse(name: str, how: str) -> None:
-    run_compiled(name, how, "eager")
-
-
-@pytest.mark.slow
-def test_a_model_compiled_by_inductor_is_right_and_reuses() -> None:
-    run_compiled("llama", "model.compile()", "inductor")
+@pytest.mark.parametrize(
+    ("name", "how", "backend"),
+    [
+        ("llama", "model.compile()", "inductor"),
+        ("llama", "torch.compile(model.forward)", "inductor"),
+        ("gpt2", "torch.compile(model.forward)", "eager"),
+        ("gemma3", "model.compile()", "eager"),
+    ],
+)
+def test_compiled_models_are_right_and_reuse(name: str, how: str, backend: str) -> None:
+    run_compiled(name, how, backend)
 
 
 # The list is complete.
