@@ -209,6 +209,7 @@ HARMLESS: dict[str, Callable[[Model], Any]] = {
     "generate": lambda model: model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False),
     "state_dict": lambda model: model.state_dict(),
     "gradients switched off": lambda model: model.requires_grad_(False),
+    "torch.compile of the forward": lambda model: setattr(model, "forward", torch.compile(model.forward)),
     "the same weights loaded": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict())),
 }
 

@@ -93,7 +93,7 @@ POINTS = [
     (Call, "write"),
     (Call, "confirm"),
     (Call, "reorder"),
-    (LlamaMLP, "forward"),
+    (LlamaMLP, "__call__"),  # not its forward: another one is another root, as a hook is
     (PrefixCachingBlockAllocator, "allocate"),
     (PrefixCachingBlockAllocator, "allocate_mutable"),
     (PrefixCachingBlockAllocator, "make_writable"),

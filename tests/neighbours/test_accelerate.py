@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -192,9 +192,15 @@ def test_offloading_a_model_in_use_and_taking_it_back(
     assert_same(reference, run(model, cache, input_ids=IDS))
 
 
-def prepared(model: PreTrainedModel, mixed_precision: str) -> Any:
-    """As a trainer prepares it; forgets the state that accelerate shares between all its objects."""
+@pytest.fixture(autouse=True)
+def forgotten_state() -> Iterator[None]:
+    """accelerate shares one state between all its objects, also with those of later tests."""
+    yield
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def prepared(model: PreTrainedModel, mixed_precision: str) -> Any:
+    """As a trainer prepares it."""
     return accelerate.Accelerator(cpu=True, mixed_precision=mixed_precision).prepare_model(model)
 
 
