@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .blocks import BlockTable
 from .errors import OutOfBlocksError
@@ -18,8 +17,8 @@ from .readers import RowLayout, slot_matrix
 from .rows import Row, Rows
 from .ticket import RowInput
 
-# Differences that other lengths and batch sizes make, as a share of the largest value. In fp32 an unchanged model
-# gives 1e-6, one optimizer step at learning rate 1e-6 gives 4e-4.
+# Differences that other lengths and batch sizes make, as a share of the largest value; eps is that of the coarsest type
+# computed in. In fp32 an unchanged model gives 1e-6, one optimizer step at learning rate 1e-6 gives 4e-4.
 _MIN_TOLERANCE = 1e-5
 _TOLERANCE_IN_EPS = 8
 
@@ -38,11 +37,11 @@ class Verifier:
     def verify(self, store: PrefixStore, rows: Sequence[RowInput]) -> bool:
         """Whether the block whose turn it is holds what the model computes now; True when there is none to look at.
 
-        Nor is one looked at where several processes run: they may share the model's weights, and then must run as many
-        forwards as each other, whatever each has cached.
+        Nor is one looked at where several processes share the model's weights: they must run as many forwards as each
+        other, whatever each has cached.
         Cost: a forward of one block's tokens, during which other calls on the store wait.
         """
-        if _is_one_of_several_processes():
+        if forwards_are_counted(store.model):
             return True
         with store.blocks.lock:
             return self._verify(store, rows)
@@ -50,8 +49,6 @@ class Verifier:
     def _verify(self, store: PrefixStore, rows: Sequence[RowInput]) -> bool:
         if store.conditioning.rope.depends_on_length:
             return True  # a shorter forward has other frequencies
-        if forwards_are_counted(store.model):
-            return True  # other processes would wait for this forward
         for row in rows:
             if row.pad and not store.takes_positions:
                 continue  # a forward without the padding numbers its tokens otherwise
@@ -86,25 +83,32 @@ class Verifier:
         stored = RowLayout(given.root, 0, known.token_ids, known.block_ids)
         computed = cache.call.rows.distinct[0].layout()
         slots = [slot_matrix([layout], stop, blocks.block_size)[:, start:] for layout in (stored, computed)]
+        eps = _eps_computed_in(model)
         try:
             return all(
-                _agree(*(blocks.pool.gather(layer, each.to(blocks.pool.device_of(layer))) for each in slots))
+                _agree(eps, *(blocks.pool.gather(layer, each.to(blocks.pool.device_of(layer))) for each in slots))
                 for layer in blocks.pool.layer_indices
             )
         finally:
             cache.reset()
 
 
-def _is_one_of_several_processes() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def _eps_computed_in(model: Any) -> float:
+    """The coarsest rounding of a forward now: of the weights, or of what autocast makes of them."""
+    device_type = model.device.type
+    dtypes = [model.dtype]
+    if torch.is_autocast_enabled(device_type):
+        dtypes.append(torch.get_autocast_dtype(device_type))
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
-def _agree(stored: dict[str, torch.Tensor], computed: dict[str, torch.Tensor]) -> bool:
-    """Whether K/V are equal but for rounding."""
+def _agree(eps: float, stored: dict[str, torch.Tensor], computed: dict[str, torch.Tensor]) -> bool:
+    """Whether K/V of a layer are equal but for rounding; some may be held in a finer type than they were computed in."""
+    eps = max(eps, *(torch.finfo(new.dtype).eps for new in computed.values()))
+    tolerance = max(_MIN_TOLERANCE, _TOLERANCE_IN_EPS * eps)
     for name, old in stored.items():
         new = computed[name]
         scale = float(new.abs().max())
-        tolerance = max(_MIN_TOLERANCE, _TOLERANCE_IN_EPS * torch.finfo(new.dtype).eps)
         if not float((new - old).abs().max()) <= tolerance * scale:  # a NaN disagrees, too
             return False
     return True

@@ -125,6 +125,24 @@ def test_verify_finds_blocks_unchanged(precision: tuple[torch.dtype, torch.dtype
         assert cache.last_call.reused_tokens == 3 * NUM_BLOCKS_KNOWN
 
 
+@pytest.mark.parametrize("name", ["bf16", "autocast bf16", "fp32"])
+def test_verify_allows_for_the_rounding_of_what_was_computed_in(name: str) -> None:
+    """Keys of Llama under autocast are held in fp32, having been multiplied in bf16; so are those of a model cast later."""
+    weights, autocast = REGIMES.get(name, (torch.float32, None))
+    model = build("llama")
+    store = PrefixStore(model)
+    run(model, PagedPrefixCache(store), **PROMPTS)  # makes a pool of float32
+    model.to(weights)
+    with regime(autocast):
+        for cache in (PagedPrefixCache(store), PagedPrefixCache(store, verify=True)):
+            run(model, cache, **PROMPTS)
+            for layer in store.blocks.pool._tensors.values():
+                for tensor in layer.values():
+                    assert tensor.dtype == torch.float32
+                    tensor.mul_(1 + 1e-3)  # more than what rounds in fp32, less than in bf16
+    assert cache.last_call.reused_tokens == (0 if name == "fp32" else 3 * NUM_BLOCKS_KNOWN)
+
+
 # Precision that changes between calls.
 
 
