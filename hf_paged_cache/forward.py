@@ -130,6 +130,8 @@ def is_step(request: ForwardRequest, rows: Rows) -> bool:
     for row, new in zip(rows.distinct, request.rows, strict=True):
         if new.root != row.root or new.pad != row.pad or row.num_confirmed != len(row.table.token_ids):
             return False
+        if len(new.token_ids) != 1:  # the column is padding
+            return False
     return rows.num_columns > 0
 
 

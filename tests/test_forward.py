@@ -386,6 +386,7 @@ def test_what_is_no_step_takes_the_long_way(store: BlockStore) -> None:
     assert not is_step(request(new_row([5]), new_row([6], root=OTHER_ROOT)), rows)
     assert not is_step(request(new_row([5]), new_row([6], pad=1), num_new=1), rows)
     assert not is_step(request(new_row([5])), rows)
+    assert not is_step(request(new_row([5]), new_row([]), num_new=1), rows)  # a column of padding
     assert not is_step(request(*one), confirmed(store, [1, 2], alias=[0, 0]))
     rows.distinct[1].table.append_tokens([9])  # a row that knows more than is confirmed
     assert not is_step(request(*one), rows)
