@@ -124,7 +124,8 @@ def _try(model: PreTrainedModel, name: str, layers: dict[str, int]) -> ModelRepo
 
 def _first_step(model: PreTrainedModel, cache: PagedPrefixCache, inputs: Mapping[str, Tensor]) -> Tensor:
     """The logits of the first new token behind the first row, whose blocks are known: [1, vocabulary]."""
-    output = model.generate(
+    generate: Any = model.generate
+    output = generate(
         input_ids=inputs["input_ids"][:1],
         attention_mask=inputs["attention_mask"][:1],
         past_key_values=cache,
