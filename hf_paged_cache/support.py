@@ -101,7 +101,8 @@ def require_supported(model: object) -> None:
                 f"{name}: layer {index} is a {type(layer).__name__}, which carries more than keys and values; use "
                 "transformers' DynamicCache for this model"
             )
-    if any(type(layer) is DynamicSlidingWindowLayer for layer in layers) and not _mask_knows_windows(model):
+    windows = [layer.sliding_window for layer in layers if type(layer) is DynamicSlidingWindowLayer]
+    if windows and _within_reach(min(windows), model) and not _mask_knows_windows(model):
         raise UnsupportedModelError(
             f"{name} has layers with a sliding window in its cache, but a mask that knows none: past the window "
             "DynamicCache and the model's own forward without a cache disagree, so there is no result to keep"
@@ -163,6 +164,12 @@ def _attends_in_both_directions(model: PreTrainedModel) -> bool:
     return getattr(config, "is_decoder", None) is False and any(
         getattr(module, "is_causal", None) is False for module in model.modules()
     )
+
+
+def _within_reach(window: int, model: PreTrainedModel) -> bool:
+    """Whether a sequence may be longer than a window."""
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return not isinstance(longest, int) or window < longest
 
 
 def _mask_knows_windows(model: PreTrainedModel) -> bool:

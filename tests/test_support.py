@@ -95,11 +95,13 @@ def test_a_layer_that_carries_more_than_keys_and_values_is_refused_by_number_and
 
 
 def test_a_window_in_the_cache_that_the_mask_does_not_know_is_refused() -> None:
-    assert "has layers with a sliding window in its cache, but a mask that knows none" in refused(build_type("moshi"))
+    assert "has layers with a sliding window in its cache, but a mask that knows none" in refused(
+        build_type("moshi@window")
+    )
 
 
-@pytest.mark.parametrize("name", ["llama4_text", "gpt_oss", "ministral", "phi3@sliding"])
-def test_a_window_that_the_mask_knows_is_supported(name: str) -> None:
+@pytest.mark.parametrize("name", ["llama4_text", "gpt_oss", "ministral", "phi3@sliding", "moshi"])
+def test_a_window_that_the_mask_knows_or_no_sequence_reaches_is_supported(name: str) -> None:
     require_supported(build_type(name))
 
 

@@ -17,7 +17,10 @@ from .zoo import VARIANTS, model_types
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
-    parser.add_argument("--types", help="names separated by commas; without it all types and variants")
+    parser.add_argument(
+        "--types",
+        help="names separated by commas; without it all types and variants. What --json holds of others stays",
+    )
     parser.add_argument("--json", type=Path, help=f"where to store the results, such as {STORED.name} beside this file")
     parser.add_argument("--table", type=Path, help="where to write the docs' table")
     parser.add_argument("--processes", type=int, default=2)
@@ -26,7 +29,7 @@ def main() -> int:
     results = run_all(names, arguments.processes)
     print(summary(results))  # noqa: T201
     if arguments.json:
-        store(results, arguments.json)
+        store(results, arguments.json, keep_others=arguments.types is not None)
     if arguments.table:
         arguments.table.write_text(table(load(arguments.json or STORED)), encoding="utf-8")
     return int(any(result.is_defect for result in results))

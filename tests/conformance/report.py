@@ -21,19 +21,33 @@ def load(path: Path = STORED) -> dict[str, Any]:
     return loaded
 
 
-def store(results: Sequence[TypeResult], path: Path) -> None:
-    """Write results, sorted, with the versions they were made with."""
+def store(results: Sequence[TypeResult], path: Path, *, keep_others: bool = False) -> None:
+    """Write results, sorted, with the versions they were made with.
+
+    Args:
+        keep_others: types that are stored already and not among the results stay, if the versions are the same.
+    Raises:
+        ValueError: they are not; nothing is written.
+    """
     import torch
     import transformers
 
+    versions = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__.split("+")[0],
+        "python": platform.python_version(),
+    }
+    types: dict[str, Any] = {}
+    if keep_others and path.exists():
+        before = load(path)
+        if before["versions"] != versions:
+            raise ValueError(f"{path} was made with {before['versions']}; run all types, or store elsewhere")
+        types = before["types"]
+    types |= {result.name: result.as_stored() for result in results}
     stored = {
-        "versions": {
-            "transformers": transformers.__version__,
-            "torch": torch.__version__.split("+")[0],
-            "python": platform.python_version(),
-        },
-        "counts": counts({result.name: result.outcome for result in results}),
-        "types": {result.name: result.as_stored() for result in sorted(results, key=lambda result: result.name)},
+        "versions": versions,
+        "counts": counts({name: result["outcome"] for name, result in types.items()}),
+        "types": dict(sorted(types.items())),
     }
     path.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
