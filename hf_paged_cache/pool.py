@@ -192,7 +192,8 @@ class BlockPool:
             spans: of slots that lie side by side, no two of which have a column in common.
             names: of the tensors wanted, each of which was written.
         Returns:
-            name -> [R, H, C, D] in the pool's dtype; to be read, not written: it may be the pool's own memory.
+            name -> [R, H, C, D] in the pool's dtype, which can be viewed as [R * H, C, D], as some models do; to be
+            read, not written: it may be the pool's own memory.
         Raises:
             PoolArgumentError: the layer was never written.
         """
@@ -207,14 +208,15 @@ class BlockPool:
         for name in names:
             held = layer[name]
             if is_one:
-                tokens = held[spans[0].slot : spans[0].slot + num_columns][None]
-            else:
-                tokens = held.new_empty((num_rows, num_columns, *held.shape[1:]))
-                for row, column, slot, num_tokens in spans:
-                    tokens[row, column : column + num_tokens] = held[slot : slot + num_tokens]
-                for row, num_empty in enumerate(empty):
-                    tokens[row, :num_empty] = held[0]
-            gathered[name] = tokens.transpose(1, 2)
+                gathered[name] = held[spans[0].slot : spans[0].slot + num_columns].transpose(0, 1)[None]
+                continue
+            heads, head_dim = held.shape[1:]
+            tokens = held.new_empty((num_rows, heads, num_columns, head_dim))
+            for row, column, slot, num_tokens in spans:
+                tokens[row, :, column : column + num_tokens] = held[slot : slot + num_tokens].transpose(0, 1)
+            for row, num_empty in enumerate(empty):
+                tokens[row, :, :num_empty] = held[0][:, None]
+            gathered[name] = tokens
         return gathered
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
