@@ -110,7 +110,7 @@ def _examine(name: str, result: TypeResult) -> None:
         return
     measured = Measured()
     for scene_name, scene in SCENES.items():
-        result.cells[scene_name] = play(model, scene, measured)
+        result.cells[scene_name] = play(name, model, scene, measured)
         if scene_name == "cold" and result.cells[scene_name].startswith("uncovered"):
             result.outcome, result.reason = "not built", result.cells[scene_name]
             return
@@ -120,7 +120,7 @@ def _examine(name: str, result: TypeResult) -> None:
     result.outcome = next((kind for kind in DEFECTS if kind in kinds), "identical")
 
 
-def play(model: PreTrainedModel, scene: Callable[[Player], None], measured: Measured) -> str:
+def play(name: str, model: PreTrainedModel, scene: Callable[[Player], None], measured: Measured) -> str:
     """One scene, then again with zeros in place of what each hit reuses; how it went."""
     reused: list[int] = []
     try:
@@ -128,7 +128,7 @@ def play(model: PreTrainedModel, scene: Callable[[Player], None], measured: Meas
             if zeroed and not reused:
                 break
             torch.manual_seed(0)
-            scene(Player(model, measured, reused, zeroed=zeroed))
+            scene(Player(name, model, measured, reused, zeroed=zeroed))
     except CellError as error:
         return f"{error.outcome}: {_one_line(error.detail)}"
     except Exception as error:  # noqa: BLE001 (whatever comes out of a call is a defect to report)

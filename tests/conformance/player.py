@@ -17,6 +17,7 @@ from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.rope import RopeRegime
 
 from ..reference import TOLERANCE, run, zero_blocks
+from .zoo import extra_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,11 +61,15 @@ class Player:
     """Plays the calls of a scene.
 
     Args:
+        name: of the type or variant, which may pass more than tokens.
         zeroed: every hit is played with zeros in place of all blocks, and must differ; nothing else is compared.
         reused: tokens that each hit of the true play has reused, in order; filled there, read when zeroed.
     """
 
-    def __init__(self, model: PreTrainedModel, measured: Measured, reused: list[int], *, zeroed: bool) -> None:
+    def __init__(
+        self, name: str, model: PreTrainedModel, measured: Measured, reused: list[int], *, zeroed: bool
+    ) -> None:
+        self.name = name
         self.model = model
         self.measured = measured
         self.zeroed = zeroed
@@ -85,11 +90,11 @@ class Player:
 
     def fill(self, **arguments: Any) -> None:
         """A call that is not compared: it makes its prompt known."""
-        run(self.model, self.cache, **{**ALWAYS, **arguments, "max_new_tokens": 1})
+        run(self.model, self.cache, **{**self._completed(arguments), "max_new_tokens": 1})
 
     def reference(self, **arguments: Any) -> Any:
         """The same call with the cache that transformers makes."""
-        arguments = {**ALWAYS, **arguments}
+        arguments = self._completed(arguments)
         key = tuple((name, _hashable(value)) for name, value in sorted(arguments.items()))
         model = self.model
         if self._rope_changes:  # frequencies stay as a forward left them, so the model has a state
@@ -129,8 +134,16 @@ class Player:
                 raise CellError("blind", f"hit {self._num_hits}: zeros in place of what is reused change nothing")
         return reference
 
+    @property
+    def reuses(self) -> bool:
+        """Whether this type's calls may reuse anything: not where they pass more than tokens."""
+        return not extra_inputs(self.name, torch.zeros(1, 1, dtype=torch.int64))
+
+    def _completed(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {**ALWAYS, **extra_inputs(self.name, arguments["input_ids"]), **arguments}
+
     def _run(self, arguments: dict[str, Any]) -> Any:
-        output = run(self.model, self.cache, **{**ALWAYS, **arguments})
+        output = run(self.model, self.cache, **self._completed(arguments))
         self.cache.check()
         return output
 
@@ -170,7 +183,10 @@ class Player:
 
 ROPE_CHANGES = "its rotary frequencies change with length, and a prefix was known with others"
 # Reasons, documented as such, for which a whole prompt is computed.
-_DOCUMENTED = ("the model cannot say which logits it needs while drafts are verified",)
+_DOCUMENTED = (
+    "the model cannot say which logits it needs while drafts are verified",
+    "the argument token_type_ids may condition keys and values",
+)
 
 
 def _may_compute_all(said: str) -> bool:
