@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 NOT_REUSED = {
     "qwen2_vl": "the argument mm_token_type_ids may condition keys and values",
     "qwen2_5_vl": "the argument mm_token_type_ids may condition keys and values",
+    "qwen3_vl": "the argument mm_token_type_ids may condition keys and values",
     "gemma3": "the argument token_type_ids may condition keys and values",
     "paligemma": "the argument token_type_ids may condition keys and values",
 }
