@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
+
+# No time is tested: what takes a millisecond alone takes a second beside other work.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 # Before torch is imported: a second thread makes tiny models slower, and tests that run beside others much slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
