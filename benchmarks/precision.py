@@ -51,7 +51,8 @@ from hf_paged_cache.demo_model import DEMO_MODEL, load_demo_model
 
 ROOT = Path(__file__).parents[1]
 BLOCK_SIZE = 16
-LENGTHS = (64, 160)  # tokens of a prompt, least and most
+LENGTHS = (100, 300)  # tokens of a prompt, least and most
+SHORT = (64, 128)  # where a CPU multiplies slowly
 UNKNOWN = (16, 40)  # tokens behind the known prefix, least and most
 EXTRA = 7  # tokens by which the prompt of the call before is longer
 MIN_WORDS = 5  # of a sentence that goes into a prompt
@@ -63,10 +64,11 @@ CONTROL_TOKENS = 8
 
 @dataclass(frozen=True)
 class Precision:
-    """What the weights are, and what autocast makes of them; None: it is off."""
+    """What the weights are, and what autocast makes of them; None: it is off. `lengths` are those of prompts."""
 
     weights: torch.dtype
     autocast: torch.dtype | None = None
+    lengths: tuple[int, int] = LENGTHS
 
     def context(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
@@ -76,7 +78,7 @@ class Precision:
 
 PRECISIONS = {
     "bf16": Precision(torch.bfloat16),
-    "fp16": Precision(torch.float16),
+    "fp16": Precision(torch.float16, lengths=SHORT),
     "autocast bf16": Precision(torch.float32, torch.bfloat16),
     "fp32": Precision(torch.float32),
 }
@@ -230,7 +232,7 @@ def sentences() -> list[str]:
     return [text for text in dict.fromkeys(texts) if len(text.split()) >= MIN_WORDS]
 
 
-def make_sets(tokenizer: Any, options: argparse.Namespace) -> list[list[Group]]:
+def make_sets(tokenizer: Any, lengths: tuple[int, int], options: argparse.Namespace) -> list[list[Group]]:
     """Disjoint sets of prompts: each prompt some sentences in an order of its own, cut to its group's length.
 
     Raises:
@@ -243,7 +245,7 @@ def make_sets(tokenizer: Any, options: argparse.Namespace) -> list[list[Group]]:
     for _ in range(options.sets):
         groups = []
         for first in range(0, num_prompts, rows):
-            num_tokens = rng.randint(*LENGTHS)
+            num_tokens = rng.randint(*lengths)
             whole_blocks = (num_tokens - rng.randint(*UNKNOWN)) // BLOCK_SIZE * BLOCK_SIZE
             prompts = [_prompt(tokenizer, texts, num_tokens, rng) for _ in range(min(rows, num_prompts - first))]
             for prompt in prompts:
@@ -328,7 +330,7 @@ def run_precision(name: str, options: argparse.Namespace) -> dict[str, Any]:
     model.generation_config.eos_token_id = None  # every prompt gives as many tokens as were asked for
     bench = Bench(model, precision, options.tokens)
     outcomes: dict[str, list[list[Outcome]]] = {way: [[] for _ in range(options.sets)] for way in (*WAYS, CONTROL)}
-    for number, groups in enumerate(make_sets(tokenizer, options)):
+    for number, groups in enumerate(make_sets(tokenizer, precision.lengths, options)):
         for group in groups:
             for way, more in measure(bench, group, control=number == 0).items():
                 outcomes[way][number] += more
@@ -339,6 +341,7 @@ def run_precision(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "commit": commit,
         "seconds": round(time.perf_counter() - started),
         "num_prompts": options.prompts,
+        "lengths": list(precision.lengths),
         "ways": ways,
         "control": {
             "differ": _num_differ(control),

@@ -107,7 +107,8 @@ def precision_table(results: Mapping[str, Any]) -> str:
             )
         control, noticed = measured["control"], measured["holds"]["control: zeros are noticed"]
         notes.append(f"{name} {control['differ']} of {control['of']}{'' if noticed else ' (NOT NOTICED)'}")
-        commits.append(f"{name} at commit {measured['commit']}")
+        least, most = measured["lengths"]
+        commits.append(f"{name} at commit {measured['commit']} with prompts of {least} to {most} tokens")
     sizes = {measured["num_prompts"] for measured in results["precisions"].values()}
     return (
         f"Sets of {' or '.join(map(str, sorted(sizes)))} prompts:\n\n{markdown(head, rows)}\n\n"

@@ -66,6 +66,7 @@ ASKED_FOR_OTHER_LAYERS = {  # linear attention, indexed attention, offloading: a
 }
 CHANGING = {"update", "reset", "reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices"}
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "get_query_offset": (0,),
     "get_mask_sizes": (3, 1),
     "early_initialization": (2, 2, 16, torch.float32, torch.device("cpu")),
     "is_recording_past": (0,),
