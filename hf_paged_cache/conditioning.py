@@ -38,17 +38,20 @@ class Conditioning:
             tuple[int, int], tuple[int, Any]
         ] = {}  # id -> number, and the object itself, or its id comes back
         self._num_suspicions = 0
+        self._listing = 0  # number of the listing that the above was read from
 
     def digest(self) -> bytes:
         """Digest of all that conditions every row of a forward now.
 
         Cost: passes over flat lists of modules and tensors; on an accelerator one synchronisation for each dtype.
         """
-        if self._weights.refresh():
+        self._weights.refresh()
+        if self._listing != self._weights.num_listings:
             modules = self._weights.modules
             self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
             self._droppers = [module for module in modules if _drops(module)]
             self.rope = RopeRegime(modules)
+            self._listing = self._weights.num_listings
         return root_hash(
             *self._weights.parts(),
             self.rope.static(),

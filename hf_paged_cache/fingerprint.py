@@ -38,11 +38,15 @@ class WeightFingerprint:
         self._files: list[str] = []  # of weights that are on disk
         self._structure = b""
         self.unwatched: str | None = None  # name of a weight whose changes cannot be seen
+        self.num_listings = 0  # counted when one begins; whoever derives something from it remembers the number
+        self._is_listed = False  # False also when a listing was interrupted
 
-    def refresh(self) -> bool:
-        """List the model again if it is not as listed; whether that was needed.  Cost: one pass over flat lists."""
-        if self.modules and self._is_as_listed():
-            return False
+    def refresh(self) -> None:
+        """List the model again if it is not as listed.  Cost: one pass over flat lists."""
+        if self._is_listed and self._is_as_listed():
+            return
+        self._is_listed = False
+        self.num_listings += 1
         self.modules = list(self.model.modules())
         self._type_of = [type(module) for module in self.modules]
         self.types = list(dict.fromkeys(self._type_of))
@@ -73,7 +77,7 @@ class WeightFingerprint:
                         self._samples.setdefault((sample.device, sample.dtype), []).append(sample)
         self._structure = hashlib.sha256("\n".join(names).encode()).digest()
         self._files = sorted(files)
-        return True
+        self._is_listed = True
 
     def parts(self) -> Iterator[bytes]:
         """What the digest covers, as of the last `refresh`. One `torch.cat` and transfer for each device and dtype."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_paged_cache import fingerprint
 from hf_paged_cache.conditioning import Conditioning
 
 Model = Any
@@ -327,3 +328,26 @@ def test_only_the_part_that_drops_needs_to_be_training(tiny_llama: Model) -> Non
     conditioning = Conditioning(with_dropout(tiny_llama, attention_dropout=0.1).eval())
     tiny_llama.model.layers[1].self_attn.train()
     assert bypass(conditioning) is not None
+
+
+def test_a_listing_that_was_interrupted_is_made_again(tiny_llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    conditioning = Conditioning(tiny_llama)
+    weights_of = fingerprint._weights_of
+    for number in range(1, 4):
+        seen: list[nn.Module] = []
+
+        def interrupted(module: nn.Module, number: int = number, seen: list[nn.Module] = seen) -> Any:
+            seen.append(module)
+            if len(seen) == number:
+                raise KeyboardInterrupt
+            return weights_of(module)
+
+        tiny_llama.model.layers[0].mlp = copy.deepcopy(tiny_llama.model.layers[0].mlp)  # so that it is listed again
+        with monkeypatch.context() as patch:
+            patch.setattr(fingerprint, "_weights_of", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                conditioning.digest()
+        before = conditioning.digest()
+        with torch.no_grad():
+            tiny_llama.lm_head.weight.add_(0.5)  # the last of the list
+        assert conditioning.digest() != before

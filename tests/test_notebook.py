@@ -62,12 +62,13 @@ def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
 
 
 def shape_of_outputs(cell: NotebookNode) -> list[tuple[str, ...]]:
-    """What kinds of output a cell has, without their content."""
+    """What kinds of output a cell has, without their content and without warnings, which other packages add to."""
     return [
         (output.output_type, output.name)
         if output.output_type == "stream"
         else (output.output_type, *sorted(output.data))
         for output in cell.outputs
+        if output.get("name") != "stderr"
     ]
 
 

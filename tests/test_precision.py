@@ -226,6 +226,7 @@ def test_accelerates_mixed_precision_has_blocks_of_its_own() -> None:
     model = build("llama")
     store = PrefixStore(model)
     reference = run(model, PagedPrefixCache(store), **PROMPTS)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # whoever was here before
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     try:
         accelerator.prepare_model(model)
