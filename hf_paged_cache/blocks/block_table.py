@@ -229,7 +229,8 @@ class BlockTable:
             CacheArgumentError: as `slots`.
         """
         slots = self._allocation.slots(start, stop)
-        for block_id in self._allocation.block_ids[start // self._block_size : -(-stop // self._block_size)]:
+        written = range(start // self._block_size, -(-stop // self._block_size)) if slots else ()
+        for block_id in map(self._allocation.block_ids.__getitem__, written):
             if not self._allocator.is_writable(block_id):
                 raise BlockStateError(
                     f"positions {start} to {stop - 1} would be written into block {block_id}, which others hold or can hit"
