@@ -167,7 +167,7 @@ def take_step(
         store.make_room(needed)
         for number, table in zip(without_room, tables, strict=True):
             table.append_tokens(request.rows[number].token_ids)
-            (slots[number],) = table.slots(table.num_tokens - 1, table.num_tokens)
+            (slots[number],) = table.writable_slots(table.num_tokens - 1, table.num_tokens)
         store.make_copies()
     return needed, WriteTarget(slots)
 
@@ -193,7 +193,7 @@ def write_target(rows: Rows, known: Sequence[KnownRow], start: int, stop: int) -
     sources: list[int] = []
     num_columns = stop - start
     for number, (row, before) in enumerate(zip(rows.distinct, known, strict=True)):
-        slots.extend(row.table.slots(before.num_known, row.table.num_tokens))
+        slots.extend(row.table.writable_slots(before.num_known, row.table.num_tokens))
         first = number * num_columns + before.pad + before.num_known - start
         sources.extend(range(first, (number + 1) * num_columns))
     return WriteTarget(slots, None if len(sources) == num_columns * len(known) else sources)

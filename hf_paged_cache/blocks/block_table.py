@@ -221,6 +221,22 @@ class BlockTable:
         """
         return self._allocation.slots(start, stop)
 
+    def writable_slots(self, start: int, stop: int) -> list[int]:
+        """`slots` of positions that are about to be written.
+
+        Raises:
+            BlockStateError: one lies in a block that others hold, or that has a hash; whoever hit it would read the new.
+            CacheArgumentError: as `slots`.
+        """
+        slots = self._allocation.slots(start, stop)
+        written = range(start // self._block_size, -(-stop // self._block_size)) if slots else ()
+        for block_id in map(self._allocation.block_ids.__getitem__, written):
+            if not self._allocator.is_writable(block_id):
+                raise BlockStateError(
+                    f"positions {start} to {stop - 1} would be written into block {block_id}, which others hold or can hit"
+                )
+        return slots
+
     def unseen_token_ids(self, sequence: Sequence[int] | array[int]) -> array[int]:
         """What `sequence` has behind the table's tokens.
 

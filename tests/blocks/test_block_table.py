@@ -413,3 +413,15 @@ def test_a_token_that_would_take_a_block_is_not_appended_in_place(allocator, new
         assert (list(table.token_ids), table.block_ids) == (tokens, blocks)
     assert allocator.num_free_blocks == before
     allocator.check()
+
+
+def test_positions_of_blocks_that_others_hold_or_can_hit_are_not_written(allocator, new_table):
+    own, hit, shared = new_table([1, 2, 3]), new_table([4, 5, 6], commit=True), new_table([7, 8, 9])
+    twin = shared.fork()
+    assert own.writable_slots(0, 3) == own.slots(0, 3)
+    assert own.writable_slots(3, 3) == hit.writable_slots(1, 1) == []
+    assert hit.writable_slots(2, 3) == hit.slots(2, 3)
+    for table, start in ((hit, 0), (hit, 1), (shared, 0), (shared, 2)):
+        with pytest.raises(BlockStateError, match="which others hold or can hit"):
+            table.writable_slots(start, 3)
+    assert twin.slots(0, 3) == shared.slots(0, 3)
