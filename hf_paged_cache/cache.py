@@ -47,7 +47,7 @@ class PagedPrefixCache(Cache):
             moment of its attention: memory is the blocks alone, a decode step some per cent slower.
         verify: recompute one cached block of each call's hit, in turn, and forget all blocks when one disagrees: for
             models whose weights are changed in ways that a few values of each tensor do not show. Costs a forward of
-            `block_size` tokens a call. Without effect where several processes run (torch.distributed).
+            `block_size` tokens a call. Without effect where processes share the model (FSDP, ZeRO 3, tensor parallelism).
     Raises:
         UnsupportedModelError, CacheArgumentError: see `PrefixStore`.
     Example:
