@@ -19,18 +19,19 @@ from transformers.cache_utils import Cache
 from .call import Call
 from .call_state import CallState
 from .errors import CacheArgumentError, CacheBusyError
+from .gather_reader import GatherReader
 from .generation import GenerateArguments
 from .hooks import attach, detach, pop_ambient, push_ambient
 from .layer import PagedIndexedLayer, PagedLayer
 from .pinning import prefix_token_ids
 from .prefill import Prefiller
 from .prefix_store import PrefixStore
-from .readers import GatherReader, ViewReader
 from .scoring import Score, score
 from .session import Session
 from .stats import CacheStats, CallStats, hit_rate
 from .support import cache_layers, has_index, holds_nothing
 from .verification import Verifier
+from .view_reader import ViewReader
 
 
 class PagedPrefixCache(Cache):

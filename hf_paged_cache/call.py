@@ -20,8 +20,9 @@ from .call_state import Bracket, CallLimits, CallState, no_bracket
 from .counts import PromptCounts
 from .errors import CacheArgumentError, CacheBusyError, TicketError
 from .forward import admit, begin_rows, continue_rows, is_step, take_blocks, take_step, write_target
+from .layer_writes import LayerWrites
 from .plan import KnownRow, first_column
-from .readers import Reader
+from .reader import Reader
 from .rows import Row, Rows, gather_rows
 from .ticket import ForwardRequest, Ticket
 
@@ -48,7 +49,7 @@ class Call:
         self.num_announced = 0  # forwards announced since `begin`
         self.peak_kv_bytes = 0
         self._bracket: Callable[[], Bracket | None] = no_bracket  # of the `generate` that runs
-        self._written: set[tuple[int, str]] = set()  # (layer, name) of what was written under the ticket
+        self._writes = LayerWrites(store, reader)
         self._thread = 0  # the thread that announced it
         self._is_first = False  # the ticket is the first of its rows
         self._num_columns_before = 0  # columns before the last confirmed forward
@@ -106,7 +107,7 @@ class Call:
             self.rows.commit()
             self._is_first = not self.rows.alias
             self._thread = threading.get_ident()
-            self._written = set()
+            self._writes.start()
             self.state = CallState.ANNOUNCED
             try:
                 self.ticket = self._announce(request)
@@ -129,20 +130,10 @@ class Call:
                 f"layer {layer_idx} writes to a cache whose call {self.state.value}: run the model that the cache was "
                 "built for through its own __call__, not model.model(...) and not another model"
             )
-        for name, new in states.items():
-            if new.shape[0] != ticket.num_rows or new.shape[2] != ticket.num_columns:
-                raise TicketError(
-                    f"layer {layer_idx} writes {name} of {new.shape[0]} rows and {new.shape[2]} tokens; announced were "
-                    f"{ticket.num_rows} rows and {ticket.num_columns} tokens; run one forward at a time through the "
-                    "model's __call__, and none that splits its rows"
-                )
-            if (layer_idx, name) in self._written:
-                raise TicketError(f"layer {layer_idx} writes twice in one forward; switch gradient checkpointing off")
         with self.store.lock:
-            self.store.pool.write(layer_idx, states, ticket.target)
+            read = self._writes.write(layer_idx, states, ticket)
             self.state = CallState.WRITTEN
-            self._written.update((layer_idx, name) for name in states)
-            return self.reader.read(layer_idx, states)
+            return read
 
     def confirm(self) -> None:
         """The forward has returned: what it wrote counts.
@@ -154,16 +145,13 @@ class Call:
         if ticket is None:
             raise TicketError(f"nothing to confirm: the call {self.state.value}")
         with self.store.lock:
-            missing = self.store.writing_layers - self._written
-            if missing or not self._written:
+            try:
+                self._writes.require_all()
+            except TicketError:
                 self.roll_back()
-                layers = f"layers {sorted({layer for layer, _ in missing})}" if missing else "any layer"
-                raise TicketError(
-                    f"the forward did not write {layers}: gradient "
-                    "checkpointing drops the cache; call model.gradient_checkpointing_disable() or model.eval()"
-                )
+                raise
             if not self.store.writing_layers:
-                self.store.writing_layers = frozenset(self._written)
+                self.store.writing_layers = frozenset(self._writes.done)
                 self.store.settle_budget()
             self._num_columns_before = self.rows.num_columns
             self.rows.confirm(ticket.stop)

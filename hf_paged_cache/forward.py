@@ -12,8 +12,8 @@ from .call_state import CallLimits
 from .errors import CacheArgumentError
 from .matching import Match, match_longer, match_row
 from .plan import Groups, KnownRow, group_equal
-from .pool import WriteTarget
 from .rows import Row, Rows
+from .slots import WriteTarget
 from .ticket import ForwardRequest
 from .tokens import TokenIds
 

@@ -4,51 +4,19 @@ Owns the tensors and their growth. Knows nothing of tokens, hashes, rows or who 
 slots are trusted, since a range check would synchronise an accelerator. torch starts in this layer.
 """
 
-import contextlib
-import math
-import mmap
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from .errors import PoolArgumentError
-from .spans import Span
+from .host_memory import RecycledMemory, zeros
+from .slots import ReadSource, WriteTarget
 
 # An untouched page of host memory costs nothing, so the pool grows there in few, large steps; on an accelerator every
 # byte counts from the moment it is asked for.
 _GROWTH_ON_HOST = 8
 _GROWTH_ON_ACCELERATOR = 2
-_MIN_HUGE_BYTES = 2**25  # below, zeroing whole huge pages costs more than it saves
-_MIN_MAPPED_BYTES = 2**20  # below, a mapping of its own costs more than writing zeros
-
-
-class WriteTarget:
-    """Where the new tokens of one forward go: slot `slots[i]` takes the token at `sources[i]`.
-
-    `sources` counts the forward's tokens row by row (`row * num_new_columns + column`); None means all of them, in
-    order. Tokens that are not named (left padding, columns a row computes for its siblings' sake) are not written.
-    The index tensors are made once per device and used by every layer.
-    """
-
-    __slots__ = ("_on_device", "end_slot", "first_slot", "num_slots", "slots", "sources")
-
-    def __init__(self, slots: Sequence[int], sources: Sequence[int] | None = None) -> None:
-        self.slots = slots
-        self.sources = sources
-        self.num_slots = len(slots)
-        self.end_slot = 1 + max(slots, default=-1)  # one behind the highest
-        self.first_slot = _start_of_run(slots)  # None: the slots do not lie side by side
-        self._on_device: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """`slots` and `sources` as int64 tensors on `device`."""
-        found = self._on_device.get(device)
-        if found is None:
-            sources = None if self.sources is None else torch.tensor(self.sources, dtype=torch.int64, device=device)
-            found = (torch.tensor(self.slots, dtype=torch.int64, device=device), sources)
-            self._on_device[device] = found
-        return found
 
 
 class BlockPool:
@@ -63,7 +31,7 @@ class BlockPool:
         >>> pool.ensure_capacity(3)
         >>> new = torch.ones(1, 2, 5, 8)  # 1 row, 2 heads, 5 tokens, head size 8
         >>> pool.write(0, {"key": new, "value": new}, WriteTarget([4, 5, 6, 7, 8]))
-        >>> pool.gather(0, torch.tensor([[4, 5]]))["key"].shape
+        >>> pool.gather(0, ReadSource(torch.tensor([[4, 5]])))["key"].shape
         torch.Size([1, 2, 2, 8])
 
     Source: block-table indirection, Kwon et al. 2023 (arXiv:2309.06180).
@@ -140,60 +108,37 @@ class BlockPool:
             return
         for name, new in states.items():
             held = self._layer_slots(layer_idx, name, new)
-            tokens = new.detach().transpose(1, 2)  # [R, T, H, D]
+            if new.requires_grad:
+                new = new.detach()
             if target.sources is None and target.first_slot is not None:
-                span = held[target.first_slot : target.first_slot + target.num_slots]
-                span.view(tokens.shape).copy_(tokens)
+                span = held.narrow(0, target.first_slot, target.num_slots)
+                if new.shape[2] == 1:
+                    span.copy_(new.squeeze(2))
+                else:
+                    span.view(new.shape[0], new.shape[2], *held.shape[1:]).copy_(new.transpose(1, 2))
                 continue
             slots, sources = target.on(held.device)
-            tokens = tokens.reshape(-1, *held.shape[1:])
+            tokens = new.transpose(1, 2).reshape(-1, *held.shape[1:])
             if sources is not None:
                 tokens = tokens.index_select(0, sources)
             held.index_copy_(0, slots, tokens.to(held.dtype))
 
-    def gather(self, layer_idx: int, slots: Tensor, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Copy the keys and values stored at `slots` of one layer.
+    def gather(
+        self,
+        layer_idx: int,
+        source: ReadSource,
+        names: Iterable[str] | None = None,
+        memory: RecycledMemory | None = None,
+    ) -> dict[str, Tensor]:
+        """Copy the keys and values stored at the slots of `source`, of one layer.
 
         Shapes: R rows, C columns, H heads, D head size.  Effects: none.  Cost: reads R * C * H * D elements a tensor.
         Args:
             layer_idx: a layer that was written.
-            slots: [R, C] int64 on the layer's device; slot = block_id * block_size + offset.
             names: of the tensors wanted, each of which was written; None: all.
+            memory: where copies in host memory are laid, if they are needed only for a moment.
         Returns:
-            name -> [R, H, C, D], fresh contiguous memory in the pool's dtype: some models view it as [R * H, C, D].
-        Raises:
-            PoolArgumentError: `slots` is not 2-D int64 on the layer's device, or the layer was never written.
-        """
-        layer = self._slots.get(layer_idx)
-        if layer is None:
-            raise PoolArgumentError(f"layer {layer_idx} was never written; layers written are {self.layer_indices}")
-        gathered = {}
-        places: dict[int, Tensor] = {}  # heads -> [R, H, C]: where a slot's heads lie among those of all slots
-        for name in layer if names is None else names:
-            held = layer[name]
-            if slots.dim() != 2 or slots.dtype != torch.int64 or slots.device != held.device:
-                raise PoolArgumentError(
-                    f"slots must be a 2-D int64 tensor on {held.device}, got {slots.dim()}-D {slots.dtype} on {slots.device}"
-                )
-            heads, head_dim = held.shape[1:]
-            if heads not in places:
-                places[heads] = slots[:, None] * heads + torch.arange(heads, device=slots.device)[:, None]
-            chosen = held.view(-1, head_dim).index_select(0, places[heads].flatten())
-            gathered[name] = chosen.view(*places[heads].shape, head_dim)
-        return gathered
-
-    def gather_spans(
-        self, layer_idx: int, spans: Sequence[Span], num_rows: int, num_columns: int, names: Iterable[str]
-    ) -> dict[str, Tensor]:
-        """What `gather` gives, read by slices; columns in no span hold what the null block holds.
-
-        Effects: none.  Cost: as `gather`; nothing for a single row in a single span, which is read where it lies.
-        Args:
-            spans: of slots that lie side by side, no two of which have a column in common.
-            names: of the tensors wanted, each of which was written.
-        Returns:
-            name -> [R, H, C, D] in the pool's dtype, which can be viewed as [R * H, C, D], as some models do; to be
-            read, not written: it may be the pool's own memory.
+            name -> [R, H, C, D], contiguous in the pool's dtype: some models view it as [R * H, C, D].
         Raises:
             PoolArgumentError: the layer was never written.
         """
@@ -201,22 +146,17 @@ class BlockPool:
         if layer is None:
             raise PoolArgumentError(f"layer {layer_idx} was never written; layers written are {self.layer_indices}")
         gathered = {}
-        empty = [num_columns] * num_rows  # row -> columns before its first span
-        for span in spans:
-            empty[span.row] = min(empty[span.row], span.column)
-        is_one = num_rows == len(spans) == 1 and spans[0].num_tokens == num_columns
-        for name in names:
+        num_rows, num_columns = source.shape
+        for name in layer if names is None else names:
             held = layer[name]
-            if is_one:
-                gathered[name] = held[spans[0].slot : spans[0].slot + num_columns].transpose(0, 1)[None]
-                continue
             heads, head_dim = held.shape[1:]
-            tokens = held.new_empty((num_rows, heads, num_columns, head_dim))
-            for row, column, slot, num_tokens in spans:
-                tokens[row, :, column : column + num_tokens] = held[slot : slot + num_tokens].transpose(0, 1)
-            for row, num_empty in enumerate(empty):
-                tokens[row, :, :num_empty] = held[0][:, None]
-            gathered[name] = tokens
+            places, states = source.of_heads(heads, held.device), held.view(-1, head_dim)
+            if memory is not None and held.is_cpu:
+                out = memory.take((places.shape[0], head_dim), held.dtype)
+                torch.index_select(states, 0, places, out=out)
+            else:
+                out = states.index_select(0, places)
+            gathered[name] = out.view(num_rows, heads, num_columns, head_dim)
         return gathered
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -288,31 +228,3 @@ class BlockPool:
         resized = zeros((num_blocks, *tensor.shape[1:]), dtype, device)
         resized[: self.num_blocks_used].copy_(tensor[: self.num_blocks_used])
         return resized
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeroed memory that may be written in place by any later forward, in or out of inference mode.
-
-    On a host, large memory is mapped rather than written: a page costs nothing until it is used, and where the kernel
-    has huge pages then a fifth of what a small one's first write costs.
-    """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    with torch.inference_mode(False), torch.no_grad():
-        if device.type == "cpu" and num_bytes >= _MIN_MAPPED_BYTES:
-            with contextlib.suppress(OSError):  # no address space: let torch say so
-                memory = mmap.mmap(-1, num_bytes)
-                if num_bytes >= _MIN_HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-                    with contextlib.suppress(OSError):  # a kernel without huge pages
-                        memory.madvise(mmap.MADV_HUGEPAGE)
-                return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _start_of_run(slots: Sequence[int]) -> int | None:
-    """The first slot if `slots` count up by one, else None."""
-    if not slots:
-        return None
-    first = slots[0]
-    if slots[-1] - first != len(slots) - 1:
-        return None
-    return first if all(slot == first + i for i, slot in enumerate(slots)) else None

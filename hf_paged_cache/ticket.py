@@ -6,7 +6,7 @@ Both are frozen. Columns are counted from the left, padding included; positions 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .pool import WriteTarget
+from .slots import WriteTarget
 from .tokens import TokenIds
 
 

@@ -13,8 +13,8 @@ from .blocks import BlockTable
 from .errors import OutOfBlocksError
 from .prefix_store import PrefixStore
 from .processes import forwards_are_counted
-from .readers import RowLayout, slot_matrix
 from .rows import Row, Rows
+from .slots import ReadSource, RowLayout, slot_matrix
 from .ticket import RowInput
 
 # Differences that other lengths and batch sizes make, as a share of the largest value; eps is that of the coarsest type
@@ -82,11 +82,13 @@ class Verifier:
             model(**arguments, past_key_values=cache, use_cache=True)
         stored = RowLayout(given.root, 0, known.token_ids, known.block_ids)
         computed = cache.call.rows.distinct[0].layout()
-        slots = [slot_matrix([layout], stop, blocks.block_size)[:, start:] for layout in (stored, computed)]
+        sources = [
+            ReadSource(slot_matrix([layout], stop, blocks.block_size)[:, start:]) for layout in (stored, computed)
+        ]
         eps = _eps_computed_in(model)
         try:
             return all(
-                _agree(eps, *(blocks.pool.gather(layer, each.to(blocks.pool.device_of(layer))) for each in slots))
+                _agree(eps, *(blocks.pool.gather(layer, source) for source in sources))
                 for layer in blocks.pool.layer_indices
             )
         finally:

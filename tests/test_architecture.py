@@ -20,9 +20,12 @@ LEVELS = {
     "stats": 0,
     "tokens": 0,
     "blocks": 0,
-    "spans": 0,
     "pool": 1,
-    "readers": 1,
+    "slots": 1,
+    "host_memory": 1,
+    "reader": 1,
+    "gather_reader": 1,
+    "view_reader": 1,
     "block_store": 2,
     "ticket": 2,
     "rows": 2,
@@ -35,6 +38,7 @@ LEVELS = {
     "pinning": 1,
     "admission": 2,
     "call": 2,
+    "layer_writes": 2,
     "call_state": 2,
     "fingerprint": 3,
     "offloading": 3,
@@ -45,7 +49,6 @@ LEVELS = {
     "hooks": 4,
     "arguments": 4,
     "generation": 4,
-    "attention": 4,
     "layer": 5,
     "prefix_store": 5,
     "verification": 5,
@@ -70,7 +73,6 @@ MAY_IMPORT_TRANSFORMERS = {
     "model_check",
     "hooks",
     "conditioning",
-    "attention",
 }
 MAX_LINES = 400
 

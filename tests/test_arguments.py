@@ -10,7 +10,7 @@ import torch
 
 from hf_paged_cache import CacheArgumentError
 from hf_paged_cache.arguments import ArgumentReader, ForwardArguments, RunningRow, for_ticket
-from hf_paged_cache.pool import WriteTarget
+from hf_paged_cache.slots import WriteTarget
 from hf_paged_cache.ticket import Ticket
 
 IDS = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])

@@ -12,7 +12,7 @@ import torch
 from hf_paged_cache import BlockStateError, CacheArgumentError, block_store
 from hf_paged_cache.block_store import BlockStore
 from hf_paged_cache.blocks import BlockTable, root_hash
-from hf_paged_cache.pool import WriteTarget
+from hf_paged_cache.slots import ReadSource, WriteTarget
 
 ROOT = root_hash(b"model")
 BLOCK_SIZE = 4
@@ -60,7 +60,7 @@ def fill(store: BlockStore, num_tokens: int, first: int = 0, *, commit: bool = T
 
 def read(store: BlockStore, table: BlockTable) -> list[float]:
     slots = torch.tensor([table.slots(0, table.num_tokens)])
-    return store.pool.gather(0, slots)["key"].flatten().tolist()
+    return store.pool.gather(0, ReadSource(slots))["key"].flatten().tolist()
 
 
 @pytest.mark.parametrize("num_blocks", [1, 0, -3])

@@ -21,8 +21,9 @@ from hf_paged_cache.block_store import BlockStore
 from hf_paged_cache.blocks import BlockTable, root_hash
 from hf_paged_cache.call import Call, CallState
 from hf_paged_cache.call_state import Bracket, CallLimits
-from hf_paged_cache.readers import GatherReader, ViewReader
+from hf_paged_cache.gather_reader import GatherReader
 from hf_paged_cache.ticket import ForwardRequest, RowInput, Ticket
+from hf_paged_cache.view_reader import ViewReader
 
 ROOT = root_hash(b"model")
 BLOCK_SIZE = 4

@@ -20,9 +20,10 @@ from hf_paged_cache import PagedPrefixCache, PrefixStore, TicketError
 from hf_paged_cache.block_store import BlockStore
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
 from hf_paged_cache.call import Call
+from hf_paged_cache.gather_reader import GatherReader
 from hf_paged_cache.pool import BlockPool
-from hf_paged_cache.readers import GatherReader, ViewReader
 from hf_paged_cache.rows import Rows
+from hf_paged_cache.view_reader import ViewReader
 
 from .reference import assert_same, batch, row, run
 from .tiny_models import tiny
@@ -106,7 +107,6 @@ POINTS = [
     (BlockStore, "make_copies"),
     (BlockPool, "write"),
     (BlockPool, "gather"),
-    (BlockPool, "gather_spans"),
     (BlockPool, "copy_blocks"),
     (Rows, "regroup"),
     (Rows, "select"),
@@ -126,9 +126,7 @@ def test_a_fault_in_a_call_leaves_nothing_wrong_behind(
 ) -> None:
     model = tiny("llama")
     victim = {**batch(PROMPT), "num_beams": 3, "max_new_tokens": 12}
-    view = owner is not GatherReader and not name.startswith("gather")  # with a view nothing is gathered here
-    if name == "gather":
-        monkeypatch.setattr("hf_paged_cache.readers._MAX_SPANS_A_ROW", 0)  # slot by slot
+    view = owner is not GatherReader and name != "gather"  # with a view nothing is gathered here
     with monkeypatch.context() as patch:
         cache = new_cache(view)
         calls = fail_at(patch, owner, name, 0, after)

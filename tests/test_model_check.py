@@ -63,7 +63,7 @@ def _attends_to_all(forward: Any) -> Any:
 def test_a_cache_of_ours_that_serves_something_else_is_a_reason(
     tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_paged_cache.readers import ViewReader
+    from hf_paged_cache.view_reader import ViewReader
 
     read = ViewReader.read
 

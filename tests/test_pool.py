@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from hf_paged_cache import PoolArgumentError
-from hf_paged_cache.pool import BlockPool, WriteTarget, zeros
+from hf_paged_cache.host_memory import zeros
+from hf_paged_cache.pool import BlockPool
+from hf_paged_cache.slots import ReadSource, WriteTarget
 
 BLOCK_SIZE = 4
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
@@ -39,7 +41,7 @@ def all_slots(pool: BlockPool) -> torch.Tensor:
 
 def assert_holds(pool: BlockPool, layer_idx: int, slots: list[int], expected: dict[str, torch.Tensor]) -> None:
     """The slots of a layer hold, bit for bit, the tokens of `expected`, row after row."""
-    gathered = pool.gather(layer_idx, torch.tensor([slots]))
+    gathered = pool.gather(layer_idx, ReadSource(torch.tensor([slots])))
     assert gathered.keys() == expected.keys()
     for name, tensor in expected.items():
         in_order = tensor.transpose(1, 2).flatten(0, 1)  # [tokens, H, D]
@@ -83,10 +85,10 @@ def test_only_the_tokens_named_as_sources_are_written(slots: list[int], rng: tor
     sources = [1, 3, 6]  # tokens 1 and 3 of row 0, token 2 of row 1
     pool.write(0, new, WriteTarget(slots, sources))
     for name in ("key", "value"):
-        found = pool.gather(0, torch.tensor([slots]))[name][0]
+        found = pool.gather(0, ReadSource(torch.tensor([slots])))[name][0]
         expected = torch.stack((new[name][0, :, 1], new[name][0, :, 3], new[name][1, :, 2]), dim=1)
         assert found.equal(expected)
-    untouched = pool.gather(0, all_slots(pool))["key"][0].abs().sum(dim=(0, 2)) == 0
+    untouched = pool.gather(0, ReadSource(all_slots(pool)))["key"][0].abs().sum(dim=(0, 2)) == 0
     assert untouched.sum() == untouched.numel() - 3
 
 
@@ -105,14 +107,14 @@ def test_a_target_of_no_slots_writes_nothing_and_still_makes_the_layer(rng: torc
     pool = make_pool()
     pool.write(0, states(rng, 1, 1), WriteTarget([], []))
     assert pool.layer_indices == [0]
-    assert not pool.gather(0, all_slots(pool))["key"].any()
+    assert not pool.gather(0, ReadSource(all_slots(pool)))["key"].any()
 
 
 def test_many_rows_are_gathered_each_with_its_own_slots(rng: torch.Generator) -> None:
     pool = make_pool()
     new = states(rng, 1, 6)
     pool.write(0, new, WriteTarget(RUN))
-    gathered = pool.gather(0, torch.tensor([[4, 5, 6], [9, 9, 4]]))
+    gathered = pool.gather(0, ReadSource(torch.tensor([[4, 5, 6], [9, 9, 4]])))
     assert gathered["key"].shape == (2, HEADS, 3, KEY_DIM)
     assert gathered["key"][0].equal(new["key"][0, :, [0, 1, 2]])
     assert gathered["key"][1].equal(new["key"][0, :, [5, 5, 0]])
@@ -122,7 +124,7 @@ def test_what_is_gathered_is_a_contiguous_copy(rng: torch.Generator) -> None:
     pool = make_pool()
     new = states(rng, 1, 6)
     pool.write(0, new, WriteTarget(RUN))
-    gathered = pool.gather(0, torch.tensor([RUN]))
+    gathered = pool.gather(0, ReadSource(torch.tensor([RUN])))
     assert all(tensor.is_contiguous() for tensor in gathered.values())
     gathered["key"].fill_(7)
     assert_holds(pool, 0, RUN, new)
@@ -132,7 +134,7 @@ def test_states_that_require_grad_are_written_without_their_history(rng: torch.G
     pool = make_pool()
     new = {name: tensor.requires_grad_() for name, tensor in states(rng, 1, 6).items()}
     pool.write(0, new, WriteTarget(RUN))
-    assert not pool.gather(0, torch.tensor([RUN]))["key"].requires_grad
+    assert not pool.gather(0, ReadSource(torch.tensor([RUN])))["key"].requires_grad
 
 
 @pytest.mark.parametrize("slots", [RUN, SCATTERED], ids=["run", "scattered"])
@@ -158,7 +160,7 @@ def test_random_writes_of_runs_and_scattered_slots_match_a_plain_list(rng: torch
         pool.write(0, {"key": new}, WriteTarget(slots, None if all_of_them else sources))
         for slot, source in zip(slots, sources, strict=True):
             expected[slot] = new[source // num_tokens, :, source % num_tokens]
-    assert pool.gather(0, all_slots(pool))["key"][0].equal(torch.stack(expected, dim=1))
+    assert pool.gather(0, ReadSource(all_slots(pool)))["key"][0].equal(torch.stack(expected, dim=1))
 
 
 # Copies
@@ -168,11 +170,11 @@ def test_blocks_are_copied_whole_in_all_layers_in_the_order_given(rng: torch.Gen
     pool = make_pool()
     for layer_idx in (0, 1):
         pool.write(layer_idx, states(rng, 1, 8), WriteTarget(range(4, 12)))
-    before = {layer_idx: pool.gather(layer_idx, torch.arange(4, 8)[None]) for layer_idx in (0, 1)}
+    before = {layer_idx: pool.gather(layer_idx, ReadSource(torch.arange(4, 8)[None])) for layer_idx in (0, 1)}
     pool.copy_blocks([(1, 5), (5, 2)])
     for layer_idx in (0, 1):
         for start in (4, 20, 8):  # the source, and both destinations
-            found = pool.gather(layer_idx, torch.arange(start, start + BLOCK_SIZE)[None])
+            found = pool.gather(layer_idx, ReadSource(torch.arange(start, start + BLOCK_SIZE)[None]))
             assert all(found[name].equal(before[layer_idx][name]) for name in ("key", "value"))
 
 
@@ -182,7 +184,7 @@ def test_a_copied_block_survives_growth() -> None:
     pool.write(0, {"key": torch.ones(1, 1, 4, 1)}, WriteTarget([4, 5, 6, 7]))
     pool.copy_blocks([(1, 3)])
     pool.ensure_capacity(40)
-    assert pool.gather(0, torch.tensor([[4, 12, 15, 8]]))["key"].flatten().tolist() == [1, 1, 1, 0]
+    assert pool.gather(0, ReadSource(torch.tensor([[4, 12, 15, 8]])))["key"].flatten().tolist() == [1, 1, 1, 0]
 
 
 def test_no_copies_are_no_work() -> None:
@@ -196,7 +198,7 @@ def test_unwritten_slots_are_zero_also_after_growth(rng: torch.Generator) -> Non
     pool = make_pool(3)
     pool.write(0, states(rng, 1, 6), WriteTarget(RUN))
     pool.ensure_capacity(9)
-    found = pool.gather(0, all_slots(pool))["key"][0]
+    found = pool.gather(0, ReadSource(all_slots(pool)))["key"][0]
     for slot in range(9 * BLOCK_SIZE):
         assert found[:, slot].any() == (slot in RUN)
 
@@ -371,26 +373,21 @@ def test_a_first_write_of_another_shape_leaves_no_layer_behind() -> None:
 @pytest.mark.parametrize(
     ("slots", "said"),
     [
-        (torch.tensor([4, 5]), "got 1-D torch.int64 on cpu"),
-        (torch.tensor([[4, 5]], dtype=torch.int32), "got 2-D torch.int32 on cpu"),
-        (torch.tensor([[4, 5]], device="meta"), "got 2-D torch.int64 on meta"),
+        (torch.tensor([4, 5]), "got 1-D torch.int64"),
+        (torch.tensor([[4, 5]], dtype=torch.int32), "got 2-D torch.int32"),
     ],
 )
-def test_slots_of_another_shape_type_or_device_are_refused(
-    slots: torch.Tensor, said: str, rng: torch.Generator
-) -> None:
-    pool = make_pool()
-    pool.write(0, states(rng, 1, 6), WriteTarget(RUN))
+def test_slots_of_another_shape_or_type_are_refused(slots: torch.Tensor, said: str) -> None:
     with pytest.raises(PoolArgumentError) as caught:
-        pool.gather(0, slots)
-    assert "2-D int64 tensor on cpu" in str(caught.value)
+        ReadSource(slots)
+    assert "2-D int64 tensor" in str(caught.value)
     assert said in str(caught.value)
 
 
 def test_only_the_tensors_that_are_asked_for_are_gathered(rng: torch.Generator) -> None:
     pool, written = make_pool(), states(rng, 1, 6)
     pool.write(0, written, WriteTarget(RUN))
-    gathered = pool.gather(0, torch.tensor([RUN]), ["value"])
+    gathered = pool.gather(0, ReadSource(torch.tensor([RUN])), ["value"])
     assert gathered.keys() == {"value"}
     assert gathered["value"].equal(written["value"])
 
@@ -399,7 +396,7 @@ def test_a_layer_that_was_never_written_cannot_be_gathered(rng: torch.Generator)
     pool = make_pool()
     pool.write(2, states(rng, 1, 6), WriteTarget(RUN))
     with pytest.raises(PoolArgumentError, match=r"layer 1 was never written; layers written are \[2\]"):
-        pool.gather(1, torch.tensor([[4]]))
+        pool.gather(1, ReadSource(torch.tensor([[4]])))
 
 
 # Targets

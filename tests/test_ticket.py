@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_paged_cache.pool import WriteTarget
+from hf_paged_cache.slots import WriteTarget
 from hf_paged_cache.ticket import ForwardRequest, RowInput, Ticket
 
 ROW = RowInput(array("q", [5, 6]), pad=1, first_position=0, root=b"root")

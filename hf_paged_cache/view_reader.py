@@ -1,134 +1,16 @@
-"""What attention reads of the pool: a contiguous view of the running rows, or a gather for the moment of use.
-
-A reader owns copies that may be dropped at any time and made again from the pool; it owns no truth. It knows rows as
-`RowLayout`s and columns: column `pad + i` of a row holds its token `i`. Columns left of a row's padding are never
-attended to; they hold finite values.
-"""
+"""A reader that keeps a contiguous copy of the running rows' columns and appends to it in place."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .pool import BlockPool, zeros
-from .spans import Span, spans_of
-from .tokens import TokenIds, common_prefix_length
+from .host_memory import RecycledMemory, zeros
+from .pool import BlockPool
+from .slots import ReadSource, RowLayout, slot_matrix
+from .tokens import common_prefix_length
 
 _MIN_SPARE_COLUMNS = 128  # room a grown view has at least, so that few decode steps have to grow it
-
-
-_MAX_SPANS_A_ROW = 8  # above, copies of slices cost more than reading slot by slot
-
-
-class RowLayout(NamedTuple):
-    """What a reader must know of one running row."""
-
-    root: bytes
-    pad: int  # columns of left padding
-    token_ids: TokenIds  # of all tokens, those of the announced forward included
-    block_ids: Sequence[int]  # logical block index -> block id
-
-
-class Reader(Protocol):
-    """Between the pool and attention. Columns are counted from the left, padding included."""
-
-    def start_rows(
-        self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: int | None
-    ) -> None:
-        """Other rows run from here on: `num_columns` for now, at most `max_rows` and (None: unknown) `max_columns`."""
-
-    def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:
-        """A forward of columns `[start, stop)` begins; `rows` tells of the `num_rows` rows, where that is needed."""
-
-    def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """name -> [R, H, stop, D]: the columns `[0, start)` of the rows, then `new`, which is in the pool already."""
-
-    def expand_rows(self, sources: Sequence[int]) -> None:
-        """Row `i` goes on as a copy of row `sources[i] <= i`."""
-
-    def reorder_rows(self, sources: Sequence[int], shared_columns: int) -> None:
-        """Row `i` goes on as a copy of row `sources[i]`; both are equal in the first `shared_columns` columns."""
-
-    def crop(self, num_columns: int) -> None:
-        """Columns from `num_columns` on are taken back."""
-
-    def keep(self, rows: Sequence[RowLayout]) -> None:
-        """The rows end. The columns of the tokens named here may be used again by rows that start the same."""
-
-    def drop(self) -> None:
-        """Forget all copies."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held besides the pool."""
-
-
-class GatherReader:
-    """Gathers each layer's rows for the moment of its attention: memory is the blocks alone."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._slots: Tensor | None = None  # [R, stop] of the forward, on the host
-        self._slots_on: dict[torch.device, Tensor] = {}
-        self._spans: list[Span] | None = None  # instead, where few slices hold all of it
-        self._start = self._stop = self._num_rows = 0
-
-    def start_rows(
-        self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: int | None
-    ) -> None:
-        """See Reader."""
-
-    def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:
-        """See Reader."""
-        self._start, self._stop, self._num_rows = start, stop, num_rows
-        self._slots, self._slots_on, self._spans = None, {}, None
-        if start > 0:
-            layouts, block_size = rows(), self._pool.block_size
-            if not torch.is_grad_enabled():  # a backward pass keeps what it was given, and the pool is written again
-                placed = [(layout.pad, layout.block_ids) for layout in layouts]
-                self._spans = spans_of(placed, stop, block_size, _MAX_SPANS_A_ROW * num_rows)
-            if self._spans is None:
-                self._slots = slot_matrix(layouts, stop, block_size)
-
-    def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See Reader."""
-        if self._spans is not None:
-            gathered = self._pool.gather_spans(layer_idx, self._spans, self._num_rows, self._stop, new)
-            return {name: gathered[name].to(states.dtype) for name, states in new.items()}
-        if self._slots is None:
-            return dict(new)
-        device = self._pool.device_of(layer_idx)
-        slots = self._slots_on.get(device)
-        if slots is None:
-            slots = self._slots_on[device] = self._slots.to(device)
-        if any(states.requires_grad for states in new.values()):
-            past = self._pool.gather(layer_idx, slots[:, : self._start], new)
-            return {name: torch.cat((past[name].to(states.dtype), states), dim=2) for name, states in new.items()}
-        gathered = self._pool.gather(layer_idx, slots, new)
-        return {name: gathered[name].to(states.dtype) for name, states in new.items()}
-
-    def expand_rows(self, sources: Sequence[int]) -> None:
-        """See Reader."""
-
-    def reorder_rows(self, sources: Sequence[int], shared_columns: int) -> None:
-        """See Reader."""
-
-    def crop(self, num_columns: int) -> None:
-        """See Reader."""
-
-    def keep(self, rows: Sequence[RowLayout]) -> None:
-        """See Reader."""
-        self.drop()
-
-    def drop(self) -> None:
-        """See Reader."""
-        self._slots, self._slots_on, self._spans = None, {}, None
-
-    @property
-    def num_bytes(self) -> int:
-        """See Reader."""
-        return 0
 
 
 class ViewReader:
@@ -141,14 +23,14 @@ class ViewReader:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
+        self._memory = RecycledMemory()  # for what is gathered, on its way into the buffers
         self._buffers: dict[int, dict[str, Tensor]] = {}
         self._kept: list[RowLayout] = []  # row -> what it holds, as of the last `keep`
         self._num_rows = 0
         self._max_rows = 0
         self._max_columns: int | None = None
         self._start = self._stop = 0
-        self._missing: list[tuple[int, int, int, Tensor]] = []  # (row, first column, end, slots [1, n]) to gather
-        self._missing_on: dict[torch.device, list[Tensor]] = {}
+        self._missing: list[tuple[int, int, int, ReadSource]] = []  # (row, first column, end, its slots) to gather
         self._valid: list[int] = []  # row -> columns that are in the buffers
         self._layouts: Callable[[], Sequence[RowLayout]] = list  # of the rows of the forward
 
@@ -167,7 +49,8 @@ class ViewReader:
         self._num_rows, self._start, self._stop, self._layouts = num_rows, start, stop, rows
         self._valid += [0] * (num_rows - len(self._valid))  # rows that were taken over, or multiplied
         if self._missing:
-            self._missing, self._missing_on = [], {}
+            self._missing = []
+            self._memory.drop()
         valid = self._valid
         if min(valid[:num_rows]) < start:
             for row, layout in enumerate(rows()):
@@ -175,7 +58,7 @@ class ViewReader:
                 if first < start:
                     span = RowLayout(layout.root, 0, layout.token_ids, layout.block_ids)
                     slots = slot_matrix([span], start - layout.pad, self._pool.block_size)
-                    self._missing.append((row, first, start, slots[:, first - layout.pad :]))
+                    self._missing.append((row, first, start, ReadSource(slots[:, first - layout.pad :])))
         valid[:num_rows] = [stop] * num_rows
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -195,19 +78,21 @@ class ViewReader:
         if self._missing:
             self._fill(layer_idx, {name: buffers[name] for name in new})
         if recast and start:  # the buffers may have been rounded, the pool was not
-            slots = slot_matrix(self._layouts(), start, self._pool.block_size).to(self._pool.device_of(layer_idx))
-            gathered = self._pool.gather(layer_idx, slots, recast)
+            past = ReadSource(slot_matrix(self._layouts(), start, self._pool.block_size))
+            gathered = self._pool.gather(layer_idx, past, recast)
             for name in recast:
                 buffers[name][:num_rows, :, :start].copy_(gathered[name])
         result = {}
         for name, states in new.items():
             held = buffers[name]
-            held[:num_rows, :, start:stop].copy_(states.detach())
+            if held.shape[0] != num_rows:
+                held = held.narrow(0, 0, num_rows)
             if states.requires_grad:
-                past = held[:num_rows, :, :start]
-                result[name] = torch.cat((past, states), dim=2) if start else states
+                held.narrow(2, start, stop - start).copy_(states.detach())
+                result[name] = torch.cat((held.narrow(2, 0, start), states), dim=2) if start else states
             else:
-                result[name] = held[:num_rows, :, :stop]
+                held.narrow(2, start, stop - start).copy_(states)
+                result[name] = held.narrow(2, 0, stop)
         return result
 
     def expand_rows(self, sources: Sequence[int]) -> None:
@@ -257,13 +142,15 @@ class ViewReader:
 
     def drop(self) -> None:
         """See Reader."""
-        self._buffers, self._kept, self._missing, self._missing_on = {}, [], [], {}
+        self._buffers, self._kept, self._missing = {}, [], []
         self._valid, self._stop, self._layouts = [], 0, list
+        self._memory.drop()
 
     @property
     def num_bytes(self) -> int:
         """See Reader."""
-        return sum(held.nbytes for layer in self._buffers.values() for held in layer.values())
+        held = sum(held.nbytes for layer in self._buffers.values() for held in layer.values())
+        return held + self._memory.num_bytes
 
     def _num_columns_kept(self, row: int, layout: RowLayout) -> int:
         """How many of a new row's columns its buffers hold; what is left of its padding need not be known."""
@@ -296,21 +183,6 @@ class ViewReader:
 
     def _fill(self, layer_idx: int, buffers: dict[str, Tensor]) -> None:
         """Gather the columns that these buffers of a layer lack."""
-        device = self._pool.device_of(layer_idx)
-        on_device = self._missing_on.get(device)
-        if on_device is None:
-            on_device = self._missing_on[device] = [slots.to(device) for *_, slots in self._missing]
-        for (row, first, end, _), slots in zip(self._missing, on_device, strict=True):
-            for name, states in self._pool.gather(layer_idx, slots, buffers).items():
+        for row, first, end, source in self._missing:
+            for name, states in self._pool.gather(layer_idx, source, buffers, self._memory).items():
                 buffers[name][row, :, first:end].copy_(states[0])
-
-
-def slot_matrix(rows: Sequence[RowLayout], stop: int, block_size: int) -> Tensor:
-    """[R, stop] int64: the slot of each column of each row; a row's padding reads the null block."""
-    num_blocks = max(1, max(len(row.block_ids) for row in rows))
-    blocks = torch.tensor([[*row.block_ids, *[0] * (num_blocks - len(row.block_ids))] for row in rows])
-    positions = torch.arange(stop)[None, :] - torch.tensor([[row.pad] for row in rows])
-    is_token = positions >= 0
-    positions = positions.clamp_(min=0)
-    slots = blocks.gather(1, (positions // block_size).clamp_(max=num_blocks - 1)) * block_size + positions % block_size
-    return slots * is_token

@@ -1,0 +1,66 @@
+"""What the layers of one announced forward write: checked against the ticket, put into the pool, and read back.
+
+Owns the list of what was written. The store's lock is held by whoever calls `write`.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from .block_store import BlockStore
+from .errors import TicketError
+from .reader import Reader
+from .ticket import Ticket
+
+
+class LayerWrites:
+    """The writes of one forward after the other.
+
+    Attributes:
+        done: (layer, name) of what was written under the ticket.
+    """
+
+    def __init__(self, store: BlockStore, reader: Reader) -> None:
+        self._store = store
+        self._reader = reader
+        self.done: set[tuple[int, str]] = set()
+
+    def start(self) -> None:
+        """A forward is announced."""
+        self.done = set()
+
+    def write(self, layer_idx: int, states: Mapping[str, Tensor], ticket: Ticket) -> dict[str, Tensor]:
+        """Store a layer's new states and return what its attention reads; see `Call.write`.
+
+        Raises:
+            TicketError: nothing has been written.
+        """
+        num_rows, num_columns, done = ticket.num_rows, ticket.num_columns, self.done
+        for name, new in states.items():
+            shape = new.shape
+            if shape[0] != num_rows or shape[2] != num_columns:
+                raise TicketError(
+                    f"layer {layer_idx} writes {name} of {shape[0]} rows and {shape[2]} tokens; announced were "
+                    f"{num_rows} rows and {num_columns} tokens; run one forward at a time through the "
+                    "model's __call__, and none that splits its rows"
+                )
+            if (layer_idx, name) in done:
+                raise TicketError(f"layer {layer_idx} writes twice in one forward; switch gradient checkpointing off")
+        self._store.pool.write(layer_idx, states, ticket.target)
+        for name in states:
+            done.add((layer_idx, name))
+        return self._reader.read(layer_idx, states)
+
+    def require_all(self) -> None:
+        """The forward has run.
+
+        Raises:
+            TicketError: a layer that always writes did not, or none did.
+        """
+        missing = self._store.writing_layers - self.done
+        if missing or not self.done:
+            layers = f"layers {sorted({layer for layer, _ in missing})}" if missing else "any layer"
+            raise TicketError(
+                f"the forward did not write {layers}: gradient "
+                "checkpointing drops the cache; call model.gradient_checkpointing_disable() or model.eval()"
+            )

@@ -1,0 +1,46 @@
+"""What stands between the pool and attention: it gives a layer the keys and values of all columns of the running rows.
+
+A reader owns copies that may be dropped at any time and made again from the pool; it owns no truth. Columns left of a
+row's padding are never attended to; they hold finite values.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from .slots import RowLayout
+
+
+class Reader(Protocol):
+    """Between the pool and attention. Columns are counted from the left, padding included."""
+
+    def start_rows(
+        self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: int | None
+    ) -> None:
+        """Other rows run from here on: `num_columns` for now, at most `max_rows` and (None: unknown) `max_columns`."""
+
+    def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:
+        """A forward of columns `[start, stop)` begins; `rows` tells of the `num_rows` rows, where that is needed."""
+
+    def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """name -> [R, H, stop, D]: the columns `[0, start)` of the rows, then `new`, which is in the pool already."""
+
+    def expand_rows(self, sources: Sequence[int]) -> None:
+        """Row `i` goes on as a copy of row `sources[i] <= i`."""
+
+    def reorder_rows(self, sources: Sequence[int], shared_columns: int) -> None:
+        """Row `i` goes on as a copy of row `sources[i]`; both are equal in the first `shared_columns` columns."""
+
+    def crop(self, num_columns: int) -> None:
+        """Columns from `num_columns` on are taken back."""
+
+    def keep(self, rows: Sequence[RowLayout]) -> None:
+        """The rows end. The columns of the tokens named here may be used again by rows that start the same."""
+
+    def drop(self) -> None:
+        """Forget all copies."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held besides the pool."""

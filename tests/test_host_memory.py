@@ -1,0 +1,45 @@
+"""Memory is used again exactly when nobody reads it any more; tests/test_pool.py has what `zeros` promises."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_paged_cache.host_memory import RecycledMemory
+
+SHAPE = (2, 3, 1000, 8)  # large enough for a mapping of its own
+
+
+def test_memory_that_nobody_reads_any_more_is_handed_out_again() -> None:
+    memory = RecycledMemory()
+    memory.take(SHAPE, torch.float32).fill_(7)
+    again = memory.take((2, 3, 1005, 8), torch.float32)  # a little longer, as the next decode step is
+    assert again.flatten()[0] == 7
+    assert memory.num_bytes < 2 * again.nbytes
+
+
+def test_memory_of_a_tensor_or_a_view_that_is_kept_is_its_own() -> None:
+    memory = RecycledMemory()
+    kept = memory.take(SHAPE, torch.float32).fill_(1).transpose(1, 2)[0]
+    for _ in range(3):
+        memory.take(SHAPE, torch.float32).fill_(2)
+    assert kept.eq(1).all()
+    memory.drop()
+    assert memory.num_bytes == 0
+    memory.take(SHAPE, torch.float32).fill_(3)
+    assert kept.eq(1).all()
+
+
+def test_what_is_held_at_once_is_all_that_is_held() -> None:
+    memory = RecycledMemory()
+    pair: list[torch.Tensor] = []
+    for _ in range(5):  # layers, one after the other
+        pair.clear()
+        pair += [memory.take(SHAPE, torch.float32), memory.take((2, 3, 1000, 6), torch.float32)]
+        assert pair[0].data_ptr() != pair[1].data_ptr()
+    assert memory.num_bytes <= 2 * sum(each.nbytes for each in pair)
+
+
+def test_any_dtype_and_no_element_at_all() -> None:
+    memory = RecycledMemory()
+    assert memory.take((3, 5), torch.bfloat16).copy_(torch.ones(3, 5)).sum() == 15
+    assert memory.take((3, 0, 5), torch.float32).shape == (3, 0, 5)
