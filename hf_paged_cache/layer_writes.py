@@ -35,7 +35,7 @@ class LayerWrites:
         Raises:
             TicketError: nothing has been written.
         """
-        num_rows, num_columns, done = ticket.num_rows, ticket.num_columns, self.done
+        num_rows, num_columns = ticket.num_rows, ticket.num_columns
         for name, new in states.items():
             shape = new.shape
             if shape[0] != num_rows or shape[2] != num_columns:
@@ -44,11 +44,11 @@ class LayerWrites:
                     f"{num_rows} rows and {num_columns} tokens; run one forward at a time through the "
                     "model's __call__, and none that splits its rows"
                 )
-            if (layer_idx, name) in done:
-                raise TicketError(f"layer {layer_idx} writes twice in one forward; switch gradient checkpointing off")
+        keys = {(layer_idx, name) for name in states}
+        if not self.done.isdisjoint(keys):
+            raise TicketError(f"layer {layer_idx} writes twice in one forward; switch gradient checkpointing off")
         self._store.pool.write(layer_idx, states, ticket.target)
-        for name in states:
-            done.add((layer_idx, name))
+        self.done |= keys
         return self._reader.read(layer_idx, states)
 
     def require_all(self) -> None:

@@ -101,7 +101,8 @@ class BlockPool:
         Raises:
             PoolArgumentError: a tensor is not 4-D, or has other heads or head size than the layer was made with.
         """
-        self._mark_used(-(-target.end_slot // self.block_size))
+        if target.end_slot > self.num_blocks_used * self.block_size:
+            self._mark_used(-(-target.end_slot // self.block_size))
         if target.num_slots == 0:
             for name, new in states.items():
                 self._layer_slots(layer_idx, name, new)

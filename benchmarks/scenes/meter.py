@@ -2,7 +2,7 @@
 
     bracket         `model.generate` less the class's own `generate` inside it
     hooks           the two forward hooks, `before_forward` and `after_forward`, whole: slots and commits are in them
-    update          all `PagedLayer.update`, or all `DynamicLayer.update`
+    update          all `PagedPrefixCache.update`, or all `DynamicLayer.update`
 
 Not counted, being too small to wrap without changing them: `get_seq_length` and `get_mask_sizes`, torch's dispatch of
 the hooks, and the work of threads other than the calling one. What is wrapped gets slower by a microsecond, which is counted as ours.
@@ -23,8 +23,7 @@ import harness
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from hf_paged_cache import hooks
-from hf_paged_cache.layer import PagedLayer
+from hf_paged_cache import PagedPrefixCache, hooks
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def metered(model: Any) -> Iterator[Meter]:
         for owner, name, part in (
             (hooks, "before_forward", "hooks"),
             (hooks, "after_forward", "hooks"),
-            (PagedLayer, "update", "update"),
+            (PagedPrefixCache, "update", "update"),
             (DynamicLayer, "update", "update"),
             (type(model), "generate", "generate"),
         ):
