@@ -118,7 +118,7 @@ class PagedPrefixCache(Cache):
         """
         if layer_idx >= len(self.layers) or torch.compiler.is_compiling():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        states = self.call.write(layer_idx, {"key": key_states, "value": value_states})
+        states = self.write_layer(layer_idx, {"key": key_states, "value": value_states})
         return states["key"], states["value"]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
