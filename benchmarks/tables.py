@@ -213,7 +213,12 @@ def _bar(line: Mapping[str, Any]) -> str:
 
 
 def _number(value: float, kind: str) -> str:
-    return {"share": f"{value:.1%}", "ratio": f"{value:.2f}x", "microseconds": f"{value:.1f} us"}[kind]
+    return {
+        "share": f"{value:.1%}",
+        "ratio": f"{value:.2f}x",
+        "microseconds": f"{value:.1f} us",
+        "tokens": f"{value:.0f} tokens",
+    }[kind]
 
 
 def _quantity(timing: Mapping[str, Any], unit: str) -> str:

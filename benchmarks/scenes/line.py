@@ -16,7 +16,7 @@ IN_PLACE = "in place"  # a ready cache whose keys and values are appended to in 
 BY_HAND = "kept by hand"  # a DynamicCache that the caller keeps from turn to turn
 BATCHING = "continuous batching"
 
-Kind = Literal["ratio", "share", "microseconds"]
+Kind = Literal["ratio", "share", "microseconds", "tokens"]
 SHARE_OF_FLOOR = 0.95  # what must be reached where the floor says that a bar cannot be had
 
 
