@@ -1,23 +1,44 @@
 """How much memory a pool may take when nobody says: a share of what its device has free."""
 
-import os
+from pathlib import Path
 
+import psutil
 import torch
 
 DEFAULT_SHARE = 0.5  # of the free memory, when neither num_blocks nor max_bytes is given
-_FALLBACK_BYTES = 4 * 2**30  # where the platform tells neither free nor total memory
+
+# Where Linux tells a container of its limit and use, and of the part of that which it would give up, by the name it has there:
+# of control groups version 2, and of version 1.
+_CONTROL_GROUPS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
+_CONTROL_GROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def default_budget_bytes(device: torch.device) -> int:
-    """`DEFAULT_SHARE` of the memory free on `device` now; on a host that tells only its total, a quarter of that."""
+    """`DEFAULT_SHARE` of the memory free on `device` now; on a host of what is available, to this container if it is one."""
+    return int(_free_bytes(device) * DEFAULT_SHARE)
+
+
+def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * DEFAULT_SHARE)
+        return free
     if device.type == "mps":
-        return int((torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()) * DEFAULT_SHARE)
-    names = os.sysconf_names if hasattr(os, "sysconf_names") else {}
-    if "SC_AVPHYS_PAGES" in names:
-        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * DEFAULT_SHARE)
-    if "SC_PHYS_PAGES" in names:
-        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * DEFAULT_SHARE / 2)
-    return _FALLBACK_BYTES
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    available = int(psutil.virtual_memory().available)
+    in_container = _free_bytes_in_container()
+    return available if in_container is None else min(available, in_container)
+
+
+def _free_bytes_in_container() -> int | None:
+    """What is left of the container's limit; None where there is none, or nothing tells."""
+    for limit, usage, statistics, reclaimable in _CONTROL_GROUPS:
+        try:
+            texts = [(_CONTROL_GROUP_ROOT / name).read_text(encoding="ascii") for name in (limit, usage, statistics)]
+            counts = dict(line.split() for line in texts[2].splitlines())
+            return max(0, int(texts[0]) - int(texts[1]) + int(counts[reclaimable]))
+        except (OSError, ValueError, KeyError):  # no such file; "max": no limit
+            continue
+    return None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -14,25 +15,39 @@ from hf_paged_cache.memory import DEFAULT_SHARE, default_budget_bytes
 CPU = torch.device("cpu")
 
 
-def host(monkeypatch: pytest.MonkeyPatch, **values: int) -> None:
-    """A host that answers these sysconf names and no others."""
-    stand_in = SimpleNamespace(sysconf_names=dict.fromkeys(values, 0), sysconf=values.__getitem__)
-    monkeypatch.setattr(memory, "os", stand_in)
+@pytest.fixture
+def control_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A host of which 1,000 bytes are available, and the folder in which a container would be told its limit."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(memory, "_CONTROL_GROUP_ROOT", tmp_path)
+    (tmp_path / "memory").mkdir()
+    return tmp_path
 
 
-def test_on_a_host_it_is_half_of_the_pages_that_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    host(monkeypatch, SC_AVPHYS_PAGES=1000, SC_PHYS_PAGES=9000, SC_PAGE_SIZE=4096)
-    assert default_budget_bytes(CPU) == 500 * 4096
+def test_on_a_host_it_is_half_of_what_is_available(control_groups: Path) -> None:
+    assert default_budget_bytes(CPU) == 500
 
 
-def test_on_a_host_that_tells_only_its_total_it_is_a_quarter_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    host(monkeypatch, SC_PHYS_PAGES=1000, SC_PAGE_SIZE=4096)
-    assert default_budget_bytes(CPU) == 250 * 4096
-
-
-def test_on_a_host_that_tells_nothing_it_is_a_few_gibibytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "os", SimpleNamespace())  # no sysconf at all, as on Windows
-    assert default_budget_bytes(CPU) == 4 * 2**30
+@pytest.mark.parametrize(
+    ("limit", "usage", "reclaimable", "expected"),
+    [
+        ("700", "500", "100", 150),  # less is left to the container than to the host
+        ("70000", "500", "100", 500),  # more is: the host's is what there is
+        ("max", "500", "100", 500),  # no limit
+        ("700", "900", "0", 0),  # none is left
+    ],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_in_a_container_it_is_half_of_what_its_limit_leaves(
+    limit: str, usage: str, reclaimable: str, expected: int, version: int, control_groups: Path
+) -> None:
+    names = ("memory.max", "memory.current", "memory.stat")
+    if version == 1:
+        names = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat")
+    stat = f"cache 5\n{'total_' if version == 1 else ''}inactive_file {reclaimable}\nother 7\n"
+    for name, text in zip(names, (limit + "\n", usage + "\n", stat), strict=True):
+        (control_groups / name).write_text(text)
+    assert default_budget_bytes(CPU) == expected
 
 
 def test_on_an_accelerator_it_is_half_of_what_its_driver_says_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +63,5 @@ def test_on_apple_silicon_it_is_half_of_what_is_recommended_and_not_taken(monkey
     assert default_budget_bytes(torch.device("mps")) == 300
 
 
-@pytest.mark.skipif(not hasattr(os, "sysconf"), reason="this platform has no sysconf")
 def test_on_this_host_it_is_positive_and_less_than_its_memory() -> None:
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < default_budget_bytes(CPU) <= total * DEFAULT_SHARE
+    assert 0 < default_budget_bytes(CPU) <= psutil.virtual_memory().total * DEFAULT_SHARE
