@@ -4,8 +4,10 @@ Owns the question "is this still the model that computed those blocks?". Nobody 
 K/V changes the root, and blocks under another root are not found.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -36,7 +38,8 @@ class Conditioning:
         self._droppers: list[nn.Module] = []
         self._numbers: dict[
             tuple[int, int], tuple[int, Any]
-        ] = {}  # id -> number, and the object itself, or its id comes back
+        ] = {}  # ids -> number, and what tells when the ids are free
+        self._num_numbers = 0
         self._num_suspicions = 0
         self._listing = 0  # number of the listing that the above was read from
 
@@ -112,12 +115,24 @@ class Conditioning:
             yield -1, self._number(kind.forward)
 
     def _number(self, thing: Any) -> int:
-        """A number for an object, the same each time it is seen."""
+        """A number for an object, the same each time it is seen and no other's. Does not keep it: it may hold much."""
         function = getattr(thing, "__func__", thing)  # a bound method is another object each time it is read
         owner = getattr(thing, "__self__", None)
         key = (id(function), id(owner))
-        number, _ = self._numbers.setdefault(key, (len(self._numbers), (function, owner)))
-        return number
+        found = self._numbers.get(key)
+        if found is None:
+            self._num_numbers += 1
+            watched = [_watched(part, partial(self._numbers.pop, key, None)) for part in (function, owner)]
+            found = self._numbers[key] = (self._num_numbers, watched)
+        return found[0]
+
+
+def _watched(thing: Any, on_end: Callable[[], Any]) -> Any:
+    """A weak reference that calls `on_end` when `thing` is gone; the thing itself, if there can be none to it."""
+    try:
+        return ref(thing, lambda _: on_end())
+    except TypeError:
+        return thing
 
 
 def _drops(module: nn.Module) -> bool:

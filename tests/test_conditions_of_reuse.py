@@ -7,9 +7,11 @@ as it is now.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -395,6 +397,27 @@ def test_autocast_has_blocks_of_its_own_for_each_dtype(model: PreTrainedModel, c
         if isinstance(context, nullcontext):
             assert_same(reference, output)
     cache.check()
+
+
+def test_hooks_that_are_gone_are_not_kept_and_never_taken_for_one_another() -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model)
+    captured: list[ref[torch.Tensor]] = []
+    for factor in (1.0, 2.0, 0.5, 1.5):
+        tensor = torch.full((1,), factor)
+        captured.append(ref(tensor))
+        handle = model.model.layers[0].mlp.register_forward_hook(
+            lambda module, args, output, tensor=tensor: output * tensor  # each of them may lie where the last one lay
+        )
+        reference = run(model, input_ids=IDS)
+        assert_same(reference, run(model, cache, input_ids=IDS))
+        assert cache.last_call.reused_tokens == 0
+        assert_same(reference, run(model, cache, input_ids=IDS))
+        assert cache.last_call.reused_tokens > 0
+        handle.remove()
+        del tensor, handle
+    gc.collect()
+    assert [of() for of in captured] == [None] * len(captured)
 
 
 def test_nothing_is_reused_or_committed_while_a_dropout_is_active() -> None:
