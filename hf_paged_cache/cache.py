@@ -45,7 +45,8 @@ class PagedPrefixCache(Cache):
         model_or_store: a model, for which a store is made with `block_size`, `num_blocks` and `max_bytes`; or a store.
         cache_salt: caches with another salt never share a block, so that no tenant can probe another's prompts.
         view: keep a contiguous copy of the running rows for attention. Without it each layer gathers its rows for the
-            moment of its attention: memory is the blocks alone, a decode step some per cent slower.
+            moment of its attention: memory is the blocks and, while a call runs, one layer's rows. Attention
+            reads either where the next forward writes again; who keeps what it was given keeps a copy.
         verify: recompute one cached block of each call's hit, in turn, and forget all blocks when one disagrees: for
             models whose weights are changed in ways that a few values of each tensor do not show. Costs a forward of
             `block_size` tokens a call. Without effect where processes share the model (FSDP, ZeRO 3, tensor parallelism).
@@ -116,7 +117,8 @@ class PagedPrefixCache(Cache):
 
         What the base class does by way of its layers, in fewer steps: it is done for each layer of each token.
         """
-        if layer_idx >= len(self.layers) or torch.compiler.is_compiling():
+        layers = self.layers
+        if layer_idx >= len(layers) or not isinstance(layers[layer_idx], PagedLayer) or torch.compiler.is_compiling():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         states = self.write_layer(layer_idx, {"key": key_states, "value": value_states})
         return states["key"], states["value"]

@@ -151,7 +151,7 @@ class Call:
                 self.roll_back()
                 raise
             if not self.store.writing_layers:
-                self.store.writing_layers = frozenset(self._writes.done)
+                self.store.writing_layers = frozenset(self._writes.written)
                 self.store.settle_budget()
             self._num_columns_before = self.rows.num_columns
             self.rows.confirm(ticket.stop)
@@ -245,6 +245,7 @@ class Call:
                 self.state = CallState.ENDED
             self._bracket, self.limits = no_bracket, None
             self.store.promise(self, 0)
+            self.reader.pause()
 
     def drop_rows(self) -> None:
         """Give all blocks and the view back; what was complete stays in the prefix cache.

@@ -1,4 +1,4 @@
-"""A reader that copies each layer's rows for the moment of its attention: memory is the blocks, and one layer's rows."""
+"""A reader that copies each layer's rows for the moment of its attention: beside the blocks, memory is one layer's rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,8 +16,8 @@ class GatherReader:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._memory = RecycledMemory()
-        self._all: ReadSource | None = None  # all columns of the forward; None: no past
-        self._past: ReadSource | None = None  # those before it, where a gradient must flow through the new ones
+        self._source_of_all: ReadSource | None = None  # columns [0, stop) of the forward; None: start is 0
+        self._source_of_past: ReadSource | None = None  # columns [0, start)
 
     def start_rows(
         self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: int | None
@@ -26,19 +26,19 @@ class GatherReader:
 
     def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:
         """See Reader."""
-        self._all = self._past = None
+        self._source_of_all = self._source_of_past = None
         if start > 0:
             slots = slot_matrix(rows(), stop, self._pool.block_size)
-            self._all, self._past = ReadSource(slots), ReadSource(slots[:, :start])
+            self._source_of_all, self._source_of_past = ReadSource(slots), ReadSource(slots[:, :start])
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See Reader."""
-        if self._all is None or self._past is None:
+        if self._source_of_all is None or self._source_of_past is None:
             return dict(new)
-        if torch.is_grad_enabled():  # a backward pass keeps what it was given
-            past = self._pool.gather(layer_idx, self._past, new)
+        if torch.is_grad_enabled():  # a gradient flows through what is new, and its pass keeps what it was given
+            past = self._pool.gather(layer_idx, self._source_of_past, new)
             return {name: torch.cat((past[name].to(states.dtype), states), dim=2) for name, states in new.items()}
-        gathered = self._pool.gather(layer_idx, self._all, new, self._memory)
+        gathered = self._pool.gather(layer_idx, self._source_of_all, new, self._memory)
         for name, states in new.items():
             if gathered[name].dtype != states.dtype:
                 gathered[name] = gathered[name].to(states.dtype)
@@ -57,9 +57,13 @@ class GatherReader:
         """See Reader."""
         self.drop()
 
+    def pause(self) -> None:
+        """See Reader."""
+        self.drop()
+
     def drop(self) -> None:
         """See Reader."""
-        self._all = self._past = None
+        self._source_of_all = self._source_of_past = None
         self._memory.drop()
 
     @property

@@ -11,6 +11,8 @@ from torch import Tensor
 _MIN_HUGE_BYTES = 2**25  # below, zeroing whole huge pages costs more than it saves
 _MIN_MAPPED_BYTES = 2**20  # below, a mapping of its own costs more than writing zeros
 _MIN_RECYCLED_BYTES = 2**17  # below, malloc recycles by itself
+_MAX_FREE = 4  # mappings that wait to be used again: keys and values of two sizes
+_MAX_HELD = 16  # mappings known at all; of those before, whoever reads them holds them alone
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -28,32 +30,28 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 class RecycledMemory:
-    """Memory for copies that live as long as somebody reads them, and are then made again: of each layer, in turn.
+    """Memory for copies that are read for a moment, as those of one layer's rows are, and then made of the next layer's.
 
-    Asking the system for it each time costs as much as the copy, or more: its pages come and go. A tensor laid over a
-    mapping holds a reference to it, so those that nobody but this object holds are free; tensors that were kept keep
-    their memory, whoever keeps them.
+    To ask the system for it each time costs as much as the copy: its pages come and go. A tensor laid over a mapping
+    holds a reference to it, as its views do, so a mapping that nobody but this object refers to is free. A tensor
+    that is kept keeps its memory. Who calls must not do so from two threads at once.
     """
 
     def __init__(self) -> None:
         self._mappings: list[mmap.mmap] = []
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A host tensor of that shape, unspecified values; its memory is its own until it and its views are gone."""
+        """A host tensor with unspecified values, in memory that no other tensor reads. Cost: looks at up to 16 mappings.
+
+        Raises:
+            RuntimeError: torch finds no memory.
+        """
         num_elements = math.prod(shape)
         num_bytes = num_elements * dtype.itemsize
-        if num_bytes < _MIN_RECYCLED_BYTES:
-            return torch.empty(shape, dtype=dtype)
-        mappings = self._mappings
-        for number in range(len(mappings)):
-            if sys.getrefcount(mappings[number]) == _UNUSED and len(mappings[number]) >= num_bytes:
-                break
-        else:
-            used = [number for number in range(len(mappings)) if sys.getrefcount(mappings[number]) != _UNUSED]
-            self._mappings = mappings = [mappings[number] for number in used]  # those too small go
-            mappings.append(_mapped(num_bytes + num_bytes // 4))  # the next tensor is a little longer
-            number = len(used)
-        return torch.frombuffer(mappings[number], dtype=dtype, count=num_elements).view(shape)
+        if num_bytes >= _MIN_RECYCLED_BYTES:
+            with contextlib.suppress(OSError):  # no address space: let torch say so
+                return torch.frombuffer(self._mapping_of(num_bytes), dtype=dtype, count=num_elements).view(shape)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     def drop(self) -> None:
         """Hold none any more; tensors that are still read keep theirs."""
@@ -61,17 +59,33 @@ class RecycledMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held."""
-        return sum(len(memory) for memory in self._mappings)
+        """Bytes of the mappings, those included that tensors are laid over now."""
+        return sum(len(mapping) for mapping in self._mappings)
+
+    def _mapping_of(self, num_bytes: int) -> mmap.mmap:
+        """A mapping that nobody reads, at least that large and not so large that most of it would lie idle."""
+        mappings = self._mappings
+        free = [index for index in range(len(mappings)) if sys.getrefcount(mappings[index]) == _UNUSED]
+        for index in free:
+            if num_bytes <= len(mappings[index]) <= 4 * num_bytes:
+                if len(free) > _MAX_FREE:
+                    self._mappings = [mappings[at] for at in range(len(mappings)) if at == index or at not in free]
+                return mappings[index]
+        mapping = _mapped(num_bytes + num_bytes // 4)  # the same layer's rows are a little longer at the next step
+        wanted = [at for at in range(len(mappings)) if at not in free or len(mappings[at]) > 4 * num_bytes]
+        self._mappings = [*(mappings[at] for at in wanted), mapping][-_MAX_HELD:]
+        return mapping
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:
-    """Zeroed memory.
+    """Zeroed memory of this process alone: a fork gets a copy of it.
 
     Raises:
         OSError: there is no address space.
     """
-    memory = mmap.mmap(-1, num_bytes)
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which has no forks
+        return mmap.mmap(-1, num_bytes)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if num_bytes >= _MIN_HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)

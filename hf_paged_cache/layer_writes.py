@@ -14,26 +14,27 @@ from .ticket import Ticket
 
 
 class LayerWrites:
-    """The writes of one forward after the other.
+    """What the layers of the running forward have written, and where it goes.
 
     Attributes:
-        done: (layer, name) of what was written under the ticket.
+        written: (layer, name), of the running forward.
     """
 
     def __init__(self, store: BlockStore, reader: Reader) -> None:
         self._store = store
         self._reader = reader
-        self.done: set[tuple[int, str]] = set()
+        self.written: set[tuple[int, str]] = set()
 
     def start(self) -> None:
         """A forward is announced."""
-        self.done = set()
+        self.written = set()
 
     def write(self, layer_idx: int, states: Mapping[str, Tensor], ticket: Ticket) -> dict[str, Tensor]:
         """Store a layer's new states and return what its attention reads; see `Call.write`.
 
         Raises:
             TicketError: nothing has been written.
+            PoolArgumentError: this layer's states are no [R, H, T, D] of the sizes that it has had.
         """
         num_rows, num_columns = ticket.num_rows, ticket.num_columns
         for name, new in states.items():
@@ -45,10 +46,10 @@ class LayerWrites:
                     "model's __call__, and none that splits its rows"
                 )
         keys = {(layer_idx, name) for name in states}
-        if not self.done.isdisjoint(keys):
+        if not self.written.isdisjoint(keys):
             raise TicketError(f"layer {layer_idx} writes twice in one forward; switch gradient checkpointing off")
         self._store.pool.write(layer_idx, states, ticket.target)
-        self.done |= keys
+        self.written |= keys
         return self._reader.read(layer_idx, states)
 
     def require_all(self) -> None:
@@ -57,8 +58,8 @@ class LayerWrites:
         Raises:
             TicketError: a layer that always writes did not, or none did.
         """
-        missing = self._store.writing_layers - self.done
-        if missing or not self.done:
+        missing = self._store.writing_layers - self.written
+        if missing or not self.written:
             layers = f"layers {sorted({layer for layer, _ in missing})}" if missing else "any layer"
             raise TicketError(
                 f"the forward did not write {layers}: gradient "

@@ -109,8 +109,7 @@ class BlockPool:
             return
         for name, new in states.items():
             held = self._layer_slots(layer_idx, name, new)
-            if new.requires_grad:
-                new = new.detach()
+            new = new.detach()
             if target.sources is None and target.first_slot is not None:
                 span = held.narrow(0, target.first_slot, target.num_slots)
                 if new.shape[2] == 1:
@@ -137,9 +136,9 @@ class BlockPool:
         Args:
             layer_idx: a layer that was written.
             names: of the tensors wanted, each of which was written; None: all.
-            memory: where copies in host memory are laid, if they are needed only for a moment.
+            memory: what copies in host memory are laid over; None: memory of their own.
         Returns:
-            name -> [R, H, C, D], contiguous in the pool's dtype: some models view it as [R * H, C, D].
+            name -> [R, H, C, D], the caller's, contiguous in the pool's dtype: some models view it as [R * H, C, D].
         Raises:
             PoolArgumentError: the layer was never written.
         """
@@ -151,13 +150,13 @@ class BlockPool:
         for name in layer if names is None else names:
             held = layer[name]
             heads, head_dim = held.shape[1:]
-            places, states = source.of_heads(heads, held.device), held.view(-1, head_dim)
+            chosen, vectors = source.of_heads(heads, held.device), held.view(-1, head_dim)
             if memory is not None and held.is_cpu:
-                out = memory.take((places.shape[0], head_dim), held.dtype)
-                torch.index_select(states, 0, places, out=out)
+                copied = memory.take((chosen.shape[0], head_dim), held.dtype)
+                torch.index_select(vectors, 0, chosen, out=copied)
             else:
-                out = states.index_select(0, places)
-            gathered[name] = out.view(num_rows, heads, num_columns, head_dim)
+                copied = vectors.index_select(0, chosen)
+            gathered[name] = copied.view(num_rows, heads, num_columns, head_dim)
         return gathered
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -197,15 +196,15 @@ class BlockPool:
 
     def _layer_slots(self, layer_idx: int, name: str, new: Tensor) -> Tensor:
         """The tensor that takes `new`, as [slots, H, D]; made, widened or moved where that is needed."""
+        if new.dim() != 4:
+            raise PoolArgumentError(
+                f"layer {layer_idx} {name}: expected [rows, heads, tokens, head_dim], got {tuple(new.shape)}"
+            )
         layer = self._slots.get(layer_idx)
         held = None if layer is None else layer.get(name)
         if held is not None and held.dtype == new.dtype and held.device == new.device:
             if held.shape[1] == new.shape[1] and held.shape[2] == new.shape[3]:
                 return held
-        if new.dim() != 4:
-            raise PoolArgumentError(
-                f"layer {layer_idx} {name}: expected [rows, heads, tokens, head_dim], got {tuple(new.shape)}"
-            )
         heads, head_dim = new.shape[1], new.shape[3]
         if held is None:
             tensor = zeros((self.capacity, self.block_size, heads, head_dim), new.dtype, new.device)

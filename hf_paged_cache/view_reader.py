@@ -87,11 +87,10 @@ class ViewReader:
             held = buffers[name]
             if held.shape[0] != num_rows:
                 held = held.narrow(0, 0, num_rows)
-            if states.requires_grad:
-                held.narrow(2, start, stop - start).copy_(states.detach())
+            held.narrow(2, start, stop - start).copy_(states.detach())
+            if torch.is_grad_enabled():  # a gradient flows through what is new, and its pass keeps what it was given
                 result[name] = torch.cat((held.narrow(2, 0, start), states), dim=2) if start else states
             else:
-                held.narrow(2, start, stop - start).copy_(states)
                 result[name] = held.narrow(2, 0, stop)
         return result
 
@@ -139,6 +138,10 @@ class ViewReader:
             layout._replace(token_ids=layout.token_ids[: max(0, valid - layout.pad)], block_ids=())
             for layout, valid in zip(rows, self._valid, strict=False)
         ]
+
+    def pause(self) -> None:
+        """See Reader."""
+        self._memory.drop()
 
     def drop(self) -> None:
         """See Reader."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+
+import pytest
 import torch
 
-from hf_paged_cache.host_memory import RecycledMemory
+from hf_paged_cache import host_memory
+from hf_paged_cache.host_memory import RecycledMemory, zeros
 
 SHAPE = (2, 3, 1000, 8)  # large enough for a mapping of its own
 
@@ -43,3 +48,42 @@ def test_any_dtype_and_no_element_at_all() -> None:
     memory = RecycledMemory()
     assert memory.take((3, 5), torch.bfloat16).copy_(torch.ones(3, 5)).sum() == 15
     assert memory.take((3, 0, 5), torch.float32).shape == (3, 0, 5)
+
+
+def test_what_was_kept_for_long_is_given_back_and_little_is_held_for_little() -> None:
+    memory = RecycledMemory()
+    kept = [memory.take((64, 2**13), torch.float32) for _ in range(100)]
+    kept.clear()
+    for _ in range(3):
+        memory.take(SHAPE, torch.float32)
+    assert memory.num_bytes <= 20 * 2 * 2**21
+    large = memory.take((64, 2**16), torch.float32)
+    del large
+    assert memory.take(SHAPE, torch.float32).untyped_storage().nbytes() < 2**21  # not in the large one
+    for _ in range(3):
+        memory.take((64, 2**13), torch.float32)
+    assert memory.num_bytes < 2**26
+
+
+def test_a_fork_writes_to_memory_of_its_own() -> None:
+    tensors = [zeros((2**20,), torch.float32, torch.device("cpu")), RecycledMemory().take((2**20,), torch.float32)]
+    for tensor in tensors:
+        tensor[0] = 1
+    child = os.fork()
+    if not child:
+        for tensor in tensors:
+            tensor[0] = 2
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert [float(tensor[0]) for tensor in tensors] == [1, 1]
+
+
+def test_without_address_space_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **given: object) -> mmap.mmap:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(host_memory.mmap, "mmap", refuse)
+    memory = RecycledMemory()
+    assert memory.take(SHAPE, torch.float32).fill_(1).sum() == 2 * 3 * 1000 * 8
+    assert memory.num_bytes == 0
+    assert not zeros((2**20,), torch.float32, torch.device("cpu")).any()

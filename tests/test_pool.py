@@ -368,6 +368,9 @@ def test_a_first_write_of_another_shape_leaves_no_layer_behind() -> None:
         pool.write(0, {"key": torch.zeros(2, 6, 3)}, WriteTarget(RUN))
     assert pool.layer_indices == []
     assert pool.bytes_per_block == 0
+    pool.write(0, {"key": torch.zeros(1, 2, 6, 3)}, WriteTarget(RUN))
+    with pytest.raises(PoolArgumentError, match="expected"):
+        pool.write(0, {"key": torch.zeros(2, 6, 3)}, WriteTarget(RUN))
 
 
 @pytest.mark.parametrize(

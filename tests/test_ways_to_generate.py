@@ -637,3 +637,37 @@ def test_no_mode_of_generate_is_forgotten() -> None:
     played = {"greedy_search", "sample", "assisted_generation", "beam_search", "beam_sample"}
     moved = {"contrastive_search", "dola_generation", "constrained_beam_search", "group_beam_search"}
     assert {mode.value for mode in GenerationMode} == played | moved
+
+
+@pytest.mark.parametrize("view", [True, False])
+def test_gradients_where_only_the_queries_are_trained(view: bool) -> None:
+    """LoRA on the queries of one layer: keys and values need no gradient, but the attention's backward pass keeps them."""
+    model = build("llama", num_hidden_layers=1)
+    model.requires_grad_(False)
+    trained = model.model.layers[0].self_attn.q_proj.weight
+    trained.requires_grad_(True)
+
+    def gradient(past: Any) -> torch.Tensor:
+        trained.grad = None
+        loss = sum(
+            model(IDS[:, part], past_key_values=past, attention_mask=torch.ones_like(IDS[:, : part.stop]))
+            .logits.pow(2)
+            .sum()
+            for part in (slice(0, 20), slice(20, 30))
+        )
+        loss.backward()
+        return trained.grad
+
+    expected = gradient(DynamicCache(config=model.config))
+    torch.testing.assert_close(gradient(PagedPrefixCache(model, view=view)), expected)
+    assert expected.abs().max() > 0
+
+
+def test_without_view_the_memory_of_a_layers_rows_goes_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_paged_cache.host_memory._MIN_RECYCLED_BYTES", 1)  # small memory, too
+    model = build("llama")
+    cache = PagedPrefixCache(model, view=False)
+    run(model, cache, input_ids=IDS)
+    assert cache.last_call.peak_kv_bytes > cache.store.blocks.kv_bytes_in_use
+
+    assert cache.call.reader.num_bytes == 0
