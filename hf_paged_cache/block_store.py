@@ -50,7 +50,7 @@ class BlockStore:
 
     Args:
         block_size: tokens of a block, at least 1.
-        num_blocks: the most blocks, with the null block; None: a share of the device's free memory, see `memory`.
+        num_blocks: the most blocks, with the null block; None: a share of the device's memory, see `memory`.
     """
 
     def __init__(self, block_size: int, num_blocks: int | None = None) -> None:

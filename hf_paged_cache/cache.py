@@ -45,8 +45,8 @@ class PagedPrefixCache(Cache):
         model_or_store: a model, for which a store is made with `block_size`, `num_blocks` and `max_bytes`; or a store.
         cache_salt: caches with another salt never share a block, so that no tenant can probe another's prompts.
         view: keep a contiguous copy of the running rows for attention. Without it each layer gathers its rows for the
-            moment of its attention: memory is the blocks and, while a call runs, one layer's rows. Attention
-            reads either where the next forward writes again; who keeps what it was given keeps a copy.
+            moment of its attention: memory is the blocks and, while a call runs, one layer's rows. With a view, keys
+            and values handed to attention are overwritten by later forwards (not while gradients are on): clone what you keep.
         verify: recompute one cached block of each call's hit, in turn, and forget all blocks when one disagrees: for
             models whose weights are changed in ways that a few values of each tensor do not show. Costs a forward of
             `block_size` tokens a call. Without effect where processes share the model (FSDP, ZeRO 3, tensor parallelism).

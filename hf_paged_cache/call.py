@@ -123,6 +123,7 @@ class Call:
         Shapes: [R, H, T, D] with the ticket's rows and columns; returns [R, H, stop, D].
         Raises:
             TicketError: no ticket is open, the shapes are not the ticket's, or the layer has written that already.
+            PoolArgumentError: this layer's states are no [R, H, T, D] of the sizes that it has had.
         """
         ticket = self.ticket
         if ticket is None:

@@ -115,7 +115,7 @@ class Conditioning:
             yield -1, self._number(kind.forward)
 
     def _number(self, thing: Any) -> int:
-        """A number for an object, the same each time it is seen and no other's. Does not keep it: it may hold much."""
+        """A number for an object, the same each time it is seen and no other's. Does not keep what can be referred to weakly: it may hold much."""
         function = getattr(thing, "__func__", thing)  # a bound method is another object each time it is read
         owner = getattr(thing, "__self__", None)
         key = (id(function), id(owner))

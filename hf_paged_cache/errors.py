@@ -28,7 +28,7 @@ class CacheArgumentError(PagedCacheError, ValueError):
 
 
 class PoolArgumentError(PagedCacheError, ValueError):
-    """Raised when the pool is given a tensor of the wrong shape, type or device; the message names all three."""
+    """Raised when the pool is given a tensor of the wrong shape or type, or asked for a layer it has not; the message says what was expected."""
 
 
 class TicketError(PagedCacheError):

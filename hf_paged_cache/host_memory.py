@@ -11,8 +11,8 @@ from torch import Tensor
 _MIN_HUGE_BYTES = 2**25  # below, zeroing whole huge pages costs more than it saves
 _MIN_MAPPED_BYTES = 2**20  # below, a mapping of its own costs more than writing zeros
 _MIN_RECYCLED_BYTES = 2**17  # below, malloc recycles by itself
-_MAX_FREE = 4  # mappings that wait to be used again: keys and values of two sizes
-_MAX_HELD = 16  # mappings known at all; of those before, whoever reads them holds them alone
+_MAX_FREE = 4  # free mappings, when one of them is used again: keys and values of two sizes
+_MAX_HELD = 16  # mappings known at all; older ones live on in the tensors over them
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -34,7 +34,7 @@ class RecycledMemory:
 
     To ask the system for it each time costs as much as the copy: its pages come and go. A tensor laid over a mapping
     holds a reference to it, as its views do, so a mapping that nobody but this object refers to is free. A tensor
-    that is kept keeps its memory. Who calls must not do so from two threads at once.
+    that is kept keeps its memory. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class RecycledMemory:
     def _mapping_of(self, num_bytes: int) -> mmap.mmap:
         """A mapping that nobody reads, at least that large and not so large that most of it would lie idle."""
         mappings = self._mappings
-        free = [index for index in range(len(mappings)) if sys.getrefcount(mappings[index]) == _UNUSED]
+        free = [index for index in range(len(mappings)) if sys.getrefcount(mappings[index]) == _REFERENCES_WHEN_UNUSED]
         for index in free:
             if num_bytes <= len(mappings[index]) <= 4 * num_bytes:
                 if len(free) > _MAX_FREE:
@@ -98,4 +98,4 @@ def _references_of_unused() -> int:
     return sys.getrefcount(mappings[0])
 
 
-_UNUSED = _references_of_unused()
+_REFERENCES_WHEN_UNUSED = _references_of_unused()

@@ -72,7 +72,10 @@ class PagedLayer(CacheLayerMixin):
         """Nothing: the pool takes its shapes from the first write."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store new keys and values, [R, H, T, D], and return those of all columns."""
+        """Store new keys and values, [R, H, T, D], and return those of all columns; for compiled forwards and direct callers.
+
+        `PagedPrefixCache.update` does without it.
+        """
         states = self._write({"key": key_states, "value": value_states})
         return states["key"], states["value"]
 

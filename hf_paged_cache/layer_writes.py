@@ -26,14 +26,14 @@ class LayerWrites:
         self.written: set[tuple[int, str]] = set()
 
     def start(self) -> None:
-        """A forward is announced."""
+        """A forward is announced: forget what the one before wrote."""
         self.written = set()
 
     def write(self, layer_idx: int, states: Mapping[str, Tensor], ticket: Ticket) -> dict[str, Tensor]:
         """Store a layer's new states and return what its attention reads; see `Call.write`.
 
         Raises:
-            TicketError: nothing has been written.
+            TicketError: rows or columns are not the ticket's, or the layer has written already; the pool is unchanged.
             PoolArgumentError: this layer's states are no [R, H, T, D] of the sizes that it has had.
         """
         num_rows, num_columns = ticket.num_rows, ticket.num_columns
@@ -53,10 +53,10 @@ class LayerWrites:
         return self._reader.read(layer_idx, states)
 
     def require_all(self) -> None:
-        """The forward has run.
+        """Refuse a forward in which a layer that always writes did not.
 
         Raises:
-            TicketError: a layer that always writes did not, or none did.
+            TicketError: such a layer, or every layer, did not write.
         """
         missing = self._store.writing_layers - self.written
         if missing or not self.written:

@@ -17,7 +17,7 @@ _CONTROL_GROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def default_budget_bytes(device: torch.device) -> int:
-    """`DEFAULT_SHARE` of the memory free on `device` now; on a host of what is available, to this container if it is one."""
+    """`DEFAULT_SHARE` of what `device` has free now; on a host of what is available, or of what the container's limit leaves."""
     return int(_free_bytes(device) * DEFAULT_SHARE)
 
 

@@ -150,7 +150,7 @@ class BlockPool:
         for name in layer if names is None else names:
             held = layer[name]
             heads, head_dim = held.shape[1:]
-            chosen, vectors = source.of_heads(heads, held.device), held.view(-1, head_dim)
+            chosen, vectors = source.index_for(heads, held.device), held.view(-1, head_dim)
             if memory is not None and held.is_cpu:
                 copied = memory.take((chosen.shape[0], head_dim), held.dtype)
                 torch.index_select(vectors, 0, chosen, out=copied)
@@ -181,10 +181,6 @@ class BlockPool:
                     )
                 to, of = index[tensor.device]
                 tensor.index_copy_(0, to, tensor.index_select(0, of))
-
-    def device_of(self, layer_idx: int) -> torch.device:
-        """Where a written layer's tensors are."""
-        return next(iter(self._tensors[layer_idx].values())).device
 
     def devices(self) -> set[torch.device]:
         """Where the tensors written so far are."""

@@ -27,7 +27,8 @@ class PrefixStore:
         block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
         num_blocks: the most blocks, one of which is reserved.
         max_bytes: instead of `num_blocks`, the most bytes of keys and values; a forward of one token measures what a
-            block needs. Without either: half of the memory that is free on the model's device after the first call.
+            block needs. Without either: half of the memory that is free on the model's device after the first call (on a
+            host: available, or left of the container's limit).
     Raises:
         UnsupportedModelError: the model's cache cannot be held right; the message names what is in the way.
         CacheArgumentError: a size is out of range, or both sizes are given.

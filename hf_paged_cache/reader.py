@@ -1,7 +1,7 @@
 """What stands between the pool and attention: it gives a layer the keys and values of all columns of the running rows.
 
 All that a reader holds are copies of what is in the pool: they may be dropped between any two forwards and are made
-again. Columns left of a row's padding are never attended to; they hold finite values.
+again. Columns of a row's padding are never attended to; they hold finite values.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .tokens import TokenIds, common_prefix_length
 
 # What a forward costs beside its tokens, in tokens: reading all weights, launching all kernels. For SmolLM2-135M on two
-# cores that is some 45 (`python benchmarks/bench_generate.py --scenes forward_price`); more, so that a prefill is a gain.
+# cores that is some 45 (`python benchmarks/bench_generate.py --scenes forward_cost`); more, so that a prefill is a gain.
 # An accelerator computes tokens faster and launches no faster; its number is a guess.
 FORWARD_COST_ON_HOST = 64
 FORWARD_COST_ON_ACCELERATOR = 512

@@ -52,24 +52,24 @@ class WriteTarget:
 
 
 class ReadSource:
-    """The slots that a read takes, [R, C] int64. What tensors need to be read there is made once and used by every layer."""
+    """The slots that a read takes, [R, C] int64. The index into a layer's tensors is made once for a device and number of heads."""
 
-    __slots__ = ("_of_heads", "shape", "slots")
+    __slots__ = ("_index", "shape", "slots")
 
     def __init__(self, slots: Tensor) -> None:
         if slots.dim() != 2 or slots.dtype != torch.int64:
             raise PoolArgumentError(f"slots must be a 2-D int64 tensor, got {slots.dim()}-D {slots.dtype}")
         self.slots = slots
         self.shape = tuple(slots.shape)
-        self._of_heads: dict[tuple[torch.device, int], Tensor] = {}
+        self._index: dict[tuple[torch.device, int], Tensor] = {}
 
-    def of_heads(self, num_heads: int, device: torch.device) -> Tensor:
+    def index_for(self, num_heads: int, device: torch.device) -> Tensor:
         """[R * H * C] int64 on `device`: where a slot's heads lie among those of all slots, heads before columns."""
-        found = self._of_heads.get((device, num_heads))
+        found = self._index.get((device, num_heads))
         if found is None:
             heads = torch.arange(num_heads, device=device)[:, None]
             found = (self.slots.to(device)[:, None] * num_heads + heads).flatten()
-            self._of_heads[device, num_heads] = found
+            self._index[device, num_heads] = found
         return found
 
 

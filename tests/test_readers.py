@@ -414,6 +414,24 @@ def test_a_reader_works_across_the_border_of_inference_mode(make_reader: Any) ->
         bench.reader.reorder_rows([0], 0)
 
 
+def test_what_somebody_keeps_of_a_layer_is_not_overwritten_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hf_paged_cache.host_memory._MIN_RECYCLED_BYTES", 1)  # small memory, too
+    bench = Bench(GatherReader)
+    bench.start([row_of(40)])
+    bench.forward(0)
+    bench.reader.start_forward(lambda: bench.layouts(bench.rows), 1, 39, 40)
+    with torch.no_grad():
+        kept = bench.reader.read(0, bench.new_states(0, 39, 40))
+        before = {name: states.clone() for name, states in kept.items()}
+        for layer_idx in (1, 1):
+            bench.reader.read(layer_idx, bench.new_states(layer_idx, 39, 40))
+    for name, states in kept.items():
+        assert states.any()
+        assert states.equal(before[name])
+
+
 # Slots
 
 
@@ -430,22 +448,3 @@ def test_the_slot_of_each_column_is_that_of_its_token_and_padding_reads_the_null
 def test_a_row_of_padding_alone_has_only_null_slots() -> None:
     rows = [RowLayout(b"", 0, array("q"), [7]), RowLayout(b"", 3, array("q"), [])]
     assert slot_matrix(rows, 3, BLOCK_SIZE).tolist() == [[28, 29, 30], [0, 0, 0]]
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_what_somebody_keeps_of_a_layer_is_not_overwritten_by_the_next(
-    grad: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hf_paged_cache.host_memory._MIN_RECYCLED_BYTES", 1)  # small memory, too
-    bench = Bench(GatherReader)
-    bench.start([row_of(40)])
-    bench.forward(0)
-    bench.reader.start_forward(lambda: bench.layouts(bench.rows), 1, 39, 40)
-    with torch.set_grad_enabled(grad):
-        kept = bench.reader.read(0, bench.new_states(0, 39, 40))
-        before = {name: states.clone() for name, states in kept.items()}
-        for layer_idx in (1, 1):
-            bench.reader.read(layer_idx, bench.new_states(layer_idx, 39, 40))
-    for name, states in kept.items():
-        assert states.any()
-        assert states.equal(before[name])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 
 from .tiny_models import build
 
@@ -59,7 +58,7 @@ def with_another_weight(model: PreTrainedModel, cache: PagedPrefixCache) -> Any:
     return generate()(model, cache)
 
 
-def with_eager_attention(model: PreTrainedModel, cache: PagedPrefixCache) -> Any:
+def with_attentions(model: PreTrainedModel, cache: PagedPrefixCache) -> Any:
     return generate(output_attentions=True, return_dict_in_generate=True)(model, cache)
 
 
@@ -74,7 +73,7 @@ CASES: dict[str, Call] = {
     "a tensor that is not read here, such as token types": forward(token_type_ids=torch.zeros_like(IDS)),
     "an active dropout": with_dropout,
     "hidden states": generate(output_hidden_states=True, return_dict_in_generate=True),
-    "attentions": with_eager_attention,
+    "attentions": with_attentions,
     "labels": forward(labels=IDS, logits_to_keep=0),
     "the logits of all tokens, as a plain forward gives them": forward(logits_to_keep=0),
     "a tuple instead of an output object": forward(return_dict=False),
@@ -83,10 +82,10 @@ CASES: dict[str, Call] = {
 
 
 def table() -> Iterator[tuple[str, str, str]]:
-    """The cells of each row."""
+    """The cells of each row of the table of calls."""
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("| ") and cells[0] != "a call with":
+        if line.startswith("| ") and len(cells) == 3 and cells[0] != "a call with":
             what, computed, said = cells
             yield what, computed, said.strip("`")
 
@@ -102,26 +101,58 @@ def test_a_call_says_what_the_page_quotes(what: str, computed: str, said: str) -
     with torch.no_grad():
         generate()(model, cache)
         cache.reset()
-        known = cache.stats().num_cached_blocks
-        with contextlib.suppress(NotImplementedError):
-            CASES[what](model, cache)
-        row = cache.last_call.rows[0]
-        assert said in row.stopped
-        is_whole = computed.startswith("whole")
-        assert (row.computed_tokens == row.prompt_tokens) == is_whole
-        assert known > 0
-        cache.reset()
-        assert (cache.stats().num_cached_blocks > known) == ("and kept" in computed or not is_whole)
+        assert cache.stats().num_cached_blocks == LENGTH // 16
+        CASES[what](model, cache)
+    row = cache.last_call.rows[0]
+    assert said in row.stopped
+    assert (row.computed_tokens == row.prompt_tokens) == computed.startswith("whole")
+
+
+@pytest.mark.parametrize(("what", "computed"), [(what, computed) for what, computed, _ in table()])
+def test_what_is_not_kept_is_not_there_afterwards(what: str, computed: str) -> None:
+    model = build("llama", attention_dropout=0.1, attn_implementation="eager")
+    cache = PagedPrefixCache(model)
+    with torch.no_grad():
+        CASES[what](model, cache)
+    cache.reset()
+    assert (cache.stats().num_cached_blocks == 0) == ("not kept" in computed)
 
 
 def test_without_the_cache_it_says_so_and_refuses_what_it_names() -> None:
     text = PAGE.read_text(encoding="utf-8")
     model = build("llama")
     cache = PagedPrefixCache(model)
-    assert "`use_cache=False` runs without the cache it was given, and warns" in text
+    assert "`use_cache=False`: the call runs without the cache it was given, and warns" in text
     with pytest.warns(UserWarning, match=re.escape("use_cache=False: this call runs without the cache")):
         generate(use_cache=False)(model, cache)
-    assert "`cache_implementation=...` together with the cache is refused" in text
-    with pytest.raises(ValueError, match="asks transformers for a cache of its own"):
+    assert "`cache_implementation=...` together with the cache (`CacheArgumentError`)" in text
+    with pytest.raises(CacheArgumentError, match="asks transformers for a cache of its own"):
         generate(cache_implementation="static")(model, cache)
     assert cache.stats().num_cached_blocks == 0
+
+
+def test_a_match_ends_in_the_words_of_the_page() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    said = re.findall(r"^\| `([^`]+)` \| [^|]+ \|$", text, flags=re.MULTILINE)
+    model = build("llama")
+    cache = PagedPrefixCache(model)
+    other = (IDS + 7) % 60
+    pair = torch.cat((IDS, other))
+    endings = []
+
+    def end(ids: torch.Tensor, *, reset: bool = False) -> None:
+        if reset:
+            cache.reset()
+        generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=1)(model, cache)
+        endings.append(cache.last_call.rows[0].stopped)
+
+    end(IDS)  # no cached block has these first
+    end(IDS)  # the whole prompt was known
+    end(IDS[:, :40])
+    end(torch.cat((IDS[:, :40], other[:, :20]), dim=1))  # the last call's row ends at token
+    end(torch.cat((IDS[:, :20], other[:, :20]), dim=1))  # the prompt differs from the last call's tokens at token
+    end(torch.cat((IDS[:, :16], other[:, :30]), dim=1), reset=True)  # no cached block goes on with tokens
+    end(IDS[:, :40], reset=True)  # do not fill a block of
+    end(pair, reset=True)  # another row knows no more
+    assert [[phrase for phrase in said if phrase in ending] != [] for ending in endings] == [True] * len(endings)
+    assert {phrase for phrase in said for ending in endings if phrase in ending} == set(said)

@@ -2,7 +2,7 @@
 
     bracket         `model.generate` less the class's own `generate` inside it
     hooks           the two forward hooks, `before_forward` and `after_forward`, whole: slots and commits are in them
-    update          all `PagedPrefixCache.update`, or all `DynamicLayer.update`
+    update          all `PagedPrefixCache.update`, or all of `DynamicCache`'s (`Cache.update`)
 
 Not counted, being too small to wrap without changing them: `get_seq_length` and `get_mask_sizes`, torch's dispatch of
 the hooks, and the work of threads other than the calling one. What is wrapped gets slower by a microsecond, which is counted as ours.
@@ -21,7 +21,7 @@ from unittest import mock
 
 import harness
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache
 
 from hf_paged_cache import PagedPrefixCache, hooks
 
@@ -88,7 +88,7 @@ class Meter:
 
 @contextlib.contextmanager
 def metered(model: Any) -> Iterator[Meter]:
-    """Wrap what belongs to us, and `DynamicLayer.update`; caches made inside are measured. All is put back."""
+    """Wrap what belongs to us, and `Cache.update`; caches made inside are measured. All is put back."""
     meter = Meter()
     hooks.detach(model)
     with contextlib.ExitStack() as stack:
@@ -97,7 +97,7 @@ def metered(model: Any) -> Iterator[Meter]:
             (hooks, "before_forward", "hooks"),
             (hooks, "after_forward", "hooks"),
             (PagedPrefixCache, "update", "update"),
-            (DynamicLayer, "update", "update"),
+            (Cache, "update", "update"),
             (type(model), "generate", "generate"),
         ):
             wrapped = meter.timing(part, getattr(owner, name), starts_forward=name == "before_forward")

@@ -17,10 +17,10 @@ from .workbench import Bench
 COUNTS = (1, 32, 64, 128, 256)  # tokens of a forward
 
 
-@scene("The price of a forward", minutes=0.3)
-def forward_price(bench: Bench, repeat: Repeat) -> Lines:
+@scene("The cost of a forward", minutes=0.3)
+def forward_cost(bench: Bench, repeat: Repeat) -> Lines:
     """Forwards of 1 to 256 tokens with an empty cache: where the line through their times starts, over its slope."""
-    names = {f"{count} tokens": count for count in COUNTS}
+    names = {f"DynamicCache, {count} tokens": count for count in COUNTS}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-bench.warmups, repeat(9)):
         for name in turned(list(names), max(0, number)):
@@ -31,14 +31,14 @@ def forward_price(bench: Bench, repeat: Repeat) -> Lines:
     lines = [statistics.linear_regression(COUNTS, times) for times in zip(*seconds.values(), strict=True)]
     spread = Timing.of([line.intercept / line.slope for line in lines])
     yield (
-        "price of a forward",
+        "cost of a forward",
         Line(
             what="a forward's cost beside its tokens; the plan of what is prefilled first assumes the bar",
             value=spread.median,
             kind="tokens",
             spread=spread,
             ways={name: Timing.of(times) for name, times in seconds.items()},
-            subject="1 tokens",
+            subject=next(iter(names)),
             against="",
             at_most=bench.bar(float(FORWARD_COST_ON_HOST)),
         ),
