@@ -50,6 +50,8 @@ class Interrupter:
     """Raises KeyboardInterrupt at the n-th line of this package that this thread runs; 0 only counts.
 
     Finalizers are left out: what is raised there is swallowed by the interpreter and kept, frames and blocks with it.
+    The gradient mode is put back: a tracer can raise at the end of a `with torch.no_grad()`, before the interpreter has
+    called its `__exit__`, where a signal does not come through.
     """
 
     def __init__(self, at_line: int = 0) -> None:
@@ -59,11 +61,13 @@ class Interrupter:
 
     def __enter__(self) -> Interrupter:
         self._before = sys.gettrace()
+        self._gradients = torch.is_grad_enabled()
         sys.settrace(self._enter_frame)
         return self
 
     def __exit__(self, *error: object) -> None:
         sys.settrace(self._before)
+        torch.set_grad_enabled(self._gradients)
 
     def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
         if frame.f_code.co_name in ("__del__", "leave_behind"):
