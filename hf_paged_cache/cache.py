@@ -124,7 +124,12 @@ class PagedPrefixCache(Cache):
         return states["key"], states["value"]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the running rows, padding included; the same in all layers."""
+        """Columns of the running rows, padding included; the same in all layers but those that hold none: 0.
+
+        Of layer 0, by which models ask for the length of the rows, it is always the rows'.
+        """
+        if layer_idx and not self.store.blocks.pool.has_layer(layer_idx):
+            return 0
         return self.call.num_columns
 
     @property

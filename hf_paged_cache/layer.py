@@ -84,8 +84,8 @@ class PagedLayer(CacheLayerMixin):
         return self._cache.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Columns held, padding included."""
-        return self._cache.get_seq_length()
+        """Columns held, padding included; 0 where the layer holds none."""
+        return self._cache.get_seq_length(self._layer_idx)
 
     def get_max_length(self) -> int:
         """-1: there is no maximum but the pool's."""

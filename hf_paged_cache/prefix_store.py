@@ -11,7 +11,7 @@ from .conditioning import Conditioning
 from .errors import CacheArgumentError, CacheBusyError
 from .generation import cross_inputs
 from .hooks import attach
-from .support import leaves_doubt, measure_bytes_per_token, require_supported, takes, unwrapped
+from .support import is_played, leaves_doubt, measure_bytes_per_token, require_supported, takes, unwrapped
 from .trial import require_continuable
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ class PrefixStore:
 
     Args:
         model: a decoder of transformers; bracket and hooks are attached to it. Where its structure leaves a doubt
-            (it takes no `position_ids`, or images that stand at no token), three forwards of 48 tokens try it, once.
+            (it takes no `position_ids`, or images that stand at no token), or transformers is another version than the
+            one on which all model types were played, six short forwards try it, once.
         block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
         num_blocks: the most blocks, one of which is reserved.
         max_bytes: instead of `num_blocks`, the most bytes of keys and values; a forward of one token measures what a
@@ -44,7 +45,7 @@ class PrefixStore:
     ) -> None:
         model = unwrapped(model)
         require_supported(model)
-        if leaves_doubt(model):
+        if leaves_doubt(model) or not is_played():
             require_continuable(model)
         _require_size("block_size", block_size, 1, "tokens; 16 suits most models")
         if num_blocks is not None and max_bytes is not None:

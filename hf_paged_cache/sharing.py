@@ -51,7 +51,8 @@ def plan_prefills(
     """The prefills after which all rows together cost least; none where that is to compute them as they are.
 
     Cost, in tokens: those of the prefills, `forward_cost` for each, and the columns that the forward over all rows is
-    left with, times the rows. Weighed are the columns at which rows part, are known up to, or end.
+    left with, times the rows. Weighed are the columns at which rows part, are known up to, or end, and the last full blocks; where
+    paddings differ by no whole blocks, another column may cost less by up to a block a row.
 
     Args:
         start, stop: columns of the forward, padding included.
@@ -73,14 +74,18 @@ def plan_prefills(
     def weigh(column: int) -> tuple[int, int, list[Prefill]]:
         prefills: list[Prefill] = []
         num_computed, num_shared, reach, first = 0, 0, 0, latest
+        shared_with_last = 0  # tokens of this row that the last prefill's row has, too
         for at, number in enumerate(order):
             row = rows[number]
-            reach = min(reach, common[at])
+            reach, shared_with_last = min(reach, common[at]), min(shared_with_last, common[at])
             target = min(-(-(column - row.pad) // block_size) * block_size, _floor(len(row.token_ids), block_size))
             target = max(target, row.num_known)
             known = max(_floor(row.num_known, block_size), reach)
             if target > known and target > row.num_known:
+                if prefills and prefills[-1].num_tokens <= shared_with_last:
+                    prefills.pop()  # this one computes all of that
                 prefills.append(Prefill(number, target))
+                shared_with_last = target
                 num_computed += target - known
             num_shared += max(0, min(reach, target) - row.num_known) // block_size
             reach = max(reach, target)
@@ -90,7 +95,7 @@ def plan_prefills(
 
     earliest = max(start, min(latest, min(row.pad + row.num_known for row in rows)))
     least, best = len(rows) * (stop - earliest), NOTHING_TO_PREFILL
-    for column in _thinned(sorted(set(_candidates(rows, order, common, block_size)))):
+    for column in _thinned(sorted(set(_candidates(rows, order, common, block_size, latest)))):
         if earliest < column <= latest + block_size:
             cost, num_shared, prefills = weigh(min(column, latest))
             if cost < least:
@@ -99,7 +104,7 @@ def plan_prefills(
 
 
 def _candidates(
-    rows: Sequence[SharingRow], order: Sequence[int], common: Sequence[int], block_size: int
+    rows: Sequence[SharingRow], order: Sequence[int], common: Sequence[int], block_size: int, latest: int
 ) -> Iterator[int]:
     """Columns between which costs change by the same amount a column."""
     for at, number in enumerate(order):
@@ -107,6 +112,9 @@ def _candidates(
         lengths = (common[at], common[at + 1] if at + 1 < len(order) else 0, row.num_known, len(row.token_ids))
         for length in lengths:
             yield row.pad + _floor(length, block_size)
+        yield row.pad + _floor(
+            max(0, latest - row.pad), block_size
+        )  # what is behind is computed again, at least in part
 
 
 def _thinned(columns: Sequence[int]) -> Sequence[int]:

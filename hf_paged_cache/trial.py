@@ -1,6 +1,7 @@
 """A short trial of a model: does it give, continued behind cached tokens, what it gives in one forward?
 
-Two rows of 24 tokens, one of them padded on the left. It shows what no structure does: attention to later tokens, a
+Two rows of 24 tokens, one of them padded on the left, then the other one alone and without a mask: without padding some
+models make none. It shows what no structure does: attention to later tokens, a
 cache that is ignored or filled with other columns than the tokens', masks that are another thing behind a past. Runs
 forwards of its own, without gradients and in eval mode, and leaves the model as it was.
 """
@@ -29,7 +30,7 @@ _failures: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def require_continuable(model: PreTrainedModel) -> None:
-    """Refuse a model that, continued behind a cache, is not itself.  Cost: three short forwards, once a model.
+    """Refuse a model that, continued behind a cache, is not itself.  Cost: six short forwards, once a model.
 
     Raises:
         UnsupportedModelError: saying what was seen.
@@ -47,30 +48,35 @@ def why_it_fails(model: PreTrainedModel) -> str:
 
 
 def _why_it_fails(model: PreTrainedModel) -> str:
-    inputs = trial_inputs(model)
+    padded = trial_inputs(model)
+    alone = {name: value[:1] for name, value in padded.items() if name != "attention_mask"}
     with undisturbed(model):
-        try:
-            whole = last_logits(model(**inputs, use_cache=False), NUM_COLUMNS - NUM_CACHED)
-            continued = continue_behind(model, inputs, dynamic_cache(model))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 (whatever a model of others raises, it cannot be continued)
-            return f"it cannot be continued behind a cache ({type(error).__name__}: {error})"
-    return why_they_differ(model, whole, continued, inputs)
+        for inputs in (padded, alone):
+            try:
+                whole = last_logits(model(**inputs, use_cache=False), NUM_COLUMNS - NUM_CACHED)
+                continued = continue_behind(model, inputs, dynamic_cache(model))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 (whatever a model of others raises, it cannot be continued)
+                return f"it cannot be continued behind a cache ({type(error).__name__}: {error})"
+            failure = _why_they_differ(model, whole, continued)
+            if failure:
+                return failure
+    return ""
 
 
 def continue_behind(model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any) -> Tensor:
-    """The logits of the last columns, computed behind `NUM_CACHED` cached ones: [2, 8, vocabulary].
+    """The logits of the last columns, computed behind `NUM_CACHED` cached ones: [R, 8, vocabulary].
 
     Raises:
         ValueError: the cache does not hold the columns that were passed.
     """
-    mask, num_cached = inputs["attention_mask"], NUM_CACHED
+    num_cached = NUM_CACHED
     first = {name: value[:, :num_cached] for name, value in inputs.items()}
     model(**first, past_key_values=cache, use_cache=True)
     if cache.get_seq_length() != num_cached:
         raise ValueError(f"after {num_cached} tokens its cache holds {cache.get_seq_length()}")
-    rest = {name: value[:, num_cached:] for name, value in inputs.items()} | {"attention_mask": mask}
+    rest = {name: value if name == "attention_mask" else value[:, num_cached:] for name, value in inputs.items()}
     return last_logits(model(**rest, past_key_values=cache, use_cache=True), NUM_COLUMNS - num_cached)
 
 
@@ -81,10 +87,10 @@ def dynamic_cache(model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
-def why_they_differ(model: PreTrainedModel, whole: Tensor, continued: Tensor, inputs: dict[str, Tensor]) -> str:
+def _why_they_differ(model: PreTrainedModel, whole: Tensor, continued: Tensor) -> str:
     """In which rows two sets of logits differ by more than rounding; "" if they do not."""
     allowed = tolerance(model)
-    rows = [_median_distance(whole[row], continued[row]) for row in range(2)]
+    rows = [_median_distance(*pair) for pair in zip(whole, continued, strict=True)]
     if max(rows) <= allowed:
         return ""
     where = "" if rows[0] > allowed else " in a row with padding"
@@ -131,7 +137,7 @@ def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def last_logits(output: Any, num_columns: int) -> Tensor:
-    """[2, columns, vocabulary] on the host."""
+    """[R, columns, vocabulary] on the host."""
     logits: Tensor = output.logits[:, -num_columns:]
     return logits.float().cpu()
 

@@ -125,6 +125,8 @@ def test_a_layer_is_initialized_only_if_it_was_written(tiny_llama: Any) -> None:
     run(tiny_llama, IDS, cache)
     assert cache.get_seq_length() == IDS.shape[1]
     assert [layer.is_initialized for layer in cache.layers] == [True, False]
+    assert [layer.get_seq_length() for layer in cache.layers] == [IDS.shape[1], 0]
+    assert cache.get_seq_length(1) == 0
 
 
 def test_a_layer_with_an_index_answers_like_an_indexed_one() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
+from hf_paged_cache import PagedPrefixCache, support
 from hf_paged_cache.trial import (
     NUM_CACHED,
     NUM_COLUMNS,
@@ -63,7 +67,39 @@ def test_a_model_is_tried_once(tiny_llama: Any) -> None:
     calls: list[int] = []
     tiny_llama.register_forward_pre_hook(lambda *_: calls.append(1))
     assert why_it_fails(tiny_llama) == why_it_fails(tiny_llama) == ""
-    assert len(calls) == 3
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize("played_on", ["5.0.0", transformers.__version__])
+def test_every_model_is_tried_on_a_transformers_whose_types_were_not_all_played(
+    played_on: str, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support, "PLAYED_ON", played_on)
+    calls: list[int] = []
+    tiny_llama.register_forward_pre_hook(lambda *_: calls.append(1))
+    PagedPrefixCache(tiny_llama)
+    assert len(calls) == (6 if played_on == "5.0.0" else 0)
+
+
+def test_the_version_that_was_played_is_the_one_whose_results_are_stored() -> None:
+    stored = json.loads((Path(__file__).parent / "conformance" / "results.json").read_text(encoding="utf-8"))
+    assert stored["versions"]["transformers"] == support.PLAYED_ON
+
+
+def test_a_model_that_attends_to_later_tokens_where_nothing_is_padded_is_seen() -> None:
+    """As Doge of transformers 5.17: without padding no mask is made, and so none that is causal."""
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(without_causality, with_kwargs=True)
+    assert "depend on more than the tokens before them" in why_it_fails(model)
+
+
+def without_causality(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs["attention_mask"] is None:
+        length, past = kwargs["hidden_states"].shape[1], kwargs["past_key_values"]
+        num_before = 0 if past is None else past.get_seq_length(module.layer_idx)
+        kwargs["attention_mask"] = torch.zeros(1, 1, length, num_before + length)
+    return args, kwargs
 
 
 def test_memory_that_runs_out_is_no_property_of_the_model(tiny_llama: Any) -> None:
