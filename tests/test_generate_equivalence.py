@@ -269,10 +269,11 @@ def test_generate_gives_what_it_gives_with_dynamic_cache(scene: Callable[[Player
 @pytest.mark.parametrize("how", [{"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}, {}])
 def test_equal_rows_of_a_prompt_are_computed_once(how: dict[str, Any], view: bool) -> None:
     model = build("llama")
+    cache = PagedPrefixCache(model, view=view)
     rows = [PROMPT] if how else [PROMPT] * 4
     sizes: list[tuple[int, ...]] = []
     handle = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: sizes.append(tuple(args[0].shape)))
-    output = run(model, PagedPrefixCache(model, view=view), **batch(*rows), **how)
+    output = run(model, cache, **batch(*rows), **how)
     handle.remove()
     assert sizes == [(1, 50), *[(4, 1)] * 5]
     assert_same(run(model, **batch(*rows), **how), output)
