@@ -1,7 +1,7 @@
 """A short trial of a model: does it give, continued behind cached tokens, what it gives in one forward?
 
-Two rows of 24 tokens, one of them padded on the left, then the other one alone and without a mask: without padding some
-models make none. It shows what no structure does: attention to later tokens, a
+Two rows of 24 tokens, one of them padded on the left, then the other one alone, for which most models make no mask of their
+own. It shows what no structure does: attention to later tokens, a
 cache that is ignored or filled with other columns than the tokens', masks that are another thing behind a past. Runs
 forwards of its own, without gradients and in eval mode, and leaves the model as it was.
 """
@@ -49,7 +49,7 @@ def why_it_fails(model: PreTrainedModel) -> str:
 
 def _why_it_fails(model: PreTrainedModel) -> str:
     padded = trial_inputs(model)
-    alone = {name: value[:1] for name, value in padded.items() if name != "attention_mask"}
+    alone = {name: value[:1] for name, value in padded.items()}
     with undisturbed(model):
         for inputs in (padded, alone):
             try:
