@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from .cache import PagedPrefixCache
 from .errors import PagedCacheError
 from .hooks import detach, is_attached
+from .own_forwards import types_of_logits, undisturbed
 from .prefix_store import PrefixStore
 from .support import cache_layers, require_supported, takes, unwrapped
 from .trial import (
@@ -23,7 +24,6 @@ from .trial import (
     require_continuable,
     tolerance,
     trial_inputs,
-    undisturbed,
 )
 
 _BLOCK_SIZE = 8
@@ -70,10 +70,10 @@ class ModelReport:
 
 
 def check_model(model: Any) -> ModelReport:
-    """Try a model: two rows of 24 tokens, one of them padded, in one forward and continued behind 16 cached columns.
+    """Try a model: two rows of 24 tokens, one of them padded, and one alone, in one forward and behind 16 cached columns.
 
     Effects: none that last: training flags, hooks and `generate` are as before.
-    Cost: about eight short forwards.
+    Cost: a dozen short forwards.
     Raises:
         torch.OutOfMemoryError: the model's own forward does not fit.
     Example:
@@ -107,13 +107,14 @@ def _try(model: PreTrainedModel, name: str, layers: dict[str, int]) -> ModelRepo
     """The same columns behind `DynamicCache` and behind ours, then a prompt whose first blocks are known."""
     inputs, num_compared = trial_inputs(model), NUM_COLUMNS - NUM_CACHED
     whole = last_logits(model(**inputs, use_cache=False), num_compared)
-    own = distance(whole, continue_behind(model, inputs, dynamic_cache(model)))
+    with types_of_logits(model) as seen:
+        own = distance(whole, continue_behind(model, inputs, dynamic_cache(model)))
     cache = PagedPrefixCache(PrefixStore(model, block_size=_BLOCK_SIZE, num_blocks=16))
     ours = distance(whole, continue_behind(model, inputs, cache))
     cache.reset()
     ours = max(ours, distance(whole[:1, -1], _first_step(model, cache, inputs)))
     counts = cache.last_call
-    allowed = max(tolerance(model), 5 * own)
+    allowed = max(tolerance(model, seen), 5 * own)
     reason = "" if ours <= allowed else f"with our cache its logits differ by {ours:.2g} of their scale"
     if not reason and not counts.reused_tokens:
         reason = f"nothing of a known prompt is reused: {counts.rows[0].stopped if counts.rows else 'no row ran'}"

@@ -11,7 +11,8 @@ from .conditioning import Conditioning
 from .errors import CacheArgumentError, CacheBusyError
 from .generation import cross_inputs
 from .hooks import attach
-from .support import is_played, leaves_doubt, measure_bytes_per_token, require_supported, takes, unwrapped
+from .own_forwards import measure_bytes_per_token
+from .support import is_played, leaves_doubt, require_supported, takes, unwrapped
 from .trial import require_continuable
 
 if TYPE_CHECKING:
@@ -23,13 +24,13 @@ class PrefixStore:
 
     Args:
         model: a decoder of transformers; bracket and hooks are attached to it. Where its structure leaves a doubt
-            (it takes no `position_ids`, or images that stand at no token), or transformers is another version than the
-            one on which all model types were played, six short forwards try it, once.
+            (it takes no `position_ids`, for example, or routes tokens to experts), or transformers is another version
+            than the one on which all model types were played, six short forwards try it, once.
         block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
         num_blocks: the most blocks, one of which is reserved.
         max_bytes: instead of `num_blocks`, the most bytes of keys and values; a forward of one token measures what a
-            block needs. Without either: half of the memory that is free on the model's device after the first call (on a
-            host: available, or left of the container's limit).
+            block needs. Without either: at most half of the memory that is free on the model's device after the first
+            forward (on a host: available, or left of the container's limit).
     Raises:
         UnsupportedModelError: the model's cache cannot be held right; the message names what is in the way.
         CacheArgumentError: a size is out of range, or both sizes are given.

@@ -20,6 +20,7 @@ from .call import Call
 from .call_state import CallLimits
 from .errors import CacheArgumentError
 from .generation import GenerateArguments
+from .own_forwards import input_device
 from .support import takes
 
 _MAX_LOGITS = 2**27  # numbers that the logits of one forward may have, where no batch_size is given
@@ -265,7 +266,7 @@ class _Scorer:
         never committed.
         """
         num_new = max(map(len, rows))
-        ids = torch.tensor([row + row[-1:] * (num_new - len(row)) for row in rows], device=self._model.device)
+        ids = torch.tensor([row + row[-1:] * (num_new - len(row)) for row in rows], device=input_device(self._model))
         arguments: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = num_logits

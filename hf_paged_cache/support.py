@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel, cache_utils
@@ -13,9 +12,10 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicS
 
 from .errors import UnsupportedModelError
 
+PLAYED_ON = "5.23.0"  # the version of transformers whose model types were all played: tests/conformance/results.json
+
 # Judged by exact type: a subclass may hold more than keys and values. A window is held as all of its tokens; the
 # model's mask hides those that it must not see.
-PLAYED_ON = "5.23.0"  # the version of transformers whose model types were all played: tests/conformance/results.json
 _HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
 
 
@@ -151,18 +151,6 @@ def has_index(layer: Any) -> bool:
 def takes(model: PreTrainedModel, argument: str) -> bool:
     """Whether the model's forward has an argument of that name."""
     return argument in inspect.signature(model.forward).parameters
-
-
-def measure_bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of keys and values of one token in all layers, found by a forward of one token.
-
-    Shapes cannot be had from a config: latent attention, shared layers and mixed head sizes are not said there alike.
-    """
-    cache = DynamicCache()
-    with torch.no_grad():
-        model(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
-    states = [getattr(layer, name) for layer in cache.layers for name in ("keys", "values")]
-    return sum(tensor.nbytes for tensor in states if tensor is not None)
 
 
 def _attends_in_both_directions(model: PreTrainedModel) -> bool:

@@ -1,13 +1,12 @@
 """A short trial of a model: does it give, continued behind cached tokens, what it gives in one forward?
 
-Two rows of 24 tokens, one of them padded on the left, then the other one alone, for which most models make no mask of their
-own. It shows what no structure does: attention to later tokens, a
-cache that is ignored or filled with other columns than the tokens', masks that are another thing behind a past. Runs
-forwards of its own, without gradients and in eval mode, and leaves the model as it was.
+Two rows of 24 tokens, one of them padded on the left, then the other one alone, for which most models make no mask of
+their own. It shows what no structure does: attention to later tokens, a cache that is ignored or filled with other
+columns than the tokens', masks that are another thing behind a past. Runs forwards of its own, without gradients and in
+eval mode, and leaves the model as it was.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from .errors import UnsupportedModelError
+from .own_forwards import eps_computed_in, input_device, types_of_logits, undisturbed
 from .support import takes
 
 NUM_COLUMNS = 24
@@ -50,7 +50,7 @@ def why_it_fails(model: PreTrainedModel) -> str:
 def _why_it_fails(model: PreTrainedModel) -> str:
     padded = trial_inputs(model)
     alone = {name: value[:1] for name, value in padded.items()}
-    with undisturbed(model):
+    with undisturbed(model), types_of_logits(model) as seen:
         for inputs in (padded, alone):
             try:
                 whole = last_logits(model(**inputs, use_cache=False), NUM_COLUMNS - NUM_CACHED)
@@ -59,7 +59,7 @@ def _why_it_fails(model: PreTrainedModel) -> str:
                 raise
             except Exception as error:  # noqa: BLE001 (whatever a model of others raises, it cannot be continued)
                 return f"it cannot be continued behind a cache ({type(error).__name__}: {error})"
-            failure = _why_they_differ(model, whole, continued)
+            failure = _why_they_differ(whole, continued, tolerance(model, seen))
             if failure:
                 return failure
     return ""
@@ -71,13 +71,12 @@ def continue_behind(model: PreTrainedModel, inputs: dict[str, Tensor], cache: An
     Raises:
         ValueError: the cache does not hold the columns that were passed.
     """
-    num_cached = NUM_CACHED
-    first = {name: value[:, :num_cached] for name, value in inputs.items()}
+    first = {name: value[:, :NUM_CACHED] for name, value in inputs.items()}
     model(**first, past_key_values=cache, use_cache=True)
-    if cache.get_seq_length() != num_cached:
-        raise ValueError(f"after {num_cached} tokens its cache holds {cache.get_seq_length()}")
-    rest = {name: value if name == "attention_mask" else value[:, num_cached:] for name, value in inputs.items()}
-    return last_logits(model(**rest, past_key_values=cache, use_cache=True), NUM_COLUMNS - num_cached)
+    if cache.get_seq_length() != NUM_CACHED:
+        raise ValueError(f"after {NUM_CACHED} tokens its cache holds {cache.get_seq_length()}")
+    rest = {name: value if name == "attention_mask" else value[:, NUM_CACHED:] for name, value in inputs.items()}
+    return last_logits(model(**rest, past_key_values=cache, use_cache=True), NUM_COLUMNS - NUM_CACHED)
 
 
 def dynamic_cache(model: PreTrainedModel) -> DynamicCache:
@@ -87,9 +86,8 @@ def dynamic_cache(model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
-def _why_they_differ(model: PreTrainedModel, whole: Tensor, continued: Tensor) -> str:
+def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:
     """In which rows two sets of logits differ by more than rounding; "" if they do not."""
-    allowed = tolerance(model)
     rows = [_median_distance(*pair) for pair in zip(whole, continued, strict=True)]
     if max(rows) <= allowed:
         return ""
@@ -115,9 +113,13 @@ def distance(reference: Tensor, logits: Tensor, *, scale: float | None = None) -
     return difference if difference == difference else float("inf")
 
 
-def tolerance(model: PreTrainedModel) -> float:
-    """What rounding may make of a forward of another length, as a share of the logits' scale."""
-    return max(_MIN_TOLERANCE, _TOLERANCE_IN_EPS * torch.finfo(model.dtype).eps)
+def tolerance(model: PreTrainedModel, seen: Iterable[torch.dtype]) -> float:
+    """What rounding may make of a forward of another length, as a share of the logits' scale.
+
+    Args:
+        seen: types in which forwards made their logits; of mixed precision they may be coarser than the weights'.
+    """
+    return max(_MIN_TOLERANCE, _TOLERANCE_IN_EPS * eps_computed_in(model, seen))
 
 
 def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -133,26 +135,13 @@ def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     inputs = {"input_ids": ids, "attention_mask": mask}
     if takes(model, "position_ids"):
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_(min=0)
-    return {name: value.to(model.device) for name, value in inputs.items()}
+    return {name: value.to(input_device(model)) for name, value in inputs.items()}
 
 
 def last_logits(output: Any, num_columns: int) -> Tensor:
     """[R, columns, vocabulary] on the host."""
     logits: Tensor = output.logits[:, -num_columns:]
     return logits.float().cpu()
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients, and nothing compiled; afterwards every module trains as it did."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _hint(model: PreTrainedModel) -> str:

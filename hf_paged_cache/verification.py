@@ -11,6 +11,7 @@ import torch
 
 from .blocks import BlockTable
 from .errors import OutOfBlocksError
+from .own_forwards import eps_computed_in, input_device
 from .prefix_store import PrefixStore
 from .processes import forwards_are_counted
 from .rows import Row, Rows
@@ -65,7 +66,7 @@ class Verifier:
 
     def _is_equal(self, store: PrefixStore, given: RowInput, known: BlockTable, index: int) -> bool:
         """Whether block `index` of a row is computed as it is stored."""
-        blocks, model = store.blocks, store.model
+        blocks, model, device = store.blocks, store.model, input_device(store.model)
         start, stop = index * blocks.block_size, (index + 1) * blocks.block_size
         before = known.fork()
         before.truncate(start)
@@ -74,9 +75,9 @@ class Verifier:
         row.stop_commits(start)  # and, with that, no hit: what is stored must not be found
         cache = self._make_cache()
         cache.call.take_over(Rows([row], [0], start))
-        arguments: dict[str, Any] = {"input_ids": torch.tensor([given.token_ids[start:stop]], device=model.device)}
+        arguments: dict[str, Any] = {"input_ids": torch.tensor([given.token_ids[start:stop]], device=device)}
         if store.takes_positions:
-            positions = torch.arange(start, stop, device=model.device) + given.first_position
+            positions = torch.arange(start, stop, device=device) + given.first_position
             arguments["position_ids"] = positions[None]
         with torch.no_grad():
             model(**arguments, past_key_values=cache, use_cache=True)
@@ -85,7 +86,7 @@ class Verifier:
         sources = [
             ReadSource(slot_matrix([layout], stop, blocks.block_size)[:, start:]) for layout in (stored, computed)
         ]
-        eps = _eps_computed_in(model)
+        eps = eps_computed_in(model)
         try:
             return all(
                 _agree(eps, *(blocks.pool.gather(layer, source) for source in sources))
@@ -93,15 +94,6 @@ class Verifier:
             )
         finally:
             cache.reset()
-
-
-def _eps_computed_in(model: Any) -> float:
-    """The coarsest rounding of a forward now: of the weights, or of what autocast makes of them."""
-    device_type = model.device.type
-    dtypes = [model.dtype]
-    if torch.is_autocast_enabled(device_type):
-        dtypes.append(torch.get_autocast_dtype(device_type))
-    return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
 def _agree(eps: float, stored: dict[str, torch.Tensor], computed: dict[str, torch.Tensor]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from packaging import version
 from torch import nn
@@ -27,7 +26,6 @@ from hf_paged_cache import PrefixStore, UnsupportedModelError
 from hf_paged_cache.support import (
     cache_layers,
     leaves_doubt,
-    measure_bytes_per_token,
     require_supported,
     takes,
 )
@@ -160,11 +158,3 @@ def test_an_argument_is_taken_if_the_forward_names_it(tiny_llama: Any) -> None:
     assert takes(tiny_llama, "position_ids")
     assert takes(tiny_llama, "logits_to_keep")
     assert not takes(tiny_llama, "token_type_ids")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bytes_of_a_token_are_those_of_all_its_keys_and_values(tiny_llama: Any, dtype: torch.dtype) -> None:
-    config = tiny_llama.config
-    heads, head_dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
-    expected = config.num_hidden_layers * 2 * heads * head_dim * dtype.itemsize
-    assert measure_bytes_per_token(tiny_llama.to(dtype)) == expected

@@ -15,6 +15,7 @@ from accelerate.utils import offload_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.trial import why_it_fails
 
 from ..reference import assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build
@@ -87,6 +88,23 @@ def test_a_model_whose_weights_are_kept_elsewhere(model: PreTrainedModel, tmp_pa
     assert_same(run(plain, **inputs, num_beams=2), run(offloaded, cache, **inputs, num_beams=2))
     zero_blocks(cache)
     assert not is_same(reference, run(offloaded, cache, input_ids=IDS))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_forwards_of_our_own_run_where_weights_are_kept_elsewhere(
+    model: PreTrainedModel, tmp_path: Path, place: str
+) -> None:
+    """A trial, the measure of a block's bytes, the recomputation of one, a score: none is given ids by the user."""
+    plain = PagedPrefixCache(copy.deepcopy(model))
+    offloaded = PLACES[place](model, tmp_path)
+    assert why_it_fails(offloaded) == ""
+    cache = PagedPrefixCache(offloaded, max_bytes=2**20, verify=True)
+    for reused in (0, 49):
+        run(offloaded, cache, input_ids=IDS)
+        assert cache.last_call.reused_tokens == reused
+    continuations = [[3, 4, 5], [7]]
+    for score, expected in zip(cache.score(IDS, continuations), plain.score(IDS, continuations), strict=True):
+        assert score.log_probs == pytest.approx(expected.log_probs)
 
 
 def change_in_host_memory(model: PreTrainedModel, folder: Path) -> None:
@@ -209,6 +227,11 @@ def test_a_prepared_model_keeps_its_hits(model: PreTrainedModel, cache: PagedPre
     model = prepared(model, "no")
     assert_same(reference, run(model, cache, input_ids=IDS))
     assert cache.last_call.reused_tokens == 49
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_a_prepared_model_is_itself_behind_a_cache(model: PreTrainedModel, mixed_precision: str) -> None:
+    assert why_it_fails(prepared(model, mixed_precision)) == ""
 
 
 def test_mixed_precision_of_a_prepared_model_has_blocks_of_its_own(model: PreTrainedModel) -> None:

@@ -18,6 +18,7 @@ from torchao.quantization import (
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, TorchAoConfig
 
 from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.trial import why_it_fails
 
 from ..reference import assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build
@@ -49,6 +50,12 @@ def test_weights_quantised_between_calls(model: PreTrainedModel, cache: PagedPre
     assert_same(run(model, **inputs, num_beams=2), run(model, cache, **inputs, num_beams=2))
     zero_blocks(cache)
     assert not is_same(reference, run(model, cache, input_ids=IDS))
+
+
+@pytest.mark.parametrize("make_config", [*WEIGHT_ONLY.values(), Int8DynamicActivationInt8WeightConfig])
+def test_a_quantised_model_is_itself_behind_a_cache(model: PreTrainedModel, make_config: Callable[[], Any]) -> None:
+    quantize_(model, make_config())
+    assert why_it_fails(model) == ""
 
 
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
