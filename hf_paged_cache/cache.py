@@ -28,7 +28,7 @@ from .prefill import Prefiller
 from .prefix_store import PrefixStore
 from .scoring import Score, score
 from .session import Session
-from .stats import CacheStats, CallStats, hit_rate
+from .stats import CacheStats, CallStats
 from .support import cache_layers, has_index, holds_nothing
 from .verification import Verifier
 from .view_reader import ViewReader
@@ -118,7 +118,8 @@ class PagedPrefixCache(Cache):
         What the base class does by way of its layers, in fewer steps: it is done for each layer of each token.
         """
         layers = self.layers
-        if layer_idx >= len(layers) or not isinstance(layers[layer_idx], PagedLayer) or torch.compiler.is_compiling():
+        is_ours = 0 <= layer_idx < len(layers) and isinstance(layers[layer_idx], PagedLayer)
+        if not is_ours or torch.compiler.is_compiling():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         states = self.write_layer(layer_idx, {"key": key_states, "value": value_states})
         return states["key"], states["value"]
@@ -128,6 +129,8 @@ class PagedPrefixCache(Cache):
 
         Of layer 0, by which models ask for the length of the rows, it is always the rows'.
         """
+        if layer_idx < 0:
+            layer_idx += len(self.layers)
         if layer_idx and not self.store.blocks.pool.has_layer(layer_idx):
             return 0
         return self.call.num_columns
@@ -243,16 +246,7 @@ class PagedPrefixCache(Cache):
     @property
     def last_call(self) -> CallStats:
         """The same for the last call alone, with a line a row: how far it matched, and why no further."""
-        rows = tuple(row.frozen() for row in self.call.counts.rows)
-        prompt, computed = sum(row.prompt_tokens for row in rows), sum(row.computed_tokens for row in rows)
-        return CallStats(
-            prompt_tokens=prompt,
-            computed_tokens=computed,
-            reused_tokens=prompt - computed,
-            hit_rate=hit_rate(prompt, computed),
-            peak_kv_bytes=self.call.peak_kv_bytes,
-            rows=rows,
-        )
+        return self.call.counts.of_call(self.call.peak_kv_bytes)
 
     def pin(self, token_ids: "list[int] | Tensor") -> int:
         """Keep what is cached of this prefix until `unpin`: no other call evicts it, and no collected cache takes it along.

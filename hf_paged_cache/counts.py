@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from .blocks import PrefixCacheMetrics
 from .plan import KnownRow
-from .stats import RowCount
+from .stats import CallStats, RowCount, hit_rate
 from .ticket import ForwardRequest
 
 _WINDOW = 100  # forwards of prompts that the recent hit rate is about
@@ -69,6 +69,19 @@ class PromptCounts:
         """Count a call that ran elsewhere: the rows here stay those of the running one."""
         self.num_calls += 1
         self.metrics.record(num_tokens, num_tokens - num_computed)
+
+    def of_call(self, peak_kv_bytes: int) -> CallStats:
+        """What was confirmed of the running call, or of the last one."""
+        rows = tuple(row.frozen() for row in self.rows)
+        prompt, computed = sum(row.prompt_tokens for row in rows), sum(row.computed_tokens for row in rows)
+        return CallStats(
+            prompt_tokens=prompt,
+            computed_tokens=computed,
+            reused_tokens=prompt - computed,
+            hit_rate=hit_rate(prompt, computed),
+            peak_kv_bytes=peak_kv_bytes,
+            rows=rows,
+        )
 
     def confirm(self) -> None:
         """The announced forward was run."""

@@ -84,7 +84,7 @@ class PagedLayer(CacheLayerMixin):
         return self._cache.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Columns held, padding included; 0 where the layer holds none."""
+        """Columns of the rows, padding included; 0 where the layer holds none, unless it is the first."""
         return self._cache.get_seq_length(self._layer_idx)
 
     def get_max_length(self) -> int:

@@ -39,7 +39,7 @@ class LayerWrites:
         num_rows, num_columns = ticket.num_rows, ticket.num_columns
         for name, new in states.items():
             shape = new.shape
-            if shape[0] != num_rows or shape[2] != num_columns:
+            if len(shape) == 4 and (shape[0] != num_rows or shape[2] != num_columns):  # others the pool refuses
                 raise TicketError(
                     f"layer {layer_idx} writes {name} of {shape[0]} rows and {shape[2]} tokens; announced were "
                     f"{num_rows} rows and {num_columns} tokens; run one forward at a time through the "

@@ -334,3 +334,18 @@ def test_caches_built_in_the_call_itself_share_what_they_leave(tiny_llama: Any) 
     gc.collect()
     cache.reset()
     assert cache.stats().num_blocks_in_use == 0
+
+
+def test_layers_can_be_counted_from_the_last(tiny_llama: Any) -> None:
+    cache, plain = PagedPrefixCache(tiny_llama), DynamicCache(config=tiny_llama.config)
+    ids = torch.arange(2, 9)[None]
+    for each in (cache, plain):
+        assert each.get_seq_length(-1) == 0
+        tiny_llama(ids, past_key_values=each)
+        assert each.get_seq_length(-1) == each.get_seq_length(-2) == 7
+    announced = cache.before_forward(tiny_llama, {"input_ids": ids[:, :1], "logits_to_keep": 1})
+    assert announced["input_ids"].shape == (1, 1)
+    states = torch.ones(1, cache.layers[0].keys.shape[1], 1, cache.layers[0].keys.shape[3])
+    keys, _ = cache.update(states, states, -1)
+    assert keys.shape[2] == 8
+    assert cache.call._writes.written == {(len(cache.layers) - 1, "key"), (len(cache.layers) - 1, "value")}
