@@ -51,8 +51,8 @@ def plan_prefills(
     """The prefills after which all rows together cost least; none where that is to compute them as they are.
 
     Cost, in tokens: those of the prefills, `forward_cost` for each, and the columns that the forward over all rows is
-    left with, times the rows. Weighed are the columns at which rows part, are known up to, or end, and the last full blocks; where
-    paddings differ by no whole blocks, another column may cost less by up to a block a row.
+    left with, times the rows. Weighed are the columns at which rows part or are known up to, and their last full blocks;
+    where paddings differ by no whole blocks, another column may cost less by up to a block a row.
 
     Args:
         start, stop: columns of the forward, padding included.
@@ -109,12 +109,11 @@ def _candidates(
     """Columns between which costs change by the same amount a column."""
     for at, number in enumerate(order):
         row = rows[number]
-        lengths = (common[at], common[at + 1] if at + 1 < len(order) else 0, row.num_known, len(row.token_ids))
+        lengths = (common[at], common[at + 1] if at + 1 < len(order) else 0, row.num_known)
         for length in lengths:
             yield row.pad + _floor(length, block_size)
-        yield row.pad + _floor(
-            max(0, latest - row.pad), block_size
-        )  # what is behind is computed again, at least in part
+        # what is behind the last full block is computed again, at least in part
+        yield row.pad + _floor(max(0, latest - row.pad), block_size)
 
 
 def _thinned(columns: Sequence[int]) -> Sequence[int]:
