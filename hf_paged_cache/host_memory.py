@@ -12,14 +12,15 @@ _MIN_HUGE_BYTES = 2**25  # below, zeroing whole huge pages costs more than it sa
 _MIN_MAPPED_BYTES = 2**20  # below, a mapping of its own costs more than writing zeros
 _MIN_RECYCLED_BYTES = 2**17  # below, malloc recycles by itself
 _MAX_FREE = 4  # free mappings, when one of them is used again: keys and values of two sizes
+SPARE_PART = 4  # a mapping has a fourth to spare: the same layer's rows are a little longer at the next step
 _MAX_HELD = 16  # mappings known at all; older ones live on in the tensors over them
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeroed memory that may be written in place by any later forward, in or out of inference mode.
 
-    On a host, large memory is mapped rather than written: a page costs nothing until it is used, and where the kernel
-    has huge pages then a fifth of what a small one's first write costs.
+    On a host, large memory is mapped rather than written: a page costs nothing until it is used, and less then where the
+    kernel has huge pages.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     with torch.inference_mode(False), torch.no_grad():
@@ -71,7 +72,7 @@ class RecycledMemory:
                 if len(free) > _MAX_FREE:
                     self._mappings = [mappings[at] for at in range(len(mappings)) if at == index or at not in free]
                 return mappings[index]
-        mapping = _mapped(num_bytes + num_bytes // 4)  # the same layer's rows are a little longer at the next step
+        mapping = _mapped(num_bytes + num_bytes // SPARE_PART)
         wanted = [at for at in range(len(mappings)) if at not in free or len(mappings[at]) > 4 * num_bytes]
         self._mappings = [*(mappings[at] for at in wanted), mapping][-_MAX_HELD:]
         return mapping

@@ -13,7 +13,7 @@ import torch
 
 from hf_paged_cache.gather_reader import GatherReader
 from hf_paged_cache.pool import BlockPool
-from hf_paged_cache.slots import ReadSource, RowLayout, WriteTarget, slot_matrix
+from hf_paged_cache.slots import ReadSource, RowLayout, WriteTarget
 from hf_paged_cache.view_reader import ViewReader
 
 BLOCK_SIZE = 4
@@ -430,21 +430,3 @@ def test_what_somebody_keeps_of_a_layer_is_not_overwritten_by_the_next(
     for name, states in kept.items():
         assert states.any()
         assert states.equal(before[name])
-
-
-# Slots
-
-
-@pytest.mark.parametrize("stop", [1, 4, 5, 9])
-def test_the_slot_of_each_column_is_that_of_its_token_and_padding_reads_the_null_block(stop: int) -> None:
-    rows = [RowLayout(b"", 0, array("q"), [7, 3, 9]), RowLayout(b"", 2, array("q"), [5, 1])]
-    expected = [
-        [[7, 3, 9][i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(stop)],
-        [0 if i < 2 else [5, 1][(i - 2) // BLOCK_SIZE] * BLOCK_SIZE + (i - 2) % BLOCK_SIZE for i in range(stop)],
-    ]
-    assert slot_matrix(rows, stop, BLOCK_SIZE).tolist() == expected
-
-
-def test_a_row_of_padding_alone_has_only_null_slots() -> None:
-    rows = [RowLayout(b"", 0, array("q"), [7]), RowLayout(b"", 3, array("q"), [])]
-    assert slot_matrix(rows, 3, BLOCK_SIZE).tolist() == [[28, 29, 30], [0, 0, 0]]
