@@ -188,7 +188,7 @@ def _scene_row(name: str, line: Mapping[str, Any]) -> tuple[str, ...]:
         _number(line["value"], kind),
         _spread(line["spread"], kind),
         f"{line['against']} {_quantity(against, unit)}" if against else "",
-        _quantity(line["ways"][line["subject"]], unit),
+        _quantity(line["ways"][line["subject"]], unit) if line["subject"] else "",
         "" if line["hit_rate"] is None else f"{line['hit_rate']:.0%}",
         "" if line["holds"] is None else _verdict(line["holds"]),
     )

@@ -25,7 +25,7 @@ INSTRUCTION = "Answer the next question with a single word or name, and nothing 
 NUM_WARMUP_REQUESTS = 17
 
 
-@scene(CONVERSATIONS, minutes=5.5)
+@scene(CONVERSATIONS, minutes=13.5)
 def few_shot(bench: Bench, repeat: Repeat) -> Lines:
     """100 questions of 16 tokens behind a few-shot prompt of 1,024, one by one from an empty cache; 1 new token."""
     prompt, questions = read_prompts(bench)

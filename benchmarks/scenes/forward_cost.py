@@ -38,7 +38,7 @@ def forward_cost(bench: Bench, repeat: Repeat) -> Lines:
             kind="tokens",
             spread=spread,
             ways={name: Timing.of(times) for name, times in seconds.items()},
-            subject=next(iter(names)),
+            subject="",
             against="",
             at_most=bench.bar(float(FORWARD_COST_ON_HOST)),
         ),

@@ -26,10 +26,11 @@ class Line:
 
     Attributes:
         what: a sentence for the table's reader.
-        value: compared with the bar; of a "ratio" the median of `against` over that of `subject`, or bytes likewise.
+        value: compared with the bar; of a "ratio" the median of `against` over that of `subject`, in the rounds that ran
+            both, or bytes likewise.
         spread: of the same, round by round.
         ways: name -> its seconds (or what `unit` says), for all that ran beside it.
-        subject, against: names of the two ways compared; `against` is empty where nothing is.
+        subject, against: names of the two ways compared; empty where nothing is, or nothing of ours runs.
         floor: the way that no cache can be faster than; where its ratio is below the bar, 95 % of it is the bar.
         hit_rate: share of the prompt tokens that our last call did not compute.
         kv_bytes: name -> peak bytes of keys and values.

@@ -16,14 +16,14 @@ from .workbench import QUESTION_TOKENS, Bench
 STEPS = "Decode steps"
 
 
-@scene(STEPS, minutes=4)
+@scene(STEPS, minutes=6.5)
 def decode(bench: Bench, repeat: Repeat) -> Lines:
     """A decode step against length, of one row, and against the number of rows; with view=False, too."""
     sizes = bench.sizes
     bars = {(1, sizes.shared): (1.05, 0.97), (1, sizes.long): (1.1, None), (8, sizes.shared): (1.2, 0.9)}
     places = [(1, length) for length in sizes.lengths[2:]] + [(rows, sizes.shared) for rows in (4, 8, 16)]
     for num_rows, length in places:
-        num_steps, rounds = (6, 2) if num_rows == 16 else (10, 6 if (num_rows, length) in bars else 3)
+        num_steps, rounds = (6, 2) if num_rows == 16 else (10, 12 if (num_rows, length) in bars else 3)
         measured = _measure(bench, num_rows, length, num_steps, repeat(rounds))
         rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
         name, what = f"decode {rows}, {length:,}", f"a step of {rows} at {length:,} tokens"

@@ -6,6 +6,7 @@ A round draws its inputs, runs every way on them in an order that turns, and ass
 from __future__ import annotations
 
 import copy
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,20 +121,16 @@ class Measured:
         return {name: Timing.of(self.seconds(name)) for name in names}
 
     def line(self, what: str, *, subject: str = OURS, against: str = BASELINE, **given: Any) -> Line:
-        """How many times as fast `subject` is as `against`."""
+        """How many times as fast `subject` is as `against`: their medians over the rounds that ran both."""
         timings = self.timings()
-        pairs = [
-            theirs / mine
-            for of in self.rounds
-            if subject in of and against in of
-            for theirs, mine in zip(of[against], of[subject], strict=True)
-        ]
+        both = Measured([of for of in self.rounds if subject in of and against in of])
+        mine, theirs = both.seconds(subject), both.seconds(against)
         details = {} if self.num_same == len(self.rounds) else {"rounds_with_the_same_tokens": self.num_same}
         return Line(
             what=what,
-            value=timings[against].median / timings[subject].median,
+            value=statistics.median(theirs) / statistics.median(mine),
             kind="ratio",
-            spread=Timing.of(pairs),
+            spread=Timing.of([one / other for one, other in zip(theirs, mine, strict=True)]),
             ways=timings,
             subject=subject,
             against=against,
