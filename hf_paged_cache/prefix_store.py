@@ -46,8 +46,9 @@ class PrefixStore:
     ) -> None:
         model = unwrapped(model)
         require_supported(model)
-        if leaves_doubt(model) or not is_played():
-            require_continuable(model)
+        in_doubt = leaves_doubt(model)
+        if in_doubt or not is_played():
+            require_continuable(model, if_it_runs=not in_doubt)
         _require_size("block_size", block_size, 1, "tokens; 16 suits most models")
         if num_blocks is not None and max_bytes is not None:
             raise CacheArgumentError(f"give num_blocks or max_bytes, not both (got {num_blocks} and {max_bytes})")

@@ -7,7 +7,7 @@ eval mode, and leaves the model as it was.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,44 +25,56 @@ _NUM_PADS = 5  # of the second row
 _MIN_TOLERANCE = 1e-3  # of the logits' scale; attention to later tokens makes 0.04 and more
 _TOLERANCE_IN_EPS = 16  # a bfloat16 forward of another length differs by some per cent
 
-# model -> why its trial failed; "" if it did not
-_failures: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+class Failure(NamedTuple):
+    """Why a trial failed."""
+
+    reason: str  # "": it did not
+    was_tried: bool = True  # False: the model cannot be run on token ids alone, with a cache or without
 
 
-def require_continuable(model: PreTrainedModel) -> None:
+_failures: WeakKeyDictionary[nn.Module, Failure] = WeakKeyDictionary()
+
+
+def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> None:
     """Refuse a model that, continued behind a cache, is not itself.  Cost: six short forwards, once a model.
 
+    Args:
+        if_it_runs: let a model pass that cannot be tried, such as one whose adapters want an argument in each call.
     Raises:
         UnsupportedModelError: saying what was seen.
     """
     failure = why_it_fails(model)
-    if failure:
-        raise UnsupportedModelError(f"{type(model).__name__}: {failure}{_hint(model)}")
+    if failure.reason and (failure.was_tried or not if_it_runs):
+        raise UnsupportedModelError(f"{type(model).__name__}: {failure.reason}{_hint(model)}")
 
 
-def why_it_fails(model: PreTrainedModel) -> str:
-    """Why a model, continued behind a `DynamicCache`, is not itself; "" if it is. Tried once a model."""
+def why_it_fails(model: PreTrainedModel) -> Failure:
+    """Why a model, continued behind a `DynamicCache`, is not itself. Tried once a model."""
     if model not in _failures:
         _failures[model] = _why_it_fails(model)
     return _failures[model]
 
 
-def _why_it_fails(model: PreTrainedModel) -> str:
+def _why_it_fails(model: PreTrainedModel) -> Failure:
+    was_run = False
     padded = trial_inputs(model)
     alone = {name: value[:1] for name, value in padded.items()}
     with undisturbed(model), types_of_logits(model) as seen:
         for inputs in (padded, alone):
             try:
                 whole = last_logits(model(**inputs, use_cache=False), NUM_COLUMNS - NUM_CACHED)
+                was_run = True
                 continued = continue_behind(model, inputs, dynamic_cache(model))
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 (whatever a model of others raises, it cannot be continued)
-                return f"it cannot be continued behind a cache ({type(error).__name__}: {error})"
-            failure = _why_they_differ(whole, continued, tolerance(model, seen))
-            if failure:
-                return failure
-    return ""
+                what = "continued behind a cache" if was_run else "run on token ids alone"
+                return Failure(f"it cannot be {what} ({type(error).__name__}: {error})", was_run)
+            reason = _why_they_differ(whole, continued, tolerance(model, seen))
+            if reason:
+                return Failure(reason)
+    return Failure("")
 
 
 def continue_behind(model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import pytest
 import torch
 import transformers
 
-from hf_paged_cache import PagedPrefixCache, support
+from hf_paged_cache import PagedPrefixCache, UnsupportedModelError, prefix_store, support
 from hf_paged_cache.own_forwards import types_of_logits
 from hf_paged_cache.trial import (
     NUM_CACHED,
     NUM_COLUMNS,
     distance,
+    require_continuable,
     tolerance,
     trial_inputs,
     why_it_fails,
@@ -30,11 +32,11 @@ NUM_FORWARDS = 2 * 3  # of two rows, and of one: whole, the first columns, the o
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "opt", "bloom", "bert_decoder"])
 def test_a_decoder_is_itself_behind_a_cache(name: str) -> None:
-    assert why_it_fails(build(name)) == ""
+    assert why_it_fails(build(name)).reason == ""
 
 
 def test_attention_to_later_tokens_is_seen() -> None:
-    assert "depend on more than the tokens before them" in why_it_fails(build("bert"))
+    assert "depend on more than the tokens before them" in why_it_fails(build("bert")).reason
 
 
 def test_a_model_that_is_wrong_behind_a_past_in_padded_rows_alone_is_seen(tiny_llama: Any) -> None:
@@ -45,7 +47,7 @@ def test_a_model_that_is_wrong_behind_a_past_in_padded_rows_alone_is_seen(tiny_l
         return args, kwargs
 
     tiny_llama.register_forward_pre_hook(forget_padding, with_kwargs=True)
-    assert "differ in a row with padding by" in why_it_fails(tiny_llama)
+    assert "differ in a row with padding by" in why_it_fails(tiny_llama).reason
 
 
 def test_a_cache_with_other_columns_than_the_tokens_is_seen(tiny_llama: Any) -> None:
@@ -56,21 +58,43 @@ def test_a_cache_with_other_columns_than_the_tokens_is_seen(tiny_llama: Any) -> 
         return args, kwargs
 
     tiny_llama.register_forward_pre_hook(repeat_tokens, with_kwargs=True)
-    assert f"after {NUM_CACHED} tokens its cache holds {NUM_CACHED + 1}" in why_it_fails(tiny_llama)
+    assert f"after {NUM_CACHED} tokens its cache holds {NUM_CACHED + 1}" in why_it_fails(tiny_llama).reason
 
 
-def test_a_model_that_raises_is_seen_by_its_error(tiny_llama: Any) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no cache today")
+def test_a_model_that_raises_behind_a_cache_is_refused_with_its_error(tiny_llama: Any) -> None:
+    def fail(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("past_key_values") is not None:
+            raise RuntimeError("no cache today")
 
-    tiny_llama.register_forward_pre_hook(fail)
-    assert "(RuntimeError: no cache today)" in why_it_fails(tiny_llama)
+    tiny_llama.register_forward_pre_hook(fail, with_kwargs=True)
+    message = re.escape("it cannot be continued behind a cache (RuntimeError: no cache today)")
+    for if_it_runs in (False, True):
+        with pytest.raises(UnsupportedModelError, match=message):
+            require_continuable(tiny_llama, if_it_runs=if_it_runs)
+
+
+def test_a_model_that_cannot_be_run_on_token_ids_alone_is_refused_only_where_there_is_doubt(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def want_more(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if kwargs.pop("task", None) is None:
+            raise ValueError("no task")
+        return args, kwargs
+
+    tiny_llama.register_forward_pre_hook(want_more, with_kwargs=True)
+    with pytest.raises(UnsupportedModelError, match=re.escape("it cannot be run on token ids alone (ValueError: no")):
+        require_continuable(tiny_llama)
+    monkeypatch.setattr(support, "PLAYED_ON", "5.0.0")
+    PagedPrefixCache(tiny_llama)
+    monkeypatch.setattr(prefix_store, "leaves_doubt", lambda model: True)
+    with pytest.raises(UnsupportedModelError, match="no task"):
+        PagedPrefixCache(tiny_llama)
 
 
 def test_a_model_is_tried_once(tiny_llama: Any) -> None:
     calls: list[int] = []
     tiny_llama.register_forward_pre_hook(lambda *_: calls.append(1))
-    assert why_it_fails(tiny_llama) == why_it_fails(tiny_llama) == ""
+    assert why_it_fails(tiny_llama).reason == why_it_fails(tiny_llama).reason == ""
     assert len(calls) == NUM_FORWARDS
 
 
@@ -95,7 +119,7 @@ def test_a_model_that_attends_to_later_tokens_where_nothing_is_padded_is_seen() 
     model = build("llama")
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(without_causality, with_kwargs=True)
-    assert "depend on more than the tokens before them" in why_it_fails(model)
+    assert "depend on more than the tokens before them" in why_it_fails(model).reason
 
 
 def without_causality(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,7 +138,7 @@ def test_memory_that_runs_out_is_no_property_of_the_model(tiny_llama: Any) -> No
     with pytest.raises(torch.OutOfMemoryError):
         why_it_fails(tiny_llama)
     handle.remove()
-    assert why_it_fails(tiny_llama) == ""
+    assert why_it_fails(tiny_llama).reason == ""
 
 
 def test_the_inputs_are_two_rows_of_plain_tokens_one_of_them_padded(tiny_llama: Any) -> None:
