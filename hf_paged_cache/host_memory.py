@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _MIN_HUGE_BYTES = 2**25  # below, zeroing whole huge pages costs more than it saves
+_FIRST_SMALL_BYTES = 2**21  # of a mapping that has them: the first call writes little to each of many
 _MIN_MAPPED_BYTES = 2**20  # below, a mapping of its own costs more than writing zeros
 _MIN_RECYCLED_BYTES = 2**17  # below, malloc recycles by itself
 _MAX_FREE = 4  # free mappings, when one of them is used again: keys and values of two sizes
@@ -89,7 +90,7 @@ def _mapped(num_bytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if num_bytes >= _MIN_HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(mmap.MADV_HUGEPAGE, _FIRST_SMALL_BYTES)
     return memory
 
 
