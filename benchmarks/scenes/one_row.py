@@ -10,6 +10,7 @@ from .ways import Way, from_scratch, measure_rounds, on_a_copy, on_ours, on_read
 from .workbench import NEW_TOKENS, Bench
 
 ONE_ROW = "One row"
+FULL = "ours, full pool"
 
 
 @scene(ONE_ROW, minutes=3.5)
@@ -85,17 +86,23 @@ def first_token(bench: Bench, repeat: Repeat) -> Lines:
         yield f"first token {length:,}", measured.line(what, point={"tokens": length})
 
 
-@scene(ONE_ROW, minutes=1.2)
+@scene(ONE_ROW, minutes=1.7)
 def nohit(bench: Bench, repeat: Repeat) -> Lines:
     """A prompt of fresh random tokens every time; 8 new tokens. Nothing is to be had."""
     cache = PagedPrefixCache(bench.model)
+    length = bench.sizes.shared
+    full = PagedPrefixCache(bench.model, num_blocks=2 + length // cache.store.blocks.block_size + NEW_TOKENS)
+    bench.generate(bench.tokens(1, length), past_key_values=full)
 
     def prepare() -> dict[str, Way]:
-        ids = bench.tokens(1, bench.sizes.shared)
+        ids = bench.tokens(1, length)
         return {
             BASELINE: from_scratch(bench, ids, new_tokens=NEW_TOKENS),
             OURS: on_ours(bench, cache, ids, new_tokens=NEW_TOKENS),
+            FULL: on_ours(bench, full, ids, new_tokens=NEW_TOKENS),
         }
 
-    measured = measure_rounds(bench, prepare, rounds=repeat(11), baseline_warms_up=True)
+    measured = measure_rounds(bench, prepare, rounds=repeat(12), baseline_warms_up=True)
     yield "nohit", measured.line("nothing known, 8 new tokens", at_least=bench.bar(0.98))
+    what = "the same with a full pool, which evicts instead of filling memory that nobody has used before"
+    yield FULL.replace("ours", "nohit"), measured.line(what, subject=FULL, at_least=bench.bar(0.98))
