@@ -50,7 +50,7 @@ def demo(
         bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")
     ] = False,
 ) -> None:
-    """Ask questions behind one long prompt, first with DynamicCache, then with PagedPrefixCache, and compare.
+    """Ask questions behind one long prompt, each with DynamicCache, then with PagedPrefixCache, and compare.
 
     Exits with 1 if the tokens differ.
     """

@@ -1,4 +1,4 @@
-"""The demo's measurement: the same questions behind one long prompt, first with generate's own cache, then with ours.
+"""The demo's measurement: the same questions behind one long prompt, each with generate's own cache, then with ours.
 
 Owns what is run and what is timed; prints nothing, but tells a `Display` as it goes. Time to first token is read when `generate`
 hands the first token to a streamer, in the same way on both sides. Every call of the first side starts with nothing, as `generate`
@@ -155,14 +155,12 @@ def run_demo(
     _warm_up(model, prompts[0], cache)
 
     display.started(model_name, questions, shared_tokens=len(tokenizer(shared)["input_ids"]))
-    dynamic: list[Answer] = []
-    for index, prompt in enumerate(prompts):
-        dynamic.append(_generate(model, tokenizer, prompt, max_new_tokens, stop_ids, cache=None))
-        display.answered_with_dynamic(index, dynamic[-1])
     comparisons: list[Comparison] = []
     for index, prompt in enumerate(prompts):
+        dynamic = _generate(model, tokenizer, prompt, max_new_tokens, stop_ids, cache=None)
+        display.answered_with_dynamic(index, dynamic)
         paged = _generate(model, tokenizer, prompt, max_new_tokens, stop_ids, cache=cache)
-        comparisons.append(Comparison(questions[index], dynamic[index], paged))
+        comparisons.append(Comparison(questions[index], dynamic, paged))
         display.answered_with_paged(index, comparisons[-1])
     report = Report(model_name, tuple(comparisons))
     display.finished(report)

@@ -182,7 +182,7 @@ def summary(report: Report) -> list[str]:
 
 
 def _headline(model_name: str, questions: Sequence[str], shared_tokens: int) -> str:
-    return f"{model_name}: {len(questions)} questions behind one prompt of {shared_tokens} tokens, with DynamicCache, then with PagedPrefixCache."
+    return f"{model_name}: {len(questions)} questions behind one prompt of {shared_tokens} tokens, each with DynamicCache, then with PagedPrefixCache."
 
 
 def _times(answer: Answer) -> dict[str, float]:
