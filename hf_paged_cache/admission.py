@@ -63,12 +63,16 @@ def require(store: BlockStore, holder: Holder, num_blocks: int, num_released: in
     if num_blocks <= obtainable:
         return
     ended = sum(other.num_ended_blocks() for other in store.holders() if other is not holder)
-    promised, pinned = store.num_promised_blocks(holder), store.pins.num_blocks_held_alone
+    used = [(ended, "by ended rows of other caches, which reset() gives back"), (store.pins.num_blocks, "pinned")]
+    details = ", ".join(f"{number} {how}" for number, how in used if number)
+    in_use = f"{store.allocator.num_blocks_in_use - num_released} are in use" + (f" ({details})" if details else "")
+    promised = store.num_promised_blocks(holder)
     raise OutOfBlocksError(
         f"{what} may need {num_blocks} more blocks of {store.block_size} tokens, but {max(0, int(obtainable))} can be "
-        f"had: of {store.num_blocks - 1}, {store.allocator.num_blocks_in_use - num_released} are in use, {ended} of them "
-        f"by ended rows of other caches (reset() gives those back), "
-        + (f"{pinned} of them pinned (unpin() gives those back), " if pinned else "")
-        + f"and {promised} are promised to running calls. "
-        f"Ask for fewer new tokens or rows, or build the cache with a larger num_blocks or max_bytes"
+        f"had: of num_blocks={store.num_blocks} one is reserved, {in_use}"
+        + (f" and {promised} are promised to running calls" if promised else "")
+        + ". Ask for fewer new tokens or rows, "
+        + ("unpin() what you can, " if store.pins.num_blocks else "")
+        + f"or build the cache with num_blocks={store.num_blocks + num_blocks - int(obtainable)} or more (or with max_bytes "
+        "for so many)"
     )

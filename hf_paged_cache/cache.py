@@ -4,6 +4,7 @@ Owns the translation between transformers' `Cache` and a `Call`; decides nothing
 """
 
 import contextlib
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -21,9 +22,9 @@ from .call_state import CallState
 from .errors import CacheArgumentError, CacheBusyError
 from .gather_reader import GatherReader
 from .generation import GenerateArguments
+from .given_tokens import one_sequence
 from .hooks import attach, detach, pop_ambient, push_ambient
 from .layer import PagedIndexedLayer, PagedLayer
-from .pinning import prefix_token_ids
 from .prefill import Prefiller
 from .prefix_store import PrefixStore
 from .scoring import Score, score
@@ -83,7 +84,10 @@ class PagedPrefixCache(Cache):
             size = 16 if block_size is None else block_size
             self.store = PrefixStore(model_or_store, block_size=size, num_blocks=num_blocks, max_bytes=max_bytes)
         if not isinstance(cache_salt, str | bytes | None):
-            raise CacheArgumentError(f"cache_salt is a {type(cache_salt).__name__}; give a str or bytes")
+            raise CacheArgumentError(f"cache_salt is of type {type(cache_salt).__name__}; give a str or bytes")
+        for name, flag in (("view", view), ("verify", verify)):
+            if not isinstance(flag, bool):
+                raise CacheArgumentError(f"{name} is {flag!r}; give True or False")
         self.cache_salt = cache_salt.encode() if isinstance(cache_salt, str) else cache_salt or b""
         self.view = view
         self.verify = verify
@@ -272,7 +276,7 @@ class PagedPrefixCache(Cache):
             >>> cache.unpin(inputs["input_ids"]), cache.stats().num_pinned_blocks
             (80, 0)
         """
-        tokens, blocks = prefix_token_ids(token_ids), self.store.blocks
+        tokens, blocks = array("q", one_sequence("the prefix", token_ids)), self.store.blocks
         with blocks.lock:
             blocks.settle()
             root = self._session.root_of_prefix(len(tokens))
@@ -286,7 +290,7 @@ class PagedPrefixCache(Cache):
         Raises:
             CacheArgumentError: not the token ids of one sequence.
         """
-        tokens = None if token_ids is None else prefix_token_ids(token_ids)
+        tokens = None if token_ids is None else array("q", one_sequence("the prefix", token_ids))
         with self.store.blocks.lock:
             return self.store.blocks.pins.unpin(self.cache_salt, tokens)
 

@@ -128,8 +128,8 @@ class Call:
         ticket = self.ticket
         if ticket is None:
             raise TicketError(
-                f"layer {layer_idx} writes to a cache whose call {self.state.value}: run the model that the cache was "
-                "built for through its own __call__, not model.model(...) and not another model"
+                "run the model that the cache was built for, through its own __call__, not model.model(...) and not "
+                f"another model: layer {layer_idx} writes to a cache whose call {self.state.value}"
             )
         with self.store.lock:
             read = self._writes.write(layer_idx, states, ticket)

@@ -228,7 +228,7 @@ def _rename_unless_there(source: Path, target: Path) -> None:
 
 def _convert(work: Path, result: Path, progress: bool) -> None:
     if importlib.util.find_spec("gguf") is None:
-        raise DemoModelError("reading it needs the package gguf: pip install 'hf-paged-cache[demo]'")
+        raise DemoModelError("reading it needs the package gguf: pip install gguf")
     from tqdm import tqdm
 
     steps = tqdm(total=4, unit="step", leave=False, disable=None if progress else True)  # None: only on a terminal

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .errors import CacheBusyError
+from .errors import CacheArgumentError, CacheBusyError
 from .generation import GenerateArguments, read_generate
 
 
@@ -164,9 +164,21 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _paged(arguments: Mapping[str, Any]) -> AttachedCache | None:
-    """The cache of ours among the arguments."""
+    """The cache of ours among the arguments.
+
+    Raises:
+        CacheArgumentError: the class of a cache, or its store, stands there instead.
+    """
     cache = arguments.get("past_key_values")
-    return cache if getattr(cache, "is_paged_prefix_cache", False) else None
+    if not getattr(cache, "is_paged_prefix_cache", False):
+        return None
+    if isinstance(cache, type) or not hasattr(cache, "generating"):
+        what = "the class PagedPrefixCache" if isinstance(cache, type) else f"a {type(cache).__name__}"
+        raise CacheArgumentError(
+            f"past_key_values is {what}, which is no cache; build one, PagedPrefixCache(model) or PagedPrefixCache(store), "
+            "and pass that"
+        )
+    return cache
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

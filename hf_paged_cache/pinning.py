@@ -6,14 +6,11 @@ they belong to its store. Whoever calls a method here holds the store's lock.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
-from collections.abc import Iterable
 from itertools import chain
-from typing import Any
 
 from .blocks import BlockTable, HashChain, PrefixCachingBlockAllocator
-from .errors import CacheArgumentError, OutOfBlocksError
+from .errors import OutOfBlocksError
 from .tokens import TokenIds
 
 
@@ -100,21 +97,3 @@ class Pins:
     def _counts(self) -> Counter[int]:
         """Block id -> pins that hold it."""
         return Counter(chain.from_iterable(table.block_ids for table in self._tables.values()))
-
-
-def prefix_token_ids(token_ids: Any) -> TokenIds:
-    """One sequence of token ids: a list or a tensor of [T], or of [1, T] as a tokenizer returns it.
-
-    Raises:
-        CacheArgumentError: it is something else.
-    """
-    given = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
-    try:
-        if isinstance(given, str | bytes | bytearray | dict) or not isinstance(given, Iterable):
-            raise TypeError(f"a {type(token_ids).__name__} was given")
-        tokens = list(given)
-        if len(tokens) == 1 and isinstance(tokens[0], Iterable):
-            tokens = list(tokens[0])
-        return array("q", tokens)
-    except (TypeError, OverflowError) as error:
-        raise CacheArgumentError(f"give the token ids of one sequence, [T] or [1, T]: {error}") from error

@@ -36,6 +36,8 @@ class PrefixStore:
         CacheArgumentError: a size is out of range, or both sizes are given.
     """
 
+    is_paged_prefix_cache = True  # a call that is given the store instead of a cache is refused by name
+
     def __init__(
         self,
         model: "PreTrainedModel",
@@ -77,9 +79,8 @@ class PrefixStore:
 
     def __repr__(self) -> str:
         blocks = self.blocks
-        return (
-            f"PrefixStore({type(self.model).__name__}, block_size={blocks.block_size}, num_blocks={blocks.num_blocks})"
-        )
+        most = "known after the first forward" if blocks.max_num_blocks is None else blocks.max_num_blocks
+        return f"PrefixStore({type(self.model).__name__}, block_size={blocks.block_size}, num_blocks={most})"
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block, pinned ones too, and the rows of calls that are over, on all caches of this store.

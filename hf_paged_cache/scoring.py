@@ -6,7 +6,6 @@ model's weights stay in step.
 """
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from .call import Call
 from .call_state import CallLimits
 from .errors import CacheArgumentError
 from .generation import GenerateArguments
+from .given_tokens import one_sequence
 from .own_forwards import input_device
 from .support import takes
 
@@ -120,7 +120,7 @@ def score(
     prompt = _token_ids("the context", context, vocabulary_size)
     if isinstance(continuations, str | bytes) or not isinstance(continuations, Iterable):
         raise CacheArgumentError(
-            f"continuations is a {type(continuations).__name__}; give a list of token id sequences"
+            f"continuations is of type {type(continuations).__name__}; give a list of token id sequences"
         )
     wanted = [_token_ids(f"continuation {i}", given, vocabulary_size) for i, given in enumerate(continuations)]
     if batch_size is not None and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1):
@@ -313,31 +313,11 @@ def _num_common(first: Tokens, second: Tokens) -> int:
 
 
 def _token_ids(what: str, given: object, vocabulary_size: int) -> Tokens:
-    """Token ids as a tuple, or an error that says what is wrong with them."""
-    if isinstance(given, Tensor):
-        if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
-            raise CacheArgumentError(f"{what} is a tensor of {given.dtype}; token ids are integers")
-        if given.dim() == 2 and given.shape[0] == 1:  # as tokenizers return it
-            given = given[0]
-        if given.dim() != 1:
-            raise CacheArgumentError(f"{what} is a tensor of shape {tuple(given.shape)}; give one row of token ids")
-        ids: Tokens = tuple(given.tolist())
-    elif isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise CacheArgumentError(f"{what} is a {type(given).__name__}; give a sequence of token ids")
-    else:
-        ids = tuple(_token_id(what, token) for token in given)
+    """Token ids of the vocabulary as a tuple, or an error that says what is wrong with them."""
+    ids: Tokens = one_sequence(what, given)
     if not ids:
         raise CacheArgumentError(f"{what} is empty; give at least one token (a context may be the model's first token)")
     if min(ids) < 0 or max(ids) >= vocabulary_size:
         wrong = next(token for token in ids if not 0 <= token < vocabulary_size)
         raise CacheArgumentError(f"{what} has token {wrong}; the vocabulary has ids 0 to {vocabulary_size - 1}")
     return ids
-
-
-def _token_id(what: str, token: Any) -> int:
-    if not isinstance(token, bool):
-        try:
-            return operator.index(token)
-        except TypeError:
-            pass
-    raise CacheArgumentError(f"{what} has {token!r} among its token ids, which is a {type(token).__name__}")

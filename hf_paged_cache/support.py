@@ -68,10 +68,7 @@ def require_supported(model: object) -> None:
         UnsupportedModelError: naming the class, what is in the way, and what to use.
     """
     if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(
-            f"expected a transformers model with generate(), got {type(model).__name__}; for a wrapped model pass the "
-            "PreTrainedModel inside"
-        )
+        raise UnsupportedModelError(f"expected a transformers model with generate(), got {_what_was_given(model)}")
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
@@ -109,6 +106,17 @@ def require_supported(model: object) -> None:
             f"{name} has layers with a sliding window in its cache, but a mask that knows none: past the window "
             "DynamicCache and the model's own forward without a cache disagree, so there is no result to keep"
         )
+
+
+def _what_was_given(thing: object) -> str:
+    """Something that is no model, in words, and what to pass instead."""
+    if isinstance(thing, type):
+        return f"the class {thing.__name__}: pass a model, an instance of it"
+    if isinstance(thing, str):
+        return f"the string {thing!r}: load it first, with AutoModelForCausalLM.from_pretrained"
+    if hasattr(thing, "store"):
+        return f"a {type(thing).__name__}: pass its store, for a further cache on the same blocks"
+    return f"an object of type {type(thing).__name__}; for a wrapped model pass the PreTrainedModel inside"
 
 
 def is_played() -> bool:

@@ -191,7 +191,8 @@ def test_a_refusal_shows_the_arithmetic() -> None:
         require(store, holder, 6, 0, "this call (2 rows of up to 12 tokens)")
     assert row.table.num_tokens == 8
     assert str(caught.value) == (
-        "this call (2 rows of up to 12 tokens) may need 6 more blocks of 4 tokens, but 5 can be had: of 10, 2 are in "
-        "use, 2 of them by ended rows of other caches (reset() gives those back), and 3 are promised to running calls. "
-        "Ask for fewer new tokens or rows, or build the cache with a larger num_blocks or max_bytes"
+        "this call (2 rows of up to 12 tokens) may need 6 more blocks of 4 tokens, but 5 can be had: of num_blocks=11 "
+        "one is reserved, 2 are in use (2 by ended rows of other caches, which reset() gives back) and 3 are promised "
+        "to running calls. Ask for fewer new tokens or rows, or build the cache with num_blocks=12 or more (or with "
+        "max_bytes for so many)"
     )

@@ -36,6 +36,7 @@ LEVELS = {
     "forward": 2,
     "memory": 1,
     "pinning": 1,
+    "given_tokens": 1,
     "admission": 2,
     "call": 2,
     "layer_writes": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -48,10 +49,20 @@ def assert_next_call_is_right(cache: PagedPrefixCache, reused: int | None = None
 # Models.
 
 
-@pytest.mark.parametrize("thing", [None, "gpt2", 7, torch.nn.Linear(1, 1)])
-def test_what_is_no_model_is_refused_by_name(thing: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match=type(thing).__name__):
-        PagedPrefixCache(thing)
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda model: type(model), "the class LlamaForCausalLM: pass a model, an instance of it"),
+        (lambda _: "gpt2", "the string 'gpt2': load it first, with AutoModelForCausalLM.from_pretrained"),
+        (PagedPrefixCache, "a PagedPrefixCache: pass its store"),
+        (lambda _: None, "an object of type NoneType; for a wrapped model pass the PreTrainedModel inside"),
+        (lambda _: torch.nn.Linear(1, 1), "an object of type Linear; for a wrapped model pass"),
+    ],
+)
+def test_what_is_no_model_is_named_with_what_to_pass_instead(make: Callable[[Any], Any], said: str) -> None:
+    message = re.escape(f"expected a transformers model with generate(), got {said}")
+    with pytest.raises(UnsupportedModelError, match=message):
+        PagedPrefixCache(make(tiny("llama")))
 
 
 @pytest.mark.parametrize(
@@ -404,3 +415,29 @@ def test_token_types_condition_keys_and_values_so_nothing_is_reused() -> None:
 def test_the_checks_of_this_file_see_wrong_keys_and_values(cache: PagedPrefixCache) -> None:
     zero_blocks(cache)
     assert not is_same(run(tiny("llama"), **batch(PROMPT)), run(tiny("llama"), cache, **batch(PROMPT)))
+
+
+@pytest.mark.parametrize("kind", ["class", "store"])
+def test_a_call_on_what_is_no_cache_is_refused_by_name(kind: str) -> None:
+    model, ids = tiny("llama"), torch.tensor([PROMPT])
+    store = PrefixStore(model)
+    given, said = (PagedPrefixCache, "the class PagedPrefixCache") if kind == "class" else (store, "a PrefixStore")
+    message = f"past_key_values is {said}, which is no cache; build one, PagedPrefixCache(model) or"
+    with pytest.raises(CacheArgumentError, match=re.escape(message)):
+        model.generate(ids, past_key_values=given, max_new_tokens=1)
+    with pytest.raises(CacheArgumentError, match=re.escape(message)):
+        model(ids, past_key_values=given)
+
+
+@pytest.mark.parametrize("name", ["view", "verify"])
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_a_switch_is_true_or_false(name: str, value: Any) -> None:
+    with pytest.raises(CacheArgumentError, match=re.escape(f"{name} is {value!r}; give True or False")):
+        PagedPrefixCache(tiny("llama"), **{name: value})
+
+
+def test_a_store_says_that_its_size_is_not_known_yet() -> None:
+    cache = PagedPrefixCache(tiny("llama"))
+    assert repr(cache.store) == "PrefixStore(LlamaForCausalLM, block_size=16, num_blocks=known after the first forward)"
+    cache.store.model(torch.tensor([PROMPT]), past_key_values=cache)
+    assert repr(cache.store) == f"PrefixStore(LlamaForCausalLM, block_size=16, num_blocks={cache.stats().num_blocks})"

@@ -140,7 +140,10 @@ def test_help_imports_neither_torch_nor_transformers() -> None:
 def test_without_the_extra_the_command_says_what_to_install() -> None:
     done = run_python("-c", "import sys; sys.modules['typer'] = None; from hf_paged_cache.cli import main; main()")
     assert done.returncode == 2
-    assert done.stderr.strip() == "hf-paged-cache needs typer: pip install 'hf-paged-cache[demo]'"
+    assert (
+        done.stderr.strip()
+        == "hf-paged-cache needs typer: install it with its extra, from a clone: pip install '.[demo]'"
+    )
 
 
 def test_the_first_token_is_timed_at_the_second_put() -> None:

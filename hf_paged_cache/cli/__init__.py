@@ -13,7 +13,10 @@ def main() -> None:
     """
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
-        print(f"hf-paged-cache needs {' and '.join(missing)}: pip install 'hf-paged-cache[demo]'", file=sys.stderr)
+        print(
+            f"hf-paged-cache needs {' and '.join(missing)}: install it with its extra, from a clone: pip install '.[demo]'",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
     from .commands import app
 
