@@ -1,6 +1,6 @@
 """lm-evaluation-harness on a prefix cache: a few-shot task, asked as a question and as a multiple choice, without and with it.
 
-    python examples/lm_eval_few_shot.py
+    pip install '.[demo,neighbours]' && python examples/lm_eval_few_shot.py
 
 `PagedHFLM` below is all that is needed; copy it. Few-shot examples must be the same for all questions (`sampler: first_n`), or
 there is nothing to share.
