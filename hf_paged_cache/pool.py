@@ -109,7 +109,8 @@ class BlockPool:
             return
         for name, new in states.items():
             held = self._layer_slots(layer_idx, name, new)
-            new = new.detach()
+            if new.requires_grad:
+                new = new.detach()
             if target.sources is None and target.first_slot is not None:
                 span = held.narrow(0, target.first_slot, target.num_slots)
                 if new.shape[2] == 1:

@@ -82,13 +82,13 @@ class ViewReader:
             gathered = self._pool.gather(layer_idx, past, recast)
             for name in recast:
                 buffers[name][:num_rows, :, :start].copy_(gathered[name])
-        result = {}
+        result, keeps_gradients = {}, torch.is_grad_enabled()
         for name, states in new.items():
             held = buffers[name]
             if held.shape[0] != num_rows:
                 held = held.narrow(0, 0, num_rows)
-            held.narrow(2, start, stop - start).copy_(states.detach())
-            if torch.is_grad_enabled():  # a gradient flows through what is new, and its pass keeps what it was given
+            held.narrow(2, start, stop - start).copy_(states.detach() if keeps_gradients else states)
+            if keeps_gradients:  # a gradient flows through what is new, and its pass keeps what it was given
                 result[name] = torch.cat((held.narrow(2, 0, start), states), dim=2) if start else states
             else:
                 result[name] = held.narrow(2, 0, stop)
