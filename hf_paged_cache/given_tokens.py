@@ -27,15 +27,17 @@ def one_sequence(what: str, given: object) -> tuple[int, ...]:
             given = given[0]
         if given.dim() != 1:
             raise CacheArgumentError(f"{what} is a tensor of shape {tuple(given.shape)}; give one row of token ids")
-        return tuple(given.tolist())
+        if given.is_meta:
+            raise CacheArgumentError(f"{what} is on the meta device, where tensors have no values")
+        return tuple(_token_id(what, token) for token in given.tolist())
     if hasattr(given, "keys"):
         raise CacheArgumentError(f"{what} is of type {type(given).__name__}; give its input_ids")
     if isinstance(given, str | bytes | bytearray) or not isinstance(given, Iterable):
         raise CacheArgumentError(f"{what} is of type {type(given).__name__}; give a sequence of token ids")
     tokens = list(given)
-    if tokens and isinstance(tokens[0], list | tuple):
+    if tokens and (isinstance(tokens[0], list | tuple) or getattr(tokens[0], "ndim", 0) > 0):
         if len(tokens) > 1:
-            raise CacheArgumentError(f"{what} is a list of {len(tokens)} lists; give one row of token ids")
+            raise CacheArgumentError(f"{what} has {len(tokens)} rows; give one row of token ids")
         tokens = list(tokens[0])
     return tuple(_token_id(what, token) for token in tokens)
 

@@ -49,7 +49,7 @@ def measure_bytes_per_token(model: PreTrainedModel) -> int:
     """
     cache = DynamicCache()
     ids = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
-    with torch.no_grad():
+    with undisturbed(model):
         model(ids, past_key_values=cache, use_cache=True)
     states = [getattr(layer, name) for layer in cache.layers for name in ("keys", "values")]
     return sum(tensor.nbytes for tensor in states if tensor is not None)

@@ -8,7 +8,7 @@ eval mode, and leaves the model as it was.
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class Failure(NamedTuple):
     was_tried: bool = True  # False: the model cannot be run on token ids alone, with a cache or without
 
 
-_failures: WeakKeyDictionary[nn.Module, Failure] = WeakKeyDictionary()
+_continuable: WeakSet[nn.Module] = WeakSet()  # models whose trial did not fail; one that did may be mended
 
 
 def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> None:
@@ -50,10 +50,13 @@ def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> 
 
 
 def why_it_fails(model: PreTrainedModel) -> Failure:
-    """Why a model, continued behind a `DynamicCache`, is not itself. Tried once a model."""
-    if model not in _failures:
-        _failures[model] = _why_it_fails(model)
-    return _failures[model]
+    """Why a model, continued behind a `DynamicCache`, is not itself. One that is is not tried again."""
+    if model in _continuable:
+        return Failure("")
+    failure = _why_it_fails(model)
+    if not failure.reason:
+        _continuable.add(model)
+    return failure
 
 
 def _why_it_fails(model: PreTrainedModel) -> Failure:
@@ -71,6 +74,8 @@ def _why_it_fails(model: PreTrainedModel) -> Failure:
             except Exception as error:  # noqa: BLE001 (whatever a model of others raises, it cannot be continued)
                 what = "continued behind a cache" if was_run else "run on token ids alone"
                 return Failure(f"it cannot be {what} ({type(error).__name__}: {error})", was_run)
+            if not whole.isfinite().any():
+                return Failure("none of its logits is finite, so nothing can be compared", was_tried=False)
             reason = _why_they_differ(whole, continued, tolerance(model, seen))
             if reason:
                 return Failure(reason)
@@ -112,17 +117,29 @@ def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:
 
 def _median_distance(reference: Tensor, logits: Tensor) -> float:
     """The median of the columns' distances: rounding alone may send a token to another expert, but not most of them."""
-    scale = float(reference[reference.isfinite()].abs().max()) or 1.0
+    scale = _scale(reference)
     columns = sorted(distance(*pair, scale=scale) for pair in zip(reference, logits, strict=True))
     return columns[len(columns) // 2]
 
 
 def distance(reference: Tensor, logits: Tensor, *, scale: float | None = None) -> float:
-    """The largest difference as a share of `scale`, or the reference's largest; infinite where one is no number."""
+    """The largest difference as a share of `scale`, or the reference's largest; infinite where one is no number.
+
+    Where the reference is not finite nothing is compared.
+    """
     finite = reference.isfinite()
-    scale = scale or float(reference[finite].abs().max()) or 1.0
-    difference = float((logits[finite].double() - reference[finite].double()).abs().max()) / scale
+    if not finite.any():
+        return 0.0
+    difference = float((logits[finite].double() - reference[finite].double()).abs().max()) / (
+        scale or _scale(reference)
+    )
     return difference if difference == difference else float("inf")
+
+
+def _scale(reference: Tensor) -> float:
+    """The largest of its finite numbers; 1 where that is 0 or there is none."""
+    finite = reference[reference.isfinite()]
+    return (float(finite.abs().max()) if finite.numel() else 0.0) or 1.0
 
 
 def tolerance(model: PreTrainedModel, seen: Iterable[torch.dtype]) -> float:
@@ -138,7 +155,8 @@ def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     """Ids that mean nothing special, mask and, where the model takes them, positions: [2, 24] each."""
     config = model.config.get_text_config(decoder=True)
     special = _special_tokens(model.config) | _special_tokens(config)
-    plain = [token for token in range(3, max(16, min(int(config.vocab_size), 512))) if token not in special]
+    known = range(min(int(config.vocab_size), 512))
+    plain = [token for token in known[3:] if token not in special] or list(known)
     ids = torch.tensor([plain[(7 * i * i + 3 * i) % len(plain)] for i in range(2 * NUM_COLUMNS)]).view(2, NUM_COLUMNS)
     mask = torch.ones_like(ids)
     pad = getattr(config, "pad_token_id", None)

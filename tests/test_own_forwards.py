@@ -51,6 +51,14 @@ def test_modules_train_as_they_did(tiny_llama: Any) -> None:
     assert [module.training for module in tiny_llama.modules()] == before
 
 
+def test_bytes_are_measured_of_a_model_that_trains_with_checkpoints(tiny_llama: Any) -> None:
+    expected = measure_bytes_per_token(tiny_llama)
+    tiny_llama.train()
+    tiny_llama.gradient_checkpointing_enable()
+    assert measure_bytes_per_token(tiny_llama) == expected > 0
+    assert tiny_llama.training
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bytes_of_a_token_are_those_of_all_its_keys_and_values(tiny_llama: Any, dtype: torch.dtype) -> None:
     config = tiny_llama.config

@@ -8,6 +8,7 @@ import re
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessor
@@ -182,9 +183,12 @@ NO_PREFIXES: dict[str, tuple[Any, str]] = {
     "a number": (5, "the prefix is of type int; give a sequence of token ids"),
     "nothing": (None, "the prefix is of type NoneType; give a sequence of token ids"),
     "a fraction": ([1.5], "the prefix has 1.5 among its token ids, which is of type float"),
-    "two lists": ([[1], [2]], "the prefix is a list of 2 lists; give one row of token ids"),
+    "two lists": ([[1], [2]], "the prefix has 2 rows; give one row of token ids"),
     "a large number": ([1 << 70], f"the prefix has {1 << 70} among its token ids, which is too large for one"),
     "two rows": (torch.tensor([[1, 2], [3, 4]]), r"the prefix is a tensor of shape (2, 2); give one row of token ids"),
+    "an array of two rows": (np.array([[1, 2], [3, 4]]), "the prefix has 2 rows; give one row of token ids"),
+    "a large unsigned number": (torch.tensor([2**63 + 5], dtype=torch.uint64), "which is too large for one"),
+    "no values": (torch.tensor([1], device="meta"), "the prefix is on the meta device, where tensors have no values"),
     "a mask": (torch.tensor([True]), "the prefix is a tensor of torch.bool; token ids are integers"),
 }
 

@@ -91,6 +91,27 @@ def test_a_model_that_cannot_be_run_on_token_ids_alone_is_refused_only_where_the
         PagedPrefixCache(tiny_llama)
 
 
+@pytest.mark.parametrize("vocab_size", [2, 3, 10, 16])
+@pytest.mark.parametrize("special", [[], list(range(16))])
+def test_a_small_vocabulary_of_special_tokens_alone_can_be_tried(vocab_size: int, special: list[int]) -> None:
+    model = build("llama", vocab_size=vocab_size, pad_token_id=0)
+    model.config.eos_token_id = special
+    assert int(trial_inputs(model)["input_ids"].max()) < vocab_size
+    assert why_it_fails(model).reason == ""
+
+
+def test_logits_that_are_not_finite_are_no_trial_and_a_model_that_was_mended_is_tried_again() -> None:
+    model = build("llama")
+    weight = model.lm_head.weight.data.clone()
+    model.lm_head.weight.data.fill_(float("nan"))
+    assert "none of its logits is finite" in why_it_fails(model).reason
+    with pytest.raises(UnsupportedModelError, match="none of its logits is finite"):
+        require_continuable(model)
+    require_continuable(model, if_it_runs=True)
+    model.lm_head.weight.data.copy_(weight)
+    require_continuable(model)
+
+
 def test_a_model_is_tried_once(tiny_llama: Any) -> None:
     calls: list[int] = []
     tiny_llama.register_forward_pre_hook(lambda *_: calls.append(1))
