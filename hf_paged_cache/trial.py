@@ -30,14 +30,14 @@ class Failure(NamedTuple):
     """Why a trial failed."""
 
     reason: str  # "": it did not
-    was_tried: bool = True  # False: the model cannot be run on token ids alone, with a cache or without
+    was_tried: bool = True  # False: it cannot be run on token ids alone, or gives nothing that could be compared
 
 
 _continuable: WeakSet[nn.Module] = WeakSet()  # models whose trial did not fail; one that did may be mended
 
 
 def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> None:
-    """Refuse a model that, continued behind a cache, is not itself.  Cost: six short forwards, once a model.
+    """Refuse a model that, continued behind a cache, is not itself.  Cost: six short forwards, until it has passed once.
 
     Args:
         if_it_runs: let a model pass that cannot be tried, such as one whose adapters want an argument in each call.
@@ -50,7 +50,7 @@ def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> 
 
 
 def why_it_fails(model: PreTrainedModel) -> Failure:
-    """Why a model, continued behind a `DynamicCache`, is not itself. One that is is not tried again."""
+    """Why a model, continued behind a `DynamicCache`, is not itself. One that passed is not tried again."""
     if model in _continuable:
         return Failure("")
     failure = _why_it_fails(model)
