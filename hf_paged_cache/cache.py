@@ -27,6 +27,7 @@ from .hooks import attach, detach, pop_ambient, push_ambient
 from .layer import PagedIndexedLayer, PagedLayer
 from .prefill import Prefiller
 from .prefix_store import PrefixStore
+from .reporting import stats_of
 from .scoring import Score, score
 from .session import Session
 from .stats import CacheStats, CallStats
@@ -121,9 +122,14 @@ class PagedPrefixCache(Cache):
 
         What the base class does by way of its layers, in fewer steps: it is done for each layer of each token.
         """
+        if torch.compiler.is_compiling():
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        read = self.call.write_step(layer_idx, key_states, value_states)
+        if read is not None:
+            return read
         layers = self.layers
         is_ours = 0 <= layer_idx < len(layers) and isinstance(layers[layer_idx], PagedLayer)
-        if not is_ours or torch.compiler.is_compiling():
+        if not is_ours and self.call.ticket is not None:  # without a ticket nothing is written, and no layer made
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         states = self.write_layer(layer_idx, {"key": key_states, "value": value_states})
         return states["key"], states["value"]
@@ -225,27 +231,7 @@ class PagedPrefixCache(Cache):
 
     def stats(self) -> CacheStats:
         """Tokens of this cache's calls, and the blocks of its store now; prints as a table."""
-        counts, metrics, blocks = self.call.counts, self.call.counts.metrics, self.store.blocks
-        with blocks.lock:
-            blocks.settle()
-            return CacheStats(
-                prompt_tokens=metrics.num_queried_tokens,
-                computed_tokens=metrics.num_queried_tokens - metrics.num_hit_tokens,
-                reused_tokens=metrics.num_hit_tokens,
-                hit_rate=metrics.hit_rate,
-                recent_hit_rate=metrics.recent_hit_rate,
-                num_calls=counts.num_calls,
-                num_blocks=blocks.num_blocks,
-                num_free_blocks=blocks.num_free_blocks,
-                num_cached_blocks=blocks.allocator.num_cached_blocks,
-                num_blocks_in_use=blocks.allocator.num_blocks_in_use,
-                num_pinned_blocks=blocks.pins.num_blocks,
-                num_evictions=blocks.allocator.num_evictions,
-                num_copies_on_write=blocks.allocator.num_copies_on_write,
-                kv_bytes=blocks.kv_bytes_in_use + self.call.reader.num_bytes,
-                peak_kv_bytes=self.call.peak_kv_bytes,
-                pool_bytes=blocks.pool.pool_bytes,
-            )
+        return stats_of(self.call)
 
     @property
     def last_call(self) -> CallStats:

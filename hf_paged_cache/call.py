@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from .admission import num_blocks_held_only_by, renew_promise
@@ -20,6 +21,7 @@ from .call_state import Bracket, CallLimits, CallState, no_bracket
 from .counts import PromptCounts
 from .errors import CacheArgumentError, CacheBusyError, TicketError
 from .forward import admit, begin_rows, continue_rows, is_step, take_blocks, take_step, write_target
+from .forward_thread import ForwardThread
 from .layer_writes import LayerWrites
 from .plan import KnownRow, first_column
 from .reader import Reader
@@ -50,7 +52,7 @@ class Call:
         self.peak_kv_bytes = 0
         self._bracket: Callable[[], Bracket | None] = no_bracket  # of the `generate` that runs
         self._writes = LayerWrites(store, reader)
-        self._thread = 0  # the thread that announced it
+        self._thread = ForwardThread()
         self._is_first = False  # the ticket is the first of its rows
         self._num_columns_before = 0  # columns before the last confirmed forward
         store.add_holder(self)
@@ -106,7 +108,7 @@ class Call:
                 self.limits = None
             self.rows.commit()
             self._is_first = not self.rows.alias
-            self._thread = threading.get_ident()
+            self._thread.start()
             self._writes.start()
             self.state = CallState.ANNOUNCED
             try:
@@ -134,6 +136,17 @@ class Call:
         with self.store.lock:
             read = self._writes.write(layer_idx, states, ticket)
             self.state = CallState.WRITTEN
+            return read
+
+    def write_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """`write` of a "key" and a "value" in a decode step, in fewer lines; None where `write` must be called."""
+        ticket = self.ticket
+        if ticket is None or not ticket.is_step or torch.is_grad_enabled():
+            return None
+        with self.store.lock:
+            read = self._writes.write_step(layer_idx, key, value, ticket.target)
+            if read is not None:
+                self.state = CallState.WRITTEN
             return read
 
     def confirm(self) -> None:
@@ -307,9 +320,7 @@ class Call:
             )
 
     def _runs_in_another_thread(self) -> bool:
-        if self.ticket is None or self._thread == threading.get_ident():
-            return False
-        return any(thread.ident == self._thread for thread in threading.enumerate())
+        return self.ticket is not None and self._thread.is_another()
 
     def num_ended_blocks(self) -> int:
         """Blocks that only rows whose call is over hold."""
@@ -370,7 +381,7 @@ class Call:
         if num_taken:
             renew_promise(self.store, self, rows, self.limits, before + 1)
         self.reader.start_forward(rows.layouts, len(rows), before, before + 1)
-        return Ticket(before, before + 1, tuple(members), None, target)
+        return Ticket(before, before + 1, tuple(members), None, target, is_step=True)
 
     def _end_rows(self) -> None:
         """The running rows become ended rows; those before them are dropped."""

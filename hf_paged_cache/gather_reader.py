@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .host_memory import RecycledMemory
 from .pool import BlockPool
-from .slots import ReadSource, RowLayout, slot_matrix
+from .slots import ReadSource, RowLayout, read_source
 
 
 class GatherReader:
@@ -16,8 +16,9 @@ class GatherReader:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._memory = RecycledMemory()
-        self._source_of_all: ReadSource | None = None  # columns [0, stop) of the forward; None: start is 0
-        self._source_of_past: ReadSource | None = None  # columns [0, start)
+        self._layouts: Callable[[], Sequence[RowLayout]] = list  # of the rows of the forward
+        self._start = self._stop = 0  # columns of the forward
+        self._source: ReadSource | None = None  # columns [0, stop); made by the first layer that reads
 
     def start_rows(
         self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: int | None
@@ -26,23 +27,31 @@ class GatherReader:
 
     def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:
         """See Reader."""
-        self._source_of_all = self._source_of_past = None
-        if start > 0:
-            slots = slot_matrix(rows(), stop, self._pool.block_size)
-            self._source_of_all, self._source_of_past = ReadSource(slots), ReadSource(slots[:, :start])
+        self._layouts, self._start, self._stop, self._source = rows, start, stop, None
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See Reader."""
-        if self._source_of_all is None or self._source_of_past is None:
+        if not self._start:
             return dict(new)
+        size = self._pool.block_size
         if torch.is_grad_enabled():  # a gradient flows through what is new, and its pass keeps what it was given
-            past = self._pool.gather(layer_idx, self._source_of_past, new)
+            source = read_source(self._layouts(), 0, self._start, size)
+            past = self._pool.gather(layer_idx, source, new)
             return {name: torch.cat((past[name].to(states.dtype), states), dim=2) for name, states in new.items()}
-        gathered = self._pool.gather(layer_idx, self._source_of_all, new, self._memory)
+        if self._source is None:
+            self._source = read_source(self._layouts(), 0, self._stop, size)
+        gathered = self._pool.gather(layer_idx, self._source, new, self._memory)
         for name, states in new.items():
             if gathered[name].dtype != states.dtype:
                 gathered[name] = gathered[name].to(states.dtype)
         return gathered
+
+    def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """See Reader."""
+        if not self._start:
+            return None
+        gathered = self.read(layer_idx, {"key": key, "value": value})
+        return gathered["key"], gathered["value"]
 
     def expand_rows(self, sources: Sequence[int]) -> None:
         """See Reader."""
@@ -63,7 +72,8 @@ class GatherReader:
 
     def drop(self) -> None:
         """See Reader."""
-        self._source_of_all = self._source_of_past = None
+        self._layouts, self._source = list, None
+        self._start = self._stop = 0
         self._memory.drop()
 
     @property

@@ -51,8 +51,11 @@ class RecycledMemory:
         num_elements = math.prod(shape)
         num_bytes = num_elements * dtype.itemsize
         if num_bytes >= _MIN_RECYCLED_BYTES:
-            with contextlib.suppress(OSError):  # no address space: let torch say so
-                return torch.frombuffer(self._mapping_of(num_bytes), dtype=dtype, count=num_elements).view(shape)
+            try:
+                mapping = self._mapping_of(num_bytes)
+            except OSError:  # no address space: let torch say so
+                return torch.empty(shape, dtype=dtype, device="cpu")
+            return torch.frombuffer(mapping, dtype=dtype, count=num_elements).view(shape)
         return torch.empty(shape, dtype=dtype, device="cpu")
 
     def drop(self) -> None:
@@ -67,6 +70,10 @@ class RecycledMemory:
     def _mapping_of(self, num_bytes: int) -> mmap.mmap:
         """A mapping that nobody reads, at least that large and not so large that most of it would lie idle."""
         mappings = self._mappings
+        if len(mappings) <= _MAX_FREE:  # none is too many: the first will do
+            for mapping in mappings:
+                if num_bytes <= len(mapping) <= 4 * num_bytes and sys.getrefcount(mapping) == _REFERENCES_IN_LOOP:
+                    return mapping
         free = [index for index in range(len(mappings)) if sys.getrefcount(mappings[index]) == _REFERENCES_WHEN_UNUSED]
         for index in free:
             if num_bytes <= len(mappings[index]) <= 4 * num_bytes:
@@ -100,4 +107,12 @@ def _references_of_unused() -> int:
     return sys.getrefcount(mappings[0])
 
 
+def _references_in_loop() -> int:
+    """The same of one that a loop looks at."""
+    for mapping in [_mapped(1)]:
+        return sys.getrefcount(mapping)
+    raise AssertionError
+
+
 _REFERENCES_WHEN_UNUSED = _references_of_unused()
+_REFERENCES_IN_LOOP = _references_in_loop()

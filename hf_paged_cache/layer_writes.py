@@ -10,6 +10,7 @@ from torch import Tensor
 from .block_store import BlockStore
 from .errors import TicketError
 from .reader import Reader
+from .slots import WriteTarget
 from .ticket import Ticket
 
 
@@ -51,6 +52,18 @@ class LayerWrites:
         self._store.pool.write(layer_idx, states, ticket.target)
         self.written |= keys
         return self._reader.read(layer_idx, states)
+
+    def write_step(
+        self, layer_idx: int, key: Tensor, value: Tensor, target: WriteTarget
+    ) -> tuple[Tensor, Tensor] | None:
+        """`write` of a "key" and a "value" of one token a row, in fewer lines; None where `write` must be called."""
+        keys = ((layer_idx, "key"), (layer_idx, "value"))
+        if not self.written.isdisjoint(keys) or not self._store.pool.write_step(layer_idx, key, value, target):
+            return None
+        read = self._reader.read_step(layer_idx, key, value)
+        if read is not None:
+            self.written.update(keys)
+        return read
 
     def require_all(self) -> None:
         """Refuse a forward in which a layer that always writes did not.

@@ -20,8 +20,9 @@ _GROWTH_ON_ACCELERATOR = 2
 
 
 class BlockPool:
-    """Named tensors per layer, `[num_blocks, block_size, num_heads, head_dim]`, on that layer's device.
+    """Named tensors per layer, `[num_blocks, num_heads, block_size, head_dim]`, on that layer's device.
 
+    Heads are outside of a block's slots, so that whole blocks of a head are read at once, in the order of attention.
     Shapes, dtypes and devices are taken from the first write of a layer, never from a config: key and value may differ
     in head size, layers in anything. The tensors are zeroed when they are made (an unwritten slot must never hold a
     NaN: masked attention multiplies it by zero), hold `capacity` blocks, and grow by `ensure_capacity`.
@@ -43,7 +44,6 @@ class BlockPool:
         self.bytes_per_block = 0  # in all layers written so far
         self.num_blocks_used = 0  # one more than the highest block id written so far
         self._tensors: dict[int, dict[str, Tensor]] = {}  # layer index -> name -> tensor
-        self._slots: dict[int, dict[str, Tensor]] = {}  # the same memory as [slots, num_heads, head_dim]
 
     @property
     def layer_indices(self) -> list[int]:
@@ -82,12 +82,11 @@ class BlockPool:
             }
             for layer_idx, layer in self._tensors.items()
         }
-        slots = {i: {name: tensor.flatten(0, 1) for name, tensor in layer.items()} for i, layer in grown.items()}
-        self._tensors, self._slots, self.capacity = grown, slots, num_blocks
+        self._tensors, self.capacity = grown, num_blocks
 
     def clear(self) -> None:
         """Give all memory back; shapes are learned again at the next write."""
-        self._tensors, self._slots = {}, {}
+        self._tensors = {}
         self.capacity = self.num_blocks_used = self.bytes_per_block = 0
 
     def write(self, layer_idx: int, states: Mapping[str, Tensor], target: WriteTarget) -> None:
@@ -103,26 +102,51 @@ class BlockPool:
         """
         if target.end_slot > self.num_blocks_used * self.block_size:
             self._mark_used(-(-target.end_slot // self.block_size))
-        if target.num_slots == 0:
-            for name, new in states.items():
-                self._layer_slots(layer_idx, name, new)
-            return
         for name, new in states.items():
-            held = self._layer_slots(layer_idx, name, new)
+            held = self._tensor_for(layer_idx, name, new)
+            if target.num_slots == 0:
+                continue
             if new.requires_grad:
                 new = new.detach()
-            if target.sources is None and target.first_slot is not None:
-                span = held.narrow(0, target.first_slot, target.num_slots)
-                if new.shape[2] == 1:
-                    span.copy_(new.squeeze(2))
-                else:
-                    span.view(new.shape[0], new.shape[2], *held.shape[1:]).copy_(new.transpose(1, 2))
+            if target.sources is None and target.first_slot is not None and new.shape[0] == 1:
+                self._write_run(held, new[0], target.first_slot)
                 continue
-            slots, sources = target.on(held.device)
-            tokens = new.transpose(1, 2).reshape(-1, *held.shape[1:])
+            tokens = new.transpose(1, 2).flatten(0, 1)
+            sources = target.sources_on(held.device)
             if sources is not None:
                 tokens = tokens.index_select(0, sources)
-            held.index_copy_(0, slots, tokens.to(held.dtype))
+            index = target.index_for(held.shape[1], self.block_size, held.device)
+            held.view(-1, held.shape[3]).index_copy_(0, index, tokens.flatten(0, 1).to(held.dtype))
+
+    def write_step(self, layer_idx: int, key: Tensor, value: Tensor, target: WriteTarget) -> bool:
+        """`write` of a "key" and a "value" of one token a row, [R, H, 1, D], in fewer lines: it runs for each layer of each token.
+
+        Args:
+            target: a slot for each row.
+        Returns:
+            whether they were written; not where the layer has other shapes, another dtype or device, or is new.
+        """
+        layer = self._tensors.get(layer_idx)
+        if layer is None or target.end_slot > self.num_blocks_used * self.block_size:
+            return False
+        keys, values = layer.get("key"), layer.get("value")
+        if keys is None or values is None or keys.dtype != key.dtype or values.dtype != value.dtype:
+            return False
+        num_rows, (_, heads, size, key_dim), (_, value_heads, _, value_dim) = target.num_slots, keys.shape, values.shape
+        if key.shape != (num_rows, heads, 1, key_dim) or value.shape != (num_rows, value_heads, 1, value_dim):
+            return False
+        if keys.device != key.device or values.device != value.device:
+            return False
+        if num_rows == 1:
+            block, offset = divmod(target.slots[0], size)
+            keys.narrow(0, block, 1).narrow(2, offset, 1).copy_(key)
+            values.narrow(0, block, 1).narrow(2, offset, 1).copy_(value)
+        else:
+            index = target.index_for(heads, size, key.device)
+            keys.view(-1, key_dim).index_copy_(0, index, key.reshape(-1, key_dim))
+            index = target.index_for(value_heads, size, value.device)
+            values.view(-1, value_dim).index_copy_(0, index, value.reshape(-1, value_dim))
+        return True
 
     def gather(
         self,
@@ -139,36 +163,45 @@ class BlockPool:
             names: of the tensors wanted, each of which was written; None: all.
             memory: what copies in host memory are laid over; None: memory of their own.
         Returns:
-            name -> [R, H, C, D], the caller's, contiguous in the pool's dtype: some models view it as [R * H, C, D].
+            name -> [R, H, C, D], the caller's, in the pool's dtype. Heads of a row, and rows, lie at equal distances, so
+            that models may view it as [R * H, C, D].
         Raises:
             PoolArgumentError: the layer was never written.
         """
-        layer = self._slots.get(layer_idx)
+        layer = self._tensors.get(layer_idx)
         if layer is None:
             raise PoolArgumentError(f"layer {layer_idx} was never written; layers written are {self.layer_indices}")
         gathered = {}
-        num_rows, num_columns = source.shape
+        num_rows, num_columns, num_slots = source.num_rows, source.num_columns, source.num_slots(self.block_size)
         for name in layer if names is None else names:
             held = layer[name]
-            heads, head_dim = held.shape[1:]
-            chosen, vectors = source.index_for(heads, held.device), held.view(-1, head_dim)
+            _, heads, size, head_dim = held.shape
+            chosen = source.index_for(heads, size, held.device)
+            units = held.view(-1, size * head_dim if source.by_block else head_dim)
             if memory is not None and held.is_cpu:
-                copied = memory.take((chosen.shape[0], head_dim), held.dtype)
-                torch.index_select(vectors, 0, chosen, out=copied)
+                copied = memory.take((chosen.shape[0], units.shape[1]), held.dtype)
+                torch.index_select(units, 0, chosen, out=copied)
             else:
-                copied = vectors.index_select(0, chosen)
-            gathered[name] = copied.view(num_rows, heads, num_columns, head_dim)
+                copied = units.index_select(0, chosen)
+            strides = (heads * num_slots * head_dim, num_slots * head_dim, head_dim, 1)
+            shape = (num_rows, heads, num_columns, head_dim)
+            gathered[name] = copied.as_strided(shape, strides, source.skipped * head_dim)
         return gathered
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks in all layers, as if one `(source, destination)` after the other."""
         if not copies:
             return
+        if len(copies) == 1:
+            ((source, destination),) = copies
+            self._mark_used(1 + destination)
+            for layer in self._tensors.values():
+                for tensor in layer.values():
+                    tensor[destination].copy_(tensor[source])
+            return
         sources, destinations = [source for source, _ in copies], [destination for _, destination in copies]
         self._mark_used(1 + max(destinations))
-        if len(copies) > 1 and len({*sources, *destinations}) < len(set(sources)) + len(
-            destinations
-        ):  # one copies what another has made
+        if len({*sources, *destinations}) < len(set(sources)) + len(destinations):  # one copies what another has made
             for copy in copies:
                 self.copy_blocks([copy])
             return
@@ -191,35 +224,48 @@ class BlockPool:
         """Block ids below `num_blocks` may have been written."""
         self.num_blocks_used = max(self.num_blocks_used, num_blocks)
 
-    def _layer_slots(self, layer_idx: int, name: str, new: Tensor) -> Tensor:
-        """The tensor that takes `new`, as [slots, H, D]; made, widened or moved where that is needed."""
+    def _write_run(self, held: Tensor, new: Tensor, first_slot: int) -> None:
+        """Store `new`, [H, T, D], in slots side by side: the rest of a block, whole blocks, a part of one."""
+        size, done, num_tokens = self.block_size, 0, new.shape[1]
+        while done < num_tokens:
+            block, offset = divmod(first_slot + done, size)
+            num_whole = 0 if offset else (num_tokens - done) // size
+            if num_whole:
+                taken = num_whole * size
+                whole = torch.unflatten(new.narrow(1, done, taken), 1, (num_whole, size))
+                held.narrow(0, block, num_whole).copy_(whole.transpose(0, 1))
+            else:
+                taken = min(size - offset, num_tokens - done)
+                held[block].narrow(1, offset, taken).copy_(new.narrow(1, done, taken))
+            done += taken
+
+    def _tensor_for(self, layer_idx: int, name: str, new: Tensor) -> Tensor:
+        """The tensor that takes `new`; made, widened or moved where that is needed."""
         if new.dim() != 4:
             raise PoolArgumentError(
                 f"layer {layer_idx} {name}: expected [rows, heads, tokens, head_dim], got {tuple(new.shape)}"
             )
-        layer = self._slots.get(layer_idx)
+        layer = self._tensors.get(layer_idx)
         held = None if layer is None else layer.get(name)
         if held is not None and held.dtype == new.dtype and held.device == new.device:
-            if held.shape[1] == new.shape[1] and held.shape[2] == new.shape[3]:
+            if held.shape[1] == new.shape[1] and held.shape[3] == new.shape[3]:
                 return held
         heads, head_dim = new.shape[1], new.shape[3]
         if held is None:
-            tensor = zeros((self.capacity, self.block_size, heads, head_dim), new.dtype, new.device)
-        elif held.shape[1:] != (heads, head_dim):
+            tensor = zeros((self.capacity, heads, self.block_size, head_dim), new.dtype, new.device)
+        elif (held.shape[1], held.shape[3]) != (heads, head_dim):
             raise PoolArgumentError(
-                f"layer {layer_idx} {name}: this store holds {held.shape[1]} heads of {held.shape[2]}, "
+                f"layer {layer_idx} {name}: this store holds {held.shape[1]} heads of {held.shape[3]}, "
                 f"got {heads} of {head_dim}; use another PrefixStore for another model"
             )
         else:
             dtype = torch.promote_types(held.dtype, new.dtype)
             if dtype == held.dtype and held.device == new.device:
                 return held
-            tensor = self._resized(self._tensors[layer_idx][name], self.capacity, dtype, new.device)
-        replaced = self._tensors.setdefault(layer_idx, {}).get(name)
-        self.bytes_per_block += tensor[:1].nbytes - (0 if replaced is None else replaced[:1].nbytes)
-        self._tensors[layer_idx][name] = tensor
-        self._slots.setdefault(layer_idx, {})[name] = tensor.flatten(0, 1)
-        return self._slots[layer_idx][name]
+            tensor = self._resized(held, self.capacity, dtype, new.device)
+        self.bytes_per_block += tensor[:1].nbytes - (0 if held is None else held[:1].nbytes)
+        self._tensors.setdefault(layer_idx, {})[name] = tensor
+        return tensor
 
     def _resized(self, tensor: Tensor, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         resized = zeros((num_blocks, *tensor.shape[1:]), dtype, device)

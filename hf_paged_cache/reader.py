@@ -34,6 +34,9 @@ class Reader(Protocol):
         To be read until the next forward, not written: it may be the reader's own memory.
         """
 
+    def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """`read` of a "key" and a "value" of one token a row, in fewer lines; None where `read` must be called."""
+
     def expand_rows(self, sources: Sequence[int]) -> None:
         """Row `i` goes on as a copy of row `sources[i] <= i`."""
 

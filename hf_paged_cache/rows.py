@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .blocks import BlockTable
 from .pool import BlockPool
-from .slots import ReadSource, RowLayout, slot_matrix
+from .slots import RowLayout, read_source
 from .tokens import TokenIds
 
 
@@ -214,4 +214,4 @@ class Rows:
 def gather_rows(pool: BlockPool, layer_idx: int, rows: Rows) -> dict[str, Tensor]:
     """name -> [R, H, columns, D]: a copy of what the pool holds of a layer's rows, in the order of the batch."""
     layouts = [row.layout() for row in rows.in_batch()]
-    return pool.gather(layer_idx, ReadSource(slot_matrix(layouts, rows.num_columns, pool.block_size)))
+    return pool.gather(layer_idx, read_source(layouts, 0, rows.num_columns, pool.block_size))

@@ -28,10 +28,10 @@ class WriteTarget:
 
     `sources` counts the forward's tokens row by row (`row * num_new_columns + column`); None means all of them, in
     order. Tokens that are not named (left padding, columns a row computes for its siblings' sake) are not written.
-    The index tensors are made once per device and used by every layer.
+    The index tensors are made once per device and number of heads, and used by every layer.
     """
 
-    __slots__ = ("_on_device", "end_slot", "first_slot", "num_slots", "slots", "sources")
+    __slots__ = ("_index", "_sources", "end_slot", "first_slot", "num_slots", "slots", "sources")
 
     def __init__(self, slots: Sequence[int], sources: Sequence[int] | None = None) -> None:
         self.slots = slots
@@ -39,38 +39,77 @@ class WriteTarget:
         self.num_slots = len(slots)
         self.end_slot = 1 + max(slots, default=-1)  # one behind the highest
         self.first_slot = _start_of_run(slots)  # None: the slots do not lie side by side
-        self._on_device: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
+        self._index: dict[tuple[int, torch.device], Tensor] = {}
+        self._sources: dict[torch.device, Tensor] = {}
 
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """`slots` and `sources` as int64 tensors on `device`."""
-        found = self._on_device.get(device)
+    def index_for(self, num_heads: int, block_size: int, device: torch.device) -> Tensor:
+        """[num_slots * H] int64 on `device`: where the heads of each slot lie among all vectors of a tensor."""
+        found = self._index.get((num_heads, device))
         if found is None:
-            sources = None if self.sources is None else torch.tensor(self.sources, dtype=torch.int64, device=device)
-            found = (torch.tensor(self.slots, dtype=torch.int64, device=device), sources)
-            self._on_device[device] = found
+            slots = torch.tensor(self.slots, dtype=torch.int64, device=device)
+            found = vectors_of(slots[:, None], torch.arange(num_heads, device=device), num_heads, block_size).flatten()
+            self._index[num_heads, device] = found
+        return found
+
+    def sources_on(self, device: torch.device) -> Tensor | None:
+        """`sources` as an int64 tensor on `device`."""
+        if self.sources is None:
+            return None
+        found = self._sources.get(device)
+        if found is None:
+            found = self._sources[device] = torch.tensor(self.sources, dtype=torch.int64, device=device)
         return found
 
 
 class ReadSource:
-    """The slots that a read takes, [R, C] int64. The index into a layer's tensors is made once for a device and number of heads."""
+    """What a read takes: for each of R rows the same number of columns, slot by slot or, which is faster, block by block.
 
-    __slots__ = ("_index", "shape", "slots")
+    Args:
+        units: [R, N] int64: slots; or blocks, of which the first `skipped` slots are left out, and the last ones.
+        num_columns: columns that are read; None: all slots.
+        skipped: see `units`.
+    """
 
-    def __init__(self, slots: Tensor) -> None:
-        if slots.dim() != 2 or slots.dtype != torch.int64:
-            raise PoolArgumentError(f"slots must be a 2-D int64 tensor, got {slots.dim()}-D {slots.dtype}")
-        self.slots = slots
-        self.shape = tuple(slots.shape)
-        self._index: dict[tuple[torch.device, int], Tensor] = {}
+    __slots__ = ("_index", "by_block", "num_columns", "num_rows", "skipped", "units")
 
-    def index_for(self, num_heads: int, device: torch.device) -> Tensor:
-        """[R * H * C] int64 on `device`: where a slot's heads lie among those of all slots, heads before columns."""
-        found = self._index.get((device, num_heads))
+    def __init__(self, units: Tensor, *, num_columns: int | None = None, skipped: int = 0) -> None:
+        if units.dim() != 2 or units.dtype != torch.int64:
+            raise PoolArgumentError(f"slots must be a 2-D int64 tensor, got {units.dim()}-D {units.dtype}")
+        self.units = units
+        self.by_block = num_columns is not None
+        self.num_rows = units.shape[0]
+        self.num_columns = units.shape[1] if num_columns is None else num_columns
+        self.skipped = skipped
+        self._index: dict[tuple[int, torch.device], Tensor] = {}
+
+    def num_slots(self, block_size: int) -> int:
+        """Slots of a row that are copied, those left out of `num_columns` included."""
+        return self.units.shape[1] * (block_size if self.by_block else 1)
+
+    def index_for(self, num_heads: int, block_size: int, device: torch.device) -> Tensor:
+        """[R * H * N] int64 on `device`: where heads of the units lie among all vectors, or all heads of blocks, of a tensor."""
+        found = self._index.get((num_heads, device))
         if found is None:
-            heads = torch.arange(num_heads, device=device)[:, None]
-            found = (self.slots.to(device)[:, None] * num_heads + heads).flatten()
-            self._index[device, num_heads] = found
+            units, heads = self.units.to(device)[:, None], torch.arange(num_heads, device=device)[:, None]
+            index = units * num_heads + heads if self.by_block else vectors_of(units, heads, num_heads, block_size)
+            found = self._index[num_heads, device] = index.flatten()
         return found
+
+
+def read_source(rows: Sequence[RowLayout], start: int, stop: int, block_size: int) -> ReadSource:
+    """The columns `[start, stop)` of each row: by blocks where these begin at the same columns in all rows."""
+    offset = rows[0].pad % block_size
+    if any(row.pad % block_size != offset for row in rows):
+        return ReadSource(slot_matrix(rows, stop, block_size)[:, start:])
+    first, end = (start - offset) // block_size, -((offset - stop) // block_size)  # blocks behind column `offset`
+    blocks = [[*[0] * (1 + row.pad // block_size), *row.block_ids][first + 1 : end + 1] for row in rows]
+    skipped = start - offset - first * block_size
+    return ReadSource(torch.tensor(blocks, dtype=torch.int64), num_columns=stop - start, skipped=skipped)
+
+
+def vectors_of(slots: Tensor, heads: Tensor, num_heads: int, block_size: int) -> Tensor:
+    """A block holds its heads one after the other: where head `heads` of `slots` lies, counted in vectors of a head."""
+    return (slots // block_size * num_heads + heads) * block_size + slots % block_size
 
 
 def slot_matrix(rows: Sequence[RowLayout], stop: int, block_size: int) -> Tensor:

@@ -51,6 +51,7 @@ class Ticket:
     Attributes:
         sources: for each row that runs, the row of the request it stands for.
         copies: for each row of the request, the row that runs for it; None when they are the same.
+        is_step: each row only goes on, by one token.
     """
 
     start: int
@@ -58,6 +59,7 @@ class Ticket:
     sources: tuple[int, ...]
     copies: tuple[int, ...] | None
     target: WriteTarget
+    is_step: bool = False
 
     @property
     def num_rows(self) -> int:

@@ -15,7 +15,7 @@ from .own_forwards import eps_computed_in, input_device
 from .prefix_store import PrefixStore
 from .processes import forwards_are_counted
 from .rows import Row, Rows
-from .slots import ReadSource, RowLayout, slot_matrix
+from .slots import RowLayout, read_source
 from .ticket import RowInput
 
 # Differences that other lengths and batch sizes make, as a share of the largest value; eps is that of the coarsest type
@@ -83,9 +83,7 @@ class Verifier:
             model(**arguments, past_key_values=cache, use_cache=True)
         stored = RowLayout(given.root, 0, known.token_ids, known.block_ids)
         computed = cache.call.rows.distinct[0].layout()
-        sources = [
-            ReadSource(slot_matrix([layout], stop, blocks.block_size)[:, start:]) for layout in (stored, computed)
-        ]
+        sources = [read_source([layout], start, stop, blocks.block_size) for layout in (stored, computed)]
         eps = eps_computed_in(model)
         try:
             return all(

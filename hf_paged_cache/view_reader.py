@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .host_memory import RecycledMemory, zeros
 from .pool import BlockPool
-from .slots import ReadSource, RowLayout, slot_matrix
+from .slots import ReadSource, RowLayout, read_source
 from .tokens import common_prefix_length
 
 _MIN_SPARE_COLUMNS = 128  # room a grown view has at least, so that few decode steps have to grow it
@@ -56,9 +56,8 @@ class ViewReader:
             for row, layout in enumerate(rows()):
                 first = max(valid[row], layout.pad)
                 if first < start:
-                    unpadded = layout._replace(pad=0)
-                    slots = slot_matrix([unpadded], start - layout.pad, self._pool.block_size)
-                    self._missing.append((row, first, start, ReadSource(slots[:, first - layout.pad :])))
+                    source = read_source([layout], first, start, self._pool.block_size)
+                    self._missing.append((row, first, start, source))
         valid[:num_rows] = [stop] * num_rows
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -78,7 +77,7 @@ class ViewReader:
         if self._missing:
             self._fill(layer_idx, {name: buffers[name] for name in new})
         if recast and start:  # the buffers may have been rounded, the pool was not
-            past = ReadSource(slot_matrix(self._layouts(), start, self._pool.block_size))
+            past = read_source(self._layouts(), 0, start, self._pool.block_size)
             gathered = self._pool.gather(layer_idx, past, recast)
             for name in recast:
                 buffers[name][:num_rows, :, :start].copy_(gathered[name])
@@ -93,6 +92,23 @@ class ViewReader:
             else:
                 result[name] = held.narrow(2, 0, stop)
         return result
+
+    def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """See Reader."""
+        buffers = self._buffers.get(layer_idx)
+        if buffers is None or self._missing:
+            return None
+        keys, values = buffers.get("key"), buffers.get("value")
+        if keys is None or values is None or keys.dtype != key.dtype or values.dtype != value.dtype:
+            return None
+        start, stop, num_rows = self._start, self._stop, self._num_rows
+        if keys.shape[0] != num_rows or keys.shape[2] < stop or values.shape[0] != num_rows or values.shape[2] < stop:
+            return None
+        if keys.device != key.device or values.device != value.device:
+            return None
+        keys.narrow(2, start, 1).copy_(key)
+        values.narrow(2, start, 1).copy_(value)
+        return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
     def expand_rows(self, sources: Sequence[int]) -> None:
         """See Reader."""

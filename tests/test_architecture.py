@@ -39,6 +39,8 @@ LEVELS = {
     "given_tokens": 1,
     "admission": 2,
     "call": 2,
+    "forward_thread": 2,
+    "reporting": 2,
     "layer_writes": 2,
     "call_state": 2,
     "fingerprint": 3,

@@ -237,11 +237,13 @@ def test_a_layer_alone_cannot_be_reordered_and_resets_all(filled: Any) -> None:
     assert ours.get_seq_length() == 0
 
 
-def test_a_layer_does_not_write_without_a_forward_of_the_model(filled: Any) -> None:
+@pytest.mark.parametrize("layer_idx", [0, -1, 99, -99])
+def test_a_layer_does_not_write_and_is_not_made_without_a_forward_of_the_model(filled: Any, layer_idx: int) -> None:
     ours, theirs = filled
-    new = torch.zeros(2, 2, 1, 16)
+    new, num_layers = torch.zeros(2, 2, 1, 16), len(ours.layers)
     with pytest.raises(TicketError, match="through its own __call__"):
-        ours.update(new, new, 0)
+        ours.update(new, new, layer_idx)
+    assert len(ours.layers) == num_layers
     assert_same_content(ours, theirs)
 
 

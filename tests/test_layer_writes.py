@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hf_paged_cache import PoolArgumentError, TicketError
 from hf_paged_cache.block_store import BlockStore
 from hf_paged_cache.gather_reader import GatherReader
 from hf_paged_cache.layer_writes import LayerWrites
-from hf_paged_cache.slots import ReadSource, WriteTarget
+from hf_paged_cache.slots import ReadSource, RowLayout, WriteTarget
 from hf_paged_cache.ticket import Ticket
 
 TICKET = Ticket(0, 3, (0,), None, WriteTarget([4, 5, 6]))  # one row of three tokens
@@ -72,6 +73,24 @@ def test_a_layer_writes_once_in_a_forward(writes: LayerWrites, store: BlockStore
     assert not store.pool.gather(0, ReadSource(torch.tensor([[4, 5, 6]])))["key"].any()
     writes.start()
     writes.write(0, states(1, 2, 3, 5), TICKET)
+
+
+def test_a_step_is_written_and_read_once_in_fewer_lines(writes: LayerWrites, store: BlockStore) -> None:
+    prompt, target = states(1, 2, 3, 5), WriteTarget([7])
+    writes.write(0, prompt, TICKET)
+    writes.start()
+    layout = RowLayout(b"", 0, array("q", range(4)), [1])
+    writes._reader.start_forward(lambda: [layout], 1, 3, 4)
+    new = {name: torch.full((1, 2, 1, 5), 2.0) for name in ("key", "value")}
+    with torch.no_grad():
+        read = writes.write_step(0, **new, target=target)
+        assert read is not None
+        for name, tensor in zip(new, read, strict=True):
+            assert tensor.equal(torch.cat((prompt[name], new[name]), dim=2))
+        assert writes.written == {(0, "key"), (0, "value")}
+        assert writes.write_step(0, **new, target=target) is None  # `write` says what is wrong
+        assert writes.write_step(1, **new, target=target) is None  # a layer that is new
+    assert writes.written == {(0, "key"), (0, "value")}
 
 
 def test_a_layer_that_always_writes_must_write(writes: LayerWrites, store: BlockStore) -> None:

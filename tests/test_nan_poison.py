@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.block_store import BlockStore
@@ -39,11 +38,11 @@ def written_slots(store: BlockStore) -> set[int]:
 
 def poison(store: BlockStore, layer_idx: int) -> int:
     """Write NaN into all slots of a layer that hold nothing; returns how many. The null block is left as it is."""
-    layer = store.pool._slots.get(layer_idx, {})
-    empty: set[int] = set()
+    layer, size = store.pool._tensors.get(layer_idx, {}), store.block_size
+    empty: list[int] = []
     for held in layer.values():
-        empty = set(range(store.block_size, held.shape[0])) - written_slots(store)
-        held[sorted(empty)] = torch.nan
+        empty = sorted(set(range(size, held.shape[0] * size)) - written_slots(store))
+        held.transpose(1, 2)[[slot // size for slot in empty], [slot % size for slot in empty]] = torch.nan
     return len(empty)
 
 
@@ -53,13 +52,16 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     counts: list[int] = []
-    write = Call.write
 
-    def poisoning_write(call: Call, layer_idx: int, states: Any) -> dict[str, Tensor]:
-        counts.append(poison(call.store, layer_idx))
-        return write(call, layer_idx, states)
+    def poisoning(write: Any) -> Any:
+        def poisoning_write(call: Call, layer_idx: int, *states: Any) -> Any:
+            counts.append(poison(call.store, layer_idx))
+            return write(call, layer_idx, *states)
 
-    monkeypatch.setattr(Call, "write", poisoning_write)
+        return poisoning_write
+
+    monkeypatch.setattr(Call, "write", poisoning(Call.write))
+    monkeypatch.setattr(Call, "write_step", poisoning(Call.write_step))
     yield counts
     torch.set_num_threads(threads)
 
@@ -84,7 +86,7 @@ def test_poison_in_one_slot_that_is_read_is_seen(view: bool) -> None:
     cache.reset()
     store = cache.store.blocks
     slot = min(written_slots(store))
-    store.pool._slots[1]["value"][slot] = torch.nan
+    store.pool._tensors[1]["value"][slot // store.block_size, :, slot % store.block_size] = torch.nan
     output = run(model, cache, **batch(row((1, 50))))
     assert not is_same(reference, output)
     assert output.logits[0].isnan().any()

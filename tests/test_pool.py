@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from hf_paged_cache import PoolArgumentError
-from hf_paged_cache.host_memory import zeros
+from hf_paged_cache.host_memory import RecycledMemory, zeros
 from hf_paged_cache.pool import BlockPool
 from hf_paged_cache.slots import ReadSource, WriteTarget
 
@@ -120,14 +121,84 @@ def test_many_rows_are_gathered_each_with_its_own_slots(rng: torch.Generator) ->
     assert gathered["key"][1].equal(new["key"][0, :, [5, 5, 0]])
 
 
-def test_what_is_gathered_is_a_contiguous_copy(rng: torch.Generator) -> None:
+@pytest.mark.parametrize("memory", [None, RecycledMemory()], ids=["own memory", "recycled memory"])
+@pytest.mark.parametrize(
+    ("source", "first"),
+    [
+        (ReadSource(torch.tensor([RUN[1:]])), 1),
+        (ReadSource(torch.tensor([[1, 2]]), num_columns=5, skipped=1), 1),
+        (ReadSource(torch.tensor([[1, 2]]), num_columns=6), 0),
+    ],
+    ids=["by slot", "by block", "from the first slot of a block"],
+)
+def test_what_is_gathered_is_a_copy_that_models_may_view_by_row_and_head(
+    source: ReadSource, first: int, memory: RecycledMemory | None, rng: torch.Generator
+) -> None:
     pool = make_pool()
     new = states(rng, 1, 6)
     pool.write(0, new, WriteTarget(RUN))
-    gathered = pool.gather(0, ReadSource(torch.tensor([RUN])))
-    assert all(tensor.is_contiguous() for tensor in gathered.values())
-    gathered["key"].fill_(7)
+    gathered = pool.gather(0, source, memory=memory)
+    for name, tensor in gathered.items():
+        assert tensor.equal(new[name][:, :, first:])
+        assert tensor.view(HEADS, *tensor.shape[2:]).equal(tensor[0])
+        tensor.fill_(7)
     assert_holds(pool, 0, RUN, new)
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 14))
+@pytest.mark.parametrize("first", [4, 5, 7])
+def test_a_run_may_begin_and_end_anywhere_in_a_block(first: int, num_tokens: int, rng: torch.Generator) -> None:
+    pool = make_pool()
+    everything = states(rng, 1, pool.capacity * BLOCK_SIZE)
+    pool.write(0, everything, WriteTarget(range(pool.capacity * BLOCK_SIZE)))
+    new, run = states(rng, 1, num_tokens), list(range(first, first + num_tokens))
+    pool.write(0, new, WriteTarget(run))
+    assert_holds(pool, 0, run, new)
+    others = [slot for slot in range(pool.capacity * BLOCK_SIZE) if slot not in run]
+    assert_holds(pool, 0, others, {name: tensor[:, :, others] for name, tensor in everything.items()})
+
+
+@pytest.mark.parametrize("slots", [[9], [9, 4, 22]], ids=["1 row", "3 rows"])
+def test_a_step_is_written_as_any_other_tokens_are(slots: list[int], rng: torch.Generator) -> None:
+    pool, plain = make_pool(), make_pool()
+    for each in (pool, plain):
+        each.write(0, states(torch.Generator().manual_seed(0), 1, 32), WriteTarget(range(32)))
+    new = states(rng, len(slots), 1)
+    assert pool.write_step(0, new["key"], new["value"], WriteTarget(slots))
+    plain.write(0, new, WriteTarget(slots))
+    everything = ReadSource(all_slots(pool))
+    for name, tensor in pool.gather(0, everything).items():
+        assert tensor.equal(plain.gather(0, everything)[name])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key": torch.zeros(1, HEADS, 1, KEY_DIM, dtype=torch.bfloat16)},
+        {"value": torch.zeros(1, HEADS, 1, VALUE_DIM, dtype=torch.float64)},
+        {"key": torch.zeros(1, 1, 1, KEY_DIM)},  # would be broadcast
+        {"value": torch.zeros(1, HEADS, 1, 1)},
+        {"key": torch.zeros(2, HEADS, 1, KEY_DIM)},
+        {"key": torch.zeros(1, HEADS, 2, KEY_DIM)},
+        {"key": torch.zeros(HEADS, 1, KEY_DIM)},
+        {"key": torch.zeros(1, HEADS, 1, KEY_DIM, device="meta")},
+        {"layer_idx": 1},
+        {"layer_idx": 2},
+        {"target": WriteTarget([])},
+        {"target": WriteTarget([40])},
+    ],
+    ids=", ".join,
+)
+def test_a_step_that_is_not_as_the_layer_was_is_left_to_write(change: dict[str, Any], rng: torch.Generator) -> None:
+    pool = make_pool(16)
+    pool.write(0, states(rng, 1, 6), WriteTarget(RUN))
+    pool.write(2, {"index": torch.randn(1, 1, 6, 9, generator=rng)}, WriteTarget(RUN))
+    before = pool.gather(0, ReadSource(all_slots(pool)))
+    given = {"layer_idx": 0, **states(rng, 1, 1), "target": WriteTarget([9])}
+    assert not pool.write_step(**{**given, **change})
+    for name, tensor in pool.gather(0, ReadSource(all_slots(pool))).items():
+        assert tensor.equal(before[name])
+    assert pool.write_step(**given)
 
 
 def test_states_that_require_grad_are_written_without_their_history(rng: torch.Generator) -> None:

@@ -114,9 +114,12 @@ def plain(model: PreTrainedModel, tokens: Sequence[int]) -> dict[int, dict[str, 
 def stored(cache: PagedPrefixCache, table: BlockTable) -> dict[int, dict[str, Tensor]]:
     """What the pool's tensors have in the slots of a table's tokens: layer -> name -> [tokens, heads, head size]."""
     pool, size = cache.store.blocks.pool, cache.store.blocks.block_size
-    places = [table.block_ids[i // size] * size + i % size for i in range(table.num_tokens)]
+    blocks, offsets = (
+        [table.block_ids[i // size] for i in range(table.num_tokens)],
+        torch.arange(table.num_tokens) % size,
+    )
     return {
-        layer: {name: tensor.flatten(0, 1)[places] for name, tensor in tensors.items()}
+        layer: {name: tensor[blocks, :, offsets] for name, tensor in tensors.items()}
         for layer, tensors in pool._tensors.items()
     }
 
@@ -279,7 +282,7 @@ def test_one_number_that_is_off_by_little_is_seen(built: PreTrainedModel) -> Non
         for name in ("key", "value"):
             table = cache.call.rows.distinct[0].table
             tensor = pool._tensors[layer][name]
-            place = (table.block_ids[1], 3, -1, -1)
+            place = (table.block_ids[1], -1, 3, -1)
             before = tensor[place].clone()
             tensor[place] += 1e-4 * tensor.abs().max()
             with pytest.raises(AssertionError, match=f"layer {layer}, {name}"):

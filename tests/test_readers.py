@@ -39,18 +39,20 @@ def states_of(row: NaiveRow, layer_idx: int, name: str, start: int, stop: int) -
 class Bench:
     """A pool that holds rows, each in scattered blocks of its own, and the reader that is tried on it."""
 
-    def __init__(self, make_reader: Any, seed: int = 0, *, in_parts: bool = False) -> None:
+    def __init__(self, make_reader: Any, seed: int = 0, *, in_parts: bool = False, in_steps: bool = False) -> None:
         self.in_parts = in_parts  # a layer reads each of its tensors by itself
+        self.in_steps = in_steps  # a column alone is read by `read_step` where that will do, without gradients
+        self.num_steps = 0  # layers that were read so
         self.pool = BlockPool(BLOCK_SIZE)
         self.pool.ensure_capacity(400)
         self.reader = make_reader(self.pool)
         self.rows: list[NaiveRow] = []
         self.num_columns = 0
-        self.gathers: list[tuple[int, int]] = []  # (layer, slots) of each call of the pool's `gather`
+        self.gathers: list[tuple[int, int]] = []  # (layer, columns of all rows) of each call of the pool's `gather`
         gather = self.pool.gather
 
         def counted(layer_idx: int, source: ReadSource, *args: Any) -> dict[str, torch.Tensor]:
-            self.gathers.append((layer_idx, source.slots.numel()))
+            self.gathers.append((layer_idx, source.num_rows * source.num_columns))
             return gather(layer_idx, source, *args)
 
         self.pool.gather = counted  # type: ignore[method-assign]
@@ -92,7 +94,10 @@ class Bench:
         self.reader.start_forward(lambda: self.layouts(self.rows), len(self.rows), start, stop)
         for layer_idx in layers:
             new = self.new_states(layer_idx, start, stop)
-            if self.in_parts:
+            got = self._read_step(layer_idx, new) if self.in_steps and stop - start == 1 else None
+            if got is not None:
+                self.num_steps += 1
+            elif self.in_parts:
                 got = {name: self.reader.read(layer_idx, {name: new[name]})[name] for name in new}
             else:
                 got = self.reader.read(layer_idx, new)
@@ -103,6 +108,11 @@ class Bench:
                     expected = states_of(row, layer_idx, name, 0, len(row.tokens))
                     assert got[name][i, :, row.pad :].equal(expected), (layer_idx, name, i)
         self.num_columns = stop
+
+    def _read_step(self, layer_idx: int, new: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        with torch.no_grad():
+            pair = self.reader.read_step(layer_idx, new["key"], new["value"])
+        return None if pair is None else dict(zip(("key", "value"), pair, strict=True))
 
     def extend(self, tokens: Sequence[Sequence[int]]) -> None:
         """Each row gets further tokens."""
@@ -126,7 +136,7 @@ def row_of(num_tokens: int, pad: int = 0, root: bytes = b"root", first: int = 0)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_forward_reads_what_its_rows_hold_whatever_came_before_it(make_reader: Any, seed: int) -> None:
     chance = random.Random(seed)
-    bench = Bench(make_reader, seed, in_parts=seed % 3 == 0)
+    bench = Bench(make_reader, seed, in_parts=seed % 3 == 0, in_steps=seed % 3 == 1)
 
     def new_rows() -> list[NaiveRow]:
         """Rows of one number of columns, often going on like the rows before."""
@@ -196,6 +206,33 @@ def test_a_forward_reads_what_its_rows_hold_whatever_came_before_it(make_reader:
             bench.forward(columns, layers=[0])
             bench.reader.drop()
             bench.rows, bench.num_columns = before, columns
+    assert (bench.num_steps > 0) == bench.in_steps
+
+
+@READERS
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_steps_of_rows_that_only_go_on_are_read_in_fewer_lines(make_reader: Any, num_rows: int) -> None:
+    bench = Bench(make_reader, in_steps=True)
+    bench.start([row_of(9, first=50 * number) for number in range(num_rows)], max_rows=num_rows)
+    bench.forward(0)
+    for token in range(5):
+        bench.extend([[token]] * num_rows)
+        bench.forward(bench.num_columns)
+    assert bench.num_steps == 5 * len(LAYERS)
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_a_step_in_another_type_is_left_to_read(name: str) -> None:
+    bench = Bench(ViewReader)
+    bench.start([row_of(9)])
+    bench.forward(0)
+    bench.extend([[1]])
+    bench.reader.start_forward(lambda: bench.layouts(bench.rows), 1, 9, 10)
+    new = bench.new_states(0, 9, 10)
+    with torch.no_grad():
+        assert bench.reader.read_step(0, **{**new, name: new[name].double()}) is None
+        assert bench.reader.read_step(2, **new) is None  # a layer that is new
+        assert bench.reader.read_step(0, **new) is not None
 
 
 # What a view keeps

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_paged_cache import PoolArgumentError
-from hf_paged_cache.slots import ReadSource, RowLayout, WriteTarget, slot_matrix
+from hf_paged_cache.slots import ReadSource, RowLayout, WriteTarget, read_source, slot_matrix
 
 BLOCK_SIZE = 4
 RUN = [4, 5, 6, 7, 8, 9]
@@ -25,26 +25,69 @@ def test_a_target_knows_whether_its_slots_lie_side_by_side(slots: list[int], fir
     assert (target.first_slot, target.num_slots) == (first, len(slots))
 
 
-def test_a_target_makes_its_indices_once_for_each_device() -> None:
+CPU = torch.device("cpu")
+
+
+def vectors(num_blocks: int, num_heads: int) -> torch.Tensor:
+    """[slots, H]: the place of each head of each slot, as a pool lays them out."""
+    places = torch.arange(num_blocks * num_heads * BLOCK_SIZE).view(num_blocks, num_heads, BLOCK_SIZE)
+    return places.transpose(1, 2).reshape(-1, num_heads)
+
+
+def test_a_target_makes_its_indices_once_for_each_device_and_number_of_heads() -> None:
     target = WriteTarget(SCATTERED, [0, 1, 2, 3, 4, 5])
-    slots, sources = target.on(torch.device("cpu"))
+    for heads in (1, 3):
+        index = target.index_for(heads, BLOCK_SIZE, CPU)
+        assert index.dtype == torch.int64
+        assert index.view(-1, heads).equal(vectors(10, heads)[SCATTERED])
+        assert target.index_for(heads, BLOCK_SIZE, CPU) is index
+    sources = target.sources_on(CPU)
     assert sources is not None
-    assert (slots.tolist(), sources.tolist()) == (SCATTERED, [0, 1, 2, 3, 4, 5])
-    assert slots.dtype == sources.dtype == torch.int64
-    assert target.on(torch.device("cpu"))[0] is slots
-    assert target.on(torch.device("meta"))[0].device.type == "meta"
-    assert WriteTarget(RUN).on(torch.device("cpu"))[1] is None
+    assert sources.tolist() == [0, 1, 2, 3, 4, 5]
+    assert target.sources_on(CPU) is sources
+    assert target.index_for(3, BLOCK_SIZE, torch.device("meta")).device.type == "meta"
+    assert WriteTarget(RUN).sources_on(CPU) is None
 
 
 def test_the_index_of_a_read_finds_each_head_of_each_slot_whatever_the_number_of_heads() -> None:
     slots = torch.tensor([[4, 9, 0], [7, 7, 2]])
     source = ReadSource(slots)
     for heads in (1, 3, 2):
-        pool = torch.arange(10 * heads).view(10, heads)  # the place of each head among those of all slots
-        expected = pool[slots].transpose(1, 2)  # [R, H, C]
-        found = source.index_for(heads, torch.device("cpu"))
+        expected = vectors(3, heads)[slots].transpose(1, 2)  # [R, H, C]
+        found = source.index_for(heads, BLOCK_SIZE, CPU)
         assert torch.equal(found.view_as(expected), expected)
-        assert source.index_for(heads, torch.device("cpu")) is found
+        assert source.index_for(heads, BLOCK_SIZE, CPU) is found
+
+
+def columns_of(source: ReadSource, num_heads: int) -> torch.Tensor:
+    """[R, H, C]: the places that a read takes."""
+    index = source.index_for(num_heads, BLOCK_SIZE, CPU).view(source.num_rows, num_heads, -1)
+    if not source.by_block:
+        return index
+    places = (index[..., None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten(2)
+    return places[:, :, source.skipped : source.skipped + source.num_columns]
+
+
+@pytest.mark.parametrize(
+    ("pads", "by_block"),
+    [((0,), True), ((3,), True), ((0, 0), True), ((2, 6), True), ((0, 2), False), ((7, 7, 3), True), ((1, 4), False)],
+)
+def test_columns_are_read_by_block_where_all_rows_agree_and_as_slots_are_either_way(
+    pads: tuple[int, ...], by_block: bool
+) -> None:
+    rows = [RowLayout(b"", pad, array("q"), [5 * n + 1, 5 * n + 4, 5 * n + 2, 5 * n]) for n, pad in enumerate(pads)]
+    places, last = vectors(20, 2), min(pads) + 4 * BLOCK_SIZE
+    for stop in range(max(pads) + 1, last + 1):
+        slots = slot_matrix(rows, stop, BLOCK_SIZE)
+        for start in range(stop):
+            source = read_source(rows, start, stop, BLOCK_SIZE)
+            assert (source.by_block, source.num_rows, source.num_columns) == (by_block, len(rows), stop - start)
+            found = columns_of(source, 2)
+            expected = places[slots[:, start:]].transpose(1, 2)
+            for row, pad in enumerate(pads):  # of padding it is only said that it comes from the null block
+                first = max(0, pad - start)
+                assert found[row, :, first:].equal(expected[row, :, first:])
+                assert found[row, :, :first].lt(2 * BLOCK_SIZE).all()
 
 
 @pytest.mark.parametrize(
