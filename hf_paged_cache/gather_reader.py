@@ -48,8 +48,6 @@ class GatherReader:
 
     def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
         """See Reader."""
-        if not self._start:
-            return None
         gathered = self.read(layer_idx, {"key": key, "value": value})
         return gathered["key"], gathered["value"]
 

@@ -100,8 +100,7 @@ class BlockPool:
         Raises:
             PoolArgumentError: a tensor is not 4-D, or has other heads or head size than the layer was made with.
         """
-        if target.end_slot > self.num_blocks_used * self.block_size:
-            self._mark_used(-(-target.end_slot // self.block_size))
+        self._mark_used(-(-target.end_slot // self.block_size))
         for name, new in states.items():
             held = self._tensor_for(layer_idx, name, new)
             if target.num_slots == 0:
@@ -127,7 +126,7 @@ class BlockPool:
             whether they were written; not where the layer has other shapes, another dtype or device, or is new.
         """
         layer = self._tensors.get(layer_idx)
-        if layer is None or target.end_slot > self.num_blocks_used * self.block_size:
+        if layer is None:
             return False
         keys, values = layer.get("key"), layer.get("value")
         if keys is None or values is None or keys.dtype != key.dtype or values.dtype != value.dtype:
@@ -137,6 +136,7 @@ class BlockPool:
             return False
         if keys.device != key.device or values.device != value.device:
             return False
+        self._mark_used(-(-target.end_slot // size))
         if num_rows == 1:
             block, offset = divmod(target.slots[0], size)
             keys.narrow(0, block, 1).narrow(2, offset, 1).copy_(key)
@@ -222,7 +222,8 @@ class BlockPool:
 
     def _mark_used(self, num_blocks: int) -> None:
         """Block ids below `num_blocks` may have been written."""
-        self.num_blocks_used = max(self.num_blocks_used, num_blocks)
+        if num_blocks > self.num_blocks_used:
+            self.num_blocks_used = num_blocks
 
     def _write_run(self, held: Tensor, new: Tensor, first_slot: int) -> None:
         """Store `new`, [H, T, D], in slots side by side: the rest of a block, whole blocks, a part of one."""

@@ -102,10 +102,12 @@ class ViewReader:
         if keys is None or values is None or keys.dtype != key.dtype or values.dtype != value.dtype:
             return None
         start, stop, num_rows = self._start, self._stop, self._num_rows
-        if keys.shape[0] != num_rows or keys.shape[2] < stop or values.shape[0] != num_rows or values.shape[2] < stop:
+        if keys.shape[0] < num_rows or values.shape[0] < num_rows or keys.shape[2] < stop or values.shape[2] < stop:
             return None
         if keys.device != key.device or values.device != value.device:
             return None
+        if keys.shape[0] != num_rows or values.shape[0] != num_rows:
+            keys, values = keys.narrow(0, 0, num_rows), values.narrow(0, 0, num_rows)
         keys.narrow(2, start, 1).copy_(key)
         values.narrow(2, start, 1).copy_(value)
         return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)

@@ -61,6 +61,16 @@ class Bench:
     def __init__(self, store: BlockStore | None = None, make_reader: Any = ViewReader) -> None:
         self.store = BlockStore(BLOCK_SIZE, 100) if store is None else store
         self.call = Call(self.store, make_reader(self.store.pool))
+        self.num_steps = 0  # writes of layers by `write_step`
+
+    def _written(self, layer_idx: int, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As the cache does it: by `write_step` where that will do."""
+        with torch.no_grad():
+            pair = self.call.write_step(layer_idx, states["key"], states["value"])
+            if pair is None:
+                return self.call.write(layer_idx, states)
+        self.num_steps += 1
+        return dict(zip(("key", "value"), pair, strict=True))
 
     def write(self, ticket: Ticket, layers: tuple[int, ...] = LAYERS) -> None:
         """Each layer writes what the ticket announces, and reads what the rows' tokens say."""
@@ -75,7 +85,7 @@ class Bench:
                     full[i, 0, column] = value
                     if column >= ticket.start:
                         new[i, 0, column - ticket.start] = value
-            got = self.call.write(layer_idx, {"key": new, "value": -new})
+            got = self._written(layer_idx, {"key": new, "value": -new})
             for i, row in enumerate(rows):
                 assert got["key"][i, 0, row.pad :].equal(full[i, 0, row.pad :])
                 assert got["value"][i, 0, row.pad :].equal(-full[i, 0, row.pad :])
@@ -112,6 +122,27 @@ class Bench:
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
+
+
+# A decode step
+
+
+@pytest.mark.parametrize("make_reader", [ViewReader, GatherReader])
+def test_each_layer_of_a_decode_step_is_written_in_fewer_lines_but_not_with_gradients(make_reader: Any) -> None:
+    bench = Bench(make_reader=make_reader)
+    bench.forward([1, 2, 3, 4], [5, 6, 7, 8])
+    assert bench.num_steps == 0
+    bench.forward([1], [2])
+    assert bench.num_steps == len(LAYERS)
+    bench.forward([1, 1], [2, 2])
+    assert bench.num_steps == len(LAYERS)
+    bench.call.announce(request([3], [3]))
+    new = torch.ones(2, 1, 1, 1)
+    assert bench.call.write_step(0, new, new) is None  # gradients are on
+    with torch.no_grad():
+        assert bench.call.write_step(0, new, new) is not None
+        bench.call.roll_back()
+        assert bench.call.write_step(1, new, new) is None  # no ticket
 
 
 # Every event in every state
