@@ -139,7 +139,7 @@ class Call:
             return read
 
     def write_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """`write` of a "key" and a "value" in a decode step, in fewer lines; None where `write` must be called."""
+        """The fast path of `write`, for a "key" and a "value" of one token a row; None where `write` must be called."""
         ticket = self.ticket
         if ticket is None or not ticket.is_step or torch.is_grad_enabled():
             return None

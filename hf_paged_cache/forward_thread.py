@@ -14,7 +14,7 @@ class ForwardThread:
         self._ident = threading.get_ident()
 
     def is_another(self) -> bool:
-        """Whether it is not this thread, and lives."""
+        """Whether another thread than this one announced it, and is still alive."""
         if self._ident == threading.get_ident():
             return False
         return any(thread.ident == self._ident for thread in threading.enumerate())

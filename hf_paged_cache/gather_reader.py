@@ -18,7 +18,8 @@ class GatherReader:
         self._memory = RecycledMemory()
         self._layouts: Callable[[], Sequence[RowLayout]] = list  # of the rows of the forward
         self._start = self._stop = 0  # columns of the forward
-        self._source: ReadSource | None = None  # columns [0, stop); made by the first layer that reads
+        self._source: ReadSource | None = None  # columns [0, stop); made by the first layer that reads them
+        self._source_of_past: ReadSource | None = None  # columns [0, start), likewise
 
     def start_rows(
         self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: int | None
@@ -27,7 +28,8 @@ class GatherReader:
 
     def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:
         """See Reader."""
-        self._layouts, self._start, self._stop, self._source = rows, start, stop, None
+        self._layouts, self._start, self._stop = rows, start, stop
+        self._source = self._source_of_past = None
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See Reader."""
@@ -35,8 +37,9 @@ class GatherReader:
             return dict(new)
         size = self._pool.block_size
         if torch.is_grad_enabled():  # a gradient flows through what is new, and its pass keeps what it was given
-            source = read_source(self._layouts(), 0, self._start, size)
-            past = self._pool.gather(layer_idx, source, new)
+            if self._source_of_past is None:
+                self._source_of_past = read_source(self._layouts(), 0, self._start, size)
+            past = self._pool.gather(layer_idx, self._source_of_past, new)
             return {name: torch.cat((past[name].to(states.dtype), states), dim=2) for name, states in new.items()}
         if self._source is None:
             self._source = read_source(self._layouts(), 0, self._stop, size)
@@ -70,7 +73,7 @@ class GatherReader:
 
     def drop(self) -> None:
         """See Reader."""
-        self._layouts, self._source = list, None
+        self._layouts, self._source, self._source_of_past = list, None, None
         self._start = self._stop = 0
         self._memory.drop()
 

@@ -92,10 +92,12 @@ def _limits(option: Callable[[str], Any], num_rows: int, num_passed: int, num_co
         max_length = num_columns + _DEFAULT_NEW_TOKENS
     else:
         max_length += num_columns - num_passed
+    # the last token is never passed through the model; but up to two tokens before it, a whole draft looked up in the prompt is
+    num_looked_up = option("prompt_lookup_num_tokens") or 0
     expanded = num_rows * max(option("num_beams") or 1, option("num_return_sequences") or 1)
     return CallLimits(
         num_prompt_columns=num_columns,
-        max_columns=max(num_columns, max_length - 1),  # the last token is never passed through the model
+        max_columns=max(num_columns, max_length - 1, max_length - 2 + num_looked_up),
         num_rows=expanded,
         end_of_sequence=_token_set(option("eos_token_id")),
     )

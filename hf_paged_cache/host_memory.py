@@ -70,10 +70,11 @@ class RecycledMemory:
     def _mapping_of(self, num_bytes: int) -> mmap.mmap:
         """A mapping that nobody reads, at least that large and not so large that most of it would lie idle."""
         mappings = self._mappings
-        if len(mappings) <= _MAX_FREE:  # none is too many: the first will do
-            for mapping in mappings:
-                if num_bytes <= len(mapping) <= 4 * num_bytes and sys.getrefcount(mapping) == _REFERENCES_IN_LOOP:
-                    return mapping
+        if len(mappings) <= _MAX_FREE:  # none is too many: the first will do. By index, as a name would be a reference
+            for index in range(len(mappings)):
+                if sys.getrefcount(mappings[index]) == _REFERENCES_WHEN_UNUSED:
+                    if num_bytes <= len(mappings[index]) <= 4 * num_bytes:
+                        return mappings[index]
         free = [index for index in range(len(mappings)) if sys.getrefcount(mappings[index]) == _REFERENCES_WHEN_UNUSED]
         for index in free:
             if num_bytes <= len(mappings[index]) <= 4 * num_bytes:
@@ -107,12 +108,4 @@ def _references_of_unused() -> int:
     return sys.getrefcount(mappings[0])
 
 
-def _references_in_loop() -> int:
-    """The same of one that a loop looks at."""
-    for mapping in [_mapped(1)]:
-        return sys.getrefcount(mapping)
-    raise AssertionError
-
-
 _REFERENCES_WHEN_UNUSED = _references_of_unused()
-_REFERENCES_IN_LOOP = _references_in_loop()

@@ -56,7 +56,11 @@ class LayerWrites:
     def write_step(
         self, layer_idx: int, key: Tensor, value: Tensor, target: WriteTarget
     ) -> tuple[Tensor, Tensor] | None:
-        """`write` of a "key" and a "value" of one token a row, in fewer lines; None where `write` must be called."""
+        """The fast path of `write`, for a "key" and a "value" of one token a row, without gradients.
+
+        Returns:
+            What attention reads; None where `write` must be called, which writes whatever is written by then once more.
+        """
         keys = ((layer_idx, "key"), (layer_idx, "value"))
         if not self.written.isdisjoint(keys) or not self._store.pool.write_step(layer_idx, key, value, target):
             return None

@@ -118,12 +118,13 @@ class BlockPool:
             held.view(-1, held.shape[3]).index_copy_(0, index, tokens.flatten(0, 1).to(held.dtype))
 
     def write_step(self, layer_idx: int, key: Tensor, value: Tensor, target: WriteTarget) -> bool:
-        """`write` of a "key" and a "value" of one token a row, [R, H, 1, D], in fewer lines: it runs for each layer of each token.
+        """The fast path of `write`, for a "key" and a "value" of one token a row, [R, H, 1, D]: it runs for each layer of each token.
 
         Args:
             target: a slot for each row.
         Returns:
-            whether they were written; not where the layer has other shapes, another dtype or device, or is new.
+            whether they were written; not where the layer has other shapes, another dtype or device, or is new, nor
+            where they carry a gradient.
         """
         layer = self._tensors.get(layer_idx)
         if layer is None:
@@ -134,7 +135,7 @@ class BlockPool:
         num_rows, (_, heads, size, key_dim), (_, value_heads, _, value_dim) = target.num_slots, keys.shape, values.shape
         if key.shape != (num_rows, heads, 1, key_dim) or value.shape != (num_rows, value_heads, 1, value_dim):
             return False
-        if keys.device != key.device or values.device != value.device:
+        if keys.device != key.device or values.device != value.device or key.requires_grad or value.requires_grad:
             return False
         self._mark_used(-(-target.end_slot // size))
         if num_rows == 1:
@@ -155,16 +156,17 @@ class BlockPool:
         names: Iterable[str] | None = None,
         memory: RecycledMemory | None = None,
     ) -> dict[str, Tensor]:
-        """Copy the keys and values stored at the slots of `source`, of one layer.
+        """Copy the keys and values of the columns of `source`, of one layer.
 
-        Shapes: R rows, C columns, H heads, D head size.  Effects: none.  Cost: reads R * C * H * D elements a tensor.
+        Shapes: R rows, C columns, H heads, D head size.  Effects: none.  Cost: reads R * H * D elements a column and tensor,
+        by block also those of the slots before and behind the columns in their blocks.
         Args:
             layer_idx: a layer that was written.
             names: of the tensors wanted, each of which was written; None: all.
             memory: what copies in host memory are laid over; None: memory of their own.
         Returns:
-            name -> [R, H, C, D], the caller's, in the pool's dtype. Heads of a row, and rows, lie at equal distances, so
-            that models may view it as [R * H, C, D].
+            name -> [R, H, C, D], the caller's, in the pool's dtype; by block a part of [R, H, whole blocks, D]. Models may
+            view it as [R * H, C, D].
         Raises:
             PoolArgumentError: the layer was never written.
         """

@@ -107,4 +107,4 @@ class PrefixStore:
 
 def _require_size(name: str, value: object, least: int, what: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise CacheArgumentError(f"{name} is {value!r}; give an int, {least} or more {what}")
+        raise CacheArgumentError(f"{name} is {value!r}; it must be an int, {least} or more ({what})")

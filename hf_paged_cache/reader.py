@@ -35,7 +35,7 @@ class Reader(Protocol):
         """
 
     def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """`read` of a "key" and a "value" of one token a row, in fewer lines; None where `read` must be called."""
+        """The fast path of `read`, for a "key" and a "value" of one token a row, without gradients; None: call `read`."""
 
     def expand_rows(self, sources: Sequence[int]) -> None:
         """Row `i` goes on as a copy of row `sources[i] <= i`."""

@@ -1,4 +1,4 @@
-"""The numbers that `PagedPrefixCache.stats` gives, read where each of them is kept. Changes nothing but what is due."""
+"""The numbers that `PagedPrefixCache.stats` gives, read where each of them is kept. Takes back what collected caches left first."""
 
 from .call import Call
 from .stats import CacheStats

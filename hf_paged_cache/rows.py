@@ -212,6 +212,7 @@ class Rows:
 
 
 def gather_rows(pool: BlockPool, layer_idx: int, rows: Rows) -> dict[str, Tensor]:
-    """name -> [R, H, columns, D]: a copy of what the pool holds of a layer's rows, in the order of the batch."""
+    """name -> [R, H, columns, D], contiguous: a copy of what the pool holds of a layer's rows, in the order of the batch."""
     layouts = [row.layout() for row in rows.in_batch()]
-    return pool.gather(layer_idx, read_source(layouts, 0, rows.num_columns, pool.block_size))
+    gathered = pool.gather(layer_idx, read_source(layouts, 0, rows.num_columns, pool.block_size))
+    return {name: states.contiguous() for name, states in gathered.items()}

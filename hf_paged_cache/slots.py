@@ -1,4 +1,4 @@
-"""Where in the pool the tokens of a forward lie: rows and their blocks -> slots, to write to and to read from.
+"""Where in the pool the tokens of a forward lie: the slots that are written, and the slots or whole blocks that are read.
 
 slot = block_id * block_size + offset in the block. A column is counted from the left, padding included: column
 `pad + i` of a row holds its token `i`.
@@ -28,7 +28,7 @@ class WriteTarget:
 
     `sources` counts the forward's tokens row by row (`row * num_new_columns + column`); None means all of them, in
     order. Tokens that are not named (left padding, columns a row computes for its siblings' sake) are not written.
-    The index tensors are made once per device and number of heads, and used by every layer.
+    The index tensors are made once, for each device and number of heads that a layer has, and used by every such layer.
     """
 
     __slots__ = ("_index", "_sources", "end_slot", "first_slot", "num_slots", "slots", "sources")
@@ -39,16 +39,16 @@ class WriteTarget:
         self.num_slots = len(slots)
         self.end_slot = 1 + max(slots, default=-1)  # one behind the highest
         self.first_slot = _start_of_run(slots)  # None: the slots do not lie side by side
-        self._index: dict[tuple[int, torch.device], Tensor] = {}
+        self._index: dict[tuple[int, int, torch.device], Tensor] = {}
         self._sources: dict[torch.device, Tensor] = {}
 
     def index_for(self, num_heads: int, block_size: int, device: torch.device) -> Tensor:
-        """[num_slots * H] int64 on `device`: where the heads of each slot lie among all vectors of a tensor."""
-        found = self._index.get((num_heads, device))
+        """[num_slots * H] int64 on `device`: the vectors of a tensor that take the slots' heads; see `vectors_of`."""
+        found = self._index.get((num_heads, block_size, device))
         if found is None:
             slots = torch.tensor(self.slots, dtype=torch.int64, device=device)
             found = vectors_of(slots[:, None], torch.arange(num_heads, device=device), num_heads, block_size).flatten()
-            self._index[num_heads, device] = found
+            self._index[num_heads, block_size, device] = found
         return found
 
     def sources_on(self, device: torch.device) -> Tensor | None:
@@ -62,37 +62,41 @@ class WriteTarget:
 
 
 class ReadSource:
-    """What a read takes: for each of R rows the same number of columns, slot by slot or, which is faster, block by block.
+    """What a read takes: of each of R rows the same number of columns, by their slots or, `of_blocks`, with the blocks they lie in.
 
     Args:
-        units: [R, N] int64: slots; or blocks, of which the first `skipped` slots are left out, and the last ones.
-        num_columns: columns that are read; None: all slots.
-        skipped: see `units`.
+        slots: [R, C] int64.
     """
 
-    __slots__ = ("_index", "by_block", "num_columns", "num_rows", "skipped", "units")
+    __slots__ = ("_index", "by_block", "ids", "num_columns", "num_rows", "skipped")
 
-    def __init__(self, units: Tensor, *, num_columns: int | None = None, skipped: int = 0) -> None:
-        if units.dim() != 2 or units.dtype != torch.int64:
-            raise PoolArgumentError(f"slots must be a 2-D int64 tensor, got {units.dim()}-D {units.dtype}")
-        self.units = units
-        self.by_block = num_columns is not None
-        self.num_rows = units.shape[0]
-        self.num_columns = units.shape[1] if num_columns is None else num_columns
-        self.skipped = skipped
-        self._index: dict[tuple[int, torch.device], Tensor] = {}
+    def __init__(self, slots: Tensor) -> None:
+        if slots.dim() != 2 or slots.dtype != torch.int64:
+            raise PoolArgumentError(f"slots, or blocks, must be a 2-D int64 tensor, got {slots.dim()}-D {slots.dtype}")
+        self.ids = slots  # of slots, or of blocks
+        self.by_block = False
+        self.num_rows, self.num_columns = slots.shape
+        self.skipped = 0  # slots of a row's first block before its first column
+        self._index: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    @classmethod
+    def of_blocks(cls, block_ids: Tensor, num_columns: int, skipped: int = 0) -> "ReadSource":
+        """Of each row's consecutive blocks, [R, N] int64, the `num_columns` slots behind the first `skipped`."""
+        source = cls(block_ids)
+        source.by_block, source.num_columns, source.skipped = True, num_columns, skipped
+        return source
 
     def num_slots(self, block_size: int) -> int:
-        """Slots of a row that are copied, those left out of `num_columns` included."""
-        return self.units.shape[1] * (block_size if self.by_block else 1)
+        """Slots of a row that are copied: by block, more than its columns."""
+        return self.ids.shape[1] * (block_size if self.by_block else 1)
 
     def index_for(self, num_heads: int, block_size: int, device: torch.device) -> Tensor:
-        """[R * H * N] int64 on `device`: where heads of the units lie among all vectors, or all heads of blocks, of a tensor."""
-        found = self._index.get((num_heads, device))
+        """[R * H * N] int64 on `device`: the vectors of a tensor that are read, or by block its [block_size * D] runs of them."""
+        found = self._index.get((num_heads, block_size, device))
         if found is None:
-            units, heads = self.units.to(device)[:, None], torch.arange(num_heads, device=device)[:, None]
-            index = units * num_heads + heads if self.by_block else vectors_of(units, heads, num_heads, block_size)
-            found = self._index[num_heads, device] = index.flatten()
+            ids, heads = self.ids.to(device)[:, None], torch.arange(num_heads, device=device)[:, None]
+            index = ids * num_heads + heads if self.by_block else vectors_of(ids, heads, num_heads, block_size)
+            found = self._index[num_heads, block_size, device] = index.flatten()
         return found
 
 
@@ -104,11 +108,11 @@ def read_source(rows: Sequence[RowLayout], start: int, stop: int, block_size: in
     first, end = (start - offset) // block_size, -((offset - stop) // block_size)  # blocks behind column `offset`
     blocks = [[*[0] * (1 + row.pad // block_size), *row.block_ids][first + 1 : end + 1] for row in rows]
     skipped = start - offset - first * block_size
-    return ReadSource(torch.tensor(blocks, dtype=torch.int64), num_columns=stop - start, skipped=skipped)
+    return ReadSource.of_blocks(torch.tensor(blocks, dtype=torch.int64), stop - start, skipped)
 
 
 def vectors_of(slots: Tensor, heads: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """A block holds its heads one after the other: where head `heads` of `slots` lies, counted in vectors of a head."""
+    """Rows of a layer's tensor, seen as [num_blocks * H * block_size, D]: (block * H + head) * block_size + offset in the block."""
     return (slots // block_size * num_heads + heads) * block_size + slots % block_size
 
 

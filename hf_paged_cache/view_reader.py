@@ -30,7 +30,7 @@ class ViewReader:
         self._max_rows = 0
         self._max_columns: int | None = None
         self._start = self._stop = 0
-        self._missing: list[tuple[int, int, int, ReadSource]] = []  # (row, first column, end, its slots) to gather
+        self._missing: list[tuple[int, int, int, ReadSource]] = []  # (row, first column, end, where they are) to gather
         self._valid: list[int] = []  # row -> columns that are in the buffers
         self._layouts: Callable[[], Sequence[RowLayout]] = list  # of the rows of the forward
 

@@ -119,6 +119,11 @@ def test_a_file_has_a_layer_and_imports_only_from_its_own_and_those_below(path: 
     assert not upward, f"{path.name} is in layer {LEVELS[unit(path)]} and imports {sorted(upward)} from above"
 
 
+def test_the_designs_drawing_has_every_module() -> None:
+    drawing = (Path(__file__).parents[1] / "docs" / "design.md").read_text()
+    assert not [name for name in LEVELS if f"`{name}`" not in drawing and f"`{name}/`" not in drawing]
+
+
 def test_no_two_modules_import_each_other_in_a_circle() -> None:
     edges: dict[str, set[str]] = {}
     for path in FILES:

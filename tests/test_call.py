@@ -141,7 +141,9 @@ def test_each_layer_of_a_decode_step_is_written_in_fewer_lines_but_not_with_grad
     assert bench.call.write_step(0, new, new) is None  # gradients are on
     with torch.no_grad():
         assert bench.call.write_step(0, new, new) is not None
+        assert bench.call.state is CallState.WRITTEN
         bench.call.roll_back()
+        assert bench.call.state is CallState.CONFIRMED
         assert bench.call.write_step(1, new, new) is None  # no ticket
 
 

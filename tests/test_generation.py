@@ -9,9 +9,11 @@ import torch
 from transformers import GenerationConfig
 
 from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.call import Call
 from hf_paged_cache.generation import read_generate
 
 IDS = torch.arange(1, 13).view(2, 6)
+REPEATED = torch.tensor([[5, 7] * 8])
 
 # keyword arguments, options of a config that is given, options of the model's own
 LENGTHS: dict[str, tuple[dict[str, int], dict[str, int] | None, dict[str, int]]] = {
@@ -49,6 +51,33 @@ def test_the_most_columns_are_those_that_generate_fills(
     assert read.limits.max_columns == output.shape[1] - 1 == cache.get_seq_length()
     assert read.limits.num_prompt_columns == 6
     assert not read.only_new_tokens
+
+
+def test_drafts_that_are_looked_up_in_the_prompt_may_go_behind_the_last_token(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns: list[int] = []
+    announce = Call.announce
+
+    def noting(call: Call, request: Any) -> Any:
+        ticket = announce(call, request)
+        columns.append(ticket.stop)
+        return ticket
+
+    monkeypatch.setattr(Call, "announce", noting)
+    reached = []
+    for num_looked_up in (1, 3, 5):
+        for max_new_tokens in range(2, 9):
+            options = {"prompt_lookup_num_tokens": num_looked_up, "max_new_tokens": max_new_tokens}
+            read = read_generate(tiny_llama, (), {"inputs": REPEATED, **options})
+            columns.clear()
+            cache = PagedPrefixCache(tiny_llama)
+            tiny_llama.generate(REPEATED, past_key_values=cache, do_sample=False, **options)
+            assert read.limits is not None
+            assert read.limits.max_columns is not None
+            assert max(columns) <= read.limits.max_columns
+            reached.append(max(columns) == read.limits.max_columns > REPEATED.shape[1] + max_new_tokens)
+    assert any(reached)
 
 
 @pytest.mark.parametrize("options", [{"max_new_tokens": 4}, {"max_length": 9}, {}], ids=["new", "all", "neither"])

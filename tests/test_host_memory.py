@@ -46,6 +46,25 @@ def test_what_is_held_at_once_is_all_that_is_held() -> None:
     assert memory.num_bytes <= 2 * sum(each.nbytes for each in pair)
 
 
+def test_memory_that_is_too_small_by_now_is_not_held_beside_what_took_its_place() -> None:
+    memory = RecycledMemory()
+    for num_bytes in (SIZE, 2 * SIZE, 4 * SIZE):
+        memory.take((num_bytes // 4,), torch.float32)
+        assert memory.num_bytes < 1.5 * num_bytes
+
+
+def test_of_a_few_mappings_the_one_that_nobody_reads_is_used() -> None:
+    memory = RecycledMemory()
+    held = [memory.take(SHAPE, torch.float32).fill_(number) for number in range(3)]
+    address = held.pop(1).data_ptr()
+    assert memory.take(SHAPE, torch.float32).data_ptr() == address
+    assert [float(each.flatten()[0]) for each in held] == [0, 2]
+    num_bytes = memory.num_bytes
+    kept = [memory.take(SHAPE, torch.float32), memory.take(SHAPE, torch.float32)]
+    assert len({each.data_ptr() for each in [*held, *kept]}) == 4
+    assert memory.num_bytes == num_bytes + WITH_SPARE
+
+
 def test_any_dtype_and_no_element_at_all() -> None:
     memory = RecycledMemory()
     assert memory.take((3, 5), torch.bfloat16).copy_(torch.ones(3, 5)).sum() == 15

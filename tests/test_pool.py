@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged_cache import PoolArgumentError
+from hf_paged_cache import PoolArgumentError, host_memory
 from hf_paged_cache.host_memory import RecycledMemory, zeros
 from hf_paged_cache.pool import BlockPool
 from hf_paged_cache.slots import ReadSource, WriteTarget
@@ -121,23 +121,25 @@ def test_many_rows_are_gathered_each_with_its_own_slots(rng: torch.Generator) ->
     assert gathered["key"][1].equal(new["key"][0, :, [5, 5, 0]])
 
 
-@pytest.mark.parametrize("memory", [None, RecycledMemory()], ids=["own memory", "recycled memory"])
+@pytest.mark.parametrize("recycled", [False, True], ids=["own memory", "recycled memory"])
 @pytest.mark.parametrize(
     ("source", "first"),
     [
         (ReadSource(torch.tensor([RUN[1:]])), 1),
-        (ReadSource(torch.tensor([[1, 2]]), num_columns=5, skipped=1), 1),
-        (ReadSource(torch.tensor([[1, 2]]), num_columns=6), 0),
+        (ReadSource.of_blocks(torch.tensor([[1, 2]]), 5, skipped=1), 1),
+        (ReadSource.of_blocks(torch.tensor([[1, 2]]), 6), 0),
     ],
     ids=["by slot", "by block", "from the first slot of a block"],
 )
 def test_what_is_gathered_is_a_copy_that_models_may_view_by_row_and_head(
-    source: ReadSource, first: int, memory: RecycledMemory | None, rng: torch.Generator
+    source: ReadSource, first: int, recycled: bool, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = make_pool()
+    monkeypatch.setattr(host_memory, "_MIN_RECYCLED_BYTES", 1)
+    pool, memory = make_pool(), RecycledMemory() if recycled else None
     new = states(rng, 1, 6)
     pool.write(0, new, WriteTarget(RUN))
     gathered = pool.gather(0, source, memory=memory)
+    assert memory is None or memory.num_bytes > 0
     for name, tensor in gathered.items():
         assert tensor.equal(new[name][:, :, first:])
         assert tensor.view(HEADS, *tensor.shape[2:]).equal(tensor[0])
@@ -183,6 +185,7 @@ def test_a_step_is_written_as_any_other_tokens_are(slots: list[int], rng: torch.
         {"key": torch.zeros(1, HEADS, 2, KEY_DIM)},
         {"key": torch.zeros(HEADS, 1, KEY_DIM)},
         {"key": torch.zeros(1, HEADS, 1, KEY_DIM, device="meta")},
+        {"value": torch.zeros(1, HEADS, 1, VALUE_DIM, requires_grad=True)},
         {"layer_idx": 1},
         {"layer_idx": 2},
         {"target": WriteTarget([])},

@@ -41,6 +41,7 @@ def test_a_target_makes_its_indices_once_for_each_device_and_number_of_heads() -
         assert index.dtype == torch.int64
         assert index.view(-1, heads).equal(vectors(10, heads)[SCATTERED])
         assert target.index_for(heads, BLOCK_SIZE, CPU) is index
+        assert not target.index_for(heads, 2 * BLOCK_SIZE, CPU).equal(index) or heads == 1
     sources = target.sources_on(CPU)
     assert sources is not None
     assert sources.tolist() == [0, 1, 2, 3, 4, 5]
@@ -100,7 +101,7 @@ def test_columns_are_read_by_block_where_all_rows_agree_and_as_slots_are_either_
 def test_slots_of_another_shape_or_type_are_refused(slots: torch.Tensor, said: str) -> None:
     with pytest.raises(PoolArgumentError) as caught:
         ReadSource(slots)
-    assert "2-D int64 tensor" in str(caught.value)
+    assert "slots, or blocks, must be a 2-D int64 tensor" in str(caught.value)
     assert said in str(caught.value)
 
 
