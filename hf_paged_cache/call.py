@@ -25,6 +25,7 @@ from .forward_thread import ForwardThread
 from .layer_writes import LayerWrites
 from .plan import KnownRow, first_column
 from .reader import Reader
+from .reordering import reorder_rows
 from .rows import Row, Rows, gather_rows
 from .ticket import ForwardRequest, Ticket
 
@@ -60,7 +61,9 @@ class Call:
     @property
     def num_columns(self) -> int:
         """Columns that the next tokens come behind: those before the ticket's, or all confirmed ones."""
-        return self.rows.num_columns if self.ticket is None else self.ticket.start
+        if self.ticket is None:
+            return self.rows.num_columns
+        return max(self.rows.num_columns, self.ticket.start)  # more than `start` only where `confirm` was interrupted
 
     @property
     def is_running(self) -> bool:
@@ -169,9 +172,9 @@ class Call:
                 self.store.settle_budget()
             self._num_columns_before = self.rows.num_columns
             self.rows.confirm(ticket.stop)
-            self.counts.confirm()
-            self.ticket = None
             self.state = CallState.CONFIRMED
+            self.ticket = None
+            self.counts.confirm()
             self.peak_kv_bytes = max(self.peak_kv_bytes, self.store.kv_bytes_in_use + self.reader.num_bytes)
 
     def roll_back(self) -> None:
@@ -180,6 +183,10 @@ class Call:
             return
         self.check_not_busy()
         with self.store.lock:
+            if self.ticket is not None and self.rows.num_columns == self.ticket.stop:  # `confirm` had come so far
+                self.state = CallState.CONFIRMED
+                self.ticket = None
+                return
             self.ticket = None
             self.reader.drop()  # some layers have the forward's columns and some have not
             if self._is_first:
@@ -201,23 +208,7 @@ class Call:
             self.roll_back()
             if not self.rows.alias:
                 return
-            if not sources or min(sources) < 0 or max(sources) >= len(self.rows):
-                raise CacheArgumentError(
-                    f"rows {list(sources)} asked for; the cache has rows 0 to {len(self.rows) - 1}"
-                )
-            try:
-                if self.rows.is_aliased:
-                    self.reader.expand_rows(self.rows.separate())
-                self.rows.commit()
-                same_number = len(sources) == len(self.rows)
-                shared_columns = self.rows.select(sources)
-                if same_number:
-                    self.reader.reorder_rows(sources, shared_columns)
-                else:
-                    self.reader.drop()
-            except BaseException:
-                self.reader.drop()  # tables and view may have moved by different amounts
-                raise
+            reorder_rows(self.rows, self.reader, sources)
             renew_promise(self.store, self, self.rows, self.limits)
 
     def crop(self, num_columns: int) -> None:

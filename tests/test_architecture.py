@@ -40,6 +40,7 @@ LEVELS = {
     "admission": 2,
     "call": 2,
     "forward_thread": 2,
+    "reordering": 2,
     "reporting": 2,
     "layer_writes": 2,
     "call_state": 2,

@@ -192,6 +192,42 @@ def test_plain_forwards_interrupted_at_any_line_can_be_repeated() -> None:
         assert_all_accounted_for(cache)
 
 
+@pytest.mark.parametrize("num_known", [0, 20], ids=["first", "further"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_wherever_the_end_of_a_forward_is_interrupted_it_has_happened_or_not(num_known: int) -> None:
+    """The length that the cache then says is where one has to go on."""
+    model, ids = tiny("llama"), torch.tensor([row((1, 30))])
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits[:, -1]
+
+    def forward(cache: PagedPrefixCache, start: int, stop: int) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = model(ids[:, start:stop], past_key_values=cache).logits
+        return logits
+
+    def begun() -> PagedPrefixCache:
+        cache = PagedPrefixCache(model)
+        if num_known:
+            forward(cache, 0, num_known)
+        return cache
+
+    cache = begun()
+    with Interrupter() as counter:
+        forward(cache, num_known, 25)
+    lengths = set()
+    for at_line in range(counter.num_lines - 60, counter.num_lines + 1):
+        cache = begun()
+        with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
+            forward(cache, num_known, 25)
+        length = cache.get_seq_length()
+        lengths.add(length)
+        logits = forward(cache, length, 30)
+        assert cache.get_seq_length() == 30, interrupter.place
+        assert (logits[:, -1] - wanted).abs().max() <= 1e-4 * wanted.abs().max(), interrupter.place
+        assert_all_accounted_for(cache)
+    assert lengths == {num_known, 25}
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("deed", ["reset", "crop", "reorder", "deepcopy", "reset_prefix_cache", "with"])
 def test_what_a_user_does_between_calls_may_be_interrupted(deed: str, references: dict[str, Any]) -> None:
