@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 _MIN_HUGE_BYTES = 2**25  # below, zeroing whole huge pages costs more than it saves
-_FIRST_SMALL_BYTES = 2**21  # of a mapping that has them: the first call writes little to each of many
 _MIN_MAPPED_BYTES = 2**20  # below, a mapping of its own costs more than writing zeros
 _MIN_RECYCLED_BYTES = 2**17  # below, malloc recycles by itself
 _MAX_FREE = 4  # free mappings, when one of them is used again: keys and values of two sizes
@@ -17,17 +16,24 @@ SPARE_PART = 4  # a mapping has a fourth to spare: the same layer's rows are a l
 _MAX_HELD = 16  # mappings known at all; older ones live on in the tensors over them
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, huge_pages: bool = False) -> Tensor:
     """Zeroed memory that may be written in place by any later forward, in or out of inference mode.
 
-    On a host, large memory is mapped rather than written: a page costs nothing until it is used, and less then where the
-    kernel has huge pages.
+    On a host, large memory is mapped rather than written: a page costs nothing until it is used.
+
+    Args:
+        huge_pages: ask the kernel for them: for memory that is used as a whole, and again. Memory that fills up bit by bit waits
+            for each of them to be found and zeroed, in a virtual machine several times as long as for its small pages.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     with torch.inference_mode(False), torch.no_grad():
         if device.type == "cpu" and num_bytes >= _MIN_MAPPED_BYTES:
             with contextlib.suppress(OSError):  # no address space: let torch say so
-                return torch.frombuffer(_mapped(num_bytes), dtype=torch.uint8).view(dtype).view(shape)
+                return (
+                    torch.frombuffer(_mapped(num_bytes, huge_pages=huge_pages), dtype=torch.uint8)
+                    .view(dtype)
+                    .view(shape)
+                )
         return torch.zeros(shape, dtype=dtype, device=device)
 
 
@@ -81,13 +87,13 @@ class RecycledMemory:
                 if len(free) > _MAX_FREE:
                     self._mappings = [mappings[at] for at in range(len(mappings)) if at == index or at not in free]
                 return mappings[index]
-        mapping = _mapped(num_bytes + num_bytes // SPARE_PART)
+        mapping = _mapped(num_bytes + num_bytes // SPARE_PART, huge_pages=True)
         wanted = [at for at in range(len(mappings)) if at not in free or len(mappings[at]) > 4 * num_bytes]
         self._mappings = [*(mappings[at] for at in wanted), mapping][-_MAX_HELD:]
         return mapping
 
 
-def _mapped(num_bytes: int) -> mmap.mmap:
+def _mapped(num_bytes: int, *, huge_pages: bool = False) -> mmap.mmap:
     """Zeroed memory of this process alone: a fork gets a copy of it.
 
     Raises:
@@ -96,9 +102,9 @@ def _mapped(num_bytes: int) -> mmap.mmap:
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which has no forks
         return mmap.mmap(-1, num_bytes)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if num_bytes >= _MIN_HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+    if huge_pages and num_bytes >= _MIN_HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE, _FIRST_SMALL_BYTES)
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 

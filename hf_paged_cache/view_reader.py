@@ -120,7 +120,7 @@ class ViewReader:
         for layer in self._buffers.values():
             for name, held in layer.items():
                 if held.shape[0] < len(sources):
-                    rows = zeros((len(sources), *held.shape[1:]), held.dtype, held.device)
+                    rows = zeros((len(sources), *held.shape[1:]), held.dtype, held.device, huge_pages=True)
                     rows[: held.shape[0], :, :columns] = held[:, :, :columns]
                     layer[name] = held = rows
                 for row in range(len(sources) - 1, -1, -1):  # a source is never right of its copy
@@ -196,7 +196,8 @@ class ViewReader:
         if self._max_columns is not None:
             columns = max(stop, min(columns, self._max_columns))
         num_rows = max(self._max_rows, self._num_rows)
-        grown = zeros((num_rows, states.shape[1], columns, states.shape[3]), states.dtype, states.device)
+        shape = (num_rows, states.shape[1], columns, states.shape[3])
+        grown = zeros(shape, states.dtype, states.device, huge_pages=True)
         if held is not None:
             rows, past = min(num_rows, held.shape[0]), min(held.shape[2], self._start)
             grown[:rows, :, :past] = held[:rows, :, :past]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from hf_paged_cache import PagedPrefixCache
 
 from .line import BASELINE, LIMIT, OURS, RECIPE
@@ -91,13 +89,10 @@ def first_token(bench: Bench, repeat: Repeat) -> Lines:
 @scene(ONE_ROW, minutes=1.7)
 def nohit(bench: Bench, repeat: Repeat) -> Lines:
     """A prompt of fresh random tokens every time; 8 new tokens. Nothing is to be had."""
-    rounds = repeat(12)
     cache = PagedPrefixCache(bench.model)
     length = bench.sizes.shared
     full = PagedPrefixCache(bench.model, num_blocks=2 + length // cache.store.blocks.block_size + NEW_TOKENS)
     bench.generate(bench.tokens(1, length), past_key_values=full)
-    if bench.model.device.type == "cpu":
-        _touch((rounds + 2) * full.last_call.peak_kv_bytes)
 
     def prepare() -> dict[str, Way]:
         ids = bench.tokens(1, length)
@@ -107,14 +102,7 @@ def nohit(bench: Bench, repeat: Repeat) -> Lines:
             FULL: on_ours(bench, full, ids, new_tokens=NEW_TOKENS),
         }
 
-    measured = measure_rounds(bench, prepare, rounds=rounds, baseline_warms_up=True)
+    measured = measure_rounds(bench, prepare, rounds=repeat(12), baseline_warms_up=True)
     yield "nohit", measured.line("nothing known, 8 new tokens", at_least=bench.bar(0.98))
     what = "the same with a full pool, which evicts instead of filling memory that nobody has used before"
     yield FULL.replace("ours", "nohit"), measured.line(what, subject=FULL, at_least=bench.bar(0.98))
-
-
-def _touch(num_bytes: int) -> None:
-    """Write so much memory and give it back. Of a virtual machine the host finds memory only when it is touched for the first
-    time since the start of the machine, which takes several times as long as later; whoever comes first would pay for it.
-    """
-    torch.empty(num_bytes, dtype=torch.uint8).fill_(1)
