@@ -86,7 +86,7 @@ def first_token(bench: Bench, repeat: Repeat) -> Lines:
         yield f"first token {length:,}", measured.line(what, point={"tokens": length})
 
 
-@scene(ONE_ROW, minutes=1.7)
+@scene(ONE_ROW, minutes=2.5)
 def nohit(bench: Bench, repeat: Repeat) -> Lines:
     """A prompt of fresh random tokens every time; 8 new tokens. Nothing is to be had."""
     cache = PagedPrefixCache(bench.model)
@@ -102,7 +102,7 @@ def nohit(bench: Bench, repeat: Repeat) -> Lines:
             FULL: on_ours(bench, full, ids, new_tokens=NEW_TOKENS),
         }
 
-    measured = measure_rounds(bench, prepare, rounds=repeat(12), baseline_warms_up=True)
+    measured = measure_rounds(bench, prepare, rounds=repeat(22), baseline_warms_up=True)
     yield "nohit", measured.line("nothing known, 8 new tokens", at_least=bench.bar(0.98))
     what = "the same with a full pool, which evicts instead of filling memory that nobody has used before"
     yield FULL.replace("ours", "nohit"), measured.line(what, subject=FULL, at_least=bench.bar(0.98))
