@@ -79,16 +79,15 @@ def test_what_is_known_is_reused_in_every_scene_that_says_so(all_results: dict[s
 def test_a_scene_fails_when_reused_blocks_are_served_as_zeros(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_layer(
-        self: PagedPrefixCache, layer_idx: int, states: Any, honest: Any = PagedPrefixCache.write_layer
+    def update(
+        self: PagedPrefixCache, key: Any, value: Any, *args: Any, honest: Any = PagedPrefixCache.update, **kwargs: Any
     ) -> Any:
-        read = honest(self, layer_idx, states)
-        for key, tensor in read.items():
-            read[key] = tensor.clone()
-            read[key][:, :, : tensor.shape[2] - states[key].shape[2]] = 0
-        return read
+        read = [tensor.clone() for tensor in honest(self, key, value, *args, **kwargs)]
+        for tensor, new in zip(read, (key, value), strict=True):
+            tensor[:, :, : tensor.shape[2] - new.shape[2]] = 0
+        return tuple(read)
 
-    monkeypatch.setattr(PagedPrefixCache, "write_layer", write_layer)
+    monkeypatch.setattr(PagedPrefixCache, "update", update)
     status, results = run_scenes([name], tmp_path)
     assert status == 1
     failed = results["scenes"][f"{name}: failed"]
