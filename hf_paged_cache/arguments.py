@@ -324,7 +324,11 @@ def _read_mask(mask: Any, num_rows: int, num_columns: int) -> tuple[list[int], s
 def _unread(arguments: Mapping[str, Any]) -> str | None:
     """An argument that may condition keys and values and is none of those read here."""
     for name, value in arguments.items():
-        if value is None or name in _READ or isinstance(value, bool | int | float | str):
+        if value is None or name in _READ:
+            continue
+        if isinstance(value, bool | int) and not (
+            name == "is_causal" and not value
+        ):  # what is to be put out, or counted
             continue
         if not isinstance(value, dict | list | tuple) or value:  # an empty one, as of images where there are none
             return f"the argument {name} may condition keys and values"

@@ -20,7 +20,7 @@ from .block_store import BlockStore
 from .call_state import Bracket, CallLimits, CallState, no_bracket
 from .counts import PromptCounts
 from .errors import CacheArgumentError, CacheBusyError, TicketError
-from .forward import admit, begin_rows, continue_rows, is_step, take_blocks, take_step, write_target
+from .forward import admit, begin_rows_that_fit, continue_rows, is_step, take_blocks, take_step, write_target
 from .forward_thread import ForwardThread
 from .layer_writes import LayerWrites
 from .plan import KnownRow, first_column
@@ -134,7 +134,8 @@ class Call:
         if ticket is None:
             raise TicketError(
                 "run the model that the cache was built for, through its own __call__, not model.model(...) and not "
-                f"another model: layer {layer_idx} writes to a cache whose call {self.state.value}"
+                "another model, which wants PagedPrefixCache(model) of its own; after detach(), `with cache:` attaches it "
+                f"again: layer {layer_idx} writes to a cache whose call {self.state.value}"
             )
         with self.store.lock:
             read = self._writes.write(layer_idx, states, ticket)
@@ -326,7 +327,7 @@ class Call:
         if self._is_first:
             if limits is None:
                 self.counts.start_call()
-            self.rows, matches = begin_rows(store, request, self.ended)
+            self.rows, matches = begin_rows_that_fit(store, self, request, limits, num_columns=stop, ended=self.ended)
             self.counts.note_matches(matches)
         elif (sources := continue_rows(store, request, self.rows)) is not None:
             self.reader.expand_rows(sources)

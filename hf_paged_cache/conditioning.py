@@ -11,6 +11,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.nn.modules import module as everywhere
 
 from .blocks import root_hash
 from .fingerprint import WeightFingerprint
@@ -19,7 +20,9 @@ from .rope import RopeRegime
 # Hooks and replaced forwards of these packages move, record or dispatch; they do not change what a layer computes. Of
 # accelerate only its hooks: its mixed precision wraps a forward, too. PEFT's are read for what they carry.
 _NEUTRAL_PACKAGES = ("accelerate.hooks.", "hf_paged_cache.", "peft.", "torch._dynamo.", "transformers.")
-_HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks")
+_NOISE = ("drop", "jitter", "noise")  # in the names of rates; transformers' own attributes of modules
+# Settings of a config that no key or value depends on: what is put out, and what only `generate` reads.
+_NO_CONDITION = ("output_", "return_", "use_cache", "_output_", "_commit_hash", "_name_or_path", "transformers_version")
 _ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
 
 
@@ -36,6 +39,7 @@ class Conditioning:
         self._weights = WeightFingerprint(model)
         self._adapters: list[nn.Module] = []
         self._droppers: list[nn.Module] = []
+        self._embeddings: nn.Module | None = None
         self._numbers: dict[
             tuple[int, int], tuple[int, Any]
         ] = {}  # ids -> number, and what tells when the ids are free
@@ -53,6 +57,7 @@ class Conditioning:
             modules = self._weights.modules
             self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
             self._droppers = [module for module in modules if _drops(module)]
+            self._embeddings = self.model.get_input_embeddings()
             self.rope = RopeRegime(modules)
             self._listing = self._weights.num_listings
         return root_hash(
@@ -63,14 +68,19 @@ class Conditioning:
                 [[repr(getattr(module, name, None)) for name in _ADAPTER_STATE] for module in self._adapters]
             ).encode(),
             _autocast_state(sorted(self._weights.device_types() | {"cpu"})).encode(),
-            str(getattr(self.model.config, "_attn_implementation", None)).encode(),
+            _settings(self.model.config).encode(),
             self._num_suspicions.to_bytes(8, "little"),
         )
 
     def bypass(self) -> str | None:
         """Why nothing of a forward may be reused or committed now; None when it may. As of the last `digest`."""
         if any(module.training for module in self._droppers):
-            return "a dropout is active; call model.eval()"
+            return "a dropout or noise is active; call model.eval()"
+        embeddings = self._embeddings
+        if embeddings is not None and embeddings.training and getattr(embeddings, "neftune_noise_alpha", None):
+            return "NEFTune adds noise to embeddings; call model.eval()"
+        if getattr(self.model.config.get_text_config(decoder=True), "is_causal", None) is False:
+            return "keys and values depend on what follows them (config.is_causal is False)"
         if self._weights.unwatched is not None:
             return f"the weight {self._weights.unwatched} is kept where changes of it cannot be seen"
         for hook in self._peft_hooks():
@@ -101,18 +111,19 @@ class Conditioning:
                     yield hook
 
     def _hook_numbers(self) -> Iterator[tuple[int, int]]:
-        """(module number, hook number) of all hooks and forwards that may change what a module computes; -1 for a class."""
+        """(module number, hook number) of all that may change what a module computes; -1: a class's forward, -2: a hook of all."""
         for number, module in enumerate(self._weights.modules):
             attributes = module.__dict__
-            for name in _HOOK_DICTS:
-                for hook in attributes[name].values():
-                    if not _is_neutral(hook, module):
-                        yield number, self._number(hook)
-            forward = attributes.get("forward")
-            if forward is not None and not _is_neutral(forward, module):
-                yield number, self._number(forward)
+            hooks, pre_hooks = attributes["_forward_hooks"], attributes["_forward_pre_hooks"]
+            if hooks or pre_hooks or "forward" in attributes:  # few modules have any
+                for function in (*hooks.values(), *pre_hooks.values(), attributes.get("forward")):
+                    if not _is_neutral(function, module):
+                        yield number, self._number(function)
         for kind in self._weights.types:
             yield -1, self._number(kind.forward)
+        for hooks in (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks):
+            for function in hooks.values():
+                yield -2, self._number(function)
 
     def _number(self, thing: Any) -> int:
         """A number for an object, the same each time it is seen and no other's. Does not keep what can be referred to weakly: it may hold much."""
@@ -136,10 +147,13 @@ def _watched(thing: Any, on_end: Callable[[], Any]) -> Any:
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether a module drops values while it trains."""
+    """Whether a module drops values, or adds noise to them, while it trains."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
-    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in module.__dict__.items())
+    return any(
+        isinstance(value, float) and value > 0 and any(part in name for part in _NOISE)
+        for name, value in module.__dict__.items()
+    )
 
 
 def _is_neutral(function: Any, module: nn.Module) -> bool:
@@ -157,6 +171,19 @@ def _module_name(function: Any) -> str:
     function = getattr(function, "__func__", function)
     written = getattr(function, "__globals__", None)
     return str(written["__name__"]) if written is not None else type(function).__module__
+
+
+def _settings(config: Any) -> str:
+    """The plain settings that forwards may read, of a model's config and of its text's, as they are now."""
+    text = config.get_text_config(decoder=True)
+    return repr(
+        [
+            (name, value)
+            for part in ((config,) if text is config else (config, text))
+            for name, value in part.__dict__.items()
+            if isinstance(value, bool | int | float | str) and not name.startswith(_NO_CONDITION)
+        ]
+    )
 
 
 def _autocast_state(device_types: Iterable[str]) -> str:

@@ -227,8 +227,9 @@ def _rename_unless_there(source: Path, target: Path) -> None:
 
 
 def _convert(work: Path, result: Path, progress: bool) -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise DemoModelError("reading it needs the package gguf: pip install gguf")
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise DemoModelError(f"reading it needs {' and '.join(missing)}: pip install {' '.join(missing)}, or '.[demo]'")
     from tqdm import tqdm
 
     steps = tqdm(total=4, unit="step", leave=False, disable=None if progress else True)  # None: only on a terminal

@@ -32,7 +32,7 @@ class WeightFingerprint:
         self.types: list[type[nn.Module]] = []  # of the modules, each once
         self._type_of: list[type[nn.Module]] = []  # module number -> its type then
         self._children: list[list[nn.Module | None]] = []  # module number -> its children then
-        self._owners: list[tuple[Any, str, Tensor, int]] = []  # mapping, key, tensor found there, its address
+        self._owners: list[tuple[Any, str, Tensor, int | None]] = []  # mapping, key, tensor found there, its address
         self._samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # strided views of the tensors
         self._unsampled: list[Tensor] = []  # told apart by version alone
         self._files: list[str] = []  # of weights that are on disk
@@ -94,14 +94,11 @@ class WeightFingerprint:
 
     def _is_as_listed(self) -> bool:
         for owner, key, tensor, address in self._owners:
-            if owner.get(key) is not tensor or _address(tensor) != address:
+            if owner.get(key) is not tensor or (address is not None and tensor.data_ptr() != address):
                 return False
         if list(map(type, self.modules)) != self._type_of:
             return False
-        return all(
-            list(module._modules.values()) == children
-            for module, children in zip(self.modules, self._children, strict=True)
-        )
+        return [list(module._modules.values()) for module in self.modules] == self._children
 
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
@@ -146,11 +143,11 @@ def _sample(tensor: Tensor) -> Tensor | None:
         return values[::step][:_VALUES_PER_TENSOR]
 
 
-def _address(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int | None:
     try:
         return tensor.data_ptr()
     except RuntimeError:  # a wrapper subclass has no storage of its own
-        return 0
+        return None
 
 
 def _version(tensor: Tensor) -> int:

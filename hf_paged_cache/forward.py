@@ -10,7 +10,7 @@ from .block_store import BlockStore, Holder
 from .blocks import BlockTable
 from .call_state import CallLimits
 from .errors import CacheArgumentError
-from .matching import Match, match_longer, match_row
+from .matching import EndedRows, Match, match_longer, match_row
 from .plan import Groups, KnownRow, group_equal
 from .rows import Row, Rows
 from .slots import WriteTarget
@@ -29,10 +29,11 @@ def begin_rows(store: BlockStore, request: ForwardRequest, ended: Sequence[Row])
     groups = group_equal(keys) if request.may_alias else each_alone(len(inputs))
     distinct: list[Row] = []
     stopped: list[str] = []
+    kept = EndedRows(ended)
     for member in groups.members:
         new = inputs[member]
         if request.bypass is None:
-            match = match_row(store, new, ended)
+            match = match_row(store, new, kept)
         else:
             match = Match(BlockTable(store.allocator, new.root), request.bypass)
         row = Row(match.table, new.pad, new.root, new.first_position)
@@ -42,6 +43,31 @@ def begin_rows(store: BlockStore, request: ForwardRequest, ended: Sequence[Row])
         stopped.append(match.stopped)
     matches = [(distinct[group].num_known, stopped[group]) for group in groups.group_of]
     return Rows(distinct, groups.group_of, 0), matches
+
+
+def begin_rows_that_fit(
+    store: BlockStore,
+    holder: Holder,
+    request: ForwardRequest,
+    limits: CallLimits | None,
+    *,
+    num_columns: int,
+    ended: Sequence[Row],
+) -> tuple[Rows, list[tuple[int, str]]]:
+    """`begin_rows`; but where too few blocks would be left, without what only ended rows know: it keeps a block from the
+    call, to copy a part of it. What the store has of full blocks is found all the same.
+
+    Args:
+        num_columns: columns once the forward has run.
+        ended: rows that are dropped before any block is taken.
+    """
+    rows, matches = begin_rows(store, request, ended)
+    if ended and limits is not None:
+        needed, released = blocks_needed(store, rows, limits, num_columns=num_columns, ended=ended)
+        if needed > store.num_obtainable_blocks(holder) + released:
+            rows.free()
+            return begin_rows(store, request, ())
+    return rows, matches
 
 
 def admit(
@@ -57,11 +83,19 @@ def admit(
     """
     if limits.max_columns is None:
         return
+    needed, released = blocks_needed(store, rows, limits, num_columns=num_columns, ended=ended)
     max_columns = max(limits.max_columns, num_columns)
-    needed = num_blocks_to_take(rows, num_columns=num_columns, max_columns=max_columns, block_size=store.block_size)
-    released = num_blocks_held_only_by(ended, store)
     require(store, holder, needed, released, f"this call ({rows_in_words(len(rows))} of up to {max_columns} tokens)")
     store.promise(holder, needed)
+
+
+def blocks_needed(
+    store: BlockStore, rows: Rows, limits: CallLimits, *, num_columns: int, ended: Sequence[Row]
+) -> tuple[int, int]:
+    """Blocks that a call may need in its worst case, and blocks in use that it gives back before it takes any."""
+    max_columns = max(num_columns, limits.max_columns or 0)
+    needed = num_blocks_to_take(rows, num_columns=num_columns, max_columns=max_columns, block_size=store.block_size)
+    return needed, num_blocks_held_only_by(ended, store)
 
 
 def continue_rows(store: BlockStore, request: ForwardRequest, rows: Rows) -> list[int] | None:

@@ -34,7 +34,7 @@ class GatherReader:
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See Reader."""
         if not self._start:
-            return dict(new)
+            return {name: states.contiguous() for name, states in new.items()}  # as a DynamicCache's `cat` leaves them
         size = self._pool.block_size
         if torch.is_grad_enabled():  # a gradient flows through what is new, and its pass keeps what it was given
             if self._source_of_past is None:

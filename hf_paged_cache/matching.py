@@ -3,7 +3,9 @@
 Changes nothing but the holders of blocks: what it returns holds what it found.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
 from .block_store import BlockStore
@@ -20,7 +22,41 @@ class Match(NamedTuple):
     stopped: str
 
 
-def match_row(store: BlockStore, new: RowInput, ended: Sequence[Row]) -> Match:
+class EndedRows:
+    """Rows of the call before, each root's in the order of their tokens as bytes: next to a new row lies the one that has
+    the longest prefix in common with it. Made once for all rows of a call, since many behind many would be compared in pairs.
+    """
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self._of_root: dict[bytes, list[_Known]] = {}
+        for row in rows:
+            tokens = row.true_token_ids
+            self._of_root.setdefault(row.root, []).append(_Known(tokens.tobytes(), tokens, row))
+        for known in self._of_root.values():
+            known.sort(key=_as_bytes)
+
+    def closest(self, new: RowInput) -> tuple[Row | None, int]:
+        """The row with the longest prefix in common with a new one, and its length; None where no row has its root."""
+        known = self._of_root.get(new.root, [])
+        at = bisect_left(known, new.token_ids.tobytes(), key=_as_bytes)
+        closest, num_common = None, -1
+        for _, tokens, row in known[max(0, at - 1) : at + 1]:
+            common = common_prefix_length(tokens, new.token_ids)
+            if common > num_common:
+                closest, num_common = row, common
+        return closest, num_common
+
+
+class _Known(NamedTuple):
+    as_bytes: bytes
+    tokens: TokenIds
+    row: Row
+
+
+_as_bytes = attrgetter("as_bytes")
+
+
+def match_row(store: BlockStore, new: RowInput, ended: EndedRows) -> Match:
     """Hold the longest known prefix of a row.
 
     A full block is found by its hash, whoever computed it. An ended row of the same root is compared token by token,
@@ -28,12 +64,9 @@ def match_row(store: BlockStore, new: RowInput, ended: Sequence[Row]) -> Match:
     """
     table = BlockTable(store.allocator, new.root)
     num_hit = table.hold_prefix(new.token_ids)
-    closest, num_common = None, num_hit
-    for row in ended:
-        if row.root == new.root:
-            common = common_prefix_length(row.true_token_ids, new.token_ids)
-            if common > num_common:
-                closest, num_common = row, common
+    closest, num_common = ended.closest(new)
+    if num_common <= num_hit:
+        closest, num_common = None, num_hit
     if closest is not None:
         table.free()
         table = closest.table.fork()

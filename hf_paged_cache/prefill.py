@@ -15,7 +15,7 @@ from torch import Tensor
 from .blocks import BlockTable
 from .call import Call
 from .errors import OutOfBlocksError
-from .matching import match_row
+from .matching import EndedRows, match_row
 from .plan import Groups, group_equal
 from .prefix_store import PrefixStore
 from .processes import forwards_are_counted
@@ -85,12 +85,12 @@ class Prefiller:
     def _hold_known(self, request: ForwardRequest, call: Call, groups: Groups, held: ExitStack) -> list[SharingRow]:
         """What is known of each distinct row, and held until `held` is left."""
         store, running = self._store.blocks, call.rows.in_batch()
-        rows = []
+        rows, ended = [], EndedRows(call.ended)
         for member in groups.members:
             new = request.rows[member]
             before = running[member].table if running else None
             if before is None or not before.num_tokens:
-                tokens, table = new.token_ids, match_row(store, new, call.ended).table
+                tokens, table = new.token_ids, match_row(store, new, ended).table
                 num_known = table.num_tokens
             else:
                 tokens, table = before.token_ids + new.token_ids, BlockTable(store.allocator, new.root)

@@ -54,7 +54,7 @@ class ViewReader:
         valid = self._valid
         if min(valid[:num_rows]) < start:
             for row, layout in enumerate(rows()):
-                first = max(valid[row], layout.pad)
+                first = valid[row]  # from 0 on, too: what the padding held may not have been finite
                 if first < start:
                     source = read_source([layout], first, start, self._pool.block_size)
                     self._missing.append((row, first, start, source))
@@ -88,7 +88,7 @@ class ViewReader:
                 held = held.narrow(0, 0, num_rows)
             held.narrow(2, start, stop - start).copy_(states.detach() if keeps_gradients else states)
             if keeps_gradients:  # a gradient flows through what is new, and its pass keeps what it was given
-                result[name] = torch.cat((held.narrow(2, 0, start), states), dim=2) if start else states
+                result[name] = torch.cat((held.narrow(2, 0, start), states), dim=2) if start else states.contiguous()
             else:
                 result[name] = held.narrow(2, 0, stop)
         return result
@@ -174,12 +174,12 @@ class ViewReader:
         return held + self._memory.num_bytes
 
     def _num_columns_kept(self, row: int, layout: RowLayout) -> int:
-        """How many of a new row's columns its buffers hold; those of its padding need not be known."""
+        """How many of a new row's columns its buffers hold, padding included."""
         if row >= len(self._kept):
-            return layout.pad
+            return 0
         kept = self._kept[row]
         if kept.root != layout.root or kept.pad != layout.pad:
-            return layout.pad
+            return 0
         return layout.pad + common_prefix_length(kept.token_ids, layout.token_ids)
 
     def _oversized(self, num_columns: int) -> bool:

@@ -262,16 +262,23 @@ def test_a_model_that_cannot_leave_logits_out_is_shortened_in_generate_only(
 # Unknown arguments
 
 
-@pytest.mark.parametrize("value", [torch.zeros(2), [1], {"a": 1}, object()])
+@pytest.mark.parametrize("value", [torch.zeros(2), [1], {"a": 1}, object(), "query", 0.5])
 def test_an_unknown_argument_that_may_condition_keys_is_named(value: Any) -> None:
     given = read({"input_ids": IDS, "token_type_ids": value})
     assert given.bypass == "the argument token_type_ids may condition keys and values"
     assert not given.may_alias
 
 
-@pytest.mark.parametrize("value", [None, True, 3, 0.5, "eager"])
-def test_an_unknown_argument_that_is_a_plain_value_is_no_obstacle(value: Any) -> None:
+@pytest.mark.parametrize("value", [None, True, False, 3])
+def test_an_unknown_argument_that_is_a_flag_or_a_number_is_no_obstacle(value: Any) -> None:
     assert read({"input_ids": IDS, "something": value}).bypass is None
+
+
+def test_attention_in_both_directions_is_an_obstacle() -> None:
+    assert read({"input_ids": IDS, "is_causal": True}).bypass is None
+    given = read({"input_ids": IDS, "is_causal": False})
+    assert given.bypass == "the argument is_causal may condition keys and values"
+    assert not given.may_alias
 
 
 # One token a row inside generate

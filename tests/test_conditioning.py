@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as everywhere
+from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 
 from hf_paged_cache import fingerprint
 from hf_paged_cache.conditioning import Conditioning
@@ -127,6 +129,8 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
     "forward replaced": replace_forward,
     "forward wrapped": wrap_forward,
     "autocast round the forward": decorate_with_autocast,
+    "setting of the config": lambda model: setattr(model.config, "sliding_window", 8),
+    "fewer layers by the config": lambda model: setattr(model.config, "num_hidden_layers", 1),
     "attention implementation": lambda model: model.set_attn_implementation("eager"),
 }
 
@@ -310,7 +314,7 @@ def test_a_dropout_that_is_active_makes_forwards_unfit_for_reuse(tiny_llama: Mod
     conditioning = Conditioning(with_dropout(tiny_llama, attention_dropout=0.1))
     assert bypass(conditioning) is None
     tiny_llama.train()
-    assert bypass(conditioning) == "a dropout is active; call model.eval()"
+    assert bypass(conditioning) == "a dropout or noise is active; call model.eval()"
     tiny_llama.eval()
     assert bypass(conditioning) is None
 
@@ -328,6 +332,54 @@ def test_only_the_part_that_drops_needs_to_be_training(tiny_llama: Model) -> Non
     conditioning = Conditioning(with_dropout(tiny_llama, attention_dropout=0.1).eval())
     tiny_llama.model.layers[1].self_attn.train()
     assert bypass(conditioning) is not None
+
+
+@pytest.mark.parametrize("name", ["router_jitter_noise", "moe_jitter_eps", "resid_pdrop"])
+def test_whatever_is_random_in_training_makes_forwards_unfit_for_reuse(name: str, tiny_llama: Model) -> None:
+    setattr(tiny_llama.model.layers[0].mlp, name, 0.1)
+    conditioning = Conditioning(tiny_llama.eval())
+    assert bypass(conditioning) is None
+    tiny_llama.train()
+    assert bypass(conditioning) == "a dropout or noise is active; call model.eval()"
+
+
+def test_noise_on_embeddings_makes_forwards_unfit_for_reuse_from_when_on_it_is_added(tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama.train())
+    assert bypass(conditioning) is None
+    hook = activate_neftune(tiny_llama, 5.0)
+    assert bypass(conditioning) == "NEFTune adds noise to embeddings; call model.eval()"
+    tiny_llama.eval()
+    assert bypass(conditioning) is None
+    tiny_llama.train()
+    deactivate_neftune(tiny_llama, hook)
+    assert bypass(conditioning) is None
+
+
+def test_attention_in_both_directions_makes_forwards_unfit_for_reuse(tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama)
+    assert bypass(conditioning) is None
+    tiny_llama.config.is_causal = False
+    assert bypass(conditioning) == "keys and values depend on what follows them (config.is_causal is False)"
+
+
+def test_settings_of_outputs_change_no_digest(tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    tiny_llama.config.use_cache = not tiny_llama.config.use_cache
+    tiny_llama.config.output_hidden_states = True
+    assert conditioning.digest() == before
+
+
+def test_a_hook_of_all_modules_changes_the_digest_as_long_as_it_is_there(tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    for register in (everywhere.register_module_forward_hook, everywhere.register_module_forward_pre_hook):
+        handle = register(lambda *_: None)
+        try:
+            assert conditioning.digest() != before
+        finally:
+            handle.remove()
+        assert conditioning.digest() == before
 
 
 def test_a_listing_that_was_interrupted_is_made_again(tiny_llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,9 +67,15 @@ def test_a_layer_is_written_once_in_a_step(
     assert writes["write"] == (1 + num_apart) * num_layers
 
 
+@pytest.mark.parametrize("trained", ["", "q_proj"], ids=["all weights", "queries alone"])
 @pytest.mark.parametrize("view", [True, False])
-def test_a_gradient_flows_through_a_step_of_one_token_as_with_a_dynamic_cache(view: bool, writes: Counter[str]) -> None:
+def test_a_gradient_flows_through_steps_of_one_token_as_with_a_dynamic_cache(
+    view: bool, trained: str, writes: Counter[str]
+) -> None:
+    """Where keys and values carry no gradient, the backward pass still wants them as attention read them."""
     model = tiny("llama")
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(trained in name)
 
     def gradients(past: Any) -> list[torch.Tensor]:
         model.zero_grad()
@@ -77,7 +83,11 @@ def test_a_gradient_flows_through_a_step_of_one_token_as_with_a_dynamic_cache(vi
             model(torch.arange(1, 21)[None], past_key_values=past)
             model(torch.tensor([[30]]), past_key_values=past)
         writes.clear()
-        model(torch.tensor([[31]]), past_key_values=past).logits.square().sum().backward()
+        losses = []
+        for token in (31, 32):
+            losses.append(model(torch.tensor([[token]]), past_key_values=past).logits.square().sum())
+            past.crop(-1)  # the next step is written where this one was
+        torch.stack(losses).sum().backward()
         return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
 
     cache = PagedPrefixCache(model, view=view)

@@ -13,19 +13,22 @@ def test_before_any_forward_no_thread_runs_one() -> None:
 
 def test_the_thread_that_announced_is_another_to_all_others_as_long_as_it_lives() -> None:
     forward, announced, over = ForwardThread(), threading.Event(), threading.Event()
+    seen_by_itself = []
 
     def announce() -> None:
         forward.start()
-        assert not forward.is_another()
+        seen_by_itself.append(forward.is_another())
         announced.set()
         over.wait()
 
     thread = threading.Thread(target=announce)
     thread.start()
     announced.wait()
-    assert forward.is_another()
+    seen_by_others = forward.is_another()
     over.set()
     thread.join()
+    assert seen_by_others
+    assert seen_by_itself == [False]
     assert not forward.is_another()
 
 

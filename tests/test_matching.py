@@ -9,9 +9,10 @@ import pytest
 
 from hf_paged_cache.block_store import BlockStore
 from hf_paged_cache.blocks import BlockTable, root_hash
-from hf_paged_cache.matching import match_longer, match_row
+from hf_paged_cache.matching import EndedRows, match_longer, match_row
 from hf_paged_cache.rows import Row
 from hf_paged_cache.ticket import RowInput
+from hf_paged_cache.tokens import common_prefix_length
 
 ROOT, OTHER_ROOT = root_hash(b"model"), root_hash(b"another model")
 BLOCK_SIZE = 4
@@ -47,7 +48,7 @@ def state_of(store: BlockStore) -> tuple[int, int, int]:
 @pytest.mark.parametrize("num_tokens", [0, 3, 4, 5, 7, 8, 9, 12])  # scenario 30
 def test_the_store_is_matched_in_full_blocks(store: BlockStore, num_tokens: int) -> None:
     put_in_store(store, list(range(10)))
-    match = match_row(store, new_row(list(range(num_tokens))), [])
+    match = match_row(store, new_row(list(range(num_tokens))), EndedRows([]))
     assert match.table.num_tokens == min(8, num_tokens // BLOCK_SIZE * BLOCK_SIZE)
     assert list(match.table.token_ids) == list(range(match.table.num_tokens))
 
@@ -55,7 +56,7 @@ def test_the_store_is_matched_in_full_blocks(store: BlockStore, num_tokens: int)
 @pytest.mark.parametrize("common", [0, 1, 3, 4, 5, 9, 10])
 def test_an_ended_row_is_matched_token_by_token(store: BlockStore, common: int) -> None:
     ended = make_row(store, list(range(10)))
-    match = match_row(store, new_row([*range(common), 77, 78]), [ended])
+    match = match_row(store, new_row([*range(common), 77, 78]), EndedRows([ended]))
     assert list(match.table.token_ids) == list(range(common))
     assert match.table.block_ids == ended.table.block_ids[: -(-common // BLOCK_SIZE)]
     match.table.free()
@@ -65,23 +66,23 @@ def test_an_ended_row_is_matched_token_by_token(store: BlockStore, common: int) 
 def test_the_longer_of_both_is_held(store: BlockStore) -> None:
     put_in_store(store, list(range(12)))
     short, long = make_row(store, list(range(5))), make_row(store, [*range(14)])
-    assert match_row(store, new_row([*range(16)]), [short]).table.num_tokens == 12
-    assert match_row(store, new_row([*range(16)]), [short, long]).table.num_tokens == 14
-    assert match_row(store, new_row([*range(16)]), [long, short]).table.num_tokens == 14
+    assert match_row(store, new_row([*range(16)]), EndedRows([short])).table.num_tokens == 12
+    assert match_row(store, new_row([*range(16)]), EndedRows([short, long])).table.num_tokens == 14
+    assert match_row(store, new_row([*range(16)]), EndedRows([long, short])).table.num_tokens == 14
 
 
 def test_nothing_of_another_root_is_matched(store: BlockStore) -> None:
     put_in_store(store, list(range(12)), OTHER_ROOT)
     ended = make_row(store, list(range(12)), OTHER_ROOT)
-    assert match_row(store, new_row(list(range(12))), [ended]).table.num_tokens == 0
+    assert match_row(store, new_row(list(range(12))), EndedRows([ended])).table.num_tokens == 0
 
 
 def test_of_an_ended_row_only_what_is_confirmed_and_true_is_matched(store: BlockStore) -> None:
     ended = make_row(store, list(range(12)))
     ended.num_confirmed = 9
-    assert match_row(store, new_row(list(range(12))), [ended]).table.num_tokens == 9
+    assert match_row(store, new_row(list(range(12))), EndedRows([ended])).table.num_tokens == 9
     ended.stop_commits(6)
-    assert match_row(store, new_row(list(range(12))), [ended]).table.num_tokens == 6
+    assert match_row(store, new_row(list(range(12))), EndedRows([ended])).table.num_tokens == 6
 
 
 def test_a_match_that_is_given_up_leaves_everything_as_it_was(store: BlockStore) -> None:
@@ -89,14 +90,14 @@ def test_a_match_that_is_given_up_leaves_everything_as_it_was(store: BlockStore)
     ended = make_row(store, list(range(100, 111)))
     before = state_of(store)
     for tokens in ([*range(12)], [*range(100, 111)], [*range(100, 106)], [5, 5]):
-        match_row(store, new_row(tokens), [ended]).table.free()
+        match_row(store, new_row(tokens), EndedRows([ended])).table.free()
         assert state_of(store) == before
     store.allocator.check()
 
 
 def test_a_match_holds_its_blocks_so_that_nothing_evicts_them(store: BlockStore) -> None:
     put_in_store(store, list(range(8)))
-    match = match_row(store, new_row(list(range(8))), [])
+    match = match_row(store, new_row(list(range(8))), EndedRows([]))
     store.allocator.forget_cached_blocks()
     assert match.table.num_tokens == 8
     assert store.allocator.num_blocks_in_use == 2
@@ -118,7 +119,7 @@ def test_a_match_holds_its_blocks_so_that_nothing_evicts_them(store: BlockStore)
 def test_a_match_says_why_it_ends(store: BlockStore, tokens: list[int], ended: bool, why: str) -> None:
     put_in_store(store, list(range(8)))
     rows = [make_row(store, list(range(10)))] if ended else []
-    assert match_row(store, new_row(tokens), rows).stopped == why
+    assert match_row(store, new_row(tokens), EndedRows(rows)).stopped == why
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -142,7 +143,7 @@ def test_random_rows_match_what_a_search_token_by_token_finds(store: BlockStore,
 
         by_hash = max(min(common(each), len(each)) // BLOCK_SIZE * BLOCK_SIZE for each in stored)
         by_token = max(common(list(row.table.token_ids)) for row in ended)
-        with match_row(store, new_row(new), ended).table as table:
+        with match_row(store, new_row(new), EndedRows(ended)).table as table:
             assert table.num_tokens == max(by_hash, by_token)
             assert list(table.token_ids) == new[: table.num_tokens]
     store.allocator.check()
@@ -161,3 +162,26 @@ def test_a_running_row_finds_more_of_itself_with_its_new_tokens(
     if found is not None:
         found.free()
     assert state_of(store) == before
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_of_many_ended_rows_the_closest_is_found(store: BlockStore, seed: int) -> None:
+    """Against all pairs; few token ids of few bits and of many, so that rows share much and order is by every byte."""
+    chance = random.Random(seed)
+    ids = [0, 1, 255, 256, 2**31, 2**40]
+
+    def tokens() -> list[int]:
+        return [chance.choice(ids) for _ in range(chance.randint(0, 5))]
+
+    ended = [make_row(store, tokens(), chance.choice([ROOT, OTHER_ROOT])) for _ in range(chance.randint(0, 12))]
+    index = EndedRows(ended)
+    for _ in range(20):
+        new = new_row(tokens(), chance.choice([ROOT, OTHER_ROOT]))
+        lengths = [common_prefix_length(row.true_token_ids, new.token_ids) for row in ended if row.root == new.root]
+        closest, num_common = index.closest(new)
+        assert num_common == max(lengths, default=-1)
+        if closest is None:
+            assert not lengths
+        else:
+            assert closest.root == new.root
+            assert common_prefix_length(closest.true_token_ids, new.token_ids) == num_common

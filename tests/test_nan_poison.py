@@ -5,6 +5,7 @@ A NaN survives masking: attention multiplies it by zero, which gives NaN. So one
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from hf_paged_cache.call import Call
 
 from .reference import batch, is_same, row, run
 from .test_generate_equivalence import SCENES, Player
-from .tiny_models import tiny
+from .tiny_models import build, tiny
 
 
 def written_slots(store: BlockStore) -> set[int]:
@@ -90,3 +91,21 @@ def test_poison_in_one_slot_that_is_read_is_seen(view: bool) -> None:
     output = run(model, cache, **batch(row((1, 50))))
     assert not is_same(reference, output)
     assert output.logits[0].isnan().any()
+
+
+@pytest.mark.parametrize("view", [True, False])
+def test_a_call_that_gave_nan_leaves_none_to_calls_behind_it(view: bool) -> None:
+    """A row has padding where a row of the call before had tokens, whose keys and values were not finite."""
+    model = build("llama")
+    weights = copy.deepcopy(model.state_dict())
+    cache, given = PagedPrefixCache(model, view=view), batch(row((1, 40)), row((2, 24)))
+    reference = run(model, **given)
+    run(model, cache, **given)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(torch.nan)
+    assert run(model, cache, **batch(row((3, 45)), row((4, 45)))).logits[0].isnan().all()
+    model.load_state_dict(weights)
+    for _ in range(2):
+        assert is_same(reference, run(model, cache, **given))
+        assert cache.last_call.reused_tokens > 0

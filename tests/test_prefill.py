@@ -37,16 +37,23 @@ class Forwards:
         self._embeddings = model.get_input_embeddings()
 
     def __enter__(self) -> list[tuple[int, int]]:
-        # A hook of the module itself would be another condition of its keys and values.
-        self._handle = torch.nn.modules.module.register_module_forward_hook(self._note)
+        # A hook, of the module or of all modules, would be another condition of its keys and values.
+        kind = type(self._embeddings)
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(kind, "__call__", self._noting(kind.__call__))
         return self.shapes
 
     def __exit__(self, *_: object) -> None:
-        self._handle.remove()
+        self._patch.undo()
 
-    def _note(self, module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        if module is self._embeddings and output.shape[1] > 1:
-            self.shapes.append((output.shape[0], output.shape[1]))
+    def _noting(self, call: Any) -> Any:
+        def noting_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            output = call(module, *args, **kwargs)
+            if module is self._embeddings and output.shape[1] > 1:
+                self.shapes.append((output.shape[0], output.shape[1]))
+            return output
+
+        return noting_call
 
 
 def compare(model: PreTrainedModel, cache: PagedPrefixCache, **arguments: Any) -> list[tuple[int, int]]:

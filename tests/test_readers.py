@@ -272,7 +272,7 @@ def test_a_view_keeps_nothing_for_a_row_of_another_root_or_padding(other: NaiveR
     bench.reader.keep(bench.layouts(bench.rows))
     bench.start([other])
     bench.forward(11)
-    assert bench.num_gathered() == 11 - other.pad
+    assert bench.num_gathered() == 11  # the padding, too: what lay there may not be finite
 
 
 def test_a_view_keeps_only_the_tokens_it_was_told() -> None:
