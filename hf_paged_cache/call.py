@@ -47,7 +47,7 @@ class Call:
         self.ticket: Ticket | None = None
         self.limits: CallLimits | None = None  # None: no `generate` is running
         self.rows = Rows([], [], 0)
-        self.ended: list[Row] = []  # rows of the call before, matched by the next one
+        self._before = Rows([], [], 0)  # of the call before, matched by the next one
         self.counts = PromptCounts()
         self.num_announced = 0  # forwards announced since `begin`
         self.peak_kv_bytes = 0
@@ -57,6 +57,11 @@ class Call:
         self._is_first = False  # the ticket is the first of its rows
         self._num_columns_before = 0  # columns before the last confirmed forward
         store.add_holder(self)
+
+    @property
+    def ended(self) -> list[Row]:
+        """The rows of the call before."""
+        return self._before.distinct
 
     @property
     def num_columns(self) -> int:
@@ -246,6 +251,8 @@ class Call:
             if failed:
                 for row in self.rows.distinct:
                     row.stop_commits(max(0, self._num_columns_before - row.pad))
+                if not self.num_announced:
+                    self._restore_ended()
             self.rows.commit()
             if self.rows.alias:
                 self.state = CallState.ENDED
@@ -268,7 +275,7 @@ class Call:
                 )
             self.roll_back()
             self._end_rows()
-            self._free_ended()
+            self._before.free()
             self._bracket, self.limits = no_bracket, None
             self.reader.drop()
             self.store.promise(self, 0)
@@ -334,7 +341,7 @@ class Call:
         rows = self.rows
         if limits is not None and self.num_announced == 0:
             admit(store, self, rows, limits, num_columns=stop, ended=self.ended)
-        self._free_ended()
+        self._before.free()
         members = rows.members()
         known = [KnownRow(row.pad, row.table.num_tokens) for row in rows.distinct]
         start = before
@@ -379,13 +386,16 @@ class Call:
         """The running rows become ended rows; those before them are dropped."""
         if not self.rows.alias:
             return
-        self._free_ended()
+        self._before.free()
         self.rows.commit()
         self.reader.keep([row.layout()._replace(token_ids=row.true_token_ids) for row in self.rows.distinct])
-        rows, self.rows = self.rows, Rows([], [], 0)
-        self.ended = rows.distinct
+        self._before, self.rows = self.rows, Rows([], [], 0)
         self.state = CallState.IDLE
 
-    def _free_ended(self) -> None:
-        while self.ended:
-            self.ended.pop().table.free()
+    def _restore_ended(self) -> None:
+        """A call was refused before it ran anything: the rows that had ended for it are there as before."""
+        if self.ended and not self.rows.alias:
+            before, self._before = self._before, Rows([], [], 0)
+            self.rows = before  # interrupted above this line, they are gone, and their blocks given back
+            self._num_columns_before = self.rows.num_columns
+            self.reader.drop()

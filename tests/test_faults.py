@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from hf_paged_cache import PagedPrefixCache, PrefixStore, TicketError
+from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore, TicketError
 from hf_paged_cache.block_store import BlockStore
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
 from hf_paged_cache.call import Call
@@ -287,3 +287,31 @@ def test_a_cache_built_in_the_call_gives_its_blocks_back_when_the_call_is_over()
     finally:
         gc.enable()
         gc.collect()
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize(
+    ("refused", "error"),
+    [
+        ({"input_ids": torch.tensor([row((9, 60))]), "max_new_tokens": 40}, OutOfBlocksError),
+        ({"input_ids": torch.tensor([row((9, 20))]), "max_new_tokenss": 4}, ValueError),
+    ],
+    ids=["too large", "misspelt option"],
+)
+@pytest.mark.parametrize("rows", [[row((1, 12))], [row((1, 12)), row((1, 12)), row((2, 12))]], ids=["1 row", "aliases"])
+def test_a_call_that_is_refused_leaves_the_rows_that_can_go_on(
+    rows: list[list[int]], refused: dict[str, Any], error: type[Exception], view: bool, tiny_llama: LlamaForCausalLM
+) -> None:
+    cache, reference = (
+        PagedPrefixCache(tiny_llama, block_size=4, num_blocks=24, view=view),
+        DynamicCache(config=tiny_llama.config),
+    )
+    for each in (cache, reference):
+        run(tiny_llama, each, **batch(*rows), max_new_tokens=4)
+    with pytest.raises(error):
+        run(tiny_llama, cache, **refused)
+    assert cache.get_seq_length() == 15
+    new = torch.tensor([[5, 6]] * len(rows))
+    given = {"input_ids": new, "attention_mask": torch.ones(len(rows), 17, dtype=torch.long), "max_new_tokens": 3}
+    assert_same(run(tiny_llama, reference, **given), run(tiny_llama, cache, **given))
+    cache.check()

@@ -71,13 +71,14 @@ CASES: dict[str, Call] = {
     "a mask of another form than rows and columns": forward(attention_mask=CAUSAL),
     "positions that do not count up": forward(position_ids=2 * torch.arange(LENGTH)[None]),
     "a tensor that is not read here, such as token types": forward(token_type_ids=torch.zeros_like(IDS)),
-    "an active dropout": with_dropout,
+    "a word or a fraction that is not read here, or `is_causal=False`": generate(is_causal=False),
+    "an active dropout, jitter of a router, or NEFTune": with_dropout,
     "hidden states": generate(output_hidden_states=True, return_dict_in_generate=True),
     "attentions": with_attentions,
     "labels": forward(labels=IDS, logits_to_keep=0),
     "the logits of all tokens, as a plain forward gives them": forward(logits_to_keep=0),
     "a tuple instead of an output object": forward(return_dict=False),
-    "other weights, adapters, hooks or another salt": with_another_weight,
+    "other weights, adapters, settings, hooks or another salt": with_another_weight,
 }
 
 
