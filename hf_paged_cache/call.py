@@ -251,8 +251,7 @@ class Call:
             if failed:
                 for row in self.rows.distinct:
                     row.stop_commits(max(0, self._num_columns_before - row.pad))
-                if not self.num_announced:
-                    self._restore_ended()
+                self._restore_ended()
             self.rows.commit()
             if self.rows.alias:
                 self.state = CallState.ENDED
@@ -393,8 +392,8 @@ class Call:
         self.state = CallState.IDLE
 
     def _restore_ended(self) -> None:
-        """A call was refused before it ran anything: the rows that had ended for it are there as before."""
-        if self.ended and not self.rows.alias:
+        """Where a call ends before it ran anything, the rows that had ended for it are there as before."""
+        if self.ended and not self.rows.alias and not self.num_announced:
             before, self._before = self._before, Rows([], [], 0)
             self.rows = before  # interrupted above this line, they are gone, and their blocks given back
             self._num_columns_before = self.rows.num_columns
