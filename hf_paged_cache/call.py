@@ -393,7 +393,7 @@ class Call:
 
     def _restore_ended(self) -> None:
         """Where a call ends before it ran anything, the rows that had ended for it are there as before."""
-        if self.ended and not self.rows.alias and not self.num_announced:
+        if self._before.alias and not self.rows.alias and not self.num_announced:
             before, self._before = self._before, Rows([], [], 0)
             self.rows = before  # interrupted above this line, they are gone, and their blocks given back
             self._num_columns_before = self.rows.num_columns

@@ -13,14 +13,14 @@ ONE_ROW = "One row"
 FULL = "ours, full pool"
 
 
-@scene(ONE_ROW, minutes=3.5)
+@scene(ONE_ROW, minutes=5)
 def warm(bench: Bench, repeat: Repeat) -> Lines:
     """The prefix is known, 16 question tokens are new; 1 new token."""
     sizes, as_the_limit = bench.sizes, bench.bar(0.97)
     bars = {sizes.shared: 14.0, sizes.long: 38.0}
     for length, new_tokens, rounds, every in (
-        (sizes.shared, 1, 28, 5),
-        (sizes.shared - 3, 1, 20, 10),
+        (sizes.shared, 1, 42, 7),
+        (sizes.shared - 3, 1, 42, 21),
         (sizes.shared, 32, 3, 2),
         (sizes.long, 1, 12, 4),
         (sizes.long - 3, 1, 16, 16),
@@ -86,7 +86,7 @@ def first_token(bench: Bench, repeat: Repeat) -> Lines:
         yield f"first token {length:,}", measured.line(what, point={"tokens": length})
 
 
-@scene(ONE_ROW, minutes=2.5)
+@scene(ONE_ROW, minutes=4)
 def nohit(bench: Bench, repeat: Repeat) -> Lines:
     """A prompt of fresh random tokens every time; 8 new tokens. Nothing is to be had."""
     cache = PagedPrefixCache(bench.model)
@@ -102,7 +102,7 @@ def nohit(bench: Bench, repeat: Repeat) -> Lines:
             FULL: on_ours(bench, full, ids, new_tokens=NEW_TOKENS),
         }
 
-    measured = measure_rounds(bench, prepare, rounds=repeat(22), baseline_warms_up=True)
+    measured = measure_rounds(bench, prepare, rounds=repeat(31), baseline_warms_up=True)
     yield "nohit", measured.line("nothing known, 8 new tokens", at_least=bench.bar(0.98))
     what = "the same with a full pool, which evicts instead of filling memory that nobody has used before"
     yield FULL.replace("ours", "nohit"), measured.line(what, subject=FULL, at_least=bench.bar(0.98))

@@ -49,7 +49,7 @@ def overhead(bench: Bench, repeat: Repeat) -> Lines:
     yield "overhead: decode step", _share("a decode step: hooks, update less DynamicCache's", whole, own, parts)
 
 
-@scene(OVERHEAD, minutes=0.5)
+@scene(OVERHEAD, minutes=1)
 def bookkeeping(bench: Bench, repeat: Repeat) -> Lines:
     """What is done once a step, not once a layer (hooks, slots, commits), on a tiny model, so that it is our lines that are timed."""
     num_steps, rows = 66, (1, 8, 32)
@@ -57,7 +57,7 @@ def bookkeeping(bench: Bench, repeat: Repeat) -> Lines:
     samples: dict[int, list[float]] = {num_rows: [] for num_rows in rows}
     with metered(tiny.model) as meter:
         cache = PagedPrefixCache(tiny.model)
-        for number in range(-bench.warmups, repeat(15)):
+        for number in range(-bench.warmups, repeat(31)):
             for num_rows in turned_rows(rows, number):
                 ids = tiny.tokens(num_rows, 64)
                 cost, _ = meter.measure(lambda ids=ids: tiny.generate(ids, new_tokens=num_steps, past_key_values=cache))

@@ -44,7 +44,7 @@ def decode_short(bench: Bench, repeat: Repeat) -> Lines:
     yield f"decode 1 row, {length:,}", measured.line(what, at_least=bench.bar(0.98))
 
 
-@scene(STEPS, minutes=1.3)
+@scene(STEPS, minutes=2.5)
 def beam_step(bench: Bench, repeat: Repeat) -> Lines:
     """A step of beam search, its reordering included: 8 beams."""
     num_beams, length, num_steps = 8, 2 * bench.sizes.shared, 19
@@ -63,7 +63,7 @@ def beam_step(bench: Bench, repeat: Repeat) -> Lines:
             OURS: on_ours(bench, cache, ids, **given),
         }
 
-    measured = _measure_steps(bench, prepare, repeat(3))
+    measured = _measure_steps(bench, prepare, repeat(6))
     what = f"a step of {num_beams} beams at {length:,} tokens"
     yield f"beam step {num_beams} beams, {length:,}", measured.line(what, at_least=bench.bar(1.4), floor=IN_PLACE)
 
