@@ -326,9 +326,7 @@ def _unread(arguments: Mapping[str, Any]) -> str | None:
     for name, value in arguments.items():
         if value is None or name in _READ:
             continue
-        if isinstance(value, bool | int) and not (
-            name == "is_causal" and not value
-        ):  # what is to be put out, or counted
+        if isinstance(value, bool | int) and (value or name != "is_causal"):  # what is to be put out, or counted
             continue
         if not isinstance(value, dict | list | tuple) or value:  # an empty one, as of images where there are none
             return f"the argument {name} may condition keys and values"
