@@ -28,7 +28,7 @@ from scenes import SCENES, Repeat, Scene
 from scenes.workbench import Bench, Sizes
 from transformers.utils import logging
 
-from hf_paged_cache.demo_model import DEMO_MODEL
+from hf_paged_cache.cli.demo_model import DEMO_MODEL
 
 SHARED = 1024
 QUICK = Sizes(shared=64, num_questions=6, num_turns=3)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_paged_cache.demo_model import load_demo_model
+from hf_paged_cache.cli.demo_model import load_demo_model
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {  # Llama-3.1-8B, its rope scaling apart

@@ -46,8 +46,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.cli.demo_model import DEMO_MODEL, load_demo_model
 from hf_paged_cache.cli.questions import QUESTIONS, SHOTS
-from hf_paged_cache.demo_model import DEMO_MODEL, load_demo_model
 
 ROOT = Path(__file__).parents[1]
 BLOCK_SIZE = 16

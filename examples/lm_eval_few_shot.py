@@ -108,7 +108,7 @@ def evaluate(lm: HFLM, tasks: list[dict[str, Any]], limit: int | None = None) ->
 
 
 def main() -> None:
-    from hf_paged_cache.demo_model import load_demo_model
+    from hf_paged_cache.cli.demo_model import load_demo_model
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     model, tokenizer = load_demo_model()

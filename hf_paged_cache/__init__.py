@@ -17,10 +17,10 @@ if TYPE_CHECKING:
         BlockStateError,
         CacheArgumentError,
         CacheBusyError,
+        ForwardMismatchError,
         OutOfBlocksError,
         PagedCacheError,
         PoolArgumentError,
-        TicketError,
         UnsupportedModelError,
     )
     from .model_check import ModelReport, check_model
@@ -42,7 +42,7 @@ _HOME = {  # public name -> the module that defines it
     "BlockStateError": ".errors",
     "CacheArgumentError": ".errors",
     "PoolArgumentError": ".errors",
-    "TicketError": ".errors",
+    "ForwardMismatchError": ".errors",
 }
 
 __all__ = [
@@ -57,7 +57,7 @@ __all__ = [
     "PoolArgumentError",
     "PrefixStore",
     "Score",
-    "TicketError",
+    "ForwardMismatchError",
     "UnsupportedModelError",
     "__version__",
     "check_model",

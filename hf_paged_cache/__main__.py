@@ -1,6 +1,6 @@
 """`python -m hf_paged_cache` is the command `hf-paged-cache`."""
 
-from hf_paged_cache.cli import main
+from .cli import main
 
 if __name__ == "__main__":
     main()

@@ -17,23 +17,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .call import Call
-from .call_state import CallState
+from .attention.contiguous import ContiguousReader
+from .attention.gather import GatherReader
+from .call.call import Call
+from .call.call_state import CallState
+from .call.reporting import stats_of
 from .errors import CacheArgumentError, CacheBusyError
-from .gather_reader import GatherReader
-from .generation import GenerateArguments
-from .given_tokens import one_sequence
-from .hooks import attach, detach, pop_ambient, push_ambient
-from .layer import PagedIndexedLayer, PagedLayer
-from .prefill import Prefiller
+from .integration.generate_arguments import GenerateArguments
+from .integration.hooks import attach, detach, pop_ambient, push_ambient
+from .integration.layers import PagedIndexedLayer, PagedLayer
+from .integration.session import Session
+from .integration.shared_prefix import Prefiller
+from .integration.token_input import one_sequence
+from .integration.verification import Verifier
+from .model.support import cache_layers, has_index, holds_nothing
 from .prefix_store import PrefixStore
-from .reporting import stats_of
 from .scoring import Score, score
-from .session import Session
 from .stats import CacheStats, CallStats
-from .support import cache_layers, has_index, holds_nothing
-from .verification import Verifier
-from .view_reader import ViewReader
 
 
 class PagedPrefixCache(Cache):
@@ -94,7 +94,7 @@ class PagedPrefixCache(Cache):
         self.verify = verify
         attach(self.store.model)
         blocks = self.store.blocks
-        self.call = Call(blocks, ViewReader(blocks.pool) if view else GatherReader(blocks.pool))
+        self.call = Call(blocks, ContiguousReader(blocks.pool) if view else GatherReader(blocks.pool))
         further = partial(PagedPrefixCache, self.store, cache_salt=self.cache_salt, view=False)
         verifier = Verifier(further) if verify else None
         self._session = Session(self.store, self.call, self.cache_salt, Prefiller(self.store, further), verifier)

@@ -31,5 +31,5 @@ class PoolArgumentError(PagedCacheError, ValueError):
     """Raised when the pool is given a tensor of the wrong shape or type, or asked for a layer it has not; the message says what was expected."""
 
 
-class TicketError(PagedCacheError):
+class ForwardMismatchError(PagedCacheError):
     """Raised when a forward writes other than what was announced for it; run the model through its `__call__`."""

@@ -10,11 +10,10 @@ from transformers import PreTrainedModel
 
 from .cache import PagedPrefixCache
 from .errors import PagedCacheError
-from .hooks import detach, is_attached
-from .own_forwards import types_of_logits, undisturbed
-from .prefix_store import PrefixStore
-from .support import cache_layers, require_supported, takes, unwrapped
-from .trial import (
+from .integration.hooks import detach, is_attached
+from .model.probing import types_of_logits, undisturbed
+from .model.support import cache_layers, require_supported, takes, unwrapped
+from .model.trial import (
     NUM_CACHED,
     NUM_COLUMNS,
     continue_behind,
@@ -25,6 +24,7 @@ from .trial import (
     tolerance,
     trial_inputs,
 )
+from .prefix_store import PrefixStore
 
 _BLOCK_SIZE = 8
 

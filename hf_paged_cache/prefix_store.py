@@ -5,15 +5,15 @@ Owns the sizes a user gives, and refuses models we cannot hold. Runs no call.
 
 from typing import TYPE_CHECKING, NoReturn
 
-from .arguments import ArgumentReader
-from .block_store import BlockStore
-from .conditioning import Conditioning
 from .errors import CacheArgumentError, CacheBusyError
-from .generation import cross_inputs
-from .hooks import attach
-from .own_forwards import measure_bytes_per_token
-from .support import is_played, leaves_doubt, require_supported, takes, unwrapped
-from .trial import require_continuable
+from .integration.forward_arguments import ArgumentReader
+from .integration.generate_arguments import cross_inputs
+from .integration.hooks import attach
+from .model.conditioning import Conditioning
+from .model.probing import measure_bytes_per_token
+from .model.support import is_tested_version, leaves_doubt, require_supported, takes, unwrapped
+from .model.trial import require_continuable
+from .store.block_store import BlockStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +49,7 @@ class PrefixStore:
         model = unwrapped(model)
         require_supported(model)
         in_doubt = leaves_doubt(model)
-        if in_doubt or not is_played():
+        if in_doubt or not is_tested_version():
             require_continuable(model, if_it_runs=not in_doubt)
         _require_size("block_size", block_size, 1, "tokens; 16 suits most models")
         if num_blocks is not None and max_bytes is not None:

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .call import Call
-from .call_state import CallLimits
+from .call.call import Call
+from .call.call_state import CallLimits
 from .errors import CacheArgumentError
-from .generation import GenerateArguments
-from .given_tokens import one_sequence
-from .own_forwards import input_device
-from .support import takes
+from .integration.generate_arguments import GenerateArguments
+from .integration.token_input import one_sequence
+from .model.probing import input_device
+from .model.support import takes
 
 _MAX_LOGITS = 2**27  # numbers that the logits of one forward may have, where no batch_size is given
 

@@ -117,7 +117,7 @@ def demo_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """SmolLM2-135M-Instruct and its tokenizer; only for tests that are marked slow."""
     import torch
 
-    from hf_paged_cache.demo_model import load_demo_model
+    from hf_paged_cache.cli.demo_model import load_demo_model
 
     torch.set_num_threads(os.cpu_count() or 1)
     return load_demo_model()

@@ -415,7 +415,7 @@ def random_calls(num_calls: int, seed: int = 0) -> Counter[str]:
         AssertionError: a call gave something else than a fresh cache, or a block is lost; says which call of which seed.
     """
     counts: Counter[str] = Counter()
-    with mock.patch("hf_paged_cache.prefill.FORWARD_COST_ON_HOST", 4):  # prompts are short
+    with mock.patch("hf_paged_cache.integration.shared_prefix.FORWARD_COST_ON_HOST", 4):  # prompts are short
         for first in range(0, num_calls, CALLS_A_STORE):
             users = _Users(random.Random(f"{seed} {first}"))
             num_made = 0

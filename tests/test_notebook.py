@@ -42,14 +42,14 @@ PagedPrefixCache.write_layer = write_layer
 """
 
 REUSE_NOTHING = """
-import hf_paged_cache.forward
+import hf_paged_cache.call.prepare
 from hf_paged_cache.blocks import BlockTable
-from hf_paged_cache.matching import Match
+from hf_paged_cache.call.prefix_match import Match
 
 def match_row(store, new, ended):
     return Match(BlockTable(store.allocator, new.root), "switched off")
 
-hf_paged_cache.forward.match_row = match_row
+hf_paged_cache.call.prepare.match_row = match_row
 """
 
 

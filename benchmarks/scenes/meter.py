@@ -23,7 +23,8 @@ import harness
 from torch import Tensor
 from transformers import Cache
 
-from hf_paged_cache import PagedPrefixCache, hooks
+from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.integration import hooks
 
 
 @dataclass(frozen=True)

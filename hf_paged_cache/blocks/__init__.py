@@ -6,13 +6,13 @@ not need: `allocate_immutable` and `mark_computed` (blocks whose content another
 hash, `BlockTable.allocate` and its lookahead slots, `BlockTable.unseen_token_ids`. All of it is held to the same invariants and tests.
 """
 
-from hf_paged_cache.blocks.allocation import Allocation
-from hf_paged_cache.blocks.allocator import PrefixCachingBlockAllocator
-from hf_paged_cache.blocks.block_table import BlockTable
-from hf_paged_cache.blocks.free_queue import FreeBlockQueue
-from hf_paged_cache.blocks.hashing import BlockHash, HashChain, root_hash
-from hf_paged_cache.blocks.metrics import PrefixCacheMetrics
-from hf_paged_cache.blocks.prefix_index import PrefixIndex
+from .allocation import Allocation
+from .allocator import PrefixCachingBlockAllocator
+from .block_table import BlockTable
+from .free_queue import FreeBlockQueue
+from .hashing import BlockHash, HashChain, root_hash
+from .metrics import PrefixCacheMetrics
+from .prefix_index import PrefixIndex
 
 __all__ = [
     "Allocation",

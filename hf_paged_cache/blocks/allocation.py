@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import NoReturn, Protocol
 from weakref import ReferenceType, ref
 
-from hf_paged_cache.errors import CacheArgumentError
+from ..errors import CacheArgumentError
 
 
 class BlockOwner(Protocol):
@@ -40,7 +40,7 @@ class Allocation:
         num_prefix_blocks: leading blocks that were a prefix hit.
         key: what the allocator and the collector know it by.
     Example:
-        >>> from hf_paged_cache.blocks import PrefixCachingBlockAllocator
+        >>> from . import PrefixCachingBlockAllocator
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=4, block_size=16)
         >>> with allocator.allocate([], num_mutable_blocks=2) as allocation:
         ...     allocation.slots(0, 3)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hf_paged_cache.blocks.allocation import Allocation
-from hf_paged_cache.blocks.block_states import BlockStates
-from hf_paged_cache.blocks.hashing import BlockHash
-from hf_paged_cache.blocks.ledger import BlockLedger, check_not_negative
-from hf_paged_cache.errors import BlockStateError, CacheArgumentError
+from ..errors import BlockStateError, CacheArgumentError
+from .allocation import Allocation
+from .block_states import BlockStates
+from .hashing import BlockHash
+from .ledger import BlockLedger, check_not_negative
 
 
 class PrefixCachingBlockAllocator(BlockLedger):

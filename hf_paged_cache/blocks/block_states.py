@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from hf_paged_cache.blocks.free_queue import FreeBlockQueue
-from hf_paged_cache.blocks.prefix_index import PrefixIndex
-from hf_paged_cache.errors import BlockStateError, CacheArgumentError
+from ..errors import BlockStateError, CacheArgumentError
+from .free_queue import FreeBlockQueue
+from .prefix_index import PrefixIndex
 
 
 class BlockStates:

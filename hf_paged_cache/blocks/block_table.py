@@ -10,11 +10,11 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
-from hf_paged_cache.blocks.allocation import Allocation
-from hf_paged_cache.blocks.allocator import PrefixCachingBlockAllocator
-from hf_paged_cache.blocks.hashing import HashChain, token_array
-from hf_paged_cache.blocks.ledger import check_not_negative
-from hf_paged_cache.errors import BlockStateError, CacheArgumentError
+from ..errors import BlockStateError, CacheArgumentError
+from .allocation import Allocation
+from .allocator import PrefixCachingBlockAllocator
+from .hashing import HashChain, token_array
+from .ledger import check_not_negative
 
 
 class BlockTable:
@@ -28,7 +28,7 @@ class BlockTable:
         root: see `root_hash`: all that conditions keys and values besides tokens.
         extra_keys: logical block index -> further bytes of that block's hash; empty for none.
     Example:
-        >>> from hf_paged_cache.blocks import PrefixCachingBlockAllocator, root_hash
+        >>> from . import PrefixCachingBlockAllocator, root_hash
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
         >>> table = BlockTable(allocator, root_hash(b"model"))
         >>> table.allocate([1, 2, 3]), table.block_ids  # tokens hit, blocks held

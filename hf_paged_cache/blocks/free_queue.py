@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from hf_paged_cache.errors import BlockStateError
+from ..errors import BlockStateError
 
 _ABSENT = -1
 

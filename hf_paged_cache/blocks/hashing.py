@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 from typing import NamedTuple
 
-from hf_paged_cache.errors import BlockStateError, CacheArgumentError
+from ..errors import BlockStateError, CacheArgumentError
 
 TOKEN_BYTES = 8  # of one token id, in a hash and in `array('q')`
 _PORTION_BYTES = 32 * 1024

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from weakref import ReferenceType
 
-from hf_paged_cache.blocks.allocation import Allocation
-from hf_paged_cache.blocks.block_states import BlockStates
-from hf_paged_cache.blocks.hashing import BlockHash
-from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
+from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
+from .allocation import Allocation
+from .block_states import BlockStates
+from .hashing import BlockHash
 
 
 class BlockLedger:

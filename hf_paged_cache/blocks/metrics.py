@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from hf_paged_cache.errors import CacheArgumentError
+from ..errors import CacheArgumentError
 
 
 class PrefixCacheMetrics:

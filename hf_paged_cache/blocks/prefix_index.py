@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from hf_paged_cache.blocks.hashing import BlockHash
-from hf_paged_cache.errors import BlockStateError
+from ..errors import BlockStateError
+from .hashing import BlockHash
 
 
 class PrefixIndex:

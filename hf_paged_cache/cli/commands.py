@@ -54,10 +54,9 @@ def demo(
 
     Exits with 1 if the tokens differ.
     """
-    from hf_paged_cache.demo_model import DEMO_MODEL, load_demo_model
-    from hf_paged_cache.errors import PagedCacheError
-
+    from ..errors import PagedCacheError
     from .demo import DemoInputError, run_demo
+    from .demo_model import DEMO_MODEL, load_demo_model
     from .display import JsonDisplay, LiveDisplay, PlainDisplay
 
     console = Console()

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.rope import RopeRegime
+from hf_paged_cache.model.rope import RopeRegime
 
 from ..reference import TOLERANCE, run, zero_blocks
 from .zoo import extra_inputs

@@ -18,7 +18,7 @@ from torchao.quantization import (
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, TorchAoConfig
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.trial import why_it_fails
+from hf_paged_cache.model.trial import why_it_fails
 
 from ..reference import assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build

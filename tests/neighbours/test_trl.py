@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.conditioning import Conditioning
+from hf_paged_cache.model.conditioning import Conditioning
 
 from ..reference import zero_blocks
 from ..tiny_models import build

@@ -1,0 +1,86 @@
+"""What the layers of one announced forward write: checked against the ticket, put into the pool, and read back.
+
+Owns the list of what was written. The store's lock is held by whoever calls `write`.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ..attention.base import Reader
+from ..errors import ForwardMismatchError
+from ..kv.slot_mapping import SlotMapping
+from ..store.block_store import BlockStore
+from .scheduled_forward import ScheduledForward
+
+
+class LayerWrites:
+    """What the layers of the running forward have written, and where it goes.
+
+    Attributes:
+        written: (layer, name), of the running forward.
+    """
+
+    def __init__(self, store: BlockStore, reader: Reader) -> None:
+        self._store = store
+        self._reader = reader
+        self.written: set[tuple[int, str]] = set()
+
+    def start(self) -> None:
+        """A forward is announced: forget what the one before wrote."""
+        self.written = set()
+
+    def write(self, layer_idx: int, states: Mapping[str, Tensor], ticket: ScheduledForward) -> dict[str, Tensor]:
+        """Store a layer's new states and return what its attention reads; see `Call.write`.
+
+        Raises:
+            ForwardMismatchError: rows or columns are not the ticket's, or the layer has written already; the pool is unchanged.
+            PoolArgumentError: this layer's states are no [R, H, T, D] of the sizes that it has had.
+        """
+        num_rows, num_columns = ticket.num_rows, ticket.num_columns
+        for name, new in states.items():
+            shape = new.shape
+            if len(shape) == 4 and (shape[0] != num_rows or shape[2] != num_columns):  # others the pool refuses
+                raise ForwardMismatchError(
+                    f"layer {layer_idx} writes {name} of {shape[0]} rows and {shape[2]} tokens; announced were "
+                    f"{num_rows} rows and {num_columns} tokens; run one forward at a time through the "
+                    "model's __call__, and none that splits its rows"
+                )
+        keys = {(layer_idx, name) for name in states}
+        if not self.written.isdisjoint(keys):
+            raise ForwardMismatchError(
+                f"layer {layer_idx} writes twice in one forward; switch gradient checkpointing off"
+            )
+        self._store.pool.write(layer_idx, states, ticket.target)
+        self.written |= keys
+        return self._reader.read(layer_idx, states)
+
+    def write_step(
+        self, layer_idx: int, key: Tensor, value: Tensor, target: SlotMapping
+    ) -> tuple[Tensor, Tensor] | None:
+        """The fast path of `write`, for a "key" and a "value" of one token a row, without gradients.
+
+        Returns:
+            What attention reads; None where `write` must be called, which writes whatever is written by then once more.
+        """
+        keys = ((layer_idx, "key"), (layer_idx, "value"))
+        if not self.written.isdisjoint(keys) or not self._store.pool.write_step(layer_idx, key, value, target):
+            return None
+        read = self._reader.read_step(layer_idx, key, value)
+        if read is not None:
+            self.written.update(keys)
+        return read
+
+    def require_all(self) -> None:
+        """Refuse a forward in which a layer that always writes did not.
+
+        Raises:
+            ForwardMismatchError: such a layer, or every layer, did not write.
+        """
+        missing = self._store.writing_layers - self.written
+        if missing or not self.written:
+            layers = f"layers {sorted({layer for layer, _ in missing})}" if missing else "any layer"
+            raise ForwardMismatchError(
+                f"the forward did not write {layers}: gradient "
+                "checkpointing drops the cache; call model.gradient_checkpointing_disable() or model.eval()"
+            )

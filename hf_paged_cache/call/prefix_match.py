@@ -1,0 +1,100 @@
+"""The longest known prefix of a new row: in the store by hash, and in the cache's own ended rows token by token.
+
+Changes nothing but the holders of blocks: what it returns holds what it found.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import NamedTuple
+
+from ..blocks import BlockTable
+from ..blocks.tokens import TokenIds, common_prefix_length
+from ..store.block_store import BlockStore
+from .rows import Row
+from .scheduled_forward import RowInput
+
+
+class Match(NamedTuple):
+    """A table that holds a row's known prefix, and why the prefix ends there."""
+
+    table: BlockTable
+    stopped: str
+
+
+class PreviousRows:
+    """Rows of the call before, each root's in the order of their tokens as bytes: next to a new row lies the one that has
+    the longest prefix in common with it. Made once for all rows of a call, since many behind many would be compared in pairs.
+    """
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self._of_root: dict[bytes, list[_Known]] = {}
+        for row in rows:
+            tokens = row.true_token_ids
+            self._of_root.setdefault(row.root, []).append(_Known(tokens.tobytes(), tokens, row))
+        for known in self._of_root.values():
+            known.sort(key=_as_bytes)
+
+    def closest(self, new: RowInput) -> tuple[Row | None, int]:
+        """The row with the longest prefix in common with a new one, and its length; None where no row has its root."""
+        known = self._of_root.get(new.root, [])
+        at = bisect_left(known, new.token_ids.tobytes(), key=_as_bytes)
+        closest, num_common = None, -1
+        for _, tokens, row in known[max(0, at - 1) : at + 1]:
+            common = common_prefix_length(tokens, new.token_ids)
+            if common > num_common:
+                closest, num_common = row, common
+        return closest, num_common
+
+
+class _Known(NamedTuple):
+    as_bytes: bytes
+    tokens: TokenIds
+    row: Row
+
+
+_as_bytes = attrgetter("as_bytes")
+
+
+def match_row(store: BlockStore, new: RowInput, ended: PreviousRows) -> Match:
+    """Hold the longest known prefix of a row.
+
+    A full block is found by its hash, whoever computed it. An ended row of the same root is compared token by token,
+    so that a prefix need not end at a block; its table is forked and cut.
+    """
+    table = BlockTable(store.allocator, new.root)
+    num_hit = table.hold_prefix(new.token_ids)
+    closest, num_common = ended.closest(new)
+    if num_common <= num_hit:
+        closest, num_common = None, num_hit
+    if closest is not None:
+        table.free()
+        table = closest.table.fork()
+        table.truncate(num_common)
+    ends_there = closest is not None and num_common == closest.num_true_tokens
+    return Match(table, _why_stopped(num_common, new.token_ids, store.block_size, closest is not None, ends_there))
+
+
+def match_longer(store: BlockStore, row: Row, new_token_ids: TokenIds) -> BlockTable | None:
+    """A table that holds more of a running row's tokens with its new ones than the row has; None without one."""
+    token_ids = row.table.token_ids + new_token_ids
+    table = BlockTable(store.allocator, row.root)
+    if table.hold_prefix(token_ids) > row.table.num_tokens:
+        return table
+    table.free()
+    return None
+
+
+def _why_stopped(num_known: int, token_ids: TokenIds, block_size: int, in_ended_row: bool, ends_there: bool) -> str:
+    if num_known == len(token_ids):
+        return "the whole prompt was known"
+    if ends_there:
+        return f"the last call's row ends at token {num_known}, and the prompt goes on"
+    if in_ended_row:
+        return f"the prompt differs from the last call's tokens at token {num_known}"
+    end = (num_known // block_size + 1) * block_size
+    if end > len(token_ids):
+        return f"the {len(token_ids) - num_known} tokens behind token {num_known} do not fill a block of {block_size}"
+    if num_known == 0:
+        return f"no cached block has these first {block_size} tokens under the same conditions"
+    return f"no cached block goes on with tokens {num_known} to {end - 1}"

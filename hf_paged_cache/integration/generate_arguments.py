@@ -1,0 +1,111 @@
+"""The arguments of `generate` -> what a cache must know of the call before it starts. Reads, never changes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..call.call_state import CallLimits
+
+_UNSET_IMPLEMENTATION = "hybrid"  # in older generation configs; transformers reads it as none
+_DEFAULT_NEW_TOKENS = 20  # transformers' own, where neither max_length nor max_new_tokens is set
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateArguments:
+    """One call of `generate`.
+
+    Attributes:
+        limits: None where the arguments do not tell (embeddings without ids).
+        only_new_tokens: the mask has more columns than the ids, so the rows go on with these ids.
+        num_masked, num_given: columns of mask and ids then.
+        cache_implementation, use_cache: as given; None where they are not.
+        is_assistant: it drafts for another model's `generate`.
+        in_step: it was told that several processes run as many forwards.
+        cross_input: the argument that a cross attention reads, whose keys and values are no tokens'; None without one.
+    """
+
+    limits: CallLimits | None
+    only_new_tokens: bool
+    cache_implementation: str | None
+    use_cache: bool | None
+    is_assistant: bool
+    cross_input: str | None = None
+    num_masked: int = 0
+    num_given: int = 0
+    in_step: bool = False
+
+
+def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateArguments:
+    """Read a call of `generate(inputs=None, generation_config=None, ..., **kwargs)`.
+
+    An option is looked up where transformers does: keyword, the generation config given, the model's own.
+    """
+    given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+    configs = [config for config in (given, getattr(model, "generation_config", None)) if config is not None]
+
+    def option(name: str) -> Any:
+        if kwargs.get(name) is not None:
+            return kwargs[name]
+        return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
+
+    implementation = option("cache_implementation")
+    ids = args[0] if args else kwargs.get("inputs")
+    if ids is None:
+        ids = kwargs.get("input_ids")
+    mask = kwargs.get("attention_mask")
+    limits, only_new_tokens, num_masked, num_given = None, False, 0, 0
+    if isinstance(ids, Tensor) and ids.dim() == 2:
+        num_masked = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 0
+        num_given = ids.shape[1]
+        only_new_tokens = num_masked > num_given
+        limits = _limits(option, ids.shape[0], num_given, max(num_given, num_masked))
+    return GenerateArguments(
+        limits=limits,
+        only_new_tokens=only_new_tokens,
+        cache_implementation=None if implementation == _UNSET_IMPLEMENTATION else implementation,
+        use_cache=option("use_cache"),
+        is_assistant=bool(option("is_assistant")),
+        cross_input=next((name for name in cross_inputs(model) if kwargs.get(name) is not None), None),
+        num_masked=num_masked,
+        num_given=num_given,
+        in_step=bool(args[5] if len(args) > 5 else kwargs.get("synced_gpus")),
+    )
+
+
+def cross_inputs(model: Any) -> tuple[str, ...]:
+    """The arguments by which a cross attention may be given something to attend to."""
+    names = ("encoder_hidden_states", "encoder_outputs", "cross_attention_states")
+    config = getattr(model, "config", None)
+    if config is not None and getattr(config.get_text_config(decoder=True), "cross_attention_layers", None):
+        return (*names, "pixel_values")
+    return names
+
+
+def _limits(option: Callable[[str], Any], num_rows: int, num_passed: int, num_columns: int) -> CallLimits:
+    """Args: columns of the ids passed, to which transformers counts `max_length`; columns of the whole prompt."""
+    max_new_tokens, max_length = option("max_new_tokens"), option("max_length")
+    if max_new_tokens is not None:
+        max_length = num_columns + max_new_tokens
+    elif max_length is None:
+        max_length = num_columns + _DEFAULT_NEW_TOKENS
+    else:
+        max_length += num_columns - num_passed
+    # the last token is never passed through the model; but up to two tokens before it, a whole draft looked up in the prompt is
+    num_looked_up = option("prompt_lookup_num_tokens") or 0
+    expanded = num_rows * max(option("num_beams") or 1, option("num_return_sequences") or 1)
+    return CallLimits(
+        num_prompt_columns=num_columns,
+        max_columns=max(num_columns, max_length - 1, max_length - 2 + num_looked_up),
+        num_rows=expanded,
+        end_of_sequence=_token_set(option("eos_token_id")),
+    )
+
+
+def _token_set(tokens: Any) -> frozenset[int]:
+    if tokens is None:
+        return frozenset()
+    if isinstance(tokens, Tensor):
+        tokens = tokens.flatten().tolist()
+    return frozenset(tokens) if isinstance(tokens, list | tuple | set | frozenset) else frozenset({int(tokens)})

@@ -1,0 +1,195 @@
+"""What is attached to a model: a bracket round `generate`, and two forward hooks. Attached once, undone by `detach`.
+
+Knows a cache by protocol only. Holds none outside a `with cache:` block: it finds the cache in `past_key_values`. Everything attached is a
+module-level function or an object that copies and pickles with the model.
+"""
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..errors import CacheArgumentError, CacheBusyError
+from .generate_arguments import GenerateArguments, read_generate
+
+
+class AttachedCache(Protocol):
+    """What the hooks ask of a cache."""
+
+    is_paged_prefix_cache: bool
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether a `generate` runs on it."""
+
+    def generating(self, model: nn.Module, given: GenerateArguments) -> AbstractContextManager[None]:
+        """The span of one `generate`."""
+
+    def twin(self) -> "AttachedCache":
+        """A further cache on the same store."""
+
+    def before_forward(self, model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """A forward is about to run; the arguments that it is to run with."""
+
+    def after_forward(self, output: Any) -> Any:
+        """The forward has returned `output`; what its caller is to get."""
+
+
+class GenerateBracket:
+    """Stands in a model's `__dict__` for `generate`, and opens the bracket of the cache that a call brings.
+
+    A `generate` that somebody else had put on the instance is wrapped, and put back by `detach`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.replaced = model.__dict__.get("generate")  # None: the class's own was used
+        self.ambient: list[AttachedCache] = []  # caches of open `with cache:` blocks, innermost last
+        self.handles = [
+            model.register_forward_pre_hook(before_forward, with_kwargs=True),
+            model.register_forward_hook(after_forward, with_kwargs=True),
+        ]
+        self.__doc__ = type(model).generate.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache = _paged(kwargs)
+        if cache is None and not (self.ambient and kwargs.get("past_key_values") is None):
+            return self._generate()(*args, **kwargs)
+        given = read_generate(self.model, args, kwargs)
+        if cache is not None and given.use_cache is False:
+            warnings.warn("use_cache=False: this call runs without the cache it was given", stacklevel=2)
+            return self._generate()(*args, **{**kwargs, "past_key_values": None})
+        if given.cross_input is not None:
+            if cache is not None:
+                warnings.warn(
+                    f"{given.cross_input}: cross attention keeps keys and values that are no tokens'; this call runs "
+                    "without the cache it was given",
+                    stacklevel=2,
+                )
+            return self._generate()(*args, **{**kwargs, "past_key_values": None})
+        with ExitStack() as stack:
+            if cache is not None:
+                stack.enter_context(cache.generating(self.model, given))
+            elif given.cache_implementation is None and given.use_cache is not False and not given.is_assistant:
+                cache = self._enter_ambient(stack, given)
+            return self._generate()(*args, **{**kwargs, "past_key_values": cache})
+
+    def _enter_ambient(self, stack: ExitStack, given: GenerateArguments) -> AttachedCache:
+        """Begin a call on the cache of the innermost `with cache:` block, or on another of its store if that is busy.
+
+        Also if that runs a `generate` which has not begun its rows yet: they would go on behind those of this call.
+        """
+        cache = self.ambient[-1]
+        if cache.is_generating:
+            cache = cache.twin()
+        try:
+            stack.enter_context(cache.generating(self.model, given))
+        except CacheBusyError:
+            cache = cache.twin()
+            stack.enter_context(cache.generating(self.model, given))
+        return cache
+
+    def __reduce__(self) -> Any:
+        return _restore_bracket, (), {**self.__dict__, "ambient": []}
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._generate())
+
+    def _generate(self) -> Any:
+        return self.replaced if self.replaced is not None else type(self.model).generate.__get__(self.model)
+
+
+def attach(model: Any) -> None:
+    """Attach bracket and hooks; a model that has them is left as it is."""
+    if not is_attached(model):
+        model.generate = GenerateBracket(model)
+
+
+def detach(model: Any) -> None:
+    """Take bracket and hooks away and put back what was there before; for every cache of the model."""
+    bracket = model.__dict__.get("generate")
+    if not isinstance(bracket, GenerateBracket):
+        return
+    for handle in bracket.handles:
+        handle.remove()
+    if bracket.replaced is None:
+        del model.generate
+    else:
+        model.generate = bracket.replaced
+
+
+def push_ambient(model: Any, cache: AttachedCache) -> None:
+    """From here on, calls of `generate` that bring no cache run on this one."""
+    attach(model)
+    model.__dict__["generate"].ambient.append(cache)
+
+
+def pop_ambient(model: Any, cache: AttachedCache) -> None:
+    """No longer; blocks may end in any order."""
+    bracket = model.__dict__.get("generate")
+    if isinstance(bracket, GenerateBracket):
+        held = bracket.ambient
+        last = max((i for i, other in enumerate(held) if other is cache), default=None)
+        if last is not None:
+            del held[last]
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Whether bracket and hooks are there."""
+    return isinstance(model.__dict__.get("generate"), GenerateBracket)
+
+
+@torch.compiler.disable
+def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook: announce the forward to the cache it brings, and pass on what is to run."""
+    arguments = _by_name(model, args, kwargs) if args else kwargs
+    cache = _paged(arguments)
+    if cache is None:
+        return None
+    return (), cache.before_forward(model, arguments)
+
+
+@torch.compiler.disable
+def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook: confirm the forward, and give its caller a row for each it passed."""
+    cache = _paged(kwargs)
+    if cache is None:
+        return None
+    return cache.after_forward(output)
+
+
+def _paged(arguments: Mapping[str, Any]) -> AttachedCache | None:
+    """The cache of ours among the arguments.
+
+    Raises:
+        CacheArgumentError: the class of a cache, or its store, stands there instead.
+    """
+    cache = arguments.get("past_key_values")
+    if not getattr(cache, "is_paged_prefix_cache", False):
+        return None
+    if isinstance(cache, type) or not hasattr(cache, "generating"):
+        what = "the class PagedPrefixCache" if isinstance(cache, type) else f"a {type(cache).__name__}"
+        raise CacheArgumentError(
+            f"past_key_values is {what}, which is no cache; build one, PagedPrefixCache(model) or PagedPrefixCache(store), "
+            "and pass that"
+        )
+    return cache
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Positional arguments by the names that the forward gives them."""
+    signature = inspect.signature(model.forward)
+    bound = signature.bind_partial(*args, **kwargs).arguments
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            bound.update(bound.pop(name, {}))
+    return dict(bound)
+
+
+def _restore_bracket() -> GenerateBracket:
+    return GenerateBracket.__new__(GenerateBracket)

@@ -1,0 +1,132 @@
+"""One layer of a `PagedPrefixCache`, as transformers sees it. Owns nothing; knows the cache by protocol."""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ..errors import CacheArgumentError
+
+
+class LayeredCache(Protocol):
+    """What a layer asks of its cache."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of the running rows."""
+
+    def holds_layer(self, layer_idx: int) -> bool:
+        """Whether there are rows, and states of them in this layer."""
+
+    def write_layer(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Store new states by name, [R, H, T, D], and return those of all columns."""
+
+    def read_layer(self, layer_idx: int) -> dict[str, Tensor]:
+        """States of all columns by name: a copy; empty without rows."""
+
+    def reset(self) -> None:
+        """Drop the rows."""
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer of a `PagedPrefixCache`, as transformers sees it. Holds nothing: the pool does.
+
+    A sliding window is held whole, as `is_sliding = False` says; the model's mask hides what is outside.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, cache: LayeredCache, layer_idx: int) -> None:
+        self._of = ref(cache)  # weak: a cache that nobody holds is collected at once, without a cycle to be found first
+        self._layer_idx = layer_idx
+
+    @property
+    def _cache(self) -> LayeredCache:
+        cache = self._of()
+        if cache is None:
+            raise ReferenceError("the cache of this layer was collected; hold the cache, not its layers")
+        return cache
+
+    # Attributes of the base class, here read from the cache: a layer has no state that could disagree with it.
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        """Whether the rows have keys and values in this layer; models read False as "the first forward"."""
+        return self._cache.holds_layer(self._layer_idx)
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """The rows' keys, [R, H, columns, D]: a copy. None without rows."""
+        return self._cache.read_layer(self._layer_idx).get("key")
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """The rows' values, [R, H, columns, D]: a copy. None without rows."""
+        return self._cache.read_layer(self._layer_idx).get("value")
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the pool takes its shapes from the first write."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store new keys and values, [R, H, T, D], and return those of all columns; for compiled forwards and direct callers.
+
+        `PagedPrefixCache.update` does without it.
+        """
+        states = self._write({"key": key_states, "value": value_states})
+        return states["key"], states["value"]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that attention reads, and the first of them."""
+        return self._cache.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns of the rows, padding included; 0 where the layer holds none, unless it is the first."""
+        return self._cache.get_seq_length(self._layer_idx)
+
+    def get_max_length(self) -> int:
+        """-1: there is no maximum but the pool's."""
+        return -1
+
+    def offload(self) -> None:
+        """Nothing: the pool stays where it is."""
+
+    def prefetch(self) -> None:
+        """Nothing: the pool stays where it is."""
+
+    def reset(self) -> None:
+        """Drop the rows of the whole cache."""
+        self._cache.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
+        """Refused: rows are reordered in all layers at once."""
+        raise CacheArgumentError("reorder the cache, not a layer: rows are the same in all layers")
+
+    def _write(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Store new states and return those of all columns."""
+        if torch.compiler.is_compiling():
+            return _write_outside_graphs(self._cache, self._layer_idx, states)
+        return self._cache.write_layer(self._layer_idx, states)
+
+
+class PagedIndexedLayer(PagedLayer):
+    """A layer of sparse attention that chooses its keys by an index: it writes a third tensor, or another layer's is used."""
+
+    @property
+    def indexer_keys(self) -> Tensor | None:
+        """The rows' index keys, [R, columns, D]: a copy. None without rows, or where the layer has no index."""
+        held = self._cache.read_layer(self._layer_idx).get("indexer_key")
+        return None if held is None else held.squeeze(1)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Store new index keys, [R, T, D], and return those of all columns."""
+        return self._write({"indexer_key": indexer_key_states.unsqueeze(1)})["indexer_key"].squeeze(1)
+
+
+@torch.compiler.disable
+def _write_outside_graphs(cache: LayeredCache, layer_idx: int, states: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a compiled forward calls: blocks and locks are nothing to trace. Decorated, it would cost every other one."""
+    return cache.write_layer(layer_idx, states)

@@ -1,0 +1,55 @@
+"""Token ids as users give them: one sequence, as a list or a tensor, or an error that says what is wrong with it."""
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch import bool as torch_bool
+
+from ..errors import CacheArgumentError
+
+_MAX_TOKEN = 2**63 - 1  # of an int64
+
+
+def one_sequence(what: str, given: object) -> tuple[int, ...]:
+    """The token ids of [T], or of [1, T] as tokenizers return them; of any iterable of integers.
+
+    Args:
+        what: the argument's name, for messages.
+    Raises:
+        CacheArgumentError: it is something else.
+    """
+    if isinstance(given, Tensor):
+        if given.is_floating_point() or given.is_complex() or given.dtype is torch_bool:
+            raise CacheArgumentError(f"{what} is a tensor of {given.dtype}; token ids are integers")
+        if given.dim() == 2 and given.shape[0] == 1:
+            given = given[0]
+        if given.dim() != 1:
+            raise CacheArgumentError(f"{what} is a tensor of shape {tuple(given.shape)}; give one row of token ids")
+        if given.is_meta:
+            raise CacheArgumentError(f"{what} is on the meta device, where tensors have no values")
+        return tuple(_token_id(what, token) for token in given.tolist())
+    if hasattr(given, "keys"):
+        raise CacheArgumentError(f"{what} is of type {type(given).__name__}; give its input_ids")
+    if isinstance(given, str | bytes | bytearray) or not isinstance(given, Iterable):
+        raise CacheArgumentError(f"{what} is of type {type(given).__name__}; give a sequence of token ids")
+    tokens = list(given)
+    if tokens and (isinstance(tokens[0], list | tuple) or getattr(tokens[0], "ndim", 0) > 0):
+        if len(tokens) > 1:
+            raise CacheArgumentError(f"{what} has {len(tokens)} rows; give one row of token ids")
+        tokens = list(tokens[0])
+    return tuple(_token_id(what, token) for token in tokens)
+
+
+def _token_id(what: str, token: Any) -> int:
+    if not isinstance(token, bool):
+        try:
+            number = operator.index(token)
+        except TypeError:
+            pass
+        else:
+            if abs(number) <= _MAX_TOKEN:
+                return number
+            raise CacheArgumentError(f"{what} has {number} among its token ids, which is too large for one")
+    raise CacheArgumentError(f"{what} has {token!r} among its token ids, which is of type {type(token).__name__}")

@@ -1,0 +1,276 @@
+"""The block pool: every key and value the cache holds, as tensors indexed by block id.
+
+Owns the tensors and their growth. Knows nothing of tokens, hashes, rows or who holds a block; values of block ids and
+slots are trusted, since a range check would synchronise an accelerator. torch starts in this layer.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import PoolArgumentError
+from .recycled_memory import RecycledMemory, zeros
+from .slot_mapping import ReadSource, SlotMapping
+
+# An untouched page of host memory costs nothing, so the pool grows there in few, large steps; on an accelerator every
+# byte counts from the moment it is asked for.
+_GROWTH_ON_HOST = 8
+_GROWTH_ON_ACCELERATOR = 2
+
+
+class BlockPool:
+    """Named tensors per layer, `[num_blocks, num_heads, block_size, head_dim]`, on that layer's device.
+
+    Heads are outside of a block's slots, so that whole blocks of a head are read at once, in the order of attention.
+    Shapes, dtypes and devices are taken from the first write of a layer, never from a config: key and value may differ
+    in head size, layers in anything. The tensors are zeroed when they are made (an unwritten slot must never hold a
+    NaN: masked attention multiplies it by zero), hold `capacity` blocks, and grow by `ensure_capacity`.
+
+    Example:
+        >>> pool = BlockPool(block_size=4)
+        >>> pool.ensure_capacity(3)
+        >>> new = torch.ones(1, 2, 5, 8)  # 1 row, 2 heads, 5 tokens, head size 8
+        >>> pool.write(0, {"key": new, "value": new}, SlotMapping([4, 5, 6, 7, 8]))
+        >>> pool.gather(0, ReadSource(torch.tensor([[4, 5]])))["key"].shape
+        torch.Size([1, 2, 2, 8])
+
+    Source: block-table indirection, Kwon et al. 2023 (arXiv:2309.06180).
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.capacity = 0  # blocks the tensors hold
+        self.bytes_per_block = 0  # in all layers written so far
+        self.num_blocks_used = 0  # one more than the highest block id written so far
+        self._tensors: dict[int, dict[str, Tensor]] = {}  # layer index -> name -> tensor
+
+    @property
+    def layer_indices(self) -> list[int]:
+        """The layers written so far."""
+        return sorted(self._tensors)
+
+    def has_layer(self, layer_idx: int) -> bool:
+        """Whether the layer was written."""
+        return layer_idx in self._tensors
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes the pool holds: on a host, of the blocks written at least once, since other pages are not backed."""
+        return sum(
+            (tensor[: self.num_blocks_used] if tensor.device.type == "cpu" else tensor).nbytes
+            for layer in self._tensors.values()
+            for tensor in layer.values()
+        )
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether all tensors are in host memory, where capacity that is not used costs nothing."""
+        return all(device.type == "cpu" for device in self.devices())
+
+    def growth(self) -> int:
+        """By how much a pool on these devices should grow at a time, as a factor."""
+        return _GROWTH_ON_HOST if self.is_on_host else _GROWTH_ON_ACCELERATOR
+
+    def ensure_capacity(self, num_blocks: int) -> None:
+        """Hold at least `num_blocks` blocks. Cost: copies the blocks used so far when the tensors must be replaced."""
+        if num_blocks <= self.capacity:
+            return
+        grown = {
+            layer_idx: {
+                name: self._resized(tensor, num_blocks, tensor.dtype, tensor.device) for name, tensor in layer.items()
+            }
+            for layer_idx, layer in self._tensors.items()
+        }
+        self._tensors, self.capacity = grown, num_blocks
+
+    def clear(self) -> None:
+        """Give all memory back; shapes are learned again at the next write."""
+        self._tensors = {}
+        self.capacity = self.num_blocks_used = self.bytes_per_block = 0
+
+    def write(self, layer_idx: int, states: Mapping[str, Tensor], target: SlotMapping) -> None:
+        """Store new keys and values of one layer.
+
+        Shapes: R rows, H heads, T new columns, D head size.  Effects: the slots of `target`, nothing else.
+        Args:
+            layer_idx: the layer; its tensors are made at its first write.
+            states: name -> [R, H, T, D]. A dtype that the pool's cannot hold without loss widens the pool's.
+            target: slots and which of the R * T tokens they take.
+        Raises:
+            PoolArgumentError: a tensor is not 4-D, or has other heads or head size than the layer was made with.
+        """
+        self._mark_used(-(-target.end_slot // self.block_size))
+        for name, new in states.items():
+            held = self._tensor_for(layer_idx, name, new)
+            if target.num_slots == 0:
+                continue
+            if new.requires_grad:
+                new = new.detach()
+            if target.sources is None and target.first_slot is not None and new.shape[0] == 1:
+                self._write_run(held, new[0], target.first_slot)
+                continue
+            tokens = new.transpose(1, 2).flatten(0, 1)
+            sources = target.sources_on(held.device)
+            if sources is not None:
+                tokens = tokens.index_select(0, sources)
+            index = target.index_for(held.shape[1], self.block_size, held.device)
+            held.view(-1, held.shape[3]).index_copy_(0, index, tokens.flatten(0, 1).to(held.dtype))
+
+    def write_step(self, layer_idx: int, key: Tensor, value: Tensor, target: SlotMapping) -> bool:
+        """The fast path of `write`, for a "key" and a "value" of one token a row, [R, H, 1, D]: it runs for each layer of each token.
+
+        Args:
+            target: a slot for each row.
+        Returns:
+            whether they were written; not where the layer has other shapes, another dtype or device, or is new, nor
+            where they carry a gradient.
+        """
+        layer = self._tensors.get(layer_idx)
+        if layer is None:
+            return False
+        keys, values = layer.get("key"), layer.get("value")
+        if keys is None or values is None or keys.dtype != key.dtype or values.dtype != value.dtype:
+            return False
+        num_rows, (_, heads, size, key_dim), (_, value_heads, _, value_dim) = target.num_slots, keys.shape, values.shape
+        if key.shape != (num_rows, heads, 1, key_dim) or value.shape != (num_rows, value_heads, 1, value_dim):
+            return False
+        if keys.device != key.device or values.device != value.device or key.requires_grad or value.requires_grad:
+            return False
+        self._mark_used(-(-target.end_slot // size))
+        if num_rows == 1:
+            block, offset = divmod(target.slots[0], size)
+            keys.narrow(0, block, 1).narrow(2, offset, 1).copy_(key)
+            values.narrow(0, block, 1).narrow(2, offset, 1).copy_(value)
+        else:
+            index = target.index_for(heads, size, key.device)
+            keys.view(-1, key_dim).index_copy_(0, index, key.reshape(-1, key_dim))
+            index = target.index_for(value_heads, size, value.device)
+            values.view(-1, value_dim).index_copy_(0, index, value.reshape(-1, value_dim))
+        return True
+
+    def gather(
+        self,
+        layer_idx: int,
+        source: ReadSource,
+        names: Iterable[str] | None = None,
+        memory: RecycledMemory | None = None,
+    ) -> dict[str, Tensor]:
+        """Copy the keys and values of the columns of `source`, of one layer.
+
+        Shapes: R rows, C columns, H heads, D head size.  Effects: none.  Cost: reads R * H * D elements a column and tensor,
+        by block also those of the slots before and behind the columns in their blocks.
+        Args:
+            layer_idx: a layer that was written.
+            names: of the tensors wanted, each of which was written; None: all.
+            memory: what copies in host memory are laid over; None: memory of their own.
+        Returns:
+            name -> [R, H, C, D], the caller's, in the pool's dtype; by block a part of [R, H, whole blocks, D]. Models may
+            view it as [R * H, C, D].
+        Raises:
+            PoolArgumentError: the layer was never written.
+        """
+        layer = self._tensors.get(layer_idx)
+        if layer is None:
+            raise PoolArgumentError(f"layer {layer_idx} was never written; layers written are {self.layer_indices}")
+        gathered = {}
+        num_rows, num_columns, num_slots = source.num_rows, source.num_columns, source.num_slots(self.block_size)
+        for name in layer if names is None else names:
+            held = layer[name]
+            _, heads, size, head_dim = held.shape
+            chosen = source.index_for(heads, size, held.device)
+            units = held.view(-1, size * head_dim if source.by_block else head_dim)
+            if memory is not None and held.is_cpu:
+                copied = memory.take((chosen.shape[0], units.shape[1]), held.dtype)
+                torch.index_select(units, 0, chosen, out=copied)
+            else:
+                copied = units.index_select(0, chosen)
+            strides = (heads * num_slots * head_dim, num_slots * head_dim, head_dim, 1)
+            shape = (num_rows, heads, num_columns, head_dim)
+            gathered[name] = copied.as_strided(shape, strides, source.skipped * head_dim)
+        return gathered
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks in all layers, as if one `(source, destination)` after the other."""
+        if not copies:
+            return
+        if len(copies) == 1:
+            ((source, destination),) = copies
+            self._mark_used(1 + destination)
+            for layer in self._tensors.values():
+                for tensor in layer.values():
+                    tensor[destination].copy_(tensor[source])
+            return
+        sources, destinations = [source for source, _ in copies], [destination for _, destination in copies]
+        self._mark_used(1 + max(destinations))
+        if len({*sources, *destinations}) < len(set(sources)) + len(destinations):  # one copies what another has made
+            for copy in copies:
+                self.copy_blocks([copy])
+            return
+        index: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        for layer in self._tensors.values():
+            for tensor in layer.values():
+                if tensor.device not in index:
+                    index[tensor.device] = (
+                        torch.tensor(destinations, device=tensor.device),
+                        torch.tensor(sources, device=tensor.device),
+                    )
+                to, of = index[tensor.device]
+                tensor.index_copy_(0, to, tensor.index_select(0, of))
+
+    def devices(self) -> set[torch.device]:
+        """Where the tensors written so far are."""
+        return {tensor.device for layer in self._tensors.values() for tensor in layer.values()}
+
+    def _mark_used(self, num_blocks: int) -> None:
+        """Block ids below `num_blocks` may have been written."""
+        if num_blocks > self.num_blocks_used:
+            self.num_blocks_used = num_blocks
+
+    def _write_run(self, held: Tensor, new: Tensor, first_slot: int) -> None:
+        """Store `new`, [H, T, D], in slots side by side: the rest of a block, whole blocks, a part of one."""
+        size, done, num_tokens = self.block_size, 0, new.shape[1]
+        while done < num_tokens:
+            block, offset = divmod(first_slot + done, size)
+            num_whole = 0 if offset else (num_tokens - done) // size
+            if num_whole:
+                taken = num_whole * size
+                whole = torch.unflatten(new.narrow(1, done, taken), 1, (num_whole, size))
+                held.narrow(0, block, num_whole).copy_(whole.transpose(0, 1))
+            else:
+                taken = min(size - offset, num_tokens - done)
+                held[block].narrow(1, offset, taken).copy_(new.narrow(1, done, taken))
+            done += taken
+
+    def _tensor_for(self, layer_idx: int, name: str, new: Tensor) -> Tensor:
+        """The tensor that takes `new`; made, widened or moved where that is needed."""
+        if new.dim() != 4:
+            raise PoolArgumentError(
+                f"layer {layer_idx} {name}: expected [rows, heads, tokens, head_dim], got {tuple(new.shape)}"
+            )
+        layer = self._tensors.get(layer_idx)
+        held = None if layer is None else layer.get(name)
+        if held is not None and held.dtype == new.dtype and held.device == new.device:
+            if held.shape[1] == new.shape[1] and held.shape[3] == new.shape[3]:
+                return held
+        heads, head_dim = new.shape[1], new.shape[3]
+        if held is None:
+            tensor = zeros((self.capacity, heads, self.block_size, head_dim), new.dtype, new.device)
+        elif (held.shape[1], held.shape[3]) != (heads, head_dim):
+            raise PoolArgumentError(
+                f"layer {layer_idx} {name}: this store holds {held.shape[1]} heads of {held.shape[3]}, "
+                f"got {heads} of {head_dim}; use another PrefixStore for another model"
+            )
+        else:
+            dtype = torch.promote_types(held.dtype, new.dtype)
+            if dtype == held.dtype and held.device == new.device:
+                return held
+            tensor = self._resized(held, self.capacity, dtype, new.device)
+        self.bytes_per_block += tensor[:1].nbytes - (0 if held is None else held[:1].nbytes)
+        self._tensors.setdefault(layer_idx, {})[name] = tensor
+        return tensor
+
+    def _resized(self, tensor: Tensor, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        resized = zeros((num_blocks, *tensor.shape[1:]), dtype, device)
+        resized[: self.num_blocks_used].copy_(tensor[: self.num_blocks_used])
+        return resized

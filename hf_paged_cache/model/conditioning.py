@@ -1,0 +1,194 @@
+"""All that conditions keys and values besides tokens: weights, hooks, adapters, rope, autocast -> a row's root.
+
+Owns the question "is this still the model that computed those blocks?". Nobody has to remember a reset: what changes
+K/V changes the root, and blocks under another root are not found.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.nn.modules import module as everywhere
+
+from ..blocks import root_hash
+from .fingerprint import WeightFingerprint
+from .rope import RopeRegime
+
+# Hooks and replaced forwards of these packages move, record or dispatch; they do not change what a layer computes. Of
+# accelerate only its hooks: its mixed precision wraps a forward, too. PEFT's are read for what they carry.
+_NEUTRAL_PACKAGES = ("accelerate.hooks.", "hf_paged_cache.", "peft.", "torch._dynamo.", "transformers.")
+_NOISE = ("drop", "jitter", "noise")  # in the names of rates; transformers' own attributes of modules
+# Settings of a config that no key or value depends on: what is put out, and what only `generate` reads.
+_NO_CONDITION = ("output_", "return_", "use_cache", "_output_", "_commit_hash", "_name_or_path", "transformers_version")
+_ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
+
+
+class Conditioning:
+    """What the keys and values of one model depend on, read anew for every call.
+
+    Args:
+        model: held, never changed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.rope = RopeRegime(())
+        self._weights = WeightFingerprint(model)
+        self._adapters: list[nn.Module] = []
+        self._droppers: list[nn.Module] = []
+        self._embeddings: nn.Module | None = None
+        self._numbers: dict[
+            tuple[int, int], tuple[int, Any]
+        ] = {}  # ids -> number, and what tells when the ids are free
+        self._num_numbers = 0
+        self._num_suspicions = 0
+        self._listing = 0  # number of the listing that the above was read from
+
+    def digest(self) -> bytes:
+        """Digest of all that conditions every row of a forward now.
+
+        Cost: passes over flat lists of modules and tensors; on an accelerator one synchronisation for each dtype.
+        """
+        self._weights.refresh()
+        if self._listing != self._weights.num_listings:
+            modules = self._weights.modules
+            self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
+            self._droppers = [module for module in modules if _drops(module)]
+            self._embeddings = self.model.get_input_embeddings()
+            self.rope = RopeRegime(modules)
+            self._listing = self._weights.num_listings
+        return root_hash(
+            *self._weights.parts(),
+            self.rope.static(),
+            repr(list(self._hook_numbers())).encode(),
+            repr(
+                [[repr(getattr(module, name, None)) for name in _ADAPTER_STATE] for module in self._adapters]
+            ).encode(),
+            _autocast_state(sorted(self._weights.device_types() | {"cpu"})).encode(),
+            _settings(self.model.config).encode(),
+            self._num_suspicions.to_bytes(8, "little"),
+        )
+
+    def bypass(self) -> str | None:
+        """Why nothing of a forward may be reused or committed now; None when it may. As of the last `digest`."""
+        if any(module.training for module in self._droppers):
+            return "a dropout or noise is active; call model.eval()"
+        embeddings = self._embeddings
+        if embeddings is not None and embeddings.training and getattr(embeddings, "neftune_noise_alpha", None):
+            return "NEFTune adds noise to embeddings; call model.eval()"
+        if getattr(self.model.config.get_text_config(decoder=True), "is_causal", None) is False:
+            return "keys and values depend on what follows them (config.is_causal is False)"
+        if self._weights.unwatched is not None:
+            return f"the weight {self._weights.unwatched} is kept where changes of it cannot be seen"
+        for hook in self._peft_hooks():
+            passed = getattr(hook, "keywords", {"": None})
+            if "alora_offsets" in passed:
+                return "activated LoRA changes keys and values at an offset of each row"
+            if passed.keys() - {"adapter_names"}:
+                return f"PEFT passes arguments of the call to its layers ({_module_name(hook)})"
+        return None
+
+    def adapter_names(self) -> list[str] | None:
+        """The adapter of each row, where PEFT was given `adapter_names`; None where all rows have the same."""
+        for hook in self._peft_hooks():
+            names = getattr(hook, "keywords", {}).get("adapter_names")
+            if names is not None:
+                return list(names)
+        return None
+
+    def suspect(self) -> None:
+        """Something that `digest` does not see has changed the model: nothing computed so far is found again."""
+        self._num_suspicions += 1
+
+    def _peft_hooks(self) -> Iterator[Any]:
+        """The hooks by which PEFT passes arguments to its layers: all layers have the same, some the model as well."""
+        for module in (self.model, *self._adapters[:1]):
+            for hook in module._forward_pre_hooks.values():
+                if f"{_module_name(hook)}.".startswith("peft."):
+                    yield hook
+
+    def _hook_numbers(self) -> Iterator[tuple[int, int]]:
+        """(module number, hook number) of all that may change what a module computes; -1: a class's forward, -2: a hook of all."""
+        for number, module in enumerate(self._weights.modules):
+            attributes = module.__dict__
+            hooks, pre_hooks = attributes["_forward_hooks"], attributes["_forward_pre_hooks"]
+            if hooks or pre_hooks or "forward" in attributes:  # few modules have any
+                for function in (*hooks.values(), *pre_hooks.values(), attributes.get("forward")):
+                    if not _is_neutral(function, module):
+                        yield number, self._number(function)
+        for kind in self._weights.types:
+            yield -1, self._number(kind.forward)
+        for hooks in (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks):
+            for function in hooks.values():
+                yield -2, self._number(function)
+
+    def _number(self, thing: Any) -> int:
+        """A number for an object, the same each time it is seen and no other's. Does not keep what can be referred to weakly: it may hold much."""
+        function = getattr(thing, "__func__", thing)  # a bound method is another object each time it is read
+        owner = getattr(thing, "__self__", None)
+        key = (id(function), id(owner))
+        found = self._numbers.get(key)
+        if found is None:
+            self._num_numbers += 1
+            watched = [_watched(part, partial(self._numbers.pop, key, None)) for part in (function, owner)]
+            found = self._numbers[key] = (self._num_numbers, watched)
+        return found[0]
+
+
+def _watched(thing: Any, on_end: Callable[[], Any]) -> Any:
+    """A weak reference that calls `on_end` when `thing` is gone; the thing itself, if there can be none to it."""
+    try:
+        return ref(thing, lambda _: on_end())
+    except TypeError:
+        return thing
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module drops values, or adds noise to them, while it trains."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return any(
+        isinstance(value, float) and value > 0 and any(part in name for part in _NOISE)
+        for name, value in module.__dict__.items()
+    )
+
+
+def _is_neutral(function: Any, module: nn.Module) -> bool:
+    """Whether a function, and all that it wraps but the module's own forward, was written in one of the neutral packages."""
+    while function is not None and getattr(function, "__func__", function) is not type(module).forward:
+        if not f"{_module_name(function)}.".startswith(_NEUTRAL_PACKAGES):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def _module_name(function: Any) -> str:
+    """The module in which a function was written; `__module__` does not tell, `functools.wraps` copies it."""
+    function = getattr(function, "func", function)  # functools.partial
+    function = getattr(function, "__func__", function)
+    written = getattr(function, "__globals__", None)
+    return str(written["__name__"]) if written is not None else type(function).__module__
+
+
+def _settings(config: Any) -> str:
+    """The plain settings that forwards may read, of a model's config and of its text's, as they are now."""
+    text = config.get_text_config(decoder=True)
+    return repr(
+        [
+            (name, value)
+            for part in ((config,) if text is config else (config, text))
+            for name, value in part.__dict__.items()
+            if isinstance(value, bool | int | float | str) and not name.startswith(_NO_CONDITION)
+        ]
+    )
+
+
+def _autocast_state(device_types: Iterable[str]) -> str:
+    return ",".join(
+        f"{device_type}:{torch.get_autocast_dtype(device_type)}"
+        for device_type in device_types
+        if torch.is_autocast_enabled(device_type)
+    )

@@ -1,0 +1,197 @@
+"""Which models and layers we hold, and why not the others: decided by structure, never by a list of names."""
+
+import inspect
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from ..errors import UnsupportedModelError
+
+TESTED_VERSION = (
+    "5.23.0"  # the version of transformers whose model types were all played: tests/conformance/results.json
+)
+
+# Judged by exact type: a subclass may hold more than keys and values. A window is held as all of its tokens; the
+# model's mask hides those that it must not see.
+_HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
+
+
+def unwrapped(model: Any) -> Any:
+    """The module whose `__call__` `generate` runs: of a PEFT model, the one inside, which has the adapters' layers.
+
+    Raises:
+        UnsupportedModelError: prompt learning, which brings keys and values of its own, and adapters that run beside
+            the model.
+    """
+    if isinstance(model, PreTrainedModel) or not hasattr(model, "get_base_model"):
+        return model
+    for name, config in getattr(model, "peft_config", {}).items():
+        _require_adapts_layers(name, config)
+    inside = model.get_base_model()
+    require_layer_adapters(inside)
+    return inside
+
+
+def require_layer_adapters(model: Any) -> None:
+    """Refuse a model round which PEFT does more than change its layers; asked at every `generate`.
+
+    Raises:
+        UnsupportedModelError: naming the adapter.
+    """
+    for hook in model._forward_pre_hooks.values():
+        if (getattr(hook, "__module__", None) or "").startswith("peft."):
+            raise UnsupportedModelError(
+                f"PEFT's {type(getattr(hook, '__self__', hook)).__name__} runs something of its own before every forward "
+                "of the model; only adapters that change layers, such as LoRA, are supported"
+            )
+    preparing = model.__dict__.get("prepare_inputs_for_generation")  # prompt learning puts its own there
+    wrapper = getattr(preparing, "__self__", None)
+    if wrapper is not None and hasattr(wrapper, "active_peft_config"):
+        _require_adapts_layers(wrapper.active_adapter, wrapper.active_peft_config)
+
+
+def _require_adapts_layers(name: str, config: Any) -> None:
+    if getattr(config, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"adapter {name!r} is prompt learning ({type(config).__name__}), which puts keys and values of its own "
+            "before every prompt; only adapters that change layers, such as LoRA, are supported"
+        )
+
+
+def require_supported(model: object) -> None:
+    """Refuse a model whose cache we could not hold right.
+
+    Raises:
+        UnsupportedModelError: naming the class, what is in the way, and what to use.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"expected a transformers model with generate(), got {_what_was_given(model)}")
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder model; only decoders that generate alone are supported"
+        )
+    if not model.can_generate():
+        raise UnsupportedModelError(f"{name} cannot generate; pass the model with a language-modeling head")
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModelError(
+            f"{name}.forward takes no past_key_values, so it cannot use a cache of keys and values"
+        )
+    takes_dynamic_cache = getattr(type(model), "_supports_default_dynamic_cache", None)
+    if takes_dynamic_cache is not None and not takes_dynamic_cache():
+        raise UnsupportedModelError(f"{name} brings a cache class of its own; transformers gives it no DynamicCache")
+    if _attends_in_both_directions(model):
+        raise UnsupportedModelError(
+            f"{name} attends in both directions (config.is_decoder is False), so the keys and values of a prefix depend "
+            "on what follows it; load it with is_decoder=True if it is to generate"
+        )
+    try:
+        layers = cache_layers(model)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name}: transformers cannot make a DynamicCache of its config ({type(error).__name__}: {error})"
+        ) from error
+    for index, layer in enumerate(layers):
+        if type(layer) not in _HELD_LAYERS and not holds_nothing(layer):
+            raise UnsupportedModelError(
+                f"{name}: layer {index} is a {type(layer).__name__}, which carries more than keys and values; use "
+                "transformers' DynamicCache for this model"
+            )
+    windows = [layer.sliding_window for layer in layers if type(layer) is DynamicSlidingWindowLayer]
+    if windows and _within_reach(min(windows), model) and not _mask_knows_windows(model):
+        raise UnsupportedModelError(
+            f"{name} has layers with a sliding window in its cache, but a mask that knows none: past the window "
+            "DynamicCache and the model's own forward without a cache disagree, so there is no result to keep"
+        )
+
+
+def _what_was_given(thing: object) -> str:
+    """Something that is no model, in words, and what to pass instead."""
+    if isinstance(thing, type):
+        return f"the class {thing.__name__}: pass a model, an instance of it"
+    if isinstance(thing, str):
+        return f"the string {thing!r}: load it first, with AutoModelForCausalLM.from_pretrained"
+    if hasattr(thing, "store"):
+        return f"a {type(thing).__name__}: pass its store, for a further cache on the same blocks"
+    return f"an object of type {type(thing).__name__}; for a wrapped model pass the PreTrainedModel inside"
+
+
+def is_tested_version() -> bool:
+    """Whether this is the version of transformers on which all model types were played: docs/supported_models.md holds."""
+    return transformers.__version__ == TESTED_VERSION
+
+
+def leaves_doubt(model: PreTrainedModel) -> bool:
+    """Whether the structure alone does not show that a model, continued behind a cache, is itself."""
+    config = model.config.get_text_config(decoder=True)
+    if not takes(model, "position_ids") or getattr(config, "is_decoder", None) is False:
+        return True
+    if takes(model, "pixel_values") and not _names_image_tokens(model.config):
+        return True  # images may become columns that no token stands for
+    if _has_experts(config):
+        return True  # what chooses them may look at more than one token
+    layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    if any(getattr(module, "is_causal", None) is False for module in layers):
+        return True
+    indexed = {(type(module), module.layer_idx) for module in layers}
+    return len(indexed) < len(layers)  # several stacks of layers may share one cache
+
+
+def cache_layers(model: PreTrainedModel) -> Sequence[Any]:
+    """The layers that `DynamicCache` gives the model, in order; none where it makes them as they are written."""
+    return DynamicCache(config=model.config).layers
+
+
+def holds_nothing(layer: Any) -> bool:
+    """Whether a layer stands for one that reads another layer's keys and values; early versions have none."""
+    dummy = getattr(cache_utils, "DummyLayer", None)
+    return dummy is not None and type(layer) is dummy
+
+
+def has_index(layer: Any) -> bool:
+    """Whether a layer may hold index keys besides keys and values."""
+    return type(layer) is DynamicIndexedLayer
+
+
+def takes(model: PreTrainedModel, argument: str) -> bool:
+    """Whether the model's forward has an argument of that name."""
+    return argument in inspect.signature(model.forward).parameters
+
+
+def _attends_in_both_directions(model: PreTrainedModel) -> bool:
+    """Whether the model is of the kind that is a decoder only by its config, and is none."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "is_decoder", None) is False and any(
+        getattr(module, "is_causal", None) is False for module in model.modules()
+    )
+
+
+def _within_reach(window: int, model: PreTrainedModel) -> bool:
+    """Whether a sequence may be longer than a window."""
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return not isinstance(longest, int) or window < longest
+
+
+def _mask_knows_windows(model: PreTrainedModel) -> bool:
+    """Whether a function that makes masks with windows is at hand where one of the model's modules is defined."""
+    classes = {parent for module in model.modules() for parent in type(module).__mro__ if issubclass(parent, nn.Module)}
+    sources = {found for parent in classes if (found := sys.modules.get(parent.__module__)) is not None}
+    names = (name for source in sources if not source.__name__.startswith("torch.") for name in vars(source))
+    return any("mask" in name and ("sliding" in name or "chunked" in name or "for_generate" in name) for name in names)
+
+
+def _has_experts(config: Any) -> bool:
+    """Whether tokens are routed to one of several networks."""
+    counts = [value for name, value in vars(config).items() if "num" in name and "experts" in name]
+    return any(isinstance(count, int) and count > 1 for count in counts)
+
+
+def _names_image_tokens(config: Any) -> bool:
+    """Whether images stand where tokens of their own are."""
+    names = [*vars(config), *vars(config.get_text_config(decoder=True))]
+    return any("token" in name and ("image" in name or "img" in name or "vision" in name) for name in names)

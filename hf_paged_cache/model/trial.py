@@ -1,0 +1,189 @@
+"""A short trial of a model: does it give, continued behind cached tokens, what it gives in one forward?
+
+Two rows of 24 tokens, one of them padded on the left, then the other one alone, for which most models make no mask of
+their own. It shows what no structure does: attention to later tokens, a cache that is ignored or filled with other
+columns than the tokens', masks that are another thing behind a past. Runs forwards of its own, without gradients and in
+eval mode, and leaves the model as it was.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from ..errors import UnsupportedModelError
+from .probing import eps_computed_in, input_device, types_of_logits, undisturbed
+from .support import takes
+
+NUM_COLUMNS = 24
+NUM_CACHED = 16
+_NUM_PADS = 5  # of the second row
+_MIN_TOLERANCE = 1e-3  # of the logits' scale; attention to later tokens makes 0.04 and more
+_TOLERANCE_IN_EPS = 16  # a bfloat16 forward of another length differs by some per cent
+
+
+class Failure(NamedTuple):
+    """Why a trial failed."""
+
+    reason: str  # "": it did not
+    was_tried: bool = True  # False: it cannot be run on token ids alone, or gives nothing that could be compared
+
+
+_continuable: WeakSet[nn.Module] = WeakSet()  # models whose trial did not fail; one that did may be mended
+
+
+def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> None:
+    """Refuse a model that, continued behind a cache, is not itself.  Cost: six short forwards, until it has passed once.
+
+    Args:
+        if_it_runs: let a model pass that cannot be tried, such as one whose adapters want an argument in each call.
+    Raises:
+        UnsupportedModelError: saying what was seen.
+    """
+    failure = why_it_fails(model)
+    if failure.reason and (failure.was_tried or not if_it_runs):
+        raise UnsupportedModelError(f"{type(model).__name__}: {failure.reason}{_hint(model)}")
+
+
+def why_it_fails(model: PreTrainedModel) -> Failure:
+    """Why a model, continued behind a `DynamicCache`, is not itself. One that passed is not tried again."""
+    if model in _continuable:
+        return Failure("")
+    failure = _why_it_fails(model)
+    if not failure.reason:
+        _continuable.add(model)
+    return failure
+
+
+def _why_it_fails(model: PreTrainedModel) -> Failure:
+    was_run = False
+    padded = trial_inputs(model)
+    alone = {name: value[:1] for name, value in padded.items()}
+    with undisturbed(model), types_of_logits(model) as seen:
+        for inputs in (padded, alone):
+            try:
+                whole = last_logits(model(**inputs, use_cache=False), NUM_COLUMNS - NUM_CACHED)
+                was_run = True
+                continued = continue_behind(model, inputs, dynamic_cache(model))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 (whatever a model of others raises, it cannot be continued)
+                what = "continued behind a cache" if was_run else "run on token ids alone"
+                return Failure(f"it cannot be {what} ({type(error).__name__}: {error})", was_run)
+            if not whole.isfinite().any():
+                return Failure("none of its logits is finite, so nothing can be compared", was_tried=False)
+            reason = _why_they_differ(whole, continued, tolerance(model, seen))
+            if reason:
+                return Failure(reason)
+    return Failure("")
+
+
+def continue_behind(model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any) -> Tensor:
+    """The logits of the last columns, computed behind `NUM_CACHED` cached ones: [R, 8, vocabulary].
+
+    Raises:
+        ValueError: the cache does not hold the columns that were passed.
+    """
+    first = {name: value[:, :NUM_CACHED] for name, value in inputs.items()}
+    model(**first, past_key_values=cache, use_cache=True)
+    if cache.get_seq_length() != NUM_CACHED:
+        raise ValueError(f"after {NUM_CACHED} tokens its cache holds {cache.get_seq_length()}")
+    rest = {name: value if name == "attention_mask" else value[:, NUM_CACHED:] for name, value in inputs.items()}
+    return last_logits(model(**rest, past_key_values=cache, use_cache=True), NUM_COLUMNS - NUM_CACHED)
+
+
+def dynamic_cache(model: PreTrainedModel) -> DynamicCache:
+    """What transformers gives the model; it grows where the config names fewer layers than there are."""
+    cache = DynamicCache(config=model.config)
+    cache.layer_class_to_replicate = DynamicLayer
+    return cache
+
+
+def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:
+    """In which rows two sets of logits differ by more than rounding; "" if they do not."""
+    rows = [_median_distance(*pair) for pair in zip(whole, continued, strict=True)]
+    if max(rows) <= allowed:
+        return ""
+    where = "" if rows[0] > allowed else " in a row with padding"
+    return (
+        f"continued behind {NUM_CACHED} cached tokens its logits differ{where} by {max(rows):.2g} of their scale: its "
+        "keys and values depend on more than the tokens before them, or it does not use its cache"
+    )
+
+
+def _median_distance(reference: Tensor, logits: Tensor) -> float:
+    """The median of the columns' distances: rounding alone may send a token to another expert, but not most of them."""
+    scale = _scale(reference)
+    columns = sorted(distance(*pair, scale=scale) for pair in zip(reference, logits, strict=True))
+    return columns[len(columns) // 2]
+
+
+def distance(reference: Tensor, logits: Tensor, *, scale: float | None = None) -> float:
+    """The largest difference as a share of `scale`, or the reference's largest; infinite where one is no number.
+
+    Where the reference is not finite nothing is compared.
+    """
+    finite = reference.isfinite()
+    if not finite.any():
+        return 0.0
+    difference = float((logits[finite].double() - reference[finite].double()).abs().max()) / (
+        scale or _scale(reference)
+    )
+    return difference if difference == difference else float("inf")
+
+
+def _scale(reference: Tensor) -> float:
+    """The largest of its finite numbers; 1 where that is 0 or there is none."""
+    finite = reference[reference.isfinite()]
+    return (float(finite.abs().max()) if finite.numel() else 0.0) or 1.0
+
+
+def tolerance(model: PreTrainedModel, seen: Iterable[torch.dtype]) -> float:
+    """What rounding may make of a forward of another length, as a share of the logits' scale.
+
+    Args:
+        seen: types in which forwards made their logits; of mixed precision they may be coarser than the weights'.
+    """
+    return max(_MIN_TOLERANCE, _TOLERANCE_IN_EPS * eps_computed_in(model, seen))
+
+
+def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Ids that mean nothing special, mask and, where the model takes them, positions: [2, 24] each."""
+    config = model.config.get_text_config(decoder=True)
+    special = _special_tokens(model.config) | _special_tokens(config)
+    known = range(min(int(config.vocab_size), 512))
+    plain = [token for token in known[3:] if token not in special] or list(known)
+    ids = torch.tensor([plain[(7 * i * i + 3 * i) % len(plain)] for i in range(2 * NUM_COLUMNS)]).view(2, NUM_COLUMNS)
+    mask = torch.ones_like(ids)
+    pad = getattr(config, "pad_token_id", None)
+    ids[1, :_NUM_PADS] = pad if isinstance(pad, int) and pad >= 0 else 0
+    mask[1, :_NUM_PADS] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if takes(model, "position_ids"):
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_(min=0)
+    return {name: value.to(input_device(model)) for name, value in inputs.items()}
+
+
+def last_logits(output: Any, num_columns: int) -> Tensor:
+    """[R, columns, vocabulary] on the host."""
+    logits: Tensor = output.logits[:, -num_columns:]
+    return logits.float().cpu()
+
+
+def _hint(model: PreTrainedModel) -> str:
+    """What a user may have left out."""
+    if getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is not False:
+        return ""
+    return " (config.is_decoder is False; load it with is_decoder=True if it is to generate)"
+
+
+def _special_tokens(config: Any) -> set[int]:
+    found = set()
+    for name, value in vars(config).items():
+        if "token" in name:
+            found |= {each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
+    return found

@@ -1,0 +1,166 @@
+"""Allocator, pool and the lock round both: what is long-lived and shared by many caches.
+
+Owns how the two grow together, what is promised to running calls, and the rows that collected caches left behind.
+Knows no rows and no forwards; whoever changes tables holds `lock`.
+"""
+
+import math
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
+
+from ..blocks import PrefixCachingBlockAllocator
+from ..errors import CacheArgumentError
+from ..kv.block_pool import BlockPool
+from .memory_budget import default_budget_bytes
+from .pins import Pins
+
+_RESERVE_ON_HOST = 64  # capacity over what is managed, where capacity that is not used costs nothing
+_FIRST_NUM_BLOCKS = 64  # managed before the first call says how many it needs
+
+
+class LeftBehind(Protocol):
+    """Rows whose cache was collected."""
+
+    def end(self) -> None:
+        """Commit what is complete and give all blocks back."""
+
+
+class Holder(Protocol):
+    """A call, as far as a store must know it."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its rows may not be dropped."""
+
+    def drop_rows(self) -> None:
+        """Give all blocks back."""
+
+    def num_previous_blocks(self) -> int:
+        """Blocks that only its ended rows hold."""
+
+
+class BlockStore:
+    """One pool of blocks and who may have them.
+
+    The allocator manages as many blocks as the pool holds and both grow on demand, up to `max_num_blocks`: the number
+    given, or what the budget holds, which is known after the first forward.
+
+    Args:
+        block_size: tokens of a block, at least 1.
+        num_blocks: the most blocks, with the null block; None: a share of the device's memory, see `memory`.
+    """
+
+    def __init__(self, block_size: int, num_blocks: int | None = None) -> None:
+        if num_blocks is not None and num_blocks < 2:
+            raise CacheArgumentError(
+                f"num_blocks is {num_blocks}; it must be at least 2: block 0 is reserved, and a call needs at least one"
+            )
+        self.lock = threading.RLock()
+        first = _FIRST_NUM_BLOCKS if num_blocks is None else min(num_blocks, _FIRST_NUM_BLOCKS)
+        self.allocator = PrefixCachingBlockAllocator(first, block_size)
+        self.pins = Pins(self.allocator)
+        self.pool = BlockPool(block_size)
+        self.max_num_blocks = num_blocks
+        # (layer, name) of what every forward writes; empty before the first
+        self.writing_layers: frozenset[tuple[int, str]] = frozenset()
+        self.left_behind: deque[LeftBehind] = deque()  # appended to by finalizers, which may run in any line of ours
+        self._holders: WeakSet[Holder] = WeakSet()
+        self._reserved: WeakKeyDictionary[Holder, int] = WeakKeyDictionary()  # call -> blocks it may still take
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.allocator.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """The most blocks there can be, with the null block; before the budget is known, those managed."""
+        return self.allocator.num_blocks if self.max_num_blocks is None else self.max_num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that hold nothing, managed already or not."""
+        return self.allocator.num_free_blocks + self.num_blocks - self.allocator.num_blocks
+
+    @property
+    def kv_bytes_in_use(self) -> int:
+        """Bytes of the blocks that somebody holds."""
+        return self.allocator.num_blocks_in_use * self.pool.bytes_per_block
+
+    def add_holder(self, holder: Holder) -> None:
+        """A call that may take blocks from here on."""
+        with self.lock:
+            self._holders.add(holder)
+
+    def holders(self) -> Iterable[Holder]:
+        """The calls that may hold blocks."""
+        return list(self._holders)
+
+    def settle(self) -> None:
+        """Take back what collected caches left."""
+        while self.left_behind:
+            self.left_behind[0].end()
+            self.left_behind.popleft()
+
+    def num_obtainable_blocks(self, holder: Holder | None) -> float:
+        """Blocks that `holder` can have now: free, cached or not managed yet, less what others were promised."""
+        if self.max_num_blocks is None:
+            return math.inf
+        unmanaged = self.max_num_blocks - self.allocator.num_blocks
+        return self.allocator.num_available_blocks + unmanaged - self.num_reserved_blocks(holder)
+
+    def reserve(self, holder: Holder, num_blocks: int) -> None:
+        """`holder` may still take `num_blocks`; nobody else gets them. 0 ends a promise."""
+        if num_blocks > 0:
+            self._reserved[holder] = num_blocks
+        else:
+            self._reserved.pop(holder, None)
+
+    def num_reserved_blocks(self, holder: Holder | None) -> int:
+        """What others than `holder` were promised; all that was promised for None."""
+        return sum(number for other, number in self._reserved.items() if other is not holder)
+
+    def make_room(self, num_blocks: int) -> None:
+        """Grow, within the budget, until `num_blocks` can be taken without evicting anything."""
+        managed = self.allocator.num_blocks
+        missing = num_blocks - self.allocator.num_free_blocks
+        if missing > 0 and managed != self.max_num_blocks:
+            managed = max(managed * self.pool.growth(), managed + missing)
+            if self.max_num_blocks is not None:
+                managed = min(managed, self.max_num_blocks)
+        if self.pool.capacity < managed:
+            capacity = managed
+            if self.max_num_blocks is not None and self.pool.is_on_host:
+                capacity = min(self.max_num_blocks, managed * _RESERVE_ON_HOST)  # growing again would copy
+            self.pool.ensure_capacity(capacity)
+        if self.allocator.num_blocks < managed:
+            self.allocator.grow(managed)
+
+    def make_copies(self) -> None:
+        """Make the copies that copy on write asked for; they must be made before the next write."""
+        copies = self.allocator.pending_copies
+        if copies:
+            self.pool.copy_blocks(copies)
+            self.allocator.drop_copies(len(copies))
+
+    def settle_budget(self) -> None:
+        """After a forward has shown what a block needs: fix the most blocks there can be."""
+        if self.max_num_blocks is None and (bytes_per_block := self.pool.bytes_per_block):
+            budget = min(default_budget_bytes(device) for device in self.pool.devices())
+            admitted = self.allocator.num_blocks + sum(self._reserved.values())
+            self.max_num_blocks = max(admitted, 1 + budget // bytes_per_block)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block, drop all pins and give the pool's memory back.
+
+        Raises:
+            BlockStateError: rows hold blocks; nothing has changed.
+        """
+        if self.allocator.num_blocks_in_use == self.pins.num_blocks_held_alone:
+            self.pins.clear()
+        num_blocks = _FIRST_NUM_BLOCKS if self.max_num_blocks is None else min(self.max_num_blocks, _FIRST_NUM_BLOCKS)
+        self.allocator.reset_prefix_cache(num_blocks)
+        self.pool.clear()

@@ -1,0 +1,470 @@
+"""Both readers against a naive model: whatever happened before, a forward reads what its rows' tokens say."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from hf_paged_cache.attention.contiguous import ContiguousReader
+from hf_paged_cache.attention.gather import GatherReader
+from hf_paged_cache.kv.block_pool import BlockPool
+from hf_paged_cache.kv.slot_mapping import ReadSource, RowLayout, SlotMapping
+
+BLOCK_SIZE = 4
+HEADS = 2
+SIZES = {"key": 3, "value": 2}
+LAYERS = (0, 1)
+READERS = pytest.mark.parametrize("make_reader", [ContiguousReader, GatherReader])
+
+
+class NaiveRow(NamedTuple):
+    root: bytes
+    pad: int
+    tokens: tuple[int, ...]
+
+
+def states_of(row: NaiveRow, layer_idx: int, name: str, start: int, stop: int) -> torch.Tensor:
+    """[H, stop - start, D] of the row's tokens: each depends on root, layer, name and every token up to it."""
+    digests = [zlib.crc32(repr((row.root, layer_idx, name, row.tokens[: i + 1])).encode()) for i in range(start, stop)]
+    first = torch.tensor(digests, dtype=torch.float64)[None, :, None] % 9973
+    return (first + torch.arange(HEADS)[:, None, None] * 0.5 + torch.arange(SIZES[name]) * 0.125).float()
+
+
+class Bench:
+    """A pool that holds rows, each in scattered blocks of its own, and the reader that is tried on it."""
+
+    def __init__(self, make_reader: Any, seed: int = 0, *, in_parts: bool = False, in_steps: bool = False) -> None:
+        self.in_parts = in_parts  # a layer reads each of its tensors by itself
+        self.in_steps = in_steps  # a column alone is read by `read_step` where that will do, without gradients
+        self.num_steps = 0  # layers that were read so
+        self.pool = BlockPool(BLOCK_SIZE)
+        self.pool.ensure_capacity(400)
+        self.reader = make_reader(self.pool)
+        self.rows: list[NaiveRow] = []
+        self.num_columns = 0
+        self.gathers: list[tuple[int, int]] = []  # (layer, columns of all rows) of each call of the pool's `gather`
+        gather = self.pool.gather
+
+        def counted(layer_idx: int, source: ReadSource, *args: Any) -> dict[str, torch.Tensor]:
+            self.gathers.append((layer_idx, source.num_rows * source.num_columns))
+            return gather(layer_idx, source, *args)
+
+        self.pool.gather = counted  # type: ignore[method-assign]
+        self._random = random.Random(seed)
+
+    def layouts(self, rows: Sequence[NaiveRow]) -> list[RowLayout]:
+        """The rows in blocks that hold their tokens: others each time, so that no reader can go by block ids."""
+        free = self._random.sample(range(1, 400), 399)
+        return [RowLayout(row.root, row.pad, array("q", row.tokens), self._put(row, free)) for row in rows]
+
+    def _put(self, row: NaiveRow, free: list[int]) -> list[int]:
+        block_ids = [free.pop() for _ in range(-(-len(row.tokens) // BLOCK_SIZE))]
+        slots = [block_ids[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(len(row.tokens))]
+        for layer_idx in LAYERS:
+            states = {name: states_of(row, layer_idx, name, 0, len(row.tokens))[None] for name in SIZES}
+            self.pool.write(layer_idx, states, SlotMapping(slots))
+        return block_ids
+
+    def new_states(self, layer_idx: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """name -> [R, H, stop - start, D], as a model would compute it; its padding is anything finite."""
+        new = {}
+        for name, size in SIZES.items():
+            new[name] = torch.full((len(self.rows), HEADS, stop - start, size), -7.0)
+            for i, row in enumerate(self.rows):
+                first = max(start, row.pad)
+                if first < stop:
+                    new[name][i, :, first - start :] = states_of(row, layer_idx, name, first - row.pad, stop - row.pad)
+        return new
+
+    def start(self, rows: list[NaiveRow], *, max_rows: int = 1, max_columns: int | None = None) -> None:
+        """Other rows run from here on."""
+        self.rows, self.num_columns = rows, 0
+        stop = rows[0].pad + len(rows[0].tokens)
+        self.reader.start_rows(self.layouts(rows), stop, max_rows=max_rows, max_columns=max_columns)
+
+    def forward(self, start: int, layers: Sequence[int] = LAYERS) -> None:
+        """A forward of the columns `[start, all)`, of which only `layers` come to be read; checks what they read."""
+        stop = self.rows[0].pad + len(self.rows[0].tokens)
+        self.reader.start_forward(lambda: self.layouts(self.rows), len(self.rows), start, stop)
+        for layer_idx in layers:
+            new = self.new_states(layer_idx, start, stop)
+            got = self._read_step(layer_idx, new) if self.in_steps and stop - start == 1 else None
+            if got is not None:
+                self.num_steps += 1
+            elif self.in_parts:
+                got = {name: self.reader.read(layer_idx, {name: new[name]})[name] for name in new}
+            else:
+                got = self.reader.read(layer_idx, new)
+            for name, size in SIZES.items():
+                assert got[name].shape == (len(self.rows), HEADS, stop, size)
+                assert got[name].isfinite().all()
+                for i, row in enumerate(self.rows):
+                    expected = states_of(row, layer_idx, name, 0, len(row.tokens))
+                    assert got[name][i, :, row.pad :].equal(expected), (layer_idx, name, i)
+        self.num_columns = stop
+
+    def _read_step(self, layer_idx: int, new: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        with torch.no_grad():
+            pair = self.reader.read_step(layer_idx, new["key"], new["value"])
+        return None if pair is None else dict(zip(("key", "value"), pair, strict=True))
+
+    def extend(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Each row gets further tokens."""
+        self.rows = [row._replace(tokens=(*row.tokens, *new)) for row, new in zip(self.rows, tokens, strict=True)]
+
+    def num_gathered(self) -> int:
+        """Slots gathered of layer 0 since the last question."""
+        number = sum(slots for layer_idx, slots in self.gathers if layer_idx == 0)
+        self.gathers.clear()
+        return number
+
+
+def row_of(num_tokens: int, pad: int = 0, root: bytes = b"root", first: int = 0) -> NaiveRow:
+    return NaiveRow(root, pad, tuple(range(first, first + num_tokens)))
+
+
+# Random sequences
+
+
+@READERS
+@pytest.mark.parametrize("seed", range(12))
+def test_a_forward_reads_what_its_rows_hold_whatever_came_before_it(make_reader: Any, seed: int) -> None:
+    chance = random.Random(seed)
+    bench = Bench(make_reader, seed, in_parts=seed % 3 == 0, in_steps=seed % 3 == 1)
+
+    def new_rows() -> list[NaiveRow]:
+        """Rows of one number of columns, often going on like the rows before."""
+        stop = chance.randint(4, 20)
+        rows = []
+        for i in range(chance.randint(1, 3)):
+            pad = chance.choice([0, 0, 1, 3])
+            tokens = [chance.randint(0, 1) for _ in range(stop - pad)]
+            if i < len(bench.rows) and chance.random() < 0.7:
+                before = bench.rows[i]
+                pad = before.pad if before.pad < stop else 0
+                common = chance.randint(0, min(len(before.tokens), stop - pad))
+                tokens = [*before.tokens[:common], *(chance.randint(0, 1) for _ in range(stop - pad - common))]
+            rows.append(NaiveRow(chance.choice([b"a", b"a", b"b"]), pad, tuple(tokens)))
+        return rows
+
+    def start_again() -> None:
+        if chance.random() < 0.7:
+            kept = [row._replace(tokens=row.tokens[: chance.choice([len(row.tokens), 5])]) for row in bench.rows]
+            bench.reader.keep(bench.layouts(kept))
+        bench.start(new_rows(), max_rows=chance.randint(1, 6), max_columns=chance.choice([None, 24]))
+        bench.forward(chance.randint(0, bench.rows[0].pad + len(bench.rows[0].tokens) - 1))
+
+    bench.start(new_rows())
+    bench.forward(0)
+    for _ in range(60):
+        event = chance.choice(["again", "extend", "extend", "extend", "reorder", "expand", "crop", "drop", "fault"])
+        if event == "again" or len(bench.rows[0].tokens) > 50:
+            start_again()
+        elif event == "extend":
+            num_new = chance.choice([1, 1, 1, 3])
+            bench.extend([[chance.randint(0, 1) for _ in range(num_new)] for _ in bench.rows])
+            more_known = chance.choice([0, 0, num_new - 1])  # a later chunk of a prompt may be known, too
+            bench.forward(bench.num_columns + more_known)
+        elif event == "reorder":
+            sources = [chance.randrange(len(bench.rows)) for _ in bench.rows]
+            if any(bench.rows[source].pad != row.pad for source, row in zip(sources, bench.rows, strict=True)):
+                continue  # beams of one prompt have its padding
+            pairs = [(bench.rows[source], row) for source, row in zip(sources, bench.rows, strict=True)]
+            shared = min(
+                next(
+                    (i for i, (a, b) in enumerate(zip(old.tokens, new.tokens, strict=True)) if a != b), len(new.tokens)
+                )
+                + new.pad
+                if old.root == new.root
+                else 0
+                for old, new in pairs
+            )
+            bench.reader.reorder_rows(sources, chance.choice([0, shared]))
+            bench.rows = [bench.rows[source] for source in sources]
+        elif event == "expand" and len(bench.rows) < 4:
+            number = chance.randint(len(bench.rows), 5)
+            sources = sorted(chance.randrange(len(bench.rows)) for _ in range(number))
+            sources = [min(source, i) for i, source in enumerate(sources)]
+            bench.reader.expand_rows(sources)
+            bench.rows = [bench.rows[source] for source in sources]
+        elif event == "crop":
+            num_columns = chance.randint(max(row.pad for row in bench.rows) + 1, bench.num_columns)
+            bench.reader.crop(num_columns)
+            bench.rows = [row._replace(tokens=row.tokens[: num_columns - row.pad]) for row in bench.rows]
+            bench.num_columns = num_columns
+        elif event == "drop":
+            bench.reader.drop()
+        elif event == "fault":  # a forward of which only the first layer ran is taken back
+            before, columns = bench.rows, bench.num_columns
+            bench.extend([[chance.randint(0, 1)] for _ in bench.rows])
+            bench.forward(columns, layers=[0])
+            bench.reader.drop()
+            bench.rows, bench.num_columns = before, columns
+    assert (bench.num_steps > 0) == bench.in_steps
+
+
+@READERS
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("max_rows", [3, 5])
+def test_steps_of_rows_that_only_go_on_are_read_in_fewer_lines(make_reader: Any, num_rows: int, max_rows: int) -> None:
+    bench = Bench(make_reader, in_steps=True)
+    bench.start([row_of(9, first=50 * number) for number in range(num_rows)], max_rows=max_rows)
+    bench.forward(0)
+    for token in range(5):
+        bench.extend([[token]] * num_rows)
+        bench.forward(bench.num_columns)
+    assert bench.num_steps == 5 * len(LAYERS)
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_a_step_in_another_type_is_left_to_read(name: str) -> None:
+    bench = Bench(ContiguousReader)
+    bench.start([row_of(9)])
+    bench.forward(0)
+    bench.extend([[1]])
+    bench.reader.start_forward(lambda: bench.layouts(bench.rows), 1, 9, 10)
+    new = bench.new_states(0, 9, 10)
+    with torch.no_grad():
+        assert bench.reader.read_step(0, **{**new, name: new[name].double()}) is None
+        assert bench.reader.read_step(2, **new) is None  # a layer that is new
+        assert bench.reader.read_step(0, **new) is not None
+
+
+# What a view keeps
+
+
+def test_a_view_gathers_nothing_while_rows_go_on() -> None:
+    bench = Bench(ContiguousReader)
+    bench.start([row_of(9), row_of(7, pad=2, first=50)])
+    bench.forward(0)
+    for token in range(5):
+        bench.extend([[token], [token + 1]])
+        bench.forward(bench.num_columns)
+    bench.reader.reorder_rows([1, 1], 0)
+    bench.rows = [bench.rows[1], bench.rows[1]]
+    bench.extend([[1], [2]])
+    bench.forward(bench.num_columns)
+    assert bench.num_gathered() == 0
+
+
+@pytest.mark.parametrize("common", [0, 1, 5, 9])
+def test_a_view_gathers_of_the_next_row_only_what_it_has_not_in_common_with_the_last(common: int) -> None:
+    bench = Bench(ContiguousReader)
+    bench.start([row_of(9)])
+    bench.forward(0)
+    bench.reader.keep(bench.layouts(bench.rows))
+    bench.start([NaiveRow(b"root", 0, (*range(common), *range(100, 112)))])
+    bench.forward(11)
+    assert bench.num_gathered() == 11 - common
+
+
+@pytest.mark.parametrize("other", [row_of(12, root=b"other"), row_of(11, pad=1)], ids=["root", "padding"])
+def test_a_view_keeps_nothing_for_a_row_of_another_root_or_padding(other: NaiveRow) -> None:
+    bench = Bench(ContiguousReader)
+    bench.start([row_of(9)])
+    bench.forward(0)
+    bench.reader.keep(bench.layouts(bench.rows))
+    bench.start([other])
+    bench.forward(11)
+    assert bench.num_gathered() == 11  # the padding, too: what lay there may not be finite
+
+
+def test_a_view_keeps_only_the_tokens_it_was_told() -> None:
+    bench = Bench(ContiguousReader)
+    bench.start([row_of(9)])
+    bench.forward(0)
+    bench.reader.keep(bench.layouts([row_of(4)]))
+    bench.start([row_of(12)])
+    bench.forward(11)
+    assert bench.num_gathered() == 11 - 4
+
+
+@pytest.mark.parametrize("when", ["before keep", "after keep"])
+def test_a_view_keeps_nothing_that_was_dropped(when: str) -> None:
+    """Rows that were rolled back or chosen among live on in the pool alone."""
+    bench = Bench(ContiguousReader)
+    bench.start([row_of(9)])
+    bench.forward(0)
+    if when == "before keep":
+        bench.reader.drop()
+    bench.reader.keep(bench.layouts(bench.rows))
+    if when == "after keep":
+        bench.reader.drop()
+    bench.start([row_of(9)])
+    bench.forward(8)
+    assert bench.num_gathered() == 8
+
+
+def test_a_view_keeps_no_columns_that_were_taken_back() -> None:
+    bench = Bench(ContiguousReader)
+    bench.start([row_of(9)])
+    bench.forward(0)
+    bench.reader.crop(4)
+    bench.reader.keep(bench.layouts([row_of(4)]))
+    bench.start([NaiveRow(b"root", 0, (0, 1, 2, 3, 70, 71, 72))])
+    bench.forward(6)
+    assert bench.num_gathered() == 2
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_reader_that_never_saw_its_rows_begin_gathers_them(num_rows: int) -> None:
+    """A copied cache takes over rows in the middle of their life."""
+    for make_reader in (ContiguousReader, GatherReader):
+        bench = Bench(make_reader)
+        bench.rows = [row_of(9, first=10 * i) for i in range(num_rows)]
+        bench.forward(8)
+
+
+def test_a_view_that_was_dropped_can_take_more_rows_than_it_had() -> None:
+    """Rows multiplied by `batch_repeat_interleave`."""
+    bench = Bench(ContiguousReader)
+    bench.start([row_of(9)])
+    bench.forward(0)
+    bench.reader.drop()
+    bench.rows = [bench.rows[0]] * 3
+    bench.extend([[1], [2], [3]])
+    bench.forward(9)
+
+
+def test_a_view_that_was_dropped_is_gathered_again_for_rows_that_part() -> None:
+    """A later chunk of equal rows was rolled back, and then the rows part."""
+    bench = Bench(ContiguousReader)
+    bench.start([row_of(9)])
+    bench.forward(0)
+    bench.extend([[1, 2, 3]])
+    bench.forward(9, layers=[0])
+    bench.reader.drop()
+    bench.reader.expand_rows([0, 0])
+    bench.rows = [row_of(9), row_of(9)]
+    bench.extend([[5], [6]])
+    bench.forward(9)
+
+
+def test_a_view_gathers_once_for_all_layers_what_a_column_lacks_and_never_again() -> None:
+    bench = Bench(ContiguousReader)
+    bench.start([row_of(9), row_of(9, first=50)])
+    bench.forward(8)
+    assert sorted(bench.gathers) == [(0, 8), (0, 8), (1, 8), (1, 8)]
+    bench.gathers.clear()
+    bench.extend([[1], [2]])
+    bench.forward(9)
+    assert bench.gathers == []
+
+
+def test_a_gathering_reader_keeps_no_bytes_and_a_view_says_how_many_it_holds() -> None:
+    for make_reader, holds in ((GatherReader, False), (ContiguousReader, True)):
+        bench = Bench(make_reader)
+        bench.start([row_of(9)])
+        assert bench.reader.num_bytes == 0
+        bench.forward(0)
+        assert (bench.reader.num_bytes > 0) == holds
+        bench.reader.drop()
+        assert bench.reader.num_bytes == 0
+
+
+def test_a_view_that_knows_how_far_its_rows_go_is_made_no_larger_and_does_not_move() -> None:
+    bench = Bench(ContiguousReader)
+    bench.start([row_of(9)], max_rows=1, max_columns=12)
+    bench.forward(0)
+    expected = len(LAYERS) * HEADS * sum(SIZES.values()) * 12 * 4
+    assert bench.reader.num_bytes == expected
+    for _ in range(3):
+        bench.extend([[1]])
+        bench.forward(bench.num_columns)
+    assert bench.reader.num_bytes == expected
+    bench.extend([[1]])  # further than was said
+    bench.forward(12)
+
+
+def test_a_view_far_larger_than_what_comes_is_given_up() -> None:
+    bench = Bench(ContiguousReader)
+    bench.start([row_of(9)], max_rows=300, max_columns=100)
+    bench.forward(0)
+    large = bench.reader.num_bytes
+    bench.start([row_of(9)], max_rows=1, max_columns=20)
+    bench.forward(0)
+    assert bench.reader.num_bytes < large / 10
+
+
+# What attention gets
+
+
+@READERS
+@pytest.mark.parametrize("start", [0, 5])
+def test_gradients_flow_to_the_new_states_and_the_past_is_constant(make_reader: Any, start: int) -> None:
+    bench = Bench(make_reader)
+    bench.start([row_of(9)])
+    bench.reader.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), start, 9)
+    new = {name: tensor.requires_grad_() for name, tensor in bench.new_states(0, start, 9).items()}
+    got = bench.reader.read(0, new)
+    for name in SIZES:
+        assert got[name].detach()[0].equal(states_of(bench.rows[0], 0, name, 0, 9))
+        got[name].sum().backward()
+        gradient = new[name].grad
+        assert gradient is not None
+        assert gradient.equal(torch.ones_like(gradient))
+
+
+def test_what_a_view_gave_with_gradients_is_not_changed_by_the_next_forward() -> None:
+    """Autograd saved it: an in-place write would make `backward` fail or, worse, wrong."""
+    bench = Bench(ContiguousReader)
+    bench.start([row_of(9)])
+    bench.reader.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), 5, 9)
+    new = {name: tensor.requires_grad_() for name, tensor in bench.new_states(0, 5, 9).items()}
+    got = bench.reader.read(0, new)
+    loss = (got["key"] ** 2).sum()
+    bench.extend([[1]])
+    bench.forward(9, layers=[0])
+    loss.backward()
+    assert new["key"].grad is not None
+    assert new["key"].grad.equal(2 * new["key"].detach())
+
+
+@READERS
+def test_a_reader_gives_the_type_of_what_is_new_whatever_the_pool_holds(make_reader: Any) -> None:
+    bench = Bench(make_reader)  # its pool is float32
+    bench.start([row_of(9)])
+    for start, dtype in ((8, torch.bfloat16), (0, torch.bfloat16), (7, torch.float32), (8, torch.float16)):
+        bench.reader.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), start, 9)
+        new = {name: tensor.to(dtype) for name, tensor in bench.new_states(0, start, 9).items()}
+        got = bench.reader.read(0, new)
+        for name in SIZES:
+            assert got[name].dtype == dtype
+            assert got[name][0].equal(states_of(bench.rows[0], 0, name, 0, 9).to(dtype))  # rounded once, from the pool
+
+
+@READERS
+def test_a_reader_works_across_the_border_of_inference_mode(make_reader: Any) -> None:
+    bench = Bench(make_reader)
+    with torch.inference_mode():
+        bench.start([row_of(9)])
+        bench.forward(4)
+    for inside in (False, True, False):
+        bench.extend([[1]])
+        with torch.inference_mode(inside):
+            bench.forward(bench.num_columns)
+        bench.reader.reorder_rows([0], 0)
+
+
+def test_what_somebody_keeps_of_a_layer_is_not_overwritten_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hf_paged_cache.kv.recycled_memory._MIN_RECYCLED_BYTES", 1)  # small memory, too
+    bench = Bench(GatherReader)
+    bench.start([row_of(40)])
+    bench.forward(0)
+    bench.reader.start_forward(lambda: bench.layouts(bench.rows), 1, 39, 40)
+    with torch.no_grad():
+        kept = bench.reader.read(0, bench.new_states(0, 39, 40))
+        before = {name: states.clone() for name, states in kept.items()}
+        for layer_idx in (1, 1):
+            bench.reader.read(layer_idx, bench.new_states(layer_idx, 39, 40))
+    for name, states in kept.items():
+        assert states.any()
+        assert states.equal(before[name])

@@ -1,0 +1,341 @@
+"""The rows of a call: how they part, move and are cut, and that no block is lost or held twice on the way."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, root_hash
+from hf_paged_cache.call.rows import Row, Rows
+
+ROOT = root_hash(b"model")
+BLOCK_SIZE = 4
+
+
+@pytest.fixture
+def allocator() -> Iterator[PrefixCachingBlockAllocator]:
+    made = PrefixCachingBlockAllocator(100, BLOCK_SIZE)
+    yield made
+    made.check()
+
+
+def make_row(allocator: PrefixCachingBlockAllocator, num_tokens: int, pad: int = 0, first: int = 0) -> Row:
+    """A row whose tokens were announced and confirmed."""
+    row = Row(BlockTable(allocator, ROOT), pad, ROOT)
+    row.table.append_tokens(range(first, first + num_tokens))
+    row.num_confirmed = num_tokens
+    return row
+
+
+def make_rows(allocator: PrefixCachingBlockAllocator, num_rows: int, num_tokens: int = 6) -> Rows:
+    """Rows that all differ, from their first token on."""
+    rows = [make_row(allocator, num_tokens, first=100 * i) for i in range(num_rows)]
+    return Rows(rows, list(range(num_rows)), num_tokens)
+
+
+def tokens_in_batch(rows: Rows) -> list[list[int]]:
+    return [list(row.table.token_ids) for row in rows.in_batch()]
+
+
+def num_hit(allocator: PrefixCachingBlockAllocator, tokens: list[int]) -> int:
+    with BlockTable(allocator, ROOT) as table:
+        return table.hold_prefix(tokens)
+
+
+# One row
+
+
+def test_a_row_begins_with_what_its_table_holds_known_and_nothing_confirmed(
+    allocator: PrefixCachingBlockAllocator,
+) -> None:
+    make_row(allocator, 8).commit()
+    table = BlockTable(allocator, ROOT)
+    table.hold_prefix(range(8))
+    row = Row(table, 2, ROOT, first_position=5)
+    assert (row.num_known, row.num_confirmed, row.pad, row.first_position, row.commit_end) == (8, 0, 2, 5, None)
+
+
+def test_only_confirmed_tokens_are_committed(allocator: PrefixCachingBlockAllocator) -> None:
+    row = make_row(allocator, 12)
+    row.num_confirmed = 7
+    row.commit()
+    assert num_hit(allocator, list(range(12))) == 4
+
+
+@pytest.mark.parametrize(("end", "hit"), [(0, 0), (3, 0), (4, 4), (11, 8), (12, 12), (99, 12), (None, 12)])
+def test_tokens_from_the_end_of_commits_on_are_never_committed(
+    allocator: PrefixCachingBlockAllocator, end: int | None, hit: int
+) -> None:
+    row = make_row(allocator, 12)
+    if end is not None:
+        row.stop_commits(end)
+    row.commit()
+    assert num_hit(allocator, list(range(12))) == hit
+    assert len(row.true_token_ids) == min(12, 99 if end is None else end)
+
+
+def test_the_end_of_commits_only_moves_towards_the_front(allocator: PrefixCachingBlockAllocator) -> None:
+    row = make_row(allocator, 12)
+    row.stop_commits(9)
+    row.stop_commits(11)
+    assert row.commit_end == 9
+    row.stop_commits(5)
+    assert row.commit_end == 5
+
+
+@pytest.mark.parametrize(("cut_to", "left"), [(4, None), (5, 5), (8, 5)])
+def test_a_row_cut_below_its_end_of_commits_may_be_committed_again(
+    allocator: PrefixCachingBlockAllocator, cut_to: int, left: int | None
+) -> None:
+    """What is behind the cut is computed anew; what stood behind the end and before the cut is not."""
+    row = make_row(allocator, 12)
+    row.stop_commits(5)
+    row.truncate(cut_to)
+    assert row.commit_end == left
+    row.table.append_tokens([7] * 8)
+    row.num_confirmed = row.table.num_tokens
+    row.commit()
+    assert num_hit(allocator, list(row.table.token_ids)) == (4 if left else 12)
+
+
+def test_a_row_is_cut_in_all_its_counts_and_never_grows_by_it(allocator: PrefixCachingBlockAllocator) -> None:
+    row = make_row(allocator, 10)
+    row.num_known = 8
+    row.truncate(99)
+    assert (row.table.num_tokens, row.num_confirmed, row.num_known) == (10, 10, 8)
+    row.truncate(5)
+    assert (row.table.num_tokens, row.num_confirmed, row.num_known) == (5, 5, 5)
+    assert len(row.table.block_ids) == 2
+
+
+def test_a_fork_is_the_same_row_in_the_same_blocks_and_goes_its_own_way(
+    allocator: PrefixCachingBlockAllocator,
+) -> None:
+    row = make_row(allocator, 6, pad=3)
+    row.first_position, row.num_known = 2, 4
+    row.stop_commits(5)
+    twin = row.fork()
+    for name in ("pad", "root", "commit_end", "num_known", "num_confirmed", "first_position"):
+        assert getattr(twin, name) == getattr(row, name), name
+    assert twin.table.block_ids == row.table.block_ids
+    twin.table.append_tokens([9])
+    twin.stop_commits(0)
+    assert (row.table.num_tokens, row.commit_end) == (6, 5)
+    assert twin.table.block_ids[1] != row.table.block_ids[1]  # copied before it is written
+
+
+def test_what_a_reader_learns_of_a_row_names_its_tokens_and_blocks(allocator: PrefixCachingBlockAllocator) -> None:
+    row = make_row(allocator, 6, pad=3)
+    assert row.layout() == (ROOT, 3, array("q", range(6)), row.table.block_ids)
+
+
+# Aliases
+
+
+def test_aliases_stand_for_one_row(allocator: PrefixCachingBlockAllocator) -> None:
+    rows = Rows([make_row(allocator, 6), make_row(allocator, 6, first=50)], [0, 0, 1, 0], 6)
+    assert rows.is_aliased
+    assert len(rows) == 4
+    assert rows.members() == [0, 2]
+    assert len(rows.layouts()) == 2
+    assert rows.in_batch() == [rows.distinct[0], rows.distinct[0], rows.distinct[1], rows.distinct[0]]
+    assert allocator.num_blocks_in_use == 4
+
+
+def test_rows_that_are_no_aliases_are_their_own_members(allocator: PrefixCachingBlockAllocator) -> None:
+    rows = make_rows(allocator, 3)
+    assert not rows.is_aliased
+    assert rows.members() == [0, 1, 2]
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.data())
+def test_rows_part_into_groups_that_keep_their_tokens_and_share_their_blocks(
+    alias: list[int], data: st.DataObject
+) -> None:
+    allocator = PrefixCachingBlockAllocator(100, BLOCK_SIZE)
+    numbers = sorted(set(alias), key=alias.index)
+    alias = [numbers.index(number) for number in alias]
+    rows = Rows([make_row(allocator, 6, first=100 * i) for i in range(len(numbers))], alias, 6)
+    before, blocks = tokens_in_batch(rows), allocator.num_blocks_in_use
+    # Each alias may part further; a group never holds rows of two aliases.
+    keys = [(number, data.draw(st.integers(0, 1))) for number in alias]
+    members = [keys.index(key) for key in sorted(set(keys), key=keys.index)]
+    group_of = [members.index(keys.index(key)) for key in keys]
+    old = list(rows.distinct)
+    origins = rows.regroup(members, group_of)
+    assert tokens_in_batch(rows) == before
+    assert rows.alias == group_of
+    assert len({id(row.table) for row in rows.distinct}) == len(members)  # no two write through one table
+    assert origins == [alias[member] for member in members]
+    assert all(origin <= i for i, origin in enumerate(origins))  # what a reader's `expand_rows` may rely on
+    assert {id(row) for row in old} <= {id(row) for row in rows.distinct}  # none is lost with its blocks
+    assert allocator.num_blocks_in_use == blocks
+    rows.free()
+    assert allocator.num_blocks_in_use == 0
+    allocator.check()
+
+
+def test_parting_all_aliases_gives_each_row_a_table_and_remembers_what_they_share(
+    allocator: PrefixCachingBlockAllocator,
+) -> None:
+    rows = Rows([make_row(allocator, 6), make_row(allocator, 6, first=50)], [0, 0, 1], 6)
+    assert rows.separate() == [0, 0, 1]
+    assert not rows.is_aliased
+    assert (rows.group, rows.shared_columns) == ([0, 0, 1], 6)
+    assert len({id(row.table) for row in rows.distinct}) == 3
+
+
+# Beams
+
+
+def naive_select(tokens: list[list[int]], sources: list[int]) -> list[list[int]]:
+    return [tokens[source] for source in sources]
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [[0, 1, 2], [2, 1, 0], [1, 2, 0], [0, 0, 0], [2, 2, 1], [1], [2, 0], [0, 0, 1, 1, 2, 2], [0, 2]],
+)  # scenario 54
+def test_rows_go_on_as_the_rows_they_were_told_and_what_nobody_goes_on_from_is_freed(
+    allocator: PrefixCachingBlockAllocator, sources: list[int]
+) -> None:
+    rows = make_rows(allocator, 3)
+    before = tokens_in_batch(rows)
+    rows.select(sources)
+    assert tokens_in_batch(rows) == naive_select(before, sources)
+    assert len({id(row.table) for row in rows.distinct}) == len(sources)
+    assert allocator.num_blocks_in_use == 2 * len(set(sources))
+    assert len(rows) == len(sources)
+    rows.free()
+    assert allocator.num_blocks_in_use == 0
+
+
+def test_rows_that_stay_who_they_are_take_no_new_table(allocator: PrefixCachingBlockAllocator) -> None:
+    rows = make_rows(allocator, 3)
+    before = list(rows.distinct)
+    rows.select([0, 1, 2])
+    assert rows.distinct == before
+
+
+def test_beams_that_stay_within_their_prompt_share_its_columns_and_others_nothing(
+    allocator: PrefixCachingBlockAllocator,
+) -> None:
+    def beams() -> Rows:
+        rows = Rows([make_row(allocator, 6), make_row(allocator, 6, first=50)], [0, 0, 1, 1], 6)
+        rows.separate()
+        return rows
+
+    assert beams().select([1, 0, 3, 3]) == 6
+    assert beams().select([2, 0, 3, 3]) == 0  # a row goes on as another prompt's
+    assert beams().select([0, 0, 1, 1, 2, 2, 3, 3]) == 0  # another number of rows
+    cropped = beams()
+    cropped.crop(3)
+    assert cropped.select([1, 1, 2, 2]) == 3
+
+
+def test_groups_follow_the_rows_that_moved(allocator: PrefixCachingBlockAllocator) -> None:
+    rows = Rows([make_row(allocator, 6), make_row(allocator, 6, first=50)], [0, 0, 1], 6)
+    rows.separate()
+    rows.select([2, 0, 1])
+    assert rows.group == [1, 0, 0]
+    assert rows.select([0, 2, 2]) == 6
+    assert rows.select([1, 1, 1]) == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_reorders_and_appends_keep_every_rows_tokens_and_leak_no_block(
+    allocator: PrefixCachingBlockAllocator, seed: int
+) -> None:
+    chance = random.Random(seed)
+    rows = make_rows(allocator, 3)
+    naive = tokens_in_batch(rows)
+    for _ in range(60):
+        number = chance.choice([len(rows)] * 4 + [1, 2, 5])
+        sources = [chance.randrange(len(rows)) for _ in range(number)]
+        shared = rows.select(sources)
+        assert all(naive[i][:shared] == naive[source][:shared] for i, source in enumerate(sources) if i < len(naive))
+        naive = [list(naive[source]) for source in sources]
+        for row, tokens in zip(rows.distinct, naive, strict=True):
+            new = [chance.randint(0, 1)]
+            row.table.append_tokens(new)
+            tokens.extend(new)
+        rows.confirm(rows.num_columns + 1)
+        rows.commit()
+        if chance.random() < 0.2:
+            kept = chance.randint(1, rows.num_columns)
+            rows.crop(kept)
+            naive = [tokens[:kept] for tokens in naive]
+        assert tokens_in_batch(rows) == naive
+        allocator.take_copies()
+        allocator.check()
+    rows.free()
+    assert allocator.num_blocks_in_use == 0
+
+
+# Cuts
+
+
+def test_a_crop_takes_columns_of_every_row_whatever_its_padding(allocator: PrefixCachingBlockAllocator) -> None:
+    rows = Rows([make_row(allocator, 8), make_row(allocator, 5, pad=3)], [0, 1], 8)
+    rows.crop(6)
+    assert [row.table.num_tokens for row in rows.distinct] == [6, 3]
+    assert (rows.num_columns, [row.pad for row in rows.distinct]) == (6, [0, 3])
+    rows.crop(2)  # into the padding
+    assert [row.table.num_tokens for row in rows.distinct] == [2, 0]
+    assert (rows.num_columns, [row.pad for row in rows.distinct]) == (2, [0, 2])
+
+
+def test_rolling_back_takes_announced_tokens_and_leaves_confirmed_ones(allocator: PrefixCachingBlockAllocator) -> None:
+    rows = Rows([make_row(allocator, 8), make_row(allocator, 5, pad=3)], [0, 1], 8)
+    for row in rows.distinct:
+        row.table.append_tokens([1, 2, 3])
+    rows.roll_back()
+    assert [row.table.num_tokens for row in rows.distinct] == [8, 5]
+    assert [row.num_confirmed for row in rows.distinct] == [8, 5]
+
+
+def test_confirming_counts_all_that_was_announced(allocator: PrefixCachingBlockAllocator) -> None:
+    rows = Rows([make_row(allocator, 8), make_row(allocator, 5, pad=3)], [0, 1], 8)
+    for row in rows.distinct:
+        row.table.append_tokens([1, 2, 3])
+    rows.confirm(11)
+    assert [row.num_confirmed for row in rows.distinct] == [11, 8]
+    assert rows.num_columns == 11
+
+
+# The end
+
+
+def test_forked_rows_hold_the_same_blocks_and_live_on_alone(allocator: PrefixCachingBlockAllocator) -> None:
+    rows = Rows([make_row(allocator, 6), make_row(allocator, 6, first=50)], [0, 0, 1], 6)
+    rows.separate()
+    twin = rows.fork()
+    assert (twin.alias, twin.group, twin.num_columns, twin.shared_columns) == ([0, 1, 2], [0, 0, 1], 6, 6)
+    assert allocator.num_blocks_in_use == 4
+    before = tokens_in_batch(rows)
+    rows.free()
+    assert tokens_in_batch(twin) == before
+    twin.select([2, 2, 0])
+    twin.free()
+    assert allocator.num_blocks_in_use == 0
+
+
+def test_aliases_are_forked_as_aliases(allocator: PrefixCachingBlockAllocator) -> None:
+    twin = Rows([make_row(allocator, 6)], [0, 0, 0], 6).fork()
+    assert (len(twin.distinct), twin.alias) == (1, [0, 0, 0])
+
+
+def test_rows_that_are_ended_leave_their_confirmed_blocks_to_be_hit_and_nothing_else(
+    allocator: PrefixCachingBlockAllocator,
+) -> None:
+    rows = Rows([make_row(allocator, 9)], [0], 9)
+    rows.distinct[0].table.append_tokens(range(9, 16))  # announced, never confirmed
+    rows.end()
+    assert allocator.num_blocks_in_use == 0
+    assert num_hit(allocator, list(range(16))) == 8
+    assert len(rows) == 0

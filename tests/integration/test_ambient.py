@@ -1,0 +1,258 @@
+"""`with cache:`: calls of `generate` that bring no cache run on it, in any thread, and nothing else does."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, PreTrainedModel, pipeline
+
+from hf_paged_cache import PagedPrefixCache
+
+from ..reference import IDS, assert_same, row, run
+from ..tiny_models import build
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def questions(*seeds: int) -> list[torch.Tensor]:
+    return [torch.tensor([row((1, 50), (seed, 6))]) for seed in seeds]
+
+
+def num_in_use(cache: PagedPrefixCache) -> int:
+    cache.check()
+    return cache.stats().num_blocks_in_use
+
+
+class Meeting(LogitsProcessor):
+    """Holds its call at the first token until somebody else has come, too."""
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        self.barrier: threading.Barrier | None = barrier
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        barrier, self.barrier = self.barrier, None
+        if barrier is not None:
+            barrier.wait(timeout=60)
+        return scores
+
+
+def test_calls_inside_the_block_run_on_the_cache_and_those_outside_do_not(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    references = [run(model, input_ids=ids) for ids in questions(2, 3, 4)]
+    with cache as entered:
+        assert entered is cache
+        for number, (ids, reference) in enumerate(zip(questions(2, 3, 4), references, strict=True)):
+            output = run(model, input_ids=ids)
+            assert output.past_key_values is cache
+            assert_same(reference, output)
+            assert cache.last_call.reused_tokens == (50 if number else 0)
+        assert num_in_use(cache) > 0
+    assert num_in_use(cache) == 0
+    assert cache.stats().num_cached_blocks > 0
+    num_calls = cache.stats().num_calls
+    assert run(model, input_ids=IDS).past_key_values is not cache
+    assert cache.stats().num_calls == num_calls
+
+
+def test_blocks_are_given_back_also_by_an_exception(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    def fail() -> None:
+        with cache:
+            run(model, input_ids=IDS)
+            raise KeyError("on purpose")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert num_in_use(cache) == 0
+    assert run(model, input_ids=IDS).past_key_values is not cache
+
+
+def test_blocks_nest(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    inner = PagedPrefixCache(model)
+    with cache:
+        assert run(model, input_ids=IDS).past_key_values is cache
+        with inner:
+            assert run(model, input_ids=IDS).past_key_values is inner
+            with cache:
+                assert run(model, input_ids=IDS).past_key_values is cache
+            assert run(model, input_ids=IDS).past_key_values is inner
+        assert run(model, input_ids=IDS).past_key_values is cache
+    assert run(model, input_ids=IDS).past_key_values not in (cache, inner)
+
+
+def test_blocks_of_two_threads_may_end_in_any_order(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    other = PagedPrefixCache(model)
+    cache.__enter__()
+    other.__enter__()
+    cache.__exit__(None, None, None)
+    assert run(model, input_ids=IDS).past_key_values is other
+    other.__exit__(None, None, None)
+    assert run(model, input_ids=IDS).past_key_values is not other
+
+
+def test_a_cache_given_by_hand_wins(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    other = PagedPrefixCache(model)
+    with cache:
+        assert run(model, other, input_ids=IDS).past_key_values is other
+    assert cache.stats().num_calls == 0
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+@pytest.mark.parametrize("option", [{"cache_implementation": "dynamic"}, {"use_cache": False}])
+def test_a_call_that_asks_for_another_cache_or_none_gets_it(
+    model: PreTrainedModel, cache: PagedPrefixCache, option: dict[str, Any], in_config: bool
+) -> None:
+    reference = run(model, input_ids=IDS)
+    arguments: dict[str, Any] = option
+    if in_config:
+        config = model.generation_config.from_dict({**model.generation_config.to_dict(), **option})
+        arguments = {"generation_config": config}
+    with cache:
+        output = run(model, input_ids=IDS, **arguments)
+    assert_same(reference, output)
+    assert output.past_key_values is not cache
+    assert cache.stats().num_calls == 0
+
+
+def test_an_assistant_s_calls_do_not_run_on_the_cache_of_the_model_it_drafts_for(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    assistant = build("llama", num_hidden_layers=1)
+    assistants = PagedPrefixCache(assistant)
+    reference = run(model, input_ids=IDS, assistant_model=assistant)
+    with cache, assistants:
+        for _ in range(2):
+            assert_same(reference, run(model, input_ids=IDS, assistant_model=assistant))
+        assert cache.last_call.reused_tokens == 49
+    assert assistants.stats().num_calls == 0
+    early = run(model, input_ids=IDS, assistant_early_exit=1)
+    with cache:
+        assert_same(early, run(model, input_ids=IDS, assistant_early_exit=1))
+
+
+def test_another_thread_s_calls_run_on_another_cache_of_the_store_while_this_one_is_busy(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    prompts = questions(2, 3)
+    references = [run(model, input_ids=ids) for ids in prompts]
+    run(model, cache, input_ids=IDS)
+    cache.reset()
+    barrier = threading.Barrier(2)
+    outputs: list[Any] = [None, None]
+
+    def work(number: int) -> None:
+        ids = prompts[number]
+        outputs[number] = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=6,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+            logits_processor=[Meeting(barrier)],
+        )
+
+    with cache:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+        used = [output.past_key_values for output in outputs]
+        assert all(isinstance(each, PagedPrefixCache) for each in used)
+        assert used[0] is not used[1]
+        assert cache in used
+        assert all(each.store is cache.store for each in used)
+        assert [each.last_call.reused_tokens for each in used] == [48, 48]  # of the store
+    for reference, output in zip(references, outputs, strict=True):
+        assert_same(reference, output)
+    del output
+    used.clear()
+    outputs.clear()
+    assert num_in_use(cache) == 0
+
+
+def test_a_nested_call_without_a_cache_runs_on_another_cache(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    inner_reference, outer_reference = (run(model, input_ids=ids) for ids in questions(2, 3))
+    inner: list[Any] = []
+
+    class Nested(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if not inner:
+                inner.append(run(model, input_ids=questions(2)[0]))
+            return scores
+
+    with cache:
+        output = run(model, input_ids=questions(3)[0], logits_processor=[Nested()])
+    assert_same(outer_reference, output)
+    assert_same(inner_reference, inner[0])
+    assert output.past_key_values is cache
+    assert inner[0].past_key_values.store is cache.store
+    assert inner[0].past_key_values is not cache
+
+
+def test_a_busy_cache_s_stand_in_keeps_its_salt(model: PreTrainedModel) -> None:
+    cache = PagedPrefixCache(model, cache_salt="a")
+    stand_in: list[Any] = []
+
+    class Nested(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if not stand_in:
+                stand_in.append(run(model, input_ids=IDS).past_key_values)
+            return scores
+
+    with cache:
+        run(model, input_ids=IDS, logits_processor=[Nested()])
+    assert (stand_in[0].cache_salt, stand_in[0].view) == (b"a", True)
+
+
+def test_a_call_refused_in_the_block_leaves_the_cache_free_for_the_next(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    with cache:
+        with pytest.raises(ValueError, match="num_return_sequences"):
+            run(model, input_ids=IDS, num_return_sequences=3)  # greedy search cannot
+        output = run(model, input_ids=IDS)
+        assert output.past_key_values is cache
+
+
+def test_a_pipeline_inside_the_block_reuses(
+    model: PreTrainedModel, cache: PagedPrefixCache, tiny_tokenizer: Any
+) -> None:
+    asking = pipeline("text-generation", model=model, tokenizer=tiny_tokenizer)
+    arguments = {"max_new_tokens": 5, "do_sample": False, "return_full_text": False}
+    texts = ["A long preamble that all questions share, word by word. " + question for question in ("Who?", "What?")]
+    wanted = [asking(text, **arguments) for text in texts]
+    with cache:
+        assert [asking(text, **arguments) for text in texts] == wanted
+        assert cache.last_call.reused_tokens >= 48
+
+
+def test_only_the_block_s_model_runs_on_the_cache(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    other = build("llama", seed=1)
+    PagedPrefixCache(other)
+    reference = run(other, input_ids=IDS)
+    with cache:
+        output = run(other, input_ids=IDS)
+    assert_same(reference, output)
+    assert not isinstance(output.past_key_values, PagedPrefixCache)
+
+
+def test_a_block_holds_its_cache_and_the_model_holds_it_no_longer_after(model: PreTrainedModel) -> None:
+    import gc
+    import weakref
+
+    with PagedPrefixCache(model) as cache:
+        run(model, input_ids=IDS)
+        store = cache.store
+        held = weakref.ref(cache)
+        del cache
+        gc.collect()
+        assert held() is not None
+    gc.collect()
+    assert held() is None
+    store.blocks.settle()
+    assert store.blocks.allocator.num_blocks_in_use == 0

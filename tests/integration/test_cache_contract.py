@@ -1,0 +1,353 @@
+"""What transformers asks of a cache and its layers, each question against the installed version's own answer."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicIndexedLayer
+
+from hf_paged_cache import CacheArgumentError, ForwardMismatchError, PagedPrefixCache, PrefixStore
+from hf_paged_cache.integration.layers import PagedIndexedLayer
+
+from ..conformance.zoo import build as build_type
+
+VIEW = pytest.mark.parametrize("view", [True, False], ids=["view", "gather"])
+IDS = torch.arange(1, 41).view(2, 20)
+NEXT = torch.tensor([[50, 51, 52], [60, 61, 62]])
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids, past_key_values=cache).logits
+
+
+@pytest.fixture
+def filled(tiny_llama: Any) -> tuple[PagedPrefixCache, DynamicCache]:
+    """Ours and transformers' cache after the same forwards."""
+    ours, theirs = PagedPrefixCache(tiny_llama, block_size=4), DynamicCache(config=tiny_llama.config)
+    for ids in (IDS, NEXT):
+        run(tiny_llama, ids, ours)
+        run(tiny_llama, ids, theirs)
+    return ours, theirs
+
+
+def assert_same_content(ours: PagedPrefixCache, theirs: DynamicCache) -> None:
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        torch.testing.assert_close(mine.keys, other.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mine.values, other.values, atol=1e-4, rtol=1e-4)
+
+
+# Everything there is
+
+
+def test_every_abstract_member_of_a_layer_is_there(filled: Any) -> None:
+    ours, _ = filled
+    assert isinstance(ours.layers[0], CacheLayerMixin)
+    assert not inspect.isabstract(type(ours.layers[0]))
+    assert CacheLayerMixin.__abstractmethods__ <= set(dir(ours.layers[0]))
+
+
+ASKED_FOR_OTHER_LAYERS = {  # linear attention, indexed attention, offloading: a DynamicCache of such a model has none
+    "get_conv_state",
+    "get_recurrent_state",
+    "has_previous_state",
+    "update_conv_state",
+    "update_indexer",
+    "update_recurrent_state",
+    "prefetch",
+    "offload",
+}
+CHANGING = {"update", "reset", "reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices"}
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "get_query_offset": (0,),
+    "get_mask_sizes": (3, 1),
+    "early_initialization": (2, 2, 16, torch.float32, torch.device("cpu")),
+    "is_recording_past": (0,),
+}
+DIFFERENT = {"is_initialized", "batch_size", "layers"}  # told below, each for itself
+QUESTIONS = sorted(
+    name
+    for name in dir(Cache)
+    if not name.startswith("_") and name not in ASKED_FOR_OTHER_LAYERS | CHANGING | DIFFERENT
+)
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("when", ["empty", "filled"])
+def test_every_question_gets_the_answer_that_a_dynamic_cache_gives(
+    name: str, when: str, filled: Any, tiny_llama: Any
+) -> None:
+    ours, theirs = filled
+    if when == "empty":
+        ours, theirs = PagedPrefixCache(tiny_llama), DynamicCache(config=tiny_llama.config)
+    answers = []
+    for cache in (ours, theirs):
+        answer = getattr(cache, name)
+        answers.append(answer(*ARGUMENTS.get(name, ())) if callable(answer) else answer)
+    assert answers[0] == answers[1]
+    assert (ours.get_seq_length(), len(ours)) == (theirs.get_seq_length(), len(theirs))
+
+
+@pytest.mark.parametrize("name", ["get_seq_length", "get_max_length", "offload", "prefetch"])
+def test_a_layer_answers_like_a_dynamic_one(name: str, filled: Any) -> None:
+    ours, theirs = filled
+    if name in ("offload", "prefetch"):
+        getattr(ours.layers[0], name)()
+    else:
+        assert getattr(ours.layers[0], name)() == getattr(theirs.layers[0], name)()
+    assert ours.layers[0].get_mask_sizes(3) == theirs.layers[0].get_mask_sizes(3)
+    ours.layers[0].lazy_initialization(torch.zeros(1), torch.zeros(1))
+    assert_same_content(ours, theirs)
+
+
+def test_a_cache_is_initialized_exactly_while_it_has_rows(filled: Any, tiny_llama: Any) -> None:
+    ours, _ = filled
+    assert ours.is_initialized
+    assert ours.layers[0].is_initialized
+    ours.reset()
+    assert not ours.is_initialized
+    assert not ours.layers[0].is_initialized
+    assert not PagedPrefixCache(tiny_llama).is_initialized
+
+
+def test_a_layer_is_initialized_only_if_it_was_written(tiny_llama: Any) -> None:
+    """As a `DynamicCache`'s: a layer that a model skips, such as a cross attention without an image, holds nothing."""
+    skipped = tiny_llama.model.layers[1]
+    skipped.forward = lambda hidden_states, **kwargs: hidden_states
+    cache = PagedPrefixCache(tiny_llama)
+    run(tiny_llama, IDS, cache)
+    assert cache.get_seq_length() == IDS.shape[1]
+    assert [layer.is_initialized for layer in cache.layers] == [True, False]
+    assert [layer.get_seq_length() for layer in cache.layers] == [IDS.shape[1], 0]
+    assert cache.get_seq_length(1) == 0
+
+
+def test_a_layer_with_an_index_answers_like_an_indexed_one() -> None:
+    model = build_type("glm_moe_dsa")
+    ours, theirs = PagedPrefixCache(model, block_size=4), DynamicCache(config=model.config)
+    ids = torch.arange(1, 23).view(2, 11)
+    for cache in (ours, theirs):
+        run(model, ids[:, :7], cache)
+        run(model, ids[:, 7:], cache)
+        cache.reorder_cache(torch.tensor([1, 1]))
+    kinds = [(type(layer), type(other)) for layer, other in zip(ours.layers, theirs.layers, strict=True)]
+    assert set(kinds) == {(PagedIndexedLayer, DynamicIndexedLayer)}
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        if other.indexer_keys is None:
+            assert mine.indexer_keys is None
+        else:
+            torch.testing.assert_close(mine.indexer_keys, other.indexer_keys, atol=1e-4, rtol=1e-4)
+    assert any(layer.indexer_keys is not None for layer in ours.layers)
+    assert_same_content(ours, theirs)
+    ours.reset()
+    assert ours.layers[0].indexer_keys is None
+
+
+def test_a_cache_is_true_even_when_it_is_empty(tiny_llama: Any) -> None:
+    assert PagedPrefixCache(tiny_llama)
+
+
+def test_a_cache_says_what_it_holds(filled: Any) -> None:
+    assert repr(filled[0]).startswith(
+        "PagedPrefixCache(2 rows of 23 tokens, PrefixStore(LlamaForCausalLM, block_size=4"
+    )
+
+
+# Content
+
+
+@VIEW
+def test_keys_and_values_are_those_of_a_dynamic_cache(view: bool, tiny_llama: Any) -> None:
+    ours, theirs = PagedPrefixCache(tiny_llama, block_size=4, view=view), DynamicCache(config=tiny_llama.config)
+    assert ours.layers[0].keys is None
+    assert ours.layers[0].values is None
+    for ids in (IDS, NEXT, NEXT[:, :1]):
+        torch.testing.assert_close(run(tiny_llama, ids, ours), run(tiny_llama, ids, theirs), atol=1e-4, rtol=1e-4)
+        assert_same_content(ours, theirs)
+
+
+def test_keys_that_were_read_are_a_copy(filled: Any) -> None:
+    ours, theirs = filled
+    ours.layers[0].keys.fill_(float("nan"))
+    assert_same_content(ours, theirs)
+
+
+CHANGES: dict[str, Any] = {
+    "crop": lambda cache: cache.crop(-5),
+    "crop of nothing": lambda cache: cache.crop(0),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "reorder to one": lambda cache: cache.reorder_cache(torch.tensor([1, 1])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(3),
+    "repeat once": lambda cache: cache.batch_repeat_interleave(1),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "select more": lambda cache: cache.batch_select_indices(torch.tensor([1, 0, 1])),
+    "select the last": lambda cache: cache.batch_select_indices(torch.tensor([-1])),
+    "select by mask": lambda cache: cache.batch_select_indices(torch.tensor([False, True])),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@VIEW
+def test_rows_change_as_those_of_a_dynamic_cache_do(change: Any, view: bool, tiny_llama: Any) -> None:
+    ours, theirs = PagedPrefixCache(tiny_llama, block_size=4, view=view), DynamicCache(config=tiny_llama.config)
+    for cache in (ours, theirs):
+        run(tiny_llama, IDS, cache)
+        change(cache)
+    assert_same_content(ours, theirs)
+    assert ours.get_seq_length() == theirs.get_seq_length()
+    num_rows = theirs.layers[0].keys.shape[0]
+    more = torch.arange(70, 70 + 2 * num_rows).view(num_rows, 2)
+    torch.testing.assert_close(run(tiny_llama, more, ours), run(tiny_llama, more, theirs), atol=1e-4, rtol=1e-4)
+    assert_same_content(ours, theirs)
+    ours.check()
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@VIEW
+def test_the_next_call_after_a_change_is_right(change: Any, view: bool, tiny_llama: Any) -> None:
+    """Whatever was kept of the rows before must be theirs."""
+    ours = PagedPrefixCache(tiny_llama, block_size=4, view=view)
+    run(tiny_llama, IDS, ours)
+    change(ours)
+    for ids in (IDS, IDS[1:]):
+        expected = tiny_llama.generate(ids, max_new_tokens=4, do_sample=False)
+        assert tiny_llama.generate(ids, max_new_tokens=4, do_sample=False, past_key_values=ours).equal(expected)
+
+
+def test_more_cannot_be_taken_back_than_there_is_and_nothing_put_back(filled: Any) -> None:
+    ours, theirs = filled
+    for number in (3, -24):
+        with pytest.raises(CacheArgumentError):
+            ours.crop(number)
+    assert_same_content(ours, theirs)
+
+
+def test_a_layer_alone_cannot_be_reordered_and_resets_all(filled: Any) -> None:
+    ours, _ = filled
+    with pytest.raises(CacheArgumentError, match="reorder the cache, not a layer"):
+        ours.layers[0].reorder_cache(torch.tensor([1, 0]))
+    ours.layers[0].reset()
+    assert ours.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("layer_idx", [0, -1, 99, -99])
+def test_a_layer_does_not_write_and_is_not_made_without_a_forward_of_the_model(filled: Any, layer_idx: int) -> None:
+    ours, theirs = filled
+    new, num_layers = torch.zeros(2, 2, 1, 16), len(ours.layers)
+    with pytest.raises(ForwardMismatchError, match="through its own __call__"):
+        ours.update(new, new, layer_idx)
+    assert len(ours.layers) == num_layers
+    assert_same_content(ours, theirs)
+
+
+# The end of a cache
+
+
+def test_a_copy_shares_all_blocks_and_copies_no_keys(filled: Any, tiny_llama: Any) -> None:
+    ours, theirs = filled
+    before = ours.stats()
+    twin = copy.deepcopy(ours)
+    after = ours.stats()
+    assert (after.num_blocks_in_use, after.num_copies_on_write) == (
+        before.num_blocks_in_use,
+        before.num_copies_on_write,
+    )
+    assert after.pool_bytes == before.pool_bytes
+    assert_same_content(twin, theirs)
+    other = copy.deepcopy(theirs)
+    run(tiny_llama, NEXT + 10, twin)
+    run(tiny_llama, NEXT + 10, other)
+    assert_same_content(twin, other)
+    assert_same_content(ours, theirs)
+    ours.check()
+
+
+def test_a_cache_in_a_structure_is_copied_once(filled: Any) -> None:
+    twins = copy.deepcopy([filled[0], filled[0]])
+    assert twins[0] is twins[1]
+    assert twins[0] is not filled[0]
+    assert twins[0].store is filled[0].store
+
+
+def test_a_cache_and_a_store_cannot_be_pickled(filled: Any) -> None:
+    for thing in (filled[0], filled[0].store):
+        with pytest.raises(TypeError, match="pickled"):
+            pickle.dumps(thing)
+
+
+def test_a_reset_gives_blocks_and_view_back_and_keeps_full_blocks_to_be_found(filled: Any, tiny_llama: Any) -> None:
+    ours, _ = filled
+    ours.reset()
+    stats = ours.stats()
+    assert (stats.num_blocks_in_use, stats.kv_bytes, ours.get_seq_length()) == (0, 0, 0)
+    assert stats.num_cached_blocks == 2 * (23 // 4)
+    tiny_llama.generate(IDS, max_new_tokens=1, past_key_values=ours)
+    assert ours.last_call.reused_tokens == 2 * 19  # of each row but its last token
+
+
+def test_a_with_block_gives_its_blocks_back(tiny_llama: Any) -> None:
+    store = PrefixStore(tiny_llama, block_size=4)
+    with PagedPrefixCache(store) as cache:
+        run(tiny_llama, IDS, cache)
+    assert cache.stats().num_blocks_in_use == 0
+
+
+def test_a_with_block_that_fails_gives_its_blocks_back_too(tiny_llama: Any) -> None:
+    cache = PagedPrefixCache(tiny_llama, block_size=4)
+
+    def fail_inside() -> None:
+        with cache:
+            run(tiny_llama, IDS, cache)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_inside()
+    assert cache.stats().num_blocks_in_use == 0
+
+
+def test_a_cache_that_is_collected_gives_its_blocks_back(tiny_llama: Any) -> None:
+    store = PrefixStore(tiny_llama, block_size=4)
+    cache = PagedPrefixCache(store)
+    run(tiny_llama, IDS, cache)
+    assert store.blocks.allocator.num_blocks_in_use == 10
+    del cache
+    gc.collect()
+    stats = PagedPrefixCache(store).stats()
+    assert (stats.num_blocks_in_use, stats.num_cached_blocks) == (0, 10)
+    PagedPrefixCache(store).check()
+
+
+def test_caches_built_in_the_call_itself_share_what_they_leave(tiny_llama: Any) -> None:
+    store = PrefixStore(tiny_llama, block_size=4)
+    expected = tiny_llama.generate(IDS, max_new_tokens=3, do_sample=False)
+    for _ in range(3):
+        output = tiny_llama.generate(IDS, max_new_tokens=3, do_sample=False, past_key_values=PagedPrefixCache(store))
+        assert output.equal(expected)
+    cache = PagedPrefixCache(store)
+    tiny_llama.generate(IDS, max_new_tokens=3, do_sample=False, past_key_values=cache)
+    assert cache.last_call.reused_tokens == 2 * 19
+    gc.collect()
+    cache.reset()
+    assert cache.stats().num_blocks_in_use == 0
+
+
+def test_layers_can_be_counted_from_the_last(tiny_llama: Any) -> None:
+    cache, plain = PagedPrefixCache(tiny_llama), DynamicCache(config=tiny_llama.config)
+    ids = torch.arange(2, 9)[None]
+    for each in (cache, plain):
+        assert each.get_seq_length(-1) == 0
+        tiny_llama(ids, past_key_values=each)
+        assert each.get_seq_length(-1) == each.get_seq_length(-2) == 7
+    announced = cache.before_forward(tiny_llama, {"input_ids": ids[:, :1], "logits_to_keep": 1})
+    assert announced["input_ids"].shape == (1, 1)
+    states = torch.ones(1, cache.layers[0].keys.shape[1], 1, cache.layers[0].keys.shape[3])
+    keys, _ = cache.update(states, states, -1)
+    assert keys.shape[2] == 8
+    assert cache.call._writes.written == {(len(cache.layers) - 1, "key"), (len(cache.layers) - 1, "value")}

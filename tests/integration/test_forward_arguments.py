@@ -1,0 +1,368 @@
+"""A forward's arguments: what is read of them, what is not guessed, and how they are shortened."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged_cache import CacheArgumentError
+from hf_paged_cache.call.scheduled_forward import ScheduledForward
+from hf_paged_cache.integration.forward_arguments import ArgumentReader, ForwardArguments, RunningRow, for_ticket
+from hf_paged_cache.kv.slot_mapping import SlotMapping
+
+IDS = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
+MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+POSITIONS = torch.tensor([[0, 0, 0, 1], [0, 1, 2, 3]])
+
+
+def read(
+    arguments: dict[str, Any],
+    running: list[RunningRow] | None = None,
+    before: int = 0,
+    *,
+    in_generate: bool = False,
+    records_drafts: bool = False,
+    takes_positions: bool = True,
+    takes_logits_to_keep: bool = True,
+    config: Any = None,
+) -> ForwardArguments:
+    reader = ArgumentReader(
+        SimpleNamespace() if config is None else config,
+        takes_positions=takes_positions,
+        takes_logits_to_keep=takes_logits_to_keep,
+    )
+    return reader.read(
+        arguments, [] if running is None else running, before, in_generate=in_generate, records_drafts=records_drafts
+    )
+
+
+def tokens(given: ForwardArguments) -> list[list[int]]:
+    return [list(row) for row in given.token_ids]
+
+
+# Inputs besides ids
+
+
+@pytest.mark.parametrize("empty", [{}, [], ()])
+def test_an_argument_that_holds_nothing_conditions_nothing(empty: Any) -> None:
+    given = read({"input_ids": IDS, "position_ids": torch.arange(4)[None], "mm_encoder_outputs": empty})
+    assert given.bypass is None
+
+
+def test_what_a_cross_attention_reads_is_refused_before_anything_changes() -> None:
+    reader = ArgumentReader(SimpleNamespace(), takes_positions=True, takes_logits_to_keep=True, cross_inputs=("a", "b"))
+    arguments = {"input_ids": IDS, "a": None, "b": torch.zeros(2, 3, 4)}
+    with pytest.raises(CacheArgumentError, match=r"^b was passed, and cross attention keeps keys and values"):
+        reader.read(arguments, [], 0, in_generate=True, records_drafts=False)
+    assert tokens(reader.read({"input_ids": IDS}, [], 0, in_generate=True, records_drafts=False))
+
+
+def test_a_model_that_remembers_positions_needs_them_to_reuse() -> None:
+    reader = ArgumentReader(
+        SimpleNamespace(), takes_positions=True, takes_logits_to_keep=True, remembers_positions=True
+    )
+    given = reader.read({"input_ids": IDS}, [], 0, in_generate=False, records_drafts=False)
+    assert given.bypass == "without position_ids the model counts on from what it saw in an earlier call"
+    assert not given.may_alias
+    counted = {"input_ids": IDS, "position_ids": torch.arange(4)[None]}
+    assert reader.read(counted, [], 0, in_generate=False, records_drafts=False).bypass is None
+
+
+# Ids and masks
+
+
+def test_left_padding_is_taken_off_the_tokens() -> None:
+    given = read({"input_ids": IDS, "attention_mask": MASK, "position_ids": POSITIONS, "logits_to_keep": 1})
+    assert tokens(given) == [[5, 6], [1, 2, 3, 4]]
+    assert (given.pads, given.first_positions, given.num_new_columns) == ((2, 0), (0, 0), 4)
+    assert (given.bypass, given.keep_columns, given.num_logits_needed, given.may_alias) == (None, None, 1, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_a_mask_is_read_in_every_type(dtype: torch.dtype) -> None:
+    assert read({"input_ids": IDS, "attention_mask": MASK.to(dtype), "position_ids": POSITIONS}).pads == (2, 0)
+
+
+def test_without_a_mask_nothing_is_padding() -> None:
+    given = read({"input_ids": IDS})
+    assert (given.pads, given.bypass) == ((0, 0), None)
+    assert tokens(given) == IDS.tolist()
+
+
+@pytest.mark.parametrize(
+    ("mask", "why"),
+    [
+        ([[1, 1, 0, 0], [1, 1, 1, 1]], "row 0 has zeros behind its first one (right padding or holes)"),
+        ([[1, 1, 1, 1], [0, 1, 0, 1]], "row 1 has zeros behind its first one (right padding or holes)"),
+    ],
+)
+def test_a_mask_with_holes_or_padding_on_the_right_is_not_reused(mask: list[list[int]], why: str) -> None:
+    given = read({"input_ids": IDS, "attention_mask": torch.tensor(mask)})
+    assert given.bypass is not None
+    assert why in given.bypass
+    assert (given.pads, given.may_alias) == ((0, 0), False)
+    assert tokens(given) == IDS.tolist()
+
+
+@pytest.mark.parametrize(("mask", "kind"), [(torch.ones(2, 1, 4, 4), "4-D tensor"), ({"full_attention": None}, "dict")])
+def test_a_mask_of_another_form_is_not_reused(mask: Any, kind: str) -> None:
+    assert f"the attention mask is a {kind}" in str(read({"input_ids": IDS, "attention_mask": mask}).bypass)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 5), (1, 4)])
+def test_a_mask_that_fits_neither_rows_nor_columns_is_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(
+        CacheArgumentError, match=r"it must be \(2, 4\): pass ids that go on exactly where the rows stopped"
+    ):
+        read({"input_ids": IDS, "attention_mask": torch.ones(shape)})
+
+
+def test_a_mask_covers_the_columns_before_as_well() -> None:
+    running = [RunningRow(2, 4, 0), RunningRow(0, 6, 0)]
+    mask = torch.cat(
+        (torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]), torch.ones(2, 4, dtype=torch.long)), dim=1
+    )
+    positions = torch.tensor([[4, 5, 6, 7], [6, 7, 8, 9]])
+    given = read({"input_ids": IDS, "attention_mask": mask, "position_ids": positions}, running, 6)
+    assert (given.pads, given.bypass) == ((2, 0), None)
+    assert tokens(given) == IDS.tolist()
+
+
+def test_padding_that_changes_while_a_row_runs_is_not_reused() -> None:
+    running = [RunningRow(0, 6, 0), RunningRow(0, 6, 0)]
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[0, :3] = 0
+    given = read({"input_ids": IDS, "attention_mask": mask}, running, 6)
+    assert (given.bypass, given.pads) == ("the padding of a row has changed", (0, 0))
+
+
+def test_embeddings_are_computed_without_reuse() -> None:
+    given = read({"inputs_embeds": torch.zeros(2, 3, 8)})
+    assert given.bypass == "embeddings were passed instead of token ids"
+    assert tokens(given) == [[-1] * 3] * 2
+
+
+@pytest.mark.parametrize("arguments", [{}, {"input_ids": torch.arange(4)}])
+def test_a_forward_without_rows_of_ids_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(CacheArgumentError):
+        read(arguments)
+
+
+# Positions
+
+
+@pytest.mark.parametrize("first", [0, 7])
+def test_positions_that_count_on_say_where_a_row_begins(first: int) -> None:
+    positions = torch.arange(first, first + 4)[None]
+    given = read({"input_ids": IDS, "position_ids": positions})
+    assert (given.first_positions, given.bypass) == ((first, first), None)
+
+
+def test_without_positions_columns_are_counted_whatever_the_padding() -> None:
+    given = read({"input_ids": IDS, "attention_mask": MASK})
+    assert (given.first_positions, given.bypass) == ((2, 0), None)
+
+
+@pytest.mark.parametrize(
+    ("positions", "why"),
+    [
+        (torch.tensor([[0, 1, 3, 4]]), "positions do not count up by one"),
+        (torch.tensor([[0, 1, 2, 2]]), "positions do not count up by one"),
+        (torch.tensor([[3, 2, 1, 0]]), "positions do not count up by one"),
+        (torch.zeros(3, 2, 4, dtype=torch.long), "positions are not one number a token"),
+        (torch.tensor([[0, 1, 2]]), "positions of another length than the token ids"),
+        ([0, 1, 2, 3], "positions are not one number a token"),
+    ],
+)
+def test_other_positions_are_not_reused(positions: Any, why: str) -> None:
+    given = read({"input_ids": IDS, "position_ids": positions})
+    assert given.bypass == why
+    assert not given.may_alias
+
+
+def test_positions_of_a_model_that_takes_none_follow_from_the_columns() -> None:
+    assert read({"input_ids": IDS}, takes_positions=False).first_positions == (0, 0)
+
+
+def test_a_row_that_goes_on_behind_a_gap_is_not_reused() -> None:
+    given = read({"input_ids": IDS[1:], "position_ids": torch.arange(9, 13)[None]}, [RunningRow(0, 6, 0)], 6)
+    assert given.bypass == "positions do not go on where the row stopped"
+
+
+def test_a_row_that_begins_anew_on_a_cache_that_holds_it_is_refused() -> None:
+    with pytest.raises(CacheArgumentError, match="row 0 goes on at position 0, but the cache holds its first 6 tokens"):
+        read({"input_ids": IDS[1:], "position_ids": torch.arange(4)[None]}, [RunningRow(0, 6, 0)], 6)
+
+
+# Outputs
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions", "output_router_logits"])
+@pytest.mark.parametrize("value", [True, 1, [0, 1]])
+@pytest.mark.parametrize("where", ["argument", "config"])
+def test_outputs_that_cover_all_tokens_need_all_columns(name: str, value: Any, where: str) -> None:
+    arguments = {"input_ids": IDS, "logits_to_keep": 1}
+    config = SimpleNamespace(**{name: value}) if where == "config" else None
+    given = read(arguments if config else {**arguments, name: value}, config=config)
+    assert given.keep_columns == f"{name} was asked for, which covers all tokens"
+    assert not given.may_alias
+
+
+def test_an_output_that_the_config_asks_for_and_the_call_does_not_is_not_given() -> None:
+    config = SimpleNamespace(output_hidden_states=True)
+    given = read({"input_ids": IDS, "logits_to_keep": 1, "output_hidden_states": False}, config=config)
+    assert given.keep_columns is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config", "why"),
+    [
+        ({"labels": IDS}, None, "labels were passed"),
+        ({"return_dict": False}, None, "a tuple was asked for"),
+        ({}, SimpleNamespace(return_dict=False), "a tuple was asked for"),
+    ],
+)
+def test_a_loss_and_a_tuple_need_all_columns(arguments: dict[str, Any], config: Any, why: str) -> None:
+    given = read({"input_ids": IDS, "logits_to_keep": 1, **arguments}, config=config)
+    assert why in str(given.keep_columns)
+    assert given.bypass is None
+    assert not given.may_alias
+
+
+@pytest.mark.parametrize(
+    ("value", "needed"), [(1, 1), (3, 3), (9, 4), (0, None), (None, None), (True, None), (torch.tensor([0]), None)]
+)
+def test_as_many_columns_are_computed_as_logits_are_asked_for(value: Any, needed: int | None) -> None:
+    given = read({"input_ids": IDS, "logits_to_keep": value})
+    if needed is None:
+        assert "the logits of all tokens were asked for" in str(given.keep_columns)
+    else:
+        assert (given.keep_columns, given.num_logits_needed) == (None, needed)
+        assert given.bypass is None
+
+
+@pytest.mark.parametrize(
+    ("in_generate", "records_drafts", "why"),
+    [
+        (True, False, None),
+        (True, True, "the model cannot say which logits it needs while drafts are verified"),
+        (False, False, "the logits of all tokens were asked for"),
+    ],
+)
+def test_a_model_that_cannot_leave_logits_out_is_shortened_in_generate_only(
+    in_generate: bool, records_drafts: bool, why: str | None
+) -> None:
+    given = read({"input_ids": IDS}, in_generate=in_generate, records_drafts=records_drafts, takes_logits_to_keep=False)
+    assert given.keep_columns == why
+
+
+# Unknown arguments
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), [1], {"a": 1}, object(), "query", 0.5])
+def test_an_unknown_argument_that_may_condition_keys_is_named(value: Any) -> None:
+    given = read({"input_ids": IDS, "token_type_ids": value})
+    assert given.bypass == "the argument token_type_ids may condition keys and values"
+    assert not given.may_alias
+
+
+@pytest.mark.parametrize("value", [None, True, False, 3])
+def test_an_unknown_argument_that_is_a_flag_or_a_number_is_no_obstacle(value: Any) -> None:
+    assert read({"input_ids": IDS, "something": value}).bypass is None
+
+
+def test_attention_in_both_directions_is_an_obstacle() -> None:
+    assert read({"input_ids": IDS, "is_causal": True}).bypass is None
+    given = read({"input_ids": IDS, "is_causal": False})
+    assert given.bypass == "the argument is_causal may condition keys and values"
+    assert not given.may_alias
+
+
+# One token a row inside generate
+
+
+def step(**changes: Any) -> ForwardArguments:
+    arguments: dict[str, Any] = {
+        "input_ids": torch.tensor([[8], [9]]),
+        "attention_mask": torch.ones(2, 7, dtype=torch.long),
+        "position_ids": torch.tensor([[4], [6]]),
+        "logits_to_keep": 1,
+        **changes,
+    }
+    arguments["attention_mask"][0, :2] = 0
+    return read(arguments, [RunningRow(2, 4, 0), RunningRow(0, 6, 0)], 6, in_generate=True)
+
+
+def test_a_step_is_read_as_a_forward_of_one_token() -> None:
+    given = step()
+    assert tokens(given) == [[8], [9]]
+    assert (given.pads, given.first_positions, given.num_new_columns, given.bypass) == ((2, 0), (0, 0), 1, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"token_type_ids": torch.zeros(2, 1)}, "the argument token_type_ids may condition keys and values"),
+        ({"position_ids": torch.tensor([[4], [9]])}, "positions do not go on where the row stopped"),
+        ({"position_ids": torch.zeros(3, 2, 1, dtype=torch.long)}, "positions are not one number a token"),
+    ],
+)
+def test_anything_unusual_in_a_step_is_seen(changes: dict[str, Any], why: str) -> None:
+    assert step(**changes).bypass == why
+
+
+def test_all_columns_are_needed_in_a_step_too_where_outputs_cover_them() -> None:
+    assert step(output_hidden_states=True).num_logits_needed == 1
+
+
+# Back to arguments
+
+
+def ticket(start: int, stop: int, sources: tuple[int, ...], copies: tuple[int, ...] | None) -> ScheduledForward:
+    return ScheduledForward(start, stop, sources, copies, SlotMapping([]))
+
+
+def test_ids_and_positions_lose_the_known_columns_and_the_mask_keeps_them() -> None:
+    arguments = {
+        "input_ids": IDS,
+        "position_ids": POSITIONS,
+        "attention_mask": MASK,
+        "cache_position": torch.arange(4),
+        "other": torch.zeros(2, 4),
+    }
+    changed = for_ticket(arguments, ticket(3, 4, (0, 1), None), 0)
+    assert changed["input_ids"].tolist() == [[6], [4]]
+    assert changed["position_ids"].tolist() == [[1], [3]]
+    assert changed["cache_position"].tolist() == [3]
+    assert changed["attention_mask"].equal(MASK)
+    assert changed["other"].shape == (2, 4)  # never by shape
+    assert arguments["input_ids"] is IDS  # the caller's are as they were
+
+
+def test_columns_before_the_forward_are_not_taken_off_twice() -> None:
+    changed = for_ticket({"input_ids": IDS, "position_ids": POSITIONS + 6}, ticket(8, 10, (0, 1), None), 6)
+    assert changed["input_ids"].tolist() == [[5, 6], [3, 4]]
+
+
+def test_only_the_rows_that_run_are_passed_on() -> None:
+    arguments = {"input_ids": IDS[[0, 0, 1]], "position_ids": POSITIONS[[0, 0, 1]], "attention_mask": MASK[[0, 0, 1]]}
+    changed = for_ticket(arguments, ticket(0, 4, (0, 2), (0, 0, 1)), 0)
+    assert changed["input_ids"].equal(IDS)
+    assert changed["position_ids"].equal(POSITIONS)
+    assert changed["attention_mask"].equal(MASK)
+
+
+def test_one_row_of_positions_stands_for_all() -> None:
+    changed = for_ticket(
+        {"input_ids": IDS[[0, 0, 1]], "position_ids": POSITIONS[1:]}, ticket(1, 4, (0, 2), (0, 0, 1)), 0
+    )
+    assert changed["position_ids"].tolist() == [[1, 2, 3]]
+
+
+def test_a_model_with_positions_of_several_dimensions_loses_the_last_ones_columns() -> None:
+    positions = torch.arange(24).view(3, 2, 4)
+    changed = for_ticket({"input_ids": IDS, "position_ids": positions}, ticket(3, 4, (0, 1), None), 0)
+    assert changed["position_ids"].equal(positions[..., 3:])

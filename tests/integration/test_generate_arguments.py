@@ -1,0 +1,168 @@
+"""What is read of a call of `generate`, against how far that call really goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.call.call import Call
+from hf_paged_cache.integration.generate_arguments import read_generate
+
+IDS = torch.arange(1, 13).view(2, 6)
+REPEATED = torch.tensor([[5, 7] * 8])
+
+# keyword arguments, options of a config that is given, options of the model's own
+LENGTHS: dict[str, tuple[dict[str, int], dict[str, int] | None, dict[str, int]]] = {
+    "nothing": ({}, None, {}),
+    "keyword, new": ({"max_new_tokens": 3}, None, {}),
+    "keyword, all": ({"max_length": 11}, None, {}),
+    "given, new": ({}, {"max_new_tokens": 3}, {}),
+    "given, all": ({}, {"max_length": 11}, {}),
+    "model's, new": ({}, None, {"max_new_tokens": 3}),
+    "model's, all": ({}, None, {"max_length": 11}),
+    "keyword before given": ({"max_new_tokens": 2}, {"max_new_tokens": 5}, {}),
+    "keyword before model's": ({"max_new_tokens": 2}, None, {"max_new_tokens": 5}),
+    "given before model's": ({}, {"max_new_tokens": 2}, {"max_new_tokens": 5}),
+    "new before all": ({"max_new_tokens": 2, "max_length": 30}, None, {}),
+    "new of the config before all of the keyword": ({"max_length": 9}, {"max_new_tokens": 5}, {}),
+    "new of the model's before all of the keyword": ({"max_length": 9}, None, {"max_new_tokens": 5}),
+    "all of the model's with another config": ({}, {"top_k": 3}, {"max_length": 11}),
+    "a length of the prompt": ({"max_length": 7}, None, {}),
+}
+
+
+@pytest.mark.parametrize(("keywords", "given", "own"), LENGTHS.values(), ids=LENGTHS)
+def test_the_most_columns_are_those_that_generate_fills(
+    keywords: dict[str, int], given: dict[str, int] | None, own: dict[str, int], tiny_llama: Any
+) -> None:
+    for name, value in own.items():
+        setattr(tiny_llama.generation_config, name, value)
+    options: dict[str, Any] = dict(keywords)
+    if given is not None:
+        options["generation_config"] = GenerationConfig(**given)
+    read = read_generate(tiny_llama, (IDS,), options)
+    cache = PagedPrefixCache(tiny_llama)
+    output = tiny_llama.generate(IDS, past_key_values=cache, do_sample=False, **options)
+    assert read.limits is not None
+    assert read.limits.max_columns == output.shape[1] - 1 == cache.get_seq_length()
+    assert read.limits.num_prompt_columns == 6
+    assert not read.only_new_tokens
+
+
+def test_drafts_that_are_looked_up_in_the_prompt_may_go_behind_the_last_token(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns: list[int] = []
+    announce = Call.announce
+
+    def noting(call: Call, request: Any) -> Any:
+        ticket = announce(call, request)
+        columns.append(ticket.stop)
+        return ticket
+
+    monkeypatch.setattr(Call, "announce", noting)
+    reached = []
+    for num_looked_up in (1, 3, 5):
+        for max_new_tokens in range(2, 9):
+            options = {"prompt_lookup_num_tokens": num_looked_up, "max_new_tokens": max_new_tokens}
+            read = read_generate(tiny_llama, (), {"inputs": REPEATED, **options})
+            columns.clear()
+            cache = PagedPrefixCache(tiny_llama)
+            tiny_llama.generate(REPEATED, past_key_values=cache, do_sample=False, **options)
+            assert read.limits is not None
+            assert read.limits.max_columns is not None
+            assert max(columns) <= read.limits.max_columns
+            reached.append(max(columns) == read.limits.max_columns > REPEATED.shape[1] + max_new_tokens)
+    assert any(reached)
+
+
+@pytest.mark.parametrize("options", [{"max_new_tokens": 4}, {"max_length": 9}, {}], ids=["new", "all", "neither"])
+def test_where_only_new_tokens_are_passed_the_rows_before_them_count(options: dict[str, int], tiny_llama: Any) -> None:
+    cache = PagedPrefixCache(tiny_llama)
+    tiny_llama.generate(IDS, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    arguments = {"attention_mask": torch.ones(2, cache.get_seq_length() + 3, dtype=torch.long), **options}
+    read = read_generate(tiny_llama, (), {"input_ids": IDS[:, :3], **arguments})
+    assert read.only_new_tokens
+    tiny_llama.generate(IDS[:, :3], past_key_values=cache, do_sample=False, **arguments)
+    assert read.limits is not None
+    assert read.limits.num_prompt_columns == 13
+    assert read.limits.max_columns is not None
+    assert read.limits.max_columns >= cache.get_seq_length()  # or the call would not be admitted by its worst case
+
+
+@pytest.mark.parametrize(
+    ("options", "num_rows"),
+    [
+        ({}, 2),
+        ({"num_beams": 3}, 6),
+        ({"num_return_sequences": 2, "do_sample": True}, 4),
+        ({"num_beams": 4, "num_return_sequences": 2}, 8),
+    ],
+)
+def test_rows_are_counted_as_generate_expands_them(options: dict[str, Any], num_rows: int, tiny_llama: Any) -> None:
+    read = read_generate(tiny_llama, (), {"inputs": IDS, **options})
+    assert read.limits is not None
+    assert read.limits.num_rows == num_rows
+    seen = []
+    handle = tiny_llama.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[0]), with_kwargs=True
+    )
+    tiny_llama.generate(IDS, max_new_tokens=2, **options)
+    handle.remove()
+    assert max(seen) == num_rows
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, set()),
+        (7, {7}),
+        ([7, 8], {7, 8}),
+        ((7,), {7}),
+        (torch.tensor(7), {7}),
+        (torch.tensor([7, 8]), {7, 8}),
+        (0, {0}),
+    ],
+)
+def test_tokens_that_end_a_row_are_read_in_every_form(value: Any, expected: set[int], tiny_llama: Any) -> None:
+    read = read_generate(tiny_llama, (IDS,), {"eos_token_id": value})
+    assert read.limits is not None
+    assert read.limits.end_of_sequence == expected
+
+
+@pytest.mark.parametrize("where", ["first", "inputs", "input_ids"])
+def test_the_ids_are_found_wherever_they_are_passed(where: str, tiny_llama: Any) -> None:
+    args, kwargs = ((IDS,), {}) if where == "first" else ((), {where: IDS})
+    read = read_generate(tiny_llama, args, {**kwargs, "max_new_tokens": 2})
+    assert read.limits is not None
+    assert (read.limits.num_prompt_columns, read.limits.max_columns) == (6, 7)
+
+
+def test_a_config_is_found_as_the_second_argument_too(tiny_llama: Any) -> None:
+    read = read_generate(tiny_llama, (IDS, GenerationConfig(max_new_tokens=2)), {})
+    assert read.limits is not None
+    assert read.limits.max_columns == 7
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"inputs_embeds": torch.zeros(1, 3, 64)}, {"inputs": torch.arange(3)}])
+def test_without_ids_of_rows_nothing_is_known(kwargs: dict[str, Any], tiny_llama: Any) -> None:
+    read = read_generate(tiny_llama, (), kwargs)
+    assert (read.limits, read.only_new_tokens) == (None, False)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(2, 6), torch.ones(2, 1, 6, 6)], ids=["none", "as long", "4-D"])
+def test_a_mask_no_longer_than_the_ids_means_a_whole_prompt(mask: Any, tiny_llama: Any) -> None:
+    assert not read_generate(tiny_llama, (IDS,), {"attention_mask": mask}).only_new_tokens
+
+
+def test_reading_changes_nothing(tiny_llama: Any) -> None:
+    config = GenerationConfig(max_new_tokens=2)
+    before = (config.to_dict(), tiny_llama.generation_config.to_dict())
+    kwargs = {"input_ids": IDS, "generation_config": config}
+    read_generate(tiny_llama, (), kwargs)
+    assert (config.to_dict(), tiny_llama.generation_config.to_dict()) == before
+    assert kwargs == {"input_ids": IDS, "generation_config": config}

@@ -1,0 +1,217 @@
+"""What is attached to a model, once, and taken off again without a trace."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.integration.hooks import GenerateBracket, after_forward, attach, before_forward, detach, is_attached
+
+IDS = torch.arange(1, 41).view(1, 40)
+
+
+def generate(model: Any, cache: Any = None) -> list[int]:
+    options = {} if cache is None else {"past_key_values": cache}
+    return model.generate(IDS, max_new_tokens=4, do_sample=False, **options)[0].tolist()
+
+
+def hooks_of(model: Any) -> tuple[list[Any], list[Any]]:
+    return list(model._forward_pre_hooks.values()), list(model._forward_hooks.values())
+
+
+# Attaching
+
+
+def test_attaching_puts_a_bracket_and_two_hooks_on_the_model(tiny_llama: Any) -> None:
+    assert not is_attached(tiny_llama)
+    attach(tiny_llama)
+    assert is_attached(tiny_llama)
+    assert hooks_of(tiny_llama) == ([before_forward], [after_forward])
+
+
+def test_attaching_again_changes_nothing(tiny_llama: Any) -> None:
+    attach(tiny_llama)
+    bracket, hooks = tiny_llama.__dict__["generate"], hooks_of(tiny_llama)
+    attach(tiny_llama)
+    PagedPrefixCache(PrefixStore(tiny_llama))
+    assert tiny_llama.__dict__["generate"] is bracket
+    assert hooks_of(tiny_llama) == hooks
+
+
+def test_detaching_leaves_no_trace(tiny_llama: Any) -> None:
+    before, generate_before = set(tiny_llama.__dict__), tiny_llama.generate
+    attach(tiny_llama)
+    detach(tiny_llama)
+    assert set(tiny_llama.__dict__) == before
+    assert tiny_llama.generate == generate_before
+    assert hooks_of(tiny_llama) == ([], [])
+    assert not tiny_llama._forward_pre_hooks_with_kwargs
+    assert not tiny_llama._forward_hooks_with_kwargs
+    assert not is_attached(tiny_llama)
+
+
+def test_detaching_what_is_not_attached_changes_nothing(tiny_llama: Any) -> None:
+    detach(tiny_llama)
+    tiny_llama.generate = mine = lambda *args, **kwargs: "mine"
+    detach(tiny_llama)
+    assert tiny_llama.generate is mine
+
+
+def test_a_generate_that_somebody_else_put_there_is_wrapped_and_put_back(tiny_llama: Any) -> None:
+    calls = []
+
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return type(tiny_llama).generate(tiny_llama, *args, **kwargs)
+
+    tiny_llama.generate = mine
+    cache = PagedPrefixCache(tiny_llama)
+    generate(tiny_llama, cache)
+    generate(tiny_llama, cache)
+    assert cache.last_call.reused_tokens == 39
+    assert len(calls) == 2
+    cache.detach()
+    assert tiny_llama.generate is mine
+
+
+def test_hooks_of_others_stay_where_they_are(tiny_llama: Any) -> None:
+    handle = tiny_llama.register_forward_hook(lambda module, args, output: None)
+    before = hooks_of(tiny_llama)
+    attach(tiny_llama)
+    detach(tiny_llama)
+    assert hooks_of(tiny_llama) == before
+    handle.remove()
+
+
+def test_a_detached_model_can_be_attached_again(tiny_llama: Any) -> None:
+    cache = PagedPrefixCache(tiny_llama)
+    cache.detach()
+    again = PagedPrefixCache(tiny_llama)
+    assert generate(tiny_llama, again) == generate(tiny_llama, again)
+    assert again.last_call.reused_tokens == 39
+
+
+# Calls without our cache
+
+
+def test_calls_without_our_cache_run_as_if_nothing_were_attached(tiny_llama: Any) -> None:
+    expected = generate(tiny_llama)
+    from transformers import DynamicCache
+
+    attach(tiny_llama)
+    assert generate(tiny_llama) == expected
+    assert generate(tiny_llama, DynamicCache(config=tiny_llama.config)) == expected
+    with torch.no_grad():
+        assert tiny_llama(IDS).logits.shape == (1, 40, 128)
+
+
+def test_generate_has_the_signature_and_text_it_had(tiny_llama: Any) -> None:
+    signature, text = inspect.signature(tiny_llama.generate), tiny_llama.generate.__doc__
+    attach(tiny_llama)
+    assert inspect.signature(tiny_llama.generate) == signature
+    assert tiny_llama.generate.__doc__ == text
+
+
+# Forwards
+
+
+@pytest.mark.parametrize("given", ["by name", "by position", "ids by position"])
+def test_a_cache_is_found_however_it_is_passed(given: str, tiny_llama: Any) -> None:
+    cache = PagedPrefixCache(tiny_llama)
+    with torch.no_grad():
+        expected = tiny_llama(IDS, logits_to_keep=1).logits
+        for _ in range(2):
+            cache.reset()
+            if given == "by name":
+                output = tiny_llama(input_ids=IDS, past_key_values=cache, logits_to_keep=1)
+            elif given == "by position":
+                output = tiny_llama(IDS, None, None, cache, logits_to_keep=1)
+            else:
+                output = tiny_llama(IDS, past_key_values=cache, logits_to_keep=1)
+            torch.testing.assert_close(output.logits, expected, atol=1e-3, rtol=0)
+    assert cache.get_seq_length() == 40
+    assert cache.stats().reused_tokens > 0
+
+
+def test_an_output_of_ours_is_the_models_own_type(tiny_llama: Any) -> None:
+    cache = PagedPrefixCache(tiny_llama)
+    with torch.no_grad():
+        plain = tiny_llama(IDS)
+        ours = tiny_llama(IDS.repeat(3, 1), past_key_values=cache)
+    assert type(ours) is type(plain)
+    assert ours.past_key_values is cache
+    assert ours.logits.shape == (3, 40, 128)
+
+
+# Copies of the model
+
+
+def assert_works_alone(copied: Any, original: Any) -> None:
+    """The copy has a bracket of its own that runs its own weights, and caches of the two share nothing."""
+    assert is_attached(copied)
+    assert copied.__dict__["generate"].model is copied
+    with torch.no_grad():
+        copied.model.layers[0].mlp.down_proj.weight.mul_(3)
+    expected = type(copied).generate(copied, IDS, max_new_tokens=4, do_sample=False)[0].tolist()
+    of_original = type(original).generate(original, IDS, max_new_tokens=4, do_sample=False)[0].tolist()
+    assert expected != of_original
+    ours, theirs = PagedPrefixCache(original), PagedPrefixCache(copied)
+    for _ in range(2):
+        assert generate(copied, theirs) == expected
+        assert generate(original, ours) == of_original
+    assert (ours.last_call.reused_tokens, theirs.last_call.reused_tokens) == (39, 39)
+    assert ours.stats().prompt_tokens == theirs.stats().prompt_tokens == 80
+    detach(copied)
+    assert (is_attached(copied), is_attached(original)) == (False, True)
+    assert hooks_of(copied) == ([], [])
+    assert hooks_of(original) == ([before_forward], [after_forward])
+    assert copied.generate.__self__ is copied
+
+
+def test_a_copied_model_works_and_caches_alone(tiny_llama: Any) -> None:
+    attach(tiny_llama)
+    assert_works_alone(copy.deepcopy(tiny_llama), tiny_llama)
+
+
+def test_a_pickled_model_works_and_caches_alone(tiny_llama: Any) -> None:
+    attach(tiny_llama)
+    assert_works_alone(pickle.loads(pickle.dumps(tiny_llama)), tiny_llama)
+
+
+def test_a_model_saved_by_torch_works_and_caches_alone(tiny_llama: Any) -> None:
+    attach(tiny_llama)
+    file = io.BytesIO()
+    torch.save(tiny_llama, file)
+    file.seek(0)
+    assert_works_alone(torch.load(file, weights_only=False), tiny_llama)
+
+
+def test_a_model_that_has_run_on_a_cache_can_be_copied_without_its_blocks(tiny_llama: Any) -> None:
+    cache = PagedPrefixCache(tiny_llama)
+    expected = generate(tiny_llama, cache)
+    assert generate(pickle.loads(pickle.dumps(tiny_llama))) == expected
+    assert generate(copy.deepcopy(tiny_llama)) == expected
+
+
+def test_save_pretrained_writes_the_model_alone(tiny_llama: Any, tmp_path: Path) -> None:
+    attach(tiny_llama)
+    tiny_llama.save_pretrained(tmp_path)
+    loaded = type(tiny_llama).from_pretrained(tmp_path)
+    assert not is_attached(loaded)
+    assert generate(loaded) == generate(tiny_llama)
+
+
+def test_what_is_attached_is_no_part_of_the_models_state(tiny_llama: Any) -> None:
+    before = list(tiny_llama.state_dict())
+    attach(tiny_llama)
+    assert list(tiny_llama.state_dict()) == before
+    assert isinstance(tiny_llama.__dict__["generate"], GenerateBracket)
+    assert "generate" not in tiny_llama._modules

@@ -1,0 +1,208 @@
+"""What rows of a batch share is computed once, in a forward of its own, and every row gets what it gets without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
+
+from ..reference import assert_same, batch, is_same, row, run, zero_blocks
+from ..tiny_models import build, tiny
+
+MODELS = ("llama", "gpt2", "gemma3", "bloom", "opt", "mixtral")
+FEW_SHOT = row((1, 64))
+QUESTIONS = [[*FEW_SHOT, *row((seed, length))] for seed, length in ((2, 9), (3, 5), (4, 9), (5, 8))]
+
+
+@pytest.fixture(autouse=True)
+def cheap_forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Prompts of tests are short: a forward costs as much as 4 tokens."""
+    monkeypatch.setattr("hf_paged_cache.integration.shared_prefix.FORWARD_COST_ON_HOST", 4)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Forwards:
+    """Rows and columns of each forward of several columns that a model runs."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.shapes: list[tuple[int, int]] = []
+        self._embeddings = model.get_input_embeddings()
+
+    def __enter__(self) -> list[tuple[int, int]]:
+        # A hook, of the module or of all modules, would be another condition of its keys and values.
+        kind = type(self._embeddings)
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(kind, "__call__", self._noting(kind.__call__))
+        return self.shapes
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+    def _noting(self, call: Any) -> Any:
+        def noting_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            output = call(module, *args, **kwargs)
+            if module is self._embeddings and output.shape[1] > 1:
+                self.shapes.append((output.shape[0], output.shape[1]))
+            return output
+
+        return noting_call
+
+
+def compare(model: PreTrainedModel, cache: PagedPrefixCache, **arguments: Any) -> list[tuple[int, int]]:
+    """One call with both caches, which must give the same; the shapes of the forwards that ours ran."""
+    reference = run(model, **arguments)
+    with Forwards(model) as shapes:
+        output = run(model, cache, **arguments)
+    assert_same(reference, output)
+    cache.check()
+    return shapes
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_common_prompt_is_computed_once(name: str, view: bool) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model, view=view)
+    if not cache.store.takes_positions:  # what a row shares depends on its padding: rows of one length
+        questions = [tokens + [9] * (73 - len(tokens)) for tokens in QUESTIONS]
+    else:
+        questions = QUESTIONS
+    assert compare(model, cache, **batch(*questions)) == [(1, 64), (4, 9)]
+    assert cache.last_call.computed_tokens == 64 + 4 * 9
+
+
+def test_what_was_prefilled_is_seen_by_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros in place of it give other logits, for each row."""
+    model = build("llama")
+    inputs = batch(*QUESTIONS)
+    cache = PagedPrefixCache(model)
+    announce = cache.call.announce
+
+    def zeroed(request: Any) -> Any:
+        if request.prefilled:
+            zero_blocks(cache)
+        return announce(request)
+
+    monkeypatch.setattr(cache.call, "announce", zeroed)
+    reference, output = run(model, **inputs), run(model, cache, **inputs)
+    assert not is_same(reference, output)
+    first = (reference.logits[0] - output.logits[0]).abs().amax(dim=1)
+    assert bool((first > 1e-3).all())
+
+
+def test_nested_prefixes_are_computed_once_each() -> None:
+    model = build("llama")
+    a, b, c = row((1, 48)), row((2, 32)), row((3, 32))
+    rows = [a + b + row((4, 8)), a + b + row((5, 8)), a + c + row((6, 8))]
+    cache = PagedPrefixCache(model)
+    assert compare(model, cache, **batch(*rows)) == [(1, 80), (1, 32), (3, 8)]
+    assert cache.last_call.computed_tokens == 80 + 32 + 3 * 8
+
+
+def test_a_new_row_among_known_ones_is_computed_alone() -> None:
+    model = build("llama")
+    known = [row((1, 64), (seed, 8)) for seed in (2, 3, 4)]
+    new = row((9, 64), (5, 8))
+    cache = PagedPrefixCache(model)
+    run(model, cache, **batch(known[0]))
+    assert compare(model, PagedPrefixCache(cache.store), **batch(*known, new)) == [(1, 64), (4, 8)]
+
+
+def test_chunks_of_a_prompt_are_prefilled_one_by_one() -> None:
+    model = build("llama")
+    inputs = batch(*QUESTIONS)
+    cache = PagedPrefixCache(model)
+    forwards = compare(model, cache, **inputs, prefill_chunk_size=32)
+    assert max(columns for _, columns in forwards) <= 32
+    assert cache.last_call.computed_tokens <= 64 + 4 * (9 + 16)
+
+
+def test_beams_of_rows_that_share_are_prefilled_once() -> None:
+    model = build("llama")
+    inputs = batch(*QUESTIONS[:2])
+    cache = PagedPrefixCache(model)
+    assert compare(model, cache, **inputs, num_beams=3) == [(1, 64), (2, 9)]
+    assert cache.last_call.computed_tokens < 64 + 2 * 16
+
+
+def test_a_pool_with_no_room_for_prefills_computes_rows_as_they_are() -> None:
+    model = build("llama")
+    inputs = batch(*QUESTIONS)
+    num_needed = 4 * 5 + 1  # without sharing: 78 columns a row
+    store = PrefixStore(model, num_blocks=num_needed)
+    other = PagedPrefixCache(store)
+    cache = PagedPrefixCache(store)
+    compare(model, cache, **inputs)
+    cache.reset()
+    run(model, other, input_ids=torch.tensor([row((7, 100))]))
+    compare(model, cache, **inputs)
+
+
+def test_a_call_that_cannot_fit_is_refused_before_anything_is_computed() -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model, num_blocks=7)
+    with Forwards(model) as shapes, pytest.raises(OutOfBlocksError):
+        run(model, cache, **batch(*QUESTIONS))
+    assert shapes == []
+    cache.check()
+    assert cache.stats().num_blocks_in_use == 0
+
+
+def test_a_call_that_fits_only_once_rows_share_is_run() -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model, num_blocks=1 + 4 + 4)  # the prompt once, and a block a row
+    assert compare(model, cache, **batch(*QUESTIONS)) == [(1, 64), (4, 9)]
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_processes_in_step_prefill_nothing() -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model)
+    with Forwards(model) as shapes:
+        run(model, cache, **batch(*QUESTIONS), synced_gpus=True)
+    assert shapes == [(4, 73)]
+    cache.reset()
+    cache.reset_prefix_cache()
+    assert compare(model, cache, **batch(*QUESTIONS)) == [(1, 64), (4, 9)]
+
+
+def test_an_exception_in_a_prefill_leaves_nothing_behind() -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model)
+    reference = run(model, **batch(*QUESTIONS))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        run(model, cache, **batch(*QUESTIONS))
+    handle.remove()
+    cache.check()
+    assert cache.stats().num_blocks_in_use == 0
+    assert_same(reference, run(model, cache, **batch(*QUESTIONS)))
+
+
+def test_what_was_computed_in_a_prefill_counts_for_its_row() -> None:
+    cache = PagedPrefixCache(build("llama"))
+    run(cache.store.model, cache, **batch(*QUESTIONS))
+    counts = cache.last_call
+    assert [counted.computed_tokens for counted in counts.rows].count(9) >= 1
+    assert sum(counted.computed_tokens for counted in counts.rows) == counts.computed_tokens
+    assert sum("computed first" in counted.stopped for counted in counts.rows) == 1
+    assert cache.stats().computed_tokens == counts.computed_tokens

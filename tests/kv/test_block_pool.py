@@ -1,0 +1,461 @@
+"""The block pool: what is written is what is read, wherever the slots lie and however the pool has grown since."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged_cache import PoolArgumentError
+from hf_paged_cache.kv import recycled_memory as host_memory
+from hf_paged_cache.kv.block_pool import BlockPool
+from hf_paged_cache.kv.recycled_memory import RecycledMemory, zeros
+from hf_paged_cache.kv.slot_mapping import ReadSource, SlotMapping
+
+BLOCK_SIZE = 4
+HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
+
+RUN = [4, 5, 6, 7, 8, 9]
+SCATTERED = [9, 4, 22, 5, 13, 30]
+LOOKS_LIKE_A_RUN = [4, 6, 5, 7, 8, 9]  # as long as its ends are apart, and no run
+
+
+def states(
+    rng: torch.Generator, num_rows: int, num_tokens: int, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    return {
+        "key": torch.randn(num_rows, HEADS, num_tokens, KEY_DIM, generator=rng).to(dtype),
+        "value": torch.randn(num_rows, HEADS, num_tokens, VALUE_DIM, generator=rng).to(dtype),
+    }
+
+
+def make_pool(num_blocks: int = 8) -> BlockPool:
+    pool = BlockPool(BLOCK_SIZE)
+    pool.ensure_capacity(num_blocks)
+    return pool
+
+
+def all_slots(pool: BlockPool) -> torch.Tensor:
+    return torch.arange(pool.capacity * BLOCK_SIZE)[None]
+
+
+def assert_holds(pool: BlockPool, layer_idx: int, slots: list[int], expected: dict[str, torch.Tensor]) -> None:
+    """The slots of a layer hold, bit for bit, the tokens of `expected`, row after row."""
+    gathered = pool.gather(layer_idx, ReadSource(torch.tensor([slots])))
+    assert gathered.keys() == expected.keys()
+    for name, tensor in expected.items():
+        in_order = tensor.transpose(1, 2).flatten(0, 1)  # [tokens, H, D]
+        found = gathered[name][0].transpose(0, 1)
+        assert found.dtype == tensor.dtype
+        assert found.contiguous().view(torch.uint8).equal(in_order.contiguous().view(torch.uint8)), name
+
+
+# Writing and reading
+
+
+@pytest.mark.parametrize("slots", [RUN, SCATTERED, LOOKS_LIKE_A_RUN], ids=["run", "scattered", "no run"])
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_gathered_is_what_was_written_bit_for_bit(
+    slots: list[int], num_rows: int, dtype: torch.dtype, rng: torch.Generator
+) -> None:
+    pool = make_pool()
+    new = states(rng, num_rows, len(slots) // num_rows, dtype)
+    pool.write(0, new, SlotMapping(slots))
+    assert_holds(pool, 0, slots, new)
+
+
+@pytest.mark.parametrize("slots", [RUN, SCATTERED], ids=["run", "scattered"])
+@pytest.mark.parametrize("sources", [None, [5, 0, 3, 1, 2, 4]], ids=["all", "some"])
+def test_a_write_changes_its_slots_and_no_other(
+    slots: list[int], sources: list[int] | None, rng: torch.Generator
+) -> None:
+    pool = make_pool()
+    everything = states(rng, 1, pool.capacity * BLOCK_SIZE)
+    pool.write(0, everything, SlotMapping(range(pool.capacity * BLOCK_SIZE)))
+    pool.write(0, states(rng, 2, 3), SlotMapping(slots, sources))
+    others = [slot for slot in range(pool.capacity * BLOCK_SIZE) if slot not in slots]
+    assert_holds(pool, 0, others, {name: tensor[:, :, others] for name, tensor in everything.items()})
+
+
+@pytest.mark.parametrize("slots", [[8, 9, 10], [10, 3, 30]], ids=["run", "scattered"])
+def test_only_the_tokens_named_as_sources_are_written(slots: list[int], rng: torch.Generator) -> None:
+    pool = make_pool()
+    new = states(rng, 2, 4)
+    sources = [1, 3, 6]  # tokens 1 and 3 of row 0, token 2 of row 1
+    pool.write(0, new, SlotMapping(slots, sources))
+    for name in ("key", "value"):
+        found = pool.gather(0, ReadSource(torch.tensor([slots])))[name][0]
+        expected = torch.stack((new[name][0, :, 1], new[name][0, :, 3], new[name][1, :, 2]), dim=1)
+        assert found.equal(expected)
+    untouched = pool.gather(0, ReadSource(all_slots(pool)))["key"][0].abs().sum(dim=(0, 2)) == 0
+    assert untouched.sum() == untouched.numel() - 3
+
+
+def test_layers_do_not_touch_each_other_and_may_differ_in_shape(rng: torch.Generator) -> None:
+    pool = make_pool()
+    first = states(rng, 1, 6)
+    second = {"key": torch.randn(1, 7, 6, 2, generator=rng), "index": torch.randn(1, 1, 6, 9, generator=rng)}
+    pool.write(0, first, SlotMapping(RUN))
+    pool.write(5, second, SlotMapping(RUN))
+    assert_holds(pool, 0, RUN, first)
+    assert_holds(pool, 5, RUN, second)
+    assert pool.layer_indices == [0, 5]
+
+
+def test_a_target_of_no_slots_writes_nothing_and_still_makes_the_layer(rng: torch.Generator) -> None:
+    pool = make_pool()
+    pool.write(0, states(rng, 1, 1), SlotMapping([], []))
+    assert pool.layer_indices == [0]
+    assert not pool.gather(0, ReadSource(all_slots(pool)))["key"].any()
+
+
+def test_many_rows_are_gathered_each_with_its_own_slots(rng: torch.Generator) -> None:
+    pool = make_pool()
+    new = states(rng, 1, 6)
+    pool.write(0, new, SlotMapping(RUN))
+    gathered = pool.gather(0, ReadSource(torch.tensor([[4, 5, 6], [9, 9, 4]])))
+    assert gathered["key"].shape == (2, HEADS, 3, KEY_DIM)
+    assert gathered["key"][0].equal(new["key"][0, :, [0, 1, 2]])
+    assert gathered["key"][1].equal(new["key"][0, :, [5, 5, 0]])
+
+
+@pytest.mark.parametrize("recycled", [False, True], ids=["own memory", "recycled memory"])
+@pytest.mark.parametrize(
+    ("source", "first"),
+    [
+        (ReadSource(torch.tensor([RUN[1:]])), 1),
+        (ReadSource.of_blocks(torch.tensor([[1, 2]]), 5, skipped=1), 1),
+        (ReadSource.of_blocks(torch.tensor([[1, 2]]), 6), 0),
+    ],
+    ids=["by slot", "by block", "from the first slot of a block"],
+)
+def test_what_is_gathered_is_a_copy_that_models_may_view_by_row_and_head(
+    source: ReadSource, first: int, recycled: bool, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "_MIN_RECYCLED_BYTES", 1)
+    pool, memory = make_pool(), RecycledMemory() if recycled else None
+    new = states(rng, 1, 6)
+    pool.write(0, new, SlotMapping(RUN))
+    gathered = pool.gather(0, source, memory=memory)
+    assert memory is None or memory.num_bytes > 0
+    for name, tensor in gathered.items():
+        assert tensor.equal(new[name][:, :, first:])
+        assert tensor.view(HEADS, *tensor.shape[2:]).equal(tensor[0])
+        tensor.fill_(7)
+    assert_holds(pool, 0, RUN, new)
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 14))
+@pytest.mark.parametrize("first", [4, 5, 7])
+def test_a_run_may_begin_and_end_anywhere_in_a_block(first: int, num_tokens: int, rng: torch.Generator) -> None:
+    pool = make_pool()
+    everything = states(rng, 1, pool.capacity * BLOCK_SIZE)
+    pool.write(0, everything, SlotMapping(range(pool.capacity * BLOCK_SIZE)))
+    new, run = states(rng, 1, num_tokens), list(range(first, first + num_tokens))
+    pool.write(0, new, SlotMapping(run))
+    assert_holds(pool, 0, run, new)
+    others = [slot for slot in range(pool.capacity * BLOCK_SIZE) if slot not in run]
+    assert_holds(pool, 0, others, {name: tensor[:, :, others] for name, tensor in everything.items()})
+
+
+@pytest.mark.parametrize("slots", [[9], [9, 4, 22], [29]], ids=["1 row", "3 rows", "a further block"])
+def test_a_step_is_written_as_any_other_tokens_are(slots: list[int], rng: torch.Generator) -> None:
+    pool, plain = make_pool(), make_pool()
+    for each in (pool, plain):
+        each.write(0, states(torch.Generator().manual_seed(0), 1, 24), SlotMapping(range(24)))
+    new = states(rng, len(slots), 1)
+    assert pool.write_step(0, new["key"], new["value"], SlotMapping(slots))
+    plain.write(0, new, SlotMapping(slots))
+    everything = ReadSource(all_slots(pool))
+    for name, tensor in pool.gather(0, everything).items():
+        assert tensor.equal(plain.gather(0, everything)[name])
+    assert pool.num_blocks_used == plain.num_blocks_used
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key": torch.zeros(1, HEADS, 1, KEY_DIM, dtype=torch.bfloat16)},
+        {"value": torch.zeros(1, HEADS, 1, VALUE_DIM, dtype=torch.float64)},
+        {"key": torch.zeros(1, 1, 1, KEY_DIM)},  # would be broadcast
+        {"value": torch.zeros(1, HEADS, 1, 1)},
+        {"key": torch.zeros(2, HEADS, 1, KEY_DIM)},
+        {"key": torch.zeros(1, HEADS, 2, KEY_DIM)},
+        {"key": torch.zeros(HEADS, 1, KEY_DIM)},
+        {"key": torch.zeros(1, HEADS, 1, KEY_DIM, device="meta")},
+        {"value": torch.zeros(1, HEADS, 1, VALUE_DIM, requires_grad=True)},
+        {"layer_idx": 1},
+        {"layer_idx": 2},
+        {"target": SlotMapping([])},
+    ],
+    ids=", ".join,
+)
+def test_a_step_that_is_not_as_the_layer_was_is_left_to_write(change: dict[str, Any], rng: torch.Generator) -> None:
+    pool = make_pool(16)
+    pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
+    pool.write(2, {"index": torch.randn(1, 1, 6, 9, generator=rng)}, SlotMapping(RUN))
+    before = pool.gather(0, ReadSource(all_slots(pool)))
+    given = {"layer_idx": 0, **states(rng, 1, 1), "target": SlotMapping([9])}
+    assert not pool.write_step(**{**given, **change})
+    for name, tensor in pool.gather(0, ReadSource(all_slots(pool))).items():
+        assert tensor.equal(before[name])
+    assert pool.write_step(**given)
+
+
+def test_states_that_require_grad_are_written_without_their_history(rng: torch.Generator) -> None:
+    pool = make_pool()
+    new = {name: tensor.requires_grad_() for name, tensor in states(rng, 1, 6).items()}
+    pool.write(0, new, SlotMapping(RUN))
+    assert not pool.gather(0, ReadSource(torch.tensor([RUN])))["key"].requires_grad
+
+
+@pytest.mark.parametrize("slots", [RUN, SCATTERED], ids=["run", "scattered"])
+def test_states_that_are_views_of_other_memory_are_written_right(slots: list[int], rng: torch.Generator) -> None:
+    pool = make_pool()
+    expanded = torch.randn(1, 1, 6, KEY_DIM, generator=rng).expand(1, HEADS, 6, KEY_DIM)
+    new = {"key": expanded, "value": torch.randn(1, 6, HEADS, VALUE_DIM, generator=rng).transpose(1, 2)}
+    pool.write(0, new, SlotMapping(slots))
+    assert_holds(pool, 0, slots, new)
+
+
+def test_random_writes_of_runs_and_scattered_slots_match_a_plain_list(rng: torch.Generator) -> None:
+    shuffler, pool = random.Random(0), make_pool(4)
+    expected = [torch.zeros(HEADS, KEY_DIM) for _ in range(4 * BLOCK_SIZE)]
+    for _ in range(60):
+        num_rows, num_tokens = shuffler.randint(1, 3), shuffler.randint(1, 4)
+        new = torch.randn(num_rows, HEADS, num_tokens, KEY_DIM, generator=rng)
+        sources = sorted(shuffler.sample(range(num_rows * num_tokens), shuffler.randint(1, num_rows * num_tokens)))
+        first = shuffler.randint(0, len(expected) - len(sources))
+        run = list(range(first, first + len(sources)))
+        slots = run if shuffler.random() < 0.5 else shuffler.sample(range(len(expected)), len(sources))
+        all_of_them = len(sources) == num_rows * num_tokens and shuffler.random() < 0.5
+        pool.write(0, {"key": new}, SlotMapping(slots, None if all_of_them else sources))
+        for slot, source in zip(slots, sources, strict=True):
+            expected[slot] = new[source // num_tokens, :, source % num_tokens]
+    assert pool.gather(0, ReadSource(all_slots(pool)))["key"][0].equal(torch.stack(expected, dim=1))
+
+
+# Copies
+
+
+def test_blocks_are_copied_whole_in_all_layers_in_the_order_given(rng: torch.Generator) -> None:
+    pool = make_pool()
+    for layer_idx in (0, 1):
+        pool.write(layer_idx, states(rng, 1, 8), SlotMapping(range(4, 12)))
+    before = {layer_idx: pool.gather(layer_idx, ReadSource(torch.arange(4, 8)[None])) for layer_idx in (0, 1)}
+    pool.copy_blocks([(1, 5), (5, 2)])
+    for layer_idx in (0, 1):
+        for start in (4, 20, 8):  # the source, and both destinations
+            found = pool.gather(layer_idx, ReadSource(torch.arange(start, start + BLOCK_SIZE)[None]))
+            assert all(found[name].equal(before[layer_idx][name]) for name in ("key", "value"))
+
+
+def test_a_copied_block_survives_growth() -> None:
+    pool = BlockPool(BLOCK_SIZE)
+    pool.ensure_capacity(4)
+    pool.write(0, {"key": torch.ones(1, 1, 4, 1)}, SlotMapping([4, 5, 6, 7]))
+    pool.copy_blocks([(1, 3)])
+    pool.ensure_capacity(40)
+    assert pool.gather(0, ReadSource(torch.tensor([[4, 12, 15, 8]])))["key"].flatten().tolist() == [1, 1, 1, 0]
+
+
+def test_no_copies_are_no_work() -> None:
+    BlockPool(BLOCK_SIZE).copy_blocks([])
+
+
+# Memory
+
+
+def test_unwritten_slots_are_zero_also_after_growth(rng: torch.Generator) -> None:
+    pool = make_pool(3)
+    pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
+    pool.ensure_capacity(9)
+    found = pool.gather(0, ReadSource(all_slots(pool)))["key"][0]
+    for slot in range(9 * BLOCK_SIZE):
+        assert found[:, slot].any() == (slot in RUN)
+
+
+def test_growth_keeps_what_was_written(rng: torch.Generator) -> None:
+    pool = make_pool(4)
+    new = states(rng, 2, 3)
+    pool.write(0, new, SlotMapping(RUN))
+    for num_blocks in (5, 11, 64):
+        pool.ensure_capacity(num_blocks)
+        assert pool.capacity == num_blocks
+        assert_holds(pool, 0, RUN, new)
+    late = states(rng, 1, 1)
+    pool.write(0, late, SlotMapping([63 * BLOCK_SIZE]))
+    assert_holds(pool, 0, [63 * BLOCK_SIZE], late)
+
+
+def test_what_was_written_survives_growth_without_being_marked(rng: torch.Generator) -> None:
+    """`num_blocks_used` says it is one more than the highest block id written so far."""
+    pool = BlockPool(BLOCK_SIZE)
+    pool.ensure_capacity(4)
+    new = states(rng, 2, 3)
+    pool.write(0, new, SlotMapping(RUN))
+    pool.ensure_capacity(8)
+    assert_holds(pool, 0, RUN, new)
+
+
+def test_capacity_never_shrinks_by_asking_for_less() -> None:
+    pool = make_pool(8)
+    pool.ensure_capacity(3)
+    assert pool.capacity == 8
+
+
+@pytest.mark.parametrize("made_in", [True, False])
+@pytest.mark.parametrize("grown_in", [True, False])
+def test_a_pool_made_in_inference_mode_can_be_written_out_of_it_and_the_other_way_round(
+    made_in: bool, grown_in: bool, rng: torch.Generator
+) -> None:
+    pool = make_pool()
+    with torch.inference_mode(made_in):
+        pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
+    with torch.inference_mode(grown_in):
+        pool.ensure_capacity(16)
+    for inside in (False, True):
+        with torch.inference_mode(inside):
+            new = states(rng, 1, 6)
+            for slots in (RUN, SCATTERED):
+                pool.write(0, new, SlotMapping(slots))
+                assert_holds(pool, 0, slots, new)
+            pool.copy_blocks([(1, 2)])
+
+
+def test_a_target_made_in_inference_mode_works_out_of_it(rng: torch.Generator) -> None:
+    pool, target, new = make_pool(), SlotMapping(SCATTERED, [0, 1, 2, 3, 4, 5]), states(rng, 1, 6)
+    with torch.inference_mode():
+        pool.write(0, new, target)
+    pool.write(1, new, target)
+    assert_holds(pool, 1, SCATTERED, new)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_new_memory_is_zero_and_no_inference_tensor(dtype: torch.dtype, device: torch.device) -> None:
+    with torch.inference_mode():
+        made = zeros((2, 3, 1, 5), dtype, device)
+    assert (made.shape, made.dtype, made.device.type) == ((2, 3, 1, 5), dtype, device.type)
+    assert not made.any()
+    assert not made.is_inference()
+
+
+def test_memory_of_no_elements_can_be_made() -> None:
+    assert zeros((0, 4, 2, 3), torch.float32, torch.device("cpu")).shape == (0, 4, 2, 3)
+
+
+def test_bytes_are_counted_by_block_over_all_layers(rng: torch.Generator) -> None:
+    pool = make_pool()
+    assert pool.bytes_per_block == 0
+    pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
+    one_layer = BLOCK_SIZE * HEADS * (KEY_DIM + VALUE_DIM) * 4
+    assert pool.bytes_per_block == one_layer
+    pool.write(1, states(rng, 1, 6, torch.bfloat16), SlotMapping(RUN))
+    assert pool.bytes_per_block == one_layer + one_layer // 2
+    pool.write(1, states(rng, 1, 6), SlotMapping(RUN))  # widens
+    assert pool.bytes_per_block == 2 * one_layer
+    pool.ensure_capacity(100)
+    assert pool.bytes_per_block == 2 * one_layer
+
+
+def test_on_a_host_only_blocks_that_were_used_count_as_held() -> None:
+    pool = BlockPool(BLOCK_SIZE)
+    pool.ensure_capacity(100)
+    pool.write(0, {"key": torch.ones(1, 1, 4, 1)}, SlotMapping([4, 5, 6, 7]))
+    assert pool.pool_bytes == 2 * pool.bytes_per_block
+
+
+def test_clearing_gives_the_memory_back_and_forgets_the_shapes(rng: torch.Generator) -> None:
+    pool = make_pool()
+    pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
+    pool.clear()
+    assert (pool.capacity, pool.pool_bytes, pool.bytes_per_block, pool.layer_indices) == (0, 0, 0, [])
+    pool.ensure_capacity(8)
+    other = {"key": torch.randn(1, 9, 6, 1, generator=rng)}
+    pool.write(0, other, SlotMapping(RUN))
+    assert_holds(pool, 0, RUN, other)
+
+
+def test_a_pool_on_a_host_grows_in_large_steps_and_one_on_an_accelerator_in_small_ones() -> None:
+    pool = make_pool()
+    assert pool.growth() > 2
+    pool.write(0, {"key": torch.ones(1, 1, 4, 1, device="meta")}, SlotMapping([4, 5, 6, 7]))  # stands for one
+    assert pool.growth() == 2
+    assert pool.devices() == {torch.device("meta")}
+
+
+# Types
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "held"),
+    [
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16, torch.float32),
+        (torch.float16, torch.bfloat16, torch.float32),
+        (torch.float32, torch.float64, torch.float64),
+    ],
+)
+@pytest.mark.parametrize("slots", [[16, 17], [17, 30]], ids=["run", "scattered"])
+def test_no_write_loses_precision_and_none_that_came_before_it_does(
+    first: torch.dtype, second: torch.dtype, held: torch.dtype, slots: list[int], rng: torch.Generator
+) -> None:
+    pool = make_pool()
+    old, new = states(rng, 1, 6, first), states(rng, 1, 2, second)
+    pool.write(0, old, SlotMapping(RUN))
+    pool.write(0, new, SlotMapping(slots))
+    assert_holds(pool, 0, RUN, {name: tensor.to(held) for name, tensor in old.items()})
+    assert_holds(pool, 0, slots, {name: tensor.to(held) for name, tensor in new.items()})
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((HEADS, 6, KEY_DIM), "expected [rows, heads, tokens, head_dim], got (2, 6, 3)"),
+        ((1, HEADS + 1, 6, KEY_DIM), "holds 2 heads of 3, got 3 of 3"),
+        ((1, HEADS, 6, KEY_DIM + 1), "holds 2 heads of 3, got 2 of 4"),
+    ],
+)
+def test_states_of_another_shape_are_refused_by_layer_and_name(
+    shape: tuple[int, ...], said: str, rng: torch.Generator
+) -> None:
+    pool = make_pool()
+    new = states(rng, 1, 6)
+    pool.write(3, new, SlotMapping(RUN))
+    with pytest.raises(PoolArgumentError) as caught:
+        pool.write(3, {"key": torch.zeros(shape), "value": new["value"]}, SlotMapping(RUN))
+    assert "layer 3 key" in str(caught.value)
+    assert said in str(caught.value)
+    assert_holds(pool, 3, RUN, new)
+
+
+def test_a_first_write_of_another_shape_leaves_no_layer_behind() -> None:
+    pool = make_pool()
+    with pytest.raises(PoolArgumentError):
+        pool.write(0, {"key": torch.zeros(2, 6, 3)}, SlotMapping(RUN))
+    assert pool.layer_indices == []
+    assert pool.bytes_per_block == 0
+    pool.write(0, {"key": torch.zeros(1, 2, 6, 3)}, SlotMapping(RUN))
+    with pytest.raises(PoolArgumentError, match="expected"):
+        pool.write(0, {"key": torch.zeros(2, 6, 3)}, SlotMapping(RUN))
+
+
+def test_only_the_tensors_that_are_asked_for_are_gathered(rng: torch.Generator) -> None:
+    pool, written = make_pool(), states(rng, 1, 6)
+    pool.write(0, written, SlotMapping(RUN))
+    gathered = pool.gather(0, ReadSource(torch.tensor([RUN])), ["value"])
+    assert gathered.keys() == {"value"}
+    assert gathered["value"].equal(written["value"])
+
+
+def test_a_layer_that_was_never_written_cannot_be_gathered(rng: torch.Generator) -> None:
+    pool = make_pool()
+    pool.write(2, states(rng, 1, 6), SlotMapping(RUN))
+    with pytest.raises(PoolArgumentError, match=r"layer 1 was never written; layers written are \[2\]"):
+        pool.gather(1, ReadSource(torch.tensor([[4]])))

@@ -1,0 +1,291 @@
+"""What the pool holds: after every kind of reuse, the keys and values of each row are those of one plain forward.
+
+Results can be right although a wrong key or value lies in the pool, for whoever reads it next. So every layer is read
+through the row's block table, from the pool's own tensors, and compared with what a plain forward over the row's tokens
+hands to its cache.
+"""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.blocks import BlockTable
+
+from ..reference import PROMPT, batch, row, run, zero_blocks
+from ..tiny_models import SETTINGS, build
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOLERANCE = 1e-5  # of the largest number of the tensor
+
+_LLAMA = SETTINGS["llama"][2]
+_LATENT = {
+    **{name: value for name, value in _LLAMA.items() if name != "head_dim"},
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+# Kinds of keys and values that no model of the other tests has.
+FURTHER: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "deepseek_v3": (  # latent attention: keys and values of other sizes; experts
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            **_LATENT,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "minicpm3": ("MiniCPM3Config", "MiniCPM3ForCausalLM", _LATENT),
+    "gemma3n_text": (  # the last two layers read keys and values of others
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        {
+            **_LLAMA,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 24,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 128,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
+    "gpt_bigcode": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", {**SETTINGS["gpt2"][2], "multi_query": True}),
+    "phi": ("PhiConfig", "PhiForCausalLM", {**_LLAMA, "partial_rotary_factor": 0.5}),  # rope turns half of each key
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", {**_LLAMA, "partial_rotary_factor": 0.25}),
+    "cohere": ("CohereConfig", "CohereForCausalLM", _LLAMA),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", _LLAMA),
+}
+MODELS = ("llama", "qwen3", "gpt2", "mistral", "gemma3", "mixtral", "opt", "bloom", "bert_decoder", *FURTHER)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def built(request: pytest.FixtureRequest) -> PreTrainedModel:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, settings in FURTHER.items():
+            patch.setitem(SETTINGS, name, settings)
+        return build(request.param)
+
+
+class Recorder(DynamicCache):
+    """Keeps what every layer hands over: layer -> name -> [tokens, heads, head size]."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(config=model.config)
+        self.written: dict[int, dict[str, Tensor]] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        states = {"key": key_states, "value": value_states}
+        self.written[layer_idx] = {name: each[0].transpose(0, 1) for name, each in states.items()}
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def plain(model: PreTrainedModel, tokens: Sequence[int]) -> dict[int, dict[str, Tensor]]:
+    """What one plain forward over these tokens, without padding, hands to its cache."""
+    recorder, ids = Recorder(model), torch.tensor([list(tokens)])
+    with torch.no_grad():
+        model(ids, attention_mask=torch.ones_like(ids), past_key_values=recorder, use_cache=True)
+    return recorder.written
+
+
+def stored(cache: PagedPrefixCache, table: BlockTable) -> dict[int, dict[str, Tensor]]:
+    """What the pool's tensors have in the slots of a table's tokens: layer -> name -> [tokens, heads, head size]."""
+    pool, size = cache.store.blocks.pool, cache.store.blocks.block_size
+    blocks, offsets = (
+        [table.block_ids[i // size] for i in range(table.num_tokens)],
+        torch.arange(table.num_tokens) % size,
+    )
+    return {
+        layer: {name: tensor[blocks, :, offsets] for name, tensor in tensors.items()}
+        for layer, tensors in pool._tensors.items()
+    }
+
+
+def assert_equal(got: dict[int, dict[str, Tensor]], wanted: dict[int, dict[str, Tensor]]) -> None:
+    assert sorted(got) == sorted(wanted)
+    for layer, tensors in wanted.items():
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(
+                got[layer][name],
+                tensor,
+                rtol=0,
+                atol=TOLERANCE * float(tensor.abs().max()),
+                msg=lambda why, where=f"layer {layer}, {name}": f"{where}: {why}",
+            )
+
+
+def assert_rows_hold_what_a_plain_forward_gives(cache: PagedPrefixCache) -> None:
+    """Of every row, through its table, and through `read_layer`."""
+    rows = cache.call.rows.in_batch()
+    assert rows
+    for number, each in enumerate(rows):
+        assert each.table.num_tokens
+        in_pool = stored(cache, each.table)
+        assert_equal(in_pool, plain(cache.store.model, each.table.token_ids))
+        for layer, tensors in in_pool.items():
+            for name, tensor in tensors.items():
+                read = cache.read_layer(layer)[name][number, :, each.pad :].transpose(0, 1)
+                assert torch.equal(read, tensor)
+
+
+def assert_found_blocks_hold_what_a_plain_forward_gives(cache: PagedPrefixCache) -> None:
+    """Of what a later call would find of each row in the store."""
+    ended = [(each.root, list(each.table.token_ids)) for each in cache.call.rows.distinct]
+    cache.reset()
+    for root, tokens in ended:
+        with BlockTable(cache.store.blocks.allocator, root) as table:
+            assert table.hold_prefix(array("q", tokens)) > 0
+            assert_equal(stored(cache, table), plain(cache.store.model, tokens[: table.num_tokens]))
+
+
+# Cases. Each ends with rows that reused.
+
+
+def partial_hit(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
+    run(model, cache, **batch(PROMPT))
+    run(model, cache, **batch(row((1, 40), (2, 9))))
+    assert cache.last_call.reused_tokens == 40
+
+
+def partial_hit_in_the_store(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
+    run(model, cache, **batch(PROMPT), max_new_tokens=20)
+    cache.reset()
+    run(model, cache, **batch(row((1, 45), (2, 9))), max_new_tokens=20)
+    assert cache.last_call.reused_tokens == 32
+
+
+def padded_batch(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
+    run(model, cache, **batch(row((1, 40), (2, 10)), row((4, 36), (5, 4))))
+    run(model, cache, **batch(row((1, 40), (6, 14)), row((4, 36), (7, 8))))
+    assert cache.last_call.reused_tokens == 40 + 40 - 10
+
+
+def known_and_unknown_rows(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
+    """The known row computes columns again for the other's sake; they must not be written."""
+    run(model, cache, **batch(PROMPT))
+    cache.reset()
+    run(model, cache, **batch(row((1, 50), (2, 4)), row((8, 30))))
+    assert cache.last_call.reused_tokens >= 24
+
+
+def beams(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
+    run(model, cache, **batch(PROMPT), num_beams=4, max_new_tokens=10)
+    output = run(model, cache, **batch(PROMPT), num_beams=4, max_new_tokens=10)
+    assert cache.last_call.reused_tokens == 199
+    assert cache.stats().num_copies_on_write > 0
+    assert_rows_hold_what_a_plain_forward_gives(cache)
+    run(model, cache, **batch(output.sequences[0].tolist() + row((2, 3))), num_beams=2)
+    assert cache.last_call.reused_tokens > 100
+
+
+def samples(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
+    sampling = {"do_sample": True, "temperature": 100.0, "num_return_sequences": 3, "max_new_tokens": 20}
+    run(model, cache, **batch(PROMPT), **sampling)
+    run(model, cache, **batch(row((1, 40), (2, 9))), **sampling, seed=1)
+    assert cache.last_call.reused_tokens == 3 * 40 + 2 * 9
+    assert len({tuple(each.table.token_ids) for each in cache.call.rows.distinct}) == 3
+
+
+def crop(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
+    lookup = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 12}
+    inputs = batch(row((1, 20), (1, 20), (1, 9)))
+    run(model, cache, **inputs, **lookup)
+    cropped: list[int] = []
+    theirs = cache.crop
+    cache.crop = lambda count: (cropped.append(count), theirs(count))  # type: ignore[method-assign]
+    run(model, cache, **inputs, **lookup)
+    assert min(cropped) < 0, "no draft was taken back"
+    assert cache.last_call.reused_tokens >= 40
+
+
+def copy_on_write(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
+    """Two rows of one partial block part; both stay what they are."""
+    with torch.no_grad():
+        model(torch.tensor([row((1, 43))]), past_key_values=cache)
+        twin = copy.deepcopy(cache)
+        copies = cache.stats().num_copies_on_write
+        for held, seed in ((twin, 2), (cache, 3)):
+            model(torch.tensor([row((seed, 9))]), past_key_values=held)
+        assert cache.stats().num_copies_on_write == copies + 1
+        assert_rows_hold_what_a_plain_forward_gives(twin)
+
+
+def chunked_prefill(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
+    run(model, cache, **batch(PROMPT), prefill_chunk_size=16)
+    cache.reset()
+    run(model, cache, **batch(row((1, 50), (2, 13))), prefill_chunk_size=16)
+    assert cache.last_call.reused_tokens == 3 * 15
+
+
+CASES = (
+    partial_hit,
+    partial_hit_in_the_store,
+    padded_batch,
+    known_and_unknown_rows,
+    beams,
+    samples,
+    crop,
+    copy_on_write,
+    chunked_prefill,
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_the_pool_holds_the_keys_and_values_of_a_plain_forward(
+    built: PreTrainedModel, case: Callable[[PagedPrefixCache, PreTrainedModel], None]
+) -> None:
+    for view in (True, False):
+        cache = PagedPrefixCache(PrefixStore(built), view=view)
+        case(cache, built)
+        assert_rows_hold_what_a_plain_forward_gives(cache)
+        assert_found_blocks_hold_what_a_plain_forward_gives(cache)
+        cache.check()
+
+
+def test_zeros_in_place_of_reused_blocks_are_seen(built: PreTrainedModel) -> None:
+    cache = PagedPrefixCache(built)
+    run(built, cache, **batch(PROMPT))
+    zero_blocks(cache)
+    run(built, cache, **batch(row((1, 40), (2, 9))))
+    with pytest.raises(AssertionError, match="layer 0, key"):
+        assert_rows_hold_what_a_plain_forward_gives(cache)
+
+
+def test_one_number_that_is_off_by_little_is_seen(built: PreTrainedModel) -> None:
+    cache = PagedPrefixCache(built)
+    run(built, cache, **batch(PROMPT))
+    pool = cache.store.blocks.pool
+    for layer in pool.layer_indices:
+        for name in ("key", "value"):
+            table = cache.call.rows.distinct[0].table
+            tensor = pool._tensors[layer][name]
+            place = (table.block_ids[1], -1, 3, -1)
+            before = tensor[place].clone()
+            tensor[place] += 1e-4 * tensor.abs().max()
+            with pytest.raises(AssertionError, match=f"layer {layer}, {name}"):
+                assert_rows_hold_what_a_plain_forward_gives(cache)
+            tensor[place] = before
+    assert_rows_hold_what_a_plain_forward_gives(cache)

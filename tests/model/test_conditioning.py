@@ -1,0 +1,405 @@
+"""The digest of a model changes with all that changes keys and values, and with nothing else."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as everywhere
+from transformers.integrations.neftune import activate_neftune, deactivate_neftune
+
+from hf_paged_cache.model import fingerprint
+from hf_paged_cache.model.conditioning import Conditioning
+
+Model = Any
+
+
+def first_weight(model: Model) -> nn.Parameter:
+    return model.model.layers[0].self_attn.k_proj.weight
+
+
+def optimizer_step(model: Model, **options: bool) -> None:
+    """One step of AdamW at a small learning rate; the fused one changes no version."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def in_place(model: Model) -> None:
+    with torch.no_grad():
+        first_weight(model).add_(1e-3)
+
+
+def replace_data(model: Model) -> None:
+    first_weight(model).data = first_weight(model).data + 1e-3
+
+
+def change_under_inference_mode(model: Model) -> None:
+    with torch.inference_mode():
+        first_weight(model).mul_(1.001)
+
+
+def load_other_weights(model: Model) -> None:
+    model.load_state_dict({name: tensor + 1e-3 for name, tensor in model.state_dict().items()})
+
+
+def swap_parameter(model: Model) -> None:
+    model.model.layers[0].self_attn.k_proj.weight = nn.Parameter(first_weight(model).detach() * 2)
+
+
+def swap_module(model: Model) -> None:
+    old = model.model.layers[0].self_attn.k_proj
+    model.model.layers[0].self_attn.k_proj = nn.Sequential(old, nn.Identity())
+
+
+def swap_layers(model: Model) -> None:
+    model.model.layers[0], model.model.layers[1] = model.model.layers[1], model.model.layers[0]
+
+
+def drop_layer(model: Model) -> None:
+    model.model.layers = model.model.layers[:1]
+
+
+def users_hook(module: nn.Module, args: Any, output: Any) -> Any:
+    return output
+
+
+def users_pre_hook(module: nn.Module, args: Any) -> Any:
+    return None
+
+
+class Steering:
+    """Vectors added to a layer's output, as a user writes them: one function, several owners."""
+
+    def __init__(self, strength: float) -> None:
+        self.strength = strength
+
+    def hook(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return output + self.strength
+
+
+def replace_forward(model: Model) -> None:
+    layer = model.model.layers[0].mlp
+    forward = layer.forward
+    layer.forward = lambda states: forward(states) * 2
+
+
+def wrap_forward(model: Model) -> None:
+    """As decorators do: the new function says that it is from where the old one is."""
+    layer = model.model.layers[0].mlp
+    forward = layer.forward
+
+    @functools.wraps(forward)
+    def doubled(states: torch.Tensor) -> torch.Tensor:
+        return forward(states) * 2
+
+    layer.forward = doubled
+
+
+def decorate_with_autocast(model: Model) -> None:
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+
+
+CHANGES: dict[str, Callable[[Model], Any]] = {
+    "in place": in_place,
+    ".data.copy_": lambda model: first_weight(model).data.copy_(first_weight(model).data * 2),
+    "p.data = ...": replace_data,
+    "in inference mode": change_under_inference_mode,
+    "AdamW fused": lambda model: optimizer_step(model, fused=True),
+    "AdamW foreach": lambda model: optimizer_step(model, foreach=True),
+    "AdamW for loop": lambda model: optimizer_step(model, foreach=False),
+    "load_state_dict": load_other_weights,
+    "parameter swapped": swap_parameter,
+    "module swapped": swap_module,
+    "layers in another order": swap_layers,
+    "layer dropped": drop_layer,
+    "to bfloat16": lambda model: model.to(torch.bfloat16),
+    "forward hook": lambda model: model.model.layers[0].register_forward_hook(users_hook),
+    "forward pre-hook": lambda model: model.model.layers[1].mlp.register_forward_pre_hook(users_pre_hook),
+    "partial as hook": lambda model: model.model.layers[0].register_forward_hook(functools.partial(users_hook)),
+    "method as hook": lambda model: model.model.layers[0].mlp.register_forward_hook(Steering(1.0).hook),
+    "forward replaced": replace_forward,
+    "forward wrapped": wrap_forward,
+    "autocast round the forward": decorate_with_autocast,
+    "setting of the config": lambda model: setattr(model.config, "sliding_window", 8),
+    "fewer layers by the config": lambda model: setattr(model.config, "num_hidden_layers", 1),
+    "attention implementation": lambda model: model.set_attn_implementation("eager"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_the_digest_changes_with(change: Callable[[Model], Any], tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    assert conditioning.digest() == before
+    change(tiny_llama)
+    after = conditioning.digest()
+    assert after != before
+    assert conditioning.digest() == after
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_every_weight_is_seen_changing_after(change: Callable[[Model], Any], tiny_llama: Model) -> None:
+    """A list of tensors made before must not hide what is changed later."""
+    conditioning = Conditioning(tiny_llama)
+    conditioning.digest()
+    change(tiny_llama)
+    for _, parameter in list(tiny_llama.named_parameters()):
+        before = conditioning.digest()
+        with torch.no_grad():
+            parameter.mul_(1.01)
+        assert conditioning.digest() != before
+
+
+def test_a_hook_moved_to_another_owner_or_taken_off_is_seen(tiny_llama: Model) -> None:
+    conditioning, layer = Conditioning(tiny_llama), tiny_llama.model.layers[0].mlp
+    weak, strong = Steering(0.1), Steering(9.0)
+    plain = conditioning.digest()
+    handle = layer.register_forward_hook(weak.hook)
+    with_weak = conditioning.digest()
+    handle.remove()
+    assert conditioning.digest() == plain
+    handle = layer.register_forward_hook(strong.hook)
+    assert len({plain, with_weak, conditioning.digest()}) == 3
+    handle.remove()
+    layer.register_forward_hook(weak.hook)
+    assert conditioning.digest() == with_weak
+
+
+def test_weights_that_come_back_give_their_digest_back(tiny_llama: Model) -> None:
+    conditioning, state = Conditioning(tiny_llama), copy.deepcopy(tiny_llama.state_dict())
+    before = conditioning.digest()
+    in_place(tiny_llama)
+    assert conditioning.digest() != before
+    tiny_llama.load_state_dict(state)
+    assert conditioning.digest() == before
+
+
+def test_autocast_and_its_type_are_seen(tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama)
+    plain = conditioning.digest()
+    with torch.autocast("cpu", torch.bfloat16):
+        bfloat = conditioning.digest()
+    with torch.autocast("cpu", torch.float16):
+        half = conditioning.digest()
+    assert len({plain, bfloat, half}) == 3
+    assert conditioning.digest() == plain
+
+
+def forward(model: Model, **options: Any) -> None:
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]), **options)
+
+
+def change_generation_config(model: Model) -> None:
+    model.generation_config.max_new_tokens = 3
+    model.generation_config.do_sample = True
+
+
+HARMLESS: dict[str, Callable[[Model], Any]] = {
+    "a forward": forward,
+    "a forward with gradients": lambda model: model(torch.tensor([[1, 2]])).logits.sum().backward(),
+    "eval() again": lambda model: model.eval(),
+    "output_hidden_states for the first time": lambda model: forward(model, output_hidden_states=True),
+    "output_attentions": lambda model: forward(model, output_attentions=True),
+    "generation_config": change_generation_config,
+    "generate": lambda model: model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False),
+    "state_dict": lambda model: model.state_dict(),
+    "gradients switched off": lambda model: model.requires_grad_(False),
+    "torch.compile of the forward": lambda model: setattr(model, "forward", torch.compile(model.forward)),
+    "the same weights loaded": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict())),
+}
+
+
+@pytest.mark.parametrize("harmless", HARMLESS.values(), ids=HARMLESS)
+def test_the_digest_does_not_change_with(harmless: Callable[[Model], Any], tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    harmless(tiny_llama)
+    assert conditioning.digest() == before
+
+
+def written_in(module: str) -> Callable[..., Any]:
+    """A hook that a module of that name defines."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return output
+
+    return types.FunctionType(hook.__code__, {"__name__": module})
+
+
+def test_what_a_package_of_transformers_kind_attaches_does_not_change_the_digest(tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    tiny_llama.model.layers[0].register_forward_hook(written_in("accelerate.hooks"))
+    assert conditioning.digest() == before
+    tiny_llama.model.layers[0].register_forward_hook(written_in("accelerated_by_me.hooks"))
+    assert conditioning.digest() != before
+
+
+def test_a_forward_that_claims_to_be_the_one_it_wraps_is_seen(tiny_llama: Model) -> None:
+    """`functools.wraps` copies the name of the module, and a package may wrap what a user has replaced."""
+    conditioning, mlp = Conditioning(tiny_llama), tiny_llama.model.layers[0].mlp
+    before = conditioning.digest()
+    forward = mlp.forward
+
+    @functools.wraps(forward)
+    def doubled(states: torch.Tensor) -> torch.Tensor:
+        return forward(states) * 2
+
+    mlp.forward = doubled
+    changed = conditioning.digest()
+    assert changed != before
+    mlp.forward = functools.update_wrapper(functools.partial(written_in("accelerate.hooks"), mlp), doubled)
+    assert conditioning.digest() not in (before, changed)
+    mlp.forward = functools.update_wrapper(functools.partial(written_in("accelerate.hooks"), mlp), forward)
+    assert conditioning.digest() == before
+
+
+def test_a_model_made_under_inference_mode_has_a_digest_too(tiny_llama: Model) -> None:
+    with torch.inference_mode():
+        model = copy.deepcopy(tiny_llama)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        conditioning = Conditioning(model)
+        before = conditioning.digest()
+        first_weight(model).data.mul_(2)
+        assert conditioning.digest() != before
+
+
+def test_a_class_that_gets_another_forward_is_seen(tiny_llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    conditioning, kind = Conditioning(tiny_llama), type(tiny_llama.model.layers[0].mlp)
+    before, forward = conditioning.digest(), kind.forward
+    with monkeypatch.context() as patching:
+        patching.setattr(kind, "forward", lambda self, states: forward(self, states) * 2)
+        assert conditioning.digest() != before
+    assert conditioning.digest() == before
+
+
+def test_a_module_that_gets_another_class_is_seen(tiny_llama: Model) -> None:
+    class Louder(type(tiny_llama.model.layers[0].mlp)):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return super().forward(states) * 2
+
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    tiny_llama.model.layers[1].mlp.__class__ = Louder
+    assert conditioning.digest() != before
+
+
+# What makes a forward unfit for reuse
+
+
+def with_dropout(model: Model, **values: float) -> Model:
+    for name, value in values.items():
+        for layer in model.model.layers:
+            setattr(layer.self_attn, name, value)
+    return model
+
+
+def bypass(conditioning: Conditioning) -> str | None:
+    conditioning.digest()
+    return conditioning.bypass()
+
+
+def test_a_dropout_that_is_active_makes_forwards_unfit_for_reuse(tiny_llama: Model) -> None:
+    conditioning = Conditioning(with_dropout(tiny_llama, attention_dropout=0.1))
+    assert bypass(conditioning) is None
+    tiny_llama.train()
+    assert bypass(conditioning) == "a dropout or noise is active; call model.eval()"
+    tiny_llama.eval()
+    assert bypass(conditioning) is None
+
+
+def test_a_dropout_module_is_seen_wherever_it_is_put_and_one_of_zero_is_not(tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama.train())
+    assert bypass(conditioning) is None
+    tiny_llama.model.layers[0].mlp.act_fn = nn.Sequential(nn.Dropout(0.0), nn.SiLU())
+    assert bypass(conditioning) is None
+    tiny_llama.model.layers[0].mlp.act_fn = nn.Sequential(nn.Dropout(0.1), nn.SiLU())
+    assert bypass(conditioning) is not None
+
+
+def test_only_the_part_that_drops_needs_to_be_training(tiny_llama: Model) -> None:
+    conditioning = Conditioning(with_dropout(tiny_llama, attention_dropout=0.1).eval())
+    tiny_llama.model.layers[1].self_attn.train()
+    assert bypass(conditioning) is not None
+
+
+@pytest.mark.parametrize("name", ["router_jitter_noise", "moe_jitter_eps", "resid_pdrop"])
+def test_whatever_is_random_in_training_makes_forwards_unfit_for_reuse(name: str, tiny_llama: Model) -> None:
+    setattr(tiny_llama.model.layers[0].mlp, name, 0.1)
+    conditioning = Conditioning(tiny_llama.eval())
+    assert bypass(conditioning) is None
+    tiny_llama.train()
+    assert bypass(conditioning) == "a dropout or noise is active; call model.eval()"
+
+
+def test_noise_on_embeddings_makes_forwards_unfit_for_reuse_from_when_on_it_is_added(tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama.train())
+    assert bypass(conditioning) is None
+    hook = activate_neftune(tiny_llama, 5.0)
+    assert bypass(conditioning) == "NEFTune adds noise to embeddings; call model.eval()"
+    tiny_llama.eval()
+    assert bypass(conditioning) is None
+    tiny_llama.train()
+    deactivate_neftune(tiny_llama, hook)
+    assert bypass(conditioning) is None
+
+
+def test_attention_in_both_directions_makes_forwards_unfit_for_reuse(tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama)
+    assert bypass(conditioning) is None
+    tiny_llama.config.is_causal = False
+    assert bypass(conditioning) == "keys and values depend on what follows them (config.is_causal is False)"
+
+
+def test_settings_of_outputs_change_no_digest(tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    tiny_llama.config.use_cache = not tiny_llama.config.use_cache
+    tiny_llama.config.output_hidden_states = True
+    assert conditioning.digest() == before
+
+
+def test_a_hook_of_all_modules_changes_the_digest_as_long_as_it_is_there(tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    for register in (everywhere.register_module_forward_hook, everywhere.register_module_forward_pre_hook):
+        handle = register(lambda *_: None)
+        try:
+            assert conditioning.digest() != before
+        finally:
+            handle.remove()
+        assert conditioning.digest() == before
+
+
+def test_a_listing_that_was_interrupted_is_made_again(tiny_llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    conditioning = Conditioning(tiny_llama)
+    weights_of = fingerprint._weights_of
+    for number in range(1, 4):
+        seen: list[nn.Module] = []
+
+        def interrupted(module: nn.Module, number: int = number, seen: list[nn.Module] = seen) -> Any:
+            seen.append(module)
+            if len(seen) == number:
+                raise KeyboardInterrupt
+            return weights_of(module)
+
+        tiny_llama.model.layers[0].mlp = copy.deepcopy(tiny_llama.model.layers[0].mlp)  # so that it is listed again
+        with monkeypatch.context() as patch:
+            patch.setattr(fingerprint, "_weights_of", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                conditioning.digest()
+        before = conditioning.digest()
+        with torch.no_grad():
+            tiny_llama.lm_head.weight.add_(0.5)  # the last of the list
+        assert conditioning.digest() != before

@@ -1,0 +1,67 @@
+"""What forwards of our own ask of a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+
+from hf_paged_cache.model.probing import (
+    eps_computed_in,
+    input_device,
+    measure_bytes_per_token,
+    types_of_logits,
+    undisturbed,
+)
+
+
+def test_ids_are_made_where_the_weights_are_and_on_the_host_where_these_are_offloaded(tiny_llama: Any) -> None:
+    assert input_device(tiny_llama) == torch.device("cpu")
+    assert input_device(tiny_llama.to("meta")) == torch.device("cpu")
+
+
+def test_the_coarsest_type_counts_of_weights_of_autocast_and_of_what_was_computed(tiny_llama: Any) -> None:
+    fine, coarse = torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps
+    assert eps_computed_in(tiny_llama) == fine
+    assert eps_computed_in(tiny_llama, {torch.float32, torch.bfloat16}) == coarse
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert eps_computed_in(tiny_llama) == coarse
+    assert eps_computed_in(tiny_llama.to(torch.bfloat16), {torch.float32}) == coarse
+
+
+def test_the_type_of_logits_is_seen_inside_a_forward_that_converts_its_output(tiny_llama: Any) -> None:
+    mixed = torch.autocast("cpu", dtype=torch.bfloat16)(tiny_llama.forward)
+    tiny_llama.forward = accelerate.utils.convert_outputs_to_fp32(mixed)
+    hooks = len(tiny_llama.lm_head._forward_hooks)
+    with types_of_logits(tiny_llama) as seen:
+        assert tiny_llama(torch.ones((1, 4), dtype=torch.int64)).logits.dtype == torch.float32
+    assert seen == {torch.bfloat16}
+    assert len(tiny_llama.lm_head._forward_hooks) == hooks
+
+
+def test_modules_train_as_they_did(tiny_llama: Any) -> None:
+    tiny_llama.train()
+    tiny_llama.lm_head.eval()
+    before = [module.training for module in tiny_llama.modules()]
+    with undisturbed(tiny_llama):
+        assert not any(module.training for module in tiny_llama.modules())
+        assert not torch.is_grad_enabled()
+    assert [module.training for module in tiny_llama.modules()] == before
+
+
+def test_bytes_are_measured_of_a_model_that_trains_with_checkpoints(tiny_llama: Any) -> None:
+    expected = measure_bytes_per_token(tiny_llama)
+    tiny_llama.train()
+    tiny_llama.gradient_checkpointing_enable()
+    assert measure_bytes_per_token(tiny_llama) == expected > 0
+    assert tiny_llama.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_of_a_token_are_those_of_all_its_keys_and_values(tiny_llama: Any, dtype: torch.dtype) -> None:
+    config = tiny_llama.config
+    heads, head_dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    expected = config.num_hidden_layers * 2 * heads * head_dim * dtype.itemsize
+    assert measure_bytes_per_token(tiny_llama.to(dtype)) == expected

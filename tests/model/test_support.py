@@ -1,0 +1,154 @@
+"""Which models are held, and what is said of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+from packaging import version
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    DynamicCache,
+    LlamaModel,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_paged_cache import PrefixStore, UnsupportedModelError
+from hf_paged_cache.model.support import (
+    cache_layers,
+    leaves_doubt,
+    require_supported,
+    takes,
+)
+
+from ..conformance.zoo import build as build_type
+
+FROM_5_23 = pytest.mark.skipif(
+    version.parse(transformers.__version__) < version.parse("5.23"), reason="earlier versions compute it otherwise"
+)
+SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def test_a_decoder_of_keys_and_values_is_supported(tiny_llama: Any) -> None:
+    require_supported(tiny_llama)
+
+
+def test_a_sliding_window_is_supported() -> None:
+    require_supported(MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=1, sliding_window=4)))
+
+
+def refused(model: Any) -> str:
+    with pytest.raises(UnsupportedModelError) as caught:
+        require_supported(model)
+    return str(caught.value)
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    model = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    assert "T5ForConditionalGeneration is an encoder-decoder model" in refused(model)
+
+
+def test_a_model_without_a_head_is_refused(tiny_llama: Any) -> None:
+    assert "LlamaModel cannot generate; pass the model with a language-modeling head" in refused(
+        LlamaModel(tiny_llama.config)
+    )
+
+
+def test_a_model_that_carries_a_state_instead_of_keys_and_values_is_refused() -> None:
+    assert "MambaForCausalLM" in refused(
+        MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1))
+    )
+
+
+def test_a_layer_that_carries_more_than_keys_and_values_is_refused_by_number_and_type() -> None:
+    from transformers import Qwen3NextConfig
+
+    config = Qwen3NextConfig(
+        **SMALL,
+        num_key_value_heads=1,
+        head_dim=8,
+        linear_num_key_heads=1,
+        linear_num_value_heads=1,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["full_attention", "linear_attention"],
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    message = refused(model)
+    assert "layer 1 is a " in message or "brings a cache class of its own" in message
+    assert "Qwen3NextForCausalLM" in message
+
+
+def test_a_window_in_the_cache_that_the_mask_does_not_know_is_refused() -> None:
+    assert "has layers with a sliding window in its cache, but a mask that knows none" in refused(
+        build_type("moshi@window")
+    )
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "gpt_oss", "ministral", "phi3@sliding", "moshi"])
+def test_a_window_that_the_mask_knows_or_no_sequence_reaches_is_supported(name: str) -> None:
+    require_supported(build_type(name))
+
+
+def test_a_config_that_transformers_makes_no_cache_of_is_refused() -> None:
+    assert "transformers cannot make a DynamicCache of its config (AttributeError: " in refused(build_type("blt"))
+
+
+@pytest.mark.parametrize(
+    ("name", "doubt"),
+    [("llama", False), ("gemma3n_text", False), ("bloom", True), ("bart", True), ("git", True), ("mixtral", True)],
+)
+def test_doubt_is_left_where_positions_or_images_are_not_arguments_of_their_own(name: str, doubt: bool) -> None:
+    assert leaves_doubt(build_type(name)) is doubt
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        pytest.param("git", "differ in a row with padding by", marks=FROM_5_23),
+        pytest.param("doge@moe", "depend on more than the tokens before them", marks=FROM_5_23),
+        ("gemma3_text@bidirectional", "depend on more than the tokens before them"),
+        ("rembert", "(config.is_decoder is False; load it with is_decoder=True if it is to generate)"),
+        ("cpmant", "after 16 tokens its cache holds 24"),
+        ("prophetnet", "it cannot be continued behind a cache (AssertionError: "),
+    ],
+)
+def test_what_the_structure_does_not_show_is_refused_after_a_trial(name: str, reason: str) -> None:
+    model = build_type(name)
+    require_supported(model)
+    with pytest.raises(UnsupportedModelError) as caught:
+        PrefixStore(model)
+    assert reason in str(caught.value)
+    assert str(caught.value).startswith(type(model).__name__)
+
+
+@pytest.mark.parametrize("is_decoder", [True, False])
+def test_a_model_of_berts_kind_is_supported_exactly_as_a_decoder(is_decoder: bool) -> None:
+    model = BertLMHeadModel(BertConfig(**SMALL, is_decoder=is_decoder))
+    if is_decoder:
+        require_supported(model)
+    else:
+        assert "BertLMHeadModel attends in both directions (config.is_decoder is False)" in refused(model)
+
+
+def test_the_layers_are_those_of_a_dynamic_cache(tiny_llama: Any) -> None:
+    expected = DynamicCache(config=tiny_llama.config).layers
+    assert [type(layer) for layer in cache_layers(tiny_llama)] == [type(layer) for layer in expected]
+
+
+def test_an_argument_is_taken_if_the_forward_names_it(tiny_llama: Any) -> None:
+    assert takes(tiny_llama, "position_ids")
+    assert takes(tiny_llama, "logits_to_keep")
+    assert not takes(tiny_llama, "token_type_ids")

@@ -1,0 +1,192 @@
+"""The trial of a model: what it finds, and that the model is afterwards what it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf_paged_cache import PagedPrefixCache, UnsupportedModelError, prefix_store
+from hf_paged_cache.model import support
+from hf_paged_cache.model.probing import types_of_logits
+from hf_paged_cache.model.trial import (
+    NUM_CACHED,
+    NUM_COLUMNS,
+    distance,
+    require_continuable,
+    tolerance,
+    trial_inputs,
+    why_it_fails,
+)
+
+from ..tiny_models import build
+
+NUM_FORWARDS = 2 * 3  # of two rows, and of one: whole, the first columns, the others
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "opt", "bloom", "bert_decoder"])
+def test_a_decoder_is_itself_behind_a_cache(name: str) -> None:
+    assert why_it_fails(build(name)).reason == ""
+
+
+def test_attention_to_later_tokens_is_seen() -> None:
+    assert "depend on more than the tokens before them" in why_it_fails(build("bert")).reason
+
+
+def test_a_model_that_is_wrong_behind_a_past_in_padded_rows_alone_is_seen(tiny_llama: Any) -> None:
+    def forget_padding(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        cache = kwargs.get("past_key_values")
+        if cache is not None and cache.get_seq_length():
+            kwargs["attention_mask"] = torch.ones_like(kwargs["attention_mask"])
+        return args, kwargs
+
+    tiny_llama.register_forward_pre_hook(forget_padding, with_kwargs=True)
+    assert "differ in a row with padding by" in why_it_fails(tiny_llama).reason
+
+
+def test_a_cache_with_other_columns_than_the_tokens_is_seen(tiny_llama: Any) -> None:
+    def repeat_tokens(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("past_key_values") is not None:
+            for name in ("input_ids", "attention_mask", "position_ids"):
+                kwargs[name] = torch.cat((kwargs[name][:, :1], kwargs[name]), dim=1)
+        return args, kwargs
+
+    tiny_llama.register_forward_pre_hook(repeat_tokens, with_kwargs=True)
+    assert f"after {NUM_CACHED} tokens its cache holds {NUM_CACHED + 1}" in why_it_fails(tiny_llama).reason
+
+
+def test_a_model_that_raises_behind_a_cache_is_refused_with_its_error(tiny_llama: Any) -> None:
+    def fail(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("past_key_values") is not None:
+            raise RuntimeError("no cache today")
+
+    tiny_llama.register_forward_pre_hook(fail, with_kwargs=True)
+    message = re.escape("it cannot be continued behind a cache (RuntimeError: no cache today)")
+    for if_it_runs in (False, True):
+        with pytest.raises(UnsupportedModelError, match=message):
+            require_continuable(tiny_llama, if_it_runs=if_it_runs)
+
+
+def test_a_model_that_cannot_be_run_on_token_ids_alone_is_refused_only_where_there_is_doubt(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def want_more(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if kwargs.pop("task", None) is None:
+            raise ValueError("no task")
+        return args, kwargs
+
+    tiny_llama.register_forward_pre_hook(want_more, with_kwargs=True)
+    with pytest.raises(UnsupportedModelError, match=re.escape("it cannot be run on token ids alone (ValueError: no")):
+        require_continuable(tiny_llama)
+    monkeypatch.setattr(support, "TESTED_VERSION", "5.0.0")
+    PagedPrefixCache(tiny_llama)
+    monkeypatch.setattr(prefix_store, "leaves_doubt", lambda model: True)
+    with pytest.raises(UnsupportedModelError, match="no task"):
+        PagedPrefixCache(tiny_llama)
+
+
+@pytest.mark.parametrize("vocab_size", [2, 3, 10, 16])
+@pytest.mark.parametrize("special", [[], list(range(16))])
+def test_a_small_vocabulary_of_special_tokens_alone_can_be_tried(vocab_size: int, special: list[int]) -> None:
+    model = build("llama", vocab_size=vocab_size, pad_token_id=0)
+    model.config.eos_token_id = special
+    assert int(trial_inputs(model)["input_ids"].max()) < vocab_size
+    assert why_it_fails(model).reason == ""
+
+
+def test_logits_that_are_not_finite_are_no_trial_and_a_model_that_was_mended_is_tried_again() -> None:
+    model = build("llama")
+    weight = model.lm_head.weight.data.clone()
+    model.lm_head.weight.data.fill_(float("nan"))
+    assert "none of its logits is finite" in why_it_fails(model).reason
+    with pytest.raises(UnsupportedModelError, match="none of its logits is finite"):
+        require_continuable(model)
+    require_continuable(model, if_it_runs=True)
+    model.lm_head.weight.data.copy_(weight)
+    require_continuable(model)
+
+
+def test_a_model_is_tried_once(tiny_llama: Any) -> None:
+    calls: list[int] = []
+    tiny_llama.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert why_it_fails(tiny_llama).reason == why_it_fails(tiny_llama).reason == ""
+    assert len(calls) == NUM_FORWARDS
+
+
+@pytest.mark.parametrize("played_on", ["5.0.0", transformers.__version__])
+def test_every_model_is_tried_on_a_transformers_whose_types_were_not_all_played(
+    played_on: str, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support, "TESTED_VERSION", played_on)
+    calls: list[int] = []
+    tiny_llama.register_forward_pre_hook(lambda *_: calls.append(1))
+    PagedPrefixCache(tiny_llama)
+    assert len(calls) == (NUM_FORWARDS if played_on == "5.0.0" else 0)
+
+
+def test_the_version_that_was_played_is_the_one_whose_results_are_stored() -> None:
+    stored = json.loads((Path(__file__).parents[1] / "conformance" / "results.json").read_text(encoding="utf-8"))
+    assert stored["versions"]["transformers"] == support.TESTED_VERSION
+
+
+def test_a_model_that_attends_to_later_tokens_where_nothing_is_padded_is_seen() -> None:
+    """As Doge of transformers 5.17: without padding no mask is made, and so none that is causal."""
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(without_causality, with_kwargs=True)
+    assert "depend on more than the tokens before them" in why_it_fails(model).reason
+
+
+def without_causality(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs["attention_mask"] is None:
+        length, past = kwargs["hidden_states"].shape[1], kwargs["past_key_values"]
+        num_before = 0 if past is None else past.get_seq_length(module.layer_idx)
+        kwargs["attention_mask"] = torch.zeros(1, 1, length, num_before + length)
+    return args, kwargs
+
+
+def test_memory_that_runs_out_is_no_property_of_the_model(tiny_llama: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    handle = tiny_llama.register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        why_it_fails(tiny_llama)
+    handle.remove()
+    assert why_it_fails(tiny_llama).reason == ""
+
+
+def test_the_inputs_are_two_rows_of_plain_tokens_one_of_them_padded(tiny_llama: Any) -> None:
+    tiny_llama.config.image_token_id, tiny_llama.config.bos_token_id = 9, 11
+    inputs = trial_inputs(tiny_llama)
+    assert {tuple(value.shape) for value in inputs.values()} == {(2, NUM_COLUMNS)}
+    assert not {9, 11} & set(inputs["input_ids"].flatten().tolist())
+    assert int(inputs["input_ids"].max()) < tiny_llama.config.vocab_size
+    assert inputs["attention_mask"].sum(1).tolist() == [NUM_COLUMNS, NUM_COLUMNS - 5]
+    assert inputs["position_ids"][1].tolist() == [0] * 5 + list(range(NUM_COLUMNS - 5))
+
+
+def test_a_distance_is_a_share_of_the_references_largest() -> None:
+    reference = torch.tensor([1.0, -4.0, float("-inf")])
+    assert distance(reference, torch.tensor([1.0, -2.0, float("-inf")])) == 0.5
+    assert distance(reference, torch.tensor([float("nan"), -4.0, float("-inf")])) == float("inf")
+
+
+@pytest.mark.parametrize(("dtype", "least", "most"), [(torch.float32, 1e-4, 1e-2), (torch.bfloat16, 0.05, 0.2)])
+def test_more_is_allowed_where_numbers_are_rounded_more(
+    tiny_llama: Any, dtype: torch.dtype, least: float, most: float
+) -> None:
+    for model, context in (
+        (copy.deepcopy(tiny_llama).to(dtype), nullcontext()),
+        (tiny_llama, torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)),
+    ):
+        with types_of_logits(model) as seen, context, torch.no_grad():
+            model(torch.ones((1, 4), dtype=torch.int64))
+        assert least < tolerance(model, seen) < most

@@ -1,0 +1,443 @@
+"""What is wrong, unusual or impossible gives the result of `DynamicCache` or a clear error, and the call after it is right."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_paged_cache import (
+    CacheArgumentError,
+    ForwardMismatchError,
+    PagedCacheError,
+    PagedPrefixCache,
+    PrefixStore,
+    UnsupportedModelError,
+)
+
+from ..reference import assert_same, batch, is_same, row, run, zero_blocks
+from ..tiny_models import build, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPT = row((1, 50))
+
+
+@pytest.fixture(params=[True, False], ids=["view", "gather"])
+def cache(request: pytest.FixtureRequest) -> PagedPrefixCache:
+    """A cache of the tiny Llama that knows the prompt."""
+    warm = PagedPrefixCache(tiny("llama"), view=request.param)
+    run(tiny("llama"), warm, **batch(PROMPT))
+    return warm
+
+
+def assert_next_call_is_right(cache: PagedPrefixCache, reused: int | None = None) -> None:
+    cache.check()
+    model = cache.store.model
+    assert_same(run(model, **batch(PROMPT)), run(model, cache, **batch(PROMPT)))
+    if reused is not None:
+        assert cache.last_call.reused_tokens == reused
+    longer = batch(row((1, 50), (2, 9)))
+    assert_same(run(model, **longer), run(model, cache, **longer))
+    cache.check()
+
+
+# Models.
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda model: type(model), "the class LlamaForCausalLM: pass a model, an instance of it"),
+        (lambda _: "gpt2", "the string 'gpt2': load it first, with AutoModelForCausalLM.from_pretrained"),
+        (PagedPrefixCache, "a PagedPrefixCache: pass its store"),
+        (lambda _: None, "an object of type NoneType; for a wrapped model pass the PreTrainedModel inside"),
+        (lambda _: torch.nn.Linear(1, 1), "an object of type Linear; for a wrapped model pass"),
+    ],
+)
+def test_what_is_no_model_is_named_with_what_to_pass_instead(make: Callable[[Any], Any], said: str) -> None:
+    message = re.escape(f"expected a transformers model with generate(), got {said}")
+    with pytest.raises(UnsupportedModelError, match=message):
+        PagedPrefixCache(make(tiny("llama")))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("t5", ["T5ForConditionalGeneration", "encoder-decoder"]),
+        ("bert", ["BertLMHeadModel", "both directions"]),
+        ("mamba", ["MambaForCausalLM", "past_key_values"]),
+        ("qwen3_next", ["Qwen3NextForCausalLM", "LinearAttentionLayer"]),
+        ("lfm2", ["Lfm2ForCausalLM", "LinearAttentionLayer"]),
+    ],
+)
+def test_a_model_that_we_cannot_hold_is_refused_with_the_reason(name: str, words: list[str]) -> None:
+    model = tiny(name)
+    with pytest.raises(UnsupportedModelError) as caught:
+        PagedPrefixCache(model)
+    for word in words:
+        assert word in str(caught.value)
+    assert "generate" not in vars(model)  # nothing was attached
+
+
+def test_the_same_kind_of_model_as_a_decoder_is_held() -> None:
+    cache = PagedPrefixCache(tiny("bert_decoder"))
+    assert_next_call_is_right(cache)
+    assert_next_call_is_right(cache, reused=49)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_the_cache_of_another_model_is_refused(cache: PagedPrefixCache, attached: bool) -> None:
+    other = build("llama", seed=1)
+    if attached:
+        PagedPrefixCache(other)
+    with pytest.raises((CacheArgumentError, ForwardMismatchError), match="model"):
+        run(other, cache, **batch(PROMPT))
+    assert_next_call_is_right(cache, reused=49)
+    own = PagedPrefixCache(other)
+    assert_same(run(other, **batch(PROMPT)), run(other, own, **batch(PROMPT)))
+    assert own.last_call.reused_tokens == 0
+
+
+def test_the_cache_of_another_model_is_refused_by_its_forward(cache: PagedPrefixCache) -> None:
+    other = build("gpt2", seed=1)
+    with pytest.raises((CacheArgumentError, ForwardMismatchError), match="model"), torch.no_grad():
+        other(torch.tensor([PROMPT]), past_key_values=cache)
+    assert_next_call_is_right(cache, reused=49)
+
+
+# Sizes.
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"block_size": 0},
+        {"block_size": -1},
+        {"block_size": True},
+        {"block_size": "16"},
+        {"block_size": 16.0},
+        {"num_blocks": 1},
+        {"num_blocks": 0},
+        {"num_blocks": "9"},
+        {"num_blocks": True},
+        {"max_bytes": 0},
+        {"max_bytes": -5},
+        {"max_bytes": 1000},
+        {"max_bytes": 1e9},
+        {"num_blocks": 9, "max_bytes": 10**9},
+    ],
+    ids=str,
+)
+def test_a_size_out_of_range_is_refused(sizes: dict[str, Any]) -> None:
+    for build_it in (PagedPrefixCache, PrefixStore):
+        with pytest.raises(CacheArgumentError) as caught:
+            build_it(tiny("llama"), **sizes)
+        for name, value in sizes.items():
+            assert name in str(caught.value)
+            assert str(value) in str(caught.value)
+
+
+def test_sizes_are_not_given_to_a_cache_on_a_store() -> None:
+    with pytest.raises(CacheArgumentError, match="PrefixStore"):
+        PagedPrefixCache(PrefixStore(tiny("llama")), block_size=8)
+
+
+def test_max_bytes_buys_as_many_blocks_as_it_pays_for() -> None:
+    # 2 layers of key and value, 2 heads of 16 numbers of 4 bytes
+    bytes_per_block = 2 * 2 * 2 * 16 * 4 * 16
+    assert PrefixStore(tiny("llama"), max_bytes=10 * bytes_per_block + 1).blocks.num_blocks == 10
+    with pytest.raises(CacheArgumentError):
+        PrefixStore(tiny("llama"), max_bytes=2 * bytes_per_block - 1)
+
+
+# Prompts.
+
+
+def test_embeddings_without_ids_are_computed_without_reuse_and_never_reused(cache: PagedPrefixCache) -> None:
+    model = cache.store.model
+    embeddings = model.get_input_embeddings()(torch.tensor([PROMPT])).detach()
+    other = model.get_input_embeddings()(torch.tensor([row((9, 50))])).detach()
+    mask = torch.ones(1, 50, dtype=torch.int64)
+    for passed in (embeddings, other, embeddings):
+        arguments = {"inputs_embeds": passed, "attention_mask": mask}
+        assert_same(run(model, **arguments), run(model, cache, **arguments))
+        assert cache.last_call.reused_tokens == 0
+        cache.check()
+    assert_next_call_is_right(cache)
+
+
+HOLES = [1] * 10 + [0] * 4 + [1] * 36
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        pytest.param([[1] * 45 + [0] * 5, [1] * 50], id="right padding"),
+        pytest.param([HOLES, [1] * 50], id="holes"),
+        pytest.param([[0] * 5 + HOLES[5:], [0] * 7 + [1] * 43], id="left padding and holes"),
+        pytest.param([[1] * 50, [0] * 50], id="a row of padding"),
+    ],
+)
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_an_unusual_mask_gives_what_dynamic_cache_gives(
+    mask: list[list[int]], way: dict[str, Any], cache: PagedPrefixCache
+) -> None:
+    model = cache.store.model
+    arguments = {"input_ids": torch.tensor([PROMPT, PROMPT]), "attention_mask": torch.tensor(mask), **way}
+    reference = run(model, **arguments)
+    for _ in range(2):
+        output = run(model, cache, **arguments)
+        # A row that sees nothing has no right logits: attention over no column is whatever the kernel makes of it.
+        seen = [number for number, columns in enumerate(mask) if any(columns)]
+        if len(seen) == len(mask):
+            assert_same(reference, output)
+        else:
+            per_row = len(output.sequences) // len(mask)
+            assert torch.equal(output.sequences[:per_row], reference.sequences[:per_row])
+        cache.check()
+    assert_next_call_is_right(cache)
+
+
+def test_an_unusual_mask_is_neither_served_nor_stored(cache: PagedPrefixCache) -> None:
+    model = cache.store.model
+    arguments = {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.tensor([HOLES])}
+    num_cached = cache.stats().num_cached_blocks + cache.stats().num_blocks_in_use
+    assert_same(run(model, **arguments), run(model, cache, **arguments))
+    assert cache.last_call.reused_tokens == 0
+    assert "zeros behind" in cache.last_call.rows[0].stopped
+    cache.reset()
+    assert cache.stats().num_cached_blocks <= num_cached
+
+
+def test_an_empty_prompt_is_refused_as_without_a_cache(cache: PagedPrefixCache) -> None:
+    model = cache.store.model
+    empty = torch.zeros((1, 0), dtype=torch.int64)
+    with pytest.raises((ValueError, IndexError, RuntimeError, PagedCacheError)):
+        run(model, input_ids=empty)
+    with pytest.raises((ValueError, IndexError, RuntimeError, PagedCacheError)):
+        run(model, cache, input_ids=empty)
+    assert_next_call_is_right(cache)
+
+
+@pytest.mark.parametrize("token", [128, -1, 10**12])
+def test_a_token_out_of_the_vocabulary_is_refused_as_without_a_cache(token: int, cache: PagedPrefixCache) -> None:
+    model = cache.store.model
+    wrong = batch([*PROMPT, token])
+    with pytest.raises((IndexError, RuntimeError)):
+        run(model, **wrong)
+    with pytest.raises((IndexError, RuntimeError)):
+        run(model, cache, **wrong)
+    assert_next_call_is_right(cache)
+
+
+@pytest.mark.parametrize("num_columns", [30, 54, 56, 58, 80])
+def test_a_mask_that_is_not_as_long_as_rows_and_ids_is_refused_or_harmless(
+    num_columns: int, cache: PagedPrefixCache
+) -> None:
+    """Two new ids on 55 columns want 57; transformers drops a mask of ones, and numbers the tokens by its length."""
+    model = cache.store.model
+    arguments = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, num_columns, dtype=torch.int64)}
+    reference_cache = DynamicCache()
+    run(model, reference_cache, **batch(PROMPT))
+    assert cache.get_seq_length() == reference_cache.get_seq_length() == 55
+    try:
+        output = run(model, cache, **arguments)
+    except (CacheArgumentError, ValueError, RuntimeError, IndexError):
+        pass
+    else:
+        assert_same(run(model, reference_cache, **arguments), output)
+    assert_next_call_is_right(cache)
+
+
+def test_a_batch_of_another_size_does_not_go_on(cache: PagedPrefixCache) -> None:
+    with pytest.raises(CacheArgumentError, match="rows"):
+        run(
+            cache.store.model,
+            cache,
+            input_ids=torch.tensor([[5], [6]]),
+            attention_mask=torch.ones(2, 56, dtype=torch.int64),
+        )
+    assert_next_call_is_right(cache)
+
+
+# Arguments of generate and of the cache.
+
+
+def test_a_cache_implementation_beside_our_cache_is_refused(cache: PagedPrefixCache) -> None:
+    with pytest.raises((CacheArgumentError, ValueError), match="cache_implementation"):
+        run(cache.store.model, cache, **batch(PROMPT), cache_implementation="static")
+    assert_next_call_is_right(cache)
+
+
+def test_without_use_cache_the_result_is_right_and_a_warning_says_that_nothing_is_reused(
+    cache: PagedPrefixCache,
+) -> None:
+    model = cache.store.model
+    with pytest.warns(UserWarning, match="use_cache"):
+        output = run(model, cache, **batch(PROMPT), use_cache=False)
+    assert_same(run(model, **batch(PROMPT)), output)
+    assert_next_call_is_right(cache)
+
+
+def test_crop_takes_a_negative_number_as_dynamic_cache_does(cache: PagedPrefixCache) -> None:
+    for number in (5, 1, -56, -1000):
+        with pytest.raises(CacheArgumentError):
+            cache.crop(number)
+        assert cache.get_seq_length() == 55
+    cache.crop(0)
+    assert cache.get_seq_length() == 55
+    cache.crop(-5)
+    assert cache.get_seq_length() == 50
+    assert_next_call_is_right(cache)
+
+
+@pytest.mark.parametrize("rows", [[1], [-1], [0, 3], []])
+def test_rows_that_are_not_there_are_not_reordered(rows: list[int], cache: PagedPrefixCache) -> None:
+    with pytest.raises(CacheArgumentError, match="rows"):
+        cache.reorder_cache(torch.tensor(rows, dtype=torch.int64))
+    assert_next_call_is_right(cache)
+
+
+def test_rows_are_multiplied_and_selected_as_those_of_dynamic_cache(cache: PagedPrefixCache) -> None:
+    model = cache.store.model
+    reference = DynamicCache()
+    with torch.no_grad():
+        cache.reset()
+        for held in (cache, reference):
+            model(torch.tensor([PROMPT, row((4, 50))]), past_key_values=held)
+        for change in (
+            lambda held: held.batch_repeat_interleave(3),
+            lambda held: held.batch_select_indices(torch.tensor([0, 4, 5])),
+            lambda held: held.reorder_cache(torch.tensor([2, 2, 0])),
+        ):
+            change(cache)
+            change(reference)
+            num_rows = reference.layers[0].keys.shape[0]
+            new = torch.arange(3, 3 + num_rows)[:, None]
+            got = model(new, past_key_values=cache).logits
+            torch.testing.assert_close(got, model(new, past_key_values=reference).logits, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(cache.layers[1].keys, reference.layers[1].keys, atol=1e-4, rtol=1e-4)
+            cache.check()
+    assert_next_call_is_right(cache)
+
+
+# Plain forwards.
+
+
+def forward_pair(cache: PagedPrefixCache, **arguments: Any) -> tuple[Any, Any]:
+    """The same forward with ours and with `DynamicCache`."""
+    ours = cache.store.model(past_key_values=cache, **arguments)
+    return ours, cache.store.model(past_key_values=DynamicCache(), **arguments)
+
+
+def test_gradients_are_those_of_dynamic_cache(cache: PagedPrefixCache) -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model, view=cache.view)
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        model(ids, past_key_values=cache)  # something is known now
+    gradients = []
+    for held in (cache, DynamicCache()):
+        held.reset()
+        model.zero_grad()
+        logits = model(ids, past_key_values=held).logits
+        logits.logsumexp(-1).sum().backward()
+        gradients.append([logits.detach(), *(p.grad.clone() for p in model.parameters())])
+    assert any(float(gradient.abs().max()) > 0 for gradient in gradients[1][1:])
+    for got, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    model.zero_grad()
+    assert_next_call_is_right(cache)
+
+
+def masks_of_four_dimensions() -> torch.Tensor:
+    """A causal mask in which no token sees token 3."""
+    seen = torch.ones(50, 50).tril().bool()
+    seen[4:, 3] = False
+    return torch.zeros(1, 1, 50, 50).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: {"attention_mask": masks_of_four_dimensions()}, id="4-D mask"),
+        pytest.param(
+            lambda: {
+                "position_ids": torch.arange(7, 57)[None],
+                "attention_mask": torch.ones(1, 50, dtype=torch.int64),
+            },
+            id="positions that start elsewhere",
+        ),
+        pytest.param(
+            lambda: {
+                "position_ids": torch.arange(100, 0, -2)[None],
+                "attention_mask": torch.ones(1, 50, dtype=torch.int64),
+            },
+            id="positions that do not count up",
+        ),
+        pytest.param(lambda: {"labels": torch.tensor([PROMPT])}, id="labels"),
+        pytest.param(lambda: {"output_hidden_states": True}, id="hidden states"),
+    ],
+)
+def test_an_unusual_forward_gives_what_dynamic_cache_gives(
+    make: Callable[[], dict[str, Any]], cache: PagedPrefixCache
+) -> None:
+    for _ in range(2):
+        cache.reset()
+        with torch.no_grad():
+            ours, reference = forward_pair(cache, input_ids=torch.tensor([PROMPT]), **make())
+        torch.testing.assert_close(ours.logits, reference.logits, atol=1e-4, rtol=1e-4)
+        if reference.get("loss") is not None:
+            torch.testing.assert_close(ours.loss, reference.loss)
+        if reference.get("hidden_states") is not None:
+            torch.testing.assert_close(ours.hidden_states, reference.hidden_states, atol=1e-4, rtol=1e-4)
+        cache.check()
+    assert_next_call_is_right(cache)
+
+
+def test_token_types_condition_keys_and_values_so_nothing_is_reused() -> None:
+    model = tiny("bert_decoder")
+    cache = PagedPrefixCache(model)
+    with torch.no_grad():
+        model(torch.tensor([PROMPT]), past_key_values=cache)
+        cache.reset()
+        types = {"input_ids": torch.tensor([PROMPT]), "token_type_ids": torch.ones(1, 50, dtype=torch.int64)}
+        ours, reference = forward_pair(cache, **types)
+    torch.testing.assert_close(ours.logits, reference.logits, atol=1e-4, rtol=1e-4)
+    assert_next_call_is_right(cache)
+
+
+def test_the_checks_of_this_file_see_wrong_keys_and_values(cache: PagedPrefixCache) -> None:
+    zero_blocks(cache)
+    assert not is_same(run(tiny("llama"), **batch(PROMPT)), run(tiny("llama"), cache, **batch(PROMPT)))
+
+
+@pytest.mark.parametrize("kind", ["class", "store"])
+def test_a_call_on_what_is_no_cache_is_refused_by_name(kind: str) -> None:
+    model, ids = tiny("llama"), torch.tensor([PROMPT])
+    store = PrefixStore(model)
+    given, said = (PagedPrefixCache, "the class PagedPrefixCache") if kind == "class" else (store, "a PrefixStore")
+    message = f"past_key_values is {said}, which is no cache; build one, PagedPrefixCache(model) or"
+    with pytest.raises(CacheArgumentError, match=re.escape(message)):
+        model.generate(ids, past_key_values=given, max_new_tokens=1)
+    with pytest.raises(CacheArgumentError, match=re.escape(message)):
+        model(ids, past_key_values=given)
+
+
+@pytest.mark.parametrize("name", ["view", "verify"])
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_a_switch_is_true_or_false(name: str, value: Any) -> None:
+    with pytest.raises(CacheArgumentError, match=re.escape(f"{name} is {value!r}; give True or False")):
+        PagedPrefixCache(tiny("llama"), **{name: value})
+
+
+def test_a_store_says_that_its_size_is_not_known_yet() -> None:
+    cache = PagedPrefixCache(tiny("llama"))
+    assert repr(cache.store) == "PrefixStore(LlamaForCausalLM, block_size=16, num_blocks=known after the first forward)"
+    cache.store.model(torch.tensor([PROMPT]), past_key_values=cache)
+    assert repr(cache.store) == f"PrefixStore(LlamaForCausalLM, block_size=16, num_blocks={cache.stats().num_blocks})"

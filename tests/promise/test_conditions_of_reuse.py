@@ -1,0 +1,591 @@
+"""What changes keys and values for the same tokens loses the hits, and nothing else does.
+
+Each change is made between two calls on one cache; then tokens and logits must be those of a fresh cache on the model
+as it is now.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache
+
+from ..reference import IDS, PROMPT, TOLERANCE, assert_same, batch, is_same, row, run
+from ..tiny_models import build
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    model.train()
+    for _ in range(2):
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+def add_hook(model: PreTrainedModel) -> None:
+    """Activation steering."""
+
+    def steer(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 0.5
+
+    model.model.layers[0].mlp.register_forward_hook(steer)
+
+
+def add_pre_hook(model: PreTrainedModel) -> None:
+    def steer(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (args[0] * 1.5, *args[1:])
+
+    model.model.layers[0].mlp.register_forward_pre_hook(steer)
+
+
+def replace_forward(model: PreTrainedModel) -> None:
+    mlp = model.model.layers[0].mlp
+    theirs = mlp.forward
+    mlp.forward = lambda hidden: theirs(hidden) * 2
+
+
+def swap_module(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp = build("llama", seed=7).model.layers[0].mlp
+
+
+def replace_parameter(model: PreTrainedModel) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.v_proj.weight = torch.nn.Parameter(-attention.v_proj.weight.detach())
+
+
+def load_state_dict(model: PreTrainedModel) -> None:
+    model.load_state_dict(build("llama", seed=7).state_dict())
+
+
+def replace_data(model: PreTrainedModel) -> None:
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data * 2
+
+
+def replace_data_there_and_back(model: PreTrainedModel) -> None:
+    """The storage that the samples were taken of lives on."""
+    weight = model.model.layers[0].mlp.up_proj.weight
+    held = weight.data
+    weight.data = held * 2
+    held.mul_(1)
+
+
+def copy_into_data(model: PreTrainedModel) -> None:
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data.copy_(weight.data * 2)
+
+
+def add_to_data(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        parameter.data.add_(0.01)
+
+
+def through_numpy(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.up_proj.weight.detach().numpy()[:] *= 2
+
+
+def change_a_norm(model: PreTrainedModel) -> None:
+    model.model.layers[0].input_layernorm.weight.data.mul_(1.3)
+
+
+def change_frequencies(model: PreTrainedModel) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def scale_attention(model: PreTrainedModel) -> None:
+    model.model.rotary_emb.attention_scaling = 1.5
+
+
+def clear_a_head(model: PreTrainedModel) -> None:
+    model.model.layers[0].self_attn.o_proj.weight.data[:, 16:48] = 0
+
+
+def optimizer_step(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[PreTrainedModel], None]:
+    return lambda model: train(model, make(model.parameters()))
+
+
+CHANGES: dict[str, Callable[[PreTrainedModel], None]] = {
+    "SGD": optimizer_step(lambda p: torch.optim.SGD(p, lr=0.1)),
+    "AdamW": optimizer_step(lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False, fused=False)),
+    "AdamW, foreach": optimizer_step(lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True)),
+    "AdamW, fused": optimizer_step(lambda p: torch.optim.AdamW(p, lr=0.01, fused=True)),
+    "AdamW, fused, a learning rate of 1e-6": optimizer_step(lambda p: torch.optim.AdamW(p, lr=1e-6, fused=True)),
+    "load_state_dict": load_state_dict,
+    "p.data = ...": replace_data,
+    "p.data = ..., the old data live on": replace_data_there_and_back,
+    "p.data.copy_": copy_into_data,
+    "p.data.add_": add_to_data,
+    "a numpy view": through_numpy,
+    "a norm": change_a_norm,
+    "a module swapped": swap_module,
+    "a parameter replaced": replace_parameter,
+    "a forward hook": add_hook,
+    "a forward pre-hook": add_pre_hook,
+    "a forward replaced": replace_forward,
+    "rotary frequencies, in place": change_frequencies,
+    "a rotary embedding of another scale": scale_attention,
+    "a column of a matrix": clear_a_head,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_reuses_nothing_of_before(model: PreTrainedModel, cache: PagedPrefixCache, change: str) -> None:
+    before = run(model, cache, input_ids=IDS)
+    CHANGES[change](model)
+    reference = run(model, input_ids=IDS)
+    if "1e-6" not in change:
+        assert not is_same(before, reference), "the change changes nothing; the test would not see a thing"
+    assert_same(reference, run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 0
+    assert_same(reference, run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 49  # what is computed now is reused as ever
+
+
+def test_going_back_to_the_weights_of_before_finds_their_blocks_again(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    weights = copy.deepcopy(model.state_dict())
+    run(model, cache, input_ids=IDS)
+    add_to_data(model)
+    run(model, cache, input_ids=IDS)
+    model.load_state_dict(weights)
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 48
+
+
+def test_a_hook_taken_off_again_finds_the_blocks_of_before(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    """Steering on, off, on with another hook: each time its own keys and values."""
+    run(model, cache, input_ids=IDS)
+    for strength, reused in ((0.5, 0), (0.0, 48), (0.7, 0)):
+        handle = None
+        if strength:
+            handle = model.model.layers[0].mlp.register_forward_hook(
+                lambda module, args, output, by=strength: output + by
+            )
+        assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+        assert cache.last_call.reused_tokens == reused
+        if handle is not None:
+            handle.remove()
+
+
+def test_weights_changed_between_the_forwards_of_plain_calls_are_seen(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+        cache.reset()
+        add_to_data(model)
+        wanted = model(IDS, use_cache=False).logits[:, -1:]
+        got = model(IDS, past_key_values=cache, logits_to_keep=1).logits
+    assert (got - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+    assert cache.last_call.reused_tokens == 0
+
+
+def test_only_new_tokens_after_a_change_are_not_committed(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    """They go on over the old keys and values, as with a `DynamicCache`; nobody else may find that."""
+    weights = copy.deepcopy(model.state_dict())
+    first = run(model, cache, input_ids=IDS)
+    add_to_data(model)
+    said = torch.cat([first.sequences, torch.tensor([row((2, 40))])], 1)
+    run(model, cache, input_ids=said[:, 55:], attention_mask=torch.ones_like(said))
+    assert_same(run(model, input_ids=said), run(model, cache, input_ids=said))
+    cache.reset()
+    model.load_state_dict(weights)
+    assert_same(run(model, input_ids=said), run(model, cache, input_ids=said))
+    assert cache.last_call.reused_tokens == 48
+
+
+def test_a_model_built_under_inference_mode_is_watched_all_the_same() -> None:
+    with torch.inference_mode():
+        model = build("llama")
+        cache = PagedPrefixCache(model)
+        for number in range(3):
+            assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+            assert cache.last_call.reused_tokens == 0
+            assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+            assert cache.last_call.reused_tokens == 49
+            model.model.layers[0].mlp.up_proj.weight.mul_(2 + number)
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 0
+
+
+def test_a_dtype_move_reuses_nothing_in_either_direction(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    weights = copy.deepcopy(model.state_dict())
+    run(model, cache, input_ids=IDS)
+    model.to(torch.float64)
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 0
+    model.to(torch.float32)
+    model.load_state_dict(weights)
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+
+
+# Rotary embeddings that depend on length.
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_prompts_short_and_long_are_right_under_ropes_that_depend_on_length(kind: str) -> None:
+    """Short, beyond the first 64 positions, farther, and short again; a prompt that crosses while it generates."""
+    model = build("llama", rope_parameters=ROPES[kind], max_position_embeddings=64 if kind == "dynamic" else 256)
+    cache = PagedPrefixCache(model, block_size=8)
+    for length in (40, 90, 100, 90, 40, 61, 100, 62, 90, 90, 40):
+        ids = torch.tensor([row((1, length))])
+        # dynamic frequencies stay at the longest sequence seen until a short one comes, so the model has a state
+        reference = run(copy.deepcopy(model), input_ids=ids, max_new_tokens=8)
+        assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=8))
+    assert cache.stats().reused_tokens > 100
+    short = torch.tensor([row((1, 40))])
+    run(model, cache, input_ids=short)
+    run(model, cache, input_ids=short)
+    assert cache.last_call.reused_tokens == 39
+
+
+def test_phi3_drops_the_cache_where_its_rope_changes_and_the_result_is_right() -> None:
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    config = Phi3Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        original_max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8,
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 64,
+        },
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        sliding_window=None,
+    )
+    torch.manual_seed(0)
+    model = Phi3ForCausalLM(config).eval()
+    cache = PagedPrefixCache(model, block_size=8)
+    for length in (58, 58, 40, 80, 60, 80, 58):
+        ids = torch.tensor([row((1, length))])
+        reference = run(model, input_ids=ids, max_new_tokens=12)
+        assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=12))
+        cache.check()
+    assert cache.stats().reused_tokens > 0
+
+
+def test_positions_that_start_elsewhere_have_blocks_of_their_own(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    mask = torch.ones_like(IDS)
+    with torch.no_grad():
+        for start, reused in ((0, 0), (7, 0), (0, 48), (7, 48)):
+            positions = torch.arange(start, start + 50)[None]
+            wanted = model(IDS, attention_mask=mask, position_ids=positions, past_key_values=DynamicCache()).logits
+            got = model(
+                IDS, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
+            ).logits
+            assert (got - wanted[:, -1:]).abs().max() <= TOLERANCE * wanted.abs().max()
+            assert cache.last_call.reused_tokens == reused
+            cache.reset()
+
+
+def test_positions_with_a_gap_are_right_and_not_reused(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    positions = torch.arange(50)[None].clone()
+    positions[:, 20:] += 5
+    mask = torch.ones_like(IDS)
+    run(model, cache, input_ids=IDS)
+    cache.reset()
+    with torch.no_grad():
+        wanted = model(IDS, attention_mask=mask, position_ids=positions, past_key_values=DynamicCache()).logits
+        for _ in range(2):
+            got = model(
+                IDS, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
+            ).logits
+            assert (got - wanted[:, -1:]).abs().max() <= TOLERANCE * wanted.abs().max()
+            assert cache.last_call.reused_tokens == 0
+            cache.reset()
+
+
+@pytest.mark.parametrize("name", ["whisper", "trocr"])
+def test_a_cross_attention_with_something_to_attend_to_runs_without_the_cache_and_is_right(name: str) -> None:
+    from ..conformance.zoo import build as build_type
+
+    model = build_type(name)
+    cache = PagedPrefixCache(model)
+    ids, size = torch.tensor([PROMPT]), model.config.hidden_size
+    states = torch.randn(1, 7, size, generator=torch.Generator().manual_seed(0))
+    attended = {"encoder_outputs": (states,)} if name == "whisper" else {"encoder_hidden_states": states}
+    if name == "whisper":
+        reference = run(model, input_ids=ids, **attended)
+        with pytest.warns(
+            UserWarning, match="encoder_outputs: cross attention keeps keys and values that are no tokens"
+        ):
+            assert_same(reference, run(model, cache, input_ids=ids, **attended))
+        with pytest.raises(AssertionError):
+            assert_same(reference, run(model, input_ids=ids))
+        with cache:
+            assert_same(reference, run(model, input_ids=ids, **attended))
+    with pytest.raises(CacheArgumentError, match="was passed, and cross attention keeps"):
+        model(input_ids=ids, past_key_values=cache, **attended)
+    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
+
+
+def test_models_without_positions_number_columns_so_padding_counts() -> None:
+    model = build("bloom")
+    cache = PagedPrefixCache(model)
+    for pads in (0, 3, 0, 3):
+        inputs = batch(PROMPT, row((2, 50 + pads)))
+        assert_same(run(model, **inputs), run(model, cache, **inputs))
+    assert cache.stats().reused_tokens > 0
+
+
+# The regime of a call.
+
+
+def test_autocast_has_blocks_of_its_own_for_each_dtype(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    contexts: list[tuple[AbstractContextManager[Any], int]] = [
+        (nullcontext(), 0),
+        (torch.autocast("cpu", torch.bfloat16), 0),
+        (nullcontext(), 48),
+    ]
+    reference = run(model, input_ids=IDS)
+    for context, reused in contexts:
+        cache.reset()
+        try:
+            with context:
+                output = run(model, cache, input_ids=IDS)
+        except ValueError:
+            assert not isinstance(context, nullcontext)  # K/V of another dtype may be refused, and nothing is lost
+            continue
+        assert cache.last_call.reused_tokens == reused
+        if isinstance(context, nullcontext):
+            assert_same(reference, output)
+    cache.check()
+
+
+def test_hooks_that_are_gone_are_not_kept_and_never_taken_for_one_another() -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model)
+    captured: list[ref[torch.Tensor]] = []
+    run(model, cache, input_ids=IDS)
+    numbers = cache.store.conditioning._numbers
+    of_the_model = set(numbers)
+    for factor in (1.0, 2.0, 0.5, 1.5):
+        tensor = torch.full((1,), factor)
+        captured.append(ref(tensor))
+        handle = model.model.layers[0].mlp.register_forward_hook(
+            lambda module, args, output, tensor=tensor: output * tensor  # each of them may lie where the last one lay
+        )
+        reference = run(model, input_ids=IDS)
+        assert_same(reference, run(model, cache, input_ids=IDS))
+        assert cache.last_call.reused_tokens == 0
+        assert_same(reference, run(model, cache, input_ids=IDS))
+        assert cache.last_call.reused_tokens > 0
+        assert len(numbers) == len(of_the_model) + 1
+        handle.remove()
+        del tensor, handle
+        gc.collect()
+        assert captured[-1]() is None
+        assert set(numbers) == of_the_model  # or the next hook may have the number of one that lay where it lies
+
+
+def test_nothing_is_reused_or_committed_while_a_dropout_is_active() -> None:
+    model = build("gpt2", attn_pdrop=0.3, resid_pdrop=0.3, embd_pdrop=0.3)
+    cache = PagedPrefixCache(model)
+    run(model, cache, input_ids=IDS)
+    cached = cache.stats().num_cached_blocks
+    model.train()
+    reference = run(model, input_ids=IDS, seed=3)
+    for _ in range(2):
+        assert_same(reference, run(model, cache, input_ids=IDS, seed=3))
+        assert cache.last_call.reused_tokens == 0
+        assert "dropout" in cache.last_call.rows[0].stopped
+    model.eval()
+    cache.reset()
+    assert cache.stats().num_cached_blocks >= cached
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    cache.reset_prefix_cache()
+    model.train()
+    run(model, cache, input_ids=IDS)
+    cache.reset()
+    assert cache.stats().num_cached_blocks == 0
+
+
+def test_equal_rows_get_dropouts_of_their_own() -> None:
+    model = build("gpt2", attn_pdrop=0.3, resid_pdrop=0.3, embd_pdrop=0.3)
+    model.train()
+    rows = IDS.repeat(3, 1)
+    reference = run(model, input_ids=rows, seed=3)
+    assert len({tuple(row) for row in reference.logits[0].tolist()}) == 3
+    assert_same(reference, run(model, PagedPrefixCache(model), input_ids=rows, seed=3))
+
+
+def test_a_module_in_train_mode_without_dropout_loses_nothing(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    run(model, cache, input_ids=IDS)
+    model.train()
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 49
+
+
+def test_another_attention_implementation_has_blocks_of_its_own(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    run(model, cache, input_ids=IDS)
+    model.set_attn_implementation("eager")
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 0
+
+
+def test_caches_of_another_salt_share_nothing(model: PreTrainedModel) -> None:
+    caches = {salt: PagedPrefixCache(PagedPrefixCache(model).store, cache_salt=salt) for salt in ("a", b"b", None)}
+    store = caches["a"].store
+    caches = {salt: PagedPrefixCache(store, cache_salt=salt) for salt in caches}
+    for cache in caches.values():
+        assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+        assert cache.last_call.reused_tokens == 0
+    twin = PagedPrefixCache(store, cache_salt=b"a")
+    run(model, twin, input_ids=IDS)
+    assert twin.last_call.reused_tokens == 48
+
+
+# What must not lose the hits.
+
+
+def new_generation_config(model: PreTrainedModel) -> None:
+    model.generation_config = GenerationConfig(pad_token_id=0)
+
+
+def first_hidden_states(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model(IDS, output_hidden_states=True, output_attentions=False)
+
+
+def dispatch(model: PreTrainedModel) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    for module in model.modules():
+        accelerate.hooks.add_hook_to_module(module, accelerate.hooks.AlignDevicesHook(io_same_device=True))
+
+
+def plain_forward(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model(IDS, use_cache=False)
+
+
+def zero_grad(model: PreTrainedModel) -> None:
+    model.requires_grad_(False)
+    model.zero_grad()
+
+
+def second_cache(model: PreTrainedModel) -> None:
+    other = PagedPrefixCache(model)
+    run(model, other, input_ids=IDS)
+
+
+HARMLESS: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "a new generation config": new_generation_config,
+    "a second eval()": lambda model: model.eval(),
+    "the first output_hidden_states=True": first_hidden_states,
+    "accelerate's hooks": dispatch,
+    "a plain forward": plain_forward,
+    "requires_grad_(False)": zero_grad,
+    "a cache of another store": second_cache,
+    "to() where it is": lambda model: model.to("cpu"),
+    "a longer prompt in between": lambda model: run(model, input_ids=torch.tensor([row((3, 90))])),
+    "inference_mode": lambda model: torch.inference_mode()(lambda: run(model, input_ids=IDS))(),
+}
+
+
+@pytest.mark.parametrize("what", HARMLESS)
+def test_what_changes_no_keys_and_values_loses_no_hits(
+    model: PreTrainedModel, cache: PagedPrefixCache, what: str
+) -> None:
+    run(model, cache, input_ids=IDS)
+    HARMLESS[what](model)
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 49
+    cache.reset()
+    run(model, cache, input_ids=IDS)
+    assert cache.last_call.reused_tokens == 48
+
+
+# What the digest cannot see.
+
+
+@pytest.mark.parametrize("prompt_length", [40, 80])
+def test_verify_notices_one_changed_row_of_an_embedding_when_its_block_has_its_turn(prompt_length: int) -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model, block_size=8, verify=True)
+    ids = torch.tensor([row((1, prompt_length))])
+    run(model, cache, input_ids=ids)
+    run(model, cache, input_ids=ids)
+    assert cache.last_call.reused_tokens > prompt_length - 8  # it is not the watching that loses hits
+    token = int(ids[0, prompt_length // 2])
+    with torch.no_grad():
+        model.model.embed_tokens.weight.data[token] *= 3
+    reference = run(model, input_ids=ids)
+    noticed = [is_same(reference, run(model, cache, input_ids=ids)) for _ in range(prompt_length // 8 + 1)]
+    assert noticed[-1]
+    assert noticed == sorted(noticed)  # from the turn of that block on, right
+    cache.check()
+
+
+def test_without_verify_such_a_change_goes_unnoticed_as_the_documentation_says(model: PreTrainedModel) -> None:
+    """The limit, kept by a test, so that nobody claims more."""
+    cache = PagedPrefixCache(model)
+    run(model, cache, input_ids=IDS)
+    sampled = model.model.embed_tokens.weight.numel() // 8 // 64  # every so many rows have a value in the digest
+    token = next(int(token) for token in IDS[0] if int(token) % sampled)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.data[token] *= 3
+    run(model, cache, input_ids=IDS)
+    assert cache.last_call.reused_tokens == 49
+
+
+def test_verify_loses_no_hits_of_an_unchanged_model() -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model, block_size=8, verify=True)
+    for seed in range(8):
+        ids = torch.tensor([row((1, 40), (seed, 10))])
+        assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
+        assert cache.last_call.reused_tokens >= (40 if seed else 0)
+    inputs = batch(row((1, 40)), row((2, 30)))
+    for _ in range(4):
+        assert_same(run(model, **inputs), run(model, cache, **inputs))
+    assert cache.stats().reused_tokens > 7 * 40
+    assert cache.store.blocks.allocator.num_blocks_in_use <= 16

@@ -1,0 +1,110 @@
+"""Through a model: each layer of a decode step is written once, by the fast path, and gradients never take it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.kv.block_pool import BlockPool
+
+from ..reference import batch, row, run
+from ..tiny_models import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_NEW = 6
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often layers were written by either path."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        write = getattr(BlockPool, name)
+
+        def counting(*args: Any) -> Any:
+            done = write(*args)
+            counts[name] += done is not False
+            return done
+
+        return counting
+
+    for name in ("write", "write_step"):
+        monkeypatch.setattr(BlockPool, name, counted(name))
+    return counts
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize(
+    ("before", "num_rows", "options"),
+    [
+        (0, 1, {}),
+        (4, 1, {}),
+        (0, 3, {}),
+        (0, 1, {"num_beams": 3}),
+        (0, 1, {"num_return_sequences": 3, "do_sample": True}),
+    ],
+    ids=["1 row", "1 row after 4", "3 rows", "beams", "samples"],
+)
+def test_a_layer_is_written_once_in_a_step(
+    view: bool, before: int, num_rows: int, options: dict[str, Any], writes: Counter[str]
+) -> None:
+    model = tiny("llama")
+    cache, num_layers = PagedPrefixCache(model, view=view), model.config.num_hidden_layers
+    if before:
+        run(model, cache, **batch(*[row((number, 20)) for number in range(before)]))
+    writes.clear()
+    given = batch(*[row((10 + number, 20)) for number in range(num_rows)])
+    run(model, cache, **given, max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, **options)
+    assert writes.total() == NUM_NEW * num_layers
+    num_apart = "num_return_sequences" in options  # samples part in their first step, which is no step yet
+    assert writes["write"] == (1 + num_apart) * num_layers
+
+
+@pytest.mark.parametrize("trained", ["", "q_proj"], ids=["all weights", "queries alone"])
+@pytest.mark.parametrize("view", [True, False])
+def test_a_gradient_flows_through_steps_of_one_token_as_with_a_dynamic_cache(
+    view: bool, trained: str, writes: Counter[str]
+) -> None:
+    """Where keys and values carry no gradient, the backward pass still wants them as attention read them."""
+    model = tiny("llama")
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(trained in name)
+
+    def gradients(past: Any) -> list[torch.Tensor]:
+        model.zero_grad()
+        with torch.no_grad():
+            model(torch.arange(1, 21)[None], past_key_values=past)
+            model(torch.tensor([[30]]), past_key_values=past)
+        writes.clear()
+        losses = []
+        for token in (31, 32):
+            losses.append(model(torch.tensor([[token]]), past_key_values=past).logits.square().sum())
+            past.crop(-1)  # the next step is written where this one was
+        torch.stack(losses).sum().backward()
+        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+    cache = PagedPrefixCache(model, view=view)
+    ours, theirs = gradients(cache), gradients(DynamicCache(config=model.config))
+    assert len(ours) == len(theirs) > 0
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+    assert not writes["write_step"]
+    assert not any(
+        tensor.requires_grad for layer in cache.store.blocks.pool._tensors.values() for tensor in layer.values()
+    )
+
+
+def test_the_tensors_of_a_layer_are_contiguous_as_a_dynamic_caches_are() -> None:
+    model: PreTrainedModel = tiny("llama")
+    cache = PagedPrefixCache(model)
+    run(model, cache, **batch(row((1, 30))))
+    for layer in cache.layers:
+        assert layer.keys.is_contiguous()
+        assert layer.values.untyped_storage().nbytes() == layer.values.nbytes

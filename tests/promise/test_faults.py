@@ -1,0 +1,317 @@
+"""Whatever is raised wherever: the invariants hold, nothing half written is reused, and the next calls are right.
+
+Faults are put into our own classes and into transformers', not into the model as hooks: those would be another root, and
+hide what was committed.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from hf_paged_cache import ForwardMismatchError, OutOfBlocksError, PagedPrefixCache, PrefixStore
+from hf_paged_cache.attention.contiguous import ContiguousReader
+from hf_paged_cache.attention.gather import GatherReader
+from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
+from hf_paged_cache.call.call import Call
+from hf_paged_cache.call.rows import Rows
+from hf_paged_cache.kv.block_pool import BlockPool
+from hf_paged_cache.store.block_store import BlockStore
+
+from ..reference import assert_same, batch, row, run
+from ..tiny_models import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPT = row((1, 18))
+
+
+class BoomError(Exception):
+    """The fault."""
+
+
+def new_cache(view: bool) -> PagedPrefixCache:
+    """A cache with a call behind it that the next one shares ten tokens with: two blocks and a half."""
+    cache = PagedPrefixCache(tiny("llama"), block_size=4, num_blocks=100, view=view)
+    run(tiny("llama"), cache, **batch(row((1, 10), (2, 4))))
+    return cache
+
+
+@functools.cache
+def next_calls() -> list[tuple[dict[str, Any], Any]]:
+    """Calls that reuse whatever there is to reuse, and what they must give."""
+    calls: list[dict[str, Any]] = [
+        batch(PROMPT),
+        batch(row((1, 18), (3, 3)), row((1, 12))),
+        {**batch(PROMPT), "num_beams": 3, "max_new_tokens": 12},
+        batch(row((1, 10), (2, 4))),
+    ]
+    return [(arguments, run(tiny("llama"), **arguments)) for arguments in calls]
+
+
+def assert_sound(cache: PagedPrefixCache) -> None:
+    """Invariants hold, the next calls are right, and all blocks come back."""
+    cache.check()
+    for arguments, reference in next_calls():
+        assert_same(reference, run(tiny("llama"), cache, **arguments))
+        cache.check()
+    cache.reset()
+    assert cache.stats().num_blocks_in_use == 0
+    cache.reset_prefix_cache()
+    stats = cache.stats()
+    assert stats.num_free_blocks == stats.num_blocks - 1
+    cache.check()
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, number: int, after: bool) -> list[int]:
+    """Raise in the `number`th call of a method, before or after it did its work; number 0 only counts the calls."""
+    original: Callable[..., Any] = getattr(owner, name)
+    calls: list[int] = []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number and not after:
+            raise BoomError
+        result = original(*args, **kwargs)
+        if len(calls) == number:
+            raise BoomError
+        return result
+
+    monkeypatch.setattr(owner, name, failing)
+    return calls
+
+
+POINTS = [
+    (Call, "begin"),
+    (Call, "announce"),
+    (Call, "write"),
+    (Call, "write_step"),
+    (Call, "confirm"),
+    (Call, "reorder"),
+    (LlamaMLP, "__call__"),  # not its forward: another one is another root, as a hook is
+    (PrefixCachingBlockAllocator, "allocate"),
+    (PrefixCachingBlockAllocator, "allocate_mutable"),
+    (PrefixCachingBlockAllocator, "make_writable"),
+    (PrefixCachingBlockAllocator, "commit_many"),
+    (PrefixCachingBlockAllocator, "fork"),
+    (PrefixCachingBlockAllocator, "free"),
+    (PrefixCachingBlockAllocator, "truncate"),
+    (BlockTable, "append_tokens"),
+    (BlockStore, "make_room"),
+    (BlockStore, "make_copies"),
+    (BlockPool, "write"),
+    (BlockPool, "write_step"),
+    (BlockPool, "gather"),
+    (BlockPool, "copy_blocks"),
+    (Rows, "regroup"),
+    (Rows, "select"),
+    (ContiguousReader, "read"),
+    (ContiguousReader, "read_step"),
+    (ContiguousReader, "start_forward"),
+    (ContiguousReader, "reorder_rows"),
+    (ContiguousReader, "expand_rows"),
+    (ContiguousReader, "keep"),
+    (GatherReader, "read"),
+]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("owner", "name"), POINTS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_fault_in_a_call_leaves_nothing_wrong_behind(
+    owner: type, name: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    victim = {**batch(PROMPT), "num_beams": 3, "max_new_tokens": 12}
+    view = owner is not GatherReader and name != "gather"  # with a view nothing is gathered here
+    with monkeypatch.context() as patch:
+        cache = new_cache(view)
+        calls = fail_at(patch, owner, name, 0, after)
+        run(model, cache, **victim)
+    assert calls, "the call never comes here"
+    for number in sorted({1, min(2, len(calls)), (len(calls) + 1) // 2, len(calls)}):
+        cache = new_cache(view)
+        with monkeypatch.context() as patch:
+            fail_at(patch, owner, name, number, after)
+            with pytest.raises(BoomError):
+                run(model, cache, **victim)
+        assert_sound(cache)
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_fault_in_a_layer_of_a_plain_forward_takes_that_forward_back(
+    number: int, after: bool, view: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers 0 and 1 of the first forward, then of the second; the rows go on from what was confirmed."""
+    model = tiny("llama")
+    ids = torch.tensor([PROMPT])
+    cache = PagedPrefixCache(model, block_size=4, view=view)
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+        with monkeypatch.context() as patch:
+            fail_at(patch, Call, "write", number, after)
+            done = 0 if number <= 2 else 9
+            if done:
+                model(ids[:, :done], past_key_values=cache)
+            with pytest.raises(BoomError):
+                model(ids[:, done : done + 9], past_key_values=cache)
+        cache.check()
+        assert cache.get_seq_length() == done
+        got = model(ids[:, done:], past_key_values=cache).logits
+    torch.testing.assert_close(got, wanted[:, done:], atol=1e-4, rtol=1e-4)
+    assert_sound(cache)
+
+
+class FailingProcessor(LogitsProcessor):
+    """Raises at one step."""
+
+    def __init__(self, step: int, error: BaseException) -> None:
+        self.step = step
+        self.error = error
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.step -= 1
+        if self.step == 0:
+            raise self.error
+        return scores
+
+
+class FailingStreamer:
+    """Raises when it is given something for the `step`th time."""
+
+    def __init__(self, step: int, error: BaseException) -> None:
+        self.step = step
+        self.error = error
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.step -= 1
+        if self.step == 0:
+            raise self.error
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("step", [1, 2, 6])
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 5}])
+def test_a_fault_in_a_logits_processor(way: dict[str, Any], step: int, view: bool) -> None:
+    cache = new_cache(view)
+    processors = LogitsProcessorList([FailingProcessor(step, BoomError())])
+    with pytest.raises(BoomError):
+        run(tiny("llama"), cache, **batch(PROMPT), **way, logits_processor=processors, max_new_tokens=12)
+    assert_sound(cache)
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_ctrl_c_in_a_streamer(step: int, view: bool) -> None:
+    cache = new_cache(view)
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            tiny("llama"),
+            cache,
+            **batch(PROMPT),
+            streamer=FailingStreamer(step, KeyboardInterrupt()),
+            max_new_tokens=12,
+        )
+    assert_sound(cache)
+
+
+def test_what_was_confirmed_before_a_fault_is_reused() -> None:
+    cache = new_cache(view=True)
+    with pytest.raises(BoomError):
+        run(tiny("llama"), cache, **batch(PROMPT), streamer=FailingStreamer(4, BoomError()), max_new_tokens=12)
+    cache.reset()
+    output = run(tiny("llama"), cache, **batch(row((1, 18), (3, 3))))
+    assert_same(run(tiny("llama"), **batch(row((1, 18), (3, 3)))), output)
+    assert cache.last_call.reused_tokens == 16
+
+
+def test_blocks_of_a_prefill_that_failed_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer 0 has written its keys and values when layer 1 fails: full blocks, half written."""
+    cache = PagedPrefixCache(tiny("llama"), block_size=4)
+    with monkeypatch.context() as patch:
+        fail_at(patch, Call, "write", 2, after=False)
+        with pytest.raises(BoomError):
+            run(tiny("llama"), cache, **batch(PROMPT))
+    assert cache.stats().num_cached_blocks == 0
+    assert cache.stats().num_blocks_in_use == 0
+    assert_same(run(tiny("llama"), **batch(PROMPT)), run(tiny("llama"), cache, **batch(PROMPT)))
+    assert cache.last_call.reused_tokens == 0
+
+
+def test_a_forward_that_goes_round_the_hooks_is_refused() -> None:
+    model = tiny("llama")
+    cache = new_cache(view=True)
+    with pytest.raises(ForwardMismatchError), torch.no_grad():
+        model.model(torch.tensor([PROMPT]), past_key_values=cache)
+    assert_sound(cache)
+
+
+def test_a_cache_that_the_cyclic_collector_finds_gives_its_blocks_back_once() -> None:
+    """The collector clears weak references before it runs finalizers, so blocks have two ways back."""
+    model = tiny("llama")
+    store = PrefixStore(model, num_blocks=20)
+    for number in range(3):
+        cache = PagedPrefixCache(store)
+        ring: list[Any] = [cache]
+        ring.append(ring)
+        output = run(model, cache, **batch(row((number, 50))))
+        assert_same(run(model, **batch(row((number, 50)))), output)
+        del cache, ring, output
+        gc.collect()
+        other = PagedPrefixCache(store)
+        other.check()
+        assert other.stats().num_blocks_in_use == 0
+        assert other.stats().num_cached_blocks == 3 * (number + 1)
+
+
+def test_a_cache_built_in_the_call_gives_its_blocks_back_when_the_call_is_over() -> None:
+    model = tiny("llama")
+    store = PrefixStore(model, num_blocks=20)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(6):
+            run(model, PagedPrefixCache(store), **batch(row((number, 50))))
+        assert PagedPrefixCache(store).stats().num_blocks_in_use == 0
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize(
+    ("refused", "error"),
+    [
+        ({"input_ids": torch.tensor([row((9, 60))]), "max_new_tokens": 40}, OutOfBlocksError),
+        ({"input_ids": torch.tensor([row((9, 20))]), "max_new_tokenss": 4}, ValueError),
+    ],
+    ids=["too large", "misspelt option"],
+)
+@pytest.mark.parametrize("rows", [[row((1, 12))], [row((1, 12)), row((1, 12)), row((2, 12))]], ids=["1 row", "aliases"])
+def test_a_call_that_is_refused_leaves_the_rows_that_can_go_on(
+    rows: list[list[int]], refused: dict[str, Any], error: type[Exception], view: bool, tiny_llama: LlamaForCausalLM
+) -> None:
+    cache, reference = (
+        PagedPrefixCache(tiny_llama, block_size=4, num_blocks=24, view=view),
+        DynamicCache(config=tiny_llama.config),
+    )
+    for each in (cache, reference):
+        run(tiny_llama, each, **batch(*rows), max_new_tokens=4)
+    with pytest.raises(error):
+        run(tiny_llama, cache, **refused)
+    assert cache.get_seq_length() == 15
+    new = torch.tensor([[5, 6]] * len(rows))
+    given = {"input_ids": new, "attention_mask": torch.ones(len(rows), 17, dtype=torch.long), "max_new_tokens": 3}
+    assert_same(run(tiny_llama, reference, **given), run(tiny_llama, cache, **given))
+    cache.check()

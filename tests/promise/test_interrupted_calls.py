@@ -1,0 +1,496 @@
+"""A call that ends where nobody planned it: afterwards all blocks are accounted for and the next call is right."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import random
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, TextIteratorStreamer
+
+import hf_paged_cache
+from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
+from hf_paged_cache.store import block_store
+
+from ..reference import assert_same, batch, row, run
+from ..tiny_models import build, tiny
+
+OURS = str(Path(hf_paged_cache.__file__).parent)
+NUM_TRIALS = 150
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [row((1, 9)), row((1, 9), (2, 6)), row((1, 5), (3, 6)), row((4, 13))]
+
+# name -> arguments of a call
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": batch(PROMPTS[1]),
+    "padded": batch(PROMPTS[0], PROMPTS[2], PROMPTS[3]),
+    "beams": {**batch(PROMPTS[2]), "num_beams": 3},
+    "samples": {**batch(PROMPTS[1]), "do_sample": True, "num_return_sequences": 3},
+    "chunks": {**batch(PROMPTS[3], PROMPTS[0]), "prefill_chunk_size": 4},
+    "lookup": {**batch(PROMPTS[1] + PROMPTS[1]), "prompt_lookup_num_tokens": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Any]:
+    return {name: run(tiny("llama"), max_new_tokens=4, **arguments) for name, arguments in CALLS.items()}
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at the n-th line of this package that this thread runs; 0 only counts.
+
+    Finalizers are left out: what is raised there is swallowed by the interpreter and kept, frames and blocks with it.
+    The gradient mode is put back: a tracer can raise at the end of a `with torch.no_grad()`, before the interpreter has
+    called its `__exit__`, where a signal does not come through.
+    """
+
+    def __init__(self, at_line: int = 0) -> None:
+        self.num_lines = 0
+        self.place = ""
+        self._at_line = at_line
+
+    def __enter__(self) -> Interrupter:
+        self._before = sys.gettrace()
+        self._gradients = torch.is_grad_enabled()
+        sys.settrace(self._enter_frame)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)
+        torch.set_grad_enabled(self._gradients)
+
+    def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_name in ("__del__", "leave_behind"):
+            return None
+        return self._line if frame.f_code.co_filename.startswith(OURS) else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.num_lines += 1
+            if self.num_lines == self._at_line:
+                self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self._line
+
+
+def prepared(view: bool) -> PagedPrefixCache:
+    """A cache that has made two calls, on a store so small that the third one evicts."""
+    cache = PagedPrefixCache(PrefixStore(tiny("llama"), block_size=4, num_blocks=26), view=view)
+    run(tiny("llama"), cache, max_new_tokens=4, **CALLS["greedy"])
+    run(tiny("llama"), cache, max_new_tokens=4, **CALLS["beams"])
+    return cache
+
+
+def assert_all_accounted_for(cache: PagedPrefixCache) -> None:
+    cache.check()
+    cache.reset()
+    gc.collect()
+    cache.check()
+    blocks = cache.store.blocks
+    assert blocks.allocator.num_blocks_in_use == 0
+    assert blocks.num_free_blocks + blocks.allocator.num_cached_blocks == blocks.num_blocks - 1
+    assert not list(blocks._reserved.values())
+
+
+def pin_and_unpin(cache: PagedPrefixCache) -> None:
+    tokens = CALLS["greedy"]["input_ids"][0]
+    for length in (8, len(tokens)):
+        cache.pin(tokens[:length])
+    cache.pin(tokens)
+    cache.unpin(tokens[:8])
+    cache.unpin()
+
+
+def test_pins_are_there_or_not_and_no_block_is_lost_wherever_pinning_is_interrupted(
+    references: dict[str, Any],
+) -> None:
+    cache = prepared(True)
+    with Interrupter() as counter:
+        pin_and_unpin(cache)
+    assert counter.num_lines > 100
+    for at_line in range(1, counter.num_lines + 1, 3):
+        with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
+            pin_and_unpin(cache)
+        cache.check()
+        blocks, held = cache.store.blocks, cache.stats().num_blocks_in_use
+        num_pinned = blocks.pins.num_blocks_held_alone
+        cache.unpin()
+        assert cache.stats().num_blocks_in_use == held - num_pinned, interrupter.place
+        assert cache.stats().num_pinned_blocks == 0, interrupter.place
+    assert_same(references["greedy"], run(tiny("llama"), cache, max_new_tokens=4, **CALLS["greedy"]))
+    assert_all_accounted_for(cache)
+
+
+def interrupted_trial(seed: int, references: dict[str, Any], num_lines: dict[Any, int]) -> str:
+    """One call that is interrupted somewhere, and those after it. Returns where."""
+    rng = random.Random(seed)
+    model, view, name = tiny("llama"), rng.random() < 0.6, rng.choice(list(CALLS))
+    if (view, name) not in num_lines:
+        cache = prepared(view)
+        with Interrupter() as counter:
+            run(model, cache, max_new_tokens=4, **CALLS[name])
+        num_lines[view, name] = counter.num_lines
+    cache = prepared(view)
+    with Interrupter(rng.randint(1, num_lines[view, name])) as interrupter, contextlib.suppress(KeyboardInterrupt):
+        run(model, cache, max_new_tokens=4, **CALLS[name])
+    where = f"seed {seed}: {name}, view={view}, interrupted at {interrupter.place}"
+    try:
+        if rng.random() < 0.5:
+            cache.check()
+        for after in rng.sample(list(CALLS), 2):
+            assert_same(references[after], run(model, cache, max_new_tokens=4, **CALLS[after]))
+            cache.check()
+        other = PagedPrefixCache(cache.store)
+        assert_same(references[name], run(model, other, max_new_tokens=4, **CALLS[name]))
+        other.reset()
+        assert_all_accounted_for(cache)
+    except BaseException as error:
+        error.add_note(where)
+        raise
+    return interrupter.place
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt inside a finalizer
+def test_a_call_interrupted_at_any_line_leaves_the_cache_right(references: dict[str, Any]) -> None:
+    num_lines: dict[Any, int] = {}
+    places = {interrupted_trial(seed, references, num_lines) for seed in range(NUM_TRIALS)}
+    assert len(places) > 60
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_plain_forwards_interrupted_at_any_line_can_be_repeated() -> None:
+    model = tiny("llama")
+    ids = torch.tensor([row((1, 30)), row((2, 30))])
+    pieces = [(0, 7), (7, 8), (8, 20), (20, 21), (21, 30)]
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+    for seed in range(20):
+        rng = random.Random(seed)
+        cache = PagedPrefixCache(PrefixStore(model, block_size=4, num_blocks=40), view=rng.random() < 0.5)
+        with torch.no_grad():
+            for start, stop in pieces:
+                with Interrupter(rng.randint(1, 1500)) as interrupter:
+                    try:
+                        got = model(ids[:, start:stop], past_key_values=cache).logits
+                    except KeyboardInterrupt:
+                        got = None
+                if got is None and cache.get_seq_length() == start:  # else the forward was confirmed
+                    got = model(ids[:, start:stop], past_key_values=cache).logits
+                assert cache.get_seq_length() == stop, (seed, interrupter.place)
+                if got is not None:
+                    assert (got - wanted[:, start:stop]).abs().max() <= 1e-4 * wanted.abs().max()
+        assert_all_accounted_for(cache)
+
+
+@pytest.mark.parametrize("num_known", [0, 20], ids=["first", "further"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_wherever_the_end_of_a_forward_is_interrupted_it_has_happened_or_not(num_known: int) -> None:
+    """The length that the cache then says is where one has to go on."""
+    model, ids = tiny("llama"), torch.tensor([row((1, 30))])
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits[:, -1]
+
+    def forward(cache: PagedPrefixCache, start: int, stop: int) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = model(ids[:, start:stop], past_key_values=cache).logits
+        return logits
+
+    def begun() -> PagedPrefixCache:
+        cache = PagedPrefixCache(model)
+        if num_known:
+            forward(cache, 0, num_known)
+        return cache
+
+    for _ in range(2):  # the first one also learns what is learned of a model once
+        cache = begun()
+        with Interrupter() as counter:
+            forward(cache, num_known, 25)
+    lengths = set()
+    for at_line in range(counter.num_lines - 60, counter.num_lines + 1):
+        cache = begun()
+        with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
+            forward(cache, num_known, 25)
+        length = cache.get_seq_length()
+        lengths.add(length)
+        logits = forward(cache, length, 30)
+        assert cache.get_seq_length() == 30, interrupter.place
+        assert (logits[:, -1] - wanted).abs().max() <= 1e-4 * wanted.abs().max(), interrupter.place
+        assert_all_accounted_for(cache)
+    assert lengths == {num_known, 25}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("deed", ["reset", "crop", "reorder", "deepcopy", "reset_prefix_cache", "with"])
+def test_what_a_user_does_between_calls_may_be_interrupted(deed: str, references: dict[str, Any]) -> None:
+    def ambient(cache: PagedPrefixCache) -> None:
+        with cache:
+            pass
+
+    deeds: dict[str, Callable[[PagedPrefixCache], Any]] = {
+        "reset": lambda cache: cache.reset(),
+        "crop": lambda cache: cache.crop(-6),
+        "reorder": lambda cache: cache.reorder_cache(torch.tensor([2, 2, 0])),
+        "deepcopy": copy.deepcopy,
+        "reset_prefix_cache": lambda cache: cache.reset_prefix_cache(),
+        "with": ambient,
+    }
+    cache = prepared(view=True)
+    with Interrupter() as counter:
+        deeds[deed](cache)
+    step = max(1, counter.num_lines // 12)
+    for at_line in range(1, counter.num_lines + 1, step):
+        cache = prepared(view=at_line % 2 == 0)
+        with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
+            deeds[deed](cache)
+        model = tiny("llama")
+        bracket = model.__dict__["generate"]
+        bracket.ambient.clear()  # a block whose entry was interrupted is never left
+        try:
+            cache.check()
+            for name in ("padded", "beams"):
+                assert_same(references[name], run(model, cache, max_new_tokens=4, **CALLS[name]))
+            assert_all_accounted_for(cache)
+        except BaseException as error:
+            error.add_note(f"{deed} interrupted at {interrupter.place}")
+            raise
+
+
+# Calls that are never finished.
+
+
+class Interruption(LogitsProcessor):
+    def __init__(self, at: int, act: Callable[[], Any]) -> None:
+        self.countdown = at
+        self.act = act
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.countdown -= 1
+        if self.countdown == 0:
+            self.act()
+        return scores
+
+
+class StopError(Exception):
+    pass
+
+
+def stop() -> None:
+    raise StopError
+
+
+def test_a_generator_of_tokens_dropped_half_way_frees_the_cache(references: dict[str, Any]) -> None:
+    """A streamer read in this thread while `generate` runs in another one, which its reader gives up."""
+    model = tiny("llama")
+    cache = prepared(view=True)
+    given_up = threading.Event()
+
+    class Streamer(TextIteratorStreamer):
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens += value.flatten().tolist()
+            if given_up.wait(timeout=0 if len(self.tokens) < 18 else 30):
+                raise StopError
+
+        def end(self) -> None:
+            pass
+
+    streamer = Streamer()
+    errors: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            run(model, cache, max_new_tokens=50, streamer=streamer, **CALLS["greedy"])
+        except StopError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    given_up.set()
+    thread.join(timeout=60)
+    assert len(errors) == 1
+    del errors[:]
+    assert_same(references["greedy"], run(model, cache, max_new_tokens=4, **CALLS["greedy"]))
+    assert_all_accounted_for(cache)
+
+
+def test_a_generator_round_generate_dropped_half_way_frees_the_cache(references: dict[str, Any]) -> None:
+    """The bracket itself may be open when its generator is dropped: closing it ends the call."""
+    model = tiny("llama")
+    cache = prepared(view=False)
+
+    def custom(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Iterator[int]:
+        """A decoding loop that yields, as one of a server would."""
+        inputs = input_ids
+        while True:
+            with torch.no_grad():
+                logits = model(inputs, past_key_values=kwargs["past_key_values"], logits_to_keep=1).logits
+            inputs = logits[:, -1:].argmax(-1)
+            yield int(inputs)
+
+    tokens = model.generate(
+        torch.tensor([PROMPTS[1]]),
+        attention_mask=torch.ones(1, len(PROMPTS[1])),
+        past_key_values=cache,
+        custom_generate=custom,
+    )
+    wanted = references["greedy"].sequences[0, len(PROMPTS[1]) :].tolist()
+    assert [next(tokens) for _ in range(2)] == wanted[:2]
+    tokens.close()
+    del tokens
+    assert_same(references["padded"], run(model, cache, max_new_tokens=4, **CALLS["padded"]))
+    assert_all_accounted_for(cache)
+
+
+@pytest.mark.parametrize("how", ["exception", "collected"])
+def test_a_cache_collected_in_or_after_a_failed_call_leaves_nothing_behind(
+    how: str, references: dict[str, Any]
+) -> None:
+    model = tiny("llama")
+    store = PrefixStore(model, block_size=4, num_blocks=26)
+
+    def call() -> weakref.ref[Any]:
+        cache = PagedPrefixCache(store)
+        held = weakref.ref(cache)
+        if how == "exception":
+            with pytest.raises(StopError):
+                run(model, cache, max_new_tokens=4, logits_processor=[Interruption(2, stop)], **CALLS["beams"])
+        else:
+            run(model, cache, max_new_tokens=4, logits_processor=[Interruption(2, gc.collect)], **CALLS["beams"])
+        return held
+
+    for _ in range(4):
+        held = call()
+        gc.collect()
+        assert held() is None
+    other = PagedPrefixCache(store)
+    for name in CALLS:
+        assert_same(references[name], run(model, other, max_new_tokens=4, **CALLS[name]))
+    assert_all_accounted_for(other)
+
+
+def test_a_cache_built_in_the_call_is_collected_with_its_output(references: dict[str, Any]) -> None:
+    model = tiny("llama")
+    store = PrefixStore(model, block_size=4, num_blocks=26)
+    for _ in range(6):  # more calls than blocks would last
+        for name in ("padded", "beams", "greedy"):
+            assert_same(references[name], run(model, PagedPrefixCache(store), max_new_tokens=4, **CALLS[name]))
+    gc.collect()
+    assert_all_accounted_for(PagedPrefixCache(store))
+
+
+def test_a_cache_collected_between_its_plain_forwards_gives_its_blocks_back() -> None:
+    model = tiny("llama")
+    store = PrefixStore(model, block_size=4, num_blocks=26)
+    for _ in range(10):
+        cache = PagedPrefixCache(store)
+        with torch.no_grad():
+            model(torch.tensor([PROMPTS[3]]), past_key_values=cache)
+            model(torch.tensor([PROMPTS[0]]), past_key_values=cache)
+        del cache
+    gc.collect()
+    other = PagedPrefixCache(store)
+    other.check()
+    assert store.blocks.allocator.num_blocks_in_use == 0
+
+
+# Out of memory.
+
+
+class OutOfMemoryAt:
+    """Wraps a function that raises `torch.OutOfMemoryError` at its n-th call from now on."""
+
+    def __init__(self, function: Callable[..., Any], at: int, *, after: bool = False) -> None:
+        self.function = function
+        self.countdown = at
+        self.after = after
+        self.has_struck = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.countdown -= 1
+        if self.countdown == 0 and not self.after:
+            self.strike()
+        result = self.function(*args, **kwargs)
+        if self.countdown == 0:
+            self.strike()
+        return result
+
+    def strike(self) -> None:
+        self.has_struck = True
+        raise torch.OutOfMemoryError("on purpose")
+
+
+PLACES = [
+    "pool.write",
+    "pool.ensure_capacity",
+    "pool.copy_blocks",
+    "reader.read",
+    "reader.start_rows",
+    "reader.start_forward",
+]
+PLACES += ["reader.reorder_rows", "model"]
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("place", PLACES)
+def test_out_of_memory_anywhere_leaves_the_cache_right(
+    place: str, view: bool, references: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    monkeypatch.setattr(block_store, "_FIRST_NUM_BLOCKS", 4)  # so the pool grows
+    struck = 0
+    for name in CALLS:
+        for at in (1, 2, 5):
+            for after in (False, True):
+                cache = PagedPrefixCache(PrefixStore(model, block_size=4), view=view)
+                if at != 5 and place != "pool.ensure_capacity":  # the first call makes it grow far
+                    run(model, cache, max_new_tokens=4, **CALLS["greedy"])
+                owner, attribute = {
+                    "pool": (cache.store.blocks.pool, place.partition(".")[2]),
+                    "reader": (cache.call.reader, place.partition(".")[2]),
+                    "model": (model.model.layers[1].mlp, "forward"),
+                }[place.partition(".")[0]]
+                failing = OutOfMemoryAt(getattr(owner, attribute), at, after=after)
+                with monkeypatch.context() as patch:
+                    patch.setattr(owner, attribute, failing)
+                    try:
+                        run(model, cache, max_new_tokens=4, **CALLS[name])
+                    except torch.OutOfMemoryError:
+                        struck += 1
+                cache.check()
+                for after_name in ("padded", name):
+                    assert_same(references[after_name], run(model, cache, max_new_tokens=4, **CALLS[after_name]))
+                cache.check()
+                cache.reset()
+                assert cache.store.blocks.allocator.num_blocks_in_use == 0
+    assert struck
+
+
+def test_a_call_that_does_not_fit_is_refused_before_it_computes_anything(references: dict[str, Any]) -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model, block_size=4, num_blocks=10)
+    num_forwards: list[int] = []
+    model.model.register_forward_pre_hook(lambda module, args: num_forwards.append(1))
+    assert_same(references["greedy"], run(model, cache, max_new_tokens=4, **CALLS["greedy"]))
+    num_forwards.clear()
+    before = cache.stats()
+    with pytest.raises(OutOfBlocksError, match="this call"):
+        run(model, cache, max_new_tokens=60, **CALLS["padded"])
+    assert not num_forwards
+    cache.check()
+    assert cache.stats().num_evictions == before.num_evictions
+    assert_same(references["greedy"], run(model, cache, max_new_tokens=4, **CALLS["greedy"]))
+    assert cache.last_call.reused_tokens > 0
+    assert_all_accounted_for(cache)

@@ -1,0 +1,877 @@
+"""Every path by which a call can reach the cache: it gives what a fresh `DynamicCache` gives, or an error that says why not."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessor, PreTrainedModel, TextIteratorStreamer
+
+from hf_paged_cache import (
+    CacheArgumentError,
+    CacheBusyError,
+    ForwardMismatchError,
+    PagedPrefixCache,
+    PrefixStore,
+)
+from hf_paged_cache.integration.hooks import is_attached
+
+from ..reference import IDS, PROMPT, TOLERANCE, assert_same, batch, row, run
+from ..tiny_models import build, without_logits_to_keep
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return bool((got - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
+
+
+def whole(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of all tokens without any cache."""
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+def lengths_of_forwards(model: PreTrainedModel) -> list[int]:
+    """Gets the number of tokens of every forward that the model's body runs from here on."""
+    lengths: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        lengths.append(kwargs["input_ids"].shape[1])
+
+    model.model.register_forward_pre_hook(note, with_kwargs=True)
+    return lengths
+
+
+class Calling(LogitsProcessor):
+    """Calls something in the middle of `generate`, once."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call: Callable[[], Any] | None = call
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.call is not None and input_ids.shape[1] > 51:
+            call, self.call = self.call, None
+            call()
+        return scores
+
+
+# Going on.
+
+
+def test_only_new_tokens_under_a_full_length_mask_go_on_with_the_rows(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    first = run(model, cache, input_ids=IDS)
+    said = torch.cat([first.sequences, torch.tensor([row((2, 7))])], 1)
+    new = said[:, first.sequences.shape[1] - 1 :]  # the last token generated has no keys and values yet
+    reference = run(model, input_ids=said)
+    output = run(model, cache, input_ids=new, attention_mask=torch.ones_like(said))
+    assert_same(reference, output)
+    assert cache.get_seq_length() == said.shape[1] + 5
+
+
+def test_a_mask_that_fits_neither_the_ids_nor_rows_and_ids_is_refused(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    first = run(model, cache, input_ids=IDS)
+    new = torch.tensor([row((2, 7))])  # one too few: the last token generated is missing in the rows
+    mask = torch.ones(1, first.sequences.shape[1] + 7, dtype=torch.long)
+    with pytest.raises(CacheArgumentError, match="go on exactly where the rows stopped"):
+        run(model, cache, input_ids=new, attention_mask=mask)
+    cache.check()
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+
+
+@pytest.mark.parametrize("whole_conversation", [True, False])
+def test_the_cache_of_an_output_goes_on(
+    model: PreTrainedModel, cache: PagedPrefixCache, whole_conversation: bool
+) -> None:
+    output = run(model, cache, input_ids=IDS)
+    said = output.sequences
+    assert output.past_key_values is cache
+    for turn in range(2, 5):
+        said = torch.cat([said, torch.tensor([row((turn, 7))])], 1)
+        ids = said if whole_conversation else said[:, output.past_key_values.get_seq_length() :]
+        reference = run(model, input_ids=said)
+        output = run(model, output.past_key_values, input_ids=ids, attention_mask=torch.ones_like(said))
+        assert_same(reference, output)
+        if whole_conversation:  # all but the last token generated and the question
+            assert cache.last_call.reused_tokens == said.shape[1] - 8
+        said = reference.sequences
+
+
+# Two calls at once.
+
+
+def test_a_nested_generate_on_the_same_cache_is_refused_and_the_first_call_stays_right(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    other = torch.tensor([row((9, 30))])
+    refusals: list[BaseException] = []
+
+    def nested() -> None:
+        with pytest.raises(CacheBusyError, match="another cache on the same store") as error:
+            run(model, cache, input_ids=other)
+        refusals.append(error.value)
+
+    reference = run(model, input_ids=IDS)
+    assert_same(reference, run(model, cache, input_ids=IDS, logits_processor=[Calling(nested)]))
+    assert len(refusals) == 1
+    cache.check()
+    assert_same(run(model, input_ids=other), run(model, cache, input_ids=other))
+
+
+def test_a_nested_generate_on_another_cache_of_the_store_works(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    other = torch.tensor([row((1, 40), (9, 3))])
+    outputs: list[Any] = []
+    nested = Calling(lambda: outputs.append(run(model, PagedPrefixCache(cache.store), input_ids=other)))
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS, logits_processor=[nested]))
+    assert_same(run(model, input_ids=other), outputs[0])
+
+
+def test_a_generate_in_another_thread_is_refused_and_the_first_call_stays_right(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    errors: list[BaseException] = []
+
+    def in_thread() -> None:
+        def attempt() -> None:
+            try:
+                run(model, cache, input_ids=torch.tensor([row((9, 30))]))
+            except BaseException as error:  # noqa: BLE001  # whatever it is, the test looks at it
+                errors.append(error)
+
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join(timeout=300)
+
+    reference = run(model, input_ids=IDS)
+    assert_same(reference, run(model, cache, input_ids=IDS, logits_processor=[Calling(in_thread)]))
+    assert [type(error) for error in errors] == [CacheBusyError]
+    cache.check()
+
+
+def test_a_plain_forward_in_another_thread_is_refused_while_generate_runs(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    errors: list[BaseException] = []
+
+    def in_thread() -> None:
+        def attempt() -> None:
+            try:
+                model(IDS, past_key_values=cache)
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join(timeout=300)
+
+    reference = run(model, input_ids=IDS)
+    assert_same(reference, run(model, cache, input_ids=IDS, logits_processor=[Calling(in_thread)]))
+    assert [type(error) for error in errors] == [CacheBusyError]
+
+
+def test_two_threads_on_two_caches_of_one_store_are_both_right(model: PreTrainedModel) -> None:
+    store = PrefixStore(model)
+    prompts = [torch.tensor([row((1, 40), (seed, 10))]) for seed in range(2, 6)]
+    references = [run(model, input_ids=ids) for ids in prompts]
+    outputs: dict[int, list[Any]] = {0: [], 1: []}
+    stores_view = {0: True, 1: False}
+
+    def work(number: int) -> None:
+        mine = PagedPrefixCache(store, view=stores_view[number])
+        for ids in prompts:
+            mask = torch.ones_like(ids)
+            outputs[number].append(
+                model.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    past_key_values=mine,
+                    max_new_tokens=6,
+                    return_dict_in_generate=True,
+                    output_logits=True,
+                )
+            )
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in outputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=300)
+    for each in outputs.values():
+        assert len(each) == len(prompts)
+        for reference, output in zip(references, each, strict=True):
+            assert_same(reference, output)
+    PagedPrefixCache(store).check()
+
+
+# Round the bracket.
+
+
+def test_the_class_s_own_generate_works_on_a_cache_without_rows(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    output = type(model).generate(
+        model,
+        input_ids=IDS,
+        attention_mask=torch.ones_like(IDS),
+        past_key_values=cache,
+        max_new_tokens=6,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    assert_same(run(model, input_ids=IDS), output)
+
+
+@pytest.mark.parametrize("length", [20, 50, 55])
+def test_the_class_s_own_generate_is_refused_on_a_cache_that_holds_the_prompt_s_columns(
+    model: PreTrainedModel, cache: PagedPrefixCache, length: int
+) -> None:
+    run(model, cache, input_ids=IDS)  # leaves 55 columns
+    ids = torch.tensor([row((9, length))])
+    with pytest.raises(CacheArgumentError, match=r"cache.reset\(\)"):
+        type(model).generate(
+            model, input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=3
+        )
+    cache.check()
+    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
+
+
+def test_the_class_s_own_generate_goes_on_as_a_dynamic_cache_does(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    """It slices off as many tokens as there are columns and looks at none of them."""
+    theirs = DynamicCache()
+    ids = torch.tensor([row((9, 80))])
+    outputs = []
+    for held in (theirs, cache):
+        for given in (IDS, ids):
+            how = {"attention_mask": torch.ones_like(given), "max_new_tokens": 6, "do_sample": False}
+            output = type(model).generate(model, input_ids=given, past_key_values=held, **how)
+        outputs.append(output)
+    assert outputs[0].tolist() == outputs[1].tolist()
+    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))  # and nothing wrong was committed
+
+
+def test_an_instance_s_generate_of_somebody_else_is_wrapped_and_put_back(model: PreTrainedModel) -> None:
+    calls: list[int] = []
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append(len(kwargs))
+        return type(model).generate(model, *args, **kwargs)
+
+    model.generate = theirs
+    cache = PagedPrefixCache(model)
+    for _ in range(2):
+        assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert len(calls) == 4
+    assert cache.last_call.reused_tokens == 49
+    cache.detach()
+    assert model.generate is theirs
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_padding_that_grows_over_plain_forwards_without_positions_is_computed(model: PreTrainedModel) -> None:
+    ids = torch.cat([IDS[:, :8], IDS[:, 4:12]])
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    outputs = []
+    for cache in (DynamicCache(config=model.config), PagedPrefixCache(model)):
+        with torch.no_grad():
+            model(ids[:, :4], attention_mask=mask[:, :4], past_key_values=cache)
+            outputs.append(model(ids[:, 4:], attention_mask=mask, past_key_values=cache).logits)
+    reference, ours = (logits[:, 1:] for logits in outputs)  # column 4 of row 0 is padding: nobody reads its logits
+    assert (reference - ours).abs().max() <= 1e-4 * reference.abs().max()
+
+
+def test_resetting_the_store_never_ends_a_conversation_by_hand(model: PreTrainedModel) -> None:
+    cache = PagedPrefixCache(PrefixStore(model, block_size=2))
+    other = PagedPrefixCache(cache.store)
+    with torch.no_grad():
+        reference = model(IDS, use_cache=False).logits
+        model(IDS[:, :10], past_key_values=cache)
+        with pytest.raises(CacheBusyError, match=r"end with their cache's reset\(\)"):
+            other.reset_prefix_cache()
+        ours = model(IDS[:, 10:], past_key_values=cache).logits
+    assert (reference[:, 10:] - ours).abs().max() <= 1e-4 * reference.abs().max()
+    cache.reset()
+    other.reset_prefix_cache()
+    assert cache.stats().num_cached_blocks == 0
+
+
+def test_model_model_is_refused(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    with pytest.raises(ForwardMismatchError, match=r"not model\.model"):
+        model.model(IDS, past_key_values=cache)
+    cache.check()
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+
+
+def test_one_cache_on_two_models_of_one_architecture_is_refused(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    other = build("llama", seed=1)
+    run(model, cache, input_ids=IDS)
+    with pytest.raises(ForwardMismatchError, match="not another model"):
+        run(other, cache, input_ids=IDS)  # nothing is attached to it
+    PagedPrefixCache(other)
+    with pytest.raises(CacheArgumentError, match="another model"):
+        run(other, cache, input_ids=IDS)
+    with pytest.raises(CacheArgumentError, match="another model"):
+        other(IDS, past_key_values=cache)
+    cache.check()
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+
+
+def test_a_custom_generate_that_delegates_with_the_same_cache_works(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    """Hub recipes are called with the cache by an outer `generate`, and call `model.generate` with it."""
+
+    def recipe(model: Any, input_ids: torch.Tensor, logits_processor: Any = None, **kwargs: Any) -> Any:
+        passed_on = ("attention_mask", "past_key_values", "generation_config")
+        return model.generate(input_ids, **{name: kwargs[name] for name in passed_on if name in kwargs})
+
+    for _ in range(2):
+        assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS, custom_generate=recipe))
+    assert cache.last_call.reused_tokens == 49
+    cache.check()
+
+
+def test_a_hub_style_custom_generate_works(model: PreTrainedModel, cache: PagedPrefixCache, tmp_path: Path) -> None:
+    (tmp_path / "custom_generate").mkdir()
+    (tmp_path / "custom_generate" / "generate.py").write_text(
+        "def generate(model, **kwargs):\n    kwargs.pop('custom_generate', None)\n    return model.generate(**kwargs)\n"
+    )
+    how = {"custom_generate": str(tmp_path), "trust_remote_code": True}
+    for _ in range(2):
+        assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS, **how))
+    assert cache.last_call.reused_tokens == 49
+
+
+# What generate may be asked for.
+
+
+def test_use_cache_false_warns_and_gives_the_right_result(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    reference = run(model, input_ids=IDS)
+    with pytest.warns(UserWarning, match="without the cache it was given"):
+        output = run(model, cache, input_ids=IDS, use_cache=False)
+    assert_same(reference, output)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("implementation", ["paged", "static", "dynamic"])
+def test_a_cache_implementation_beside_the_cache_is_refused(
+    model: PreTrainedModel, cache: PagedPrefixCache, implementation: str
+) -> None:
+    with pytest.raises(CacheArgumentError, match=f"cache_implementation='{implementation}'"):
+        run(model, cache, input_ids=IDS, cache_implementation=implementation)
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+
+
+@pytest.mark.parametrize("takes_logits_to_keep", [True, False])
+def test_prompt_lookup_works_at_every_length_with_and_without_logits_to_keep(
+    model: PreTrainedModel, takes_logits_to_keep: bool
+) -> None:
+    if not takes_logits_to_keep:
+        model = without_logits_to_keep(model)
+    cache = PagedPrefixCache(model)
+    for length in range(30, 44):
+        ids = torch.tensor([row((1, 10), (1, 10), (1, 10), (1, length - 30))])  # repeats itself
+        reference = run(model, input_ids=ids, prompt_lookup_num_tokens=3)
+        for _ in range(2):
+            assert_same(reference, run(model, cache, input_ids=ids, prompt_lookup_num_tokens=3))
+    assert cache.last_call.reused_tokens == (42 if takes_logits_to_keep else 0)
+    run(model, cache, input_ids=ids)
+    assert cache.last_call.reused_tokens == 42
+    cache.check()
+
+
+def test_an_assistant_drafts_beside_the_cache(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    assistant = build("llama", num_hidden_layers=1)
+    for _ in range(2):
+        reference = run(model, input_ids=IDS, assistant_model=assistant)
+        assert_same(reference, run(model, cache, input_ids=IDS, assistant_model=assistant))
+    assert cache.last_call.reused_tokens > 30
+
+
+@pytest.mark.parametrize("in_block", [False, True])
+def test_assistant_early_exit_is_right(model: PreTrainedModel, cache: PagedPrefixCache, in_block: bool) -> None:
+    """The assistant is the model itself with fewer layers: it shares the weights, and must not get our cache."""
+    for _ in range(2):
+        reference = run(model, input_ids=IDS, assistant_early_exit=1)
+        if in_block:
+            with cache:
+                output = run(model, input_ids=IDS, assistant_early_exit=1)
+        else:
+            output = run(model, cache, input_ids=IDS, assistant_early_exit=1)
+        assert_same(reference, output)
+        cache.check()
+
+
+@pytest.mark.parametrize("flag", [1, -1, [0], True])
+def test_any_truthy_output_hidden_states_computes_all_tokens(
+    model: PreTrainedModel, cache: PagedPrefixCache, flag: Any
+) -> None:
+    lengths = lengths_of_forwards(model)
+    with torch.no_grad():
+        for _ in range(2):
+            cache.reset()
+            output = model(IDS, past_key_values=cache, output_hidden_states=flag, logits_to_keep=1)
+        assert lengths == [50, 50]
+        wanted = model(IDS, output_hidden_states=True, use_cache=False).hidden_states
+    if flag is True:
+        for mine, theirs in zip(output.hidden_states, wanted, strict=True):
+            assert close(mine, theirs)
+
+
+def test_every_chunk_of_a_prefill_matches(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    run(model, cache, input_ids=IDS)
+    cache.reset()
+    reference = run(model, input_ids=IDS, prefill_chunk_size=16)
+    assert_same(reference, run(model, cache, input_ids=IDS, prefill_chunk_size=16))
+    assert cache.last_call.computed_tokens == 3 + 2  # the last token of each chunk, and the two that fill no block
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_small_chunks_of_a_padded_batch_are_right(name: str, size: int) -> None:
+    model = build(name)
+    cache = PagedPrefixCache(model, block_size=2)
+    inputs = batch(row((1, 11)), row((2, 5)))
+    for _ in range(2):
+        reference = run(model, **inputs, prefill_chunk_size=size)
+        assert_same(reference, run(model, cache, **inputs, prefill_chunk_size=size))
+
+
+def test_small_chunks_under_a_mask_with_a_hole_are_right_and_not_committed() -> None:
+    model = build("bloom")
+    cache = PagedPrefixCache(model, block_size=2)
+    inputs = batch(row((1, 11)))
+    holed = {**inputs, "attention_mask": inputs["attention_mask"].clone()}
+    holed["attention_mask"][0, 4] = 0
+    for size in (1, 2):
+        reference = run(model, **holed, prefill_chunk_size=size)
+        assert_same(reference, run(model, cache, **holed, prefill_chunk_size=size))
+        assert_same(run(model, **inputs), run(model, cache, **inputs))
+        cache.reset_prefix_cache()
+
+
+def test_a_streamer_in_a_thread_works(model: PreTrainedModel, cache: PagedPrefixCache, tiny_tokenizer: Any) -> None:
+    ids = torch.tensor([[min(token, 98) for token in PROMPT]])
+    reference = run(model, input_ids=ids, max_new_tokens=12).sequences
+    wanted = tiny_tokenizer.decode(reference[0, 50:], skip_special_tokens=True)
+    for _ in range(2):
+        streamer = TextIteratorStreamer(tiny_tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=60)
+        arguments = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "past_key_values": cache,
+            "max_new_tokens": 12,
+            "do_sample": False,
+            "streamer": streamer,
+        }
+        thread = threading.Thread(target=model.generate, kwargs=arguments)
+        thread.start()
+        text = "".join(streamer)
+        thread.join(timeout=300)
+        assert text == wanted
+    assert cache.last_call.reused_tokens == 49
+
+
+# Plain forwards.
+
+
+def test_tokens_fed_by_hand_one_at_a_time_are_right(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    wanted = whole(model, IDS)
+    with torch.no_grad():
+        for turn in range(2):
+            for position in range(IDS.shape[1]):
+                got = model(IDS[:, position : position + 1], past_key_values=cache, use_cache=True).logits
+                assert close(got[:, -1], wanted[:, position]), (turn, position)
+            cache.reset()
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 48
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("kept", [None, 0, 1, 3, 50])
+def test_a_plain_forward_is_right_and_skips_only_what_nobody_reads(
+    model: PreTrainedModel, cache: PagedPrefixCache, kept: int | None, context: Any
+) -> None:
+    wanted = whole(model, IDS)
+    arguments = {} if kept is None else {"logits_to_keep": kept}
+    shapes = lengths_of_forwards(model)
+    with context():
+        for _ in range(2):
+            got = model(IDS, past_key_values=cache, **arguments).logits
+            assert got.shape[1] == (kept or 50)
+            assert close(got, wanted[:, -got.shape[1] :])
+            cache.reset()
+    assert shapes == [50, 50 if not kept else max(kept, 2)]
+    cache.check()
+
+
+def test_a_forward_in_one_grad_mode_goes_on_in_another(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    wanted = whole(model, IDS)
+    for context, start, stop in [
+        (torch.inference_mode, 0, 20),
+        (torch.enable_grad, 20, 30),
+        (torch.no_grad, 30, 40),
+        (torch.inference_mode, 40, 50),
+    ]:
+        with context():
+            got = model(IDS[:, start:stop], past_key_values=cache).logits
+        assert close(got, wanted[:, start:stop])
+
+
+def test_positional_arguments_are_seen(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    wanted = whole(model, IDS)
+    with torch.no_grad():
+        for _ in range(2):
+            got = model(IDS, torch.ones_like(IDS), torch.arange(50)[None], cache, None, None, True, 1).logits
+            assert got.shape[1] == 1
+            assert close(got, wanted[:, -1:])
+            cache.reset()
+    assert cache.last_call.reused_tokens == 48
+    positional = model.generate(IDS, attention_mask=torch.ones_like(IDS), past_key_values=cache, max_new_tokens=6)
+    assert positional.tolist() == run(model, input_ids=IDS).sequences.tolist()
+
+
+def test_a_plain_forward_without_positions_and_generate_hit_each_other(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 49
+    cache.reset()
+    with torch.no_grad():
+        got = model(IDS, past_key_values=cache, logits_to_keep=1).logits
+    assert close(got, whole(model, IDS)[:, -1:])
+    assert cache.last_call.reused_tokens == 48
+
+
+def test_embeddings_are_neither_reused_nor_committed(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    run(model, cache, input_ids=IDS)
+    cache.reset_prefix_cache()
+    embeds = model.get_input_embeddings()(IDS).detach()
+    mask = torch.ones_like(IDS)
+    reference = run(model, inputs_embeds=embeds, attention_mask=mask)
+    for _ in range(2):
+        output = run(model, cache, inputs_embeds=embeds, attention_mask=mask)
+        assert_same(reference, output)
+        assert cache.last_call.reused_tokens == 0
+    cache.reset()
+    assert cache.stats().num_cached_blocks == 0
+
+
+def test_a_four_dimensional_mask_is_neither_reused_nor_committed(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    mask = torch.full((1, 1, 50, 50), torch.finfo(torch.float32).min).triu(1)
+    mask[..., 40:, :5] = torch.finfo(torch.float32).min
+    with torch.no_grad():
+        wanted = model(IDS, attention_mask=mask, use_cache=False).logits
+        for _ in range(2):
+            got = model(IDS, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits
+            assert close(got, wanted[:, -1:])
+            cache.reset()
+    assert cache.stats().num_cached_blocks == 0
+    assert "attention mask" in cache.last_call.rows[0].stopped
+
+
+def test_an_argument_that_nobody_knows_prevents_reuse() -> None:
+    model = build("gpt2")
+    cache = PagedPrefixCache(model)
+    types = torch.ones_like(IDS)
+    with torch.no_grad():
+        wanted = model(IDS, token_type_ids=types, use_cache=False).logits
+        model(IDS, past_key_values=cache)
+        cache.reset()
+        got = model(IDS, token_type_ids=types, past_key_values=cache, logits_to_keep=1).logits
+    assert close(got, wanted[:, -1:])
+    assert "token_type_ids" in cache.last_call.rows[0].stopped
+
+
+# Recipes of the documentation.
+
+
+def test_prefill_by_hand_then_deepcopy_then_generate(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    prefix = torch.tensor([row((1, 43))])
+    with torch.no_grad():
+        cache = model(prefix, past_key_values=cache).past_key_values
+    for question in (2, 3, 4):
+        ids = torch.cat([prefix, torch.tensor([row((question, 7))])], 1)
+        twin = copy.deepcopy(cache)
+        assert_same(run(model, input_ids=ids), run(model, twin, input_ids=ids))
+        assert twin.last_call.reused_tokens == 43
+        assert cache.get_seq_length() == 43
+    cache.check()
+
+
+def test_a_deepcopy_shares_the_store_and_copies_no_keys_and_values(
+    model: PreTrainedModel, cache: PagedPrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = torch.tensor([row((1, 43))])
+    with torch.no_grad():
+        model(prefix, past_key_values=cache)
+    pool = cache.store.blocks.pool
+    in_use = cache.store.blocks.allocator.num_blocks_in_use
+    copied: list[int] = []
+    written: list[int] = []
+    copy_blocks, write = pool.copy_blocks, pool.write
+    monkeypatch.setattr(pool, "copy_blocks", lambda pairs: (copied.append(len(pairs)), copy_blocks(pairs)))
+    monkeypatch.setattr(pool, "write", lambda *given: (written.append(1), write(*given)))
+
+    twin = copy.deepcopy(cache)
+    assert twin is not cache
+    assert twin.store is cache.store
+    assert (copied, written) == ([], [])
+    assert cache.store.blocks.allocator.num_blocks_in_use == in_use
+    assert twin.get_seq_length() == 43
+
+    new = torch.tensor([row((2, 1))])
+    wanted = whole(model, torch.cat([prefix, new], 1))[:, -1:]
+    with torch.no_grad():
+        assert close(model(new, past_key_values=twin).logits, wanted)
+    assert copied == [1]  # the partial block, once, at the write
+    assert cache.store.blocks.allocator.num_blocks_in_use == in_use + 1
+    with torch.no_grad():
+        assert close(model(new, past_key_values=cache).logits, wanted)
+    assert copied == [1]  # now it has one holder
+    cache.check()
+
+
+def test_batch_repeat_interleave_goes_on_with_equal_rows(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    prefix = torch.tensor([row((1, 43)), row((2, 43))])
+    with torch.no_grad():
+        model(prefix, past_key_values=cache)
+    in_use = cache.store.blocks.allocator.num_blocks_in_use
+    cache.batch_repeat_interleave(2)
+    assert cache.store.blocks.allocator.num_blocks_in_use == in_use
+    new = torch.tensor([row((seed, 5)) for seed in (3, 4, 5, 6)])
+    ids = torch.cat([prefix.repeat_interleave(2, 0), new], 1)
+    with torch.no_grad():
+        assert close(model(new, past_key_values=cache).logits, whole(model, ids)[:, -5:])
+    cache.check()
+
+
+@pytest.mark.parametrize("indices", [[2], [2, 0], [-1, 0, 0]])
+def test_batch_select_indices_goes_on_with_the_rows_chosen(
+    model: PreTrainedModel, cache: PagedPrefixCache, indices: list[int]
+) -> None:
+    prefix = torch.tensor([row((seed, 43)) for seed in (1, 2, 3)])
+    reference = DynamicCache()
+    new = torch.tensor([row((seed, 5)) for seed in range(4, 4 + len(indices))])
+    with torch.no_grad():
+        model(prefix, past_key_values=reference)
+        model(prefix, past_key_values=cache)
+        reference.batch_select_indices(torch.tensor(indices))
+        cache.batch_select_indices(torch.tensor(indices))
+        assert close(model(new, past_key_values=cache).logits, model(new, past_key_values=reference).logits)
+    cache.check()
+
+
+# Copies of the model.
+
+
+def dumped_by_pickle(model: PreTrainedModel) -> PreTrainedModel:
+    return pickle.loads(pickle.dumps(model))
+
+
+def dumped_by_torch(model: PreTrainedModel) -> PreTrainedModel:
+    held = io.BytesIO()
+    torch.save(model, held)
+    held.seek(0)
+    return torch.load(held, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, dumped_by_pickle, dumped_by_torch])
+def test_a_copy_of_an_attached_model_caches_too_and_is_another_model(
+    model: PreTrainedModel, cache: PagedPrefixCache, copied: Callable[[PreTrainedModel], PreTrainedModel]
+) -> None:
+    reference = run(model, input_ids=IDS)
+    with cache:
+        twin = copied(model)
+        assert_same(reference, run(twin, input_ids=IDS))  # on no cache: the block is the first model's
+        assert cache.get_seq_length() == 0
+    assert is_attached(twin)
+    with torch.no_grad():
+        twin.lm_head.weight.neg_()  # so that nobody confuses the two
+    assert run(twin, input_ids=IDS).sequences.tolist() != reference.sequences.tolist()
+    other = PagedPrefixCache(twin)
+    for _ in range(2):
+        assert_same(run(twin, input_ids=IDS), run(twin, other, input_ids=IDS))
+        assert_same(reference, run(model, cache, input_ids=IDS))
+    assert other.last_call.reused_tokens == cache.last_call.reused_tokens == 49
+    assert len(twin._forward_hooks) == len(twin._forward_pre_hooks) == 1
+    other.detach()
+    assert not twin._forward_hooks
+    assert not twin._forward_pre_hooks
+    assert len(model._forward_hooks) == 1
+    assert_same(reference, run(model, cache, input_ids=IDS))
+
+
+def test_save_pretrained_of_an_attached_model_works(
+    model: PreTrainedModel, cache: PagedPrefixCache, tmp_path: Path
+) -> None:
+    run(model, cache, input_ids=IDS)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert not is_attached(loaded)
+    other = PagedPrefixCache(loaded)
+    reference = run(model, input_ids=IDS)
+    for _ in range(2):
+        assert_same(reference, run(loaded, other, input_ids=IDS))
+    assert other.last_call.reused_tokens == 49
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_moved_to_another_dtype_after_the_cache_was_built_is_right_or_refused(
+    model: PreTrainedModel, cache: PagedPrefixCache, dtype: torch.dtype
+) -> None:
+    run(model, cache, input_ids=IDS)
+    model.to(dtype)
+    reference = run(model, input_ids=IDS)
+    output = run(model, cache, input_ids=IDS)
+    assert cache.last_call.reused_tokens == 0
+    if dtype is torch.float64:
+        assert_same(reference, output)
+    else:
+        assert output.sequences.shape == reference.sequences.shape
+    cache.check()
+
+
+# Masks that ask the cache.
+
+
+def test_a_cache_without_rows_is_truthy_and_not_initialized(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    assert cache
+    assert not cache.is_initialized
+    run(model, cache, input_ids=IDS)
+    assert cache.is_initialized
+    seen: list[bool] = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["past_key_values"].is_initialized), with_kwargs=True
+    )
+    run(model, cache, input_ids=IDS, max_new_tokens=2)
+    # False in the first forward of a call, although a prefix of it is reused: what a bidirectional prefix hangs on
+    assert seen[1:] == [True]
+
+
+def test_tokens_behind_a_row_s_end_of_sequence_are_not_committed(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    inputs = batch(row((1, 20)), row((2, 20)))
+    free = run(model, **inputs, max_new_tokens=40)
+    first_ends = free.sequences[0, 21].item()  # the second token generated in row 0
+    reference = run(model, **inputs, max_new_tokens=40, eos_token_id=first_ends)
+    assert_same(reference, run(model, cache, **inputs, max_new_tokens=40, eos_token_id=first_ends))
+    generated = reference.sequences.shape[1]
+    cache.reset()
+    other = (generated - 1) // 16 if first_ends not in reference.sequences[1, 20:-1] else None
+    assert cache.stats().num_cached_blocks <= 22 // 16 + (other if other is not None else generated // 16)
+
+
+# Several processes.
+
+
+def _rank(rank: int, port: int, results: Any) -> None:
+    """One of two processes: FSDP gathers weights in every forward, so both must run as many.
+
+    One knows a prompt's prefix that the other has to compute; looking at cached blocks (`verify`) and scoring, too, must
+    run as many forwards whatever is known.
+    """
+    import os
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    try:
+        model = build("llama")
+        prompts = [torch.tensor([row((1, 40), (2 + turn, 5 + rank))]) for turn in range(3)]
+        references = [run(model, input_ids=ids, max_new_tokens=5) for ids in prompts]
+        context = row((1, 40)) if rank == 1 else row((8, 50))
+        continuations = [row((2, 3)), row((2, 3), (3, 4 + rank)), row((4, 2))]
+        scores = PagedPrefixCache(copy.deepcopy(model)).score(context, continuations)
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        cache = PagedPrefixCache(model, verify=True)
+        if rank == 1:  # what this rank knows, the other one has to compute, in as many forwards
+            run(model, cache, input_ids=prompts[0], max_new_tokens=1, synced_gpus=False)
+        else:
+            run(model, cache, input_ids=torch.tensor([row((9, 30))]), max_new_tokens=1, synced_gpus=False)
+        for ids, reference in zip(prompts, references, strict=True):
+            assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=5, synced_gpus=True))
+        for score, reference in zip(cache.score(context, continuations), scores, strict=True):
+            assert score.log_probs == pytest.approx(reference.log_probs, abs=1e-4)
+        cache.check()
+        results.put((rank, "right", cache.stats().reused_tokens))
+        dist.barrier()
+    except BaseException as error:
+        results.put((rank, repr(error), 0))
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_processes_that_shard_the_model_run_the_same_number_of_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A new process finds this file by its module's name; the pytest that runs this one may not have the root on its path.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, port, results), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        said = sorted(results.get(timeout=300) for _ in ranks)
+    finally:
+        for process in ranks:
+            process.join(timeout=300)
+            if process.is_alive():
+                process.terminate()
+    assert [(rank, word) for rank, word, _ in said] == [(0, "right"), (1, "right")]
+    assert all(reused >= 64 for *_, reused in said)
+
+
+# The cache is collected.
+
+
+def test_a_cache_collected_while_the_store_s_lock_is_held_waits_for_the_store(model: PreTrainedModel) -> None:
+    store = PrefixStore(model)
+    cache = PagedPrefixCache(store)
+    run(model, cache, input_ids=IDS)
+    assert store.blocks.allocator.num_blocks_in_use == 4
+    with store.blocks.lock:
+        thread = threading.Thread(target=cache.__del__)  # a finalizer may run in any thread
+        thread.start()
+        thread.join(timeout=300)
+        assert not thread.is_alive()
+        assert store.blocks.allocator.num_blocks_in_use == 4  # nothing has been touched
+    del cache
+    other = PagedPrefixCache(store)
+    other.check()
+    assert store.blocks.allocator.num_blocks_in_use == 0
+    assert_same(run(model, input_ids=IDS), run(model, other, input_ids=IDS))

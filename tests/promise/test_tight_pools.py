@@ -1,0 +1,81 @@
+"""What a pool has room for once, it has room for again: rows of the last call that are kept for the next one yield to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from hf_paged_cache import OutOfBlocksError, PagedPrefixCache
+
+from ..reference import assert_same, batch, row, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_NEW = 20
+CALLS = {
+    "1 row": {},
+    "4 beams": {"num_beams": 4},
+    "3 samples": {"do_sample": True, "num_return_sequences": 3},
+    "3 rows": {},
+}
+
+
+def prompts(name: str, number: int) -> dict[str, torch.Tensor]:
+    """Prompts of one length, which share their first 50 tokens, no whole number of blocks."""
+    num_rows = 3 if name == "3 rows" else 1
+    return batch(*[row((1, 50), (100 * number + i, 10)) for i in range(num_rows)])
+
+
+def serves(model: LlamaForCausalLM, name: str, num_blocks: int) -> bool:
+    try:
+        run(
+            model,
+            PagedPrefixCache(model, num_blocks=num_blocks),
+            **prompts(name, 0),
+            max_new_tokens=NUM_NEW,
+            **CALLS[name],
+        )
+    except OutOfBlocksError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_smallest_pool_that_serves_a_call_serves_others_like_it(name: str, tiny_llama: LlamaForCausalLM) -> None:
+    num_blocks = next(number for number in range(2, 40) if serves(tiny_llama, name, number))
+    cache = PagedPrefixCache(tiny_llama, num_blocks=num_blocks)
+    for number in (0, 0, 1, 2, 1):
+        given: dict[str, Any] = {**prompts(name, number), "max_new_tokens": NUM_NEW, **CALLS[name]}
+        output = run(tiny_llama, cache, **given)
+        assert_same(run(tiny_llama, **given), output)
+    assert cache.last_call.reused_tokens >= 48  # the full blocks of what all prompts share
+    cache.store.blocks.allocator.check()
+
+
+def test_a_growing_chat_is_served_to_the_last_block(tiny_llama: LlamaForCausalLM) -> None:
+    cache = PagedPrefixCache(tiny_llama, num_blocks=6)  # of 16 tokens, one of them reserved
+    ids = torch.tensor([row((1, 20))])
+    for _ in range(3):
+        given = {"input_ids": ids, "max_new_tokens": NUM_NEW}
+        output = run(tiny_llama, cache, **given)
+        assert_same(run(tiny_llama, **given), output)
+        ids = output.sequences
+    assert ids.shape[1] == 5 * 16
+    ids = torch.cat((torch.tensor([row((1, 55))]), torch.tensor([row((2, 6))])), dim=1)
+    for seed in range(3):  # each parts from the one before within a block
+        given = {"input_ids": torch.cat((ids, torch.tensor([row((seed, 4))])), dim=1), "max_new_tokens": 16}
+        assert_same(run(tiny_llama, **given), run(tiny_llama, cache, **given))
+
+
+def test_rows_that_are_kept_are_gone_on_from_where_there_is_room(tiny_llama: LlamaForCausalLM) -> None:
+    """With a block to spare, tokens known of a part of one are reused."""
+    reused = []
+    for num_blocks in (6, 7):
+        cache = PagedPrefixCache(tiny_llama, num_blocks=num_blocks)
+        for number in range(2):
+            run(tiny_llama, cache, **prompts("1 row", number), max_new_tokens=NUM_NEW)
+        reused.append(cache.last_call.reused_tokens)
+    assert reused == [48, 50]

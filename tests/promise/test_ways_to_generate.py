@@ -1,0 +1,673 @@
+"""Every way to generate gives what it gives with `DynamicCache`, logits included, and reuses.
+
+`OPTIONS` says for every option of `generate` where it is played: in a scene here, in one of test_generate_equivalence.py,
+or in a test that shows that transformers itself refuses it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    WatermarkingConfig,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.configuration_utils import GenerationMode
+
+from hf_paged_cache import PagedPrefixCache
+
+from ..reference import IDS, PROMPT, TOLERANCE, assert_same, batch, row, run, zero_blocks
+from ..scenes import Player, play
+from ..tiny_models import CHARACTERS, VOCABULARY, build, character_tokenizer, tiny
+from . import test_generate_equivalence, test_paths
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODELS = ("llama", "gpt2", "gemma3")
+TEXT = [3 + token % len(CHARACTERS) for token in PROMPT]  # a prompt that the tokenizer can write
+UNWRITTEN = list(range(3 + len(CHARACTERS), VOCABULARY))  # tokens that it cannot
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerBase:
+    return character_tokenizer(CHARACTERS)
+
+
+@cache
+def other_tokenizer() -> PreTrainedTokenizerBase:
+    """Other ids for the same characters, and some more: transformers 5.23 cannot take fewer."""
+    return character_tokenizer((*reversed(CHARACTERS), *"äöü"))
+
+
+@cache
+def other_assistant(samples: bool) -> PreTrainedModel:
+    """A smaller model that speaks the other tokenizer. The first call that samples changes its head for good."""
+    helper = build("llama", 3, num_hidden_layers=1, vocab_size=3 + len(CHARACTERS) + 3)
+    helper.generation_config.num_assistant_tokens_schedule = "constant"  # by default it remembers how calls went
+    if samples:
+        speaks = {"tokenizer": tokenizer(), "assistant_tokenizer": other_tokenizer()}
+        run(tiny("llama"), **batch(TEXT), assistant_model=helper, **speaks, do_sample=True)
+    return helper
+
+
+# Choosing tokens.
+
+
+def constrained(play: Player) -> None:
+    def allowed(number: int, tokens: torch.Tensor) -> list[int]:
+        return [token for token in range(VOCABULARY) if (token + int(tokens[-1])) % 5 == 0]
+
+    play.call(**batch(PROMPT), prefix_allowed_tokens_fn=allowed)
+    output = play.hit(**batch(row((1, 40), (2, 10))), prefix_allowed_tokens_fn=allowed, reused=40)
+    assert all(sum(pair) % 5 == 0 for pair in output.sequences[0, 49:].unfold(0, 2, 1).tolist())
+    play.hit(**batch(PROMPT), prefix_allowed_tokens_fn=allowed, num_beams=3, at_least=2 * 50 + 40)
+
+
+def bad_words(play: Player) -> None:
+    said = play.call(**batch(PROMPT)).sequences[0, 50:].tolist()
+    bad = [[token] for token in said[:2]] + [said[2:4]]
+    output = play.hit(**batch(PROMPT), bad_words_ids=bad, reused=49)
+    assert not set(said[:2]) & set(output.sequences[0, 50:].tolist())
+    play.hit(**batch(PROMPT), bad_words_ids=bad, num_beams=3, at_least=149)
+
+
+def processors(play: Player) -> None:
+    options = {
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 2,
+        "encoder_repetition_penalty": 1.1,
+        "encoder_no_repeat_ngram_size": 3,
+        "min_new_tokens": 3,
+        "min_length": 52,
+        "sequence_bias": [[[5], 2.0]],
+        "suppress_tokens": [1, 2],
+        "begin_suppress_tokens": [7],
+        "exponential_decay_length_penalty": (2, 1.1),
+        "forced_bos_token_id": 4,
+        "forced_eos_token_id": 9,
+        "eos_token_id": 9,
+        "bos_token_id": 4,
+        "remove_invalid_values": True,
+        "renormalize_logits": True,
+    }
+    play.call(**batch(PROMPT), **options, output_scores=True)
+    play.hit(**batch(row((1, 40), (2, 10))), **options, output_scores=True, reused=40)
+    marks = WatermarkingConfig(bias=2.5, seeding_scheme="selfhash")
+    play.hit(**batch(row((1, 40), (2, 10))), watermarking_config=marks, output_scores=True, reused=49)
+
+
+def warpers(play: Player) -> None:
+    options = {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 40,
+        "top_p": 0.95,
+        "min_p": 0.001,
+        "typical_p": 0.95,
+        "epsilon_cutoff": 1e-4,
+        "eta_cutoff": 1e-4,
+        "output_scores": True,
+    }
+    play.call(**batch(PROMPT), **options)
+    play.hit(**batch(PROMPT), **options, seed=1, reused=49)
+    play.hit(**batch(PROMPT), do_sample=True, top_h=0.5, seed=2, reused=49)
+
+
+# When it ends.
+
+
+class ThreeTokens(StoppingCriteria):
+    """A criterion of the user's own."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 53)
+
+
+def ends(play: Player) -> None:
+    play.call(**batch(PROMPT), max_new_tokens=None, max_length=56)
+    play.hit(**batch(PROMPT), max_time=600.0, reused=49)
+    assert len(play.hit(**batch(PROMPT), max_time=1e-9, reused=49).logits) == 1
+    output = play.hit(**batch(PROMPT), stopping_criteria=[ThreeTokens()], reused=49)
+    assert len(output.logits) == 3
+    third = int(output.sequences[0, 52])
+    rows = batch(PROMPT, row((1, 48), (2, 2)))
+    play.hit(**rows, eos_token_id=[third], pad_token_id=0, at_least=96)
+    play.hit(**rows, eos_token_id=third, num_beams=3, early_stopping=True, length_penalty=0.5, at_least=96)
+
+
+def stopping_strings(play: Player) -> None:
+    said = play.call(**batch(TEXT), suppress_tokens=UNWRITTEN, max_new_tokens=10)
+    stop = {"stop_strings": [tokenizer().decode(said.sequences[0, 53:55])], "tokenizer": tokenizer()}
+    output = play.hit(**batch(TEXT), suppress_tokens=UNWRITTEN, max_new_tokens=10, **stop, reused=49)
+    assert len(output.logits) <= 5
+    rows = batch(TEXT, [*TEXT[:40], 9, 9])
+    play.hit(**rows, suppress_tokens=UNWRITTEN, max_new_tokens=8, **stop, at_least=2 * 40 - 8)
+    play.hit(**batch(TEXT), suppress_tokens=UNWRITTEN, num_beams=3, **stop, at_least=149)
+
+
+# What is asked for.
+
+
+def scores(play: Player) -> None:
+    play.call(**batch(PROMPT), output_scores=True)
+    play.hit(**batch(row((1, 45), (2, 5))), output_scores=True, reused=45)
+    sampled = {"do_sample": True, "num_return_sequences": 3}
+    play.hit(**batch(PROMPT), output_scores=True, **sampled, seed=1, at_least=140)
+    play.hit(**batch(PROMPT), output_scores=True, num_beams=3, num_return_sequences=2, at_least=140)
+
+
+def hidden_states_and_attentions(play: Player) -> None:
+    """They cover the whole prompt, so all of it is computed; its blocks are shared, and what follows reads them."""
+    asked = {"output_hidden_states": True, "output_attentions": True}
+    play.call(**batch(PROMPT), **asked, reused=0)
+    output = play.whole(**batch(PROMPT), **asked, reused=0)
+    assert output.hidden_states[0][0].shape[1] == output.attentions[0][0].shape[2] == 50
+    assert "asked for" in play.cache.last_call.rows[0].stopped
+    play.whole(**batch(row((1, 40), (2, 9)), PROMPT), **asked, reused=0)
+    play.whole(**batch(row((1, 40), (2, 9))), **asked, num_beams=3, reused=0)
+    play.hit(**batch(PROMPT), reused=48)  # what such calls computed is reused as ever
+
+
+# Beside the model.
+
+
+def assisted(play: Player) -> None:
+    helper = {"assistant_model": tiny("llama", 1), "max_new_tokens": 8, "num_assistant_tokens": 3}
+    play.call(**batch(PROMPT), **helper, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0)
+    play.hit(**batch(PROMPT), **helper, num_assistant_tokens_schedule="heuristic", at_least=40)
+    play.hit(**batch(row((1, 45), (2, 5))), **helper, do_sample=True, at_least=40)
+    play.hit(**batch(PROMPT), **helper, assistant_ensemble_weight=0.9, at_least=40)
+
+
+def universal_assisted(play: Player) -> None:
+    helper = {
+        "tokenizer": tokenizer(),
+        "assistant_tokenizer": other_tokenizer(),
+        "target_lookbehind": 12,
+        "assistant_lookbehind": 12,
+        "max_new_tokens": 8,
+        "suppress_tokens": UNWRITTEN,
+    }
+    play.call(**batch(TEXT), **helper, assistant_model=other_assistant(samples=False))
+    play.hit(**batch(TEXT), **helper, assistant_model=other_assistant(samples=False), at_least=40)
+    sampling = {"assistant_model": other_assistant(samples=True), "do_sample": True}
+    play.hit(**batch([*TEXT[:45], 9, 9]), **helper, **sampling, at_least=40)
+
+
+def guidance(play: Player) -> None:
+    play.call(**batch(PROMPT), guidance_scale=1.5, output_scores=True)
+    play.hit(**batch(PROMPT), guidance_scale=1.5, output_scores=True, reused=49)
+    against = {"negative_prompt_ids": torch.tensor([row((5, 9))])}
+    play.hit(**batch(row((1, 40), (2, 9))), guidance_scale=2.0, **against, output_scores=True, reused=40)
+    against = {"negative_prompt_ids": torch.tensor([row((5, 9)), row((6, 9))])}
+    against["negative_prompt_attention_mask"] = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
+    play.hit(**batch(PROMPT, row((1, 48), (3, 4))), guidance_scale=2.0, **against, output_scores=True, at_least=90)
+
+
+def compile_options(play: Player) -> None:
+    play.call(**batch(PROMPT), compile_config=CompileConfig())  # for caches of a fixed size; ours grows
+    play.hit(**batch(PROMPT), disable_compile=True, reused=49)
+
+
+# Loops of the user's own. Contrastive search, DoLa and group beams are those that transformers moved to repositories.
+
+
+def result(ids: torch.Tensor, logits: list[torch.Tensor], kept: Any) -> GenerateDecoderOnlyOutput:
+    return GenerateDecoderOnlyOutput(sequences=ids, logits=tuple(logits), past_key_values=kept)
+
+
+def contrastive_loop(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> Any:
+    """Candidates are rows of a multiplied cache, of which the one is selected that resembles its past the least."""
+    num_candidates, alpha, logits, kept = 4, 0.6, [], kwargs["past_key_values"]
+    options = {"past_key_values": kept, "use_cache": True, "output_hidden_states": True}
+    output = model(input_ids, **options, logits_to_keep=1)
+    past = output.hidden_states[-1]
+    last = output.logits[:, -1]
+    while input_ids.shape[1] < generation_config.max_length:
+        logits.append(last)
+        best = last.softmax(-1).topk(num_candidates)
+        kept.batch_repeat_interleave(num_candidates)
+        output = model(best.indices.view(-1, 1), **options)
+        hidden = output.hidden_states[-1]
+        likeness = torch.cosine_similarity(hidden, past.repeat_interleave(num_candidates, 0), dim=-1).amax(-1)
+        chosen = ((1 - alpha) * best.values - alpha * likeness.view(best.values.shape)).argmax(-1)
+        rows = torch.arange(len(chosen)) * num_candidates + chosen
+        kept.batch_select_indices(rows)
+        past = torch.cat((past, hidden[rows]), dim=1)
+        last = output.logits[rows, -1]
+        input_ids = torch.cat((input_ids, best.indices.gather(1, chosen[:, None])), dim=1)
+    return result(input_ids, logits, kept)
+
+
+def dola_loop(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> Any:
+    """The last layer's logits against those of an early one."""
+    logits, new, kept = [], input_ids, kwargs["past_key_values"]
+    while input_ids.shape[1] < generation_config.max_length:
+        output = model(new, past_key_values=kept, use_cache=True, output_hidden_states=True)
+        early = model.get_output_embeddings()(output.hidden_states[1][:, -1])
+        logits.append(output.logits[:, -1].log_softmax(-1) - early.log_softmax(-1))
+        new = logits[-1].argmax(-1, keepdim=True)
+        input_ids = torch.cat((input_ids, new), dim=1)
+    return result(input_ids, logits, kept)
+
+
+def group_beams_loop(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> Any:
+    """Two groups of two beams; the second is kept from the tokens that the first has just chosen."""
+    beams, logits, kept = input_ids.repeat(4, 1), [], kwargs["past_key_values"]
+    totals = torch.tensor([0.0, -1e9, 0.0, -1e9])
+    new = beams
+    while beams.shape[1] < generation_config.max_length:
+        output = model(new, past_key_values=kept, use_cache=True, logits_to_keep=1)
+        logits.append(output.logits[:, -1])
+        sums = logits[-1].log_softmax(-1) + totals[:, None]
+        sums[2:, sums[:2].flatten().topk(2).indices % VOCABULARY] -= 5.0
+        best = [sums[start : start + 2].flatten().topk(2) for start in (0, 2)]
+        totals = torch.cat([each.values for each in best])
+        rows = torch.cat([each.indices // VOCABULARY + start for each, start in zip(best, (0, 2), strict=True)])
+        new = torch.cat([each.indices % VOCABULARY for each in best])[:, None]
+        kept.reorder_cache(rows)
+        beams = torch.cat((beams[rows], new), dim=1)
+    return result(beams, logits, kept)
+
+
+def contrastive(play: Player) -> None:
+    play.call(**batch(PROMPT), custom_generate=contrastive_loop, reused=0)
+    play.whole(**batch(PROMPT), custom_generate=contrastive_loop, reused=0)  # it asks for all hidden states
+    play.whole(**batch(PROMPT, row((1, 45), (2, 5))), custom_generate=contrastive_loop, reused=0)
+    play.hit(**batch(PROMPT), reused=49)
+
+
+def dola(play: Player) -> None:
+    play.call(**batch(PROMPT), custom_generate=dola_loop, reused=0)
+    play.whole(**batch(PROMPT), custom_generate=dola_loop, reused=0)  # it asks for all hidden states
+    play.hit(**batch(PROMPT), reused=49)
+
+
+def group_beams(play: Player) -> None:
+    play.call(**batch(PROMPT), custom_generate=group_beams_loop, reused=3 * 50)
+    output = play.hit(**batch(PROMPT), custom_generate=group_beams_loop, reused=4 * 50 - 1)
+    assert len({tuple(beam.tolist()) for beam in output.sequences}) > 2
+    play.hit(**batch(output.sequences[0].tolist() + row((2, 3))), custom_generate=group_beams_loop, at_least=180)
+
+
+SCENES = (
+    constrained,
+    bad_words,
+    processors,
+    warpers,
+    ends,
+    stopping_strings,
+    scores,
+    assisted,
+    universal_assisted,
+    guidance,
+    contrastive,
+    dola,
+    group_beams,
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_every_way_gives_what_it_gives_with_dynamic_cache(scene: Callable[[Player], None], name: str) -> None:
+    play(scene, tiny(name))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hidden_states_and_attentions_are_those_of_the_whole_prompt(name: str) -> None:
+    play(hidden_states_and_attentions, build(name, attn_implementation="eager"))
+
+
+def test_options_about_compiling_change_nothing() -> None:
+    play(compile_options, tiny("llama"))
+
+
+@pytest.mark.parametrize("length", [1, 16, 47])
+@pytest.mark.parametrize("in_block", [False, True])
+def test_token_healing_runs_a_call_of_its_own(model: PreTrainedModel, length: int, in_block: bool) -> None:
+    """Before the first forward, `generate` regenerates each row's last token, on no cache of the caller's."""
+    healer = character_tokenizer((*CHARACTERS, *(f"{end}{more}" for end in "abc" for more in "xyz")))
+    healer.bos_token = "<eos>"
+    texts = ["A text to be healed, whose last letter could be the start of more: " + end for end in ("b", "and a", "c")]
+    given = {**healer(texts, return_tensors="pt", padding=True, padding_side="left"), "tokenizer": healer}
+    given = {**given, "token_healing": True, "suppress_tokens": UNWRITTEN, "generation_config": None}
+    given["input_ids"], given["attention_mask"] = given["input_ids"][:, -length:], given["attention_mask"][:, -length:]
+    given.pop("token_type_ids", None)
+    reference = run(model, **given)
+    cache = PagedPrefixCache(model)
+    for _ in range(2):
+        if in_block:
+            with cache:
+                assert_same(reference, run(model, **given))
+        else:
+            assert_same(reference, run(model, cache, **given))
+        cache.check()
+
+
+@pytest.mark.parametrize("in_block", [False, True])
+def test_a_loop_may_generate_something_else_first(
+    model: PreTrainedModel, cache: PagedPrefixCache, in_block: bool
+) -> None:
+    """What it generates on no cache of its own must not become the rows that it goes on with."""
+
+    def loop(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        model.generate(input_ids[:, 5:25], max_new_tokens=2)
+        return model._sample(input_ids, **kwargs)
+
+    reference = run(model, input_ids=IDS)
+    for turn in range(2):
+        if in_block:
+            with cache:
+                assert_same(reference, run(model, input_ids=IDS, custom_generate=loop))
+        else:
+            assert_same(reference, run(model, cache, input_ids=IDS, custom_generate=loop))
+        assert cache.last_call.reused_tokens == (0, 49 - in_block)[turn]
+        cache.check()
+
+
+MOVED = {
+    "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
+    "dola_layers": {"dola_layers": "low"},
+    "num_beam_groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
+    "diversity_penalty": {"num_beams": 4, "num_beam_groups": 4, "diversity_penalty": 0.5},
+    "force_words_ids": {"num_beams": 4, "force_words_ids": [[5]]},
+    "constraints": {"num_beams": 4, "constraints": [object()]},
+}
+
+
+@pytest.mark.parametrize("option", MOVED)
+def test_what_transformers_moved_to_repositories_it_refuses_itself(
+    model: PreTrainedModel, cache: PagedPrefixCache, option: str
+) -> None:
+    run(model, cache, input_ids=IDS)
+    for given in (None, cache):
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            run(model, given, input_ids=IDS, **MOVED[option])
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 49
+
+
+def test_drafts_of_layers_that_a_model_lacks_are_refused_by_transformers(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    run(model, cache, input_ids=IDS)
+    for given in (None, cache):
+        with pytest.raises(ValueError, match="num_mtp_layers"):
+            run(model, given, input_ids=IDS, use_mtp=True)
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 49
+
+
+def test_a_call_that_returns_tokens_alone_reuses(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    given = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 6, "do_sample": False}
+    wanted = model.generate(**given)
+    for _ in range(2):
+        assert model.generate(**given, past_key_values=cache).tolist() == wanted.tolist()
+    assert cache.last_call.reused_tokens == 49
+
+
+# Forwards by hand.
+
+
+def by_hand(model: PreTrainedModel, kept: Any, *, logits_to_keep: int | None, positions: bool) -> list[torch.Tensor]:
+    """A padded prompt, new tokens alone under a full mask, and tokens one by one: all logits, as users read them."""
+    inputs = batch(PROMPT, row((4, 42)))
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    logits = []
+    for new in (ids, torch.tensor([row((2, 7)), row((3, 7))]), *torch.tensor([[[5], [6]], [[7], [8]], [[9], [9]]])):
+        if new is not ids:
+            mask = torch.cat((mask, torch.ones_like(new)), dim=1)
+        given: dict[str, Any] = {"attention_mask": mask, "past_key_values": kept, "use_cache": True}
+        if positions:
+            given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
+        if logits_to_keep is not None:
+            given["logits_to_keep"] = logits_to_keep
+        with torch.no_grad():
+            output = model(new, **given)
+        assert output.past_key_values is kept
+        logits.append(output.logits[:, 8:] if not logits and logits_to_keep is None else output.logits)
+    return logits
+
+
+def are_close(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return all(
+        mine.shape == theirs.shape and float((mine - theirs).abs().max()) <= TOLERANCE * float(theirs.abs().max())
+        for mine, theirs in zip(got, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("logits_to_keep", [None, 1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_forwards_by_hand_give_what_they_give_with_dynamic_cache(
+    name: str, logits_to_keep: int | None, positions: bool
+) -> None:
+    model = tiny(name)
+    asked = {"logits_to_keep": logits_to_keep, "positions": positions}
+    wanted = by_hand(model, DynamicCache(config=model.config), **asked)
+    for view in (True, False):
+        kept = PagedPrefixCache(model, view=view)
+        lengths: list[int] = []
+        hook = partial(_note_length, lengths)
+        handle = model.get_input_embeddings().register_forward_pre_hook(hook)
+        for _ in range(2):
+            assert are_close(by_hand(model, kept, **asked), wanted)
+            kept.reset()
+            kept.check()
+        # Known are 48 and 32 of the rows' 50 and 42 tokens, so columns 0 to 39; without `logits_to_keep` all are computed.
+        assert lengths == [50, 7, 1, 1, 1, 50 - 40 if logits_to_keep else 50, 7, 1, 1, 1]
+        zero_blocks(kept)
+        # where all tokens are computed, a view needs none of the blocks
+        assert are_close(by_hand(model, kept, **asked), wanted) == (view and logits_to_keep is None)
+        handle.remove()
+
+
+def _note_length(lengths: list[int], module: Any, args: tuple[torch.Tensor, ...]) -> None:
+    lengths.append(args[0].shape[1])
+
+
+# Compiled models.
+
+
+def compiled_graphs(model: PreTrainedModel, how: str, backend: str) -> list[Any]:
+    """Compile a model; returns a list that gets every graph that is compiled from here on."""
+    graphs: list[Any] = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    if how == "model.compile()":
+        model.compile(backend=note, dynamic=True)
+    else:
+        model.forward = torch.compile(model.forward, backend=note, dynamic=True)
+    return graphs
+
+
+def run_compiled(name: str, how: str, backend: str, **changes: Any) -> None:
+    model = build(name, **changes)
+    prompts = [torch.tensor([row((1, 40), (seed, 6))]) for seed in (2, 3)]
+    references = [run(model, input_ids=ids) for ids in prompts]
+    graphs = compiled_graphs(model, how, backend)
+    cache = PagedPrefixCache(model)
+    num_graphs = []
+    for _ in range(3):
+        for ids, reference in zip(prompts, references, strict=True):
+            assert_same(reference, run(model, cache, input_ids=ids))
+            assert cache.last_call.reused_tokens == (40 if num_graphs else 0)
+            num_graphs.append(len(graphs))
+    breaks = list(torch._dynamo.utils.counters["graph_break"])
+    torch._dynamo.reset()
+    assert num_graphs[0] > 0
+    assert num_graphs[1:] == [num_graphs[1]] * 5, "steps are compiled again and again"
+    # What writes keys and values is the one thing of ours that a graph meets; the hooks and their cache are outside.
+    assert all("_write_outside_graphs" in reason for reason in breaks), breaks
+    cache.check()
+
+
+def test_a_compiled_model_meets_nothing_of_ours_but_the_writes() -> None:
+    run_compiled("llama", "model.compile()", "eager", num_hidden_layers=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "how", "backend"),
+    [
+        ("llama", "model.compile()", "inductor"),
+        ("llama", "torch.compile(model.forward)", "inductor"),
+        ("gpt2", "torch.compile(model.forward)", "eager"),
+        ("gemma3", "model.compile()", "eager"),
+    ],
+)
+def test_compiled_models_are_right_and_reuse(name: str, how: str, backend: str) -> None:
+    run_compiled(name, how, backend)
+
+
+# The list is complete.
+
+# Option of `generate` -> the scene or test that plays it. None: nothing that a decoder's cache could meet.
+OPTIONS: dict[str, str | None] = {
+    "max_length": "ends",
+    "max_new_tokens": "ends",
+    "max_time": "ends",
+    "stop_strings": "stopping_strings",
+    "eos_token_id": "ends",
+    "pad_token_id": "ends",
+    "early_stopping": "ends",
+    "length_penalty": "ends",
+    "do_sample": "samples",
+    "num_beams": "beams",
+    "num_return_sequences": "samples",
+    "use_cache": "test_use_cache_false_warns_and_gives_the_right_result",
+    "cache_implementation": "test_a_cache_implementation_beside_the_cache_is_refused",
+    "cache_config": None,  # of the caches that transformers builds
+    "max_cache_len": None,
+    "temperature": "warpers",
+    "top_k": "warpers",
+    "top_p": "warpers",
+    "min_p": "warpers",
+    "top_h": "warpers",
+    "typical_p": "warpers",
+    "epsilon_cutoff": "warpers",
+    "eta_cutoff": "warpers",
+    "bad_words_ids": "bad_words",
+    "prefix_allowed_tokens_fn": "constrained",
+    "repetition_penalty": "processors",
+    "no_repeat_ngram_size": "processors",
+    "encoder_repetition_penalty": "processors",
+    "encoder_no_repeat_ngram_size": "processors",
+    "min_new_tokens": "processors",
+    "min_length": "processors",
+    "sequence_bias": "processors",
+    "suppress_tokens": "processors",
+    "begin_suppress_tokens": "processors",
+    "exponential_decay_length_penalty": "processors",
+    "forced_bos_token_id": "processors",
+    "forced_eos_token_id": "processors",
+    "bos_token_id": "processors",
+    "remove_invalid_values": "processors",
+    "renormalize_logits": "processors",
+    "watermarking_config": "processors",
+    "guidance_scale": "guidance",
+    "negative_prompt_ids": "guidance",
+    "negative_prompt_attention_mask": "guidance",
+    "token_healing": "test_token_healing_runs_a_call_of_its_own",
+    "output_scores": "scores",
+    "output_logits": "scores",
+    "output_attentions": "hidden_states_and_attentions",
+    "output_hidden_states": "hidden_states_and_attentions",
+    "return_dict_in_generate": "going_on_with_new_tokens_only",
+    "assistant_model": "assistant",
+    "is_assistant": "assistant",
+    "num_assistant_tokens": "assisted",
+    "num_assistant_tokens_schedule": "assisted",
+    "assistant_confidence_threshold": "assisted",
+    "assistant_ensemble_weight": "assisted",
+    "assistant_early_exit": "test_assistant_early_exit_is_right",
+    "assistant_lookbehind": "universal_assisted",
+    "target_lookbehind": "universal_assisted",
+    "prompt_lookup_num_tokens": "prompt_lookup",
+    "max_matching_ngram_size": "prompt_lookup",
+    "use_mtp": "test_drafts_of_layers_that_a_model_lacks_are_refused_by_transformers",
+    "speculation_type": None,  # of an assistant model of one kind, which drafts with no cache of ours
+    "prefill_chunk_size": "chunked_prefill",
+    "compile_config": "compile_options",
+    "disable_compile": "compile_options",
+    "continuous_batching_config": None,  # of generate_batch, which pages by itself
+    "decoder_start_token_id": None,  # of encoder-decoders
+    "transformers_version": None,
+    "streamer": "streamer",
+    "synced_gpus": "test_two_processes_that_shard_the_model_run_the_same_number_of_forwards",
+    "custom_generate": "contrastive",
+    "logits_processor": "test_a_nested_generate_on_the_same_cache_is_refused_and_the_first_call_stays_right",
+    "stopping_criteria": "ends",
+    "inputs": "test_positional_arguments_are_seen",
+    "generation_config": "test_a_custom_generate_that_delegates_with_the_same_cache_works",
+    "trust_remote_code": "test_a_hub_style_custom_generate_works",
+    "low_memory": None,  # of contrastive search, with which it moved
+    **dict.fromkeys(MOVED, "test_what_transformers_moved_to_repositories_it_refuses_itself"),
+}
+
+
+def test_no_option_of_generate_is_forgotten() -> None:
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    known |= set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
+    assert known <= set(OPTIONS), f"played nowhere: {sorted(known - set(OPTIONS))}"
+    modules = (test_generate_equivalence, test_paths)
+    for option, where in OPTIONS.items():
+        found = where is None or where in globals() or any(hasattr(module, where) for module in modules)
+        assert found, f"{option}: there is no {where}"
+
+
+def test_no_mode_of_generate_is_forgotten() -> None:
+    played = {"greedy_search", "sample", "assisted_generation", "beam_search", "beam_sample"}
+    moved = {"contrastive_search", "dola_generation", "constrained_beam_search", "group_beam_search"}
+    assert {mode.value for mode in GenerationMode} == played | moved
+
+
+@pytest.mark.parametrize("view", [True, False])
+def test_gradients_where_only_the_queries_are_trained(view: bool) -> None:
+    """LoRA on the queries of one layer: keys and values need no gradient, but the attention's backward pass keeps them."""
+    model = build("llama", num_hidden_layers=1)
+    model.requires_grad_(False)
+    trained = model.model.layers[0].self_attn.q_proj.weight
+    trained.requires_grad_(True)
+
+    def gradient(past: Any) -> torch.Tensor:
+        trained.grad = None
+        loss = sum(
+            model(IDS[:, part], past_key_values=past, attention_mask=torch.ones_like(IDS[:, : part.stop]))
+            .logits.pow(2)
+            .sum()
+            for part in (slice(0, 20), slice(20, 30))
+        )
+        loss.backward()
+        return trained.grad
+
+    expected = gradient(DynamicCache(config=model.config))
+    torch.testing.assert_close(gradient(PagedPrefixCache(model, view=view)), expected)
+    assert expected.abs().max() > 0
+
+
+def test_without_view_the_memory_of_a_layers_rows_goes_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_paged_cache.kv.recycled_memory._MIN_RECYCLED_BYTES", 1)  # small memory, too
+    model = build("llama")
+    cache = PagedPrefixCache(model, view=False)
+    run(model, cache, input_ids=IDS)
+    assert cache.last_call.peak_kv_bytes > cache.store.blocks.kv_bytes_in_use
+
+    assert cache.call.reader.num_bytes == 0

@@ -1,0 +1,465 @@
+"""Pinned prefixes stay whatever floods the pool, are counted, never break a running call, and can always be given back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessor
+
+from hf_paged_cache import CacheArgumentError, CacheBusyError, OutOfBlocksError, PagedPrefixCache, PrefixStore
+
+from ..promise.test_conditions_of_reuse import ROPES
+from ..reference import assert_same, is_same, row, run, zero_blocks
+from ..tiny_models import build, tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 33  # 32 that can be had
+PREFIX = row((1, 32))  # 8 blocks
+MODEL = tiny("llama")
+
+
+@pytest.fixture
+def store() -> PrefixStore:
+    return PrefixStore(MODEL, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+
+
+@pytest.fixture
+def cache(store: PrefixStore) -> PagedPrefixCache:
+    return PagedPrefixCache(store)
+
+
+def ask(cache: PagedPrefixCache, tokens: list[int], **arguments: Any) -> Any:
+    """One call that gives what `DynamicCache` gives; its rows are dropped."""
+    ids = torch.tensor([tokens])
+    output = run(cache.store.model, cache, input_ids=ids, **arguments)
+    assert_same(run(cache.store.model, input_ids=ids, **arguments), output)
+    cache.reset()
+    return output
+
+
+def flood(cache: PagedPrefixCache, num_prompts: int = 6) -> None:
+    """Prompts that nobody asks again, 5 times as many tokens as the pool has slots for beside a prefix."""
+    evicted = cache.stats().num_evictions
+    for number in range(num_prompts):
+        ask(cache, row((100 + number, 60)))
+    assert cache.stats().num_evictions > evicted + 2 * NUM_BLOCKS
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_flood_evicts_everything_but_what_is_pinned(store: PrefixStore, is_pinned: bool, view: bool) -> None:
+    cache, other_prefix = PagedPrefixCache(store, view=view), row((2, 32))
+    ask(cache, PREFIX + row((3, 5)))
+    ask(cache, other_prefix + row((4, 5)))
+    if is_pinned:
+        assert cache.pin(PREFIX) == 32
+    flood(cache)
+    ask(cache, other_prefix + row((5, 5)))
+    assert cache.last_call.reused_tokens == 0
+    ask(cache, PREFIX + row((5, 5)))
+    assert cache.last_call.reused_tokens == (32 if is_pinned else 0)
+    cache.check()
+
+
+def test_what_is_reused_behind_a_flood_is_what_was_pinned(cache: PagedPrefixCache) -> None:
+    ids = torch.tensor([PREFIX + row((5, 5))])
+    ask(cache, PREFIX)
+    cache.pin(PREFIX)
+    flood(cache)
+    zero_blocks(cache)
+    assert not is_same(run(MODEL, input_ids=ids), run(MODEL, cache, input_ids=ids))
+
+
+def test_what_is_unpinned_stays_cached_until_a_flood_takes_it(cache: PagedPrefixCache) -> None:
+    ask(cache, PREFIX)
+    cache.pin(PREFIX)
+    flood(cache)
+    assert cache.unpin(PREFIX) == 32
+    ask(cache, PREFIX + row((5, 5)))
+    assert cache.last_call.reused_tokens == 32
+    flood(cache)
+    ask(cache, PREFIX + row((5, 5)))
+    assert cache.last_call.reused_tokens == 0
+
+
+def test_whole_blocks_of_what_is_cached_are_pinned_and_nothing_is_computed(cache: PagedPrefixCache) -> None:
+    assert cache.pin(PREFIX) == 0
+    assert cache.pin([]) == 0
+    ask(cache, PREFIX, max_new_tokens=1)
+    before = cache.stats()
+    assert cache.pin(PREFIX[:3]) == 0
+    assert cache.pin(PREFIX[:15]) == 12
+    assert cache.pin(PREFIX + row((3, 5))) == 32
+    assert cache.pin(PREFIX[:8] + row((3, 5))) == 8
+    assert cache.pin(row((3, 5))) == 0
+    after = cache.stats()
+    assert (after.computed_tokens, after.num_calls) == (before.computed_tokens, before.num_calls)
+
+
+def test_a_pin_is_counted_beside_what_rows_hold(cache: PagedPrefixCache) -> None:
+    def counts() -> tuple[int, int, int]:
+        stats = cache.stats()
+        assert stats.num_free_blocks + stats.num_cached_blocks + stats.num_blocks_in_use == NUM_BLOCKS - 1
+        return stats.num_cached_blocks, stats.num_blocks_in_use, stats.num_pinned_blocks
+
+    run(MODEL, cache, input_ids=torch.tensor([PREFIX]), max_new_tokens=2)  # rows of 33 tokens stay
+    assert counts() == (0, 9, 0)
+    cache.pin(PREFIX)
+    assert counts() == (0, 9, 8)
+    assert cache.store.blocks.pins.num_blocks_held_alone == 0
+    cache.reset()
+    assert counts() == (0, 8, 8)
+    assert cache.store.blocks.pins.num_blocks_held_alone == 8
+    cache.unpin(PREFIX)
+    assert counts() == (8, 0, 0)
+
+
+def test_tokens_pinned_twice_count_once_and_blocks_of_two_pins_stay_until_both_are_given_back(
+    cache: PagedPrefixCache,
+) -> None:
+    ask(cache, PREFIX)
+    for _ in range(2):
+        assert cache.pin(PREFIX) == 32
+    assert cache.pin(PREFIX[:20]) == 20
+    assert cache.stats().num_pinned_blocks == 8
+    assert cache.unpin(PREFIX) == 32
+    assert cache.stats().num_pinned_blocks == 5
+    assert cache.unpin(PREFIX) == 0
+    assert cache.unpin(PREFIX[:20]) == 20
+    assert cache.stats().num_pinned_blocks == cache.stats().num_blocks_in_use == 0
+
+
+def test_pinning_again_takes_what_has_been_computed_since(cache: PagedPrefixCache) -> None:
+    ask(cache, PREFIX[:16], max_new_tokens=1)
+    assert cache.pin(PREFIX) == 16
+    ask(cache, PREFIX, max_new_tokens=1)
+    assert cache.pin(PREFIX) == 32
+    assert cache.unpin() == 32
+    assert cache.stats().num_blocks_in_use == 0
+
+
+def test_without_tokens_all_pins_of_the_salt_are_given_back_and_no_others(store: PrefixStore) -> None:
+    caches = {salt: PagedPrefixCache(store, cache_salt=salt) for salt in ("a", "b")}
+    for salt, cache in caches.items():
+        ask(cache, PREFIX)
+        assert cache.pin(PREFIX) == cache.pin([*PREFIX, 5]) == 32, salt
+    assert caches["a"].stats().num_pinned_blocks == 16
+    assert PagedPrefixCache(store).pin(PREFIX) == 0  # without a salt nothing was computed
+    assert PagedPrefixCache(store).unpin() == 0
+    assert caches["a"].unpin() == 64
+    assert caches["b"].stats().num_pinned_blocks == 8
+    assert caches["b"].unpin(PREFIX) == 32
+    assert caches["b"].unpin() == 32
+    assert caches["b"].stats().num_pinned_blocks == 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [PREFIX, tuple(PREFIX), torch.tensor(PREFIX), torch.tensor([PREFIX]), [PREFIX], torch.tensor(PREFIX).numpy()],
+    ids=["list", "tuple", "[T]", "[1, T]", "list in a list", "numpy"],
+)
+def test_tokens_are_given_as_a_tokenizer_returns_them(cache: PagedPrefixCache, given: Any) -> None:
+    ask(cache, PREFIX)
+    assert cache.pin(given) == 32
+    assert cache.unpin(PREFIX) == 32
+    cache.pin(PREFIX)
+    assert cache.unpin(given) == 32
+
+
+NO_PREFIXES: dict[str, tuple[Any, str]] = {
+    "a text": ("text", "the prefix is of type str; give a sequence of token ids"),
+    "bytes": (b"8 bytes.", "the prefix is of type bytes; give a sequence of token ids"),
+    "what a tokenizer returns": ({"input_ids": PREFIX}, "the prefix is of type dict; give its input_ids"),
+    "a number": (5, "the prefix is of type int; give a sequence of token ids"),
+    "nothing": (None, "the prefix is of type NoneType; give a sequence of token ids"),
+    "a fraction": ([1.5], "the prefix has 1.5 among its token ids, which is of type float"),
+    "two lists": ([[1], [2]], "the prefix has 2 rows; give one row of token ids"),
+    "a large number": ([1 << 70], f"the prefix has {1 << 70} among its token ids, which is too large for one"),
+    "two rows": (torch.tensor([[1, 2], [3, 4]]), r"the prefix is a tensor of shape (2, 2); give one row of token ids"),
+    "an array of two rows": (np.array([[1, 2], [3, 4]]), "the prefix has 2 rows; give one row of token ids"),
+    "a large unsigned number": (torch.tensor([2**63 + 5], dtype=torch.uint64), "which is too large for one"),
+    "no values": (torch.tensor([1], device="meta"), "the prefix is on the meta device, where tensors have no values"),
+    "a mask": (torch.tensor([True]), "the prefix is a tensor of torch.bool; token ids are integers"),
+}
+
+
+@pytest.mark.parametrize(("given", "said"), NO_PREFIXES.values(), ids=NO_PREFIXES)
+def test_anything_else_is_refused_before_something_has_changed(cache: PagedPrefixCache, given: Any, said: str) -> None:
+    ask(cache, PREFIX)
+    cache.pin(PREFIX)
+    with pytest.raises(CacheArgumentError, match=re.escape(said)):
+        cache.pin(given)
+    if given is not None:
+        with pytest.raises(CacheArgumentError, match=re.escape(said)):
+            cache.unpin(given)
+    assert cache.stats().num_pinned_blocks == 8
+
+
+# Calls that run, and calls that do not fit.
+
+
+class AtFirstStep(LogitsProcessor):
+    """Does something once, while `generate` runs; keeps what came of it."""
+
+    def __init__(self, deed: Callable[[], Any]) -> None:
+        self.deed: Callable[[], Any] | None = deed
+        self.result: Any = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.deed is not None:
+            deed, self.deed = self.deed, None
+            try:
+                self.result = deed()
+            except OutOfBlocksError as error:
+                self.result = error
+        return scores
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["its own cache", "another cache"])
+@pytest.mark.parametrize("num_new_tokens", [93, 61])
+def test_a_pin_takes_no_block_that_a_running_call_was_promised(
+    cache: PagedPrefixCache, num_new_tokens: int, is_own: bool
+) -> None:
+    """Rows of 3 + 93 - 1 tokens need 24 of 32 blocks, so 8 can be pinned, or 7 beside 25."""
+    pinner = cache if is_own else PagedPrefixCache(cache.store)
+    for seed in (2, 3, 1):  # the pool is full of cached blocks, the prefix last to be evicted
+        ask(pinner, row((seed, 33)), max_new_tokens=4)
+    ids = torch.tensor([row((7, 7))])
+    others_hold = num_new_tokens == 93
+    asked = row((1, 33))
+    snapshot = []
+
+    def pin() -> int:
+        snapshot.append(cache.store.blocks.allocator.snapshot())
+        try:
+            return pinner.pin(asked)
+        finally:
+            snapshot.append(cache.store.blocks.allocator.snapshot())
+
+    step = AtFirstStep(pin)
+    arguments = {"input_ids": ids, "max_new_tokens": num_new_tokens}
+    output = run(MODEL, cache, logits_processor=[step], **arguments)
+    assert_same(run(MODEL, **arguments), output)
+    if others_hold:
+        assert isinstance(step.result, OutOfBlocksError)
+        assert str(step.result) == (
+            "pinning 8 blocks needs 8 that nobody holds, but 7 can be had: the others are promised to running calls; pin "
+            "when these have ended, or build the cache with a larger num_blocks or max_bytes"
+        )
+        assert snapshot[0] == snapshot[1]
+    else:
+        assert step.result == 32
+        assert pinner.stats().num_pinned_blocks == 8
+    cache.check()
+
+
+def test_a_call_that_does_not_fit_beside_pins_is_told_so_and_fits_without_them(cache: PagedPrefixCache) -> None:
+    ask(cache, PREFIX)
+    cache.pin(PREFIX)
+    ids = torch.tensor([row((7, 90))])
+    with pytest.raises(
+        OutOfBlocksError,
+        match=r"8 are in use \(8 pinned\)\. Ask for fewer new tokens or rows, unpin\(\) what you can, or",
+    ):
+        run(MODEL, cache, input_ids=ids, max_new_tokens=20)
+    assert cache.stats().num_pinned_blocks == 8
+    cache.unpin()
+    ask(cache, row((7, 90)), max_new_tokens=20)
+
+
+def test_a_plain_forward_that_does_not_fit_beside_pins_is_told_so(cache: PagedPrefixCache) -> None:
+    ask(cache, PREFIX)
+    cache.pin(PREFIX)
+    with torch.no_grad(), pytest.raises(OutOfBlocksError, match=r"8 are in use \(8 pinned\)"):
+        MODEL(torch.tensor([row((7, 100))]), past_key_values=cache)
+
+
+def test_the_message_names_no_pins_where_there_are_none(cache: PagedPrefixCache) -> None:
+    with pytest.raises(OutOfBlocksError) as caught:
+        run(MODEL, cache, input_ids=torch.tensor([row((7, 200))]))
+    assert "pin" not in str(caught.value)
+
+
+def test_pins_from_other_threads_disturb_no_call(store: PrefixStore) -> None:
+    prompts = [PREFIX[:length] for length in range(4, 33, 4)]
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def pin_and_unpin() -> None:
+        pinner, number = PagedPrefixCache(store), 0
+        try:
+            while not stop.is_set():
+                number += 1
+                pinner.pin(prompts[number % len(prompts)])
+                if number % 3 == 0:
+                    pinner.unpin(prompts[number * 5 % len(prompts)])
+                if number % 50 == 0:
+                    pinner.unpin()
+        except BaseException as error:  # noqa: BLE001  # told by the test below
+            errors.append(error)
+
+    thread = threading.Thread(target=pin_and_unpin)
+    cache = PagedPrefixCache(store)
+    thread.start()
+    try:
+        for number in range(8):
+            ask(cache, prompts[number % len(prompts)] + row((number, 3)))
+            cache.check()
+    finally:
+        stop.set()
+        thread.join()
+    assert not errors
+    PagedPrefixCache(store).unpin()
+    assert store.blocks.allocator.num_blocks_in_use == 0
+
+
+def test_pins_change_only_under_the_store_s_lock(cache: PagedPrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, seen = cache.store.blocks, []
+    for name in ("pin", "unpin", "clear"):
+        original = getattr(blocks.pins, name)
+
+        def changed(*args: Any, original: Callable[..., Any] = original) -> Any:
+            seen.append(blocks.lock._is_owned())
+            return original(*args)
+
+        monkeypatch.setattr(blocks.pins, name, changed)
+    ask(cache, PREFIX)
+    cache.pin(PREFIX)
+    cache.unpin(PREFIX)
+    cache.reset_prefix_cache()
+    assert seen == [True, True, True]
+
+
+# What else happens to a store.
+
+
+def test_a_reset_drops_pins_with_everything_else(cache: PagedPrefixCache) -> None:
+    ask(cache, PREFIX)
+    cache.pin(PREFIX)
+    cache.reset()
+    assert cache.stats().num_pinned_blocks == 8
+    cache.reset_prefix_cache()
+    stats = cache.stats()
+    assert (stats.num_pinned_blocks, stats.num_free_blocks) == (0, NUM_BLOCKS - 1)
+    assert cache.unpin(PREFIX) == 0
+    ask(cache, PREFIX)
+    assert cache.last_call.reused_tokens == 0
+
+
+def test_a_reset_that_is_refused_keeps_pins(cache: PagedPrefixCache) -> None:
+    ask(cache, PREFIX)
+    cache.pin(PREFIX)
+    with torch.no_grad():
+        MODEL(torch.tensor([PREFIX[:9]]), past_key_values=cache)  # rows that may go on
+    with pytest.raises(CacheBusyError):
+        cache.reset_prefix_cache()
+    with pytest.raises(Exception, match="blocks are in use"):
+        cache.store.blocks.reset_prefix_cache()
+    assert cache.stats().num_pinned_blocks == 8
+    cache.reset()
+    cache.reset_prefix_cache()
+    assert cache.stats().num_blocks_in_use == 0
+
+
+def test_when_the_model_changes_pins_are_not_found_and_can_be_given_back_or_renewed() -> None:
+    model = build("llama", seed=3)
+    cache = PagedPrefixCache(model, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+    ask(cache, PREFIX)
+    ask(cache, row((2, 16)))
+    assert (cache.pin(PREFIX), cache.pin(row((2, 16)))) == (32, 16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    ask(cache, PREFIX)
+    assert cache.last_call.reused_tokens == 0
+    assert cache.stats().num_pinned_blocks == 12
+    assert cache.pin(PREFIX) == 32  # the new blocks in place of the old
+    assert cache.stats().num_pinned_blocks == 12
+    ask(cache, PREFIX)
+    assert cache.last_call.reused_tokens == 31
+    assert cache.pin(row((2, 16))) == 0
+    assert cache.stats().num_pinned_blocks == 8
+    assert cache.unpin() == 32
+    assert cache.stats().num_blocks_in_use == 0
+    cache.check()
+
+
+def test_a_pin_outlives_its_cache_and_is_given_back_through_any_other(store: PrefixStore) -> None:
+    cache = PagedPrefixCache(store)
+    ask(cache, PREFIX)
+    assert cache.pin(PREFIX) == 32
+    twin = copy.deepcopy(cache)
+    del cache
+    gc.collect()
+    assert twin.stats().num_pinned_blocks == 8
+    assert PagedPrefixCache(store).unpin(PREFIX) == 32
+    assert twin.stats().num_blocks_in_use == 0
+
+
+def test_a_collected_cache_s_rows_can_be_pinned(store: PrefixStore) -> None:
+    run(MODEL, PagedPrefixCache(store), input_ids=torch.tensor([PREFIX]))
+    gc.collect()
+    assert PagedPrefixCache(store).pin(PREFIX) == 32
+    assert store.blocks.allocator.num_blocks_in_use == 8
+
+
+@pytest.mark.parametrize("name", ["bloom", "gpt2", "gemma3"])
+def test_prefixes_of_other_kinds_of_models_are_pinned(name: str) -> None:
+    cache = PagedPrefixCache(tiny(name), block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+    ask(cache, PREFIX)
+    assert cache.pin(PREFIX) == 32
+    flood(cache)
+    ask(cache, PREFIX + row((5, 5)))
+    assert cache.last_call.reused_tokens == 32
+
+
+# Rotary frequencies that depend on length.
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_pin_leaves_frequencies_that_depend_on_length_as_they_are(kind: str) -> None:
+    model = build("llama", rope_parameters=ROPES[kind], max_position_embeddings=64 if kind == "dynamic" else 256)
+    cache = PagedPrefixCache(model, block_size=BLOCK_SIZE, num_blocks=200)
+
+    def ask(tokens: list[int]) -> None:
+        ids = torch.tensor([tokens])
+        reference = run(copy.deepcopy(model), input_ids=ids)  # dynamic frequencies stay at the longest prompt so far
+        assert_same(reference, run(model, cache, input_ids=ids))
+        cache.reset()
+
+    ask(PREFIX)
+    assert cache.pin(PREFIX) == 32
+    for length in (90, 40):  # beyond the 64 positions at which frequencies change, and below
+        ask(row((1, length)))
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for tokens in (PREFIX, row((1, 100)), row((1, 120)), PREFIX):
+            cache.pin(tokens)
+            assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+        ask(row((1, 95)))
+    ask(PREFIX + row((5, 5)))
+    assert cache.last_call.reused_tokens == 32
+
+
+def test_where_frequencies_depend_on_length_nothing_is_pinned_while_a_call_runs() -> None:
+    model = build("llama", rope_parameters=ROPES["dynamic"], max_position_embeddings=64)
+    cache = PagedPrefixCache(model, block_size=BLOCK_SIZE, num_blocks=200)
+
+    def pin() -> None:
+        with pytest.raises(CacheBusyError, match="rotary frequencies"):
+            cache.pin(PREFIX)
+
+    step = AtFirstStep(pin)
+    run(model, cache, input_ids=torch.tensor([PREFIX]), logits_processor=[step])
+    assert step.deed is None
+    cache.reset()
+    assert cache.pin(PREFIX) == 32
