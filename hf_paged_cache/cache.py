@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias, get_args
 from weakref import ref
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from .attention.base import Reader
 from .attention.contiguous import ContiguousReader
 from .attention.gather import GatherReader
 from .call.call import Call
@@ -30,10 +31,14 @@ from .integration.session import Session
 from .integration.shared_prefix import Prefiller
 from .integration.token_input import one_sequence
 from .integration.verification import Verifier
+from .kv.block_pool import BlockPool
 from .model.support import cache_layers, has_index, holds_nothing
 from .prefix_store import PrefixStore
 from .scoring import Score, score
 from .stats import CacheStats, CallStats
+
+Attention: TypeAlias = Literal["contiguous", "gather"]
+_READERS: dict[str, Callable[[BlockPool], Reader]] = {"contiguous": ContiguousReader, "gather": GatherReader}
 
 
 class PagedPrefixCache(Cache):
@@ -46,9 +51,9 @@ class PagedPrefixCache(Cache):
     Args:
         model_or_store: a model, for which a store is made with `block_size`, `num_blocks` and `max_bytes`; or a store.
         cache_salt: caches with another salt never share a block, so that no tenant can probe another's prompts.
-        view: keep a contiguous copy of the running rows for attention. Without it each layer gathers its rows for the
-            moment of its attention: memory is the blocks and, while a call runs, one layer's rows. With a view, keys
-            and values handed to attention are overwritten by later forwards (not while gradients are on): clone what you keep.
+        attention: how attention reads keys and values. "contiguous" keeps a copy of the running rows beside the blocks;
+            later forwards overwrite it (not while gradients are on), so clone what you keep. "gather" copies each
+            layer's rows for the moment of its attention: memory is the blocks and one layer's rows.
         verify: recompute one cached block of each call's hit, in turn, and forget all blocks when one disagrees: for
             models whose weights are changed in ways that a few values of each tensor do not show. Costs a forward of
             `block_size` tokens a call. Without effect where processes share the model (FSDP, ZeRO 3, tensor parallelism).
@@ -72,7 +77,7 @@ class PagedPrefixCache(Cache):
         num_blocks: int | None = None,
         max_bytes: int | None = None,
         cache_salt: str | bytes | None = None,
-        view: bool = True,
+        attention: Attention = "contiguous",
         verify: bool = False,
     ) -> None:
         if isinstance(model_or_store, PrefixStore):
@@ -86,16 +91,17 @@ class PagedPrefixCache(Cache):
             self.store = PrefixStore(model_or_store, block_size=size, num_blocks=num_blocks, max_bytes=max_bytes)
         if not isinstance(cache_salt, str | bytes | None):
             raise CacheArgumentError(f"cache_salt is of type {type(cache_salt).__name__}; give a str or bytes")
-        for name, flag in (("view", view), ("verify", verify)):
-            if not isinstance(flag, bool):
-                raise CacheArgumentError(f"{name} is {flag!r}; give True or False")
+        if attention not in get_args(Attention):
+            raise CacheArgumentError(f"attention is {attention!r}; give {' or '.join(map(repr, get_args(Attention)))}")
+        if not isinstance(verify, bool):
+            raise CacheArgumentError(f"verify is {verify!r}; give True or False")
         self.cache_salt = cache_salt.encode() if isinstance(cache_salt, str) else cache_salt or b""
-        self.view = view
+        self.attention = attention
         self.verify = verify
         attach(self.store.model)
         blocks = self.store.blocks
-        self.call = Call(blocks, ContiguousReader(blocks.pool) if view else GatherReader(blocks.pool))
-        further = partial(PagedPrefixCache, self.store, cache_salt=self.cache_salt, view=False)
+        self.call = Call(blocks, _READERS[attention](blocks.pool))
+        further = partial(PagedPrefixCache, self.store, cache_salt=self.cache_salt, attention="gather")
         verifier = Verifier(further) if verify else None
         self._session = Session(self.store, self.call, self.cache_salt, Prefiller(self.store, further), verifier)
         layers: list[Any] = [
@@ -366,11 +372,11 @@ class PagedPrefixCache(Cache):
 
     def twin(self) -> "PagedPrefixCache":
         """A further cache on the same store, under the same conditions."""
-        return PagedPrefixCache(self.store, cache_salt=self.cache_salt, view=self.view, verify=self.verify)
+        return PagedPrefixCache(self.store, cache_salt=self.cache_salt, attention=self.attention, verify=self.verify)
 
     def _further(self) -> "PagedPrefixCache":
         """A cache for forwards of this one's own: it verifies as this one does, and keeps no view."""
-        cache = PagedPrefixCache(self.store, cache_salt=self.cache_salt, view=False)
+        cache = PagedPrefixCache(self.store, cache_salt=self.cache_salt, attention="gather")
         cache._session.verifier = self._session.verifier
         return cache
 

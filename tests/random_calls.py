@@ -96,7 +96,7 @@ class _Users:
         self.add_cache()
 
     def add_cache(self) -> PagedPrefixCache:
-        cache = PagedPrefixCache(self.store, view=self.rng.random() < 0.6)
+        cache = PagedPrefixCache(self.store, attention=self.rng.random() < 0.6)
         self.caches.append(cache)
         self.held[id(cache)] = None
         return cache

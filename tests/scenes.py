@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def play(scene: Callable[[Player], None], model: PreTrainedModel) -> None:
-    """Play a scene with and without the view, and again for each of its hits with zeros in place of what it reuses."""
+    """Play a scene with each kind of attention, and again for each of its hits with zeros in place of what it reuses."""
     references: list[Any] = []
-    for view in (True, False):
-        whole = Player(model, view, references, zeroed_hit=None)
+    for attention in ("contiguous", "gather"):
+        whole = Player(model, attention, references, zeroed_hit=None)
         scene(whole)
         for number in range(whole.num_hits):
             with pytest.raises(_BlindEnoughError):
-                scene(Player(model, view, references, zeroed_hit=number))
+                scene(Player(model, attention, references, zeroed_hit=number))
 
 
 class _BlindEnoughError(Exception):
@@ -41,9 +41,9 @@ class Player:
         zeroed_hit: number of the hit before which all blocks are zeroed; its check must fail, and the play ends there.
     """
 
-    def __init__(self, model: PreTrainedModel, view: bool, references: list[Any], zeroed_hit: int | None) -> None:
+    def __init__(self, model: PreTrainedModel, attention: str, references: list[Any], zeroed_hit: int | None) -> None:
         self.model = model
-        self.view = view
+        self.attention = attention
         self.references = references
         self.zeroed_hit = zeroed_hit
         self.num_hits = 0
@@ -57,7 +57,7 @@ class Player:
         self.other_cache()
 
     def other_cache(self) -> None:
-        self.cache = PagedPrefixCache(self.store, view=self.view)
+        self.cache = PagedPrefixCache(self.store, attention=self.attention)
 
     @property
     def takes_positions(self) -> bool:
@@ -97,8 +97,8 @@ class Player:
         return output
 
     def whole(self, **arguments: Any) -> Any:
-        """A call that computes all of a known prompt, and shares its blocks; only without a view does it read them."""
-        return self.call(**arguments) if self.view else self.hit(**arguments)
+        """A call that computes all of a known prompt, and shares its blocks; only a gather reads them."""
+        return self.call(**arguments) if self.attention == "contiguous" else self.hit(**arguments)
 
     def hit(self, **arguments: Any) -> Any:
         """A call that reuses: it must fail with zeroed blocks."""

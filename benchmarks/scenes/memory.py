@@ -20,23 +20,23 @@ MEMORY = "Memory of keys and values"
 def memory(bench: Bench, repeat: Repeat) -> Lines:
     """8 beams on a prompt of 2,048 tokens, 64 new; and 16 rows behind a known prefix of 1,024, 16 new. Run once: it is no time."""
     length, given = 2 * bench.sizes.shared, {"new_tokens": 64, "num_beams": 8}
-    ids, cache = bench.tokens(1, length), PagedPrefixCache(bench.model, view=False)
+    ids, cache = bench.tokens(1, length), PagedPrefixCache(bench.model, attention="gather")
     measured = _once(bench, {BASELINE: from_scratch(bench, ids, **given), GATHER: on_ours(bench, cache, ids, **given)})
     copies = cache.stats().num_copies_on_write
     assert copies > 0, "no block was copied on write, so nothing of what beams cost was counted"
-    what, details = f"8 beams, {length:,} tokens + 64 new, view=False", {"copies_on_write": copies}
-    yield "memory 8 beams, view=False", _bytes(measured, what, GATHER, at_most=bench.bar(0.22), details=details)
+    what, details = f"8 beams, {length:,} tokens + 64 new, gather", {"copies_on_write": copies}
+    yield "memory 8 beams, gather", _bytes(measured, what, GATHER, at_most=bench.bar(0.22), details=details)
     del cache, measured
     num_rows, length, given = 16, bench.sizes.shared, {"new_tokens": 16}
     ids = bench.behind(bench.text(length), num_rows)
     ways = {
         BASELINE: on_ready(bench, bench.prefilled(length, num_rows), ids, **given),
         OURS: on_ours(bench, bench.knowing(length), ids, **given),
-        GATHER: on_ours(bench, bench.knowing(length, view=False), ids, **given),
+        GATHER: on_ours(bench, bench.knowing(length, attention="gather"), ids, **given),
     }
     measured = _once(bench, ways)
     for name in (OURS, GATHER):
-        suffix = "" if name == OURS else ", view=False"
+        suffix = "" if name == OURS else ", gather"
         what = f"{num_rows} rows behind {length:,} known tokens, 16 new{suffix}"
         yield f"memory {num_rows} rows{suffix}", _bytes(measured, what, name)
 

@@ -18,7 +18,7 @@ STEPS = "Decode steps"
 
 @scene(STEPS, minutes=6.5)
 def decode(bench: Bench, repeat: Repeat) -> Lines:
-    """A decode step against length, of one row, and against the number of rows; with view=False, too."""
+    """A decode step against length, of one row, and against the number of rows; with attention="gather", too."""
     sizes = bench.sizes
     bars = {(1, sizes.shared): (1.05, 0.97), (1, sizes.long): (1.1, None), (8, sizes.shared): (1.2, 0.9)}
     places = [(1, length) for length in sizes.lengths[2:]] + [(rows, sizes.shared) for rows in (4, 8, 16)]
@@ -32,7 +32,7 @@ def decode(bench: Bench, repeat: Repeat) -> Lines:
         bar = None if of_view is None else bench.bar(of_view)
         yield name, measured.line(what, at_least=bar, floor=IN_PLACE, point=point)
         bar = None if of_gather is None else bench.bar(of_gather)
-        yield f"{name}, view=False", measured.line(f"{what}, view=False", subject=GATHER, at_least=bar)
+        yield f"{name}, gather", measured.line(f"{what}, gather", subject=GATHER, at_least=bar)
 
 
 @scene(STEPS, minutes=1.3)
@@ -80,7 +80,7 @@ def _measure(bench: Bench, num_rows: int, length: int, num_steps: int, rounds: i
     """Steps of DynamicCache, of ours with and without the view, and of the floor, all behind `length` ready tokens."""
     ready = bench.prefilled(length, num_rows)
     roomy = in_place(ready, QUESTION_TOKENS + num_steps + 1)
-    cache, gather = bench.knowing(length), bench.knowing(length, view=False)
+    cache, gather = bench.knowing(length), bench.knowing(length, attention="gather")
     given = {"new_tokens": num_steps + 1}
 
     def prepare() -> dict[str, Way]:

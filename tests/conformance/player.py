@@ -78,10 +78,10 @@ class Player:
         self._rope_changes = RopeRegime(model.modules()).depends_on_length
         self.build()
 
-    def build(self, *, num_blocks: int | None = 256, view: bool = True) -> None:
+    def build(self, *, num_blocks: int | None = 256, attention: str = "contiguous") -> None:
         """Another store, and a cache on it."""
         self.store = PrefixStore(self.model, block_size=BLOCK_SIZE, num_blocks=num_blocks)
-        self.cache = PagedPrefixCache(self.store, view=view)
+        self.cache = PagedPrefixCache(self.store, attention=attention)
 
     @property
     def takes_positions(self) -> bool:

@@ -141,8 +141,8 @@ def after_eviction(play: Player) -> None:
         raise CellError("no reuse", "nothing was evicted from a pool of 11 blocks")
 
 
-def without_view(play: Player) -> None:
-    play.build(view=False)
+def gathered(play: Player) -> None:
+    play.build(attention="gather")
     play.fill(**batch(PROMPT))
     play.hit(**batch(row((1, 45), (2, 3)), row((8, 16))), reused=32)
     play.hit(**batch(PROMPT), num_beams=3, at_least=2 * 45 + 40)
@@ -166,5 +166,5 @@ SCENES: dict[str, Callable[[Player], None]] = {
     "nothing shared": nothing_shared,
     "after a fault": after_a_fault,
     "after eviction": after_eviction,
-    "without view": without_view,
+    "gather": gathered,
 }

@@ -206,7 +206,7 @@ def test_a_busy_cache_s_stand_in_keeps_its_salt(model: PreTrainedModel) -> None:
 
     with cache:
         run(model, input_ids=IDS, logits_processor=[Nested()])
-    assert (stand_in[0].cache_salt, stand_in[0].view) == (b"a", True)
+    assert (stand_in[0].cache_salt, stand_in[0].attention) == (b"a", "contiguous")
 
 
 def test_a_call_refused_in_the_block_leaves_the_cache_free_for_the_next(

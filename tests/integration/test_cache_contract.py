@@ -18,7 +18,7 @@ from hf_paged_cache.integration.layers import PagedIndexedLayer
 
 from ..conformance.zoo import build as build_type
 
-VIEW = pytest.mark.parametrize("view", [True, False], ids=["view", "gather"])
+ATTENTION = pytest.mark.parametrize("attention", ["contiguous", "gather"])
 IDS = torch.arange(1, 41).view(2, 20)
 NEXT = torch.tensor([[50, 51, 52], [60, 61, 62]])
 
@@ -163,9 +163,12 @@ def test_a_cache_says_what_it_holds(filled: Any) -> None:
 # Content
 
 
-@VIEW
-def test_keys_and_values_are_those_of_a_dynamic_cache(view: bool, tiny_llama: Any) -> None:
-    ours, theirs = PagedPrefixCache(tiny_llama, block_size=4, view=view), DynamicCache(config=tiny_llama.config)
+@ATTENTION
+def test_keys_and_values_are_those_of_a_dynamic_cache(attention: str, tiny_llama: Any) -> None:
+    ours, theirs = (
+        PagedPrefixCache(tiny_llama, block_size=4, attention=attention),
+        DynamicCache(config=tiny_llama.config),
+    )
     assert ours.layers[0].keys is None
     assert ours.layers[0].values is None
     for ids in (IDS, NEXT, NEXT[:, :1]):
@@ -194,9 +197,12 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@VIEW
-def test_rows_change_as_those_of_a_dynamic_cache_do(change: Any, view: bool, tiny_llama: Any) -> None:
-    ours, theirs = PagedPrefixCache(tiny_llama, block_size=4, view=view), DynamicCache(config=tiny_llama.config)
+@ATTENTION
+def test_rows_change_as_those_of_a_dynamic_cache_do(change: Any, attention: str, tiny_llama: Any) -> None:
+    ours, theirs = (
+        PagedPrefixCache(tiny_llama, block_size=4, attention=attention),
+        DynamicCache(config=tiny_llama.config),
+    )
     for cache in (ours, theirs):
         run(tiny_llama, IDS, cache)
         change(cache)
@@ -210,10 +216,10 @@ def test_rows_change_as_those_of_a_dynamic_cache_do(change: Any, view: bool, tin
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@VIEW
-def test_the_next_call_after_a_change_is_right(change: Any, view: bool, tiny_llama: Any) -> None:
+@ATTENTION
+def test_the_next_call_after_a_change_is_right(change: Any, attention: str, tiny_llama: Any) -> None:
     """Whatever was kept of the rows before must be theirs."""
-    ours = PagedPrefixCache(tiny_llama, block_size=4, view=view)
+    ours = PagedPrefixCache(tiny_llama, block_size=4, attention=attention)
     run(tiny_llama, IDS, ours)
     change(ours)
     for ids in (IDS, IDS[1:]):

@@ -66,11 +66,11 @@ def compare(model: PreTrainedModel, cache: PagedPrefixCache, **arguments: Any) -
     return shapes
 
 
-@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_common_prompt_is_computed_once(name: str, view: bool) -> None:
+def test_a_common_prompt_is_computed_once(name: str, attention: str) -> None:
     model = tiny(name)
-    cache = PagedPrefixCache(model, view=view)
+    cache = PagedPrefixCache(model, attention=attention)
     if not cache.store.takes_positions:  # what a row shares depends on its padding: rows of one length
         questions = [tokens + [9] * (73 - len(tokens)) for tokens in QUESTIONS]
     else:

@@ -257,8 +257,8 @@ CASES = (
 def test_the_pool_holds_the_keys_and_values_of_a_plain_forward(
     built: PreTrainedModel, case: Callable[[PagedPrefixCache, PreTrainedModel], None]
 ) -> None:
-    for view in (True, False):
-        cache = PagedPrefixCache(PrefixStore(built), view=view)
+    for attention in ("contiguous", "gather"):
+        cache = PagedPrefixCache(PrefixStore(built), attention=attention)
         case(cache, built)
         assert_rows_hold_what_a_plain_forward_gives(cache)
         assert_found_blocks_hold_what_a_plain_forward_gives(cache)

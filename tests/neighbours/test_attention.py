@@ -79,10 +79,10 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 }
 
 
-@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
 @pytest.mark.parametrize("order", list(permutations(MODES)), ids=" then ".join)
-def test_gradient_modes_mixed_between_calls(model: PreTrainedModel, order: tuple[str, ...], view: bool) -> None:
-    cache = PagedPrefixCache(model, view=view)
+def test_gradient_modes_mixed_between_calls(model: PreTrainedModel, order: tuple[str, ...], attention: str) -> None:
+    cache = PagedPrefixCache(model, attention=attention)
     for number, mode in enumerate((*order, *order)):
         ids = torch.tensor([row((1, 40), (number, 8))])
         with MODES[mode]():

@@ -27,10 +27,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = row((1, 50))
 
 
-@pytest.fixture(params=[True, False], ids=["view", "gather"])
+@pytest.fixture(params=["contiguous", "gather"])
 def cache(request: pytest.FixtureRequest) -> PagedPrefixCache:
     """A cache of the tiny Llama that knows the prompt."""
-    warm = PagedPrefixCache(tiny("llama"), view=request.param)
+    warm = PagedPrefixCache(tiny("llama"), attention=request.param)
     run(tiny("llama"), warm, **batch(PROMPT))
     return warm
 
@@ -337,7 +337,7 @@ def forward_pair(cache: PagedPrefixCache, **arguments: Any) -> tuple[Any, Any]:
 
 def test_gradients_are_those_of_dynamic_cache(cache: PagedPrefixCache) -> None:
     model = build("llama")
-    cache = PagedPrefixCache(model, view=cache.view)
+    cache = PagedPrefixCache(model, attention=cache.attention)
     ids = torch.tensor([PROMPT])
     with torch.no_grad():
         model(ids, past_key_values=cache)  # something is known now
@@ -429,11 +429,17 @@ def test_a_call_on_what_is_no_cache_is_refused_by_name(kind: str) -> None:
         model(ids, past_key_values=given)
 
 
-@pytest.mark.parametrize("name", ["view", "verify"])
 @pytest.mark.parametrize("value", ["no", 1, None])
-def test_a_switch_is_true_or_false(name: str, value: Any) -> None:
-    with pytest.raises(CacheArgumentError, match=re.escape(f"{name} is {value!r}; give True or False")):
-        PagedPrefixCache(tiny("llama"), **{name: value})
+def test_verify_is_true_or_false(value: Any) -> None:
+    with pytest.raises(CacheArgumentError, match=re.escape(f"verify is {value!r}; give True or False")):
+        PagedPrefixCache(tiny("llama"), verify=value)
+
+
+@pytest.mark.parametrize("value", ["paged", True, None, ["gather"]])
+def test_attention_is_one_of_the_kinds_there_are(value: Any) -> None:
+    message = f"attention is {value!r}; give 'contiguous' or 'gather'"
+    with pytest.raises(CacheArgumentError, match=re.escape(message)):
+        PagedPrefixCache(tiny("llama"), attention=value)
 
 
 def test_a_store_says_that_its_size_is_not_known_yet() -> None:

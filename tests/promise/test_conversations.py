@@ -50,10 +50,10 @@ turns = st.one_of(
 class Conversation:
     """Two caches on one store, and what the last call of each gave."""
 
-    def __init__(self, block_size: int, num_blocks: int | None, view: bool) -> None:
+    def __init__(self, block_size: int, num_blocks: int | None, attention: str) -> None:
         self.model = tiny("llama")
         self.store = PrefixStore(self.model, block_size=block_size, num_blocks=num_blocks)
-        self.caches = [PagedPrefixCache(self.store, view=view) for _ in range(2)]
+        self.caches = [PagedPrefixCache(self.store, attention=attention) for _ in range(2)]
         self.last: list[dict[str, Any] | None] = [None, None]  # whole sequences and their mask
         self.rows_go_on = [False, False]  # the rows are those of the sequences
         self.user = 0
@@ -143,13 +143,13 @@ def longer(last: dict[str, torch.Tensor], tail: list[int]) -> dict[str, torch.Te
 @given(
     block_size=st.sampled_from([1, 2, 4, 5]),
     num_blocks=st.one_of(st.none(), st.integers(8, 60)),
-    view=st.booleans(),
+    attention=st.sampled_from(["contiguous", "gather"]),
     conversation=st.lists(turns, min_size=2, max_size=10),
 )
 @example(
     block_size=4,
     num_blocks=None,
-    view=True,
+    attention="contiguous",
     conversation=[
         ("ask", [row((1, 9)), row((2, 5))], {"num_beams": 3}),
         ("other user",),
@@ -160,12 +160,12 @@ def longer(last: dict[str, torch.Tensor], tail: list[int]) -> dict[str, torch.Te
     ],
 )
 def test_any_conversation_gives_what_dynamic_cache_gives(
-    block_size: int, num_blocks: int | None, view: bool, conversation: list[tuple[Any, ...]]
+    block_size: int, num_blocks: int | None, attention: str, conversation: list[tuple[Any, ...]]
 ) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        talk = Conversation(block_size, num_blocks, view)
+        talk = Conversation(block_size, num_blocks, attention)
         for turn in conversation:
             talk.play(turn)
         talk.end()

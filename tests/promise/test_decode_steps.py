@@ -40,7 +40,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
 @pytest.mark.parametrize(
     ("before", "num_rows", "options"),
     [
@@ -53,10 +53,10 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     ids=["1 row", "1 row after 4", "3 rows", "beams", "samples"],
 )
 def test_a_layer_is_written_once_in_a_step(
-    view: bool, before: int, num_rows: int, options: dict[str, Any], writes: Counter[str]
+    attention: str, before: int, num_rows: int, options: dict[str, Any], writes: Counter[str]
 ) -> None:
     model = tiny("llama")
-    cache, num_layers = PagedPrefixCache(model, view=view), model.config.num_hidden_layers
+    cache, num_layers = PagedPrefixCache(model, attention=attention), model.config.num_hidden_layers
     if before:
         run(model, cache, **batch(*[row((number, 20)) for number in range(before)]))
     writes.clear()
@@ -68,9 +68,9 @@ def test_a_layer_is_written_once_in_a_step(
 
 
 @pytest.mark.parametrize("trained", ["", "q_proj"], ids=["all weights", "queries alone"])
-@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
 def test_a_gradient_flows_through_steps_of_one_token_as_with_a_dynamic_cache(
-    view: bool, trained: str, writes: Counter[str]
+    attention: str, trained: str, writes: Counter[str]
 ) -> None:
     """Where keys and values carry no gradient, the backward pass still wants them as attention read them."""
     model = tiny("llama")
@@ -90,7 +90,7 @@ def test_a_gradient_flows_through_steps_of_one_token_as_with_a_dynamic_cache(
         torch.stack(losses).sum().backward()
         return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
 
-    cache = PagedPrefixCache(model, view=view)
+    cache = PagedPrefixCache(model, attention=attention)
     ours, theirs = gradients(cache), gradients(DynamicCache(config=model.config))
     assert len(ours) == len(theirs) > 0
     for mine, other in zip(ours, theirs, strict=True):

@@ -37,9 +37,9 @@ class BoomError(Exception):
     """The fault."""
 
 
-def new_cache(view: bool) -> PagedPrefixCache:
+def new_cache(attention: str) -> PagedPrefixCache:
     """A cache with a call behind it that the next one shares ten tokens with: two blocks and a half."""
-    cache = PagedPrefixCache(tiny("llama"), block_size=4, num_blocks=100, view=view)
+    cache = PagedPrefixCache(tiny("llama"), block_size=4, num_blocks=100, attention=attention)
     run(tiny("llama"), cache, **batch(row((1, 10), (2, 4))))
     return cache
 
@@ -129,14 +129,15 @@ def test_a_fault_in_a_call_leaves_nothing_wrong_behind(
 ) -> None:
     model = tiny("llama")
     victim = {**batch(PROMPT), "num_beams": 3, "max_new_tokens": 12}
-    view = owner is not GatherReader and name != "gather"  # with a view nothing is gathered here
+    gathers = owner is GatherReader or name == "gather"  # a contiguous copy gathers nothing here
+    attention = "gather" if gathers else "contiguous"
     with monkeypatch.context() as patch:
-        cache = new_cache(view)
+        cache = new_cache(attention)
         calls = fail_at(patch, owner, name, 0, after)
         run(model, cache, **victim)
     assert calls, "the call never comes here"
     for number in sorted({1, min(2, len(calls)), (len(calls) + 1) // 2, len(calls)}):
-        cache = new_cache(view)
+        cache = new_cache(attention)
         with monkeypatch.context() as patch:
             fail_at(patch, owner, name, number, after)
             with pytest.raises(BoomError):
@@ -144,16 +145,16 @@ def test_a_fault_in_a_call_leaves_nothing_wrong_behind(
         assert_sound(cache)
 
 
-@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_fault_in_a_layer_of_a_plain_forward_takes_that_forward_back(
-    number: int, after: bool, view: bool, monkeypatch: pytest.MonkeyPatch
+    number: int, after: bool, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers 0 and 1 of the first forward, then of the second; the rows go on from what was confirmed."""
     model = tiny("llama")
     ids = torch.tensor([PROMPT])
-    cache = PagedPrefixCache(model, block_size=4, view=view)
+    cache = PagedPrefixCache(model, block_size=4, attention=attention)
     with torch.no_grad():
         wanted = model(ids, use_cache=False).logits
         with monkeypatch.context() as patch:
@@ -200,21 +201,21 @@ class FailingStreamer:
         pass
 
 
-@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
 @pytest.mark.parametrize("step", [1, 2, 6])
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 5}])
-def test_a_fault_in_a_logits_processor(way: dict[str, Any], step: int, view: bool) -> None:
-    cache = new_cache(view)
+def test_a_fault_in_a_logits_processor(way: dict[str, Any], step: int, attention: str) -> None:
+    cache = new_cache(attention)
     processors = LogitsProcessorList([FailingProcessor(step, BoomError())])
     with pytest.raises(BoomError):
         run(tiny("llama"), cache, **batch(PROMPT), **way, logits_processor=processors, max_new_tokens=12)
     assert_sound(cache)
 
 
-@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
 @pytest.mark.parametrize("step", [1, 2, 3, 7])
-def test_ctrl_c_in_a_streamer(step: int, view: bool) -> None:
-    cache = new_cache(view)
+def test_ctrl_c_in_a_streamer(step: int, attention: str) -> None:
+    cache = new_cache(attention)
     with pytest.raises(KeyboardInterrupt):
         run(
             tiny("llama"),
@@ -227,7 +228,7 @@ def test_ctrl_c_in_a_streamer(step: int, view: bool) -> None:
 
 
 def test_what_was_confirmed_before_a_fault_is_reused() -> None:
-    cache = new_cache(view=True)
+    cache = new_cache(attention="contiguous")
     with pytest.raises(BoomError):
         run(tiny("llama"), cache, **batch(PROMPT), streamer=FailingStreamer(4, BoomError()), max_new_tokens=12)
     cache.reset()
@@ -251,7 +252,7 @@ def test_blocks_of_a_prefill_that_failed_are_not_reused(monkeypatch: pytest.Monk
 
 def test_a_forward_that_goes_round_the_hooks_is_refused() -> None:
     model = tiny("llama")
-    cache = new_cache(view=True)
+    cache = new_cache(attention="contiguous")
     with pytest.raises(ForwardMismatchError), torch.no_grad():
         model.model(torch.tensor([PROMPT]), past_key_values=cache)
     assert_sound(cache)
@@ -289,7 +290,7 @@ def test_a_cache_built_in_the_call_gives_its_blocks_back_when_the_call_is_over()
         gc.collect()
 
 
-@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
 @pytest.mark.parametrize(
     ("refused", "error"),
     [
@@ -300,10 +301,10 @@ def test_a_cache_built_in_the_call_gives_its_blocks_back_when_the_call_is_over()
 )
 @pytest.mark.parametrize("rows", [[row((1, 12))], [row((1, 12)), row((1, 12)), row((2, 12))]], ids=["1 row", "aliases"])
 def test_a_call_that_is_refused_leaves_the_rows_that_can_go_on(
-    rows: list[list[int]], refused: dict[str, Any], error: type[Exception], view: bool, tiny_llama: LlamaForCausalLM
+    rows: list[list[int]], refused: dict[str, Any], error: type[Exception], attention: str, tiny_llama: LlamaForCausalLM
 ) -> None:
     cache, reference = (
-        PagedPrefixCache(tiny_llama, block_size=4, num_blocks=24, view=view),
+        PagedPrefixCache(tiny_llama, block_size=4, num_blocks=24, attention=attention),
         DynamicCache(config=tiny_llama.config),
     )
     for each in (cache, reference):

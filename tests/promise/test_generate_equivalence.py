@@ -265,11 +265,11 @@ def test_generate_gives_what_it_gives_with_dynamic_cache(scene: Callable[[Player
     play(scene, tiny(name))
 
 
-@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
 @pytest.mark.parametrize("how", [{"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}, {}])
-def test_equal_rows_of_a_prompt_are_computed_once(how: dict[str, Any], view: bool) -> None:
+def test_equal_rows_of_a_prompt_are_computed_once(how: dict[str, Any], attention: str) -> None:
     model = build("llama")
-    cache = PagedPrefixCache(model, view=view)
+    cache = PagedPrefixCache(model, attention=attention)
     rows = [PROMPT] if how else [PROMPT] * 4
     sizes: list[tuple[int, ...]] = []
     handle = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: sizes.append(tuple(args[0].shape)))
@@ -279,10 +279,10 @@ def test_equal_rows_of_a_prompt_are_computed_once(how: dict[str, Any], view: boo
     assert_same(run(model, **batch(*rows), **how), output)
 
 
-@pytest.mark.parametrize("view", [True, False])
-def test_beams_share_blocks_and_copy_the_one_they_write(view: bool) -> None:
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+def test_beams_share_blocks_and_copy_the_one_they_write(attention: str) -> None:
     model = build("llama")
-    cache = PagedPrefixCache(model, view=view)
+    cache = PagedPrefixCache(model, attention=attention)
     run(model, cache, **batch(row((1, 200))), num_beams=4, max_new_tokens=8)
     stats = cache.stats()
     # 12 full blocks of the prompt for all beams, then one block for each: 8 tokens of the prompt and 7 new ones.

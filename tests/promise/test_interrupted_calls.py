@@ -84,9 +84,9 @@ class Interrupter:
         return self._line
 
 
-def prepared(view: bool) -> PagedPrefixCache:
+def prepared(attention: str) -> PagedPrefixCache:
     """A cache that has made two calls, on a store so small that the third one evicts."""
-    cache = PagedPrefixCache(PrefixStore(tiny("llama"), block_size=4, num_blocks=26), view=view)
+    cache = PagedPrefixCache(PrefixStore(tiny("llama"), block_size=4, num_blocks=26), attention=attention)
     run(tiny("llama"), cache, max_new_tokens=4, **CALLS["greedy"])
     run(tiny("llama"), cache, max_new_tokens=4, **CALLS["beams"])
     return cache
@@ -135,16 +135,16 @@ def test_pins_are_there_or_not_and_no_block_is_lost_wherever_pinning_is_interrup
 def interrupted_trial(seed: int, references: dict[str, Any], num_lines: dict[Any, int]) -> str:
     """One call that is interrupted somewhere, and those after it. Returns where."""
     rng = random.Random(seed)
-    model, view, name = tiny("llama"), rng.random() < 0.6, rng.choice(list(CALLS))
-    if (view, name) not in num_lines:
-        cache = prepared(view)
+    model, attention, name = tiny("llama"), "contiguous" if rng.random() < 0.6 else "gather", rng.choice(list(CALLS))
+    if (attention, name) not in num_lines:
+        cache = prepared(attention)
         with Interrupter() as counter:
             run(model, cache, max_new_tokens=4, **CALLS[name])
-        num_lines[view, name] = counter.num_lines
-    cache = prepared(view)
-    with Interrupter(rng.randint(1, num_lines[view, name])) as interrupter, contextlib.suppress(KeyboardInterrupt):
+        num_lines[attention, name] = counter.num_lines
+    cache = prepared(attention)
+    with Interrupter(rng.randint(1, num_lines[attention, name])) as interrupter, contextlib.suppress(KeyboardInterrupt):
         run(model, cache, max_new_tokens=4, **CALLS[name])
-    where = f"seed {seed}: {name}, view={view}, interrupted at {interrupter.place}"
+    where = f"seed {seed}: {name}, attention={attention}, interrupted at {interrupter.place}"
     try:
         if rng.random() < 0.5:
             cache.check()
@@ -177,7 +177,9 @@ def test_plain_forwards_interrupted_at_any_line_can_be_repeated() -> None:
         wanted = model(ids, use_cache=False).logits
     for seed in range(20):
         rng = random.Random(seed)
-        cache = PagedPrefixCache(PrefixStore(model, block_size=4, num_blocks=40), view=rng.random() < 0.5)
+        cache = PagedPrefixCache(
+            PrefixStore(model, block_size=4, num_blocks=40), attention="contiguous" if rng.random() < 0.5 else "gather"
+        )
         with torch.no_grad():
             for start, stop in pieces:
                 with Interrupter(rng.randint(1, 1500)) as interrupter:
@@ -245,12 +247,12 @@ def test_what_a_user_does_between_calls_may_be_interrupted(deed: str, references
         "reset_prefix_cache": lambda cache: cache.reset_prefix_cache(),
         "with": ambient,
     }
-    cache = prepared(view=True)
+    cache = prepared(attention="contiguous")
     with Interrupter() as counter:
         deeds[deed](cache)
     step = max(1, counter.num_lines // 12)
     for at_line in range(1, counter.num_lines + 1, step):
-        cache = prepared(view=at_line % 2 == 0)
+        cache = prepared("gather" if at_line % 2 else "contiguous")
         with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             deeds[deed](cache)
         model = tiny("llama")
@@ -292,7 +294,7 @@ def stop() -> None:
 def test_a_generator_of_tokens_dropped_half_way_frees_the_cache(references: dict[str, Any]) -> None:
     """A streamer read in this thread while `generate` runs in another one, which its reader gives up."""
     model = tiny("llama")
-    cache = prepared(view=True)
+    cache = prepared(attention="contiguous")
     given_up = threading.Event()
 
     class Streamer(TextIteratorStreamer):
@@ -329,7 +331,7 @@ def test_a_generator_of_tokens_dropped_half_way_frees_the_cache(references: dict
 def test_a_generator_round_generate_dropped_half_way_frees_the_cache(references: dict[str, Any]) -> None:
     """The bracket itself may be open when its generator is dropped: closing it ends the call."""
     model = tiny("llama")
-    cache = prepared(view=False)
+    cache = prepared(attention="gather")
 
     def custom(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Iterator[int]:
         """A decoding loop that yields, as one of a server would."""
@@ -443,10 +445,10 @@ PLACES = [
 PLACES += ["reader.reorder_rows", "model"]
 
 
-@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
 @pytest.mark.parametrize("place", PLACES)
 def test_out_of_memory_anywhere_leaves_the_cache_right(
-    place: str, view: bool, references: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    place: str, attention: str, references: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama")
     monkeypatch.setattr(block_store, "_FIRST_NUM_BLOCKS", 4)  # so the pool grows
@@ -454,7 +456,7 @@ def test_out_of_memory_anywhere_leaves_the_cache_right(
     for name in CALLS:
         for at in (1, 2, 5):
             for after in (False, True):
-                cache = PagedPrefixCache(PrefixStore(model, block_size=4), view=view)
+                cache = PagedPrefixCache(PrefixStore(model, block_size=4), attention=attention)
                 if at != 5 and place != "pool.ensure_capacity":  # the first call makes it grow far
                     run(model, cache, max_new_tokens=4, **CALLS["greedy"])
                 owner, attribute = {

@@ -68,20 +68,20 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
-@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_poison_in_what_was_never_written_changes_nothing(
-    scene: Callable[[Player], None], view: bool, name: str, poisoned: list[int]
+    scene: Callable[[Player], None], attention: str, name: str, poisoned: list[int]
 ) -> None:
-    scene(Player(tiny(name), view, [], zeroed_hit=None))
+    scene(Player(tiny(name), attention, [], zeroed_hit=None))
     assert max(poisoned) > 0
 
 
-@pytest.mark.parametrize("view", [True, False])
-def test_poison_in_one_slot_that_is_read_is_seen(view: bool) -> None:
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+def test_poison_in_one_slot_that_is_read_is_seen(attention: str) -> None:
     """The aid itself works: one reused slot that holds NaN makes NaN of the logits."""
     model = tiny("llama")
-    cache = PagedPrefixCache(model, view=view)
+    cache = PagedPrefixCache(model, attention=attention)
     reference = run(model, **batch(row((1, 50))))
     run(model, cache, **batch(row((1, 50))))
     cache.reset()
@@ -93,12 +93,12 @@ def test_poison_in_one_slot_that_is_read_is_seen(view: bool) -> None:
     assert output.logits[0].isnan().any()
 
 
-@pytest.mark.parametrize("view", [True, False])
-def test_a_call_that_gave_nan_leaves_none_to_calls_behind_it(view: bool) -> None:
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+def test_a_call_that_gave_nan_leaves_none_to_calls_behind_it(attention: str) -> None:
     """A row has padding where a row of the call before had tokens, whose keys and values were not finite."""
     model = build("llama")
     weights = copy.deepcopy(model.state_dict())
-    cache, given = PagedPrefixCache(model, view=view), batch(row((1, 40)), row((2, 24)))
+    cache, given = PagedPrefixCache(model, attention=attention), batch(row((1, 40)), row((2, 24)))
     reference = run(model, **given)
     run(model, cache, **given)
     with torch.no_grad():

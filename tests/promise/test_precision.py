@@ -70,9 +70,9 @@ def distance(reference: Any, output: Any) -> float:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "mixtral"])
-@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
 def test_a_hit_is_as_near_as_dynamic_cache_continued(
-    name: str, view: bool, precision: tuple[torch.dtype, torch.dtype]
+    name: str, attention: str, precision: tuple[torch.dtype, torch.dtype]
 ) -> None:
     weights, lowest = precision
     model = build(name).to(weights)
@@ -81,10 +81,10 @@ def test_a_hit_is_as_near_as_dynamic_cache_continued(
         allowed = max(2 * distance(reference, continued(model, num_known)), torch.finfo(lowest).eps)
         for zeros in (False, True):
             store = PrefixStore(model)
-            cache = PagedPrefixCache(store, view=view)
+            cache = PagedPrefixCache(store, attention=attention)
             run(model, cache, **OTHERS)
             if num_known == NUM_BLOCKS_KNOWN:  # another cache of the store finds whole blocks only
-                cache = PagedPrefixCache(store, view=view)
+                cache = PagedPrefixCache(store, attention=attention)
             if zeros:
                 zero_blocks(store)
             output = run(model, cache, **PROMPTS)
@@ -188,11 +188,11 @@ def test_rows_that_went_on_under_autocast_leave_nothing_behind_for_calls_without
     assert_same(reference, output)
 
 
-@pytest.mark.parametrize("view", [True, False])
-def test_rows_go_on_after_autocast_with_what_they_held_before_it(view: bool) -> None:
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+def test_rows_go_on_after_autocast_with_what_they_held_before_it(attention: str) -> None:
     model = build("llama")
     outputs = []
-    for cache in (DynamicCache(config=model.config), PagedPrefixCache(model, view=view)):
+    for cache in (DynamicCache(config=model.config), PagedPrefixCache(model, attention=attention)):
         with torch.no_grad():
             model(IDS[:, :20], past_key_values=cache)
             with torch.autocast("cpu", torch.bfloat16):

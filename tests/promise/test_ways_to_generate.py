@@ -457,8 +457,8 @@ def test_forwards_by_hand_give_what_they_give_with_dynamic_cache(
     model = tiny(name)
     asked = {"logits_to_keep": logits_to_keep, "positions": positions}
     wanted = by_hand(model, DynamicCache(config=model.config), **asked)
-    for view in (True, False):
-        kept = PagedPrefixCache(model, view=view)
+    for attention in ("contiguous", "gather"):
+        kept = PagedPrefixCache(model, attention=attention)
         lengths: list[int] = []
         hook = partial(_note_length, lengths)
         handle = model.get_input_embeddings().register_forward_pre_hook(hook)
@@ -469,8 +469,10 @@ def test_forwards_by_hand_give_what_they_give_with_dynamic_cache(
         # Known are 48 and 32 of the rows' 50 and 42 tokens, so columns 0 to 39; without `logits_to_keep` all are computed.
         assert lengths == [50, 7, 1, 1, 1, 50 - 40 if logits_to_keep else 50, 7, 1, 1, 1]
         zero_blocks(kept)
-        # where all tokens are computed, a view needs none of the blocks
-        assert are_close(by_hand(model, kept, **asked), wanted) == (view and logits_to_keep is None)
+        # where all tokens are computed, a contiguous copy needs none of the blocks
+        assert are_close(by_hand(model, kept, **asked), wanted) == (
+            attention == "contiguous" and logits_to_keep is None
+        )
         handle.remove()
 
 
@@ -639,8 +641,8 @@ def test_no_mode_of_generate_is_forgotten() -> None:
     assert {mode.value for mode in GenerationMode} == played | moved
 
 
-@pytest.mark.parametrize("view", [True, False])
-def test_gradients_where_only_the_queries_are_trained(view: bool) -> None:
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+def test_gradients_where_only_the_queries_are_trained(attention: str) -> None:
     """LoRA on the queries of one layer: keys and values need no gradient, but the attention's backward pass keeps them."""
     model = build("llama", num_hidden_layers=1)
     model.requires_grad_(False)
@@ -659,14 +661,14 @@ def test_gradients_where_only_the_queries_are_trained(view: bool) -> None:
         return trained.grad
 
     expected = gradient(DynamicCache(config=model.config))
-    torch.testing.assert_close(gradient(PagedPrefixCache(model, view=view)), expected)
+    torch.testing.assert_close(gradient(PagedPrefixCache(model, attention=attention)), expected)
     assert expected.abs().max() > 0
 
 
 def test_without_view_the_memory_of_a_layers_rows_goes_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_paged_cache.kv.recycled_memory._MIN_RECYCLED_BYTES", 1)  # small memory, too
     model = build("llama")
-    cache = PagedPrefixCache(model, view=False)
+    cache = PagedPrefixCache(model, attention="gather")
     run(model, cache, input_ids=IDS)
     assert cache.last_call.peak_kv_bytes > cache.store.blocks.kv_bytes_in_use
 

@@ -55,10 +55,10 @@ def flood(cache: PagedPrefixCache, num_prompts: int = 6) -> None:
     assert cache.stats().num_evictions > evicted + 2 * NUM_BLOCKS
 
 
-@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
 @pytest.mark.parametrize("is_pinned", [True, False])
-def test_a_flood_evicts_everything_but_what_is_pinned(store: PrefixStore, is_pinned: bool, view: bool) -> None:
-    cache, other_prefix = PagedPrefixCache(store, view=view), row((2, 32))
+def test_a_flood_evicts_everything_but_what_is_pinned(store: PrefixStore, is_pinned: bool, attention: str) -> None:
+    cache, other_prefix = PagedPrefixCache(store, attention=attention), row((2, 32))
     ask(cache, PREFIX + row((3, 5)))
     ask(cache, other_prefix + row((4, 5)))
     if is_pinned:
