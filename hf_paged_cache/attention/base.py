@@ -16,13 +16,13 @@ class Reader(Protocol):
     """Between the pool and attention. Columns are counted from the left, padding included."""
 
     def start_rows(
-        self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: int | None
+        self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float
     ) -> None:
         """Other rows run from here on.
 
         Args:
             num_columns: of their first forward and what is known before it.
-            max_rows, max_columns: the most there will be, as far as the call says; None: it does not.
+            max_rows, max_columns: the most there will be, as far as the call says; else infinite.
         """
 
     def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:

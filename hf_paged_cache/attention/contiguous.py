@@ -1,5 +1,6 @@
 """A reader that keeps a contiguous copy of the running rows' columns and appends to it in place."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -28,14 +29,14 @@ class ContiguousReader:
         self._kept: list[RowLayout] = []  # row -> what it holds, as of the last `keep`
         self._num_rows = 0
         self._max_rows = 0
-        self._max_columns: int | None = None
+        self._max_columns = math.inf
         self._start = self._stop = 0
         self._missing: list[tuple[int, int, int, ReadSource]] = []  # (row, first column, end, where they are) to gather
         self._valid: list[int] = []  # row -> columns that are in the buffers
         self._layouts: Callable[[], Sequence[RowLayout]] = list  # of the rows of the forward
 
     def start_rows(
-        self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: int | None
+        self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float
     ) -> None:
         """See Reader."""
         self._max_rows, self._max_columns = max(max_rows, len(rows)), max_columns
@@ -184,7 +185,8 @@ class ContiguousReader:
 
     def _oversized(self, num_columns: int) -> bool:
         """Whether the buffers are so much larger than what comes that they should go."""
-        needed = 4 * self._max_rows * (max(num_columns, self._max_columns or 0) + _MIN_SPARE_COLUMNS)
+        most = num_columns if math.isinf(self._max_columns) else max(num_columns, self._max_columns)
+        needed = 4 * self._max_rows * (most + _MIN_SPARE_COLUMNS)
         return any(
             held.shape[0] * held.shape[2] > needed for layer in self._buffers.values() for held in layer.values()
         )
@@ -193,8 +195,7 @@ class ContiguousReader:
         """A buffer with room for the forward's columns and some more, holding what `held` held."""
         stop = self._stop
         columns = stop + max(_MIN_SPARE_COLUMNS, stop // 4)
-        if self._max_columns is not None:
-            columns = max(stop, min(columns, self._max_columns))
+        columns = max(stop, int(min(columns, self._max_columns)))
         num_rows = max(self._max_rows, self._num_rows)
         shape = (num_rows, states.shape[1], columns, states.shape[3])
         grown = zeros(shape, states.dtype, states.device, huge_pages=True)

@@ -22,7 +22,7 @@ class GatherReader:
         self._source_of_past: ReadSource | None = None  # columns [0, start), likewise
 
     def start_rows(
-        self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: int | None
+        self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float
     ) -> None:
         """See Reader."""
 

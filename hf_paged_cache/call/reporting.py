@@ -6,7 +6,7 @@ from .call import Call
 
 def stats_of(call: Call) -> CacheStats:
     """Tokens of all calls that one cache has run, and the blocks of its store now."""
-    counts, metrics, blocks = call.counts, call.counts.metrics, call.store
+    counts, metrics, blocks = call.counters, call.counters.metrics, call.store
     with blocks.lock:
         blocks.settle()
         return CacheStats(
