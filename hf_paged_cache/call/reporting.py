@@ -16,7 +16,7 @@ def stats_of(call: Call) -> CacheStats:
             hit_rate=metrics.hit_rate,
             recent_hit_rate=metrics.recent_hit_rate,
             num_calls=counts.num_calls,
-            num_blocks=blocks.num_blocks,
+            num_blocks=blocks.max_num_blocks,
             num_free_blocks=blocks.num_free_blocks,
             num_cached_blocks=blocks.allocator.num_cached_blocks,
             num_blocks_in_use=blocks.allocator.num_blocks_in_use,

@@ -99,7 +99,7 @@ def assert_all_accounted_for(cache: PagedPrefixCache) -> None:
     cache.check()
     blocks = cache.store.blocks
     assert blocks.allocator.num_blocks_in_use == 0
-    assert blocks.num_free_blocks + blocks.allocator.num_cached_blocks == blocks.num_blocks - 1
+    assert blocks.num_free_blocks + blocks.allocator.num_cached_blocks == blocks.max_num_blocks - 1
     assert not list(blocks._reserved.values())
 
 
