@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.stats import CacheStats, CallStats, RowCount, RowStats, hit_rate
+from hf_paged_cache import CacheStats, CallStats, PagedPrefixCache, PrefixStore, RowStats
+from hf_paged_cache.stats import RowCount, hit_rate
 
 from .reference import batch, row, run
 
@@ -135,6 +135,8 @@ def test_tokens_are_counted_over_all_calls_and_blocks_as_they_are_now(tiny_llama
     for _ in range(2):
         run(tiny_llama, cache, **batch(row((1, 40)), row((2, 40))), max_new_tokens=NUM_NEW)
     stats = cache.stats()
+    assert isinstance(cache.last_call, CallStats)
+    assert [type(each) for each in cache.last_call.rows] == [RowStats, RowStats]
     counted = (stats.prompt_tokens, stats.computed_tokens, stats.reused_tokens)
     assert counted == (160, 82, 78)  # the last token of each row again
     assert stats.hit_rate == stats.recent_hit_rate == 78 / 160
