@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field, fields
 
+_KV_BYTES = "of blocks in use, and of the copy that attention reads, which is not in the pool"
+
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
@@ -10,28 +12,37 @@ class CacheStats:
     Tokens are those of prompts, of all rows, without padding; those that `generate` makes are not counted. Without
     `generate`, every token passed is. Blocks are counted with the reserved null block, which is never handed out:
     free + cached + in use is `num_blocks - 1`.
+
+    Attributes:
+        computed_tokens: of the prompts' tokens, those that ran through the model.
+        reused_tokens: all others, rows equal to a computed one included.
+        hit_rate: `reused_tokens / prompt_tokens`; 0.0 before the first call.
+        recent_hit_rate: the same of the last 100 forwards of prompts.
+        num_blocks: the most there can be. None before the first forward, where neither `num_blocks` nor `max_bytes` is given.
+        num_free_blocks: hold nothing that could be reused. None where `num_blocks` is.
+        num_cached_blocks: held by nobody, reusable until evicted.
+        num_pinned_blocks: of those in use, the ones that pins hold, whether rows hold them, too, or not.
+        kv_bytes: of blocks in use, and of the copy that attention reads: that of all rows, or of one layer's.
+        peak_kv_bytes: the most that was during the last call.
+        pool_bytes: held by the pool, whatever is in it. Attention's copy is not in the pool.
     """
 
     prompt_tokens: int
-    computed_tokens: int  # of those, run through the model
-    reused_tokens: int  # the first less the second: rows equal to a computed one count as reused
-    hit_rate: float  # reused_tokens / prompt_tokens; 0.0 before the first call
-    recent_hit_rate: float  # the same of the last 100 forwards of prompts
+    computed_tokens: int
+    reused_tokens: int
+    hit_rate: float
+    recent_hit_rate: float
     num_calls: int
-    num_blocks: (
-        int | None
-    )  # the most there can be; None before the first forward, if neither num_blocks nor max_bytes is given
-    num_free_blocks: int | None  # hold nothing that could be reused; None as long as num_blocks is
-    num_cached_blocks: int  # nobody holds them, reusable until evicted
+    num_blocks: int | None
+    num_free_blocks: int | None
+    num_cached_blocks: int
     num_blocks_in_use: int
-    num_pinned_blocks: int  # of those in use: held by pins, whether rows hold them, too, or not
+    num_pinned_blocks: int
     num_evictions: int
     num_copies_on_write: int
-    kv_bytes: int = field(
-        metadata={"remark": "of blocks in use, and of the copy that attention reads, which is not in the pool"}
-    )
-    peak_kv_bytes: int  # the most that was during the last call
-    pool_bytes: int  # held by the pool, whatever is in it
+    kv_bytes: int = field(metadata={"remark": _KV_BYTES})
+    peak_kv_bytes: int
+    pool_bytes: int
 
     def __str__(self) -> str:
         return _table(self)
@@ -39,18 +50,27 @@ class CacheStats:
 
 @dataclass(frozen=True, slots=True)
 class RowStats:
-    """One row of the last call: how far its prompt matched what was known, and why no further."""
+    """One row of a call: how far its prompt was known, and why no further. Tokens are counted as in `CacheStats`.
+
+    Attributes:
+        matched_tokens: found in the store, or in the rows of the call before.
+        stopped: why the match ended there, or why known tokens were computed again.
+    """
 
     prompt_tokens: int
     computed_tokens: int
     reused_tokens: int
-    matched_tokens: int  # found in the store or in the rows of the call before
-    stopped: str  # why the match ended there, or why known tokens were computed again
+    matched_tokens: int
+    stopped: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStats:
-    """The same counts as in `CacheStats`, for one call. `print` shows a table, then a line a row."""
+    """The same counts as in `CacheStats`, of one call. `print` shows a table, then a line a row.
+
+    Attributes:
+        rows: each row by itself, in the order of the batch.
+    """
 
     prompt_tokens: int
     computed_tokens: int
