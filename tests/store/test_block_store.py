@@ -207,12 +207,12 @@ def test_a_number_that_was_given_is_the_budget() -> None:
 def test_copies_on_write_are_made_before_the_next_write_and_once() -> None:
     store = BlockStore(BLOCK_SIZE, 11)
     table = fill(store, 6)
-    twin = table.fork()
-    twin.append_tokens([7])
+    forked = table.fork()
+    forked.append_tokens([7])
     store.make_copies()
     assert store.allocator.pending_copies == ()
-    assert read(store, twin)[:6] == read(store, table) == [0, 1, 2, 3, 4, 5]
-    assert twin.block_ids[1] != table.block_ids[1]
+    assert read(store, forked)[:6] == read(store, table) == [0, 1, 2, 3, 4, 5]
+    assert forked.block_ids[1] != table.block_ids[1]
 
 
 def test_rows_left_behind_are_ended_once_in_order() -> None:

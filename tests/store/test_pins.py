@@ -398,12 +398,12 @@ def test_a_pin_outlives_its_cache_and_is_given_back_through_any_other(store: Pre
     cache = PagedPrefixCache(store)
     ask(cache, PREFIX)
     assert cache.pin(PREFIX) == 32
-    twin = copy.deepcopy(cache)
+    copied = copy.deepcopy(cache)
     del cache
     gc.collect()
-    assert twin.stats().num_pinned_blocks == 8
+    assert copied.stats().num_pinned_blocks == 8
     assert PagedPrefixCache(store).unpin(PREFIX) == 32
-    assert twin.stats().num_blocks_in_use == 0
+    assert copied.stats().num_blocks_in_use == 0
 
 
 def test_a_collected_cache_s_rows_can_be_pinned(store: PrefixStore) -> None:
