@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_paged_cache import PoolArgumentError
-from hf_paged_cache.kv import recycled_memory as host_memory
+from hf_paged_cache.kv import recycled_memory
 from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.kv.recycled_memory import RecycledMemory, zeros
 from hf_paged_cache.kv.slot_mapping import ReadSource, SlotMapping
@@ -135,7 +135,7 @@ def test_many_rows_are_gathered_each_with_its_own_slots(rng: torch.Generator) ->
 def test_what_is_gathered_is_a_copy_that_models_may_view_by_row_and_head(
     source: ReadSource, first: int, recycled: bool, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_memory, "_MIN_RECYCLED_BYTES", 1)
+    monkeypatch.setattr(recycled_memory, "_MIN_RECYCLED_BYTES", 1)
     pool, memory = make_pool(), RecycledMemory() if recycled else None
     new = states(rng, 1, 6)
     pool.write(0, new, SlotMapping(RUN))

@@ -1,4 +1,4 @@
-"""Allocator and pool grow together, within a budget, and promises are kept."""
+"""Allocator and pool grow together, within a budget, and reserved blocks are kept for whom they were reserved."""
 
 from __future__ import annotations
 
@@ -120,10 +120,10 @@ def test_bytes_in_use_are_those_of_held_blocks() -> None:
     assert store.kv_bytes_in_use == 0
 
 
-# Promises
+# Reserves
 
 
-def test_what_one_holder_was_promised_no_other_can_have() -> None:
+def test_what_is_reserved_for_one_holder_no_other_can_have() -> None:
     store, ours, theirs = BlockStore(BLOCK_SIZE, 11), IdleHolder(), IdleHolder()
     store.reserve(ours, 6)
     assert store.num_obtainable_blocks(ours) == 10
@@ -135,7 +135,7 @@ def test_what_one_holder_was_promised_no_other_can_have() -> None:
 
 
 @pytest.mark.parametrize("ends", ["zero", "collected"])
-def test_a_promise_ends_by_zero_and_with_its_holder(ends: str) -> None:
+def test_a_reserve_ends_by_zero_and_with_its_holder(ends: str) -> None:
     store, other = BlockStore(BLOCK_SIZE, 11), IdleHolder()
     holder: Any = IdleHolder()
     store.reserve(holder, 6)

@@ -227,7 +227,7 @@ class AtFirstStep(LogitsProcessor):
 
 @pytest.mark.parametrize("is_own", [True, False], ids=["its own cache", "another cache"])
 @pytest.mark.parametrize("num_new_tokens", [93, 61])
-def test_a_pin_takes_no_block_that_a_running_call_was_promised(
+def test_a_pin_takes_no_block_that_a_running_call_has_reserved(
     cache: PagedPrefixCache, num_new_tokens: int, is_own: bool
 ) -> None:
     """Rows of 3 + 93 - 1 tokens need 24 of 32 blocks, so 8 can be pinned, or 7 beside 25."""
@@ -253,8 +253,8 @@ def test_a_pin_takes_no_block_that_a_running_call_was_promised(
     if others_hold:
         assert isinstance(step.result, OutOfBlocksError)
         assert str(step.result) == (
-            "pinning 8 blocks needs 8 that nobody holds, but 7 can be had: the others are promised to running calls; pin "
-            "when these have ended, or build the cache with a larger num_blocks or max_bytes"
+            "pinning 8 blocks takes 8 that nobody holds, but only 7 are not reserved for running calls; pin when these "
+            "have ended, or build the cache with a larger num_blocks or max_bytes"
         )
         assert snapshot[0] == snapshot[1]
     else:
