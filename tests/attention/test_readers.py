@@ -6,15 +6,21 @@ import random
 import zlib
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
+from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.attention.contiguous import ContiguousReader
 from hf_paged_cache.attention.gather import GatherReader
 from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.kv.slot_mapping import ReadSource, RowLayout, SlotMapping
+
+from ..reference import assert_same, batch, row, run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BLOCK_SIZE = 4
 HEADS = 2
@@ -427,16 +433,32 @@ def test_what_a_contiguous_reader_gave_with_gradients_is_not_changed_by_the_next
 
 
 @READERS
-def test_a_reader_gives_the_type_of_what_is_new_whatever_the_pool_holds(make_reader: Any) -> None:
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_reader_gives_the_type_of_what_is_new_whatever_the_pool_holds(make_reader: Any, gradients: bool) -> None:
     bench = Bench(make_reader)  # its pool is float32
     bench.start([row_of(9)])
     for start, dtype in ((8, torch.bfloat16), (0, torch.bfloat16), (7, torch.float32), (8, torch.float16)):
         bench.reader.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), start, 9)
         new = {name: tensor.to(dtype) for name, tensor in bench.new_states(0, start, 9).items()}
-        got = bench.reader.read(0, new)
+        with torch.set_grad_enabled(gradients):
+            got = bench.reader.read(0, new)
         for name in SIZES:
             assert got[name].dtype == dtype
             assert got[name][0].equal(states_of(bench.rows[0], 0, name, 0, 9).to(dtype))  # rounded once, from the pool
+
+
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+def test_a_model_whose_type_changes_between_calls_computes_what_it_would_without_a_cache(
+    attention: str, model: PreTrainedModel
+) -> None:
+    """The pool keeps the widest type that it has held."""
+    cache = PagedPrefixCache(model, attention=attention)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
+        model.to(dtype)
+        for tokens in (row((1, 40), (2, 5)), row((1, 40), (3, 5))):
+            assert_same(run(model, **batch(tokens)), run(model, cache, **batch(tokens)))
+        assert cache.last_call.reused_tokens >= 40
+    cache.check()
 
 
 @READERS

@@ -95,6 +95,17 @@ def test_a_store_grows_before_it_evicts_and_evicts_before_it_fails() -> None:
     store.allocator.check()
 
 
+def test_a_store_grows_by_a_factor_and_by_more_where_more_is_asked_for() -> None:
+    store = BlockStore(BLOCK_SIZE, 100_000)
+    first = store.allocator.num_blocks
+    store.make_room(first - 1)  # there is room
+    assert store.allocator.num_blocks == first
+    store.make_room(first)
+    assert store.allocator.num_blocks == first * store.pool.growth()
+    store.make_room(50_000)
+    assert store.allocator.num_free_blocks == 50_000
+
+
 def test_a_store_never_grows_beyond_its_most_and_reaches_it() -> None:
     store = BlockStore(BLOCK_SIZE, 70)
     table = fill(store, 69 * BLOCK_SIZE)
@@ -132,6 +143,23 @@ def test_what_is_reserved_for_one_holder_no_other_can_have() -> None:
     with fill(store, 3 * BLOCK_SIZE):
         store.reserve(ours, 3)
         assert store.num_obtainable_blocks(theirs) == 10 - 3 - 3
+
+
+def test_blocks_not_managed_yet_can_be_had_and_reserves_come_off_for_others_only() -> None:
+    store, ours, theirs, third = BlockStore(BLOCK_SIZE, 1000), IdleHolder(), IdleHolder(), IdleHolder()
+    assert store.allocator.num_blocks < 1000
+    store.reserve(ours, 100)
+    store.reserve(theirs, 30)
+    holders = (ours, theirs, third, None)
+    assert [store.num_reserved_blocks(holder) for holder in holders] == [30, 100, 130, 130]
+    assert [store.num_obtainable_blocks(holder) for holder in holders] == [969, 899, 869, 869]
+    table = fill(store, 3 * BLOCK_SIZE)
+    assert [store.num_obtainable_blocks(holder) for holder in holders] == [966, 896, 866, 866]
+    store.reserve(ours, 97)  # renewed once three were taken, not added
+    assert [store.num_obtainable_blocks(holder) for holder in holders] == [966, 899, 869, 869]
+    store.reserve(ours, 0)
+    table.free()
+    assert [store.num_obtainable_blocks(holder) for holder in holders] == [969, 999, 969, 969]
 
 
 @pytest.mark.parametrize("ends", ["zero", "collected"])
@@ -192,6 +220,16 @@ def test_a_budget_smaller_than_what_is_managed_takes_nothing_away(monkeypatch: p
     monkeypatch.setattr(block_store, "default_budget_bytes", lambda device: 0)
     store.settle_budget()
     assert store.max_num_blocks == store.allocator.num_blocks
+
+
+def test_a_budget_leaves_what_the_first_call_has_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, holder = BlockStore(BLOCK_SIZE), IdleHolder()
+    fill(store, 10)
+    store.reserve(holder, 500)
+    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device: 0)
+    store.settle_budget()
+    assert store.max_num_blocks == store.allocator.num_blocks + 500
+    assert store.num_obtainable_blocks(holder) >= 500
 
 
 def test_a_number_that_was_given_is_the_budget() -> None:

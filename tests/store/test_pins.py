@@ -139,6 +139,40 @@ def test_tokens_pinned_twice_count_once_and_blocks_of_two_pins_stay_until_both_a
     assert cache.stats().num_pinned_blocks == cache.stats().num_blocks_in_use == 0
 
 
+@pytest.mark.parametrize("num_blocks", [13, 12, 40])
+def test_right_after_a_call_its_prompt_can_be_pinned_however_full_the_pool_is(num_blocks: int) -> None:
+    """Its rows hold all blocks of a pool of 13: a pin of these takes none more."""
+    cache = PagedPrefixCache(MODEL, block_size=BLOCK_SIZE, num_blocks=num_blocks)
+    num_new = 1 + 4 * (min(num_blocks, 13) - 1) - 32  # of the last token nothing is held
+    output = run(MODEL, cache, input_ids=torch.tensor([PREFIX]), max_new_tokens=num_new)
+    assert cache.stats().num_free_blocks == max(0, num_blocks - 13)
+    assert cache.pin(PREFIX) == 32
+    assert cache.pin(output.sequences[0]) == 4 * (min(num_blocks, 13) - 1)
+    cache.reset()
+    assert cache.stats().num_pinned_blocks == min(num_blocks, 13) - 1
+    cache.unpin(output.sequences[0])
+    ask(cache, PREFIX + row((3, 5)), max_new_tokens=2)
+    assert cache.last_call.reused_tokens == 32
+    cache.check()
+
+
+def test_a_pin_counts_only_blocks_that_nobody_holds(store: PrefixStore) -> None:
+    """Of 32 blocks another call has reserved what it may still take: a prefix that its rows hold is pinned beside it."""
+    others = PagedPrefixCache(store)
+    asked: list[tuple[int, int]] = []
+
+    def pin() -> int:
+        asked.append((others.stats().num_free_blocks, others.stats().num_cached_blocks))
+        return PagedPrefixCache(store).pin(PREFIX)
+
+    ask(others, PREFIX)
+    step = AtFirstStep(pin)
+    run(MODEL, others, input_ids=torch.tensor([PREFIX]), max_new_tokens=97, logits_processor=[step])  # 32 blocks
+    assert step.result == 32
+    assert sum(asked[0]) > 0
+    others.check()
+
+
 def test_pinning_again_takes_what_has_been_computed_since(cache: PagedPrefixCache) -> None:
     ask(cache, PREFIX[:16], max_new_tokens=1)
     assert cache.pin(PREFIX) == 16
