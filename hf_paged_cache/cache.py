@@ -312,6 +312,8 @@ class PagedPrefixCache(Cache):
 
     def write_layer(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store a layer's new K/V by name, [R, H, T, D], and return those of all columns."""
+        if self.call.forward is None:
+            raise self._session.why_unscheduled(layer_idx)
         return self.call.write(layer_idx, states)
 
     def read_layer(self, layer_idx: int) -> dict[str, Tensor]:
