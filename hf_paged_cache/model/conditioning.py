@@ -62,6 +62,7 @@ class Conditioning:
             self._listing = self._weights.num_listings
         return root_hash(
             *self._weights.parts(),
+            self._weights.changes(),
             self.rope.static(),
             repr(list(self._hook_numbers())).encode(),
             repr(
