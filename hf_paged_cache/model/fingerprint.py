@@ -1,9 +1,9 @@
-"""A digest of a model's weights and modules as they are now, cheap enough for every call.
+"""A digest of a model's weights and modules, cheap enough for every call.
 
-Owns a flat list of the model's tensors, made once, and reads it in two ways, since neither shows every change:
+The model's tensors are listed once, then two things are read of them, since neither shows every change:
 
-- eight values of each tensor, kept as views: they miss a step that changes few rows of an embedding;
-- counts of changes, by torch and by optimizers: they miss writes through `.data` or numpy.
+- eight values of each tensor: they miss an optimizer step that changes few rows of an embedding;
+- how often each was changed, as torch and optimizers count it: this misses writes through `.data` or numpy.
 
 The values mean the same in every process, the counts only in this one.
 """
@@ -24,20 +24,20 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from .weight_offload import file_state, offloaded_weights
 
 _VALUES_PER_TENSOR = 8
-_Layout = tuple[int, int, tuple[int, ...]]
+_Layout = tuple[int, int, tuple[int, ...]]  # address, number of elements, strides
 
 
 class _Weight(NamedTuple):
-    """A weight as it was listed."""
+    """A weight as it was listed: `owner[key]` was `tensor`."""
 
-    owner: Any  # the mapping that holds it
+    owner: Any
     key: str
     tensor: Tensor
     layout: _Layout | None
-    storage: Tensor | None  # its values then, which stay there when it is given others (`p.data = ...`)
-    samples: list[Tensor]
-    counted: list[Tensor]  # what torch counts changes of
-    bases: list[int]  # of each of these: base + version is another number for every content
+    alias: Tensor | None  # keeps the memory of then, also after `p.data = ...`
+    samples: list[Tensor]  # strided views
+    counted: list[Tensor]  # those with a version
+    bases: list[int]  # of each counted tensor; base + version is never the same number for other values
 
 
 class WeightFingerprint:
@@ -53,20 +53,20 @@ class WeightFingerprint:
         self.types: list[type[nn.Module]] = []  # of the modules, each once
         self._type_of: list[type[nn.Module]] = []  # module number -> its type then
         self._children: list[dict[str, nn.Module | None]] = []  # module number -> its children then
-        self._weights: list[_Weight] = []
-        self._places: list[tuple[Any, str]] = []  # weight number -> its mapping and key
-        self._tensors: list[Tensor] = []  # weight number -> the tensor found there
+        self._weights: list[_Weight] = []  # what follows is derived from it, for speed
+        self._places: list[tuple[Any, str]] = []  # weight number -> owner and key
+        self._tensors: list[Tensor] = []  # weight number -> tensor
         self._with_layout: list[Tensor] = []
         self._layouts: list[_Layout] = []  # of these
         self._samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         self._counted: list[Tensor] = []
-        self._bases: list[int] = []
+        self._bases: list[int] = []  # of these
         self._files: list[str] = []  # of weights that are on disk
         self._structure = b""
         self._numbers = count(1)
         self._num_steps = 0
         self.unwatched: str | None = None  # name of a weight whose changes cannot be seen
-        self.num_listings = 0  # counted when one begins; whoever derives something from it remembers the number
+        self.num_listings = 0  # goes up when a listing begins
         self._is_listed = False  # False also when a listing was interrupted
         _watching.append(ref(self, _watching.remove))
         _watch_optimizers()
@@ -126,12 +126,12 @@ class WeightFingerprint:
         yield repr([file_state(path) for path in self._files]).encode()
 
     def changes(self) -> bytes:
-        """How often each weight was changed or replaced and an optimizer has stepped. Means nothing in another process."""
+        """Counts of changes of each weight, and of optimizer steps. They mean nothing in another process."""
         versions = map(attrgetter("_version"), self._counted)
         return array("q", [self._num_steps, *map(add, self._bases, versions)]).tobytes()
 
     def count_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has made a step. A fused one changes values and no version, and of an embedding only rows."""
+        """Called after each step: a fused optimizer changes no version, and may change few rows of an embedding."""
         own = {id(weight.tensor) for weight in self._weights}
         if any(id(tensor) in own for group in optimizer.param_groups for tensor in group["params"]):
             self._num_steps += 1
@@ -141,7 +141,7 @@ class WeightFingerprint:
         return {device.type for device, _ in self._samples}
 
     def _listed(self, owner: Any, key: str, tensor: Tensor, before: _Weight | None) -> _Weight:
-        """A weight as it is now. One with the values of `before` counts as not changed, wherever these lie now."""
+        """The weight as it is now. With the values of `before` in other memory it counts as unchanged."""
         layout = _layout(tensor)
         if before is not None and before.tensor is tensor and before.layout == layout:
             return before
@@ -150,10 +150,10 @@ class WeightFingerprint:
         # inference tensors have no version; those on the meta device have no values, and each forward may replace them
         counted = [part for part in plain if not part.is_inference() and part.device.type != "meta"]
         bases = [(next(self._numbers) << 32) - part._version for part in counted]
-        storage = tensor.detach() if samples and plain[0] is tensor else None
-        if before is not None and before.counted and counted and _are_equal(before.storage, storage):
+        alias = tensor.detach() if samples and plain[0] is tensor else None
+        if before is not None and before.counted and counted and _are_equal(before.alias, alias):
             bases = [before.bases[0] + before.counted[0]._version - tensor._version]
-        return _Weight(owner, key, tensor, layout, storage, samples, counted, bases)
+        return _Weight(owner, key, tensor, layout, alias, samples, counted, bases)
 
     def _is_as_listed(self) -> bool:
         return (
@@ -169,11 +169,10 @@ _watching: list[ref[WeightFingerprint]] = []
 
 @cache
 def _watch_optimizers() -> None:
-    """From the first fingerprint on, torch calls a hook of ours after every optimizer step of this process."""
-    register_optimizer_step_post_hook(_count_step)
+    """Register one hook after every optimizer step of this process. It stays, and keeps no fingerprint alive."""
+    register_optimizer_step_post_hook(torch.compiler.disable(_count_step))  # type: ignore[no-untyped-call]
 
 
-@torch.compiler.disable
 def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for reference in _watching:
         if (fingerprint := reference()) is not None:
@@ -181,10 +180,7 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
-    """The weights of a module: (mapping, key, tensor).
-
-    Persistent buffers are weights; others are derived, and some forwards rewrite theirs.
-    """
+    """(mapping, key, tensor) of each parameter and persistent buffer; other buffers are derived or rewritten by forwards."""
     persistent = {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
     for owner, held in ((module._parameters, module._parameters), (module._buffers, persistent)):
         for name, tensor in held.items():
@@ -193,7 +189,7 @@ def _weights_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
 
 
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that a wrapper subclass (quantised weights) is made of; of any other tensor itself."""
+    """The tensors inside a wrapper subclass (quantised weights); any other tensor itself."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor
@@ -204,7 +200,7 @@ def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
-    """A view of a few values spread over a tensor, which follows every change made in place; None without one."""
+    """A view of a few values spread over a tensor; None if it has no values here or is sparse."""
     if tensor.device.type == "meta" or tensor.layout != torch.strided:
         return None
     with torch.no_grad():
@@ -215,10 +211,10 @@ def _sample(tensor: Tensor) -> Tensor | None:
             extent = sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True)) + 1
             if extent == values.numel():
                 values = values.as_strided((extent,), (1,))
-        while values.dim() > 1:  # it lies in storage with gaps, so no one step leads through all of it
+        while values.dim() > 1:  # memory with gaps, which no single stride covers
             values = values.diagonal()
         step = max(1, values.numel() // _VALUES_PER_TENSOR)
-        if tensor.dim() > 1:  # along a diagonal, or all values of a matrix would lie in its first column
+        if tensor.dim() > 1:  # a multiple of the row length would read one column alone
             slanted = step + tensor.shape[-1] // _VALUES_PER_TENSOR
             step = slanted if slanted * (_VALUES_PER_TENSOR - 1) < values.numel() else step
         return values[::step][:_VALUES_PER_TENSOR]
