@@ -15,9 +15,7 @@ from ..kv.slot_mapping import RowLayout
 class Reader(Protocol):
     """Columns are counted from the left, padding included."""
 
-    def start_rows(
-        self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float
-    ) -> None:
+    def start_rows(self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float) -> None:
         """Other rows run from here on.
 
         Args:

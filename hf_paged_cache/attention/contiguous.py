@@ -36,9 +36,7 @@ class ContiguousReader(Reader):
         self._valid: list[int] = []  # row -> columns that are in the buffers
         self._layouts: Callable[[], Sequence[RowLayout]] = list  # of the rows of the forward
 
-    def start_rows(
-        self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float
-    ) -> None:
+    def start_rows(self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float) -> None:
         self._max_rows, self._max_columns = max(max_rows, len(rows)), max_columns
         if self._oversized(num_columns):
             self.drop()
