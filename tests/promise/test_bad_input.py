@@ -209,7 +209,7 @@ def test_an_unusual_mask_is_neither_served_nor_stored(cache: PagedPrefixCache) -
     num_cached = cache.stats().num_cached_blocks + cache.stats().num_blocks_in_use
     assert_same(run(model, **arguments), run(model, cache, **arguments))
     assert cache.last_call.reused_tokens == 0
-    assert "zeros behind" in cache.last_call.rows[0].stopped
+    assert "zeros after" in cache.last_call.rows[0].stopped
     cache.reset()
     assert cache.stats().num_cached_blocks <= num_cached
 
