@@ -280,6 +280,15 @@ def test_what_torch_does_not_count_is_seen_in_eight_values_alone(tiny_llama: Mod
     assert conditioning.digest() not in (before, changed)
 
 
+def test_weights_of_a_dtype_that_cannot_be_compared_count_as_changed_when_they_move(tiny_llama: Model) -> None:
+    packed = torch.zeros((8, 8), dtype=torch.uint8)
+    tiny_llama.packed = nn.Parameter(packed.view(torch.float4_e2m1fn_x2), requires_grad=False)
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    tiny_llama.packed.data = packed.clone().view(torch.float4_e2m1fn_x2)
+    assert conditioning.digest() != before
+
+
 def test_a_step_on_other_weights_changes_no_digest_and_one_on_these_does(tiny_llama: Model) -> None:
     conditioning, other = Conditioning(tiny_llama), copy.deepcopy(tiny_llama)
     before = conditioning.digest()
