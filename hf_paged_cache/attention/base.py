@@ -15,14 +15,12 @@ from ..kv.slot_mapping import RowLayout
 class Reader(Protocol):
     """Columns are counted from the left, padding included."""
 
-    def start_rows(
-        self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: int | None
-    ) -> None:
+    def start_rows(self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float) -> None:
         """Other rows run from here on.
 
         Args:
             num_columns: where their first forward stops.
-            max_rows, max_columns: the most there will be, as far as the call says; None: it does not.
+            max_rows, max_columns: the most there will be, as far as the call says; else infinite.
         """
 
     def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:

@@ -1,5 +1,6 @@
 """Owns a contiguous copy of the running rows' columns, which each forward appends to in place."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -29,15 +30,13 @@ class ContiguousReader(Reader):
         self._kept: list[RowLayout] = []  # row -> what it holds, as of the last `keep`
         self._num_rows = 0
         self._max_rows = 0
-        self._max_columns: int | None = None
+        self._max_columns = math.inf
         self._start = self._stop = 0
         self._missing: list[tuple[int, int, int, ReadSource]] = []  # to gather: (row, first column, end, source)
         self._valid: list[int] = []  # row -> columns that are in the buffers
         self._layouts: Callable[[], Sequence[RowLayout]] = list  # of the rows of the forward
 
-    def start_rows(
-        self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: int | None
-    ) -> None:
+    def start_rows(self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float) -> None:
         self._max_rows, self._max_columns = max(max_rows, len(rows)), max_columns
         if self._oversized(num_columns):
             self.drop()
@@ -165,7 +164,8 @@ class ContiguousReader(Reader):
 
     def _oversized(self, num_columns: int) -> bool:
         """Whether the buffers are more than 4 times as large as what comes may need."""
-        needed = 4 * self._max_rows * (max(num_columns, self._max_columns or 0) + _MIN_SPARE_COLUMNS)
+        most = num_columns if math.isinf(self._max_columns) else max(num_columns, self._max_columns)
+        needed = 4 * self._max_rows * (most + _MIN_SPARE_COLUMNS)
         return any(
             held.shape[0] * held.shape[2] > needed for layer in self._buffers.values() for held in layer.values()
         )
@@ -174,8 +174,7 @@ class ContiguousReader(Reader):
         """A buffer with room for the forward's columns and some more; `held` is copied into it."""
         stop = self._stop
         columns = stop + max(_MIN_SPARE_COLUMNS, stop // 4)
-        if self._max_columns is not None:
-            columns = max(stop, min(columns, self._max_columns))
+        columns = max(stop, int(min(columns, self._max_columns)))
         num_rows = max(self._max_rows, self._num_rows)
         shape = (num_rows, states.shape[1], columns, states.shape[3])
         grown = zeros(shape, states.dtype, states.device, huge_pages=True)

@@ -62,7 +62,7 @@ class BlockStore:
         self.allocator = PrefixCachingBlockAllocator(first, block_size)
         self.pins = Pins(self.allocator)
         self.pool = BlockPool(block_size)
-        self.max_num_blocks = num_blocks
+        self.max_num_blocks = num_blocks  # with the null block; None until a forward shows what the budget holds
         # (layer, name) of what every forward writes; empty before the first
         self.writing_layers: frozenset[tuple[int, str]] = frozenset()
         self.left_behind: deque[LeftBehind] = deque()  # appended to by finalizers, which may run in any line of ours
@@ -75,14 +75,11 @@ class BlockStore:
         return self.allocator.block_size
 
     @property
-    def num_blocks(self) -> int:
-        """The most blocks there can be, with the null block; before the budget is known, those managed."""
-        return self.allocator.num_blocks if self.max_num_blocks is None else self.max_num_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that hold nothing, managed already or not."""
-        return self.allocator.num_free_blocks + self.num_blocks - self.allocator.num_blocks
+    def num_free_blocks(self) -> int | None:
+        """Blocks that hold nothing, managed already or not; None where the most there can be is not known yet."""
+        if self.max_num_blocks is None:
+            return None
+        return self.allocator.num_free_blocks + self.max_num_blocks - self.allocator.num_blocks
 
     @property
     def kv_bytes_in_use(self) -> int:

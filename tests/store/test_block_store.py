@@ -72,7 +72,7 @@ def test_fewer_than_two_blocks_are_refused(num_blocks: int) -> None:
 
 def test_growth_keeps_every_row_and_the_pool_holds_at_least_what_the_allocator_manages() -> None:
     store = BlockStore(BLOCK_SIZE, 3000)
-    first = store.num_blocks
+    first = store.max_num_blocks
     assert (first, store.allocator.num_blocks < 3000) == (3000, True)
     tables = [fill(store, 100, first=1000 * i) for i in range(20)]
     assert store.pool.capacity >= store.allocator.num_blocks
@@ -109,7 +109,7 @@ def test_a_store_grows_by_a_factor_and_by_more_where_more_is_asked_for() -> None
 def test_a_store_never_grows_beyond_its_most_and_reaches_it() -> None:
     store = BlockStore(BLOCK_SIZE, 70)
     table = fill(store, 69 * BLOCK_SIZE)
-    assert store.allocator.num_blocks == store.num_blocks == store.pool.capacity == 70
+    assert store.allocator.num_blocks == store.max_num_blocks == store.pool.capacity == 70
     assert read(store, table) == list(range(69 * BLOCK_SIZE))
 
 
@@ -204,11 +204,12 @@ def test_without_a_number_the_budget_is_settled_once_a_forward_has_shown_what_a_
     store = BlockStore(BLOCK_SIZE)
     assert store.num_obtainable_blocks(IdleHolder()) == math.inf
     store.settle_budget()  # nothing was written yet
-    assert store.max_num_blocks is None
-    fill(store, 10)
+    assert store.max_num_blocks is store.num_free_blocks is None
+    table = fill(store, 10)
     monkeypatch.setattr(block_store, "default_budget_bytes", lambda device: 1000 * store.pool.bytes_per_block + 5)
     store.settle_budget()
-    assert store.max_num_blocks == store.num_blocks == 1001  # and the null block
+    assert store.max_num_blocks == 1001  # and the null block
+    assert store.num_free_blocks == 1000 - len(table.block_ids)
     monkeypatch.setattr(block_store, "default_budget_bytes", lambda device: 5)
     store.settle_budget()
     assert store.max_num_blocks == 1001
