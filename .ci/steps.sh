@@ -1,7 +1,7 @@
 # What the commands in this folder share; sourced by them, not run. Sets `work`, `test_command` and `oldest_transformers`.
 #
 # Copies what git knows of, or would add, into an empty folder and goes there, so that nothing that lies about in a checkout helps a
-# test to pass. KEEP=1 leaves the folder for a look.
+# test to pass. KEEP=1 leaves the folder for a look; PYTHON=python3.13 takes another Python than the README's commands do.
 set -uo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -18,6 +18,7 @@ fi
 cd "$work" || exit 1
 
 test_command=$(grep -m 1 "^python3.11 -m venv .*pytest" README.md)
+[ -z "${PYTHON:-}" ] || test_command=${test_command/#python3.11/"$PYTHON"}
 oldest_transformers=$(sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 if [ -z "$test_command" ] || [ -z "$oldest_transformers" ]; then
     echo "README.md has no test command, or pyproject.toml no range of transformers" >&2

@@ -20,15 +20,14 @@ from transformers.cache_utils import Cache
 from .attention.base import Reader
 from .attention.contiguous import ContiguousReader
 from .attention.gather import GatherReader
-from .call.call import Call
-from .call.call_state import CallState
-from .call.reporting import stats_of
+from .call.call import Call, CallState
 from .errors import CacheArgumentError, CacheBusyError
 from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach, pop_ambient, push_ambient
 from .integration.layers import PagedIndexedLayer, PagedLayer
 from .integration.session import Session
-from .integration.shared_prefix import Prefiller
+from .integration.shared_prefix import SharedPrefixes
+from .integration.side_forward import SideForwards
 from .integration.token_input import one_sequence
 from .integration.verification import Verifier
 from .kv.block_pool import BlockPool
@@ -99,11 +98,14 @@ class PagedPrefixCache(Cache):
         self.attention = attention
         self.verify = verify
         attach(self.store.model)
-        blocks = self.store.blocks
+        blocks, conditioning, reader = self.store.blocks, self.store.conditioning, self.store.argument_reader
         self.call = Call(blocks, _READERS[attention](blocks.pool))
-        further = partial(PagedPrefixCache, self.store, cache_salt=self.cache_salt, attention="gather")
-        verifier = Verifier(further) if verify else None
-        self._session = Session(self.store, self.call, self.cache_salt, Prefiller(self.store, further), verifier)
+        sibling = partial(PagedPrefixCache, self.store, cache_salt=self.cache_salt, attention="gather")
+        side = SideForwards(self.store.model, reader, sibling)
+        parts = (blocks, conditioning, side)
+        verifier = Verifier(*parts, takes_positions=reader.takes_positions) if verify else None
+        shared_prefixes = SharedPrefixes(*parts, takes_positions=reader.takes_positions)
+        self._session = Session(self.call, conditioning, reader, self.cache_salt, shared_prefixes, verifier)
         layers: list[Any] = [
             layer if holds_nothing(layer) else (PagedIndexedLayer if has_index(layer) else PagedLayer)(self, index)
             for index, layer in enumerate(cache_layers(self.store.model))
@@ -135,7 +137,7 @@ class PagedPrefixCache(Cache):
             return read
         layers = self.layers
         is_ours = 0 <= layer_idx < len(layers) and isinstance(layers[layer_idx], PagedLayer)
-        if not is_ours and self.call.ticket is not None:  # without a ticket nothing is written, and no layer made
+        if not is_ours and self.call.forward is not None:  # else nothing is written, and no layer made
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         states = self.write_layer(layer_idx, {"key": key_states, "value": value_states})
         return states["key"], states["value"]
@@ -223,8 +225,7 @@ class PagedPrefixCache(Cache):
         conditioning = self.store.conditioning
         conditioning.digest()  # reads what rope the model has now
         scored = score(
-            self._further,
-            self.store.model,
+            SideForwards(self.store.model, self.store.argument_reader, self._verifying_sibling),
             context,
             continuations,
             batch_size=batch_size,
@@ -232,17 +233,37 @@ class PagedPrefixCache(Cache):
         )
         if scored.scores:
             with self.store.blocks.lock:
-                self.call.counts.add_call(scored.prompt_tokens, scored.computed_tokens)
+                self.call.counters.add_call(scored.prompt_tokens, scored.computed_tokens)
         return scored.scores
 
     def stats(self) -> CacheStats:
         """Tokens of this cache's calls, and the blocks of its store now; prints as a table."""
-        return stats_of(self.call)
+        call, metrics, blocks = self.call, self.call.counters.metrics, self.store.blocks
+        with blocks.lock:
+            blocks.settle()
+            return CacheStats(
+                prompt_tokens=metrics.num_queried_tokens,
+                computed_tokens=metrics.num_queried_tokens - metrics.num_hit_tokens,
+                reused_tokens=metrics.num_hit_tokens,
+                hit_rate=metrics.hit_rate,
+                recent_hit_rate=metrics.recent_hit_rate,
+                num_calls=call.counters.num_calls,
+                num_blocks=blocks.max_num_blocks,
+                num_free_blocks=blocks.num_free_blocks,
+                num_cached_blocks=blocks.allocator.num_cached_blocks,
+                num_blocks_in_use=blocks.allocator.num_blocks_in_use,
+                num_pinned_blocks=blocks.pins.num_blocks,
+                num_evictions=blocks.allocator.num_evictions,
+                num_copies_on_write=blocks.allocator.num_copies_on_write,
+                kv_bytes=blocks.kv_bytes_in_use + call.reader.num_bytes,
+                peak_kv_bytes=call.peak_kv_bytes,
+                pool_bytes=blocks.pool.pool_bytes,
+            )
 
     @property
     def last_call(self) -> CallStats:
         """The same for the last call alone, with a line a row: how far it matched, and why no further."""
-        return self.call.counts.of_call(self.call.peak_kv_bytes)
+        return self.call.counters.of_call(self.call.peak_kv_bytes)
 
     def pin(self, token_ids: "list[int] | Tensor") -> int:
         """Keep what is cached of this prefix until `unpin`: no other call evicts it, and no collected cache takes it along.
@@ -310,6 +331,8 @@ class PagedPrefixCache(Cache):
 
     def write_layer(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store a layer's new K/V by name, [R, H, T, D], and return those of all columns."""
+        if self.call.forward is None:
+            raise self._session.why_unscheduled(layer_idx)
         return self.call.write(layer_idx, states)
 
     def read_layer(self, layer_idx: int) -> dict[str, Tensor]:
@@ -334,11 +357,11 @@ class PagedPrefixCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PagedPrefixCache":
         """A second cache on the same store, whose rows hold the same blocks; no K/V is copied."""
-        twin = self.twin()
-        memo[id(self)] = twin
+        sibling = self.sibling()
+        memo[id(self)] = sibling
         rows = self.call.fork_rows()
-        twin.call.take_over(rows, ended=self.call.state is CallState.ENDED)
-        return twin
+        sibling.call.take_over(rows, ended=self.call.state is CallState.ENDED)
+        return sibling
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -362,20 +385,20 @@ class PagedPrefixCache(Cache):
         """The span of one `generate`."""
         return self._session.generating(model, given)
 
-    def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Announce a forward; returns the arguments that it is to run with."""
+    def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Schedule a forward; returns the arguments that it is to run with."""
         return self._session.before_forward(model, arguments)
 
     def after_forward(self, output: Any) -> Any:
         """Confirm the forward; returns what its caller is to get."""
         return self._session.after_forward(output)
 
-    def twin(self) -> "PagedPrefixCache":
-        """A further cache on the same store, under the same conditions."""
+    def sibling(self) -> "PagedPrefixCache":
+        """Another cache on the same store, under the same conditions."""
         return PagedPrefixCache(self.store, cache_salt=self.cache_salt, attention=self.attention, verify=self.verify)
 
-    def _further(self) -> "PagedPrefixCache":
-        """A cache for forwards of this one's own: it verifies as this one does, and keeps no view."""
+    def _verifying_sibling(self) -> "PagedPrefixCache":
+        """A cache for scores: it verifies as this one does, in the same turn, and keeps no contiguous copy."""
         cache = PagedPrefixCache(self.store, cache_salt=self.cache_salt, attention="gather")
         cache._session.verifier = self._session.verifier
         return cache

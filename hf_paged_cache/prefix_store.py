@@ -67,10 +67,9 @@ class PrefixStore:
         self.model = model
         self.blocks = BlockStore(block_size, num_blocks)
         self.conditioning = Conditioning(model)
-        self.takes_positions = takes(model, "position_ids")
         self.argument_reader = ArgumentReader(
             model.config,
-            takes_positions=self.takes_positions,
+            takes_positions=takes(model, "position_ids"),
             takes_logits_to_keep=takes(model, "logits_to_keep"),
             remembers_positions=any(hasattr(module, "rope_deltas") for module in model.modules()),
             cross_inputs=cross_inputs(model),

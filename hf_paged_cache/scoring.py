@@ -7,20 +7,16 @@ model's weights stay in step.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .call.call import Call
-from .call.call_state import CallLimits
 from .errors import CacheArgumentError
-from .integration.generate_arguments import GenerateArguments
+from .integration.side_forward import SiblingCache, SideForwards
 from .integration.token_input import one_sequence
-from .model.probing import input_device
 from .model.support import takes
 
 _MAX_LOGITS = 2**27  # numbers that the logits of one forward may have, where no batch_size is given
@@ -59,24 +55,6 @@ class Scored(NamedTuple):
     computed_tokens: int
 
 
-class ScoringCache(Protocol):
-    """What scoring asks of a cache."""
-
-    call: Call
-
-    def generating(self, model: Any, given: GenerateArguments) -> AbstractContextManager[None]:
-        """The span of one call."""
-
-    def activate_past_recording(self) -> None:
-        """Logits of more tokens than the last will be read."""
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row becomes `repeats` rows."""
-
-    def reset(self) -> None:
-        """Drop the rows."""
-
-
 class Reading(NamedTuple):
     """One log-probability to be read of a forward's logits; those of a continuation come in the order of its tokens."""
 
@@ -102,8 +80,7 @@ class Plan(NamedTuple):
 
 
 def score(
-    make_cache: Callable[[], ScoringCache],
-    model: Any,
+    side: SideForwards,
     context: Tensor | Iterable[int],
     continuations: Iterable[Tensor | Iterable[int]],
     *,
@@ -113,9 +90,10 @@ def score(
     """Score the continuations; see `PagedPrefixCache.score`.
 
     Args:
-        make_cache: a further cache on the same store.
+        side: runs the forwards.
         by_length: keys and values depend on the length of the forward, so rows of other lengths share nothing.
     """
+    model = side.model
     vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
     prompt = _token_ids("the context", context, vocabulary_size)
     if isinstance(continuations, str | bytes) or not isinstance(continuations, Iterable):
@@ -128,14 +106,13 @@ def score(
     if not wanted:
         return Scored([], 0, 0)
     max_tokens = max(1, _MAX_LOGITS // vocabulary_size)
-    scorer = _Scorer(make_cache, model, len(wanted))
-    with torch.no_grad():
-        if by_length:
-            for branches in plan_by_length(wanted, batch_size=batch_size, max_tokens=max_tokens):
-                scorer.run_alone(prompt, branches)
-        else:
-            can_keep = takes(model, "logits_to_keep")
-            scorer.run(prompt, plan(wanted, batch_size=batch_size, max_tokens=max_tokens, share_trunk=can_keep))
+    scorer = _Scorer(side, len(wanted))
+    if by_length:
+        for branches in plan_by_length(wanted, batch_size=batch_size, max_tokens=max_tokens):
+            scorer.run_alone(prompt, branches)
+    else:
+        can_keep = takes(model, "logits_to_keep")
+        scorer.run(prompt, plan(wanted, batch_size=batch_size, max_tokens=max_tokens, share_trunk=can_keep))
     num_tokens = sum(len(prompt) + len(tokens) - 1 for tokens in wanted)
     return Scored(scorer.scores(), num_tokens, scorer.num_computed)
 
@@ -204,11 +181,9 @@ def plan_by_length(continuations: Sequence[Tokens], *, batch_size: int | None, m
 class _Scorer:
     """Runs forwards and collects what is read of their logits."""
 
-    def __init__(self, make_cache: Callable[[], ScoringCache], model: Any, num_continuations: int) -> None:
-        self._make_cache = make_cache
-        self._model = model
+    def __init__(self, side: SideForwards, num_continuations: int) -> None:
+        self._side = side
         self.num_computed = 0  # tokens
-        self._takes_logits_to_keep = takes(model, "logits_to_keep")
         self._log_probs: list[list[float]] = [[] for _ in range(num_continuations)]
         self._is_greedy = [True] * num_continuations
 
@@ -216,70 +191,28 @@ class _Scorer:
         return [Score(tuple(log_probs), best) for log_probs, best in zip(self._log_probs, self._is_greedy, strict=True)]
 
     def run(self, prompt: Tokens, what: Plan) -> None:
-        """The context and the trunk in one forward, then every branch behind forks of that row."""
-        with ExitStack() as stack:
-            stem = self._begin(stack, num_held=0, num_rows=1, num_new=len(prompt) + len(what.trunk))
-            logits = self._forward(stem, [prompt + what.trunk], num_held=0, num_logits=1 + len(what.trunk))
-            self._read(logits, what.readings)
-            num_held = len(prompt) + len(what.trunk)
+        """The context and the trunk in one forward, then every branch after forks of that row."""
+        with self._side.sibling() as stem:
+            self._forward(stem, [prompt + what.trunk], what.readings, num_logits=1 + len(what.trunk))
             for rows, readings in what.branches:
-                num_new = max(map(len, rows))
-                with ExitStack() as inner:
-                    cache = self._begin(inner, num_held=num_held, num_rows=len(rows), num_new=num_new, behind=stem)
-                    self._read(self._forward(cache, rows, num_held=num_held, num_logits=num_new), readings)
+                with self._side.sibling(stem.call.fork_rows()) as cache:
+                    cache.batch_repeat_interleave(len(rows))
+                    self._forward(cache, rows, readings, num_logits=max(map(len, rows)))
 
     def run_alone(self, prompt: Tokens, branches: Branches) -> None:
         """A forward of context and branches, which are of one length."""
-        num_new = len(prompt) + len(branches.rows[0])
-        with ExitStack() as stack:
-            cache = self._begin(stack, num_held=0, num_rows=len(branches.rows), num_new=num_new)
+        with self._side.sibling() as cache:
             rows = [prompt + row for row in branches.rows]
-            logits = self._forward(cache, rows, num_held=0, num_logits=1 + len(branches.rows[0]))
-            self._read(logits, branches.readings)
+            self._forward(cache, rows, branches.readings, num_logits=1 + len(branches.rows[0]))
 
-    def _begin(
-        self, stack: ExitStack, *, num_held: int, num_rows: int, num_new: int, behind: ScoringCache | None = None
-    ) -> ScoringCache:
-        """A cache whose call runs until the stack is closed; of `num_rows` forks of a cache's row, or of new rows."""
-        cache = self._make_cache()
-        stack.callback(cache.reset)
-        if behind is not None:
-            cache.call.take_over(behind.call.fork_rows(), ended=True)
-            cache.batch_repeat_interleave(num_rows)
-        num_columns = num_held + num_new
-        given = GenerateArguments(
-            limits=CallLimits(num_columns, num_columns, num_rows, frozenset()),
-            only_new_tokens=behind is not None,
-            cache_implementation=None,
-            use_cache=True,
-            is_assistant=False,
-            num_masked=num_columns,
-            num_given=num_new,
-        )
-        stack.enter_context(cache.generating(self._model, given))
-        return cache
-
-    def _forward(self, cache: ScoringCache, rows: Sequence[Tokens], *, num_held: int, num_logits: int) -> Tensor:
-        """Run rows behind what the cache holds. Returns the logits of the last columns, [rows, num_logits, vocabulary].
-
-        Shorter rows are filled up on the right, where no other token sees them, with tokens of their own; those are
-        never committed.
-        """
-        num_new = max(map(len, rows))
-        ids = torch.tensor([row + row[-1:] * (num_new - len(row)) for row in rows], device=input_device(self._model))
-        arguments: dict[str, Any] = {"use_cache": True, "return_dict": True}
-        if self._takes_logits_to_keep:
-            arguments["logits_to_keep"] = num_logits
-        elif num_logits > 1:
-            cache.activate_past_recording()
-        mask = torch.ones((len(rows), num_held + num_new), dtype=torch.int64, device=ids.device)
-        output = self._model(input_ids=ids, attention_mask=mask, past_key_values=cache, **arguments)
-        for count, row, tokens in zip(cache.call.counts.rows, cache.call.rows.in_batch(), rows, strict=True):
+    def _forward(
+        self, cache: SiblingCache, rows: Sequence[Tokens], readings: Sequence[Reading], *, num_logits: int
+    ) -> None:
+        """Run rows after what the cache holds, and read the logits of the last columns."""
+        logits = self._side.run(cache, rows, num_logits=num_logits)
+        for count, tokens in zip(cache.call.counters.rows, rows, strict=True):
             self.num_computed += min(count.computed_tokens, len(tokens))
-            if len(tokens) < num_new:
-                row.stop_commits(num_held + len(tokens))
-        logits: Tensor = output.logits[:, -num_logits:]
-        return logits
+        self._read(logits, readings)
 
     def _read(self, logits: Tensor, readings: Sequence[Reading]) -> None:
         index = torch.tensor([(read.row, read.column, read.token) for read in readings], device=logits.device)

@@ -27,9 +27,9 @@ def decode(bench: Bench, repeat: Repeat) -> Lines:
         measured = _measure(bench, num_rows, length, num_steps, repeat(rounds))
         rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
         name, what = f"decode {rows}, {length:,}", f"a step of {rows} at {length:,} tokens"
-        of_view, of_gather = bars.get((num_rows, length), (None, None))
+        of_contiguous, of_gather = bars.get((num_rows, length), (None, None))
         point = {"tokens": length, "rows": num_rows}
-        bar = None if of_view is None else bench.bar(of_view)
+        bar = None if of_contiguous is None else bench.bar(of_contiguous)
         yield name, measured.line(what, at_least=bar, floor=IN_PLACE, point=point)
         bar = None if of_gather is None else bench.bar(of_gather)
         yield f"{name}, gather", measured.line(f"{what}, gather", subject=GATHER, at_least=bar)
@@ -77,7 +77,7 @@ def _extend(bench: Bench, ready: DynamicCache, ids: Tensor, num_rows: int) -> No
 
 
 def _measure(bench: Bench, num_rows: int, length: int, num_steps: int, rounds: int) -> Measured:
-    """Steps of DynamicCache, of ours with and without the view, and of the floor, all behind `length` ready tokens."""
+    """Steps of DynamicCache, of ours with either attention, and of the floor, all behind `length` ready tokens."""
     ready = bench.prefilled(length, num_rows)
     roomy = in_place(ready, QUESTION_TOKENS + num_steps + 1)
     cache, gather = bench.knowing(length), bench.knowing(length, attention="gather")

@@ -1,12 +1,61 @@
-"""Whether a call fits in its worst case, before it computes anything. Arithmetic only; promises are kept by the store."""
+"""Whether a call fits in its worst case, before it computes anything. Arithmetic only; reservations are kept by the store."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import OutOfBlocksError
 from ..store.block_store import BlockStore, Holder
-from .call_state import CallLimits
 from .rows import Row, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """What `generate` knows of the call that it begins.
+
+    Attributes:
+        num_prompt_columns: columns of the prompt, padding included; later ones are generated.
+        max_columns: the most columns a row can get.
+        num_rows: rows of the batch once beams and samples are expanded.
+        end_of_sequence: token ids that end a row.
+    """
+
+    num_prompt_columns: float = math.inf
+    max_columns: float = math.inf
+    num_rows: int = 0
+    end_of_sequence: frozenset[int] = frozenset()
+
+    @property
+    def are_known(self) -> bool:
+        """Whether there is a worst case to be admitted by."""
+        return self.max_columns < math.inf
+
+
+UNLIMITED = CallLimits()
+"""Of forwards without `generate`, and of calls whose arguments do not tell."""
+
+
+class Demand(NamedTuple):
+    """What a call may need in its worst case."""
+
+    num_blocks: int  # to be taken
+    num_released: int  # in use, and given back before any is taken
+
+
+def demand_of(
+    store: BlockStore, rows: Rows, limits: CallLimits, num_columns: int, previous: Sequence[Row] = ()
+) -> Demand:
+    """The worst case of a call whose limits are known.
+
+    Args:
+        num_columns: columns once its next forward has run.
+        previous: rows that are dropped before any block is taken.
+    """
+    max_columns = max(num_columns, int(limits.max_columns))
+    needed = num_blocks_to_take(rows, num_columns=num_columns, max_columns=max_columns, block_size=store.block_size)
+    return Demand(needed, num_blocks_held_only_by(previous, store))
 
 
 def num_blocks_to_take(rows: Rows, *, num_columns: int, max_columns: int, block_size: int) -> int:
@@ -26,53 +75,56 @@ def num_blocks_to_take(rows: Rows, *, num_columns: int, max_columns: int, block_
     return total
 
 
-def renew_reservation(
-    store: BlockStore, holder: Holder, rows: Rows, limits: CallLimits | None, num_columns: int | None = None
-) -> None:
-    """Whatever blocks the rows took or gave back, keep those that their call may still need in its worst case.
-
-    Args:
-        num_columns: columns of the rows with those that are announced; None: those confirmed.
-    """
-    if limits is None or limits.max_columns is None:
-        return
-    num_columns = rows.num_columns if num_columns is None else num_columns
-    max_columns = max(num_columns, limits.max_columns)
-    store.reserve(
-        holder,
-        num_blocks_to_take(rows, num_columns=num_columns, max_columns=max_columns, block_size=store.block_size),
-    )
-
-
 def num_blocks_held_only_by(rows: Sequence[Row], store: BlockStore) -> int:
     """Blocks that would be given back if these rows were dropped."""
     holders = Counter(block_id for row in rows for block_id in row.table.block_ids)
     return sum(1 for block_id, count in holders.items() if store.allocator.ref_count(block_id) == count)
 
 
-def require(store: BlockStore, holder: Holder, num_blocks: int, num_released: int, what: str) -> None:
+def admit(store: BlockStore, holder: Holder, num_rows: int, limits: CallLimits, demand: Demand) -> None:
+    """Reserve what a call may need, or refuse it.
+
+    Raises:
+        OutOfBlocksError: nothing has changed.
+    """
+    require(store, holder, demand, f"this call ({rows_in_words(num_rows)} of up to {limits.max_columns} tokens)")
+    store.reserve(holder, demand.num_blocks)
+
+
+def renew_reservation(store: BlockStore, holder: Holder, rows: Rows, limits: CallLimits, num_columns: int) -> None:
+    """Rows have taken or given back blocks: reserve what their call may still need. `num_columns` as in `demand_of`."""
+    if limits.are_known:
+        store.reserve(holder, demand_of(store, rows, limits, num_columns).num_blocks)
+
+
+def require(store: BlockStore, holder: Holder, demand: Demand, what: str) -> None:
     """Refuse what cannot have its blocks.
 
     Args:
-        num_released: blocks in use that the caller gives back before it takes any.
         what: who asks, for the message.
     Raises:
         OutOfBlocksError: with the arithmetic; nothing has changed.
     """
+    num_blocks, num_released = demand
     obtainable = store.num_obtainable_blocks(holder) + num_released
     if num_blocks <= obtainable:
         return
-    ended = sum(other.num_previous_blocks() for other in store.holders() if other is not holder)
-    used = [(ended, "by ended rows of other caches, which reset() gives back"), (store.pins.num_blocks, "pinned")]
+    previous = sum(other.num_previous_blocks() for other in store.holders() if other is not holder)
+    used = [(previous, "by rows whose call is over, which their caches' reset() gives back"), (store.pins.num_blocks, "pinned")]  # fmt: skip
     details = ", ".join(f"{number} {how}" for number, how in used if number)
     in_use = f"{store.allocator.num_blocks_in_use - num_released} are in use" + (f" ({details})" if details else "")
-    promised = store.num_reserved_blocks(holder)
+    reserved = store.num_reserved_blocks(holder)
     raise OutOfBlocksError(
         f"{what} may need {num_blocks} more blocks of {store.block_size} tokens, but {max(0, int(obtainable))} can be "
-        f"had: of num_blocks={store.num_blocks} one is reserved, {in_use}"
-        + (f" and {promised} are promised to running calls" if promised else "")
+        f"had: of num_blocks={store.max_num_blocks} one is kept back, {in_use}"
+        + (f" and {reserved} are reserved for running calls" if reserved else "")
         + ". Ask for fewer new tokens or rows, "
         + ("unpin() what you can, " if store.pins.num_blocks else "")
-        + f"or build the cache with num_blocks={store.num_blocks + num_blocks - int(obtainable)} or more (or with max_bytes "
-        "for so many)"
+        + f"or build the cache with num_blocks={(store.max_num_blocks or 0) + num_blocks - int(obtainable)} or more (or "
+        "with max_bytes for so many)"
     )
+
+
+def rows_in_words(num_rows: int) -> str:
+    """For messages."""
+    return "1 row" if num_rows == 1 else f"{num_rows} rows"

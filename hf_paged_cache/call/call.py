@@ -1,16 +1,15 @@
 """One running call: the only place that decides what is committed and freed. Each event names when it may come.
 
-    idle -> announced -> written -> confirmed -> announced ... -> ended -> idle
-    announced | written -> rolled back to idle or confirmed
+    idle -> scheduled -> confirmed -> scheduled ... -> ended -> idle
+    scheduled -> rolled back to idle or confirmed
 
-A *ticket* is one announced forward. Only its writes are let through, and only what was confirmed is ever committed:
-when the next forward is announced, so that a draft that `crop` takes back never was. Torch tensors pass through here
-to pool and reader, unread.
+A *scheduled forward* is the only one whose writes are let through, and only what was confirmed is ever committed: when
+the next forward is scheduled, so that a draft that `crop` takes back never was, when rows fork, or when the call ends.
+Torch tensors pass through here to pool and reader, unread.
 """
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from weakref import ref
+from collections.abc import Mapping, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -18,18 +17,24 @@ from torch import Tensor
 from ..attention.base import Reader
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
 from ..store.block_store import BlockStore
-from .admission import num_blocks_held_only_by, renew_reservation
-from .call_state import Bracket, CallLimits, CallState, no_bracket
-from .counters import PromptCounts
-from .forward_thread import ForwardThread
+from .admission import UNLIMITED, CallLimits, Demand, admit, demand_of, num_blocks_held_only_by, renew_reservation
+from .counters import PromptCounters
 from .layer_writes import LayerWrites
-from .plan import KnownRow, first_column
-from .prepare import admit, begin_rows_that_fit, continue_rows, is_step, slot_mapping, take_blocks, take_step
-from .reordering import reorder_rows
-from .rows import Row, Rows, gather_rows
+from .prefix_match import hold_longer
+from .prepare import begin_rows, continue_rows, map_slots, take_blocks, take_step
+from .rows import Rows, gather_rows
+from .running import Bracket, Brackets, ForwardThread
+from .schedule import first_column
 from .scheduled_forward import ForwardRequest, ScheduledForward
 
-_OPEN = (CallState.ANNOUNCED, CallState.WRITTEN)
+
+class CallState(Enum):
+    """Where a call stands; the value completes "the call ..."."""
+
+    IDLE = "has no rows"
+    SCHEDULED = "has scheduled a forward"
+    CONFIRMED = "has rows and waits for a forward"
+    ENDED = "has ended and keeps its rows"
 
 
 class Call:
@@ -44,40 +49,37 @@ class Call:
         self.store = store
         self.reader = reader
         self.state = CallState.IDLE
-        self.ticket: ScheduledForward | None = None
-        self.limits: CallLimits | None = None  # None: no `generate` is running
+        self.forward: ScheduledForward | None = None
+        self.limits: CallLimits = UNLIMITED  # of the `generate` that runs
         self.rows = Rows([], [], 0)
-        self._before = Rows([], [], 0)  # of the call before, matched by the next one
-        self.counts = PromptCounts()
-        self.num_announced = 0  # forwards announced since `begin`
+        self.previous = Rows([], [], 0)  # of the call before, matched by the next one
+        self.counters = PromptCounters()
+        self.num_scheduled = 0  # forwards since `begin`
         self.peak_kv_bytes = 0
-        self._bracket: Callable[[], Bracket | None] = no_bracket  # of the `generate` that runs
+        self.brackets = Brackets()
         self._writes = LayerWrites(store, reader)
         self._thread = ForwardThread()
-        self._is_first = False  # the ticket is the first of its rows
+        self._is_first = False  # the scheduled forward is the first of its rows
+        self._may_step = False  # rows go on under the conditions that they have run under
+        self._demand: Demand | None = None  # of rows that begin, as long as nothing has changed
         self._num_columns_before = 0  # columns before the last confirmed forward
         store.add_holder(self)
 
     @property
-    def ended(self) -> list[Row]:
-        """The rows of the call before."""
-        return self._before.distinct
-
-    @property
     def num_columns(self) -> int:
-        """Columns that the next tokens come behind: those before the ticket's, or all confirmed ones."""
-        if self.ticket is None:
+        """Columns of the rows: those before the scheduled forward's, or all confirmed ones."""
+        if self.forward is None:
             return self.rows.num_columns
-        return max(self.rows.num_columns, self.ticket.start)  # more than `start` only where `confirm` was interrupted
+        return max(self.rows.num_columns, self.forward.start)  # more than `start` only where `confirm` was interrupted
 
     @property
     def is_running(self) -> bool:
         """Whether a `generate` is running, a forward in another thread, or rows of plain forwards that may go on."""
         goes_on = self.state is CallState.CONFIRMED and bool(self.rows.alias)
-        return goes_on or self._bracket() is not None or self._runs_in_another_thread()
+        return goes_on or bool(self.brackets) or self._runs_in_another_thread()
 
-    def begin(self, bracket: Bracket, limits: CallLimits | None, *, keep_rows: bool) -> None:
-        """`generate` is entered: the rows so far have ended, unless only new tokens are passed.
+    def begin(self, bracket: Bracket, limits: CallLimits, *, keep_rows: bool) -> None:
+        """`generate` is entered: the rows so far become previous rows, unless only new tokens are passed.
 
         Args:
             bracket: lives as long as that `generate`; however it is left, even between two of our lines, the call is
@@ -88,22 +90,23 @@ class Call:
             self.roll_back()
             if not keep_rows:
                 self._end_rows()
-            self._bracket = ref(bracket)
+            self.brackets.open(bracket)
             self.limits = limits
-            self.num_announced = 0
+            self.num_scheduled = 0
+            self._may_step = False
             self._num_columns_before = self.rows.num_columns
-            self.counts.start_call()
+            self.counters.start_call()
             self.peak_kv_bytes = 0
 
-    def announce(self, request: ForwardRequest) -> ScheduledForward:
-        """A forward is about to run: find what is known of it, take its blocks, and say what may be written.
+    def prepare(self, request: ForwardRequest) -> None:
+        """A forward is about to run: rows begin or go on, and hold what is known of them. `schedule` comes next.
 
         Raises:
             CacheBusyError: a forward of this call is running in another thread.
             CacheArgumentError: the request has other rows than the call, or no column.
-            OutOfBlocksError: the call does not fit; running rows are as before.
         """
-        with self.store.lock:
+        store = self.store
+        with store.lock:
             self.check_not_busy()
             self.roll_back()
             if request.num_new_columns < 1:
@@ -111,90 +114,140 @@ class Call:
                     f"a forward of no tokens, on a cache with {self.num_columns} columns: pass at least one token id in each "
                     "row; a generate that is not the attached one needs cache.reset() first"
                 )
-            self.store.settle()
-            if self._bracket() is None:
-                self.limits = None
+            store.settle()
+            if not self.brackets:
+                self.limits = UNLIMITED
             self.rows.commit()
             self._is_first = not self.rows.alias
             self._thread.start()
-            self._writes.start()
-            self.state = CallState.ANNOUNCED
+            self.state = CallState.SCHEDULED
             try:
-                self.ticket = self._announce(request)
+                self._demand = None
+                if self._is_first:
+                    self._begin_rows(request)
+                elif (sources := continue_rows(store, request, self.rows)) is not None:
+                    self.reader.expand_rows(sources)
+                    self._writes.gradients.select_rows(sources)
             except BaseException:
                 self.roll_back()
                 raise
-            self.num_announced += 1
-            return self.ticket
+
+    def schedule(self, request: ForwardRequest, computed_ahead: Mapping[int, int] | None = None) -> ScheduledForward:
+        """Take the blocks of the forward that was prepared, and say what may be written.
+
+        Args:
+            computed_ahead: row of the batch -> tokens computed for it, alone, since it was prepared.
+        Raises:
+            OutOfBlocksError: the call does not fit; running rows are as before.
+        """
+        with self.store.lock:
+            if self.state is not CallState.SCHEDULED:
+                raise CacheBusyError(
+                    "the cache was reset while what its rows share was computed; run the forward again"
+                )
+            try:
+                return self._schedule(request, computed_ahead or {})
+            except BaseException:
+                self.roll_back()
+                raise
+
+    @property
+    def may_step(self) -> bool:
+        """Whether `schedule_step` may be asked: inside `generate`, after the prompt, each row for itself."""
+        rows = self.rows
+        return (
+            self._may_step
+            and not rows.is_aliased
+            and rows.num_columns >= self.limits.num_prompt_columns
+            and bool(self.brackets)
+        )
+
+    def schedule_step(self, token_ids: Sequence[int]) -> None:
+        """`prepare` and `schedule` where each row only goes on, by one token: it runs for every token.
+
+        Args:
+            token_ids: one for each row.
+        """
+        with self.store.lock:
+            self.store.settle()
+            rows, before = self.rows, self.rows.num_columns
+            self._is_first = False
+            self._thread.start()
+            self._writes.start()
+            self.state = CallState.SCHEDULED
+            try:
+                num_taken, slot_mapping = take_step(self.store, self, rows, token_ids, self.limits)
+                if num_taken:
+                    renew_reservation(self.store, self, rows, self.limits, before + 1)
+                self.reader.start_forward(rows.layouts, len(rows), before, before + 1)
+                self.forward = ScheduledForward(
+                    before, before + 1, tuple(range(len(rows))), None, slot_mapping, is_step=True
+                )
+            except BaseException:
+                self.roll_back()
+                raise
+            self.num_scheduled += 1
 
     def write(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store a layer's new keys and values and return what its attention reads.
 
-        Shapes: [R, H, T, D] with the ticket's rows and columns; returns [R, H, stop, D].
+        Shapes: [R, H, T, D] with the scheduled rows and columns; returns [R, H, stop, D].
         Raises:
-            ForwardMismatchError: no ticket is open, the shapes are not the ticket's, or the layer has written that already.
+            ForwardMismatchError: no forward is scheduled, the shapes are not its, or the layer has written already.
             PoolArgumentError: this layer's states are no [R, H, T, D] of the sizes that it has had.
         """
-        ticket = self.ticket
-        if ticket is None:
-            raise ForwardMismatchError(
-                "run the model that the cache was built for, through its own __call__, not model.model(...) and not "
-                "another model, which wants PagedPrefixCache(model) of its own; after detach(), `with cache:` attaches it "
-                f"again: layer {layer_idx} writes to a cache whose call {self.state.value}"
-            )
+        forward = self.forward
+        if forward is None:
+            raise ForwardMismatchError(f"layer {layer_idx} writes to a cache whose call {self.state.value}")
         with self.store.lock:
-            read = self._writes.write(layer_idx, states, ticket)
-            self.state = CallState.WRITTEN
-            return read
+            return self._writes.write(layer_idx, states, forward)
 
     def write_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
         """The fast path of `write`, for a "key" and a "value" of one token a row; None where `write` must be called."""
-        ticket = self.ticket
-        if ticket is None or not ticket.is_step or torch.is_grad_enabled():
+        forward = self.forward
+        if forward is None or not forward.is_step or torch.is_grad_enabled():
             return None
         with self.store.lock:
-            read = self._writes.write_step(layer_idx, key, value, ticket.target)
-            if read is not None:
-                self.state = CallState.WRITTEN
-            return read
+            return self._writes.write_step(layer_idx, key, value, forward.slot_mapping)
 
-    def confirm(self) -> None:
+    def confirm(self) -> ScheduledForward:
         """The forward has returned: what it wrote counts.
 
         Raises:
-            ForwardMismatchError: a layer has not written; the ticket is rolled back.
+            ForwardMismatchError: none is scheduled; or a layer has not written, and the forward is rolled back.
         """
-        ticket = self.ticket
-        if ticket is None:
+        forward, store = self.forward, self.store
+        if forward is None:
             raise ForwardMismatchError(f"nothing to confirm: the call {self.state.value}")
-        with self.store.lock:
+        with store.lock:
             try:
                 self._writes.require_all()
             except ForwardMismatchError:
                 self.roll_back()
                 raise
-            if not self.store.writing_layers:
-                self.store.writing_layers = frozenset(self._writes.written)
-                self.store.settle_budget()
+            if not store.writing_layers:
+                store.writing_layers = frozenset(self._writes.written)
+                store.settle_budget()
             self._num_columns_before = self.rows.num_columns
-            self.rows.confirm(ticket.stop)
+            self.rows.confirm(forward.stop)
             self.state = CallState.CONFIRMED
-            self.ticket = None
-            self.counts.confirm()
-            self.peak_kv_bytes = max(self.peak_kv_bytes, self.store.kv_bytes_in_use + self.reader.num_bytes)
+            self.forward = None
+            self.counters.confirm()
+            self.peak_kv_bytes = max(self.peak_kv_bytes, store.kv_bytes_in_use + self.reader.num_bytes)
+            return forward
 
     def roll_back(self) -> None:
-        """Take back a ticket that was never confirmed. Without one: nothing."""
-        if self.state not in _OPEN:
+        """Take back a forward that was never confirmed. Without one: nothing."""
+        if self.state is not CallState.SCHEDULED:
             return
         self.check_not_busy()
         with self.store.lock:
-            if self.ticket is not None and self.rows.num_columns == self.ticket.stop:  # `confirm` had come so far
+            forward, self.forward = self.forward, None
+            if forward is not None and self.rows.num_columns == forward.stop:  # `confirm` had come so far
                 self.state = CallState.CONFIRMED
-                self.ticket = None
                 return
-            self.ticket = None
             self.reader.drop()  # some layers have the forward's columns and some have not
+            self._writes.gradients.crop(self.rows.num_columns)
             if self._is_first:
                 self.rows.free()
                 self.rows = Rows([], [], 0)
@@ -208,14 +261,32 @@ class Call:
         """Batch row `i` goes on as batch row `sources[i]` (beam search); there may be more or fewer rows than before.
 
         Raises:
-            CacheArgumentError: a source that is no row.
+            CacheArgumentError: a source that is no row; nothing has changed.
         """
+        rows, reader = self.rows, self.reader
         with self.store.lock:
             self.roll_back()
-            if not self.rows.alias:
+            if not rows.alias:
                 return
-            reorder_rows(self.rows, self.reader, sources)
-            renew_reservation(self.store, self, self.rows, self.limits)
+            if not sources or min(sources) < 0 or max(sources) >= len(rows):
+                raise CacheArgumentError(f"rows {list(sources)} asked for; the cache has rows 0 to {len(rows) - 1}")
+            try:
+                if rows.is_aliased:
+                    origins = rows.separate()
+                    reader.expand_rows(origins)
+                    self._writes.gradients.select_rows(origins)
+                rows.commit()
+                same_number = len(sources) == len(rows)
+                shared_columns = rows.select(sources)
+                self._writes.gradients.select_rows(sources)
+                if same_number:
+                    reader.reorder_rows(sources, shared_columns)
+                else:
+                    reader.drop()
+            except BaseException:
+                reader.drop()  # tables and contiguous copy may have moved by different amounts
+                raise
+            renew_reservation(self.store, self, rows, self.limits, rows.num_columns)
 
     def crop(self, num_columns: int) -> None:
         """Take the last `num_columns` columns back.
@@ -223,25 +294,27 @@ class Call:
         Raises:
             CacheArgumentError: there are not that many.
         """
+        rows = self.rows
         with self.store.lock:
             self.roll_back()
-            if num_columns == 0 or not self.rows.alias:
+            if num_columns == 0 or not rows.alias:
                 return
-            if num_columns > self.rows.num_columns:
+            if num_columns > rows.num_columns:
                 raise CacheArgumentError(
-                    f"cannot crop {num_columns} tokens; give 0 to {self.rows.num_columns}, what there is"
+                    f"cannot crop {num_columns} tokens; give 0 to {rows.num_columns}, what there is"
                 )
-            kept = self.rows.num_columns - num_columns
-            self.rows.num_columns = kept
-            self._is_first, self.state = False, CallState.ANNOUNCED  # interrupted, the next event cuts all rows alike
-            self.rows.crop(kept)
+            kept = rows.num_columns - num_columns
+            rows.num_columns = kept
+            self._is_first, self.state = False, CallState.SCHEDULED  # interrupted, the next event cuts all rows alike
+            rows.crop(kept)
             self.state = CallState.CONFIRMED
             self.reader.crop(kept)
+            self._writes.gradients.crop(kept)
             self._num_columns_before = min(self._num_columns_before, kept)
-            renew_reservation(self.store, self, self.rows, self.limits)
+            renew_reservation(self.store, self, rows, self.limits, kept)
 
-    def end(self, *, failed: bool = False) -> None:
-        """`generate` is left: complete blocks are committed; the rows stay, can go on, and can be matched.
+    def end(self, bracket: Bracket | None = None, *, failed: bool = False) -> None:
+        """`generate` is left: full blocks are committed; the rows stay, can go on, and can be matched.
 
         Args:
             failed: an exception ends it; then what the last forward computed may have been drafts.
@@ -251,38 +324,49 @@ class Call:
             if failed:
                 for row in self.rows.distinct:
                     row.stop_commits(max(0, self._num_columns_before - row.pad))
-                self._restore_ended()
+                self._restore_previous()
             self.rows.commit()
             if self.rows.alias:
                 self.state = CallState.ENDED
-            self._bracket, self.limits = no_bracket, None
+            if bracket is not None:
+                self.brackets.close(bracket)
+            self.limits, self._may_step = UNLIMITED, False
             self.store.reserve(self, 0)
             self.reader.pause()
 
     def drop_rows(self) -> None:
-        """Give all blocks and the view back; what was complete stays in the prefix cache.
+        """Give all blocks and the contiguous copy back; what was committed stays in the prefix cache.
 
         Raises:
             CacheBusyError: a `generate` or a forward of another thread is running on them.
         """
         with self.store.lock:
             self.check_not_busy()
-            bracket = self._bracket()
-            if bracket is not None and bracket.thread != threading.get_ident():
+            if self.brackets.are_of_another_thread():
                 raise CacheBusyError(
                     "a generate call of another thread is running on this cache; reset it when it has ended"
                 )
             self.roll_back()
             self._end_rows()
-            self._before.free()
-            self._bracket, self.limits = no_bracket, None
+            self.previous.free()
+            self.limits, self._may_step = UNLIMITED, False
             self.reader.drop()
+            self._writes.gradients.clear()
             self.store.reserve(self, 0)
 
     def fork_rows(self) -> Rows:
-        """The rows with forked tables, for another call on the same store."""
+        """The rows with forked tables, for another call on the same store.
+
+        Raises:
+            CacheArgumentError: gradients flow through the rows, and would not through their copies.
+        """
         with self.store.lock:
             self.roll_back()
+            if self._writes.gradients:
+                raise CacheArgumentError(
+                    "gradients flow through the rows of this cache, and would not through a copy of them; copy it "
+                    "after forwards in torch.no_grad()"
+                )
             self.rows.commit()
             return self.rows.fork()
 
@@ -305,7 +389,7 @@ class Call:
     def read_layer(self, layer_idx: int) -> dict[str, Tensor]:
         """name -> [R, H, columns, D] of a layer's rows, gathered from the pool; empty without rows."""
         with self.store.lock:
-            if not self.rows.alias or layer_idx not in self.store.pool.layer_indices:
+            if not self.rows.alias or not self.store.pool.has_layer(layer_idx):
                 return {}
             return gather_rows(self.store.pool, layer_idx, self.rows)
 
@@ -317,84 +401,96 @@ class Call:
                 "PagedPrefixCache(cache.store) shares all blocks"
             )
 
-    def _runs_in_another_thread(self) -> bool:
-        return self.ticket is not None and self._thread.is_another()
-
     def num_previous_blocks(self) -> int:
         """Blocks that only rows whose call is over hold."""
-        rows = [*self.ended, *(self.rows.distinct if self.state is CallState.ENDED else [])]
+        rows = [*self.previous.distinct, *(self.rows.distinct if self.state is CallState.ENDED else [])]
         return num_blocks_held_only_by(rows, self.store)
 
-    def _announce(self, request: ForwardRequest) -> ScheduledForward:
-        store, limits, before = self.store, self.limits, self.rows.num_columns
-        stop = before + request.num_new_columns
-        if not self._is_first and is_step(request, self.rows):
-            return self._announce_step(request)
-        if self._is_first:
-            if limits is None:
-                self.counts.start_call()
-            self.rows, matches = begin_rows_that_fit(store, self, request, limits, num_columns=stop, ended=self.ended)
-            self.counts.note_matches(matches)
-        elif (sources := continue_rows(store, request, self.rows)) is not None:
-            self.reader.expand_rows(sources)
-        rows = self.rows
-        if limits is not None and self.num_announced == 0:
-            admit(store, self, rows, limits, num_columns=stop, ended=self.ended)
-        self._before.free()
-        members = rows.members()
-        known = [KnownRow(row.pad, row.table.num_tokens) for row in rows.distinct]
+    def fits(self, num_columns: int, num_shared_blocks: int) -> bool:
+        """Whether the worst case of the prepared rows fits, where they will hold so many blocks of each other."""
+        if not self.limits.are_known:
+            return True
+        demand = self._demand or demand_of(self.store, self.rows, self.limits, num_columns)
+        return demand.num_blocks - num_shared_blocks <= self.store.num_obtainable_blocks(self) + demand.num_released
+
+    def _runs_in_another_thread(self) -> bool:
+        return self.state is CallState.SCHEDULED and self._thread.is_another()
+
+    def _begin_rows(self, request: ForwardRequest) -> None:
+        """Begin rows with what is known; but where too few blocks would be left, without what only previous rows know.
+
+        To go on from a previous row's last token keeps a block from the call, to copy a part of it. What the store has of
+        full blocks is found all the same.
+        """
+        store, previous = self.store, self.previous.distinct
+        if not self.brackets:
+            self.counters.start_call()
+        self.rows, found = begin_rows(store, request, previous)
+        if self.limits.are_known:
+            self._demand = demand_of(store, self.rows, self.limits, request.num_new_columns, previous)
+            if previous and not self.fits(request.num_new_columns, 0):
+                self.rows.free()
+                self.rows, found = begin_rows(store, request, ())
+                self._demand = demand_of(store, self.rows, self.limits, request.num_new_columns, previous)
+        self.counters.begin_rows(found)
+
+    def _schedule(self, request: ForwardRequest, computed_ahead: Mapping[int, int]) -> ScheduledForward:
+        store, rows, limits, before = self.store, self.rows, self.limits, self.rows.num_columns
+        stop, members = before + request.num_new_columns, rows.members()
+        if computed_ahead:
+            for row, member in zip(rows.distinct, members, strict=True):
+                hold_longer(store, row, request.rows[member].token_ids)
+            self._demand = None
+        if self.num_scheduled == 0 and limits.are_known:
+            demand = self._demand or demand_of(store, rows, limits, stop, self.previous.distinct)
+            admit(store, self, len(rows), limits, demand)
+        self.previous.free()
+        self._writes.start()
+        known = rows.known_columns()
         start = before
         if request.keep_columns is None and request.bypass is None:
             start = first_column(known, start=before, stop=stop, num_needed=request.num_logits_needed)
-        end_of_prompt = None if limits is None else limits.num_prompt_columns
-        self.counts.announce(
-            request, members, known, before=before, start=start, stop=stop, end_of_prompt=end_of_prompt
+        self.counters.schedule(
+            request,
+            list(zip(members, rows.distinct, strict=True)),
+            before=before,
+            start=start,
+            end=limits.num_prompt_columns,
+            computed_ahead=computed_ahead,
         )
-        num_taken = take_blocks(store, self, rows, [request.rows[member].token_ids for member in members], limits)
-        if num_taken:
+        if take_blocks(store, self, rows, request, limits):
             renew_reservation(store, self, rows, limits, stop)
         if self._is_first:
+            self._writes.gradients.clear()
             self.reader.start_rows(
-                rows.layouts(),
-                stop,
-                max_rows=max(len(rows), 0 if limits is None else limits.num_rows),
-                max_columns=None if limits is None else limits.max_columns,
+                rows.layouts(), stop, max_rows=max(len(rows), limits.num_rows), max_columns=limits.max_columns
             )
         self.reader.start_forward(rows.layouts, len(rows.distinct), start, stop)
         copies = tuple(rows.alias) if rows.is_aliased else None
-        return ScheduledForward(start, stop, tuple(members), copies, slot_mapping(rows, known, start, stop))
+        self.forward = ScheduledForward(start, stop, tuple(members), copies, map_slots(rows, known, start, stop))
+        self._may_step = limits.are_known and request.bypass is None and self._runs_as_asked(request)
+        self.num_scheduled += 1
+        return self.forward
 
-    def _announce_step(self, request: ForwardRequest) -> ScheduledForward:
-        """What `_announce` comes to when each row goes on by one token."""
-        rows, before = self.rows, self.rows.num_columns
-        members = range(len(rows))
-        end_of_prompt = None if self.limits is None else self.limits.num_prompt_columns
-        known: list[KnownRow] = []
-        if end_of_prompt is None or before < end_of_prompt:  # else nothing is counted
-            known = [KnownRow(row.pad, row.num_confirmed) for row in rows.distinct]
-        self.counts.announce(
-            request, members, known, before=before, start=before, stop=before + 1, end_of_prompt=end_of_prompt
-        )
-        num_taken, target = take_step(self.store, self, rows, request, self.limits)
-        if num_taken:
-            renew_reservation(self.store, self, rows, self.limits, before + 1)
-        self.reader.start_forward(rows.layouts, len(rows), before, before + 1)
-        return ScheduledForward(before, before + 1, tuple(members), None, target, is_step=True)
+    def _runs_as_asked(self, request: ForwardRequest) -> bool:
+        """Whether each row runs under the conditions of the request, so that it may go on token by token without a look."""
+        rows = zip(self.rows.in_batch(), request.rows, strict=True)
+        return all(row.root == new.root and row.pad == new.pad for row, new in rows)
 
     def _end_rows(self) -> None:
-        """The running rows become ended rows; those before them are dropped."""
+        """The running rows become the previous ones; those before them are dropped."""
         if not self.rows.alias:
             return
-        self._before.free()
+        self.previous.free()
         self.rows.commit()
         self.reader.keep([row.layout()._replace(token_ids=row.true_token_ids) for row in self.rows.distinct])
-        self._before, self.rows = self.rows, Rows([], [], 0)
+        self.previous, self.rows = self.rows, Rows([], [], 0)
         self.state = CallState.IDLE
 
-    def _restore_ended(self) -> None:
-        """Where a call ends before it ran anything, the rows that had ended for it are there as before."""
-        if self._before.alias and not self.rows.alias and not self.num_announced:
-            before, self._before = self._before, Rows([], [], 0)
-            self.rows = before  # interrupted above this line, they are gone, and their blocks given back
+    def _restore_previous(self) -> None:
+        """Where a call ends before it ran anything, the rows of the call before are there as they were."""
+        if self.previous.alias and not self.rows.alias and not self.num_scheduled:
+            previous, self.previous = self.previous, Rows([], [], 0)
+            self.rows = previous  # interrupted above this line, they are gone, and their blocks given back
             self._num_columns_before = self.rows.num_columns
             self.reader.drop()

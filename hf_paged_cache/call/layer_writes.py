@@ -1,4 +1,4 @@
-"""What the layers of one announced forward write: checked against the ticket, put into the pool, and read back.
+"""What the layers of one scheduled forward write: checked against it, put into the pool, and read back.
 
 Owns the list of what was written. The store's lock is held by whoever calls `write`.
 """
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..attention.base import Reader
+from ..attention.gradients import GradientPath
 from ..errors import ForwardMismatchError
 from ..kv.slot_mapping import SlotMapping
 from ..store.block_store import BlockStore
@@ -19,30 +20,33 @@ class LayerWrites:
 
     Attributes:
         written: (layer, name), of the running forward.
+        gradients: what a gradient flows through.
     """
 
     def __init__(self, store: BlockStore, reader: Reader) -> None:
         self._store = store
         self._reader = reader
         self.written: set[tuple[int, str]] = set()
+        self.gradients = GradientPath()
 
     def start(self) -> None:
-        """A forward is announced: forget what the one before wrote."""
+        """A forward is scheduled: forget what the one before wrote."""
         self.written = set()
+        self.gradients.start_forward()
 
-    def write(self, layer_idx: int, states: Mapping[str, Tensor], ticket: ScheduledForward) -> dict[str, Tensor]:
+    def write(self, layer_idx: int, states: Mapping[str, Tensor], forward: ScheduledForward) -> dict[str, Tensor]:
         """Store a layer's new states and return what its attention reads; see `Call.write`.
 
         Raises:
-            ForwardMismatchError: rows or columns are not the ticket's, or the layer has written already; the pool is unchanged.
+            ForwardMismatchError: rows or columns are not the forward's, or the layer has written already; the pool is unchanged.
             PoolArgumentError: this layer's states are no [R, H, T, D] of the sizes that it has had.
         """
-        num_rows, num_columns = ticket.num_rows, ticket.num_columns
+        num_rows, num_columns = forward.num_rows, forward.num_columns
         for name, new in states.items():
             shape = new.shape
             if len(shape) == 4 and (shape[0] != num_rows or shape[2] != num_columns):  # others the pool refuses
                 raise ForwardMismatchError(
-                    f"layer {layer_idx} writes {name} of {shape[0]} rows and {shape[2]} tokens; announced were "
+                    f"layer {layer_idx} writes {name} of {shape[0]} rows and {shape[2]} tokens; scheduled are "
                     f"{num_rows} rows and {num_columns} tokens; run one forward at a time through the "
                     "model's __call__, and none that splits its rows"
                 )
@@ -51,12 +55,12 @@ class LayerWrites:
             raise ForwardMismatchError(
                 f"layer {layer_idx} writes twice in one forward; switch gradient checkpointing off"
             )
-        self._store.pool.write(layer_idx, states, ticket.target)
+        self._store.pool.write(layer_idx, states, forward.slot_mapping)
         self.written |= keys
-        return self._reader.read(layer_idx, states)
+        return self.gradients.join(layer_idx, states, self._reader.read(layer_idx, states), forward.start)
 
     def write_step(
-        self, layer_idx: int, key: Tensor, value: Tensor, target: SlotMapping
+        self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: SlotMapping
     ) -> tuple[Tensor, Tensor] | None:
         """The fast path of `write`, for a "key" and a "value" of one token a row, without gradients.
 
@@ -64,7 +68,7 @@ class LayerWrites:
             What attention reads; None where `write` must be called, which writes whatever is written by then once more.
         """
         keys = ((layer_idx, "key"), (layer_idx, "value"))
-        if not self.written.isdisjoint(keys) or not self._store.pool.write_step(layer_idx, key, value, target):
+        if not self.written.isdisjoint(keys) or not self._store.pool.write_step(layer_idx, key, value, slot_mapping):
             return None
         read = self._reader.read_step(layer_idx, key, value)
         if read is not None:

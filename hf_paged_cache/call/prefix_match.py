@@ -1,6 +1,6 @@
-"""The longest known prefix of a new row: in the store by hash, and in the cache's own ended rows token by token.
+"""The longest known prefix of a new row: in the store by hash, and in the cache's previous rows token by token.
 
-Changes nothing but the holders of blocks: what it returns holds what it found.
+Changes nothing but who holds which block: what it returns holds what it found.
 """
 
 from bisect import bisect_left
@@ -15,16 +15,16 @@ from .rows import Row
 from .scheduled_forward import RowInput
 
 
-class Match(NamedTuple):
-    """A table that holds a row's known prefix, and why the prefix ends there."""
+class Found(NamedTuple):
+    """How many leading tokens of a row were known, and why no more."""
 
-    table: BlockTable
+    num_tokens: int
     stopped: str
 
 
 class PreviousRows:
-    """Rows of the call before, each root's in the order of their tokens as bytes: next to a new row lies the one that has
-    the longest prefix in common with it. Made once for all rows of a call, since many behind many would be compared in pairs.
+    """Rows of the call before, each root's sorted by their tokens as bytes, so that the row with the longest prefix in
+    common with a new one lies next to it. Made once for all rows of a call: in pairs, many would take long.
     """
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
@@ -56,45 +56,44 @@ class _Known(NamedTuple):
 _as_bytes = attrgetter("as_bytes")
 
 
-def match_row(store: BlockStore, new: RowInput, ended: PreviousRows) -> Match:
+def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple[BlockTable, Found]:
     """Hold the longest known prefix of a row.
 
-    A full block is found by its hash, whoever computed it. An ended row of the same root is compared token by token,
+    A full block is found by its hash, whoever computed it. A previous row of the same root is compared token by token,
     so that a prefix need not end at a block; its table is forked and cut.
     """
     table = BlockTable(store.allocator, new.root)
     num_hit = table.hold_prefix(new.token_ids)
-    closest, num_common = ended.closest(new)
-    if num_common <= num_hit:
-        closest, num_common = None, num_hit
-    if closest is not None:
-        table.free()
-        table = closest.table.fork()
-        table.truncate(num_common)
-    ends_there = closest is not None and num_common == closest.num_true_tokens
-    return Match(table, _why_stopped(num_common, new.token_ids, store.block_size, closest is not None, ends_there))
-
-
-def match_longer(store: BlockStore, row: Row, new_token_ids: TokenIds) -> BlockTable | None:
-    """A table that holds more of a running row's tokens with its new ones than the row has; None without one."""
-    token_ids = row.table.token_ids + new_token_ids
-    table = BlockTable(store.allocator, row.root)
-    if table.hold_prefix(token_ids) > row.table.num_tokens:
-        return table
+    closest, num_common = previous.closest(new)
+    if closest is None or num_common <= num_hit:
+        return table, Found(num_hit, _why_stopped(num_hit, new.token_ids, store.block_size, None))
     table.free()
-    return None
+    table = closest.table.fork()
+    table.truncate(num_common)
+    return table, Found(num_common, _why_stopped(num_common, new.token_ids, store.block_size, closest))
 
 
-def _why_stopped(num_known: int, token_ids: TokenIds, block_size: int, in_ended_row: bool, ends_there: bool) -> str:
+def hold_longer(store: BlockStore, row: Row, new: TokenIds) -> bool:
+    """Let a row hold what is known by now of its tokens and its new ones, if that is more than it holds."""
+    table = BlockTable(store.allocator, row.root)
+    if table.hold_prefix(row.with_new(new)) <= row.table.num_tokens:
+        table.free()
+        return False
+    replaced, row.table = row.table, table
+    replaced.free()
+    return True
+
+
+def _why_stopped(num_known: int, token_ids: TokenIds, block_size: int, previous: Row | None) -> str:
     if num_known == len(token_ids):
         return "the whole prompt was known"
-    if ends_there:
-        return f"the last call's row ends at token {num_known}, and the prompt goes on"
-    if in_ended_row:
+    if previous is not None:
+        if num_known == previous.num_true_tokens:
+            return f"the last call's row ends at token {num_known}, and the prompt goes on"
         return f"the prompt differs from the last call's tokens at token {num_known}"
     end = (num_known // block_size + 1) * block_size
     if end > len(token_ids):
-        return f"the {len(token_ids) - num_known} tokens behind token {num_known} do not fill a block of {block_size}"
+        return f"the {len(token_ids) - num_known} tokens from token {num_known} on do not fill a block of {block_size}"
     if num_known == 0:
         return f"no cached block has these first {block_size} tokens under the same conditions"
     return f"no cached block goes on with tokens {num_known} to {end - 1}"

@@ -1,7 +1,7 @@
-"""The rows of a call: which sequence each runs, which rows are still equal, and how they move between blocks.
+"""The rows of a call: which sequence each runs, which rows are still equal, and the block tables that hold them.
 
-Owns block tables and nothing that a tensor holds: who changes rows tells the reader. The store's lock is held by
-whoever calls a method here. Decides nothing about when to commit or to free: `call.py` does.
+Holds no tensor: who changes rows tells the reader. The store's lock is held by whoever calls a method here.
+Blocks get their hashes in one place, `Rows.commit`; `call.py` decides when.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Row:
     """One running sequence that no other row shares its table with.
 
     Positions: [0, num_known) found in the pool when the row began | [num_known, num_confirmed) computed by this call |
-    [num_confirmed, table.num_tokens) announced, not confirmed. Before the first forward nothing is confirmed.
+    [num_confirmed, table.num_tokens) scheduled, not confirmed. Before the first forward nothing is confirmed.
     """
 
     __slots__ = ("commit_end", "first_position", "num_confirmed", "num_known", "pad", "root", "table")
@@ -34,16 +34,18 @@ class Row:
 
     def fork(self) -> "Row":
         """A row with the same tokens in the same blocks."""
-        twin = Row.__new__(Row)
-        twin.table = self.table.fork()
-        twin.pad, twin.root, twin.commit_end = self.pad, self.root, self.commit_end
-        twin.num_known, twin.num_confirmed = self.num_known, self.num_confirmed
-        twin.first_position = self.first_position
-        return twin
+        forked = Row(self.table.fork(), self.pad, self.root, self.first_position)
+        forked.num_known, forked.num_confirmed, forked.commit_end = self.num_known, self.num_confirmed, self.commit_end
+        return forked
 
-    def commit(self) -> None:
-        """Give every full confirmed block its hash."""
-        self.table.commit_full_blocks(self.num_true_tokens)
+    def with_new(self, tokens: TokenIds) -> TokenIds:
+        """The row's tokens with a forward's new ones, some of which its table may have already."""
+        return self.table.token_ids[: self.num_confirmed] + tokens
+
+    def unseen(self, tokens: TokenIds) -> TokenIds:
+        """Of a forward's new tokens, those that the row's table does not have yet."""
+        num_held = self.table.num_tokens - self.num_confirmed
+        return tokens[num_held:] if num_held else tokens
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens. Interrupted, it leaves tokens that do not count as confirmed."""
@@ -107,7 +109,7 @@ class Rows:
         return [self.distinct[number] for number in self.alias]
 
     def end(self) -> None:
-        """Commit what is complete and give all blocks back, without a call: its cache is gone.
+        """Commit what is full and give all blocks back, without a call: its cache is gone.
 
         Where the cyclic collector found it, allocations count as collected before the cache's finalizer runs: then the
         allocator has taken these blocks back already.
@@ -120,6 +122,10 @@ class Rows:
     def layouts(self) -> list[RowLayout]:
         """What a reader must know, of the rows that run."""
         return [row.layout() for row in self.distinct]
+
+    def known_columns(self) -> list[int]:
+        """Running row -> leading columns that are padding, or in the pool."""
+        return [row.pad + row.table.num_tokens for row in self.distinct]
 
     def members(self) -> list[int]:
         """Running row -> the first batch row it stands for."""
@@ -183,7 +189,7 @@ class Rows:
         self.shared_columns = min(self.shared_columns, num_columns)
 
     def roll_back(self) -> None:
-        """Take announced tokens back."""
+        """Take scheduled tokens back."""
         for row in self.distinct:
             row.truncate(max(0, self.num_columns - row.pad))
 
@@ -194,9 +200,12 @@ class Rows:
         self.num_columns = num_columns
 
     def commit(self) -> None:
-        """Commit the full confirmed blocks of all rows."""
+        """Give every full block of confirmed tokens its hash: when the next forward is scheduled, rows fork, or their call ends.
+
+        So a draft that `crop` takes back was never found by anybody.
+        """
         for row in self.distinct:
-            row.commit()
+            row.table.commit_full_blocks(row.num_true_tokens)
 
     def free(self) -> None:
         """Give all blocks back."""
@@ -206,9 +215,9 @@ class Rows:
 
     def fork(self) -> "Rows":
         """The same rows with forked tables."""
-        twin = Rows([row.fork() for row in self.distinct], list(self.alias), self.num_columns)
-        twin.group, twin.shared_columns = list(self.group), self.shared_columns
-        return twin
+        forked = Rows([row.fork() for row in self.distinct], list(self.alias), self.num_columns)
+        forked.group, forked.shared_columns = list(self.group), self.shared_columns
+        return forked
 
 
 def gather_rows(pool: BlockPool, layer_idx: int, rows: Rows) -> dict[str, Tensor]:

@@ -1,19 +1,20 @@
 """A forward's arguments -> what it asks of the cache, and back: the same arguments for the rows and columns that run.
 
-Never guesses: token ids, a mask of the form 0...01...1 and positions that count on are read; whatever else is passed
+Never guesses: token ids, a mask of the form 0...01...1 and positions that count on are read. Whatever else is passed
 is named as the reason why the forward is computed without reuse. Inputs are shortened by name, never by shape.
 """
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..blocks.tokens import TokenIds
-from ..call.scheduled_forward import ScheduledForward
+from ..call.rows import Row, Rows
+from ..call.scheduled_forward import ForwardRequest, RowInput, ScheduledForward
 from ..errors import CacheArgumentError
 
 # Read here, or without influence on keys and values. Any other argument that is no plain number, flag or name makes
@@ -35,38 +36,6 @@ _READ = frozenset(
     }
 )
 _OUTPUT_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
-
-
-class RunningRow(NamedTuple):
-    """What is known of a batch row that runs already."""
-
-    pad: int
-    num_tokens: int
-    first_position: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardArguments:
-    """What a forward's arguments say.
-
-    Attributes:
-        token_ids: the new tokens of each row, without padding; -1 for embeddings.
-        pads, first_positions: of each row.
-        num_new_columns: columns of the forward, padding included.
-        bypass: why it cannot be reused; None when it can.
-        keep_columns: why known columns must be computed all the same; None when they need not.
-        num_logits_needed: of the last columns.
-        may_alias: whether equal rows may run once.
-    """
-
-    token_ids: tuple[TokenIds, ...]
-    pads: tuple[int, ...]
-    first_positions: tuple[int, ...]
-    num_new_columns: int
-    bypass: str | None
-    keep_columns: str | None
-    num_logits_needed: int
-    may_alias: bool
 
 
 class ArgumentReader:
@@ -92,107 +61,98 @@ class ArgumentReader:
         self._config = config
         self._remembers_positions = remembers_positions
         self._cross_inputs = cross_inputs
-        self._takes_positions = takes_positions
+        self.takes_positions = takes_positions
         self.takes_logits_to_keep = takes_logits_to_keep
 
     def read(
-        self,
-        arguments: Mapping[str, Any],
-        running: Sequence[RunningRow],
-        num_columns_before: int,
-        *,
-        in_generate: bool,
-        records_drafts: bool,
-        is_behind_prompt: bool = False,
-    ) -> ForwardArguments:
-        """Read a forward's arguments.
+        self, arguments: Mapping[str, Any], rows: Rows, *, in_generate: bool, records_drafts: bool
+    ) -> ForwardRequest:
+        """Read a forward's arguments. The roots of its rows are the caller's to add.
 
         Args:
             arguments: by name.
-            running: the rows that go on; none for a first forward.
-            num_columns_before: columns the cache has.
+            rows: those that go on; none for a first forward.
             in_generate: it is `generate` that calls, and trusts only the last logits.
             records_drafts: drafts are verified, so `generate` may want logits that it does not ask for.
-            is_behind_prompt: all columns are generated ones, so the mask of the rows is as it was.
         Raises:
             CacheArgumentError: ids, mask or positions contradict each other or the rows; or a cross attention is used.
         """
-        ids = arguments.get("input_ids")
-        if (
-            crossed := next((name for name in self._cross_inputs if arguments.get(name) is not None), None)
-        ) is not None:
+        crossed = next((name for name in self._cross_inputs if arguments.get(name) is not None), None)
+        if crossed is not None:
             raise CacheArgumentError(
                 f"{crossed} was passed, and cross attention keeps keys and values that are no tokens'; call the model "
                 "without past_key_values, or use generate, which then leaves this cache out"
             )
-        if is_behind_prompt and running and ids is not None and ids.dim() == 2 and ids.shape[1] == 1:
-            step = self._read_step(arguments, ids, running, num_columns_before)
-            if step is not None:
-                return step
+        before, running = rows.num_columns, rows.in_batch()
         columns, why_no_ids = _read_ids(arguments)
         num_rows, num_new = len(columns), len(columns[0]) if columns else 0
         if running and num_rows != len(running):
             raise CacheArgumentError(
                 f"the cache runs {len(running)} rows, got {num_rows}; cache.reset() it for another batch"
             )
-        pads, why_no_pads = _read_mask(arguments.get("attention_mask"), num_rows, num_columns_before + num_new)
-        bypass = _unread(arguments) or why_no_ids or why_no_pads
-        if bypass is None and any(_has_other_padding(row, pad) for row, pad in zip(running, pads, strict=False)):
+        mask = _read_mask(arguments.get("attention_mask"), num_rows, before, num_new)
+        bypass = _unread(arguments) or why_no_ids or mask.why_unusual
+        if bypass is None and any(_has_other_padding(row, pad) for row, pad in zip(running, mask.pads, strict=False)):
             bypass = "the padding of a row has changed"
+        pads = mask.pads
         if bypass is not None:
             pads = [row.pad for row in running] or [0] * num_rows
-        first_positions, why = self._read_positions(
-            arguments.get("position_ids"), running, pads, num_columns_before, num_new, is_bypassed=bypass is not None
+        firsts, why = self._read_positions(
+            arguments.get("position_ids"), running, pads, before, num_new, is_bypassed=bypass is not None
         )
-        keep_columns, num_logits_needed = self._read_outputs(arguments, in_generate, records_drafts)
-        may_alias = bypass is None and why is None and not _other_outputs(arguments, self._config)
-        return ForwardArguments(
-            token_ids=tuple(
-                tokens[min(num_new, max(0, pad - num_columns_before)) :]
-                for tokens, pad in zip(columns, pads, strict=True)
+        bypass = bypass or why
+        all_outputs = _other_outputs(arguments, self._config)
+        keep_columns, num_needed = all_outputs, 1
+        if all_outputs is None:
+            keep_columns, num_needed = self._read_logits(arguments, in_generate, records_drafts)
+        return ForwardRequest(
+            rows=tuple(
+                RowInput(tokens[skipped:], pad, first, num_hidden=max(0, zeros - skipped))
+                for tokens, pad, first, zeros in zip(columns, pads, firsts, mask.num_zeros, strict=True)
+                for skipped in (_num_pads(pad, before, num_new),)
             ),
-            pads=tuple(pads),
-            first_positions=tuple(first_positions),
             num_new_columns=num_new,
-            bypass=bypass or why,
+            num_logits_needed=max(1, min(num_needed, num_new)),
+            bypass=bypass,
             keep_columns=keep_columns,
-            num_logits_needed=max(1, min(num_logits_needed, num_new)),
-            may_alias=may_alias,
+            may_alias=bypass is None and all_outputs is None,
         )
 
-    def _read_step(
-        self, arguments: Mapping[str, Any], ids: Tensor, running: Sequence[RunningRow], before: int
-    ) -> ForwardArguments | None:
-        """One token a row, inside `generate`, which extends mask and positions itself; None for anything unusual."""
-        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != before + 1):
+    def read_step(self, arguments: Mapping[str, Any], rows: Rows) -> list[int] | None:
+        """The token of each row, where a forward is a plain decode step of `generate`, which extends mask and positions.
+
+        None for anything unusual; then `read` says what it is.
+        """
+        ids, mask, positions = (
+            arguments.get("input_ids"),
+            arguments.get("attention_mask"),
+            arguments.get("position_ids"),
+        )
+        running = rows.distinct
+        if not isinstance(ids, Tensor) or ids.shape != (len(running), 1):
             return None
-        if ids.shape[0] != len(running) or _unread(arguments) is not None or arguments.get("inputs_embeds") is not None:
+        if mask is not None and (
+            not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != rows.num_columns + 1
+        ):
             return None
-        tokens = ids.tolist()
+        if arguments.get("inputs_embeds") is not None or _unread(arguments) is not None:
+            return None
+        if any(arguments.get(name) is not None for name in self._cross_inputs):
+            return None
         if positions is not None:
             if positions.dim() != 2 or positions.shape[1] != 1:
                 return None
-            given = positions.tolist()
+            given = positions.flatten().tolist()
             if len(given) == 1:
-                given = given * len(running)
-            if any(row.first_position + row.num_tokens != at for row, (at,) in zip(running, given, strict=True)):
+                given *= len(running)
+            if given != [row.first_position + row.num_confirmed for row in running]:
                 return None
-        return ForwardArguments(
-            token_ids=tuple(array("q", row) for row in tokens),
-            pads=tuple(row.pad for row in running),
-            first_positions=tuple(row.first_position for row in running),
-            num_new_columns=1,
-            bypass=None,
-            keep_columns=None,
-            num_logits_needed=1,
-            may_alias=False,
-        )
+        return list(chain.from_iterable(ids.tolist()))
 
     def _read_positions(
         self,
         positions: Any,
-        running: Sequence[RunningRow],
+        running: Sequence[Row],
         pads: Sequence[int],
         before: int,
         num_new: int,
@@ -201,7 +161,7 @@ class ArgumentReader:
     ) -> tuple[list[int], str | None]:
         """The position of each row's first token, and why they do not simply count on."""
         expected = [row.first_position for row in running] or [0] * len(pads)
-        if not self._takes_positions:
+        if not self.takes_positions:
             return expected, None
         if positions is None:
             if self._remembers_positions:
@@ -218,8 +178,7 @@ class ArgumentReader:
         firsts = []
         for row, pad in enumerate(pads):
             given = positions[row if positions.shape[0] > 1 else 0]
-            skipped = min(num_new, max(0, pad - before))
-            given = given[skipped:]
+            given = given[_num_pads(pad, before, num_new) :]
             if given.numel() == 0:
                 firsts.append(expected[row])
                 continue
@@ -238,13 +197,10 @@ class ArgumentReader:
             firsts.append(start)
         return firsts, None
 
-    def _read_outputs(
+    def _read_logits(
         self, arguments: Mapping[str, Any], in_generate: bool, records_drafts: bool
     ) -> tuple[str | None, int]:
-        """Why all columns must be computed, and how many logits are needed at least."""
-        other = _other_outputs(arguments, self._config)
-        if other is not None:
-            return other, 1
+        """Why the logits of all columns are needed, and how many are at least."""
         if self.takes_logits_to_keep:
             kept = arguments.get("logits_to_keep")
             if isinstance(kept, int) and not isinstance(kept, bool) and kept > 0:
@@ -257,14 +213,14 @@ class ArgumentReader:
         return None, 1
 
 
-def for_ticket(arguments: Mapping[str, Any], ticket: ScheduledForward, num_columns_before: int) -> dict[str, Any]:
-    """The arguments for the rows and columns that the ticket lets run; the mask keeps all its columns."""
+def for_scheduled(arguments: Mapping[str, Any], forward: ScheduledForward, num_columns_before: int) -> dict[str, Any]:
+    """The arguments for the rows and columns that run; the mask keeps all its columns."""
     changed = dict(arguments)
-    skipped = ticket.start - num_columns_before
+    skipped = forward.start - num_columns_before
     ids = changed.get("input_ids")
     rows = None
-    if ticket.copies is not None and ids is not None:
-        rows = torch.tensor(ticket.sources, device=ids.device)
+    if forward.copies is not None and ids is not None:
+        rows = torch.tensor(forward.sources, device=ids.device)
     for name in ("input_ids", "position_ids", "attention_mask"):
         value = changed.get(name)
         if not isinstance(value, Tensor):
@@ -292,33 +248,44 @@ def _read_ids(arguments: Mapping[str, Any]) -> tuple[list[TokenIds], str | None]
     return [array("q", row) for row in ids.tolist()], None
 
 
-def _has_other_padding(row: RunningRow, pad: int) -> bool:
+def _has_other_padding(row: Row, pad: int) -> bool:
     """Whether a running row cannot have that padding: only one that has had nothing but padding may get more of it."""
-    return row.pad != pad and (row.num_tokens > 0 or pad < row.pad)
+    return row.pad != pad and (row.table.num_tokens > 0 or pad < row.pad)
 
 
-def _read_mask(mask: Any, num_rows: int, num_columns: int) -> tuple[list[int], str | None]:
-    """Columns of left padding of each row; or why the mask is not of the form 0...01...1."""
+class _Mask(NamedTuple):
+    """What a mask says of each row, and why it is not of the form 0...01...1."""
+
+    pads: list[int]  # columns of left padding
+    num_zeros: list[int]  # new columns that it hides
+    why_unusual: str | None = None
+
+
+def _read_mask(mask: Any, num_rows: int, before: int, num_new: int) -> _Mask:
+    none, num_columns = [0] * num_rows, before + num_new
     if mask is None:
-        return [0] * num_rows, None
+        return _Mask(none, none)
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         kind = f"{mask.dim()}-D tensor" if isinstance(mask, Tensor) else type(mask).__name__
-        return [0] * num_rows, f"the attention mask is a {kind}, not [rows, columns]"
+        return _Mask(none, none, f"the attention mask is a {kind}, not [rows, columns]")
     if mask.shape != (num_rows, num_columns):
         raise CacheArgumentError(
             f"the attention mask is {tuple(mask.shape)}; with the cache's tokens and the new ones it must be "
             f"{(num_rows, num_columns)}: pass ids that go on exactly where the rows stopped, or cache.reset() first"
         )
     ones = mask != 0
-    counts = ones.sum(dim=1)
-    form = torch.stack((counts, ones.int().argmax(dim=1))).tolist()
+    form = torch.stack((ones.sum(dim=1), ones.int().argmax(dim=1))).tolist()
     pads = [num_columns - count for count in form[0]]
     for row, (pad, first) in enumerate(zip(pads, form[1], strict=True)):
         if pad != num_columns and pad != first:
-            return [
-                0
-            ] * num_rows, f"the attention mask of row {row} has zeros behind its first one (right padding or holes)"
-    return pads, None
+            why = f"the attention mask of row {row} has zeros after its first one (right padding or holes)"
+            return _Mask(none, (num_new - ones[:, before:].sum(dim=1)).tolist(), why)
+    return _Mask(pads, [_num_pads(pad, before, num_new) for pad in pads])
+
+
+def _num_pads(pad: int, before: int, num_new: int) -> int:
+    """How many of the new columns are left padding."""
+    return min(num_new, max(0, pad - before))
 
 
 def _unread(arguments: Mapping[str, Any]) -> str | None:
@@ -326,7 +293,7 @@ def _unread(arguments: Mapping[str, Any]) -> str | None:
     for name, value in arguments.items():
         if value is None or name in _READ:
             continue
-        if isinstance(value, bool | int) and (value or name != "is_causal"):  # what is to be put out, or counted
+        if isinstance(value, bool | int) and (value or name != "is_causal"):  # which outputs are wanted, or how many
             continue
         if not isinstance(value, dict | list | tuple) or value:  # an empty one, as of images where there are none
             return f"the argument {name} may condition keys and values"

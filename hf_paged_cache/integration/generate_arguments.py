@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call.call_state import CallLimits
+from ..call.admission import UNLIMITED, CallLimits
 
 _UNSET_IMPLEMENTATION = "hybrid"  # in older generation configs; transformers reads it as none
 _DEFAULT_NEW_TOKENS = 20  # transformers' own, where neither max_length nor max_new_tokens is set
@@ -17,23 +17,22 @@ class GenerateArguments:
     """One call of `generate`.
 
     Attributes:
-        limits: None where the arguments do not tell (embeddings without ids).
-        only_new_tokens: the mask has more columns than the ids, so the rows go on with these ids.
-        num_masked, num_given: columns of mask and ids then.
+        only_new_tokens: the mask has more columns than the prompt, so the rows go on with these tokens.
+        num_masked, num_given: columns of mask and prompt.
         cache_implementation, use_cache: as given; None where they are not.
         is_assistant: it drafts for another model's `generate`.
-        in_step: it was told that several processes run as many forwards.
         cross_input: the argument that a cross attention reads, whose keys and values are no tokens'; None without one.
+        in_step: it was told that several processes run as many forwards.
     """
 
-    limits: CallLimits | None
-    only_new_tokens: bool
-    cache_implementation: str | None
-    use_cache: bool | None
-    is_assistant: bool
-    cross_input: str | None = None
+    limits: CallLimits = UNLIMITED
+    only_new_tokens: bool = False
     num_masked: int = 0
     num_given: int = 0
+    cache_implementation: str | None = None
+    use_cache: bool | None = None
+    is_assistant: bool = False
+    cross_input: str | None = None
     in_step: bool = False
 
 
@@ -51,25 +50,22 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
 
     implementation = option("cache_implementation")
-    ids = args[0] if args else kwargs.get("inputs")
-    if ids is None:
-        ids = kwargs.get("input_ids")
-    mask = kwargs.get("attention_mask")
-    limits, only_new_tokens, num_masked, num_given = None, False, 0, 0
-    if isinstance(ids, Tensor) and ids.dim() == 2:
+    limits, num_masked, num_given = UNLIMITED, 0, 0
+    shape = _prompt_shape(args, kwargs)
+    if shape is not None:
+        num_rows, num_given = shape
+        mask = kwargs.get("attention_mask")
         num_masked = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 0
-        num_given = ids.shape[1]
-        only_new_tokens = num_masked > num_given
-        limits = _limits(option, ids.shape[0], num_given, max(num_given, num_masked))
+        limits = _limits(option, num_rows, num_given, max(num_given, num_masked))
     return GenerateArguments(
         limits=limits,
-        only_new_tokens=only_new_tokens,
+        only_new_tokens=num_masked > num_given,
+        num_masked=num_masked,
+        num_given=num_given,
         cache_implementation=None if implementation == _UNSET_IMPLEMENTATION else implementation,
         use_cache=option("use_cache"),
         is_assistant=bool(option("is_assistant")),
         cross_input=next((name for name in cross_inputs(model) if kwargs.get(name) is not None), None),
-        num_masked=num_masked,
-        num_given=num_given,
         in_step=bool(args[5] if len(args) > 5 else kwargs.get("synced_gpus")),
     )
 
@@ -83,8 +79,21 @@ def cross_inputs(model: Any) -> tuple[str, ...]:
     return names
 
 
+def _prompt_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of the embeddings, or else of the ids; None without either."""
+    embeddings = kwargs.get("inputs_embeds")
+    if isinstance(embeddings, Tensor) and embeddings.dim() == 3:
+        return embeddings.shape[0], embeddings.shape[1]
+    ids = args[0] if args else kwargs.get("inputs")
+    if ids is None:
+        ids = kwargs.get("input_ids")
+    if isinstance(ids, Tensor) and ids.dim() == 2:
+        return ids.shape[0], ids.shape[1]
+    return None
+
+
 def _limits(option: Callable[[str], Any], num_rows: int, num_passed: int, num_columns: int) -> CallLimits:
-    """Args: columns of the ids passed, to which transformers counts `max_length`; columns of the whole prompt."""
+    """Args: columns passed, to which transformers counts `max_length`; columns of the whole prompt."""
     max_new_tokens, max_length = option("max_new_tokens"), option("max_length")
     if max_new_tokens is not None:
         max_length = num_columns + max_new_tokens
@@ -92,13 +101,12 @@ def _limits(option: Callable[[str], Any], num_rows: int, num_passed: int, num_co
         max_length = num_columns + _DEFAULT_NEW_TOKENS
     else:
         max_length += num_columns - num_passed
-    # the last token is never passed through the model; but up to two tokens before it, a whole draft looked up in the prompt is
+    # The model never runs the last token. A draft looked up in the prompt may start up to two tokens before it.
     num_looked_up = option("prompt_lookup_num_tokens") or 0
-    expanded = num_rows * max(option("num_beams") or 1, option("num_return_sequences") or 1)
     return CallLimits(
         num_prompt_columns=num_columns,
         max_columns=max(num_columns, max_length - 1, max_length - 2 + num_looked_up),
-        num_rows=expanded,
+        num_rows=num_rows * max(option("num_beams") or 1, option("num_return_sequences") or 1),
         end_of_sequence=_token_set(option("eos_token_id")),
     )
 

@@ -29,10 +29,10 @@ class AttachedCache(Protocol):
     def generating(self, model: nn.Module, given: GenerateArguments) -> AbstractContextManager[None]:
         """The span of one `generate`."""
 
-    def twin(self) -> "AttachedCache":
-        """A further cache on the same store."""
+    def sibling(self) -> "AttachedCache":
+        """Another cache on the same store, under the same conditions."""
 
-    def before_forward(self, model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def before_forward(self, model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward is about to run; the arguments that it is to run with."""
 
     def after_forward(self, output: Any) -> Any:
@@ -85,11 +85,11 @@ class GenerateBracket:
         """
         cache = self.ambient[-1]
         if cache.is_generating:
-            cache = cache.twin()
+            cache = cache.sibling()
         try:
             stack.enter_context(cache.generating(self.model, given))
         except CacheBusyError:
-            cache = cache.twin()
+            cache = cache.sibling()
             stack.enter_context(cache.generating(self.model, given))
         return cache
 
@@ -146,7 +146,7 @@ def is_attached(model: nn.Module) -> bool:
 
 @torch.compiler.disable
 def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook: announce the forward to the cache it brings, and pass on what is to run."""
+    """Forward pre-hook: schedule the forward on the cache it brings, and pass on what is to run."""
     arguments = _by_name(model, args, kwargs) if args else kwargs
     cache = _paged(arguments)
     if cache is None:

@@ -5,63 +5,75 @@ Knows nothing of blocks and of transformers' `Cache`.
 """
 
 import logging
-import threading
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..blocks import root_hash
 from ..call.call import Call
-from ..call.call_state import Bracket
-from ..call.scheduled_forward import ForwardRequest, RowInput
-from ..errors import CacheArgumentError, CacheBusyError
+from ..call.running import Bracket
+from ..call.scheduled_forward import ForwardRequest, ScheduledForward
+from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, PagedCacheError
+from ..model.conditioning import Conditioning
 from ..model.support import require_layer_adapters
-from ..prefix_store import PrefixStore
-from .forward_arguments import ForwardArguments, RunningRow, for_ticket
+from .forward_arguments import ArgumentReader, for_scheduled
 from .generate_arguments import GenerateArguments
-from .shared_prefix import Prefiller
+from .shared_prefix import SharedPrefixes
 from .verification import Verifier
 
 logger = logging.getLogger("hf_paged_cache")
 
-_MAX_ROOTS = 256  # roots remembered, so that a decode step does not hash them again
+_MAX_ROOTS = 256  # roots remembered, so that few are hashed again
+_GRADIENTS = "gradients are on and flow through every token (run the forward in torch.no_grad() where none are needed)"
+_ANOTHER_CACHE = "use another cache on the same store for this one: PagedPrefixCache(cache.store)"
 
 
 class Session:
     """The forwards of one cache, as the hooks report them.
 
     Args:
-        store: the model and its blocks.
-        call: what the forwards are announced to.
+        call: what the forwards are scheduled on.
+        conditioning: the model, and what its keys and values depend on.
+        reader: of the forwards' arguments.
         salt: part of every root.
-        prefiller: computes first, and once, what rows of a forward share.
+        shared_prefixes: computes first, and once, what rows of a forward share.
         verifier: looks at one cached block of a hit a call; None does not.
     """
 
     def __init__(
-        self, store: PrefixStore, call: Call, salt: bytes, prefiller: Prefiller, verifier: Verifier | None
+        self,
+        call: Call,
+        conditioning: Conditioning,
+        reader: ArgumentReader,
+        salt: bytes,
+        shared_prefixes: SharedPrefixes,
+        verifier: Verifier | None,
     ) -> None:
         self.records_drafts = False  # drafts will be verified in this call
-        self._in_step = False  # with other processes, which run as many forwards
-        self._prefiller = prefiller
         self.verifier = verifier
-        self._store = store
         self._call = call
+        self._store = call.store
+        self._conditioning = conditioning
+        self._reader = reader
         self._salt = salt
-        self._open: WeakSet[Bracket] = WeakSet()  # brackets of `generate`, one inside the other, all of one thread
+        self._shared_prefixes = shared_prefixes
+        self._in_step = False  # with other processes, which run as many forwards
         self._digest = b""  # of the model; read once a `generate`, or at every forward without one
         self._bypass: str | None = None
         self._adapters: list[str] | None = None
         self._roots: dict[tuple[Any, ...], bytes] = {}
+        self._has_warned = False
 
     @property
     def is_open(self) -> bool:
         """Whether a `generate` runs on the cache."""
-        return len(self._open) > 0
+        return bool(self._call.brackets)
 
     @contextmanager
     def generating(self, model: Any, given: GenerateArguments) -> Iterator[None]:
@@ -72,88 +84,63 @@ class Session:
             CacheArgumentError: another model's, or one that asks for a cache of its own.
             UnsupportedModelError: adapters that do more than change layers have been put round the model.
         """
-        bracket = Bracket()
-        with self._store.blocks.lock:
-            self._require_model(model)
-            require_layer_adapters(model)
-            if given.cache_implementation is not None:
-                raise CacheArgumentError(
-                    f"cache_implementation={given.cache_implementation!r} asks transformers for a cache of its own; "
-                    "leave it out, or leave past_key_values out"
-                )
-            self._require_mine()
-            if len(self._open) and self._call.num_announced:
-                raise CacheBusyError(f"a generate call is running on this cache; {_ANOTHER_CACHE}")
-            if given.only_new_tokens:
-                self._require_fit(given)
-            self._call.begin(bracket, given.limits, keep_rows=given.only_new_tokens)
-            self._open.add(bracket)
-        self.records_drafts, self._in_step = False, given.in_step
-        self._digest = b""
-        failed = True
+        bracket, call, failed = Bracket(), self._call, True
         try:
+            with self._store.lock:
+                self._require_may_begin(model, given)
+                call.begin(bracket, given.limits, keep_rows=given.only_new_tokens)
+                self.records_drafts, self._in_step, self._digest = False, given.in_step, b""
             yield
             failed = False
         finally:
-            with self._store.blocks.lock:
-                self._open.discard(bracket)
-                self._digest, self._in_step = b"", False
-                self._call.end(failed=failed)
-            self._log()
+            if bracket in call.brackets:
+                with self._store.lock:
+                    self._digest, self._in_step = b"", False
+                    call.end(bracket, failed=failed)
+                self._log()
 
-    def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Announce a forward; returns the arguments that it is to run with."""
+    def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Schedule a forward; returns the arguments that it is to run with."""
         self._require_model(model)
         self._require_mine()
-        call, conditioning = self._call, self._store.conditioning
+        call = self._call
         call.check_not_busy()
         call.roll_back()
-        if not self._digest or not self._open:
+        if call.may_step and self._adapters is None and not self._conditioning.rope.depends_on_length:
+            token_ids = self._reader.read_step(arguments, call.rows)
+            if token_ids is not None:
+                call.schedule_step(token_ids)
+                return arguments
+        if not self._digest or not self.is_open:
             self._read_conditions()
-        before = call.rows.num_columns
-        given = self._store.argument_reader.read(
-            arguments,
-            [RunningRow(row.pad, row.table.num_tokens, row.first_position) for row in call.rows.in_batch()],
-            before,
-            in_generate=len(self._open) > 0,
-            records_drafts=self.records_drafts,
-            is_behind_prompt=call.limits is not None and before >= call.limits.num_prompt_columns,
-        )
-        regime = b""
-        if conditioning.rope.depends_on_length:
-            regime = conditioning.rope.at(_max_position(arguments, before + given.num_new_columns))
-        rows = self._rows(given, regime)
-        bypass = given.bypass or self._bypass
-        if self._adapters is not None and len(self._adapters) != len(rows):
-            bypass = (
-                bypass or f"{len(self._adapters)} adapter names were given for {len(rows)} rows; pass one for each row"
-            )
-        if self.verifier is not None and not before and bypass is None and self._adapters is None:
-            if not self.verifier.verify(self._store, rows):
-                conditioning.suspect()
+        before, num_previous = call.rows.num_columns, sum(row.table.num_tokens for row in call.previous.distinct)
+        request = self._reader.read(arguments, call.rows, in_generate=self.is_open, records_drafts=self.records_drafts)
+        if self._adapters is not None:
+            many = f"{len(self._adapters)} adapter names were given for {len(request.rows)} rows; pass one for each row"
+            bypass = many if len(self._adapters) != len(request.rows) else None
+            request = replace(request, bypass=request.bypass or self._bypass or bypass, may_alias=False)
+        elif self._bypass is not None:
+            request = replace(request, bypass=request.bypass or self._bypass, may_alias=False)
+        if request.keep_columns is None and torch.is_grad_enabled() and self._trains():
+            request = replace(request, keep_columns=_GRADIENTS)
+        request = self._with_roots(request, arguments, before)
+        if self.verifier is not None and not before and request.bypass is None and self._adapters is None:
+            if not self.verifier.verify(request.rows, in_step=self._in_step):
+                self._conditioning.suspect()
                 self._read_conditions()
-                rows = self._rows(given, regime)
-        request = ForwardRequest(
-            rows=rows,
-            num_new_columns=given.num_new_columns,
-            num_logits_needed=given.num_logits_needed,
-            bypass=bypass,
-            keep_columns=given.keep_columns,
-            may_alias=given.may_alias and bypass is None and self._adapters is None,
-        )
-        with self._prefiller.ahead_of(request, call, arguments, in_step=self._in_step) as prepared:
-            ticket = call.announce(prepared)
-        if ticket.start == before and ticket.copies is None:
-            return dict(arguments)
-        return for_ticket(arguments, ticket, before)
+                request = self._with_roots(request, arguments, before)
+        forward = self._schedule(request, arguments)
+        self._warn_of_a_lone_turn(request, num_previous)
+        if forward.start == before and forward.copies is None:
+            return arguments
+        return for_scheduled(arguments, forward, before)
 
     def after_forward(self, output: Any) -> Any:
         """Confirm the forward; returns what its caller is to get, a row for each that it passed."""
-        ticket = self._call.ticket
-        self._call.confirm()
-        if ticket is not None and ticket.copies is not None:
-            copies = torch.tensor(ticket.copies, device=output.logits.device)
-            output.logits = output.logits.index_select(0, copies)
+        copies = self._call.confirm().copies
+        if copies is not None:
+            index = torch.tensor(copies, device=output.logits.device)
+            output.logits = output.logits.index_select(0, index)
         return output
 
     def root_of_prefix(self, num_tokens: int) -> bytes:
@@ -162,33 +149,59 @@ class Session:
         Raises:
             CacheBusyError: a call runs, and asking would change its rotary frequencies.
         """
-        conditioning, regime = self._store.conditioning, b""
+        conditioning, regime = self._conditioning, b""
         digest = conditioning.digest()
         if conditioning.rope.depends_on_length:
-            if any(call.is_running for call in self._store.blocks.holders()):
+            if any(call.is_running for call in self._store.holders()):
                 raise CacheBusyError("rotary frequencies of this model depend on length; wait until no call is running")
             regime = conditioning.rope.peek(max(0, num_tokens - 1))
         return self._root(digest, 0, 0, regime, "")
 
+    def _schedule(self, request: ForwardRequest, arguments: Mapping[str, Any]) -> ScheduledForward:
+        """Prepare the rows, compute what they share, and take their blocks. No lock is held while a model runs."""
+        call = self._call
+        with self._store.lock:
+            call.prepare(request)
+            try:
+                plan = self._shared_prefixes.plan(request, call, in_step=self._in_step)
+            except BaseException:
+                call.roll_back()
+                raise
+            if not plan.prefixes:
+                return call.schedule(request)
+        try:
+            with self._shared_prefixes.computed(plan, request, call, arguments) as computed_ahead:
+                return call.schedule(request, computed_ahead)
+        except BaseException:
+            if call.forward is None:
+                call.roll_back()
+            raise
+
+    def _trains(self) -> bool:
+        """Whether a gradient may flow through keys and values."""
+        return any(parameter.requires_grad for parameter in self._conditioning.model.parameters())
+
     def _read_conditions(self) -> None:
-        conditioning = self._store.conditioning
-        with self._store.blocks.lock:  # what it remembers of the model is one for all caches
+        conditioning = self._conditioning
+        with self._store.lock:  # what it remembers of the model is one for all caches
             self._digest = conditioning.digest()
             self._bypass = conditioning.bypass()
             self._adapters = conditioning.adapter_names()
 
-    def _rows(self, given: ForwardArguments, regime: bytes) -> tuple[RowInput, ...]:
+    def _with_roots(self, request: ForwardRequest, arguments: Mapping[str, Any], before: int) -> ForwardRequest:
         """Each row with its root: what conditions the model, this cache, and where the row's positions start."""
+        rope, regime, adapters = self._conditioning.rope, b"", self._adapters or ()
+        if rope.depends_on_length:
+            regime = rope.at(_max_position(arguments, before + request.num_new_columns))
         rows = []
-        adapters = self._adapters
-        for number, (tokens, pad, first) in enumerate(
-            zip(given.token_ids, given.pads, given.first_positions, strict=True)
-        ):
-            counted_from = 0 if self._store.takes_positions else pad  # without positions, a model numbers its columns
-            adapter = adapters[number] if adapters is not None and number < len(adapters) else ""
-            root = self._root(self._digest, counted_from, first, regime, adapter)
-            rows.append(RowInput(tokens, pad, first, root))
-        return tuple(rows)
+        for number, row in enumerate(request.rows):
+            counted_from = (
+                0 if self._reader.takes_positions else row.pad
+            )  # without positions, a model numbers its columns
+            adapter = adapters[number] if number < len(adapters) else ""
+            root = self._root(self._digest, counted_from, row.first_position, regime, adapter)
+            rows.append(row._replace(root=root))
+        return replace(request, rows=tuple(rows))
 
     def _root(self, digest: bytes, counted_from: int, first: int, regime: bytes, adapter: str) -> bytes:
         key = (digest, counted_from, first, regime, adapter)
@@ -200,12 +213,51 @@ class Session:
             self._roots[key] = root
         return root
 
-    def _require_model(self, model: Any) -> None:
-        if model is not self._store.model:
+    def _require_may_begin(self, model: Any, given: GenerateArguments) -> None:
+        self._require_model(model)
+        require_layer_adapters(model)
+        if given.cache_implementation is not None:
             raise CacheArgumentError(
-                f"this cache was built for another model ({type(self._store.model).__name__} elsewhere in memory); build "
-                f"one for this {type(model).__name__}: PagedPrefixCache(model)"
+                f"cache_implementation={given.cache_implementation!r} asks transformers for a cache of its own; "
+                "leave it out, or leave past_key_values out"
             )
+        self._require_mine()
+        if self.is_open and self._call.num_scheduled:
+            raise CacheBusyError(f"a generate call is running on this cache; {_ANOTHER_CACHE}")
+        if given.only_new_tokens:
+            self._require_fit(given)
+
+    def why_unscheduled(self, layer_idx: int) -> PagedCacheError:
+        """The error of a layer that writes although no forward is scheduled, by the modules that run now."""
+        model, running = self._conditioning.model, None
+        frame = sys._getframe()
+        while frame is not None:
+            if isinstance(owner := frame.f_locals.get("self"), nn.Module):
+                running = owner  # in the end the outermost
+            frame = frame.f_back
+        modules = set(model.modules())
+        if running is not None and running not in modules and modules.isdisjoint(running.modules()):
+            return self._another_model(running)
+        how = (
+            "run the model that the cache was built for through its own __call__, not model.model(...); after detach(), "
+            "`with cache:` attaches it again"
+        )
+        return ForwardMismatchError(f"{how}: layer {layer_idx} writes to a cache whose call {self._call.state.value}")
+
+    def _require_model(self, model: Any) -> None:
+        if model is not self._conditioning.model:
+            raise self._another_model(model)
+
+    def _another_model(self, model: Any) -> CacheArgumentError:
+        own = type(self._conditioning.model).__name__
+        return CacheArgumentError(
+            f"this cache was built for another model ({own} elsewhere in memory); build "
+            f"one for this {type(model).__name__}: PagedPrefixCache(model)"
+        )
+
+    def _require_mine(self) -> None:
+        if self._call.brackets.are_of_another_thread():
+            raise CacheBusyError(f"a generate call is running on this cache in another thread; {_ANOTHER_CACHE}")
 
     def _require_fit(self, given: GenerateArguments) -> None:
         """Only new tokens must go on exactly where the rows stopped; a mask of ones never reaches the forward."""
@@ -219,13 +271,23 @@ class Session:
                 "among them)"
             )
 
-    def _require_mine(self) -> None:
-        if any(bracket.thread != threading.get_ident() for bracket in self._open):
-            raise CacheBusyError(f"a generate call is running on this cache in another thread; {_ANOTHER_CACHE}")
+    def _warn_of_a_lone_turn(self, request: ForwardRequest, num_previous: int) -> None:
+        """Once: a prompt that is shorter than the row before it and starts otherwise may be a chat's new turn alone."""
+        if self._has_warned or not num_previous or len(request.rows) > 1 or not self.is_open:
+            return
+        (row,), size = self._call.rows.distinct, self._store.block_size
+        if row.num_known < size and row.num_confirmed == 0 and len(request.rows[0].token_ids) < num_previous:
+            self._has_warned = True
+            warnings.warn(
+                f"PagedPrefixCache: this prompt of {len(request.rows[0].token_ids)} tokens shares less than a block with "
+                f"the {num_previous} tokens that the cache holds of the last call, so it is computed as a new prompt. If it "
+                "is the new turn of a chat, pass the whole conversation; what is known of it is not computed again",
+                stacklevel=2,
+            )
 
     def _log(self) -> None:
         if logger.isEnabledFor(logging.INFO):
-            rows = [row.frozen() for row in self._call.counts.rows]
+            rows = [row.frozen() for row in self._call.counters.rows]
             logger.info(
                 "reused %d of %d prompt tokens, computed %d: %s",
                 sum(row.reused_tokens for row in rows),
@@ -233,9 +295,6 @@ class Session:
                 sum(row.computed_tokens for row in rows),
                 "; ".join(f"row {number}: {row.stopped}" for number, row in enumerate(rows)),
             )
-
-
-_ANOTHER_CACHE = "use another cache on the same store for this one: PagedPrefixCache(cache.store)"
 
 
 def _max_position(arguments: Mapping[str, Any], num_columns: int) -> int:

@@ -4,8 +4,8 @@ Owns the turn: each call looks at another block of its hit. A weight that every 
 once, one row of an embedding when a block that holds its token has its turn.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -14,9 +14,11 @@ from ..call.rows import Row, Rows
 from ..call.scheduled_forward import RowInput
 from ..errors import OutOfBlocksError
 from ..kv.slot_mapping import RowLayout, read_source
+from ..model.conditioning import Conditioning
 from ..model.distributed import ranks_must_match
-from ..model.probing import eps_computed_in, input_device
-from ..prefix_store import PrefixStore
+from ..model.probing import eps_computed_in
+from ..store.block_store import BlockStore
+from .side_forward import SideForwards
 
 # Differences that other lengths and batch sizes make, as a share of the largest value; eps is that of the coarsest type
 # computed in. In fp32 an unchanged model gives 1e-6, one optimizer step at learning rate 1e-6 gives 4e-4.
@@ -28,70 +30,75 @@ class Verifier:
     """Recomputes one cached block of a call's hit, in turn.
 
     Args:
-        make_cache: a further cache on the same store, for the forward that recomputes.
+        blocks: where the blocks are.
+        conditioning: the model, and whether a shorter forward computes the same.
+        side: runs the forward that recomputes.
+        takes_positions: the model's forward has `position_ids`; without, it numbers its columns.
     """
 
-    def __init__(self, make_cache: Callable[[], Any]) -> None:
-        self._make_cache = make_cache
+    def __init__(
+        self, blocks: BlockStore, conditioning: Conditioning, side: SideForwards, *, takes_positions: bool
+    ) -> None:
+        self._blocks = blocks
+        self._conditioning = conditioning
+        self._side = side
+        self._takes_positions = takes_positions
         self._turn = 0
 
-    def verify(self, store: PrefixStore, rows: Sequence[RowInput]) -> bool:
+    def verify(self, rows: Sequence[RowInput], *, in_step: bool) -> bool:
         """Whether the block whose turn it is holds what the model computes now; True when there is none to look at.
 
-        Nor is one looked at where several processes share the model's weights: they must run as many forwards as each
-        other, whatever each has cached.
-        Cost: a forward of one block's tokens, during which other calls on the store wait.
+        None is looked at where processes must run as many forwards as each other, whatever each has cached.
+        Cost: a forward of one block's tokens.
         """
-        if ranks_must_match(store.model):
-            return True
-        with store.blocks.lock:
-            return self._verify(store, rows)
-
-    def _verify(self, store: PrefixStore, rows: Sequence[RowInput]) -> bool:
-        if store.conditioning.rope.depends_on_length:
-            return True  # a shorter forward has other frequencies
-        for row in rows:
-            if row.pad and not store.takes_positions:
+        if in_step or ranks_must_match(self._conditioning.model) or self._conditioning.rope.depends_on_length:
+            return True  # where rope depends on length, a shorter forward has other frequencies
+        for new in rows:
+            if new.pad and not self._takes_positions:
                 continue  # a forward without the padding numbers its tokens otherwise
-            with BlockTable(store.blocks.allocator, row.root) as known:
-                num_hit = known.hold_prefix(row.token_ids) // store.blocks.block_size
+            with ExitStack() as held:
+                known = self._hold(held, new)
+                num_hit = known.num_tokens // self._blocks.block_size
                 if num_hit:
                     index = self._turn % num_hit
                     self._turn += 1
                     try:
-                        return self._is_equal(store, row, known, index)
+                        return self._is_equal(held, new, known, index)
                     except OutOfBlocksError:
                         return True  # no block is free to compute into
         return True
 
-    def _is_equal(self, store: PrefixStore, given: RowInput, known: BlockTable, index: int) -> bool:
+    def _hold(self, held: ExitStack, new: RowInput) -> BlockTable:
+        """The prefix hit of a row, until `held` is left."""
+        with self._blocks.lock:
+            table = BlockTable(self._blocks.allocator, new.root)
+            table.hold_prefix(new.token_ids)
+
+        def free() -> None:
+            with self._blocks.lock:
+                table.free()
+
+        held.callback(free)
+        return table
+
+    def _is_equal(self, held: ExitStack, new: RowInput, known: BlockTable, index: int) -> bool:
         """Whether block `index` of a row is computed as it is stored."""
-        blocks, model, device = store.blocks, store.model, input_device(store.model)
+        blocks = self._blocks
         start, stop = index * blocks.block_size, (index + 1) * blocks.block_size
-        before = known.fork()
-        before.truncate(start)
-        row = Row(before, 0, given.root, given.first_position)
-        row.num_confirmed = start
-        row.stop_commits(start)  # and, with that, no hit: what is stored must not be found
-        cache = self._make_cache()
-        cache.call.take_over(Rows([row], [0], start))
-        arguments: dict[str, Any] = {"input_ids": torch.tensor([given.token_ids[start:stop]], device=device)}
-        if store.takes_positions:
-            positions = torch.arange(start, stop, device=device) + given.first_position
-            arguments["position_ids"] = positions[None]
-        with torch.no_grad():
-            model(**arguments, past_key_values=cache, use_cache=True)
-        stored = RowLayout(given.root, 0, known.token_ids, known.block_ids)
+        with blocks.lock:
+            row = Row(known.fork(), 0, new.root, new.first_position)
+            row.truncate(start)
+            row.num_confirmed = start
+        cache = held.enter_context(self._side.sibling(Rows([row], [0], start)))
+        self._side.run(cache, [new.token_ids[start:stop]], first_position=new.first_position, commits=False)
+        stored = RowLayout(new.root, 0, known.token_ids, known.block_ids)
         computed = cache.call.rows.distinct[0].layout()
         sources = [read_source([layout], start, stop, blocks.block_size) for layout in (stored, computed)]
-        eps = eps_computed_in(model)
-        try:
-            return all(
-                _agree(eps, *(blocks.pool.gather(layer, source) for source in sources))
-                for layer in blocks.pool.layer_indices
-            )
-        finally:
-            cache.reset()
+        eps = eps_computed_in(self._side.model)
+        return all(
+            _agree(eps, *(blocks.pool.gather(layer, source) for source in sources))
+            for layer in blocks.pool.layer_indices
+        )
 
 
 def _agree(eps: float, stored: dict[str, torch.Tensor], computed: dict[str, torch.Tensor]) -> bool:

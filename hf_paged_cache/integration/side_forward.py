@@ -1,0 +1,121 @@
+"""Forwards that we run ourselves, for scores, shared prefixes and verification, each on a sibling cache of the same store.
+
+Owns all of such a forward: the rows that the sibling takes over, the arguments, what is committed of it, and that the
+sibling's rows are dropped in the end. No cache of a user is touched.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..call.admission import CallLimits
+from ..call.call import Call
+from ..call.rows import Rows
+from ..model.probing import input_device
+from .forward_arguments import ArgumentReader
+from .generate_arguments import GenerateArguments
+from .hooks import AttachedCache
+
+
+class SiblingCache(AttachedCache, Protocol):
+    """A cache on the same store, under the same conditions."""
+
+    call: Call
+
+    def activate_past_recording(self) -> None:
+        """Logits of more tokens than the last will be read."""
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row becomes `repeats` rows."""
+
+    def reset(self) -> None:
+        """Drop the rows."""
+
+
+class SideForwards:
+    """Runs forwards on sibling caches.
+
+    Args:
+        model: what is run.
+        reader: says which arguments the model takes.
+        make_cache: a sibling cache.
+    """
+
+    def __init__(self, model: Any, reader: ArgumentReader, make_cache: Callable[[], SiblingCache]) -> None:
+        self.model = model
+        self._reader = reader
+        self._make_cache = make_cache
+
+    @contextmanager
+    def sibling(self, rows: Rows | None = None) -> Iterator[SiblingCache]:
+        """A sibling that goes on with `rows`, or has none; until the block is left it holds what it computed."""
+        cache = self._make_cache()
+        try:
+            if rows is not None:
+                cache.call.take_over(rows, ended=True)
+            yield cache
+        finally:
+            cache.reset()
+
+    def run(
+        self,
+        cache: SiblingCache,
+        rows: Sequence[Sequence[int]],
+        *,
+        num_logits: int = 1,
+        pad: int = 0,
+        first_position: int = 0,
+        commits: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Run tokens after those that the sibling holds, without gradients, and commit the blocks that they fill.
+
+        Shorter rows are filled up on the right, where no other token sees them, with tokens of their own; those are
+        never committed.
+
+        Args:
+            rows: the new tokens of each row.
+            num_logits: how many of the last columns' logits are wanted.
+            pad: columns of left padding, of rows that begin as of those held.
+            first_position: position of the rows' first token.
+            commits: False: nothing is committed, and nothing stored takes the place of what is computed.
+            options: further arguments of the forward.
+        Returns:
+            logits of the last columns, [R, num_logits, vocabulary].
+        Raises:
+            OutOfBlocksError: the forward does not fit.
+        """
+        call, device = cache.call, input_device(self.model)
+        num_held, num_new = call.num_columns, max(map(len, rows))
+        num_pads = 0 if num_held else pad  # of the columns passed
+        stop = num_held + num_pads + num_new
+        ids = [[0] * num_pads + [*row, *[row[-1]] * (num_new - len(row))] for row in rows]
+        mask = torch.ones((len(rows), stop), dtype=torch.int64, device=device)
+        mask[:, :pad] = 0
+        arguments = {**(options or {}), "input_ids": torch.tensor(ids, device=device), "attention_mask": mask}
+        arguments |= {"past_key_values": cache, "use_cache": True, "return_dict": True}
+        if self._reader.takes_positions:
+            arguments["position_ids"] = torch.arange(num_held, stop, device=device)[None] + first_position
+        if self._reader.takes_logits_to_keep:
+            arguments["logits_to_keep"] = num_logits
+        if not commits:
+            for row in call.rows.distinct:
+                row.stop_commits(0)
+        given = GenerateArguments(
+            limits=CallLimits(num_prompt_columns=stop, max_columns=stop, num_rows=len(rows)),
+            only_new_tokens=bool(call.rows.alias),
+            num_masked=stop,
+            num_given=stop - num_held,
+        )
+        with torch.no_grad(), cache.generating(self.model, given):
+            if num_logits > 1 and not self._reader.takes_logits_to_keep:
+                cache.activate_past_recording()
+            output = self.model(**arguments)
+            for row, tokens in zip(call.rows.in_batch(), rows, strict=True):
+                if len(tokens) < num_new:
+                    row.stop_commits(num_held + len(tokens))
+        logits: Tensor = output.logits[:, -num_logits:]
+        return logits
