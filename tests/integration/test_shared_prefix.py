@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
 
-from ..internals import make_forwards_cheap
-from ..reference import Forwards, assert_same, batch, is_same, row, run, zero_blocks
+from ..internals import make_forwards_cheap, zero_what_rows_share
+from ..reference import Forwards, assert_same, batch, is_same, row, run
 from ..tiny_models import build, tiny
 
 MODELS = ("llama", "gpt2", "gemma3", "bloom", "opt", "mixtral")
@@ -61,14 +61,7 @@ def test_what_was_prefilled_is_seen_by_the_comparison(monkeypatch: pytest.Monkey
     model = build("llama")
     inputs = batch(*QUESTIONS)
     cache = PagedPrefixCache(model)
-    announce = cache.call.announce
-
-    def zeroed(request: Any) -> Any:
-        if request.prefilled:
-            zero_blocks(cache)
-        return announce(request)
-
-    monkeypatch.setattr(cache.call, "announce", zeroed)
+    zero_what_rows_share(monkeypatch, cache)
     reference, output = run(model, **inputs), run(model, cache, **inputs)
     assert not is_same(reference, output)
     first = (reference.logits[0] - output.logits[0]).abs().amax(dim=1)
@@ -110,17 +103,12 @@ def test_beams_of_rows_that_share_are_prefilled_once() -> None:
     assert cache.last_call.computed_tokens < 64 + 2 * 16
 
 
-def test_a_pool_with_no_room_for_prefills_computes_rows_as_they_are() -> None:
+def test_rows_share_in_a_pool_of_which_another_cache_holds_a_part() -> None:
     model = build("llama")
-    inputs = batch(*QUESTIONS)
-    num_needed = 4 * 5 + 1  # without sharing: 78 columns a row
-    store = PrefixStore(model, num_blocks=num_needed)
-    other = PagedPrefixCache(store)
-    cache = PagedPrefixCache(store)
-    compare(model, cache, **inputs)
-    cache.reset()
+    store = PrefixStore(model, num_blocks=1 + 7 + 4 + 4)  # the other's rows, the prompt once, and a block a row
+    other, cache = PagedPrefixCache(store), PagedPrefixCache(store)
     run(model, other, input_ids=torch.tensor([row((7, 100))]))
-    compare(model, cache, **inputs)
+    assert compare(model, cache, **batch(*QUESTIONS)) == [(1, 64), (4, 9)]
 
 
 def test_a_call_that_cannot_fit_is_refused_before_anything_is_computed() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import CacheBusyError, OutOfBlocksError, PagedPrefixCache, PrefixStore
 
 from ..internals import make_forwards_cheap
-from ..reference import IDS, PROMPT, TOLERANCE, Forwards, assert_same, batch, row, run
+from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_same, batch, row, run
 from ..tiny_models import build, tiny
 from .test_interrupted_calls import Interrupter
 
@@ -27,20 +27,6 @@ QUESTIONS = batch(*[[*FEW_SHOT, *row((seed, 9))] for seed in (2, 3, 4, 5)])
 
 class StopError(Exception):
     """Raised on purpose."""
-
-
-class AtStep(LogitsProcessor):
-    """Does something at one step of `generate`, counted from 1."""
-
-    def __init__(self, step: int, act: Callable[[], Any]) -> None:
-        self.countdown = step
-        self.act = act
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.countdown -= 1
-        if self.countdown == 0:
-            self.act()
-        return scores
 
 
 def stop() -> None:
