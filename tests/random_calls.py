@@ -9,17 +9,19 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import inspect
 import random
 import time
 from collections import Counter
 from typing import Any
-from unittest import mock
 
+import pytest
 import torch
 from transformers import LogitsProcessor, PreTrainedModel
 
 from hf_paged_cache import CacheBusyError, OutOfBlocksError, PagedPrefixCache, PrefixStore
 
+from .internals import make_forwards_cheap
 from .reference import TOLERANCE, assert_same, run
 from .tiny_models import build
 
@@ -96,7 +98,7 @@ class _Users:
         self.add_cache()
 
     def add_cache(self) -> PagedPrefixCache:
-        cache = PagedPrefixCache(self.store, attention=self.rng.random() < 0.6)
+        cache = PagedPrefixCache(self.store, attention="contiguous" if self.rng.random() < 0.6 else "gather")
         self.caches.append(cache)
         self.held[id(cache)] = None
         return cache
@@ -125,8 +127,7 @@ class _Users:
         deeds += [self.change_weights, self.reset, self.copy_cache, self.drop_cache, self.ambient, self.reorder]
         deeds += [self.pin]
         kind = rng.choice(deeds)(cache)
-        self.store.blocks.settle()
-        self.store.blocks.allocator.check()
+        self.caches[0].check()
         self.num_calls[kind] += 1
         return kind
 
@@ -213,7 +214,7 @@ class _Users:
             stop = min(ids.shape[1], start + rng.choice([1, 2, 5, 40]))
             kept = rng.choice([0, 1, stop - start])
             given = {"position_ids": positions[:, start:stop]} if takes_positions else {}
-            if rng.random() < 0.8 and self.store.argument_reader.takes_logits_to_keep:
+            if rng.random() < 0.8 and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
                 given["logits_to_keep"] = kept
             else:
                 kept = 0
@@ -265,7 +266,7 @@ class _Users:
                     each.reset()
                 self.store.reset_prefix_cache()
             self.held = dict.fromkeys(self.held)
-            assert self.store.blocks.num_free_blocks == self.num_blocks - 1, self.store.blocks.num_free_blocks
+            assert cache.stats().num_free_blocks == self.num_blocks - 1, cache.stats()
         return self.generate(cache)
 
     def pin(self, cache: PagedPrefixCache) -> str:
@@ -393,17 +394,16 @@ class _Users:
 
     def close(self) -> None:
         """All blocks must be accounted for."""
-        self.store.blocks.settle()
         for cache in self.caches:
             cache.reset()
             cache.unpin()
         self.caches, self.held = [], {}
         gc.collect()
-        self.store.blocks.settle()
-        allocator = self.store.blocks.allocator
-        allocator.check()
-        assert allocator.num_blocks_in_use == 0, f"{allocator.num_blocks_in_use} blocks are lost"
-        assert allocator.num_cached_blocks + self.store.blocks.num_free_blocks == self.num_blocks - 1
+        cache = PagedPrefixCache(self.store)
+        cache.check()
+        self.stats = cache.stats()
+        assert self.stats.num_blocks_in_use == 0, f"{self.stats.num_blocks_in_use} blocks are lost"
+        assert self.stats.num_cached_blocks + self.stats.num_free_blocks == self.num_blocks - 1
 
 
 def random_calls(num_calls: int, seed: int = 0) -> Counter[str]:
@@ -415,7 +415,8 @@ def random_calls(num_calls: int, seed: int = 0) -> Counter[str]:
         AssertionError: a call gave something else than a fresh cache, or a block is lost; says which call of which seed.
     """
     counts: Counter[str] = Counter()
-    with mock.patch("hf_paged_cache.integration.shared_prefix.FORWARD_COST_ON_HOST", 4):  # prompts are short
+    with pytest.MonkeyPatch.context() as patch:
+        make_forwards_cheap(patch)
         for first in range(0, num_calls, CALLS_A_STORE):
             users = _Users(random.Random(f"{seed} {first}"))
             num_made = 0
@@ -429,8 +430,8 @@ def random_calls(num_calls: int, seed: int = 0) -> Counter[str]:
                 raise
             counts += users.num_calls
             counts["reused tokens"] += users.num_reused
-            counts["evictions"] += users.store.blocks.allocator.num_evictions
-            counts["copies on write"] += users.store.blocks.allocator.num_copies_on_write
+            counts["evictions"] += users.stats.num_evictions
+            counts["copies on write"] += users.stats.num_copies_on_write
     assert counts["ties of the reference"] <= 1 + num_calls // 500, "so many ties are none"
     return counts
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
+
+from .internals import zero_blocks as zero_blocks  # what every check of a hit is proved with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hf_paged_cache import PagedPrefixCache, PrefixStore
+    from hf_paged_cache import PagedPrefixCache
+
 
 TOLERANCE = 1e-4  # of the largest logit of the reference
 
@@ -77,17 +81,32 @@ def is_same(reference: Any, output: Any) -> bool:
     return True
 
 
-def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
-    """Put zeros in place of all keys and values held, and drop the views: whatever is reused from here on is zeros.
+class Forwards:
+    """Rows and tokens of every forward that a model runs until the block is left.
 
-    What is computed from here on is stored and read as always, so a call that reuses nothing stays right.
+    No hook, which would be another condition of keys and values: the call of the embeddings' type is replaced.
     """
-    store = getattr(cache_or_store, "store", cache_or_store).blocks
-    for layer in store.pool._tensors.values():
-        for tensor in layer.values():
-            tensor.zero_()
-    for call in store.holders():
-        call.reader.drop()
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.shapes: list[tuple[int, int]] = []
+        self._embeddings = model.get_input_embeddings()
+        self._patch = pytest.MonkeyPatch()
+
+    def __enter__(self) -> list[tuple[int, int]]:
+        kind = type(self._embeddings)
+        self._patch.setattr(kind, "__call__", self._noting(kind.__call__))
+        return self.shapes
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+    def _noting(self, call: Any) -> Any:
+        def noting_call(module: torch.nn.Module, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if module is self._embeddings:
+                self.shapes.append((ids.shape[0], ids.shape[1]))
+            return call(module, ids, *args, **kwargs)
+
+        return noting_call
 
 
 def row(*parts: tuple[int, int], pad: int = 0) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 
 from hf_paged_cache import PagedPrefixCache, check_model
 
+from .internals import read_zeros
 from .tiny_models import build
 
 
@@ -63,14 +64,7 @@ def _attends_to_all(forward: Any) -> Any:
 def test_a_cache_of_ours_that_serves_something_else_is_a_reason(
     tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_paged_cache.attention.contiguous import ContiguousReader
-
-    read = ContiguousReader.read
-
-    def wrong(self: Any, layer_idx: int, new: Any) -> Any:
-        return {name: held * 0 for name, held in read(self, layer_idx, new).items()}
-
-    monkeypatch.setattr(ContiguousReader, "read", wrong)
+    read_zeros(monkeypatch)
     report = check_model(tiny_llama)
     assert not report.is_supported
     assert "with our cache its logits differ by" in report.reason

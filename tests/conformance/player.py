@@ -14,8 +14,8 @@ import torch
 from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.model.rope import RopeRegime
 
+from ..internals import depends_on_length
 from ..reference import TOLERANCE, run, zero_blocks
 from .zoo import extra_inputs
 
@@ -75,7 +75,7 @@ class Player:
         self.zeroed = zeroed
         self.reused = reused
         self._num_hits = 0
-        self._rope_changes = RopeRegime(model.modules()).depends_on_length
+        self._rope_changes = depends_on_length(model)
         self.build()
 
     def build(self, *, num_blocks: int | None = 256, attention: str = "contiguous") -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..internals import failing_layer
 from ..reference import batch, row
 from .player import CellError, Player
 
@@ -113,21 +114,12 @@ def after_a_fault(play: Player) -> None:
 
 
 def _fail_in_a_middle_layer(play: Player, arguments: dict[str, Any]) -> None:
-    layers = play.store.blocks.pool.layer_indices
-    middle, write = layers[len(layers) // 2], play.cache.write_layer
-
-    def fail(layer_idx: int, states: Any) -> Any:
-        if layer_idx == middle:
-            raise _FaultError
-        return write(layer_idx, states)
-
-    play.cache.write_layer = fail  # type: ignore[method-assign]
+    layers = [number for number in range(len(play.cache.layers)) if play.cache.get_seq_length(number)]
     try:
-        play.fill(**arguments)
+        with failing_layer(play.cache, layers[len(layers) // 2], _FaultError()):
+            play.fill(**arguments)
     except _FaultError:
         return
-    finally:
-        del play.cache.write_layer
     raise CellError("different", "the fault in a middle layer did not come out of generate")
 
 

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
 
-from ..reference import assert_same, batch, is_same, row, run, zero_blocks
+from ..internals import make_forwards_cheap
+from ..reference import Forwards, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
 
 MODELS = ("llama", "gpt2", "gemma3", "bloom", "opt", "mixtral")
@@ -21,49 +22,25 @@ QUESTIONS = [[*FEW_SHOT, *row((seed, length))] for seed, length in ((2, 9), (3, 
 
 @pytest.fixture(autouse=True)
 def cheap_forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Prompts of tests are short: a forward costs as much as 4 tokens."""
-    monkeypatch.setattr("hf_paged_cache.integration.shared_prefix.FORWARD_COST_ON_HOST", 4)
+    make_forwards_cheap(monkeypatch)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-class Forwards:
-    """Rows and columns of each forward of several columns that a model runs."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.shapes: list[tuple[int, int]] = []
-        self._embeddings = model.get_input_embeddings()
-
-    def __enter__(self) -> list[tuple[int, int]]:
-        # A hook, of the module or of all modules, would be another condition of its keys and values.
-        kind = type(self._embeddings)
-        self._patch = pytest.MonkeyPatch()
-        self._patch.setattr(kind, "__call__", self._noting(kind.__call__))
-        return self.shapes
-
-    def __exit__(self, *_: object) -> None:
-        self._patch.undo()
-
-    def _noting(self, call: Any) -> Any:
-        def noting_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            output = call(module, *args, **kwargs)
-            if module is self._embeddings and output.shape[1] > 1:
-                self.shapes.append((output.shape[0], output.shape[1]))
-            return output
-
-        return noting_call
-
-
 def compare(model: PreTrainedModel, cache: PagedPrefixCache, **arguments: Any) -> list[tuple[int, int]]:
-    """One call with both caches, which must give the same; the shapes of the forwards that ours ran."""
+    """One call with both caches, which must give the same; the forwards of several columns that ours ran."""
     reference = run(model, **arguments)
     with Forwards(model) as shapes:
         output = run(model, cache, **arguments)
     assert_same(reference, output)
     cache.check()
-    return shapes
+    return of_prompts(shapes)
+
+
+def of_prompts(shapes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [shape for shape in shapes if shape[1] > 1]
 
 
 @pytest.mark.parametrize("attention", ["contiguous", "gather"])
@@ -175,7 +152,7 @@ def test_processes_in_step_prefill_nothing() -> None:
     cache = PagedPrefixCache(model)
     with Forwards(model) as shapes:
         run(model, cache, **batch(*QUESTIONS), synced_gpus=True)
-    assert shapes == [(4, 73)]
+    assert of_prompts(shapes) == [(4, 73)]
     cache.reset()
     cache.reset_prefix_cache()
     assert compare(model, cache, **batch(*QUESTIONS)) == [(1, 64), (4, 9)]

@@ -14,8 +14,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_f
 from accelerate.utils import offload_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.model.trial import why_it_fails
+from hf_paged_cache import PagedPrefixCache, check_model
 
 from ..reference import assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build
@@ -97,7 +96,7 @@ def test_forwards_of_our_own_run_where_weights_are_kept_elsewhere(
     """A trial, the measure of a block's bytes, the recomputation of one, a score: none is given ids by the user."""
     plain = PagedPrefixCache(copy.deepcopy(model))
     offloaded = PLACES[place](model, tmp_path)
-    assert why_it_fails(offloaded).reason == ""
+    assert check_model(offloaded).is_supported
     cache = PagedPrefixCache(offloaded, max_bytes=2**20, verify=True)
     for reused in (0, 49):
         run(offloaded, cache, input_ids=IDS)
@@ -231,7 +230,7 @@ def test_a_prepared_model_keeps_its_hits(model: PreTrainedModel, cache: PagedPre
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_a_prepared_model_is_itself_behind_a_cache(model: PreTrainedModel, mixed_precision: str) -> None:
-    assert why_it_fails(prepared(model, mixed_precision)).reason == ""
+    assert check_model(prepared(model, mixed_precision)).is_supported
 
 
 def test_mixed_precision_of_a_prepared_model_has_blocks_of_its_own(model: PreTrainedModel) -> None:

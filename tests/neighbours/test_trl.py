@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.model.conditioning import Conditioning
 
+from ..internals import see_no_change_of_the_model
 from ..reference import zero_blocks
 from ..tiny_models import build
 from .recorder import Recorder, are_same_steps, assert_same_steps
@@ -114,8 +114,7 @@ def test_keys_and_values_of_an_earlier_step_would_be_noticed(
 ) -> None:
     """The test above can fail: with a digest that never changes, old blocks are served and the run is another."""
     wanted = trained(tiny_tokenizer, tmp_path, use_cache=False)
-    monkeypatch.setattr(Conditioning, "digest", lambda self: b"the same for ever")
-    monkeypatch.setattr(Conditioning, "bypass", lambda self: None)
+    see_no_change_of_the_model(monkeypatch)
     got = trained(tiny_tokenizer, tmp_path, use_cache=True)
     assert not are_same_steps(wanted.steps, got.steps)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
 
+from ..internals import blocks_of_rows
 from ..reference import assert_same, batch, row, run
 from ..tiny_models import tiny
 
@@ -51,7 +52,7 @@ class Conversation:
     """Two caches on one store, and what the last call of each gave."""
 
     def __init__(self, block_size: int, num_blocks: int | None, attention: str) -> None:
-        self.model = tiny("llama")
+        self.model, self.block_size, self.num_blocks = tiny("llama"), block_size, num_blocks
         self.store = PrefixStore(self.model, block_size=block_size, num_blocks=num_blocks)
         self.caches = [PagedPrefixCache(self.store, attention=attention) for _ in range(2)]
         self.last: list[dict[str, Any] | None] = [None, None]  # whole sequences and their mask
@@ -102,15 +103,12 @@ class Conversation:
         """What the call may need if nothing is shared and each row copies a block once."""
         expanded = max(way.get("num_beams", 1), way.get("num_return_sequences", 1))
         lengths = prompt["attention_mask"].sum(dim=1) + NEW_TOKENS - 1
-        return int((-(-lengths // self.store.blocks.block_size) + 1).sum()) * expanded
+        return int((-(-lengths // self.block_size) + 1).sum()) * expanded
 
     def num_blocks_others_leave(self) -> float:
-        blocks = self.store.blocks
-        if blocks.max_num_blocks is None:
+        if self.num_blocks is None:
             return float("inf")
-        other = self.caches[1 - self.user].call
-        held = {i for row_ in [*other.rows.distinct, *other.ended] for i in row_.table.block_ids}
-        return blocks.max_num_blocks - 1 - len(held)
+        return self.num_blocks - 1 - len(blocks_of_rows(self.caches[1 - self.user]))
 
     def end(self) -> None:
         """All blocks are accounted for."""

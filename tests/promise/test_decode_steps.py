@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.kv.block_pool import BlockPool
 
+from ..internals import count_writes, held_tensors
 from ..reference import batch, row, run
 from ..tiny_models import tiny
 
@@ -23,21 +23,7 @@ NUM_NEW = 6
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often layers were written by either path."""
-    counts: Counter[str] = Counter()
-
-    def counted(name: str) -> Any:
-        write = getattr(BlockPool, name)
-
-        def counting(*args: Any) -> Any:
-            done = write(*args)
-            counts[name] += done is not False
-            return done
-
-        return counting
-
-    for name in ("write", "write_step"):
-        monkeypatch.setattr(BlockPool, name, counted(name))
-    return counts
+    return count_writes(monkeypatch)
 
 
 @pytest.mark.parametrize("attention", ["contiguous", "gather"])
@@ -96,9 +82,7 @@ def test_a_gradient_flows_through_steps_of_one_token_as_with_a_dynamic_cache(
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other)
     assert not writes["write_step"]
-    assert not any(
-        tensor.requires_grad for layer in cache.store.blocks.pool._tensors.values() for tensor in layer.values()
-    )
+    assert not any(tensor.requires_grad for tensor in held_tensors(cache))
 
 
 def test_the_tensors_of_a_layer_are_contiguous_as_a_dynamic_caches_are() -> None:

@@ -17,14 +17,8 @@ from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor, Logits
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_paged_cache import ForwardMismatchError, OutOfBlocksError, PagedPrefixCache, PrefixStore
-from hf_paged_cache.attention.contiguous import ContiguousReader
-from hf_paged_cache.attention.gather import GatherReader
-from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
-from hf_paged_cache.call.call import Call
-from hf_paged_cache.call.rows import Rows
-from hf_paged_cache.kv.block_pool import BlockPool
-from hf_paged_cache.store.block_store import BlockStore
 
+from ..internals import FAULT_POINTS, LAYER_WRITE
 from ..reference import assert_same, batch, row, run
 from ..tiny_models import tiny
 
@@ -88,49 +82,16 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, number: int
     return calls
 
 
-POINTS = [
-    (Call, "begin"),
-    (Call, "announce"),
-    (Call, "write"),
-    (Call, "write_step"),
-    (Call, "confirm"),
-    (Call, "reorder"),
-    (LlamaMLP, "__call__"),  # not its forward: another one is another root, as a hook is
-    (PrefixCachingBlockAllocator, "allocate"),
-    (PrefixCachingBlockAllocator, "allocate_mutable"),
-    (PrefixCachingBlockAllocator, "make_writable"),
-    (PrefixCachingBlockAllocator, "commit_many"),
-    (PrefixCachingBlockAllocator, "fork"),
-    (PrefixCachingBlockAllocator, "free"),
-    (PrefixCachingBlockAllocator, "truncate"),
-    (BlockTable, "append_tokens"),
-    (BlockStore, "make_room"),
-    (BlockStore, "make_copies"),
-    (BlockPool, "write"),
-    (BlockPool, "write_step"),
-    (BlockPool, "gather"),
-    (BlockPool, "copy_blocks"),
-    (Rows, "regroup"),
-    (Rows, "select"),
-    (ContiguousReader, "read"),
-    (ContiguousReader, "read_step"),
-    (ContiguousReader, "start_forward"),
-    (ContiguousReader, "reorder_rows"),
-    (ContiguousReader, "expand_rows"),
-    (ContiguousReader, "keep"),
-    (GatherReader, "read"),
-]
+POINTS = [*FAULT_POINTS, (LlamaMLP, "__call__", "contiguous")]  # not its forward: another one is another root
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(("owner", "name"), POINTS, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("owner", "name", "attention"), POINTS, ids=lambda value: getattr(value, "__name__", value))
 def test_a_fault_in_a_call_leaves_nothing_wrong_behind(
-    owner: type, name: str, after: bool, monkeypatch: pytest.MonkeyPatch
+    owner: type, name: str, attention: str, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama")
     victim = {**batch(PROMPT), "num_beams": 3, "max_new_tokens": 12}
-    gathers = owner is GatherReader or name == "gather"  # a contiguous copy gathers nothing here
-    attention = "gather" if gathers else "contiguous"
     with monkeypatch.context() as patch:
         cache = new_cache(attention)
         calls = fail_at(patch, owner, name, 0, after)
@@ -158,7 +119,7 @@ def test_a_fault_in_a_layer_of_a_plain_forward_takes_that_forward_back(
     with torch.no_grad():
         wanted = model(ids, use_cache=False).logits
         with monkeypatch.context() as patch:
-            fail_at(patch, Call, "write", number, after)
+            fail_at(patch, *LAYER_WRITE, number, after)
             done = 0 if number <= 2 else 9
             if done:
                 model(ids[:, :done], past_key_values=cache)
@@ -241,7 +202,7 @@ def test_blocks_of_a_prefill_that_failed_are_not_reused(monkeypatch: pytest.Monk
     """Layer 0 has written its keys and values when layer 1 fails: full blocks, half written."""
     cache = PagedPrefixCache(tiny("llama"), block_size=4)
     with monkeypatch.context() as patch:
-        fail_at(patch, Call, "write", 2, after=False)
+        fail_at(patch, *LAYER_WRITE, 2, after=False)
         with pytest.raises(BoomError):
             run(tiny("llama"), cache, **batch(PROMPT))
     assert cache.stats().num_cached_blocks == 0

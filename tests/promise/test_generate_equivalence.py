@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
 
-from ..reference import PROMPT, assert_same, batch, row, run
+from ..reference import PROMPT, Forwards, assert_same, batch, row, run
 from ..scenes import Player, play
 from ..tiny_models import build, tiny
 
@@ -271,11 +271,9 @@ def test_equal_rows_of_a_prompt_are_computed_once(how: dict[str, Any], attention
     model = build("llama")
     cache = PagedPrefixCache(model, attention=attention)
     rows = [PROMPT] if how else [PROMPT] * 4
-    sizes: list[tuple[int, ...]] = []
-    handle = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: sizes.append(tuple(args[0].shape)))
-    output = run(model, cache, **batch(*rows), **how)
-    handle.remove()
-    assert sizes == [(1, 50), *[(4, 1)] * 5]
+    with Forwards(model) as shapes:
+        output = run(model, cache, **batch(*rows), **how)
+    assert shapes == [(1, 50), *[(4, 1)] * 5]
     assert_same(run(model, **batch(*rows), **how), output)
 
 

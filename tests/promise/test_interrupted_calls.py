@@ -20,9 +20,16 @@ from transformers import LogitsProcessor, TextIteratorStreamer
 
 import hf_paged_cache
 from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
-from hf_paged_cache.store import block_store
 
-from ..reference import assert_same, batch, row, run
+from ..internals import (
+    FINALIZERS,
+    MEMORY_PLACES,
+    leave_all_with_blocks,
+    make_pools_grow,
+    num_reserved_blocks,
+    owner_of,
+)
+from ..reference import Forwards, assert_same, batch, row, run
 from ..tiny_models import build, tiny
 
 OURS = str(Path(hf_paged_cache.__file__).parent)
@@ -71,7 +78,7 @@ class Interrupter:
         torch.set_grad_enabled(self._gradients)
 
     def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code.co_name in ("__del__", "leave_behind"):
+        if frame.f_code.co_name in FINALIZERS:
             return None
         return self._line if frame.f_code.co_filename.startswith(OURS) else None
 
@@ -97,10 +104,10 @@ def assert_all_accounted_for(cache: PagedPrefixCache) -> None:
     cache.reset()
     gc.collect()
     cache.check()
-    blocks = cache.store.blocks
-    assert blocks.allocator.num_blocks_in_use == 0
-    assert blocks.num_free_blocks + blocks.allocator.num_cached_blocks == blocks.num_blocks - 1
-    assert not list(blocks._reserved.values())
+    stats = cache.stats()
+    assert stats.num_blocks_in_use == 0
+    assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks - 1
+    assert num_reserved_blocks(cache) == 0
 
 
 def pin_and_unpin(cache: PagedPrefixCache) -> None:
@@ -115,7 +122,8 @@ def pin_and_unpin(cache: PagedPrefixCache) -> None:
 def test_pins_are_there_or_not_and_no_block_is_lost_wherever_pinning_is_interrupted(
     references: dict[str, Any],
 ) -> None:
-    cache = prepared(True)
+    cache = prepared(attention="contiguous")
+    held = cache.stats().num_blocks_in_use  # by rows
     with Interrupter() as counter:
         pin_and_unpin(cache)
     assert counter.num_lines > 100
@@ -123,10 +131,8 @@ def test_pins_are_there_or_not_and_no_block_is_lost_wherever_pinning_is_interrup
         with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             pin_and_unpin(cache)
         cache.check()
-        blocks, held = cache.store.blocks, cache.stats().num_blocks_in_use
-        num_pinned = blocks.pins.num_blocks_held_alone
         cache.unpin()
-        assert cache.stats().num_blocks_in_use == held - num_pinned, interrupter.place
+        assert cache.stats().num_blocks_in_use == held, interrupter.place
         assert cache.stats().num_pinned_blocks == 0, interrupter.place
     assert_same(references["greedy"], run(tiny("llama"), cache, max_new_tokens=4, **CALLS["greedy"]))
     assert_all_accounted_for(cache)
@@ -256,8 +262,7 @@ def test_what_a_user_does_between_calls_may_be_interrupted(deed: str, references
         with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             deeds[deed](cache)
         model = tiny("llama")
-        bracket = model.__dict__["generate"]
-        bracket.ambient.clear()  # a block whose entry was interrupted is never left
+        leave_all_with_blocks(model)
         try:
             cache.check()
             for name in ("padded", "beams"):
@@ -405,7 +410,7 @@ def test_a_cache_collected_between_its_plain_forwards_gives_its_blocks_back() ->
     gc.collect()
     other = PagedPrefixCache(store)
     other.check()
-    assert store.blocks.allocator.num_blocks_in_use == 0
+    assert other.stats().num_blocks_in_use == 0
 
 
 # Out of memory.
@@ -434,24 +439,13 @@ class OutOfMemoryAt:
         raise torch.OutOfMemoryError("on purpose")
 
 
-PLACES = [
-    "pool.write",
-    "pool.ensure_capacity",
-    "pool.copy_blocks",
-    "reader.read",
-    "reader.start_rows",
-    "reader.start_forward",
-]
-PLACES += ["reader.reorder_rows", "model"]
-
-
 @pytest.mark.parametrize("attention", ["contiguous", "gather"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [*MEMORY_PLACES, "model"])
 def test_out_of_memory_anywhere_leaves_the_cache_right(
     place: str, attention: str, references: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama")
-    monkeypatch.setattr(block_store, "_FIRST_NUM_BLOCKS", 4)  # so the pool grows
+    make_pools_grow(monkeypatch)
     struck = 0
     for name in CALLS:
         for at in (1, 2, 5):
@@ -459,11 +453,8 @@ def test_out_of_memory_anywhere_leaves_the_cache_right(
                 cache = PagedPrefixCache(PrefixStore(model, block_size=4), attention=attention)
                 if at != 5 and place != "pool.ensure_capacity":  # the first call makes it grow far
                     run(model, cache, max_new_tokens=4, **CALLS["greedy"])
-                owner, attribute = {
-                    "pool": (cache.store.blocks.pool, place.partition(".")[2]),
-                    "reader": (cache.call.reader, place.partition(".")[2]),
-                    "model": (model.model.layers[1].mlp, "forward"),
-                }[place.partition(".")[0]]
+                in_model = (model.model.layers[1].mlp, "forward")
+                owner, attribute = in_model if place == "model" else owner_of(cache, place)
                 failing = OutOfMemoryAt(getattr(owner, attribute), at, after=after)
                 with monkeypatch.context() as patch:
                     patch.setattr(owner, attribute, failing)
@@ -476,21 +467,18 @@ def test_out_of_memory_anywhere_leaves_the_cache_right(
                     assert_same(references[after_name], run(model, cache, max_new_tokens=4, **CALLS[after_name]))
                 cache.check()
                 cache.reset()
-                assert cache.store.blocks.allocator.num_blocks_in_use == 0
+                assert cache.stats().num_blocks_in_use == 0
     assert struck
 
 
 def test_a_call_that_does_not_fit_is_refused_before_it_computes_anything(references: dict[str, Any]) -> None:
     model = build("llama")
     cache = PagedPrefixCache(model, block_size=4, num_blocks=10)
-    num_forwards: list[int] = []
-    model.model.register_forward_pre_hook(lambda module, args: num_forwards.append(1))
     assert_same(references["greedy"], run(model, cache, max_new_tokens=4, **CALLS["greedy"]))
-    num_forwards.clear()
     before = cache.stats()
-    with pytest.raises(OutOfBlocksError, match="this call"):
+    with Forwards(model) as shapes, pytest.raises(OutOfBlocksError, match="this call"):
         run(model, cache, max_new_tokens=60, **CALLS["padded"])
-    assert not num_forwards
+    assert not shapes
     cache.check()
     assert cache.stats().num_evictions == before.num_evictions
     assert_same(references["greedy"], run(model, cache, max_new_tokens=4, **CALLS["greedy"]))

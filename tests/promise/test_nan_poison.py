@@ -7,44 +7,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.call.call import Call
-from hf_paged_cache.store.block_store import BlockStore
 
+from ..internals import before_each_write, spoil_one_written_slot, spoil_unwritten_slots
 from ..reference import batch, is_same, row, run
 from ..tiny_models import build, tiny
 from .test_generate_equivalence import SCENES, Player
-
-
-def written_slots(store: BlockStore) -> set[int]:
-    """Slots that hold K/V that somebody computed: of cached blocks, and of the confirmed tokens of all rows."""
-    allocator, block_size = store.allocator, store.block_size
-    slots = {
-        block_id * block_size + offset
-        for block_id in range(1, allocator.num_blocks)
-        if allocator.block_hash_of(block_id) is not None
-        for offset in range(block_size)
-    }
-    for call in store.holders():
-        for held in [*call.rows.distinct, *call.ended]:
-            num_written = max(held.num_known, held.num_confirmed)
-            slots |= set(held.table.slots(0, min(num_written, held.table.num_tokens)))
-    return slots
-
-
-def poison(store: BlockStore, layer_idx: int) -> int:
-    """Write NaN into all slots of a layer that hold nothing; returns how many. The null block is left as it is."""
-    layer, size = store.pool._tensors.get(layer_idx, {}), store.block_size
-    empty: list[int] = []
-    for held in layer.values():
-        empty = sorted(set(range(size, held.shape[0] * size)) - written_slots(store))
-        held.transpose(1, 2)[[slot // size for slot in empty], [slot % size for slot in empty]] = torch.nan
-    return len(empty)
 
 
 @pytest.fixture
@@ -54,15 +26,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     torch.set_num_threads(1)
     counts: list[int] = []
 
-    def poisoning(write: Any) -> Any:
-        def poisoning_write(call: Call, layer_idx: int, *states: Any) -> Any:
-            counts.append(poison(call.store, layer_idx))
-            return write(call, layer_idx, *states)
-
-        return poisoning_write
-
-    monkeypatch.setattr(Call, "write", poisoning(Call.write))
-    monkeypatch.setattr(Call, "write_step", poisoning(Call.write_step))
+    before_each_write(
+        monkeypatch, lambda blocks, layer_idx: counts.append(spoil_unwritten_slots(blocks, layer_idx, torch.nan))
+    )
     yield counts
     torch.set_num_threads(threads)
 
@@ -85,9 +51,7 @@ def test_poison_in_one_slot_that_is_read_is_seen(attention: str) -> None:
     reference = run(model, **batch(row((1, 50))))
     run(model, cache, **batch(row((1, 50))))
     cache.reset()
-    store = cache.store.blocks
-    slot = min(written_slots(store))
-    store.pool._tensors[1]["value"][slot // store.block_size, :, slot % store.block_size] = torch.nan
+    spoil_one_written_slot(cache, torch.nan)
     output = run(model, cache, **batch(row((1, 50))))
     assert not is_same(reference, output)
     assert output.logits[0].isnan().any()

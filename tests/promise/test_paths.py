@@ -23,9 +23,9 @@ from hf_paged_cache import (
     PagedPrefixCache,
     PrefixStore,
 )
-from hf_paged_cache.integration.hooks import is_attached
 
-from ..reference import IDS, PROMPT, TOLERANCE, assert_same, batch, row, run
+from ..internals import lock_of, num_blocks_in_use
+from ..reference import IDS, PROMPT, TOLERANCE, Forwards, assert_same, batch, row, run
 from ..tiny_models import build, without_logits_to_keep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,17 +39,6 @@ def whole(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Logits of all tokens without any cache."""
     with torch.no_grad():
         return model(ids, use_cache=False).logits
-
-
-def lengths_of_forwards(model: PreTrainedModel) -> list[int]:
-    """Gets the number of tokens of every forward that the model's body runs from here on."""
-    lengths: list[int] = []
-
-    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        lengths.append(kwargs["input_ids"].shape[1])
-
-    model.model.register_forward_pre_hook(note, with_kwargs=True)
-    return lengths
 
 
 class Calling(LogitsProcessor):
@@ -424,12 +413,12 @@ def test_assistant_early_exit_is_right(model: PreTrainedModel, cache: PagedPrefi
 def test_any_truthy_output_hidden_states_computes_all_tokens(
     model: PreTrainedModel, cache: PagedPrefixCache, flag: Any
 ) -> None:
-    lengths = lengths_of_forwards(model)
     with torch.no_grad():
-        for _ in range(2):
-            cache.reset()
-            output = model(IDS, past_key_values=cache, output_hidden_states=flag, logits_to_keep=1)
-        assert lengths == [50, 50]
+        with Forwards(model) as shapes:
+            for _ in range(2):
+                cache.reset()
+                output = model(IDS, past_key_values=cache, output_hidden_states=flag, logits_to_keep=1)
+        assert shapes == [(1, 50), (1, 50)]
         wanted = model(IDS, output_hidden_states=True, use_cache=False).hidden_states
     if flag is True:
         for mine, theirs in zip(output.hidden_states, wanted, strict=True):
@@ -512,14 +501,13 @@ def test_a_plain_forward_is_right_and_skips_only_what_nobody_reads(
 ) -> None:
     wanted = whole(model, IDS)
     arguments = {} if kept is None else {"logits_to_keep": kept}
-    shapes = lengths_of_forwards(model)
-    with context():
+    with Forwards(model) as shapes, context():
         for _ in range(2):
             got = model(IDS, past_key_values=cache, **arguments).logits
             assert got.shape[1] == (kept or 50)
             assert close(got, wanted[:, -got.shape[1] :])
             cache.reset()
-    assert shapes == [50, 50 if not kept else max(kept, 2)]
+    assert shapes == [(1, 50), (1, 50 if not kept else max(kept, 2))]
     cache.check()
 
 
@@ -622,35 +610,28 @@ def test_prefill_by_hand_then_deepcopy_then_generate(model: PreTrainedModel, cac
 
 
 def test_a_deepcopy_shares_the_store_and_copies_no_keys_and_values(
-    model: PreTrainedModel, cache: PagedPrefixCache, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, cache: PagedPrefixCache
 ) -> None:
     prefix = torch.tensor([row((1, 43))])
     with torch.no_grad():
         model(prefix, past_key_values=cache)
-    pool = cache.store.blocks.pool
-    in_use = cache.store.blocks.allocator.num_blocks_in_use
-    copied: list[int] = []
-    written: list[int] = []
-    copy_blocks, write = pool.copy_blocks, pool.write
-    monkeypatch.setattr(pool, "copy_blocks", lambda pairs: (copied.append(len(pairs)), copy_blocks(pairs)))
-    monkeypatch.setattr(pool, "write", lambda *given: (written.append(1), write(*given)))
+    before = cache.stats()
 
     twin = copy.deepcopy(cache)
     assert twin is not cache
     assert twin.store is cache.store
-    assert (copied, written) == ([], [])
-    assert cache.store.blocks.allocator.num_blocks_in_use == in_use
+    assert cache.stats() == before
     assert twin.get_seq_length() == 43
 
     new = torch.tensor([row((2, 1))])
     wanted = whole(model, torch.cat([prefix, new], 1))[:, -1:]
     with torch.no_grad():
         assert close(model(new, past_key_values=twin).logits, wanted)
-    assert copied == [1]  # the partial block, once, at the write
-    assert cache.store.blocks.allocator.num_blocks_in_use == in_use + 1
+    assert cache.stats().num_copies_on_write == 1  # of the partial block, at the write
+    assert cache.stats().num_blocks_in_use == before.num_blocks_in_use + 1
     with torch.no_grad():
         assert close(model(new, past_key_values=cache).logits, wanted)
-    assert copied == [1]  # now it has one holder
+    assert cache.stats().num_copies_on_write == 1  # now it has one holder
     cache.check()
 
 
@@ -658,9 +639,9 @@ def test_batch_repeat_interleave_goes_on_with_equal_rows(model: PreTrainedModel,
     prefix = torch.tensor([row((1, 43)), row((2, 43))])
     with torch.no_grad():
         model(prefix, past_key_values=cache)
-    in_use = cache.store.blocks.allocator.num_blocks_in_use
+    in_use = cache.stats().num_blocks_in_use
     cache.batch_repeat_interleave(2)
-    assert cache.store.blocks.allocator.num_blocks_in_use == in_use
+    assert cache.stats().num_blocks_in_use == in_use
     new = torch.tensor([row((seed, 5)) for seed in (3, 4, 5, 6)])
     ids = torch.cat([prefix.repeat_interleave(2, 0), new], 1)
     with torch.no_grad():
@@ -707,7 +688,7 @@ def test_a_copy_of_an_attached_model_caches_too_and_is_another_model(
         twin = copied(model)
         assert_same(reference, run(twin, input_ids=IDS))  # on no cache: the block is the first model's
         assert cache.get_seq_length() == 0
-    assert is_attached(twin)
+    assert "generate" in vars(twin)
     with torch.no_grad():
         twin.lm_head.weight.neg_()  # so that nobody confuses the two
     assert run(twin, input_ids=IDS).sequences.tolist() != reference.sequences.tolist()
@@ -730,7 +711,7 @@ def test_save_pretrained_of_an_attached_model_works(
     run(model, cache, input_ids=IDS)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).eval()
-    assert not is_attached(loaded)
+    assert "generate" not in vars(loaded)
     other = PagedPrefixCache(loaded)
     reference = run(model, input_ids=IDS)
     for _ in range(2):
@@ -863,15 +844,15 @@ def test_a_cache_collected_while_the_store_s_lock_is_held_waits_for_the_store(mo
     store = PrefixStore(model)
     cache = PagedPrefixCache(store)
     run(model, cache, input_ids=IDS)
-    assert store.blocks.allocator.num_blocks_in_use == 4
-    with store.blocks.lock:
+    assert num_blocks_in_use(store) == 4
+    with lock_of(store):
         thread = threading.Thread(target=cache.__del__)  # a finalizer may run in any thread
         thread.start()
         thread.join(timeout=300)
         assert not thread.is_alive()
-        assert store.blocks.allocator.num_blocks_in_use == 4  # nothing has been touched
+        assert num_blocks_in_use(store) == 4  # nothing has been touched
     del cache
     other = PagedPrefixCache(store)
     other.check()
-    assert store.blocks.allocator.num_blocks_in_use == 0
+    assert num_blocks_in_use(store) == 0
     assert_same(run(model, input_ids=IDS), run(model, other, input_ids=IDS))

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 
+from ..internals import held_tensors
 from ..reference import TOLERANCE, assert_same, batch, row, run, zero_blocks
 from ..tiny_models import build
 
@@ -136,10 +137,9 @@ def test_verify_allows_for_the_rounding_of_what_was_computed_in(name: str) -> No
     with regime(autocast):
         for cache in (PagedPrefixCache(store), PagedPrefixCache(store, verify=True)):
             run(model, cache, **PROMPTS)
-            for layer in store.blocks.pool._tensors.values():
-                for tensor in layer.values():
-                    assert tensor.dtype == torch.float32
-                    tensor.mul_(1 + 1e-3)  # more than what rounds in fp32, less than in bf16
+            for tensor in held_tensors(store):
+                assert tensor.dtype == torch.float32
+                tensor.mul_(1 + 1e-3)  # more than what rounds in fp32, less than in bf16
     assert cache.last_call.reused_tokens == (0 if name == "fp32" else 3 * NUM_BLOCKS_KNOWN)
 
 

@@ -52,7 +52,7 @@ def test_the_smallest_pool_that_serves_a_call_serves_others_like_it(name: str, t
         output = run(tiny_llama, cache, **given)
         assert_same(run(tiny_llama, **given), output)
     assert cache.last_call.reused_tokens >= 48  # the full blocks of what all prompts share
-    cache.store.blocks.allocator.check()
+    cache.check()
 
 
 def test_a_growing_chat_is_served_to_the_last_block(tiny_llama: LlamaForCausalLM) -> None:

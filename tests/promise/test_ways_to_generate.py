@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -28,7 +28,8 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from hf_paged_cache import PagedPrefixCache
 
-from ..reference import IDS, PROMPT, TOLERANCE, assert_same, batch, row, run, zero_blocks
+from ..internals import WRITE_OUTSIDE_GRAPHS, recycle_all_memory
+from ..reference import IDS, PROMPT, TOLERANCE, Forwards, assert_same, batch, row, run, zero_blocks
 from ..scenes import Player, play
 from ..tiny_models import CHARACTERS, VOCABULARY, build, character_tokenizer, tiny
 from . import test_generate_equivalence, test_paths
@@ -459,25 +460,18 @@ def test_forwards_by_hand_give_what_they_give_with_dynamic_cache(
     wanted = by_hand(model, DynamicCache(config=model.config), **asked)
     for attention in ("contiguous", "gather"):
         kept = PagedPrefixCache(model, attention=attention)
-        lengths: list[int] = []
-        hook = partial(_note_length, lengths)
-        handle = model.get_input_embeddings().register_forward_pre_hook(hook)
-        for _ in range(2):
-            assert are_close(by_hand(model, kept, **asked), wanted)
-            kept.reset()
-            kept.check()
+        with Forwards(model) as shapes:
+            for _ in range(2):
+                assert are_close(by_hand(model, kept, **asked), wanted)
+                kept.reset()
+                kept.check()
         # Known are 48 and 32 of the rows' 50 and 42 tokens, so columns 0 to 39; without `logits_to_keep` all are computed.
-        assert lengths == [50, 7, 1, 1, 1, 50 - 40 if logits_to_keep else 50, 7, 1, 1, 1]
+        assert shapes == [(2, length) for length in (50, 7, 1, 1, 1, 50 - 40 if logits_to_keep else 50, 7, 1, 1, 1)]
         zero_blocks(kept)
         # where all tokens are computed, a contiguous copy needs none of the blocks
         assert are_close(by_hand(model, kept, **asked), wanted) == (
             attention == "contiguous" and logits_to_keep is None
         )
-        handle.remove()
-
-
-def _note_length(lengths: list[int], module: Any, args: tuple[torch.Tensor, ...]) -> None:
-    lengths.append(args[0].shape[1])
 
 
 # Compiled models.
@@ -517,7 +511,7 @@ def run_compiled(name: str, how: str, backend: str, **changes: Any) -> None:
     assert num_graphs[0] > 0
     assert num_graphs[1:] == [num_graphs[1]] * 5, "steps are compiled again and again"
     # What writes keys and values is the one thing of ours that a graph meets; the hooks and their cache are outside.
-    assert all("_write_outside_graphs" in reason for reason in breaks), breaks
+    assert all(WRITE_OUTSIDE_GRAPHS in reason for reason in breaks), breaks
     cache.check()
 
 
@@ -666,10 +660,9 @@ def test_gradients_where_only_the_queries_are_trained(attention: str) -> None:
 
 
 def test_without_view_the_memory_of_a_layers_rows_goes_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged_cache.kv.recycled_memory._MIN_RECYCLED_BYTES", 1)  # small memory, too
+    recycle_all_memory(monkeypatch)
     model = build("llama")
     cache = PagedPrefixCache(model, attention="gather")
     run(model, cache, input_ids=IDS)
-    assert cache.last_call.peak_kv_bytes > cache.store.blocks.kv_bytes_in_use
-
-    assert cache.call.reader.num_bytes == 0
+    stats = cache.stats()
+    assert cache.last_call.peak_kv_bytes > stats.kv_bytes

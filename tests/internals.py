@@ -1,0 +1,253 @@
+"""What tests reach inside the package, in one place: a rename there changes this file alone.
+
+All else is asked as a user asks it: outputs against `DynamicCache`, `last_call`, `stats()` and `check()`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.attention.contiguous import ContiguousReader
+from hf_paged_cache.attention.gather import GatherReader
+from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
+from hf_paged_cache.call.call import Call
+from hf_paged_cache.call.rows import Rows
+from hf_paged_cache.integration import shared_prefix
+from hf_paged_cache.kv import recycled_memory
+from hf_paged_cache.kv.block_pool import BlockPool
+from hf_paged_cache.model.conditioning import Conditioning
+from hf_paged_cache.model.rope import RopeRegime
+from hf_paged_cache.store import block_store
+from hf_paged_cache.store.block_store import BlockStore
+
+if TYPE_CHECKING:
+    import pytest
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+# Names of functions that finalizers run: what is raised there, the interpreter swallows.
+FINALIZERS = ("__del__", "leave_behind")
+# What a compiled graph meets of ours.
+WRITE_OUTSIDE_GRAPHS = "_write_outside_graphs"
+
+# What is held.
+
+
+def held_tensors(cache_or_store: PagedPrefixCache | PrefixStore) -> Iterator[Tensor]:
+    """The tensors of the pool: of each layer its keys and its values."""
+    for layer in _blocks(cache_or_store).pool._tensors.values():
+        yield from layer.values()
+
+
+def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
+    """Put zeros in place of all keys and values held, and drop the views: whatever is reused from here on is zeros.
+
+    What is computed from here on is stored and read as always, so a call that reuses nothing stays right.
+    """
+    for tensor in held_tensors(cache_or_store):
+        tensor.zero_()
+    for call in _blocks(cache_or_store).holders():
+        call.reader.drop()
+
+
+def written_slots(store: BlockStore) -> set[int]:
+    """Slots that hold K/V that somebody computed: of cached blocks, and of the confirmed tokens of all rows."""
+    allocator, block_size = store.allocator, store.block_size
+    slots = {
+        block_id * block_size + offset
+        for block_id in range(1, allocator.num_blocks)
+        if allocator.block_hash_of(block_id) is not None
+        for offset in range(block_size)
+    }
+    for call in store.holders():
+        for held in [*call.rows.distinct, *call.ended]:
+            num_written = max(held.num_known, held.num_confirmed)
+            slots |= set(held.table.slots(0, min(num_written, held.table.num_tokens)))
+    return slots
+
+
+def spoil_unwritten_slots(store: BlockStore, layer_idx: int, value: float) -> int:
+    """Write `value` into all slots of a layer that hold nothing; returns how many. The null block is left as it is."""
+    layer, size = store.pool._tensors.get(layer_idx, {}), store.block_size
+    empty: list[int] = []
+    for held in layer.values():
+        empty = sorted(set(range(size, held.shape[0] * size)) - written_slots(store))
+        held.transpose(1, 2)[[slot // size for slot in empty], [slot % size for slot in empty]] = value
+    return len(empty)
+
+
+def spoil_one_written_slot(cache: PagedPrefixCache, value: float) -> None:
+    """Write `value` into the first slot that holds something, of layer 1's values."""
+    store = _blocks(cache)
+    slot, size = min(written_slots(store)), store.block_size
+    store.pool._tensors[1]["value"][slot // size, :, slot % size] = value
+
+
+def num_blocks_in_use(store: PrefixStore) -> int:
+    """As it is now: `stats()` first takes back what collected caches left."""
+    return store.blocks.allocator.num_blocks_in_use
+
+
+def num_reserved_blocks(cache: PagedPrefixCache) -> int:
+    """Blocks kept for calls that run."""
+    return _blocks(cache).num_reserved_blocks(None)
+
+
+def blocks_of_rows(cache: PagedPrefixCache) -> set[int]:
+    """Ids of the blocks that this cache's rows hold, those of the call before among them."""
+    return {block_id for row in [*cache.call.rows.distinct, *cache.call.ended] for block_id in row.table.block_ids}
+
+
+def lock_of(store: PrefixStore) -> AbstractContextManager[Any]:
+    """What whoever changes blocks holds."""
+    return store.blocks.lock
+
+
+def _blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> BlockStore:
+    blocks: BlockStore = getattr(cache_or_store, "store", cache_or_store).blocks
+    return blocks
+
+
+# What is watched.
+
+
+def before_each_write(patch: pytest.MonkeyPatch, act: Callable[[BlockStore, int], None]) -> None:
+    """Call `act` with the blocks and the layer before any layer's keys and values are written."""
+
+    def acting(write: Any) -> Any:
+        def acting_write(call: Call, layer_idx: int, *states: Any) -> Any:
+            act(call.store, layer_idx)
+            return write(call, layer_idx, *states)
+
+        return acting_write
+
+    for name in ("write", "write_step"):
+        patch.setattr(Call, name, acting(getattr(Call, name)))
+
+
+def count_writes(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often layers are written from here on: "write", or "write_step" by the fast path of a decode step."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        write = getattr(BlockPool, name)
+
+        def counting(*args: Any) -> Any:
+            done = write(*args)
+            counts[name] += done is not False
+            return done
+
+        return counting
+
+    for name in ("write", "write_step"):
+        patch.setattr(BlockPool, name, counted(name))
+    return counts
+
+
+def depends_on_length(model: nn.Module) -> bool:
+    """Whether rotary frequencies do."""
+    return RopeRegime(model.modules()).depends_on_length
+
+
+# What is made to fail, or to be wrong.
+
+LAYER_WRITE = (Call, "write")
+
+# Where a call is made to fail: a method, and the attention whose calls come there.
+FAULT_POINTS: list[tuple[type, str, str]] = [
+    *((Call, name, "contiguous") for name in ("begin", "announce", "write", "write_step", "confirm", "reorder")),
+    (PrefixCachingBlockAllocator, "allocate", "contiguous"),
+    (PrefixCachingBlockAllocator, "allocate_mutable", "contiguous"),
+    (PrefixCachingBlockAllocator, "make_writable", "contiguous"),
+    (PrefixCachingBlockAllocator, "commit_many", "contiguous"),
+    (PrefixCachingBlockAllocator, "fork", "contiguous"),
+    (PrefixCachingBlockAllocator, "free", "contiguous"),
+    (PrefixCachingBlockAllocator, "truncate", "contiguous"),
+    (BlockTable, "append_tokens", "contiguous"),
+    (BlockStore, "make_room", "contiguous"),
+    (BlockStore, "make_copies", "contiguous"),
+    *((BlockPool, name, "contiguous") for name in ("write", "write_step", "copy_blocks")),
+    (BlockPool, "gather", "gather"),  # a contiguous copy gathers nothing there
+    (Rows, "regroup", "contiguous"),
+    (Rows, "select", "contiguous"),
+    *((ContiguousReader, name, "contiguous") for name in ("read", "read_step", "start_forward")),
+    *((ContiguousReader, name, "contiguous") for name in ("reorder_rows", "expand_rows", "keep")),
+    (GatherReader, "read", "gather"),
+]
+
+# Where memory runs out: methods of a cache's own pool and reader.
+MEMORY_PLACES = [
+    "pool.write",
+    "pool.ensure_capacity",
+    "pool.copy_blocks",
+    "reader.read",
+    "reader.start_rows",
+    "reader.start_forward",
+    "reader.reorder_rows",
+]
+
+
+def owner_of(cache: PagedPrefixCache, place: str) -> tuple[Any, str]:
+    """The object and the name of the method that one of `MEMORY_PLACES` is."""
+    owner, name = place.split(".")
+    return {"pool": _blocks(cache).pool, "reader": cache.call.reader}[owner], name
+
+
+@contextmanager
+def failing_layer(cache: PagedPrefixCache, layer_idx: int, error: BaseException) -> Iterator[None]:
+    """Raise where that layer writes more than a decode step does."""
+    write = cache.write_layer
+
+    def fail(written: int, states: Any) -> Any:
+        if written == layer_idx:
+            raise error
+        return write(written, states)
+
+    cache.write_layer = fail  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del cache.write_layer
+
+
+def read_zeros(patch: pytest.MonkeyPatch) -> None:
+    """Attention gets zeros in place of all keys and values from here on."""
+    read = ContiguousReader.read
+
+    def wrong(self: Any, layer_idx: int, new: Any) -> Any:
+        return {name: held * 0 for name, held in read(self, layer_idx, new).items()}
+
+    patch.setattr(ContiguousReader, "read", wrong)
+
+
+def see_no_change_of_the_model(patch: pytest.MonkeyPatch) -> None:
+    """Blocks of other weights are found from here on."""
+    patch.setattr(Conditioning, "digest", lambda self: b"the same for ever")
+    patch.setattr(Conditioning, "bypass", lambda self: None)
+
+
+# What is set to the size of tests.
+
+
+def make_pools_grow(patch: pytest.MonkeyPatch) -> None:
+    """A store begins with four blocks."""
+    patch.setattr(block_store, "_FIRST_NUM_BLOCKS", 4)
+
+
+def recycle_all_memory(patch: pytest.MonkeyPatch) -> None:
+    """Small memory, too, is used again."""
+    patch.setattr(recycled_memory, "_MIN_RECYCLED_BYTES", 1)
+
+
+def make_forwards_cheap(patch: pytest.MonkeyPatch) -> None:
+    """Prompts of tests are short: a forward more costs as much as four tokens, so rows that share little share it."""
+    patch.setattr(shared_prefix, "FORWARD_COST_ON_HOST", 4)
+
+
+def leave_all_with_blocks(model: PreTrainedModel) -> None:
+    """As if every `with cache:` had been left: one whose entry was interrupted never is."""
+    model.__dict__["generate"].ambient.clear()
