@@ -56,18 +56,29 @@ def limits(
 # Rows that have run.
 
 
-def make_row(allocator: PrefixCachingBlockAllocator, tokens: Sequence[int], pad: int = 0, root: bytes = ROOT) -> Row:
+def make_row(
+    store: BlockStore | PrefixCachingBlockAllocator, tokens: Sequence[int], pad: int = 0, root: bytes = ROOT
+) -> Row:
     """A row whose tokens were scheduled and confirmed."""
-    row = Row(BlockTable(allocator, root), pad, root)
+    row = Row(BlockTable(store.allocator if isinstance(store, BlockStore) else store, root), pad, root)
+    if isinstance(store, BlockStore):
+        store.make_room(row.table.num_new_blocks_for_append(len(tokens)))
     row.table.append_tokens(tokens)
     row.num_confirmed = len(tokens)
     return row
 
 
-def make_rows(allocator: PrefixCachingBlockAllocator, *rows: Sequence[int], alias: Sequence[int] | None = None) -> Rows:
+def make_rows(
+    store: BlockStore | PrefixCachingBlockAllocator, *rows: Sequence[int], alias: Sequence[int] | None = None
+) -> Rows:
     """Rows of one length that were confirmed; those that name the same number in `alias` are equal."""
-    distinct = [make_row(allocator, tokens) for tokens in rows]
+    distinct = [make_row(store, tokens) for tokens in rows]
     return Rows(distinct, list(range(len(rows)) if alias is None else alias), len(rows[0]))
+
+
+def commit(*rows: Row) -> None:
+    """What the only place that commits makes of these rows."""
+    Rows(list(rows), list(range(len(rows))), 0).commit()
 
 
 def tokens_in_batch(rows: Rows) -> list[list[int]]:
@@ -77,8 +88,8 @@ def tokens_in_batch(rows: Rows) -> list[list[int]]:
 
 def put_in_store(store: BlockStore, tokens: Sequence[int], root: bytes = ROOT) -> None:
     """Let the store know the full blocks of these tokens."""
-    row = make_row(store.allocator, tokens, root=root)
-    row.commit()
+    row = make_row(store, tokens, root=root)
+    commit(row)
     row.table.free()
 
 
