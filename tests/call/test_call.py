@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,11 +18,24 @@ from hf_paged_cache.attention.contiguous import ContiguousReader
 from hf_paged_cache.attention.gather import GatherReader
 from hf_paged_cache.call.admission import UNLIMITED, num_blocks_to_take
 from hf_paged_cache.call.call import Call, CallState
+from hf_paged_cache.call.rows import Rows
 from hf_paged_cache.call.running import Bracket
 from hf_paged_cache.call.scheduled_forward import RowInput
 from hf_paged_cache.store.block_store import BlockStore
 
-from .bench import BLOCK_SIZE, LAYERS, OTHER_ROOT, Bench, limits, new_row, request, schedule, value_of
+from .bench import (
+    BLOCK_SIZE,
+    LAYERS,
+    OTHER_ROOT,
+    Bench,
+    limits,
+    make_rows,
+    new_row,
+    request,
+    schedule,
+    tokens_in_batch,
+    value_of,
+)
 
 READERS = pytest.mark.parametrize("make_reader", [ContiguousReader, GatherReader])
 BRACKET = Bracket()
@@ -495,6 +508,105 @@ def test_prompts_of_chunks_are_one_call(bench: Bench) -> None:
         bench.forward(chunk, chunk)
     assert bench.tokens() == [list(range(9))] * 2
     assert bench.call.num_scheduled == 3
+
+
+# Tables and reader move by the same rows; where one of the two did not, the reader is empty
+
+
+class RecordingReader(GatherReader):
+    """Holds no tensors, only what its rows would read: the tokens of each; a row that must be read again is empty."""
+
+    def __init__(self, store: BlockStore, rows: Rows, fails_in: str = "") -> None:
+        super().__init__(store.pool)
+        self.rows = [list(row.table.token_ids) for row in rows.distinct]
+        self.fails_in = fails_in  # the method that is interrupted after it moved its first row
+        self.shared_columns = -1  # told by the last reorder
+        self.error: BaseException | None = None  # that the reorder ended in
+
+    def expand_rows(self, sources: Sequence[int]) -> None:
+        self._move("expand_rows", sources)
+
+    def reorder_rows(self, sources: Sequence[int], shared_columns: int) -> None:
+        self.shared_columns = shared_columns
+        self._move("reorder_rows", sources)
+
+    def drop(self) -> None:
+        self.rows = []
+
+    def _move(self, method: str, sources: Sequence[int]) -> None:
+        old = self.rows
+        if method == self.fails_in:
+            self.rows = [old[sources[0]], *old[1:]]
+            raise KeyboardInterrupt
+        self.rows = [old[source] for source in sources]
+
+
+def reordered(
+    alias: list[int], sources: list[int], fails_in: str = ""
+) -> tuple[Call, RecordingReader, list[list[int]]]:
+    """A call, its reader, and the tokens that its rows had; rows that name the same number in `alias` are equal."""
+    store = BlockStore(BLOCK_SIZE, 100)
+    rows = make_rows(store, *(range(100 * number, 100 * number + 6) for number in range(1 + max(alias))), alias=alias)
+    reader, before = RecordingReader(store, rows, fails_in), tokens_in_batch(rows)
+    call = Call(store, reader)
+    call.take_over(rows)
+    try:
+        call.reorder(sources)
+    except (CacheArgumentError, KeyboardInterrupt) as error:
+        reader.error = error
+    return call, reader, before
+
+
+def give_back(call: Call) -> None:
+    call.drop_rows()
+    assert call.store.allocator.num_blocks_in_use == 0
+    call.store.allocator.check()
+
+
+@pytest.mark.parametrize("alias", [[0, 1, 2], [0, 0, 0], [0, 0, 1]])
+@pytest.mark.parametrize("sources", [[0, 1, 2], [2, 0, 1], [1, 1, 1], [2, 2, 0]])
+def test_as_many_rows_move_alike_in_tables_and_reader(alias: list[int], sources: list[int]) -> None:
+    call, reader, before = reordered(alias, sources)
+    assert tokens_in_batch(call.rows) == reader.rows == [before[source] for source in sources]
+    assert reader.error is None
+    assert not call.rows.is_aliased
+    give_back(call)
+
+
+@pytest.mark.parametrize(("alias", "shared"), [([0, 0, 0], 6), ([0, 0, 1], 0)])
+def test_the_reader_is_told_which_columns_the_rows_share_with_those_they_go_on_from(
+    alias: list[int], shared: int
+) -> None:
+    call, reader, _ = reordered(alias, [2, 1, 0])  # in the second case a row leaves its prompt
+    assert reader.shared_columns == shared
+    give_back(call)
+
+
+@pytest.mark.parametrize("sources", [[1], [0, 0, 1, 1]])
+def test_fewer_or_more_rows_leave_the_reader_nothing(sources: list[int]) -> None:
+    call, reader, before = reordered([0, 1], sources)
+    assert tokens_in_batch(call.rows) == [before[source] for source in sources]
+    assert reader.rows == []
+    give_back(call)
+
+
+@pytest.mark.parametrize("sources", [[], [0, 2], [-1, 0]])
+def test_a_row_that_is_not_there_is_refused_and_nothing_moves(sources: list[int]) -> None:
+    call, reader, before = reordered([0, 0], sources)
+    assert "the cache has rows 0 to 1" in str(reader.error)
+    assert tokens_in_batch(call.rows) == before
+    assert reader.rows == before[:1]
+    assert call.rows.is_aliased
+    give_back(call)
+
+
+@pytest.mark.parametrize("method", ["expand_rows", "reorder_rows"])
+def test_a_reader_that_was_interrupted_is_empty_and_no_block_is_lost(method: str) -> None:
+    call, reader, _ = reordered([0, 0], [1, 0], fails_in=method)
+    assert isinstance(reader.error, KeyboardInterrupt)
+    assert reader.rows == []
+    assert tokens_in_batch(call.rows) == [list(range(6))] * 2
+    give_back(call)
 
 
 # What is committed, and when
