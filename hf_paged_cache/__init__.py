@@ -26,23 +26,17 @@ if TYPE_CHECKING:
     from .model_check import ModelReport, check_model
     from .prefix_store import PrefixStore
     from .scoring import Score
-    from .stats import CacheStats
+    from .stats import CacheStats, CallStats, RowStats
 
-_HOME = {  # public name -> the module that defines it
+_HOME = {  # public name -> the module that defines it; all others are errors
     "PagedPrefixCache": ".cache",
     "PrefixStore": ".prefix_store",
     "check_model": ".model_check",
     "ModelReport": ".model_check",
     "Score": ".scoring",
     "CacheStats": ".stats",
-    "PagedCacheError": ".errors",
-    "UnsupportedModelError": ".errors",
-    "OutOfBlocksError": ".errors",
-    "CacheBusyError": ".errors",
-    "BlockStateError": ".errors",
-    "CacheArgumentError": ".errors",
-    "PoolArgumentError": ".errors",
-    "ForwardMismatchError": ".errors",
+    "CallStats": ".stats",
+    "RowStats": ".stats",
 }
 
 __all__ = [
@@ -50,12 +44,14 @@ __all__ = [
     "CacheArgumentError",
     "CacheBusyError",
     "CacheStats",
+    "CallStats",
     "ModelReport",
     "OutOfBlocksError",
     "PagedCacheError",
     "PagedPrefixCache",
     "PoolArgumentError",
     "PrefixStore",
+    "RowStats",
     "Score",
     "ForwardMismatchError",
     "UnsupportedModelError",
@@ -65,10 +61,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home, __name__), name)
+    value = getattr(import_module(_HOME.get(name, ".errors"), __name__), name)
     globals()[name] = value  # found without this function from now on
     return value
 

@@ -21,7 +21,6 @@ from .attention.base import Reader
 from .attention.contiguous import ContiguousReader
 from .attention.gather import GatherReader
 from .call.call import Call, CallState
-from .call.reporting import stats_of
 from .errors import CacheArgumentError, CacheBusyError
 from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach, pop_ambient, push_ambient
@@ -239,7 +238,27 @@ class PagedPrefixCache(Cache):
 
     def stats(self) -> CacheStats:
         """Tokens of this cache's calls, and the blocks of its store now; prints as a table."""
-        return stats_of(self.call)
+        call, metrics, blocks = self.call, self.call.counters.metrics, self.store.blocks
+        with blocks.lock:
+            blocks.settle()
+            return CacheStats(
+                prompt_tokens=metrics.num_queried_tokens,
+                computed_tokens=metrics.num_queried_tokens - metrics.num_hit_tokens,
+                reused_tokens=metrics.num_hit_tokens,
+                hit_rate=metrics.hit_rate,
+                recent_hit_rate=metrics.recent_hit_rate,
+                num_calls=call.counters.num_calls,
+                num_blocks=blocks.max_num_blocks,
+                num_free_blocks=blocks.num_free_blocks,
+                num_cached_blocks=blocks.allocator.num_cached_blocks,
+                num_blocks_in_use=blocks.allocator.num_blocks_in_use,
+                num_pinned_blocks=blocks.pins.num_blocks,
+                num_evictions=blocks.allocator.num_evictions,
+                num_copies_on_write=blocks.allocator.num_copies_on_write,
+                kv_bytes=blocks.kv_bytes_in_use + call.reader.num_bytes,
+                peak_kv_bytes=call.peak_kv_bytes,
+                pool_bytes=blocks.pool.pool_bytes,
+            )
 
     @property
     def last_call(self) -> CallStats:
@@ -312,6 +331,8 @@ class PagedPrefixCache(Cache):
 
     def write_layer(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store a layer's new K/V by name, [R, H, T, D], and return those of all columns."""
+        if self.call.forward is None:
+            raise self._session.why_unscheduled(layer_idx)
         return self.call.write(layer_idx, states)
 
     def read_layer(self, layer_idx: int) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""`check_model`: is a model supported, and what was seen of it in a short trial? Reports; raises nothing for a refusal."""
+"""`check_model`: a report on whether a model is supported, and on what a short trial of it showed."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -31,18 +31,18 @@ _BLOCK_SIZE = 8
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """What `check_model` saw. `print` shows it in a few lines.
+    """What `check_model` found. `print` shows it in a few lines.
 
     Attributes:
         model: name of the class.
-        is_supported: whether a `PagedPrefixCache` can be built for it and was right in the trial.
-        reason: why not; empty if it is.
-        distance: the largest difference of our logits from those of one forward without a cache, as a share of their
-            scale; None if it was not measured.
-        own_distance: the same of `DynamicCache`.
-        reused_tokens, prompt_tokens: of a prompt whose first blocks were known.
+        is_supported: whether a `PagedPrefixCache` can be built for it and passed the trial.
+        reason: why not; empty if it is supported.
+        distance: the largest difference between logits with this cache and without one, as a share of their scale;
+            None if not measured.
+        own_distance: the same for `DynamicCache`.
+        reused_tokens, prompt_tokens: of a prompt whose first blocks were cached.
         layers: type of cache layer -> how many the model has.
-        remarks: what limits reuse, in sentences.
+        remarks: sentences on what limits reuse.
     """
 
     model: str
@@ -70,12 +70,11 @@ class ModelReport:
 
 
 def check_model(model: Any) -> ModelReport:
-    """Try a model: two rows of 24 tokens, one of them padded, and one alone, in one forward and behind 16 cached columns.
+    """Try a model: two rows of 24 tokens, one of them padded, and one alone, with 16 tokens in a cache and without.
 
-    Effects: none that last: training flags, hooks and `generate` are as before.
-    Cost: a dozen short forwards.
+    Effects: none that last. An unsupported model is reported, not raised.  Cost: a dozen short forwards.
     Raises:
-        torch.OutOfMemoryError: the model's own forward does not fit.
+        torch.OutOfMemoryError: a forward of the model does not fit.
     Example:
         >>> check_model(model).is_supported
         True
@@ -104,7 +103,7 @@ def check_model(model: Any) -> ModelReport:
 
 
 def _try(model: PreTrainedModel, name: str, layers: dict[str, int]) -> ModelReport:
-    """The same columns behind `DynamicCache` and behind ours, then a prompt whose first blocks are known."""
+    """The same columns with `DynamicCache` and with ours, then a prompt whose first blocks are cached."""
     inputs, num_compared = trial_inputs(model), NUM_COLUMNS - NUM_CACHED
     whole = last_logits(model(**inputs, use_cache=False), num_compared)
     with types_of_logits(model) as seen:
@@ -124,7 +123,7 @@ def _try(model: PreTrainedModel, name: str, layers: dict[str, int]) -> ModelRepo
 
 
 def _first_step(model: PreTrainedModel, cache: PagedPrefixCache, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The logits of the first new token behind the first row, whose blocks are known: [1, vocabulary]."""
+    """The logits of the first token that is generated after the first row, whose blocks are cached: [1, vocabulary]."""
     generate: Any = model.generate
     output = generate(
         input_ids=inputs["input_ids"][:1],

@@ -1,65 +1,76 @@
 """What a cache has done, as plain numbers that print as a table. No torch, no state of its own."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
-
-def _table(rows: list[tuple[str, str]]) -> str:
-    width = max(len(name) for name, _ in rows)
-    values = max(len(value) for _, value in rows)
-    return "\n".join(f"{name:<{width}}  {value:>{values}}" for name, value in rows)
-
-
-def _readable(name: str, value: object) -> str:
-    if name.endswith("_bytes") and isinstance(value, int):
-        return f"{value / 2**20:,.1f} MiB"
-    if name.endswith("hit_rate"):
-        return f"{value:.1%}"
-    return f"{value:,}"
+_KV_BYTES = "of blocks in use, and of the copy that attention reads, which is not in the pool"
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
     """Counts of tokens over all calls, and the state of the store's blocks now. `print` shows a table.
 
-    Tokens are those of prompts, of all rows, without padding. Tokens that `generate` makes are not counted; without
-    `generate` every token passed is. Blocks are counted with the reserved null block, which is never handed out: free + cached + in use is `num_blocks - 1`.
+    Tokens are those of prompts, of all rows, without padding; those that `generate` makes are not counted. Without
+    `generate`, every token passed is. Blocks are counted with the reserved null block, which is never handed out:
+    free + cached + in use is `num_blocks - 1`.
+
+    Attributes:
+        computed_tokens: of the prompts' tokens, those that ran through the model.
+        reused_tokens: all others, rows equal to a computed one included.
+        hit_rate: `reused_tokens / prompt_tokens`; 0.0 before the first call.
+        recent_hit_rate: the same of the last 100 forwards of prompts.
+        num_blocks: the most there can be. None before the first forward, where neither `num_blocks` nor `max_bytes` is given.
+        num_free_blocks: hold nothing that could be reused. None where `num_blocks` is.
+        num_cached_blocks: held by nobody, reusable until evicted.
+        num_pinned_blocks: of those in use, the ones that pins hold, whether rows hold them, too, or not.
+        kv_bytes: of blocks in use, and of the copy that attention reads: that of all rows, or of one layer's.
+        peak_kv_bytes: the most that was during the last call.
+        pool_bytes: held by the pool, whatever is in it. Attention's copy is not in the pool.
     """
-
-    prompt_tokens: int  # of all rows, without padding
-    computed_tokens: int  # of those, run through the model
-    reused_tokens: int  # the first less the second: rows equal to a computed one count as reused
-    hit_rate: float  # reused_tokens / prompt_tokens; 0.0 before the first call
-    recent_hit_rate: float  # the same of the last 100 forwards of prompts
-    num_calls: int
-    num_blocks: int
-    num_free_blocks: int  # hold nothing that could be reused
-    num_cached_blocks: int  # nobody holds them, reusable until evicted
-    num_blocks_in_use: int
-    num_pinned_blocks: int  # of those in use: held by pins, whether rows hold them, too, or not
-    num_evictions: int
-    num_copies_on_write: int
-    kv_bytes: int  # blocks in use times their bytes, plus what attention reads: the view, or one layer's rows
-    peak_kv_bytes: int  # the most that was during the last call
-    pool_bytes: int  # held by the pool, whatever is in it
-
-    def __str__(self) -> str:
-        return _table([(field.name, _readable(field.name, getattr(self, field.name))) for field in fields(self)])
-
-
-@dataclass(frozen=True, slots=True)
-class RowStats:
-    """One sequence of the last call: how far it matched, and why no further."""
 
     prompt_tokens: int
     computed_tokens: int
     reused_tokens: int
-    matched_tokens: int  # found in the store or in the rows of the call before
-    stopped: str  # why the match ended there, or why known tokens were computed again
+    hit_rate: float
+    recent_hit_rate: float
+    num_calls: int
+    num_blocks: int | None
+    num_free_blocks: int | None
+    num_cached_blocks: int
+    num_blocks_in_use: int
+    num_pinned_blocks: int
+    num_evictions: int
+    num_copies_on_write: int
+    kv_bytes: int = field(metadata={"remark": _KV_BYTES})
+    peak_kv_bytes: int
+    pool_bytes: int
+
+    def __str__(self) -> str:
+        return _table(self)
+
+
+@dataclass(frozen=True, slots=True)
+class RowStats:
+    """One row of a call: how far its prompt was known, and why no further. Tokens are counted as in `CacheStats`.
+
+    Attributes:
+        matched_tokens: found in the store, or in the rows of the call before.
+        stopped: why the match ended there, or why known tokens were computed again.
+    """
+
+    prompt_tokens: int
+    computed_tokens: int
+    reused_tokens: int
+    matched_tokens: int
+    stopped: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStats:
-    """The same counts for one call. `print` shows a table with a line a row."""
+    """The same counts as in `CacheStats`, of one call. `print` shows a table, then a line a row.
+
+    Attributes:
+        rows: each row by itself, in the order of the batch.
+    """
 
     prompt_tokens: int
     computed_tokens: int
@@ -69,14 +80,30 @@ class CallStats:
     rows: tuple[RowStats, ...]
 
     def __str__(self) -> str:
-        head = _table(
-            [(f.name, _readable(f.name, getattr(self, f.name))) for f in fields(self) if f.name not in ("rows",)]
-        )
         lines = [
             f"row {i}: {row.reused_tokens} of {row.prompt_tokens} prompt tokens reused; {row.stopped}"
             for i, row in enumerate(self.rows)
         ]
-        return "\n".join([head, *lines])
+        return "\n".join([_table(self), *lines])
+
+
+def _table(stats: CacheStats | CallStats) -> str:
+    """A line for each number: its name, its value, and what must be said of it."""
+    shown = [each for each in fields(stats) if each.name != "rows"]
+    values = [_readable(each.name, getattr(stats, each.name)) for each in shown]
+    names_width, values_width = max(len(each.name) for each in shown), max(map(len, values))
+    return "\n".join(
+        f"{each.name:<{names_width}}  {value:>{values_width}}  {each.metadata.get('remark', '')}".rstrip()
+        for each, value in zip(shown, values, strict=True)
+    )
+
+
+def _readable(name: str, value: float | None) -> str:
+    if value is None:
+        return "not known yet"
+    if name.endswith("_bytes"):
+        return f"{value / 2**20:,.1f} MiB"
+    return f"{value:.1%}" if name.endswith("hit_rate") else f"{value:,}"
 
 
 @dataclass(slots=True)

@@ -64,7 +64,7 @@ def written_slots(store: BlockStore) -> set[int]:
         for offset in range(block_size)
     }
     for call in store.holders():
-        for held in [*call.rows.distinct, *call.ended]:
+        for held in [*call.rows.distinct, *call.previous.distinct]:
             num_written = max(held.num_known, held.num_confirmed)
             slots |= set(held.table.slots(0, min(num_written, held.table.num_tokens)))
     return slots
@@ -99,7 +99,11 @@ def num_reserved_blocks(cache: PagedPrefixCache) -> int:
 
 def blocks_of_rows(cache: PagedPrefixCache) -> set[int]:
     """Ids of the blocks that this cache's rows hold, those of the call before among them."""
-    return {block_id for row in [*cache.call.rows.distinct, *cache.call.ended] for block_id in row.table.block_ids}
+    return {
+        block_id
+        for row in [*cache.call.rows.distinct, *cache.call.previous.distinct]
+        for block_id in row.table.block_ids
+    }
 
 
 def lock_of(store: PrefixStore) -> AbstractContextManager[Any]:
@@ -159,7 +163,10 @@ LAYER_WRITE = (Call, "write")
 
 # Where a call is made to fail: a method, and the attention whose calls come there.
 FAULT_POINTS: list[tuple[type, str, str]] = [
-    *((Call, name, "contiguous") for name in ("begin", "announce", "write", "write_step", "confirm", "reorder")),
+    *(
+        (Call, name, "contiguous")
+        for name in ("begin", "prepare", "schedule", "schedule_step", "write", "write_step", "confirm", "reorder")
+    ),
     (PrefixCachingBlockAllocator, "allocate", "contiguous"),
     (PrefixCachingBlockAllocator, "allocate_mutable", "contiguous"),
     (PrefixCachingBlockAllocator, "make_writable", "contiguous"),

@@ -203,7 +203,7 @@ class _Users:
         inputs = self.padded(prompts)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        takes_positions = self.store.takes_positions
+        takes_positions = self.store.argument_reader.takes_positions
         with torch.no_grad():
             given = {"position_ids": positions} if takes_positions else {}
             wanted = self.model(**inputs, **given).logits

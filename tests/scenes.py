@@ -61,7 +61,7 @@ class Player:
 
     @property
     def takes_positions(self) -> bool:
-        return self.store.takes_positions
+        return self.store.argument_reader.takes_positions
 
     def call(
         self,

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import hf_paged_cache
+
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
@@ -19,6 +21,7 @@ pytest.importorskip("matplotlib")
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
+PACKAGE = Path(hf_paged_cache.__file__).parent
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOK = EXAMPLES / "few_shot_prompt_reuse.ipynb"
 
@@ -42,14 +45,11 @@ PagedPrefixCache.write_layer = write_layer
 """
 
 REUSE_NOTHING = """
-import hf_paged_cache.call.prepare
-from hf_paged_cache.blocks import BlockTable
-from hf_paged_cache.call.prefix_match import Match
+def generating(self, model, given, honest=PagedPrefixCache.generating):
+    self.reset_prefix_cache()
+    return honest(self, model, given)
 
-def match_row(store, new, ended):
-    return Match(BlockTable(store.allocator, new.root), "switched off")
-
-hf_paged_cache.call.prepare.match_row = match_row
+PagedPrefixCache.generating = generating
 """
 
 
@@ -104,6 +104,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     texts = (tmp_path / "reviews.jsonl").read_text("utf-8").splitlines()
     make_tokenizer(texts).save_pretrained(tmp_path / "model")
     monkeypatch.setenv("HF_PAGED_CACHE_EXAMPLE_MODEL", str(tmp_path / "model"))
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGE.parent))  # the kernel imports what is tested, installed or not
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.delenv("MPLBACKEND", raising=False)

@@ -1,12 +1,23 @@
-"""Numbers that print as a table, and that agree with each other."""
+"""Numbers that print as a table, and each of them against what is counted some other way."""
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
+import gc
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
-from hf_paged_cache.stats import CacheStats, CallStats, RowCount, RowStats, hit_rate
+from hf_paged_cache import CacheStats, CallStats, PagedPrefixCache, PrefixStore, RowStats
+from hf_paged_cache.stats import RowCount, hit_rate
+
+from .reference import batch, row, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BLOCK_SIZE = 16
+NUM_NEW = 3
 
 STATS = CacheStats(
     prompt_tokens=12_345,
@@ -31,9 +42,19 @@ STATS = CacheStats(
 def test_stats_print_a_line_for_every_number_in_two_aligned_columns() -> None:
     lines = str(STATS).splitlines()
     assert [line.split()[0] for line in lines] == [field.name for field in fields(STATS)]
-    assert len({len(line) for line in lines}) == 1
-    starts = {line.index(line.split(maxsplit=1)[1].strip()) + len(line.split(maxsplit=1)[1].strip()) for line in lines}
-    assert starts == {len(lines[0])}
+    width = len(lines[0])
+    assert all(line[width - 1].strip() for line in lines)
+    assert {line[:width].split()[0]: line[width:].strip() for line in lines if len(line) > width} == {
+        "kv_bytes": "of blocks in use, and of the copy that attention reads, which is not in the pool"
+    }
+
+
+def test_a_size_that_is_not_known_yet_is_said_so() -> None:
+    early = str(replace(STATS, num_blocks=None, num_free_blocks=None))
+    assert [line.split(maxsplit=1) for line in early.splitlines() if "known" in line] == [
+        ["num_blocks", "not known yet"],
+        ["num_free_blocks", "not known yet"],
+    ]
 
 
 def test_stats_print_numbers_as_people_write_them() -> None:
@@ -41,7 +62,7 @@ def test_stats_print_numbers_as_people_write_them() -> None:
     assert values["prompt_tokens"].strip() == "12,345"
     assert values["hit_rate"].strip() == "97.2%"
     assert values["recent_hit_rate"].strip() == "50.0%"
-    assert values["kv_bytes"].strip() == "1.5 MiB"
+    assert values["kv_bytes"].startswith("1.5 MiB  of blocks in use")
     assert values["peak_kv_bytes"].strip() == "2,048.0 MiB"
     assert values["pool_bytes"].strip() == "0.0 MiB"
 
@@ -81,3 +102,90 @@ def test_stats_that_were_taken_do_not_change() -> None:
     for thing in (STATS, RowStats(0, 0, 0, 0, "")):
         with pytest.raises(FrozenInstanceError):
             thing.prompt_tokens = 1
+
+
+def test_the_most_blocks_are_known_once_they_follow_from_a_number_or_from_a_forward(
+    tiny_llama: LlamaForCausalLM,
+) -> None:
+    given = PagedPrefixCache(tiny_llama, num_blocks=200).stats()
+    assert (given.num_blocks, given.num_free_blocks) == (200, 199)
+    in_bytes = PagedPrefixCache(tiny_llama, max_bytes=2**20).stats()
+    assert in_bytes.num_blocks == in_bytes.num_free_blocks + 1 == 2**20 // bytes_per_block(tiny_llama)
+    cache = PagedPrefixCache(tiny_llama)
+    before = cache.stats()
+    assert before.num_blocks is before.num_free_blocks is None
+    assert before.num_blocks_in_use == before.num_cached_blocks == 0
+    with torch.no_grad():
+        tiny_llama(torch.tensor([row((1, 40))]), past_key_values=cache)
+    after = cache.stats()
+    assert after.num_free_blocks + after.num_blocks_in_use == after.num_blocks - 1 > 199
+    cache.reset()
+    cache.reset_prefix_cache()
+    assert cache.stats().num_blocks == after.num_blocks
+
+
+def bytes_per_block(model: LlamaForCausalLM) -> int:
+    config = model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    return 2 * 4 * BLOCK_SIZE * head_dim * config.num_key_value_heads * config.num_hidden_layers
+
+
+def test_tokens_are_counted_over_all_calls_and_blocks_as_they_are_now(tiny_llama: LlamaForCausalLM) -> None:
+    cache = PagedPrefixCache(tiny_llama, block_size=BLOCK_SIZE)
+    for _ in range(2):
+        run(tiny_llama, cache, **batch(row((1, 40)), row((2, 40))), max_new_tokens=NUM_NEW)
+    stats = cache.stats()
+    assert isinstance(cache.last_call, CallStats)
+    assert [type(each) for each in cache.last_call.rows] == [RowStats, RowStats]
+    counted = (stats.prompt_tokens, stats.computed_tokens, stats.reused_tokens)
+    assert counted == (160, 82, 78)  # the last token of each row again
+    assert stats.hit_rate == stats.recent_hit_rate == 78 / 160
+    assert stats.num_calls == 2
+    num_blocks_of_a_row = -(-(40 + NUM_NEW - 1) // BLOCK_SIZE)
+    assert stats.num_blocks_in_use == 2 * num_blocks_of_a_row
+    assert stats.num_free_blocks + stats.num_cached_blocks + stats.num_blocks_in_use == stats.num_blocks - 1
+    assert stats.num_evictions == stats.num_pinned_blocks == 0
+
+
+def test_bytes_are_those_of_the_blocks_in_use_and_of_what_attention_reads(tiny_llama: LlamaForCausalLM) -> None:
+    cache = PagedPrefixCache(tiny_llama, block_size=BLOCK_SIZE)
+    run(tiny_llama, cache, **batch(row((1, 40))), max_new_tokens=NUM_NEW)
+    stats = cache.stats()
+    of_blocks = stats.num_blocks_in_use * bytes_per_block(tiny_llama)
+    assert stats.kv_bytes == of_blocks + cache.call.reader.num_bytes > of_blocks
+    assert stats.peak_kv_bytes >= stats.kv_bytes
+    cache.reset()
+    emptied = cache.stats()
+    assert emptied.kv_bytes == emptied.num_blocks_in_use == 0
+    assert emptied.peak_kv_bytes == stats.peak_kv_bytes
+    assert emptied.pool_bytes == stats.pool_bytes >= of_blocks
+
+
+def test_pins_copies_and_evictions_are_those_of_the_store(tiny_llama: LlamaForCausalLM) -> None:
+    store = PrefixStore(tiny_llama, block_size=BLOCK_SIZE, num_blocks=12)
+    cache = PagedPrefixCache(store)
+    run(tiny_llama, cache, **batch(row((1, 40))), max_new_tokens=NUM_NEW, num_beams=2)
+    parted = cache.stats()
+    assert parted.num_copies_on_write > 0
+    assert parted.num_evictions == 0
+    assert cache.pin(row((1, 40))) == 32
+    assert cache.stats().num_pinned_blocks == 2
+    for number in range(2, 6):
+        run(tiny_llama, cache, **batch(row((number, 90))), max_new_tokens=NUM_NEW)
+    assert cache.stats().num_evictions > 0
+    assert cache.stats().num_pinned_blocks == 2
+    other = PagedPrefixCache(store).stats()
+    assert other.num_evictions == cache.stats().num_evictions
+    assert (other.num_calls, other.prompt_tokens, other.peak_kv_bytes) == (0, 0, 0)
+
+
+def test_what_a_collected_cache_held_is_not_in_use(tiny_llama: LlamaForCausalLM) -> None:
+    store = PrefixStore(tiny_llama, block_size=BLOCK_SIZE)
+    kept, dropped = PagedPrefixCache(store), PagedPrefixCache(store)
+    run(tiny_llama, dropped, **batch(row((1, 40))), max_new_tokens=NUM_NEW)
+    assert kept.stats().num_blocks_in_use == 3
+    del dropped
+    gc.collect()
+    stats = kept.stats()
+    assert stats.num_blocks_in_use == 0
+    assert stats.num_cached_blocks == 2

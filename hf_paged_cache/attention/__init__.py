@@ -1,1 +1,1 @@
-"""How attention reads keys and values: a contiguous copy of the running rows, or a gather from the pool for each layer."""
+"""How attention reads keys and values: from a contiguous copy of the running rows, or by a gather for each layer."""

@@ -1,7 +1,7 @@
-"""What stands between the pool and attention: it gives a layer the keys and values of all columns of the running rows.
+"""Owns the interface between the pool and attention: a reader gives a layer the keys and values of the running rows.
 
-All that a reader holds are copies of what is in the pool: they may be dropped between any two forwards and are made
-again. Columns of a row's padding are never attended to; they hold finite values.
+A reader holds only copies of what is in the pool. They may be dropped between any two forwards, and are made again.
+Columns of padding hold finite values; they are not attended to.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,44 +13,42 @@ from ..kv.slot_mapping import RowLayout
 
 
 class Reader(Protocol):
-    """Between the pool and attention. Columns are counted from the left, padding included."""
+    """Columns are counted from the left, padding included."""
 
-    def start_rows(
-        self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float
-    ) -> None:
+    def start_rows(self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float) -> None:
         """Other rows run from here on.
 
         Args:
-            num_columns: of their first forward and what is known before it.
+            num_columns: where their first forward stops.
             max_rows, max_columns: the most there will be, as far as the call says; else infinite.
         """
 
     def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:
-        """A forward of columns `[start, stop)` begins, in `num_rows` rows; `rows` is called only where their blocks matter."""
+        """A forward of columns `[start, stop)` of `num_rows` rows begins; `rows` is called only if they are gathered."""
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """name -> [R, H, stop, D]: the columns `[0, start)` of the rows, then `new`, which is in the pool already.
 
-        To be read until the next forward, not written: it may be the reader's own memory.
+        Valid until the next forward, and read only: it may be the reader's own memory.
         """
 
     def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The fast path of `read`, for a "key" and a "value" of one token a row, without gradients; None: call `read`."""
+        """The fast path of `read` for one token a row, "key" and "value", without gradients; None: call `read`."""
 
     def expand_rows(self, sources: Sequence[int]) -> None:
         """Row `i` goes on as a copy of row `sources[i] <= i`."""
 
     def reorder_rows(self, sources: Sequence[int], shared_columns: int) -> None:
-        """Row `i` goes on as a copy of row `sources[i]`; both are equal in the first `shared_columns` columns."""
+        """Row `i` goes on as a copy of row `sources[i]`; the first `shared_columns` columns of the two are equal."""
 
     def crop(self, num_columns: int) -> None:
         """Columns from `num_columns` on are taken back."""
 
     def keep(self, rows: Sequence[RowLayout]) -> None:
-        """The rows end. The columns of the tokens named here may be used again by rows that start the same."""
+        """The rows end. Rows that start with the same tokens may use the columns of those named here."""
 
     def pause(self) -> None:
-        """A call has ended; its rows may go on. Memory that only a running forward needs goes."""
+        """A call has ended; its rows may go on. Gives back memory that only a running forward needs."""
 
     def drop(self) -> None:
         """Forget all copies."""

@@ -1,4 +1,4 @@
-"""A reader that keeps a contiguous copy of the running rows' columns and appends to it in place."""
+"""Owns a contiguous copy of the running rows' columns, which each forward appends to in place."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,38 +7,36 @@ import torch
 from torch import Tensor
 
 from ..blocks.tokens import common_prefix_length
-from ..kv.block_pool import BlockPool
+from ..kv.block_pool import BlockPool, copy_rows
 from ..kv.recycled_memory import RecycledMemory, zeros
 from ..kv.slot_mapping import ReadSource, RowLayout, read_source
+from .base import Reader
 
-_MIN_SPARE_COLUMNS = 128  # room a grown view has at least, so that few decode steps have to grow it
+_MIN_SPARE_COLUMNS = 128  # that a grown buffer has at least: few decode steps have to grow it
 
 
-class ContiguousReader:
-    """A contiguous copy of the rows' columns, appended to in place; columns that the next rows share are kept.
+class ContiguousReader(Reader):
+    """A contiguous copy of the rows' columns. The columns that the next rows have in common are kept.
 
     Buffers: layer index -> name -> [row capacity, H, column capacity, D].
-        [0, valid) hold the row's tokens | [valid, capacity) unspecified, finite
-    A layer's missing columns are gathered when the layer is read, once for all layers of a forward.
+        columns of a row: [0, valid) a copy of the pool | [valid, capacity) unspecified, finite
+    Columns that are missing are gathered when a layer is read; which they are is the same for all layers of a forward.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._memory = RecycledMemory()  # for what is gathered, on its way into the buffers
+        self._memory = RecycledMemory()  # for what is gathered into the buffers
         self._buffers: dict[int, dict[str, Tensor]] = {}
         self._kept: list[RowLayout] = []  # row -> what it holds, as of the last `keep`
         self._num_rows = 0
         self._max_rows = 0
         self._max_columns = math.inf
         self._start = self._stop = 0
-        self._missing: list[tuple[int, int, int, ReadSource]] = []  # (row, first column, end, where they are) to gather
+        self._missing: list[tuple[int, int, int, ReadSource]] = []  # to gather: (row, first column, end, source)
         self._valid: list[int] = []  # row -> columns that are in the buffers
         self._layouts: Callable[[], Sequence[RowLayout]] = list  # of the rows of the forward
 
-    def start_rows(
-        self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float
-    ) -> None:
-        """See Reader."""
+    def start_rows(self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float) -> None:
         self._max_rows, self._max_columns = max(max_rows, len(rows)), max_columns
         if self._oversized(num_columns):
             self.drop()
@@ -46,23 +44,21 @@ class ContiguousReader:
         self._kept = []
 
     def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:
-        """See Reader."""
         self._num_rows, self._start, self._stop, self._layouts = num_rows, start, stop, rows
-        self._valid += [0] * (num_rows - len(self._valid))  # rows that were taken over, or multiplied
+        self._valid += [0] * (num_rows - len(self._valid))  # rows taken over from another cache, or multiplied
         if self._missing:
             self._missing = []
             self._memory.drop()
         valid = self._valid
         if min(valid[:num_rows]) < start:
             for row, layout in enumerate(rows()):
-                first = valid[row]  # from 0 on, too: what the padding held may not have been finite
+                first = valid[row]  # 0 gathers the padding, too: what the buffer holds there may not be finite
                 if first < start:
                     source = read_source([layout], first, start, self._pool.block_size)
                     self._missing.append((row, first, start, source))
         valid[:num_rows] = [stop] * num_rows
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See Reader."""
         buffers = self._buffers.get(layer_idx)
         if buffers is None:
             buffers = self._buffers[layer_idx] = {}
@@ -88,14 +84,13 @@ class ContiguousReader:
             if held.shape[0] != num_rows:
                 held = held.narrow(0, 0, num_rows)
             held.narrow(2, start, stop - start).copy_(states.detach() if keeps_gradients else states)
-            if keeps_gradients:  # a gradient flows through what is new, and its pass keeps what it was given
+            if keeps_gradients:  # a gradient flows through `states`; autograd keeps what it is given
                 result[name] = torch.cat((held.narrow(2, 0, start), states), dim=2) if start else states.contiguous()
             else:
                 result[name] = held.narrow(2, 0, stop)
         return result
 
     def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """See Reader."""
         buffers = self._buffers.get(layer_idx)
         if buffers is None or self._missing:
             return None
@@ -114,7 +109,6 @@ class ContiguousReader:
         return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
     def expand_rows(self, sources: Sequence[int]) -> None:
-        """See Reader."""
         columns = self._stop
         self._num_rows = len(sources)
         self._valid = [self._valid[source] for source in sources] if self._buffers else [0] * len(sources)
@@ -129,53 +123,38 @@ class ContiguousReader:
                         held[row, :, :columns] = held[sources[row], :, :columns]
 
     def reorder_rows(self, sources: Sequence[int], shared_columns: int) -> None:
-        """See Reader."""
         columns = self._stop
         moved = [row for row, source in enumerate(sources) if source != row]
         if not moved or shared_columns >= columns:
             return
-        index: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        for layer in self._buffers.values():
-            for held in layer.values():
-                if held.device not in index:
-                    index[held.device] = (
-                        torch.tensor(moved, device=held.device),
-                        torch.tensor([sources[row] for row in moved], device=held.device),
-                    )
-                rows, origin = index[held.device]
-                span = held[:, :, shared_columns:columns]
-                span.index_copy_(0, rows, span.index_select(0, origin))
+        spans = (held[:, :, shared_columns:columns] for layer in self._buffers.values() for held in layer.values())
+        copy_rows(spans, [sources[row] for row in moved], moved)
 
     def crop(self, num_columns: int) -> None:
-        """See Reader."""
         self._stop = min(self._stop, num_columns)
         self._valid = [min(valid, num_columns) for valid in self._valid]
 
     def keep(self, rows: Sequence[RowLayout]) -> None:
-        """See Reader."""
-        self._kept = [  # of what was dropped, nothing
+        self._kept = [  # no more than is valid: nothing of what was dropped
             layout._replace(token_ids=layout.token_ids[: max(0, valid - layout.pad)], block_ids=())
             for layout, valid in zip(rows, self._valid, strict=False)
         ]
 
     def pause(self) -> None:
-        """See Reader."""
         self._memory.drop()
 
     def drop(self) -> None:
-        """See Reader."""
         self._buffers, self._kept, self._missing = {}, [], []
         self._valid, self._stop, self._layouts = [], 0, list
         self._memory.drop()
 
     @property
     def num_bytes(self) -> int:
-        """See Reader."""
         held = sum(held.nbytes for layer in self._buffers.values() for held in layer.values())
         return held + self._memory.num_bytes
 
     def _num_columns_kept(self, row: int, layout: RowLayout) -> int:
-        """How many of a new row's columns its buffers hold, padding included."""
+        """How many columns of a new row the buffers hold, padding included."""
         if row >= len(self._kept):
             return 0
         kept = self._kept[row]
@@ -184,7 +163,7 @@ class ContiguousReader:
         return layout.pad + common_prefix_length(kept.token_ids, layout.token_ids)
 
     def _oversized(self, num_columns: int) -> bool:
-        """Whether the buffers are so much larger than what comes that they should go."""
+        """Whether the buffers are more than 4 times as large as what comes may need."""
         most = num_columns if math.isinf(self._max_columns) else max(num_columns, self._max_columns)
         needed = 4 * self._max_rows * (most + _MIN_SPARE_COLUMNS)
         return any(
@@ -192,7 +171,7 @@ class ContiguousReader:
         )
 
     def _grown(self, held: Tensor | None, states: Tensor) -> Tensor:
-        """A buffer with room for the forward's columns and some more, holding what `held` held."""
+        """A buffer with room for the forward's columns and some more; `held` is copied into it."""
         stop = self._stop
         columns = stop + max(_MIN_SPARE_COLUMNS, stop // 4)
         columns = max(stop, int(min(columns, self._max_columns)))

@@ -1,9 +1,9 @@
 """Owns which tokens are held in which block. Integers only: refuses torch, transformers, clocks and I/O.
 
-Complete on its own, for a scheduler or engine that runs its own forwards, so some of it the cache of this package does
-not need: `allocate_immutable` and `mark_computed` (blocks whose content another forward is still to write),
-`get_common_computed_block_ids` (what a batch can read once), `mark_accessed`, `forget_cached_blocks`, extra keys of a
-hash, `BlockTable.allocate` and its lookahead slots, `BlockTable.unseen_token_ids`. All of it is held to the same invariants and tests.
+Complete on its own, for a scheduler or an engine that runs its own forwards. This package's cache does not use
+`allocate_immutable` and `mark_computed` (blocks whose content comes later), `get_common_computed_block_ids` (what a
+batch can read once), `mark_accessed`, `forget_cached_blocks`, extra keys, `BlockTable.allocate` with its lookahead
+slots, and `BlockTable.unseen_token_ids`; they are held to the same invariants and tests.
 """
 
 from .allocation import Allocation

@@ -1,4 +1,4 @@
-"""Owns the list of blocks that one holder holds. Refuses to be copied: `PrefixCachingBlockAllocator.fork` shares blocks."""
+"""Owns the list of blocks that one holder has. Refuses to be copied: `PrefixCachingBlockAllocator.fork` shares blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BlockOwner(Protocol):
 
     @property
     def collected(self) -> deque[ReferenceType[Allocation]]:
-        """Where the collector notes an allocation that is gone."""
+        """Keys of allocations that were collected without having been freed."""
 
     def holds(self, allocation: Allocation) -> bool:
         """Whether the allocation has not been freed."""
@@ -29,16 +29,15 @@ class BlockOwner(Protocol):
 
 
 class Allocation:
-    """Blocks held by one holder, made by `PrefixCachingBlockAllocator.allocate` and given back once.
+    """The blocks of one holder, made by `PrefixCachingBlockAllocator.allocate` and given back once.
 
-    `[0, num_prefix_blocks)` hit when allocated | `[num_prefix_blocks, len(block_ids))` taken since. Given back by
-    `free()`, on leaving a `with`, or when collected: then the collector only notes it, and the allocator's next
-    operation takes the blocks back.
+    Ranges, in blocks: `[0, num_prefix_blocks)` a prefix hit | `[num_prefix_blocks, len(block_ids))` taken since. Given
+    back by `free()`, on leaving a `with`, or at the allocator's next operation after the allocation was collected.
 
     Attributes:
-        block_ids: read only; the allocator counts references by this very list.
+        block_ids: logical block index -> block id. Read only: the allocator's ref counts are derived from this list.
         num_prefix_blocks: leading blocks that were a prefix hit.
-        key: what the allocator and the collector know it by.
+        key: names it in the allocator, also after it was collected.
     Example:
         >>> from . import PrefixCachingBlockAllocator
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=4, block_size=16)
@@ -53,7 +52,7 @@ class Allocation:
         self._allocator = allocator
         # A C function as callback: the collector may run inside any line of ours, and must not run Python code there.
         self.key = ref(self, allocator.collected.append)
-        self.block_ids = block_ids  # logical block index -> block id
+        self.block_ids = block_ids
         self.num_prefix_blocks = num_prefix_blocks
 
     def __repr__(self) -> str:
@@ -82,9 +81,7 @@ class Allocation:
         """
         block_size, block_ids = self._allocator.block_size, self.block_ids
         if not 0 <= start <= stop <= len(block_ids) * block_size:
-            raise CacheArgumentError(
-                f"positions {start} to {stop} asked for; there are slots for 0 to {self.num_slots}"
-            )
+            raise CacheArgumentError(f"no slots for positions [{start}, {stop}); there are {self.num_slots}")
         slots: list[int] = []
         position = start
         while position < stop:

@@ -1,6 +1,6 @@
-"""Owns every change of who holds which block and which block has which hash. Refuses what would leave two truths.
+"""Owns every change: blocks are taken, shared, hashed, copied on write and given back. Refuses a change that cannot finish.
 
-How a change survives an interruption, and why no list may change before the states do, is told in `ledger`.
+`ledger` says how a change survives an interruption.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .ledger import BlockLedger, check_not_negative
 
 
 class PrefixCachingBlockAllocator(BlockLedger):
-    """Hands out block ids, shares them by hash, and evicts the least recently used; it knows nothing of their content.
+    """Hands out block ids, shares them by hash, and evicts the least recently used. Knows nothing of their content.
 
     Every operation finishes or changes nothing. Block 0 is the null block: never handed out, in no state. Not
-    thread-safe: one lock round the allocator and whatever stores the content.
+    thread-safe: use one lock for the allocator and the content.
 
     Example:
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=4, block_size=16)
@@ -34,17 +34,17 @@ class PrefixCachingBlockAllocator(BlockLedger):
 
     @property
     def pending_copies(self) -> tuple[tuple[int, int], ...]:
-        """What `take_copies` would return; with `drop_copies`, for a copier that may be interrupted."""
+        """What `take_copies` would return. A copier that may be interrupted reads this and then calls `drop_copies`."""
         return tuple(self._copies)
 
     def allocate(
         self, block_hashes: Iterable[BlockHash] = (), num_mutable_blocks: int = 0, *, num_blocks: int | None = None
     ) -> Allocation:
-        """Hold the prefix hit of `block_hashes`, then fresh blocks to write into. A hit is never evicted for them.
+        """Hold the prefix hit of `block_hashes`, then fresh blocks to write into. No block of the hit is evicted for them.
 
         Args:
-            num_mutable_blocks: fresh blocks behind the hit.
-            num_blocks: blocks in all, instead; a hit longer than that is held whole.
+            num_mutable_blocks: fresh blocks after the hit.
+            num_blocks: in its place, the number of blocks with the hit; a longer hit is held whole.
         Raises:
             OutOfBlocksError: nothing has changed.
             CacheArgumentError: a negative number, or a hash given twice.
@@ -73,10 +73,10 @@ class PrefixCachingBlockAllocator(BlockLedger):
         self._dirty = False
 
     def allocate_immutable(self, allocation: Allocation, block_hashes: Iterable[BlockHash]) -> None:
-        """Append, for each hash, the block that has it, or a fresh one that gets it and awaits `mark_computed`.
+        """Append the block of each hash: the one that has it, or a fresh one, which gets it and awaits `mark_computed`.
 
-        Until then nobody hits it, and freed it loses its hash. A fresh block whose digest stands for other tokens
-        (a collision of 256 bits) gets no hash.
+        Before `mark_computed` a fresh block is not hit, and loses its hash when freed. It gets no hash where the digest
+        belongs to other tokens (a collision of 256 bits).
 
         Raises:
             OutOfBlocksError: nothing has changed.
@@ -101,15 +101,15 @@ class PrefixCachingBlockAllocator(BlockLedger):
         self._dirty = False
 
     def fork(self, allocation: Allocation, num_blocks: int | None = None) -> Allocation:
-        """A second holder of the same blocks, or of the first `num_blocks`; takes no fresh one."""
+        """A second holder of the same blocks, or of the first `num_blocks`. Takes no fresh block."""
         check_not_negative("num_blocks", num_blocks or 0)
         block_ids = self._list_of(allocation)[:num_blocks]
         self._dirty = True
         self._states.hold(block_ids)
-        twin = Allocation(self, block_ids, min(allocation.num_prefix_blocks, len(block_ids)))
-        self._held[twin.key] = block_ids
+        forked = Allocation(self, block_ids, min(allocation.num_prefix_blocks, len(block_ids)))
+        self._held[forked.key] = block_ids
         self._dirty = False
-        return twin
+        return forked
 
     def truncate(self, allocation: Allocation, num_blocks: int) -> None:
         """Keep the first `num_blocks` blocks and give back the others, the last one first.
@@ -119,7 +119,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
         """
         block_ids = self._list_of(allocation)
         if not 0 <= num_blocks <= len(block_ids):
-            raise CacheArgumentError(f"cannot keep {num_blocks} blocks; give 0 to {len(block_ids)}, what is held")
+            raise CacheArgumentError(f"cannot keep {num_blocks} blocks; give 0 to {len(block_ids)}, the number held")
         self._dirty = True
         self._states.drop(reversed(block_ids[num_blocks:]))
         allocation.num_prefix_blocks = min(allocation.num_prefix_blocks, num_blocks)
@@ -138,20 +138,19 @@ class PrefixCachingBlockAllocator(BlockLedger):
     # Content: who may hit it and who may write it.
 
     def commit(self, allocation: Allocation, block_index: int, block_hash: BlockHash) -> bool:
-        """`commit_many` of one block; returns whether an equal block took its place."""
+        """`commit_many` of one block; whether an equal block has replaced it."""
         return self.commit_many(allocation, block_index, (block_hash,)) == 1
 
     def commit_many(self, allocation: Allocation, start: int, block_hashes: Iterable[BlockHash]) -> int:
-        """Give full, written blocks their hashes, so that others hit them.
+        """Give full, written blocks their hashes, so that others hit them. A block may be committed again.
 
-        Where another block has the hash and its content, the allocation holds that one from now on and drops its own.
-        Where one awaits its content, the hash moves to the block committed. A block may be committed again. One whose
-        digest stands for other tokens, or for another block of the same allocation, stays as it is.
+        What happens to a block whose digest another block has: a computed one with the same tokens replaces it; an
+        uncomputed one gives it the hash; one with other tokens, or of the same allocation, leaves it without a hash.
 
         Args:
-            start: logical index of the first block; the others follow it.
+            start: logical index of the first block.
         Returns:
-            The number of blocks that an equal one took the place of; `block_ids` has the new ids.
+            The number of blocks replaced; `block_ids` has the new ids.
         Raises:
             CacheArgumentError: more hashes than blocks from `start`.
             BlockStateError: a block has another hash already.
@@ -165,7 +164,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
         for own, block_hash in zip(own_ids, hashes, strict=True):
             if (digest := digests[own]) is not None and digest != block_hash[0]:
                 raise BlockStateError(f"block {own} has another hash already; make it writable before it is written")
-        replaced: dict[int, int] = {}  # logical block index -> block that takes the place
+        replaced: dict[int, int] = {}  # logical block index -> block that replaces it
         held: set[int] = set()
         self._dirty = True
         for block_index, own, block_hash in zip(range(start, len(block_ids)), own_ids, hashes, strict=False):
@@ -196,7 +195,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
         return len(replaced)
 
     def mark_computed(self, block_ids: Iterable[int]) -> None:
-        """Let blocks of `allocate_immutable` be hit: their content is there. One that lost its hash meanwhile is skipped.
+        """Let blocks of `allocate_immutable` be hit: their content is there. One that has lost its hash is skipped.
 
         Raises:
             BlockStateError: a block is not in use.
@@ -210,7 +209,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
         self._states.index.uncomputed.difference_update(computed)
 
     def make_writable(self, allocation: Allocation, block_index: int) -> None:
-        """Copy on write: unless `is_writable`, put a fresh block in this one's place and record the copy to be made.
+        """Copy on write: replace the block by a fresh one, unless `is_writable`, and record the copy to be made.
 
         Raises:
             OutOfBlocksError: nothing has changed.
@@ -232,9 +231,9 @@ class PrefixCachingBlockAllocator(BlockLedger):
         self._dirty = False
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return and forget the (source, destination) copies that are due before the next write.
+        """Return and forget the (source, destination) copies to be made before the next write.
 
-        Make them in this order: a source may be an earlier one's destination, a destination may come twice.
+        Make them in this order: a source may be an earlier destination, and a destination may come twice.
         """
         copies = list(self._copies)
         self.drop_copies(len(copies))
@@ -245,10 +244,10 @@ class PrefixCachingBlockAllocator(BlockLedger):
         del self._copies[:num_copies]
 
     def mark_accessed(self, block_ids: Iterable[int]) -> None:
-        """Make cached blocks the last to be evicted, in the order given. Blocks in use become that when dropped.
+        """Make cached blocks the last to be evicted, in the order given; nothing changes for blocks in use.
 
         Raises:
-            BlockStateError: a block is free, so there is nothing to keep.
+            BlockStateError: a block is free.
         """
         self._settle()
         touched, states = list(block_ids), self._states
@@ -263,12 +262,10 @@ class PrefixCachingBlockAllocator(BlockLedger):
     # The whole pool.
 
     def grow(self, num_blocks: int) -> None:
-        """Raise the number of blocks; the new ones are handed out first. Raises CacheArgumentError for fewer."""
+        """Raise the number of blocks; the new ones are handed out first. Raises CacheArgumentError for a lower number."""
         self._settle()
         if num_blocks < self.num_blocks:
-            raise CacheArgumentError(
-                f"cannot shrink to {num_blocks} blocks; give at least {self.num_blocks}, the size now"
-            )
+            raise CacheArgumentError(f"cannot shrink to {num_blocks} blocks; give at least {self.num_blocks}")
         self._dirty = True
         self._states.grow(num_blocks)
         self._dirty = False
@@ -281,7 +278,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
         self._dirty = False
 
     def reset_prefix_cache(self, num_blocks: int | None = None) -> None:
-        """Forget everything that can be hit, and start anew, with another number of blocks if given.
+        """Forget every hash and start anew, with `num_blocks` blocks if given.
 
         Raises:
             BlockStateError: blocks are in use; nothing has changed.

@@ -15,13 +15,13 @@ from .prefix_index import PrefixIndex
 
 
 class BlockStates:
-    """Ref counts, the queue of allocatable blocks and the prefix index, moved together.
+    """Ref counts, the queue of allocatable blocks and the prefix index, changed together.
 
-    The queue holds free blocks first, last freed first out, so that memory once touched is used again; then cached
-    blocks, least recently used first. Time is a counter: it advances by one for each block dropped or touched.
+    The queue holds free blocks, the last freed first, so that memory once touched is used again; then cached blocks,
+    the least recently used first. Time is a counter: it advances by one for each block dropped or touched.
 
     Args:
-        num_blocks: with the null block 0, so ids 1 to num_blocks - 1 are handed out; lowest first at the start.
+        num_blocks: with the null block 0. Ids 1 to num_blocks - 1 are handed out, at first the lowest first.
     """
 
     __slots__ = ("clock", "index", "last_access", "num_blocks", "num_cached", "num_evictions", "queue", "ref_counts")
@@ -68,7 +68,7 @@ class BlockStates:
             self.num_cached -= len(idle)
 
     def drop(self, block_ids: Iterable[int]) -> None:
-        """Take one holder from each block, in the order given; the last holder's leaves it cached or free.
+        """Take one holder from each block, in the order given. Without a holder a block is cached, or free without a hash.
 
         Raises:
             BlockStateError: a block has no holder.
@@ -100,7 +100,7 @@ class BlockStates:
         self.num_cached += len(cached)
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """Make cached blocks the last to be evicted, in the order given; blocks in use are younger than those anyway."""
+        """Make cached blocks the last to be evicted, in the order given; blocks in use are evicted after them anyway."""
         for block_id in block_ids:
             if not self.ref_counts[block_id] and self.index.digests[block_id] is not None:
                 self.queue.remove(block_id)
@@ -108,7 +108,7 @@ class BlockStates:
                 self.clock = self.last_access[block_id] = self.clock + 1
 
     def forget_cached(self) -> None:
-        """Make every cached block free, the least recently used to be handed out first."""
+        """Make every cached block free; the least recently used is handed out first."""
         for block_id in reversed(list(islice(self.queue, len(self.queue) - self.num_cached, None))):
             self.index.remove(block_id)
             self.queue.remove(block_id)
@@ -116,7 +116,7 @@ class BlockStates:
             self.num_cached -= 1
 
     def grow(self, num_blocks: int) -> None:
-        """Add free blocks, handed out before those that were there, lowest first."""
+        """Add free blocks, handed out first and the lowest of them first."""
         added = num_blocks - self.num_blocks
         self.ref_counts.extend([0] * added)
         self.last_access.extend([0] * added)
@@ -126,7 +126,7 @@ class BlockStates:
         self.num_blocks = num_blocks  # last: until here, `rebuild` cuts all of them to the old number
 
     def rebuild(self, holders: Iterable[list[int]]) -> None:
-        """Derive everything from `holders`, the blocks' own digests and their times.  Cost: O(num_blocks log num_blocks)."""
+        """Derive the state again from `holders`, the blocks' digests and their times.  Cost: O(num_blocks log num_blocks)."""
         ref_counts = [0] * self.num_blocks
         for block_ids in holders:
             for block_id in block_ids:
@@ -144,7 +144,7 @@ class BlockStates:
         self.num_cached = len(cached)
 
     def check(self, holders: list[list[int]]) -> None:
-        """Raises BlockStateError, naming what is wrong, unless invariants (1) to (4) of the allocator's `check` hold."""
+        """Raises BlockStateError, with what is wrong, unless invariants (1) to (4) of `BlockLedger.check` hold."""
         counts = [0] * self.num_blocks
         for block_ids in holders:
             if len(set(block_ids)) != len(block_ids):

@@ -1,7 +1,7 @@
-"""Owns the tokens and blocks of one sequence. Refuses to let a token be written into a block that others read.
+"""Owns the tokens and blocks of one sequence. Refuses to write a token into a block that others read.
 
 Ranges, in tokens: `[0, num_committed_blocks * block_size)` hashed, read only | `[.., num_tokens)` ours or shared with
-forks, copied before it is written | `[num_tokens, num_slots)` empty, ours alone.
+forks, copied on write | `[num_tokens, num_slots)` empty, ours alone.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from .ledger import check_not_negative
 class BlockTable:
     """One sequence: its tokens, the blocks that hold their keys and values, and how far these are committed.
 
-    A token in the table is announced, not necessarily written: the caller commits what was computed. Every method
-    finishes or changes nothing, and none recurses. The blocks are given back by `free()`, on leaving a `with`, or when
-    the table is collected.
+    A token in the table may not have been written yet: the caller commits what was computed. Every method finishes or
+    changes nothing. The blocks are given back by `free()`, on leaving a `with`, or when the table is collected.
 
     Args:
-        root: see `root_hash`: all that conditions keys and values besides tokens.
-        extra_keys: logical block index -> further bytes of that block's hash; empty for none.
+        root, extra_keys: see `HashChain`.
     Example:
         >>> from . import PrefixCachingBlockAllocator, root_hash
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
@@ -60,17 +58,17 @@ class BlockTable:
         return len(self._chain.token_ids)
 
     def __bool__(self) -> bool:
-        """A table is true even without tokens."""
+        """True also without tokens."""
         return True
 
     @property
     def allocation(self) -> Allocation:
-        """The holder of the table's blocks; the table alone changes it."""
+        """The holder of the table's blocks; only the table changes it."""
         return self._allocation
 
     @property
     def root(self) -> bytes:
-        """What the first block's hash continues."""
+        """Parent of the first block's hash."""
         return self._chain.root
 
     @property
@@ -85,12 +83,12 @@ class BlockTable:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, announced or written."""
+        """Number of tokens, written or not."""
         return len(self._chain.token_ids)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens hit when allocated, as far as they are still in the table."""
+        """Tokens that were hit when allocated and are still in the table."""
         return min(self._allocation.num_prefix_tokens, len(self._chain.token_ids))
 
     @property
@@ -105,13 +103,13 @@ class BlockTable:
 
     @property
     def num_empty_slots(self) -> int:
-        """Tokens that can be appended without another block; one more may be copied first."""
+        """Tokens that can be appended without a block more, but for a copy on write of the last one."""
         return self._allocation.num_slots - len(self._chain.token_ids)
 
     def allocate(self, token_ids: Iterable[int], num_lookahead_slots: int = 0) -> int:
         """Fill an empty table: hold the longest prefix hit, and fresh blocks for the other tokens and the lookahead.
 
-        A hit may cover all of `token_ids`: a caller that needs logits then computes the last token without writing.
+        A hit may cover all of `token_ids`; a caller that needs logits then computes the last token without writing it.
 
         Returns:
             The number of tokens hit, a multiple of block_size.
@@ -120,41 +118,37 @@ class BlockTable:
             BlockStateError: the table is not empty, or was freed.
             CacheArgumentError: a token that is no 64-bit integer, a negative lookahead.
         """
-        self._check_empty()
         check_not_negative("num_lookahead_slots", num_lookahead_slots)
-        chain = HashChain(self._chain.root, self._block_size, self._chain.extra_keys)
-        chain.extend(token_ids)
-        num_blocks = -(-(len(chain) + num_lookahead_slots) // self._block_size)
-        allocation = self._allocator.allocate(chain.hashes(), num_blocks=num_blocks)
-        self._num_committed = allocation.num_prefix_blocks
-        self._allocation = allocation
-        self._chain = chain
-        return allocation.num_prefix_tokens
+        return self._fill(token_ids, num_lookahead_slots)
 
     def hold_prefix(self, token_ids: Iterable[int]) -> int:
-        """Fill an empty table with the longest prefix hit of `token_ids` alone; takes no fresh block.
+        """Fill an empty table with the longest prefix hit of `token_ids` and no other token. Takes no fresh block.
 
-        Returns:
-            The number of tokens hit, a multiple of block_size.
-        Raises:
-            BlockStateError: the table is not empty, or was freed.
-            CacheArgumentError: a token that is no 64-bit integer.
+        Returns, Raises: as `allocate`, which alone can run out of blocks.
         """
-        self._check_empty()
+        return self._fill(token_ids, None)
+
+    def _fill(self, token_ids: Iterable[int], num_lookahead_slots: int | None) -> int:
+        """See `allocate`; None: see `hold_prefix`."""
+        if self.num_tokens or self.block_ids or self._allocation.is_freed:
+            raise BlockStateError(f"{self!r} is not empty, or was freed; only a fresh table is filled")
         chain = HashChain(self._chain.root, self._block_size, self._chain.extra_keys)
         chain.extend(token_ids)
-        allocation = self._allocator.allocate(chain.hashes())
-        chain.truncate(allocation.num_prefix_tokens)
+        if num_lookahead_slots is None:
+            allocation = self._allocator.allocate(chain.hashes())
+            chain.truncate(allocation.num_prefix_tokens)
+        else:
+            num_blocks = -(-(len(chain) + num_lookahead_slots) // self._block_size)
+            allocation = self._allocator.allocate(chain.hashes(), num_blocks=num_blocks)
         self._num_committed = allocation.num_prefix_blocks
         self._allocation = allocation
         self._chain = chain
         return allocation.num_prefix_tokens
 
     def append_tokens(self, token_ids: Sequence[int] | array[int], num_lookahead_slots: int = 0) -> None:
-        """Append tokens, with a slot of our own for each and for the lookahead.
+        """Append tokens, with a slot that may be written for each of them and for the lookahead.
 
-        A block that is to be written and that others hold, or that has a hash, is copied first (see
-        `PrefixCachingBlockAllocator.take_copies`).
+        A block that others hold, or that has a hash, is copied on write: see `PrefixCachingBlockAllocator.take_copies`.
 
         Raises:
             OutOfBlocksError: nothing has changed.
@@ -165,7 +159,7 @@ class BlockTable:
         end = start + len(tokens) + num_lookahead_slots
         block_index = start // self._block_size
         block_ids = self._allocation.block_ids
-        # One token into a block that we may write is the common case: no more than this.
+        # The common case is one token into a block that may be written.
         if (
             end > (block_index + 1) * self._block_size
             or num_lookahead_slots < 0
@@ -177,12 +171,9 @@ class BlockTable:
         self._chain.token_ids.extend(tokens)
 
     def append_in_place(self, token_id: int) -> int | None:
-        """Append one token if that takes no block, and return its slot; None, with nothing changed, if it does.
+        """Append one token, an integer of 64 bits, and return its slot; None, with nothing changed, if that takes a block.
 
-        The common case of a decode step, and no more than that needs.
-
-        Args:
-            token_id: an integer of 64 bits.
+        The common case of a decode step.
         """
         token_ids, block_size = self._chain.token_ids, self._block_size
         block_index, offset = divmod(len(token_ids), block_size)
@@ -193,7 +184,7 @@ class BlockTable:
         return block_ids[block_index] * block_size + offset
 
     def ensure_num_empty_slots(self, num_empty_slots: int) -> None:
-        """Have at least that many slots that may be written: copy on write, then fresh blocks.
+        """Have at least that many empty slots that may be written: copy on write, then fresh blocks.
 
         Raises:
             OutOfBlocksError: nothing has changed.
@@ -208,24 +199,20 @@ class BlockTable:
             self._allocator.allocate_mutable(self._allocation, num_fresh)
 
     def num_new_blocks_for_append(self, num_tokens: int) -> int:
-        """Blocks that appending `num_tokens` tokens would take: fresh ones and copies on write.  Effects: none."""
+        """Blocks that `num_tokens` more tokens would take: fresh ones and copies on write.  Effects: none."""
         check_not_negative("num_tokens", num_tokens)
         shared, num_fresh = self._blocks_to_take(num_tokens)
         return len(shared) + num_fresh
 
     def slots(self, start: int, stop: int) -> list[int]:
-        """Slot of each position in `[start, stop)`: block id * block_size + offset; empty slots have one, too.
-
-        Raises:
-            CacheArgumentError: not 0 <= start <= stop <= num_slots.
-        """
+        """See `Allocation.slots`."""
         return self._allocation.slots(start, stop)
 
     def writable_slots(self, start: int, stop: int) -> list[int]:
         """`slots` of positions that are about to be written.
 
         Raises:
-            BlockStateError: one lies in a block that others hold, or that has a hash; whoever hit it would read the new.
+            BlockStateError: a slot lies in a block that others hold or can hit.
             CacheArgumentError: as `slots`.
         """
         slots = self._allocation.slots(start, stop)
@@ -238,10 +225,10 @@ class BlockTable:
         return slots
 
     def unseen_token_ids(self, sequence: Sequence[int] | array[int]) -> array[int]:
-        """What `sequence` has behind the table's tokens.
+        """The tokens of `sequence` after the table's.
 
         Raises:
-            CacheArgumentError: it does not start with the table's tokens.
+            CacheArgumentError: `sequence` does not start with the table's tokens.
         """
         tokens = token_array(sequence)
         if tokens[: self.num_tokens] != self._chain.token_ids:
@@ -251,10 +238,10 @@ class BlockTable:
         return tokens[self.num_tokens :]
 
     def commit_full_blocks(self, num_computed_tokens: int) -> None:
-        """Let others hit every full block within the first `num_computed_tokens` tokens; `block_ids` may change.
+        """Let others hit every full block of the first `num_computed_tokens` tokens; `block_ids` may change.
 
         Raises:
-            CacheArgumentError: more than there are tokens, or a negative number.
+            CacheArgumentError: a number that is negative or above `num_tokens`.
         """
         if not 0 <= num_computed_tokens <= self.num_tokens:
             raise CacheArgumentError(f"{num_computed_tokens} tokens computed; the table has {self.num_tokens}")
@@ -264,10 +251,10 @@ class BlockTable:
             self._num_committed = stop
 
     def truncate(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens and the blocks that hold them; a cut committed block is copied when written.
+        """Keep the first `num_tokens` tokens and their blocks; a committed block that is cut is copied on write.
 
         Raises:
-            CacheArgumentError: negative, or more than there are.
+            CacheArgumentError: a number that is negative or above `num_tokens`.
         """
         if not 0 <= num_tokens <= self.num_tokens:
             raise CacheArgumentError(f"cannot keep {num_tokens} tokens; give 0 to {self.num_tokens}, what there is")
@@ -276,17 +263,17 @@ class BlockTable:
         self._allocator.truncate(self._allocation, self._num_blocks_with_tokens())
 
     def fork(self) -> BlockTable:
-        """A second table of the same tokens that holds the same blocks; empty blocks stay with this one alone."""
-        twin = BlockTable.__new__(BlockTable)
-        twin._allocator = self._allocator
-        twin._block_size = self._block_size
-        twin._chain = self._chain.copy()
-        twin._allocation = self._allocator.fork(self._allocation, self._num_blocks_with_tokens())
-        twin._num_committed = self._num_committed
-        return twin
+        """A second table with the same tokens in the same blocks; blocks without tokens are not shared."""
+        forked = BlockTable.__new__(BlockTable)
+        forked._allocator = self._allocator
+        forked._block_size = self._block_size
+        forked._chain = self._chain.copy()
+        forked._allocation = self._allocator.fork(self._allocation, self._num_blocks_with_tokens())
+        forked._num_committed = self._num_committed
+        return forked
 
     def free(self) -> None:
-        """Give all blocks back; the table is empty and over. Raises BlockStateError the second time."""
+        """Give all blocks back; the table is not used again. Raises BlockStateError the second time."""
         self._allocator.free(self._allocation)
         self._num_committed = 0
         self._chain.truncate(0)
@@ -300,15 +287,11 @@ class BlockTable:
         if not self._allocation.is_freed:
             self.free()
 
-    def _check_empty(self) -> None:
-        if self.num_tokens or self.block_ids or self._allocation.is_freed:
-            raise BlockStateError(f"{self!r} is not empty, or was freed; only a fresh table is filled")
-
     def _num_blocks_with_tokens(self) -> int:
         return -(-len(self._chain.token_ids) // self._block_size)
 
     def _blocks_to_take(self, num_tokens: int) -> tuple[list[int], int]:
-        """Logical indices of held blocks that `num_tokens` more tokens must copy, and the number of blocks to append."""
+        """What `num_tokens` more tokens take: logical indices of the blocks to copy on write, number of fresh blocks."""
         if not num_tokens:
             return [], 0
         block_ids, start = self._allocation.block_ids, self.num_tokens

@@ -1,6 +1,6 @@
 """Owns the order in which blocks are handed out. Refuses to hold a block twice or to give up one that it does not hold.
 
-A doubly linked list over two lists of ids instead of objects: block 0 is never handed out, so its links are the two ends.
+A doubly linked list in two lists of ids, without objects. Block 0 is never handed out: its links are the two ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class FreeBlockQueue:
 
     Args:
         num_blocks: ids are 1 to num_blocks - 1; id 0 is the sentinel.
-        block_ids: what the queue holds at first, next to be handed out first.
+        block_ids: what the queue holds at first, the next to be handed out first.
     Example:
         >>> queue = FreeBlockQueue(4, [1, 2, 3])
         >>> queue.remove(2)
@@ -28,8 +28,8 @@ class FreeBlockQueue:
     __slots__ = ("_length", "_next", "_previous")
 
     def __init__(self, num_blocks: int, block_ids: Iterable[int] = ()) -> None:
-        self._next = [_ABSENT] * num_blocks  # block id -> the one handed out after it; 0: the first
-        self._previous = [_ABSENT] * num_blocks  # block id -> the one handed out before it; 0: the last
+        self._next = [_ABSENT] * num_blocks  # block id -> the one handed out after it; of 0: the first
+        self._previous = [_ABSENT] * num_blocks  # block id -> the one handed out before it; of 0: the last
         self._next[0] = self._previous[0] = 0
         self._length = 0
         self.append_many(block_ids)
@@ -62,7 +62,18 @@ class FreeBlockQueue:
         Raises:
             BlockStateError: one is held already or is no block; those before it were put.
         """
-        following, previous = self._next, self._previous
+        self._put(block_ids, self._next, self._previous)
+
+    def appendleft(self, block_id: int) -> None:
+        """Put a block in front: handed out next. Raises BlockStateError if it is held already or is no block."""
+        self.appendleft_many((block_id,))
+
+    def appendleft_many(self, block_ids: Iterable[int]) -> None:
+        """Put blocks in front one after the other: the last one is handed out next. Raises as `append_many`."""
+        self._put(block_ids, self._previous, self._next)
+
+    def _put(self, block_ids: Iterable[int], following: list[int], previous: list[int]) -> None:
+        """Put blocks at the end that `following` leads to."""
         last, length = previous[0], self._length
         try:
             for block_id in block_ids:
@@ -75,30 +86,6 @@ class FreeBlockQueue:
                 length += 1
         finally:
             previous[0], self._length = last, length
-
-    def appendleft(self, block_id: int) -> None:
-        """Put a block in front: handed out next. Raises BlockStateError if it is held already or is no block."""
-        self.appendleft_many((block_id,))
-
-    def appendleft_many(self, block_ids: Iterable[int]) -> None:
-        """Put blocks in front one after the other, so that the last one is handed out next.
-
-        Raises:
-            BlockStateError: one is held already or is no block; those before it were put.
-        """
-        following, previous = self._next, self._previous
-        first, length = following[0], self._length
-        try:
-            for block_id in block_ids:
-                if not 0 < block_id < len(following) or following[block_id] != _ABSENT:
-                    raise self._refusal(block_id, "queued twice")
-                previous[first] = block_id
-                following[block_id] = first
-                previous[block_id] = 0
-                first = block_id
-                length += 1
-        finally:
-            following[0], self._length = first, length
 
     def remove(self, block_id: int) -> None:
         """Take a block out, wherever it is. Raises BlockStateError if it is not held."""
@@ -142,7 +129,7 @@ class FreeBlockQueue:
         return taken
 
     def grow(self, num_blocks: int) -> None:
-        """Make room for ids below `num_blocks`; holds none of the new ones yet."""
+        """Allow ids below `num_blocks`; none of the new ones is held yet."""
         added = [_ABSENT] * (num_blocks - len(self._next))
         self._next.extend(added)
         self._previous.extend(added)

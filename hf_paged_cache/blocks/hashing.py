@@ -1,8 +1,8 @@
-"""Owns what a block hash covers, and the hashes of one growing sequence. Refuses to hash a block that is not full.
+"""Owns what a block hash covers, and the hashes of one sequence. Refuses to hash a block that is not full.
 
-digest(i) = SHA-256(digest(i - 1) + token ids of block i as int64 little-endian + extra keys of block i),
-digest(-1) = root: all that conditions a sequence's keys and values besides its tokens. So a digest names the whole
-prefix up to and with its block, and two processes agree on it.
+digest(i) = SHA-256(digest(i - 1) + token ids of block i as int64 little-endian + extra keys of block i)
+digest(-1) = root: everything besides tokens that shapes a sequence's keys and values
+So a digest names the whole prefix up to the end of its block, and is the same in every process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HOST_IS_BIG_ENDIAN = sys.byteorder == "big"
 
 
 class BlockHash(NamedTuple):
-    """Identity of a full block: a hit needs an equal digest (256 bits) and equal tokens, so no collision is served."""
+    """Identity of a full block. A hit needs an equal digest (256 bits) and equal tokens, so a collision is no hit."""
 
     digest: bytes  # 32 bytes; covers root, all tokens up to the block's end, and extra keys
     token_bytes: bytes  # the block's own token ids, int64 little-endian
@@ -50,14 +50,14 @@ def token_array(token_ids: Iterable[int]) -> array[int]:
 
 
 class HashChain:
-    """Tokens and block hashes of one sequence that grows and is cut; a hash is computed when asked for, once.
+    """Tokens and block hashes of one sequence that grows and is cut. A hash is computed once, when it is asked for.
 
     Ranges, in blocks: `[0, len(_hashes))` hashed | `[len(_hashes), num_full_blocks)` full, not yet hashed | the rest.
 
     Args:
-        root: digest that the first block's hash continues, see `root_hash`.
+        root: parent of the first block's hash, see `root_hash`.
         block_size: tokens of a block, at least 1.
-        extra_keys: logical block index -> bytes that this block's hash covers besides tokens; empty for none.
+        extra_keys: logical block index -> bytes that the block's hash covers besides tokens; empty for none.
     Example:
         >>> chain = HashChain(root_hash(b"model"), block_size=2)
         >>> chain.extend([1, 2, 3])
@@ -99,7 +99,7 @@ class HashChain:
             CacheArgumentError: `num_tokens` is negative or more than there are.
         """
         if not 0 <= num_tokens <= len(self.token_ids):
-            raise CacheArgumentError(f"cannot keep {num_tokens} tokens; give 0 to {len(self.token_ids)}, what there is")
+            raise CacheArgumentError(f"cannot keep {num_tokens} tokens; give 0 to {len(self.token_ids)}, all there are")
         del self._hashes[num_tokens // self.block_size :]
         try:
             del self.token_ids[num_tokens:]
@@ -107,14 +107,14 @@ class HashChain:
             self.token_ids = self.token_ids[:num_tokens]
 
     def copy(self) -> HashChain:
-        """An independent chain with the same tokens; hashes already computed are shared, since they never change."""
-        twin = HashChain(self.root, self.block_size, self.extra_keys)
-        twin.token_ids = self.token_ids[:]
-        twin._hashes = self._hashes[:]
-        return twin
+        """An independent chain with the same tokens and the hashes computed so far."""
+        copied = HashChain(self.root, self.block_size, self.extra_keys)
+        copied.token_ids = self.token_ids[:]
+        copied._hashes = self._hashes[:]
+        return copied
 
     def block_hash(self, block_index: int) -> BlockHash:
-        """Hash of one full block; computes those before it that were never asked for.
+        """Hash of one full block; computes those before it where needed.
 
         Raises:
             CacheArgumentError: block `block_index` is not full.
@@ -127,15 +127,16 @@ class HashChain:
         return self._hashes[block_index]
 
     def hashes(self, start: int = 0, stop: int | None = None) -> Iterator[BlockHash]:
-        """Yield the hashes of full blocks `[start, stop)`, computed as they are asked for and then remembered.
+        """Yield the hashes of full blocks `[start, stop)`; computed as they are asked for, and kept.
 
-        Effects: remembers.  Cost: one SHA-256 over 32 + 8 * block_size bytes for each block not yet hashed; at most as
-        many are hashed ahead as were asked for.
-        The chain may grow meanwhile, but must not be cut below a block already yielded (BlockStateError).
+        Cost: one SHA-256 over 32 + 8 * block_size bytes for each block not yet hashed; at most as many are computed
+        ahead as were asked for.
 
         Args:
-            start: 0 <= start; hashes before it are computed if they never were.
-            stop: all full blocks if None; more than there are is cut to that.
+            start: 0 <= start; hashes before it are computed where needed.
+            stop: None, or above the number of full blocks: all of them.
+        Raises:
+            BlockStateError: the chain was cut below a block already yielded. It may grow.
         """
         known = self._hashes
         stop = self.num_full_blocks if stop is None else min(stop, self.num_full_blocks)
@@ -146,14 +147,14 @@ class HashChain:
                 ahead *= 2
             for block_hash in known[index:stop]:
                 if len(known) <= index:
-                    raise BlockStateError(f"a hash chain was cut to {len(known)} blocks while block {index} was asked")
+                    raise BlockStateError(f"hash chain cut to {len(known)} blocks while block {index} was being read")
                 yield block_hash
                 index += 1
 
     def _hash_until(self, stop: int) -> None:
         """Hash all blocks before `stop` that have no hash yet."""
-        # Hot: most of it should be SHA-256 itself. Hence local names and tuple.__new__; tokens are copied in portions
-        # that malloc keeps at hand, as a copy of all of them costs a page fault every 4 KiB.
+        # Hot: most of the time should be SHA-256's. Hence local names and tuple.__new__; tokens are copied in portions
+        # that malloc keeps at hand, since a copy of all of them costs a page fault every 4 KiB.
         known, extra_keys, new_tuple = self._hashes, self.extra_keys, tuple.__new__
         remember = known.append
         width = self.block_size * TOKEN_BYTES

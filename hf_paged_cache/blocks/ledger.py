@@ -1,8 +1,8 @@
 """Owns the record of who holds which block, and its repair. Refuses an allocation that it does not know.
 
 The lists of the live allocations are the truth; states, queue and index (`BlockStates`) are derived from them and from
-the blocks' own hashes. Every change marks them dirty first, changes the lists last and then clears the mark. So after a
-Ctrl-C anywhere inside, the next operation finds the mark and derives them again: the change has happened or has not.
+the blocks' own hashes. Every change first marks what is derived as dirty, changes the lists last and clears the mark.
+After a Ctrl-C anywhere inside, the next operation finds the mark and derives it again: the change has happened or has not.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from .hashing import BlockHash
 
 
 class BlockLedger:
-    """Everything that can be asked of an allocator. Asking changes nothing, but for settling: repairing what was
-    interrupted and taking back what collected allocations held, which every operation does first.
+    """Everything that can be asked of an allocator. Asking changes nothing.
+
+    But every operation settles first: it repairs what was interrupted and takes back what collected allocations held.
 
     Args:
         num_blocks: at least 2, with the null block.
@@ -32,7 +33,7 @@ class BlockLedger:
         if block_size < 1:
             raise CacheArgumentError(f"block_size is {block_size}; it must be at least 1 token")
         self.block_size = block_size
-        self.collected: deque[ReferenceType[Allocation]] = deque()  # gone, blocks not yet taken back
+        self.collected: deque[ReferenceType[Allocation]] = deque()  # collected, blocks not yet taken back
         self._held: dict[ReferenceType[Allocation], list[int]] = {}  # live allocation -> its block ids
         self._states = BlockStates(num_blocks)
         self._dirty = False
@@ -73,7 +74,7 @@ class BlockLedger:
 
     @property
     def num_evictions(self) -> int:
-        """Cached blocks handed out for something else so far."""
+        """Cached blocks that were handed out so far."""
         return self._states.num_evictions
 
     def holds(self, allocation: Allocation) -> bool:
@@ -109,7 +110,7 @@ class BlockLedger:
         return self._states.index.match(block_hashes)
 
     def get_common_computed_block_ids(self, allocations: Sequence[Allocation]) -> list[int]:
-        """Leading computed blocks that all `allocations` hold at the same places; none of no allocation."""
+        """Leading computed blocks that all `allocations` hold at the same places."""
         self._settle()
         index = self._states.index
         common: list[int] = []
@@ -120,7 +121,7 @@ class BlockLedger:
         return common
 
     def require(self, num_blocks: int, hits: Iterable[int] = ()) -> None:
-        """Check that `num_blocks` fresh blocks can be had while `hits` are held, too.
+        """Check that `num_blocks` fresh blocks can be had beside `hits`.
 
         Raises:
             OutOfBlocksError: they cannot; with the arithmetic.
@@ -138,7 +139,7 @@ class BlockLedger:
             )
 
     def snapshot(self) -> tuple[object, ...]:
-        """A value that is equal as long as nothing has changed, the order of eviction included.  Cost: O(num_blocks)."""
+        """A value that is equal while nothing has changed, the order of eviction included.  Cost: O(num_blocks)."""
         self._settle()
         states, index = self._states, self._states.index
         times = [time if index.digests[block_id] else 0 for block_id, time in enumerate(states.last_access)]
@@ -160,7 +161,7 @@ class BlockLedger:
         1. each block but the null block is in exactly one state, and the counts sum to num_blocks - 1;
         2. a block's ref_count is the number of live allocations that hold it;
         3. no allocation holds a block twice;
-        4. index and hashes are inverse; what is cached is computed, and stands behind what is free, oldest first.
+        4. index and hashes are inverse; cached blocks are computed and queued after the free ones, oldest first.
 
         Raises:
             BlockStateError: one does not hold; with the whole state.
@@ -185,7 +186,7 @@ class BlockLedger:
             key = collected[0]
             try:
                 block_ids = self._held.get(key)
-            except TypeError:  # it was gone before it was registered, and a dead reference cannot be hashed
+            except TypeError:  # collected before it was registered; a dead reference cannot be hashed
                 block_ids = None
             if block_ids is not None:
                 self._dirty = True
@@ -199,7 +200,7 @@ class BlockLedger:
         self._settle()
         block_ids = self._held.get(allocation.key)
         if block_ids is None:
-            raise BlockStateError(f"{allocation!r} has ref_count 0 here: freed before, or another allocator's")
+            raise BlockStateError(f"{allocation!r} has ref_count 0: it was freed, or is another allocator's")
         return block_ids
 
     def _check_ids(self, block_ids: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""Owns the hit rate of a prefix cache. Refuses counts that cannot be: more tokens hit than were asked for."""
+"""Owns the hit rate of a prefix cache. Refuses more tokens hit than queried."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PrefixCacheMetrics:
         """
         if not 0 <= num_hit_tokens <= num_queried_tokens:
             raise CacheArgumentError(
-                f"{num_hit_tokens} tokens hit of {num_queried_tokens}; it must be 0 to all of them"
+                f"{num_hit_tokens} tokens hit of {num_queried_tokens} queried; give 0 to all of them"
             )
         self.num_queries += 1
         self.num_queried_tokens += num_queried_tokens

@@ -9,16 +9,16 @@ from .hashing import BlockHash
 
 
 class PrefixIndex:
-    """Digest <-> block. A block's own entries are the truth and the map from digests is derived, see `rebuild`.
+    """Digest <-> block. The blocks' own digests are the truth; the map from digests to blocks is derived, see `rebuild`.
 
-    The tokens of a block are kept beside its digest and compared on every hit. Lists of bytes rather than objects
-    for each block: a million blocks add nothing that the garbage collector has to visit one by one.
+    The tokens of a block are kept beside its digest and compared on every hit. Both are lists of bytes: the garbage
+    collector need not visit an object for each of a million blocks.
 
     Attributes (read by the allocator's loops, changed here only):
         blocks: digest -> block id.
         digests: block id -> digest, or None without a hash.
-        token_bytes: block id -> token ids of its hash; what stands there without a digest means nothing.
-        uncomputed: ids of blocks that have a hash and not yet its content.
+        token_bytes: block id -> token ids of its hash; without a digest, anything.
+        uncomputed: ids of blocks that have a hash and not yet their content.
     """
 
     __slots__ = ("blocks", "digests", "token_bytes", "uncomputed")
@@ -37,7 +37,7 @@ class PrefixIndex:
         return f"PrefixIndex(length={len(self.blocks)}, uncomputed={len(self.uncomputed)})"
 
     def get(self, block_hash: BlockHash) -> int | None:
-        """The block with this hash, computed or not, or None; the tokens are compared, too."""
+        """The block with this digest and these tokens, computed or not, or None."""
         block_id = self.blocks.get(block_hash.digest)
         if block_id is None or self.token_bytes[block_id] != block_hash.token_bytes:
             return None
@@ -67,7 +67,7 @@ class PrefixIndex:
         """Give a block its hash.
 
         Args:
-            computed: whether its content is there; `match` stops at a block whose content is not.
+            computed: whether its content is there; `match` stops at a block without.
         Raises:
             BlockStateError: the block has a hash, or another block has this one.
         """
@@ -75,7 +75,7 @@ class PrefixIndex:
             raise BlockStateError(f"block {block_id} has a hash already; remove it first")
         if (other := self.blocks.get(block_hash.digest)) is not None:
             raise BlockStateError(f"block {block_id} given the hash of block {other}; a hash has one block")
-        if not computed:  # before the hash: interrupted between the two lines, the block must not look computed
+        if not computed:  # before the hash: if interrupted between the two, the block must not look computed
             self.uncomputed.add(block_id)
         self.token_bytes[block_id] = block_hash.token_bytes
         self.digests[block_id] = block_hash.digest
@@ -91,15 +91,15 @@ class PrefixIndex:
         self.uncomputed.discard(block_id)  # after the hash, for the same reason
 
     def grow(self, num_blocks: int) -> None:
-        """Make room for ids below `num_blocks`."""
+        """Allow ids below `num_blocks`."""
         added = num_blocks - len(self.digests)
         self.token_bytes.extend([b""] * added)
         self.digests.extend([None] * added)
 
     def rebuild(self, ref_counts: Sequence[int]) -> None:
-        """Derive the map from the blocks' own digests again; a block that nobody holds and is not computed loses its hash.
+        """Derive the map again after an interrupted change. An uncomputed block that nobody holds loses its hash.
 
-        Cost: O(num_blocks). Needed only after a change was interrupted.
+        Cost: O(num_blocks).
         """
         num_blocks = len(ref_counts)
         del self.token_bytes[num_blocks:], self.digests[num_blocks:]

@@ -1,4 +1,4 @@
-"""Token sequences: arrays of int64, compared as bytes. Knows nothing of blocks."""
+"""Owns how token sequences, arrays of int64, are compared: as bytes. Knows nothing of blocks."""
 
 from array import array
 from typing import TypeAlias

@@ -127,6 +127,7 @@ class Call:
                     self._begin_rows(request)
                 elif (sources := continue_rows(store, request, self.rows)) is not None:
                     self.reader.expand_rows(sources)
+                    self._writes.gradients.select_rows(sources)
             except BaseException:
                 self.roll_back()
                 raise
@@ -246,6 +247,7 @@ class Call:
                 self.state = CallState.CONFIRMED
                 return
             self.reader.drop()  # some layers have the forward's columns and some have not
+            self._writes.gradients.crop(self.rows.num_columns)
             if self._is_first:
                 self.rows.free()
                 self.rows = Rows([], [], 0)
@@ -270,10 +272,13 @@ class Call:
                 raise CacheArgumentError(f"rows {list(sources)} asked for; the cache has rows 0 to {len(rows) - 1}")
             try:
                 if rows.is_aliased:
-                    reader.expand_rows(rows.separate())
+                    origins = rows.separate()
+                    reader.expand_rows(origins)
+                    self._writes.gradients.select_rows(origins)
                 rows.commit()
                 same_number = len(sources) == len(rows)
                 shared_columns = rows.select(sources)
+                self._writes.gradients.select_rows(sources)
                 if same_number:
                     reader.reorder_rows(sources, shared_columns)
                 else:
@@ -304,6 +309,7 @@ class Call:
             rows.crop(kept)
             self.state = CallState.CONFIRMED
             self.reader.crop(kept)
+            self._writes.gradients.crop(kept)
             self._num_columns_before = min(self._num_columns_before, kept)
             renew_reservation(self.store, self, rows, self.limits, kept)
 
@@ -345,12 +351,22 @@ class Call:
             self.previous.free()
             self.limits, self._may_step = UNLIMITED, False
             self.reader.drop()
+            self._writes.gradients.clear()
             self.store.reserve(self, 0)
 
     def fork_rows(self) -> Rows:
-        """The rows with forked tables, for another call on the same store."""
+        """The rows with forked tables, for another call on the same store.
+
+        Raises:
+            CacheArgumentError: gradients flow through the rows, and would not through their copies.
+        """
         with self.store.lock:
             self.roll_back()
+            if self._writes.gradients:
+                raise CacheArgumentError(
+                    "gradients flow through the rows of this cache, and would not through a copy of them; copy it "
+                    "after forwards in torch.no_grad()"
+                )
             self.rows.commit()
             return self.rows.fork()
 
@@ -445,6 +461,7 @@ class Call:
         if take_blocks(store, self, rows, request, limits):
             renew_reservation(store, self, rows, limits, stop)
         if self._is_first:
+            self._writes.gradients.clear()
             self.reader.start_rows(
                 rows.layouts(), stop, max_rows=max(len(rows), limits.num_rows), max_columns=limits.max_columns
             )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..attention.base import Reader
+from ..attention.gradients import GradientPath
 from ..errors import ForwardMismatchError
 from ..kv.slot_mapping import SlotMapping
 from ..store.block_store import BlockStore
@@ -19,16 +20,19 @@ class LayerWrites:
 
     Attributes:
         written: (layer, name), of the running forward.
+        gradients: what a gradient flows through.
     """
 
     def __init__(self, store: BlockStore, reader: Reader) -> None:
         self._store = store
         self._reader = reader
         self.written: set[tuple[int, str]] = set()
+        self.gradients = GradientPath()
 
     def start(self) -> None:
         """A forward is scheduled: forget what the one before wrote."""
         self.written = set()
+        self.gradients.start_forward()
 
     def write(self, layer_idx: int, states: Mapping[str, Tensor], forward: ScheduledForward) -> dict[str, Tensor]:
         """Store a layer's new states and return what its attention reads; see `Call.write`.
@@ -53,7 +57,7 @@ class LayerWrites:
             )
         self._store.pool.write(layer_idx, states, forward.slot_mapping)
         self.written |= keys
-        return self._reader.read(layer_idx, states)
+        return self.gradients.join(layer_idx, states, self._reader.read(layer_idx, states), forward.start)
 
     def write_step(
         self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: SlotMapping

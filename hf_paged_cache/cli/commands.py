@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from .questions import QUESTIONS, SHOTS
+from .questions import QUESTIONS, SHOTS, few_shot_prompt
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -46,7 +47,7 @@ def demo(
     max_new_tokens: Annotated[
         int, typer.Option(min=1, max=1024, help="The longest answer; it ends at the end of its line.")
     ] = 16,
-    as_json: Annotated[
+    in_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")
     ] = False,
 ) -> None:
@@ -55,27 +56,27 @@ def demo(
     Exits with 1 if the tokens differ.
     """
     from ..errors import PagedCacheError
-    from .demo import DemoInputError, run_demo
+    from .demo import run_demo
     from .demo_model import DEMO_MODEL, load_demo_model
-    from .display import JsonDisplay, LiveDisplay, PlainDisplay
+    from .display import as_json, headline, show_lines, show_table, summary
 
-    console = Console()
-    if not as_json:
+    console, name, asked = Console(), model or DEMO_MODEL, QUESTIONS[:questions]
+    if not in_json:
         print("loading the model ...", file=sys.stderr, flush=True)
     try:
         loaded, tokenizer = load_demo_model(model)
-        with JsonDisplay() if as_json else LiveDisplay(console) if console.is_terminal else PlainDisplay() as display:
-            report = run_demo(
-                loaded,
-                tokenizer,
-                model_name=model or DEMO_MODEL,
-                questions=QUESTIONS[:questions],
-                num_shots=shots,
-                max_new_tokens=max_new_tokens,
-                display=display,
+        comparisons = run_demo(loaded, tokenizer, questions=asked, num_shots=shots, max_new_tokens=max_new_tokens)
+        if in_json:
+            answered = list(comparisons)
+            print(json.dumps(as_json(name, answered), indent=2))
+        else:
+            print(headline(name, questions, len(tokenizer(few_shot_prompt(shots))["input_ids"])), flush=True)
+            answered = (
+                show_table(comparisons, asked, console) if console.is_terminal else show_lines(comparisons, questions)
             )
-    except (PagedCacheError, DemoInputError) as error:
+            print(summary(answered))
+    except PagedCacheError as error:
         print(f"hf-paged-cache demo: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
-    if not report.same_tokens:
+    if not all(each.same_tokens for each in answered):
         raise typer.Exit(1)

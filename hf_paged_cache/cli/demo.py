@@ -1,18 +1,19 @@
 """The demo's measurement: the same questions behind one long prompt, each with generate's own cache, then with ours.
 
-Owns what is run and what is timed; prints nothing, but tells a `Display` as it goes. Time to first token is read when `generate`
-hands the first token to a streamer, in the same way on both sides. Every call of the first side starts with nothing, as `generate`
-does by default (`DynamicCache`); all calls of the second side share one `PagedPrefixCache`, whose first call computes the whole prompt.
+Owns what is run and what is timed; prints nothing. Time to first token is read when `generate` hands the first token to a streamer,
+in the same way on both sides. A call of the first side starts with nothing, as `generate` does by default (`DynamicCache`); all calls
+of the second side share one `PagedPrefixCache`, whose first call computes the whole prompt.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from ..errors import PagedCacheError
 from .questions import ask, few_shot_prompt
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 Model = Any  # a PreTrainedModel with a GenerationMixin, which transformers has no one type for
 
 
-class DemoInputError(ValueError):
+class DemoInputError(PagedCacheError):
     """What was asked for does not fit the model; the message says what to change."""
 
 
@@ -60,56 +61,36 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Report:
-    """All questions of a run. Sums are over all of them, the cold first call of our side included."""
+class Totals:
+    """Sums over all questions, the cold first call of our side included."""
 
-    model_name: str
-    comparisons: tuple[Comparison, ...]
+    prompt_tokens: int
+    reused_tokens: int
+    dynamic_cache_first_token_seconds: float
+    paged_prefix_cache_first_token_seconds: float
+    first_token_speedup: float  # of the summed times
+    first_token_speedup_after_first_question: float | None  # the median; the first question fills the cache
+    total_speedup: float  # of the whole calls, decoding included
+    same_tokens: bool
 
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(each.paged.prompt_tokens for each in self.comparisons)
-
-    @property
-    def reused_tokens(self) -> int:
-        return sum(each.paged.reused_tokens for each in self.comparisons)
-
-    @property
-    def dynamic_first_token_seconds(self) -> float:
-        return sum(each.dynamic.first_token_seconds for each in self.comparisons)
-
-    @property
-    def paged_first_token_seconds(self) -> float:
-        return sum(each.paged.first_token_seconds for each in self.comparisons)
-
-    @property
-    def speedup(self) -> float:
-        """Of the summed times to first token."""
-        return self.dynamic_first_token_seconds / self.paged_first_token_seconds
-
-    @property
-    def warm_speedup(self) -> float | None:
-        """The median of the questions after the first, which fills the cache; None if there is only one."""
-        return median(each.speedup for each in self.comparisons[1:]) if len(self.comparisons) > 1 else None
-
-    @property
-    def total_speedup(self) -> float:
-        """Of the whole calls, decoding included."""
-        dynamic = sum(each.dynamic.total_seconds for each in self.comparisons)
-        return dynamic / sum(each.paged.total_seconds for each in self.comparisons)
-
-    @property
-    def same_tokens(self) -> bool:
-        return all(each.same_tokens for each in self.comparisons)
-
-
-class Display(Protocol):
-    """What is told of a run while it goes on."""
-
-    def started(self, model_name: str, questions: Sequence[str], shared_tokens: int) -> None: ...
-    def answered_with_dynamic(self, index: int, answer: Answer) -> None: ...
-    def answered_with_paged(self, index: int, comparison: Comparison) -> None: ...
-    def finished(self, report: Report) -> None: ...
+    @classmethod
+    def of(cls, comparisons: Sequence[Comparison]) -> Totals:
+        dynamic, paged = [each.dynamic for each in comparisons], [each.paged for each in comparisons]
+        dynamic_seconds = sum(answer.first_token_seconds for answer in dynamic)
+        paged_seconds = sum(answer.first_token_seconds for answer in paged)
+        return cls(
+            prompt_tokens=sum(answer.prompt_tokens for answer in paged),
+            reused_tokens=sum(answer.reused_tokens for answer in paged),
+            dynamic_cache_first_token_seconds=dynamic_seconds,
+            paged_prefix_cache_first_token_seconds=paged_seconds,
+            first_token_speedup=dynamic_seconds / paged_seconds,
+            first_token_speedup_after_first_question=median(each.speedup for each in comparisons[1:])
+            if len(comparisons) > 1
+            else None,
+            total_speedup=sum(answer.total_seconds for answer in dynamic)
+            / sum(answer.total_seconds for answer in paged),
+            same_tokens=all(each.same_tokens for each in comparisons),
+        )
 
 
 class FirstTokenClock:
@@ -129,42 +110,33 @@ class FirstTokenClock:
 
 
 def run_demo(
-    model: Model,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    model_name: str,
-    questions: Sequence[str],
-    num_shots: int,
-    max_new_tokens: int,
-    display: Display,
-) -> Report:
-    """Ask every question twice and compare.
+    model: Model, tokenizer: PreTrainedTokenizerBase, *, questions: Sequence[str], num_shots: int, max_new_tokens: int
+) -> Iterator[Comparison]:
+    """Ask every question twice, when the next result is asked for; what cannot be run is refused at once.
 
     Effects: runs `2 * len(questions) + 2` calls of `generate`, and leaves the cache's hooks on the model.
     Raises:
-        DemoInputError: prompt and answer are longer than the model's positions; before anything is run.
         UnsupportedModelError: from `PagedPrefixCache`.
+        DemoInputError: prompt and answer are longer than the model's positions.
     """
     from hf_paged_cache import PagedPrefixCache
 
+    cache = PagedPrefixCache(
+        model
+    )  # before the length is looked at: fewer shots are no advice for a model that is refused
     shared = few_shot_prompt(num_shots)
     prompts = [_encode(tokenizer, shared + ask(question), model.device) for question in questions]
     _check_length(model, max(prompt["input_ids"].shape[1] for prompt in prompts) + max_new_tokens)
     stop_ids = _stop_ids(model, tokenizer)
-    cache = PagedPrefixCache(model)
-    _warm_up(model, prompts[0], cache)
 
-    display.started(model_name, questions, shared_tokens=len(tokenizer(shared)["input_ids"]))
-    comparisons: list[Comparison] = []
-    for index, prompt in enumerate(prompts):
-        dynamic = _generate(model, tokenizer, prompt, max_new_tokens, stop_ids, cache=None)
-        display.answered_with_dynamic(index, dynamic)
-        paged = _generate(model, tokenizer, prompt, max_new_tokens, stop_ids, cache=cache)
-        comparisons.append(Comparison(questions[index], dynamic, paged))
-        display.answered_with_paged(index, comparisons[-1])
-    report = Report(model_name, tuple(comparisons))
-    display.finished(report)
-    return report
+    def compare() -> Iterator[Comparison]:
+        _warm_up(model, prompts[0], cache)
+        for question, prompt in zip(questions, prompts, strict=True):
+            dynamic = _generate(model, tokenizer, prompt, max_new_tokens, stop_ids, cache=None)
+            paged = _generate(model, tokenizer, prompt, max_new_tokens, stop_ids, cache=cache)
+            yield Comparison(question, dynamic, paged)
+
+    return compare()
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, device: torch.device) -> dict[str, Tensor]:

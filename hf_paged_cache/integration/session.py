@@ -5,6 +5,7 @@ Knows nothing of blocks and of transformers' `Cache`.
 """
 
 import logging
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,13 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..blocks import root_hash
 from ..call.call import Call
 from ..call.running import Bracket
 from ..call.scheduled_forward import ForwardRequest, ScheduledForward
-from ..errors import CacheArgumentError, CacheBusyError
+from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, PagedCacheError
 from ..model.conditioning import Conditioning
 from ..model.support import require_layer_adapters
 from .forward_arguments import ArgumentReader, for_scheduled
@@ -29,6 +30,7 @@ from .verification import Verifier
 logger = logging.getLogger("hf_paged_cache")
 
 _MAX_ROOTS = 256  # roots remembered, so that few are hashed again
+_GRADIENTS = "gradients are on and flow through every token (run the forward in torch.no_grad() where none are needed)"
 _ANOTHER_CACHE = "use another cache on the same store for this one: PagedPrefixCache(cache.store)"
 
 
@@ -119,6 +121,8 @@ class Session:
             request = replace(request, bypass=request.bypass or self._bypass or bypass, may_alias=False)
         elif self._bypass is not None:
             request = replace(request, bypass=request.bypass or self._bypass, may_alias=False)
+        if request.keep_columns is None and torch.is_grad_enabled() and self._trains():
+            request = replace(request, keep_columns=_GRADIENTS)
         request = self._with_roots(request, arguments, before)
         if self.verifier is not None and not before and request.bypass is None and self._adapters is None:
             if not self.verifier.verify(request.rows, in_step=self._in_step):
@@ -173,6 +177,10 @@ class Session:
                 call.roll_back()
             raise
 
+    def _trains(self) -> bool:
+        """Whether a gradient may flow through keys and values."""
+        return any(parameter.requires_grad for parameter in self._conditioning.model.parameters())
+
     def _read_conditions(self) -> None:
         conditioning = self._conditioning
         with self._store.lock:  # what it remembers of the model is one for all caches
@@ -219,13 +227,33 @@ class Session:
         if given.only_new_tokens:
             self._require_fit(given)
 
+    def why_unscheduled(self, layer_idx: int) -> PagedCacheError:
+        """The error of a layer that writes although no forward is scheduled, by the modules that run now."""
+        model, running = self._conditioning.model, None
+        frame = sys._getframe()
+        while frame is not None:
+            if isinstance(owner := frame.f_locals.get("self"), nn.Module):
+                running = owner  # in the end the outermost
+            frame = frame.f_back
+        modules = set(model.modules())
+        if running is not None and running not in modules and modules.isdisjoint(running.modules()):
+            return self._another_model(running)
+        how = (
+            "run the model that the cache was built for through its own __call__, not model.model(...); after detach(), "
+            "`with cache:` attaches it again"
+        )
+        return ForwardMismatchError(f"{how}: layer {layer_idx} writes to a cache whose call {self._call.state.value}")
+
     def _require_model(self, model: Any) -> None:
         if model is not self._conditioning.model:
-            own = type(self._conditioning.model).__name__
-            raise CacheArgumentError(
-                f"this cache was built for another model ({own} elsewhere in memory); build "
-                f"one for this {type(model).__name__}: PagedPrefixCache(model)"
-            )
+            raise self._another_model(model)
+
+    def _another_model(self, model: Any) -> CacheArgumentError:
+        own = type(self._conditioning.model).__name__
+        return CacheArgumentError(
+            f"this cache was built for another model ({own} elsewhere in memory); build "
+            f"one for this {type(model).__name__}: PagedPrefixCache(model)"
+        )
 
     def _require_mine(self) -> None:
         if self._call.brackets.are_of_another_thread():

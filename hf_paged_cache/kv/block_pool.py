@@ -1,10 +1,10 @@
-"""The block pool: every key and value the cache holds, as tensors indexed by block id.
+"""Owns the tensors of all keys and values that the cache holds, and their growth. Refuses states of another shape.
 
-Owns the tensors and their growth. Knows nothing of tokens, hashes, rows or who holds a block; values of block ids and
-slots are trusted, since a range check would synchronise an accelerator. torch starts in this layer.
+Knows nothing of tokens, hashes, rows or who holds a block. Block ids and slots are trusted: a range check would
+synchronise an accelerator.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from ..errors import PoolArgumentError
 from .recycled_memory import RecycledMemory, zeros
 from .slot_mapping import ReadSource, SlotMapping
 
-# An untouched page of host memory costs nothing, so the pool grows there in few, large steps; on an accelerator every
-# byte counts from the moment it is asked for.
+# An untouched page of host memory costs nothing, so a pool there grows in few, large steps. On an accelerator every byte
+# is taken when it is asked for.
 _GROWTH_ON_HOST = 8
 _GROWTH_ON_ACCELERATOR = 2
 
@@ -22,10 +22,10 @@ _GROWTH_ON_ACCELERATOR = 2
 class BlockPool:
     """Named tensors per layer, `[num_blocks, num_heads, block_size, head_dim]`, on that layer's device.
 
-    Heads are outside of a block's slots, so that whole blocks of a head are read at once, in the order of attention.
-    Shapes, dtypes and devices are taken from the first write of a layer, never from a config: key and value may differ
-    in head size, layers in anything. The tensors are zeroed when they are made (an unwritten slot must never hold a
-    NaN: masked attention multiplies it by zero), hold `capacity` blocks, and grow by `ensure_capacity`.
+    The slots of a head lie side by side in a block, so that whole blocks of a head are read at once, in the order of
+    attention. Shapes, dtypes and devices are those of a layer's first write, not of a config: key and value may differ
+    in head size, layers in anything. New tensors are zeroed: masked attention multiplies an unwritten slot by zero, and
+    it must not be a NaN.
 
     Example:
         >>> pool = BlockPool(block_size=4)
@@ -42,7 +42,7 @@ class BlockPool:
         self.block_size = block_size
         self.capacity = 0  # blocks the tensors hold
         self.bytes_per_block = 0  # in all layers written so far
-        self.num_blocks_used = 0  # one more than the highest block id written so far
+        self.num_blocks_used = 0  # 1 + the highest block id written so far
         self._tensors: dict[int, dict[str, Tensor]] = {}  # layer index -> name -> tensor
 
     @property
@@ -56,12 +56,15 @@ class BlockPool:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes the pool holds: on a host, of the blocks written at least once, since other pages are not backed."""
+        """Bytes that the pool takes; on a host, those of the blocks used so far, as untouched pages cost nothing."""
         return sum(
             (tensor[: self.num_blocks_used] if tensor.device.type == "cpu" else tensor).nbytes
-            for layer in self._tensors.values()
-            for tensor in layer.values()
+            for tensor in self._all_tensors()
         )
+
+    def devices(self) -> set[torch.device]:
+        """Where the tensors written so far are."""
+        return {tensor.device for tensor in self._all_tensors()}
 
     @property
     def is_on_host(self) -> bool:
@@ -69,11 +72,11 @@ class BlockPool:
         return all(device.type == "cpu" for device in self.devices())
 
     def growth(self) -> int:
-        """By how much a pool on these devices should grow at a time, as a factor."""
+        """The factor by which a pool on these devices should grow at a time."""
         return _GROWTH_ON_HOST if self.is_on_host else _GROWTH_ON_ACCELERATOR
 
     def ensure_capacity(self, num_blocks: int) -> None:
-        """Hold at least `num_blocks` blocks. Cost: copies the blocks used so far when the tensors must be replaced."""
+        """Hold at least `num_blocks` blocks.  Cost: a copy of the blocks used so far, when the tensors must grow."""
         if num_blocks <= self.capacity:
             return
         grown = {
@@ -85,46 +88,46 @@ class BlockPool:
         self._tensors, self.capacity = grown, num_blocks
 
     def clear(self) -> None:
-        """Give all memory back; shapes are learned again at the next write."""
+        """Give all memory back; the next write may have other shapes."""
         self._tensors = {}
         self.capacity = self.num_blocks_used = self.bytes_per_block = 0
 
-    def write(self, layer_idx: int, states: Mapping[str, Tensor], target: SlotMapping) -> None:
+    def write(self, layer_idx: int, states: Mapping[str, Tensor], slot_mapping: SlotMapping) -> None:
         """Store new keys and values of one layer.
 
-        Shapes: R rows, H heads, T new columns, D head size.  Effects: the slots of `target`, nothing else.
+        Shapes: R rows, H heads, T new columns, D head size.  Effects: the mapping's slots, nothing else.
         Args:
             layer_idx: the layer; its tensors are made at its first write.
             states: name -> [R, H, T, D]. A dtype that the pool's cannot hold without loss widens the pool's.
-            target: slots and which of the R * T tokens they take.
+            slot_mapping: the slots, and which of the R * T tokens they take.
         Raises:
             PoolArgumentError: a tensor is not 4-D, or has other heads or head size than the layer was made with.
         """
-        self._mark_used(-(-target.end_slot // self.block_size))
+        self._mark_used(-(-slot_mapping.end_slot // self.block_size))
         for name, new in states.items():
             held = self._tensor_for(layer_idx, name, new)
-            if target.num_slots == 0:
+            if slot_mapping.num_slots == 0:
                 continue
             if new.requires_grad:
                 new = new.detach()
-            if target.sources is None and target.first_slot is not None and new.shape[0] == 1:
-                self._write_run(held, new[0], target.first_slot)
+            if slot_mapping.sources is None and slot_mapping.first_slot is not None and new.shape[0] == 1:
+                self._write_run(held, new[0], slot_mapping.first_slot)
                 continue
             tokens = new.transpose(1, 2).flatten(0, 1)
-            sources = target.sources_on(held.device)
+            sources = slot_mapping.sources_on(held.device)
             if sources is not None:
                 tokens = tokens.index_select(0, sources)
-            index = target.index_for(held.shape[1], self.block_size, held.device)
+            index = slot_mapping.index_for(held.shape[1], self.block_size, held.device)
             held.view(-1, held.shape[3]).index_copy_(0, index, tokens.flatten(0, 1).to(held.dtype))
 
-    def write_step(self, layer_idx: int, key: Tensor, value: Tensor, target: SlotMapping) -> bool:
-        """The fast path of `write`, for a "key" and a "value" of one token a row, [R, H, 1, D]: it runs for each layer of each token.
+    def write_step(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: SlotMapping) -> bool:
+        """The fast path of `write` for one token a row, [R, H, 1, D]: it runs for each layer of each decode step.
 
         Args:
-            target: a slot for each row.
+            slot_mapping: a slot for each row.
         Returns:
-            whether they were written; not where the layer has other shapes, another dtype or device, or is new, nor
-            where they carry a gradient.
+            Whether they were written. Not if the layer is new, has other names, shapes, dtypes or devices, or if a
+            gradient is to flow.
         """
         layer = self._tensors.get(layer_idx)
         if layer is None:
@@ -132,20 +135,21 @@ class BlockPool:
         keys, values = layer.get("key"), layer.get("value")
         if keys is None or values is None or keys.dtype != key.dtype or values.dtype != value.dtype:
             return False
-        num_rows, (_, heads, size, key_dim), (_, value_heads, _, value_dim) = target.num_slots, keys.shape, values.shape
+        num_rows = slot_mapping.num_slots
+        (_, heads, size, key_dim), (_, value_heads, _, value_dim) = keys.shape, values.shape
         if key.shape != (num_rows, heads, 1, key_dim) or value.shape != (num_rows, value_heads, 1, value_dim):
             return False
         if keys.device != key.device or values.device != value.device or key.requires_grad or value.requires_grad:
             return False
-        self._mark_used(-(-target.end_slot // size))
+        self._mark_used(-(-slot_mapping.end_slot // size))
         if num_rows == 1:
-            block, offset = divmod(target.slots[0], size)
+            block, offset = divmod(slot_mapping.slots[0], size)
             keys.narrow(0, block, 1).narrow(2, offset, 1).copy_(key)
             values.narrow(0, block, 1).narrow(2, offset, 1).copy_(value)
         else:
-            index = target.index_for(heads, size, key.device)
+            index = slot_mapping.index_for(heads, size, key.device)
             keys.view(-1, key_dim).index_copy_(0, index, key.reshape(-1, key_dim))
-            index = target.index_for(value_heads, size, value.device)
+            index = slot_mapping.index_for(value_heads, size, value.device)
             values.view(-1, value_dim).index_copy_(0, index, value.reshape(-1, value_dim))
         return True
 
@@ -156,17 +160,17 @@ class BlockPool:
         names: Iterable[str] | None = None,
         memory: RecycledMemory | None = None,
     ) -> dict[str, Tensor]:
-        """Copy the keys and values of the columns of `source`, of one layer.
+        """Copy the columns of `source` of one layer.
 
-        Shapes: R rows, C columns, H heads, D head size.  Effects: none.  Cost: reads R * H * D elements a column and tensor,
-        by block also those of the slots before and behind the columns in their blocks.
+        Shapes: R rows, C columns, H heads, D head size.  Effects: none.  Cost: reads R * C * H * D elements a tensor; by
+        block, the rest of the first and the last block, too.
         Args:
             layer_idx: a layer that was written.
-            names: of the tensors wanted, each of which was written; None: all.
-            memory: what copies in host memory are laid over; None: memory of their own.
+            names: the tensors wanted, each of which was written; None: all.
+            memory: for copies in host memory; None: new memory.
         Returns:
-            name -> [R, H, C, D], the caller's, in the pool's dtype; by block a part of [R, H, whole blocks, D]. Models may
-            view it as [R * H, C, D].
+            name -> [R, H, C, D], the caller's, in the pool's dtype. Models may view it as [R * H, C, D]. By block it is
+            a part of [R, H, whole blocks, D].
         Raises:
             PoolArgumentError: the layer was never written.
         """
@@ -192,35 +196,18 @@ class BlockPool:
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks in all layers, as if one `(source, destination)` after the other."""
-        if not copies:
-            return
-        if len(copies) == 1:
-            ((source, destination),) = copies
-            self._mark_used(1 + destination)
-            for layer in self._tensors.values():
-                for tensor in layer.values():
-                    tensor[destination].copy_(tensor[source])
-            return
         sources, destinations = [source for source, _ in copies], [destination for _, destination in copies]
-        self._mark_used(1 + max(destinations))
-        if len({*sources, *destinations}) < len(set(sources)) + len(destinations):  # one copies what another has made
-            for copy in copies:
-                self.copy_blocks([copy])
+        self._mark_used(1 + max(destinations, default=-1))
+        in_any_order = len({*sources, *destinations}) == len(set(sources)) + len(destinations)
+        if len(copies) > 1 and in_any_order:
+            copy_rows(self._all_tensors(), sources, destinations)
             return
-        index: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        for layer in self._tensors.values():
-            for tensor in layer.values():
-                if tensor.device not in index:
-                    index[tensor.device] = (
-                        torch.tensor(destinations, device=tensor.device),
-                        torch.tensor(sources, device=tensor.device),
-                    )
-                to, of = index[tensor.device]
-                tensor.index_copy_(0, to, tensor.index_select(0, of))
+        for source, destination in copies:
+            for tensor in self._all_tensors():
+                tensor[destination].copy_(tensor[source])
 
-    def devices(self) -> set[torch.device]:
-        """Where the tensors written so far are."""
-        return {tensor.device for layer in self._tensors.values() for tensor in layer.values()}
+    def _all_tensors(self) -> Iterator[Tensor]:
+        return (tensor for layer in self._tensors.values() for tensor in layer.values())
 
     def _mark_used(self, num_blocks: int) -> None:
         """Block ids below `num_blocks` may have been written."""
@@ -228,7 +215,7 @@ class BlockPool:
             self.num_blocks_used = num_blocks
 
     def _write_run(self, held: Tensor, new: Tensor, first_slot: int) -> None:
-        """Store `new`, [H, T, D], in slots side by side: the rest of a block, whole blocks, a part of one."""
+        """Store `new`, [H, T, D], in slots side by side: the rest of a block, then whole blocks, then part of a block."""
         size, done, num_tokens = self.block_size, 0, new.shape[1]
         while done < num_tokens:
             block, offset = divmod(first_slot + done, size)
@@ -243,7 +230,7 @@ class BlockPool:
             done += taken
 
     def _tensor_for(self, layer_idx: int, name: str, new: Tensor) -> Tensor:
-        """The tensor that takes `new`; made, widened or moved where that is needed."""
+        """The tensor that takes `new`; made, widened or moved where needed."""
         if new.dim() != 4:
             raise PoolArgumentError(
                 f"layer {layer_idx} {name}: expected [rows, heads, tokens, head_dim], got {tuple(new.shape)}"
@@ -274,3 +261,16 @@ class BlockPool:
         resized = zeros((num_blocks, *tensor.shape[1:]), dtype, device)
         resized[: self.num_blocks_used].copy_(tensor[: self.num_blocks_used])
         return resized
+
+
+def copy_rows(tensors: Iterable[Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
+    """In each tensor, `[destinations[i]]` becomes what `[sources[i]]` was; no destination comes twice."""
+    index: dict[torch.device, tuple[Tensor, Tensor]] = {}
+    for tensor in tensors:
+        if tensor.device not in index:
+            index[tensor.device] = (
+                torch.tensor(destinations, device=tensor.device),
+                torch.tensor(sources, device=tensor.device),
+            )
+        to, of = index[tensor.device]
+        tensor.index_copy_(0, to, tensor.index_select(0, of))

@@ -1,4 +1,7 @@
-"""Host memory that tensors are laid over: zeroed without being written, and used again when nobody reads it any more."""
+"""Owns host memory that tensors are laid over: zeroed without being written, and used again when no tensor refers to it.
+
+Refuses nothing: where there is no address space, torch is asked.
+"""
 
 import contextlib
 import math
@@ -11,45 +14,40 @@ from torch import Tensor
 _MIN_HUGE_BYTES = 2**25  # below, zeroing whole huge pages costs more than it saves
 _MIN_MAPPED_BYTES = 2**20  # below, a mapping of its own costs more than writing zeros
 _MIN_RECYCLED_BYTES = 2**17  # below, malloc recycles by itself
-_MAX_FREE = 4  # free mappings, when one of them is used again: keys and values of two sizes
-SPARE_PART = 4  # a mapping has a fourth to spare: the same layer's rows are a little longer at the next step
-_MAX_HELD = 16  # mappings known at all; older ones live on in the tensors over them
+_MAX_FREE = 4  # free mappings kept when one of them is used again: keys and values of two sizes
+SPARE_PART = 4  # a mapping is a fourth larger than asked for: at the next step rows are a little longer
+_MAX_HELD = 16  # mappings held, used ones included; older ones live on in the tensors over them
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, huge_pages: bool = False) -> Tensor:
-    """Zeroed memory that may be written in place by any later forward, in or out of inference mode.
+    """Zeroed memory that any later forward may write in place, in or out of inference mode.
 
-    On a host, large memory is mapped rather than written: a page costs nothing until it is used.
+    On a host, large memory is mapped, not written: a page costs nothing until it is used.
 
     Args:
-        huge_pages: ask the kernel for them: for memory that is used as a whole, and again. Memory that fills up bit by bit waits
-            for each of them to be found and zeroed, in a virtual machine several times as long as for its small pages.
+        huge_pages: ask the kernel for them. For memory that is used as a whole, and again; where memory fills up bit by
+            bit, each huge page is waited for, in a virtual machine several times as long as for its small pages.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     with torch.inference_mode(False), torch.no_grad():
         if device.type == "cpu" and num_bytes >= _MIN_MAPPED_BYTES:
             with contextlib.suppress(OSError):  # no address space: let torch say so
-                return (
-                    torch.frombuffer(_mapped(num_bytes, huge_pages=huge_pages), dtype=torch.uint8)
-                    .view(dtype)
-                    .view(shape)
-                )
+                return torch.frombuffer(_mapped(num_bytes, huge_pages=huge_pages), dtype=dtype).view(shape)
         return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class RecycledMemory:
-    """Memory for copies that are read for a moment, as those of one layer's rows are, and then made of the next layer's.
+    """Memory for copies that are read for a moment, such as those of one layer's rows.
 
-    To ask the system for it each time costs as much as the copy: its pages come and go. A tensor laid over a mapping
-    holds a reference to it, as its views do, so a mapping that nobody but this object refers to is free. A tensor
-    that is kept keeps its memory. Not thread-safe.
+    To ask the system for new memory costs as much as the copy. A tensor over a mapping refers to it, as its views do, so
+    a mapping that only this object refers to is free. A tensor that is kept keeps its memory. Not thread-safe.
     """
 
     def __init__(self) -> None:
         self._mappings: list[mmap.mmap] = []
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A host tensor with unspecified values, in memory that no other tensor reads. Cost: looks at up to 16 mappings.
+        """A host tensor with unspecified values, in memory that no other tensor uses.  Cost: looks at up to 16 mappings.
 
         Raises:
             RuntimeError: torch finds no memory.
@@ -58,25 +56,24 @@ class RecycledMemory:
         num_bytes = num_elements * dtype.itemsize
         if num_bytes >= _MIN_RECYCLED_BYTES:
             try:
-                mapping = self._mapping_of(num_bytes)
+                return torch.frombuffer(self._mapping_of(num_bytes), dtype=dtype, count=num_elements).view(shape)
             except OSError:  # no address space: let torch say so
                 return torch.empty(shape, dtype=dtype, device="cpu")
-            return torch.frombuffer(mapping, dtype=dtype, count=num_elements).view(shape)
         return torch.empty(shape, dtype=dtype, device="cpu")
 
     def drop(self) -> None:
-        """Hold none any more; tensors that are still read keep theirs."""
+        """Let all memory go; tensors keep theirs."""
         self._mappings = []
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the mappings, those included that tensors are laid over now."""
+        """Bytes of the mappings held, free or used."""
         return sum(len(mapping) for mapping in self._mappings)
 
     def _mapping_of(self, num_bytes: int) -> mmap.mmap:
-        """A mapping that nobody reads, at least that large and not so large that most of it would lie idle."""
+        """A free mapping of at least `num_bytes` and at most 4 times that, or a new one."""
         mappings = self._mappings
-        if len(mappings) <= _MAX_FREE:  # none is too many: the first will do. By index, as a name would be a reference
+        if len(mappings) <= _MAX_FREE:  # so few that none has to go. By index: a name would be a reference
             for index in range(len(mappings)):
                 if sys.getrefcount(mappings[index]) == _REFERENCES_WHEN_UNUSED:
                     if num_bytes <= len(mappings[index]) <= 4 * num_bytes:
@@ -94,11 +91,7 @@ class RecycledMemory:
 
 
 def _mapped(num_bytes: int, *, huge_pages: bool = False) -> mmap.mmap:
-    """Zeroed memory of this process alone: a fork gets a copy of it.
-
-    Raises:
-        OSError: there is no address space.
-    """
+    """Zeroed memory of this process alone: a forked process gets a copy. Raises OSError without address space."""
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which has no forks
         return mmap.mmap(-1, num_bytes)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

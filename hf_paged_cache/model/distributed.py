@@ -1,4 +1,4 @@
-"""Whether a model is shared by several processes that must run as many forwards as each other."""
+"""Whether all processes that run a model must run the same number of forwards."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import torch.distributed
 
 
 def ranks_must_match(model: Any) -> bool:
-    """Whether each forward gathers weights from other processes, so that none may run one that the others do not.
+    """Whether a forward that only this process runs would wait for the others for ever.
 
-    So it is with FSDP and DeepSpeed's ZeRO 3, and with tensor parallelism, whose processes could agree, but are not
-    asked. A process that holds a whole copy of the model (data parallelism) may run what it likes.
+    True where weights are split over processes: FSDP, DeepSpeed's ZeRO 3, tensor parallelism. False for data
+    parallelism, where every process has a whole copy.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False

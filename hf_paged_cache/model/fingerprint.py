@@ -1,26 +1,47 @@
-"""A digest of a model's weights and modules as they are now, cheap enough for every call.
+"""A digest of a model's weights and modules, cheap enough for every call.
 
-Owns a flat list of the model's tensors, made once, and a few strided values of each, kept as views: changes made in
-place show in the values, replaced tensors in identity and address. `(data_ptr, _version)` alone would not do: a fused
-optimizer step changes weights and no version.
+The model's tensors are listed once, then two things are read of them, since neither shows every change:
+
+- eight values of each tensor: they miss an optimizer step that changes few rows of an embedding;
+- how often each was changed, as torch and optimizers count it: this misses writes through `.data` or numpy.
+
+The values mean the same in every process, the counts only in this one.
 """
 
 import hashlib
+from array import array
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
+from itertools import count
+from operator import add, attrgetter, is_
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .weight_offload import file_state, offloaded_weights
 
 _VALUES_PER_TENSOR = 8
+_Layout = tuple[int, int, tuple[int, ...]]  # address, number of elements, strides
+
+
+class _Weight(NamedTuple):
+    """A weight as it was listed: `owner[key]` was `tensor`."""
+
+    owner: Any
+    key: str
+    tensor: Tensor
+    layout: _Layout | None
+    alias: Tensor | None  # keeps the memory of then, also after `p.data = ...`
+    samples: list[Tensor]  # strided views
+    counted: list[Tensor]  # those with a version
+    bases: list[int]  # of each counted tensor; base + version is never the same number for other values
 
 
 class WeightFingerprint:
     """Reads the weights of one model.
-
-    What 8 values of a tensor do not show, such as one changed row of an embedding, `verify=True` looks for.
 
     Args:
         model: held, never changed.
@@ -31,15 +52,24 @@ class WeightFingerprint:
         self.modules: list[nn.Module] = []  # as of the last `refresh`
         self.types: list[type[nn.Module]] = []  # of the modules, each once
         self._type_of: list[type[nn.Module]] = []  # module number -> its type then
-        self._children: list[list[nn.Module | None]] = []  # module number -> its children then
-        self._owners: list[tuple[Any, str, Tensor, int | None]] = []  # mapping, key, tensor found there, its address
-        self._samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # strided views of the tensors
-        self._unsampled: list[Tensor] = []  # told apart by version alone
+        self._children: list[dict[str, nn.Module | None]] = []  # module number -> its children then
+        self._weights: list[_Weight] = []  # what follows is derived from it, for speed
+        self._places: list[tuple[Any, str]] = []  # weight number -> owner and key
+        self._tensors: list[Tensor] = []  # weight number -> tensor
+        self._with_layout: list[Tensor] = []
+        self._layouts: list[_Layout] = []  # of these
+        self._samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        self._counted: list[Tensor] = []
+        self._bases: list[int] = []  # of these
         self._files: list[str] = []  # of weights that are on disk
         self._structure = b""
+        self._numbers = count(1)
+        self._num_steps = 0
         self.unwatched: str | None = None  # name of a weight whose changes cannot be seen
-        self.num_listings = 0  # counted when one begins; whoever derives something from it remembers the number
+        self.num_listings = 0  # goes up when a listing begins
         self._is_listed = False  # False also when a listing was interrupted
+        _watching.append(ref(self, _watching.remove))
+        _watch_optimizers()
 
     def refresh(self) -> None:
         """List the model again if it is not as listed.  Cost: one pass over flat lists."""
@@ -50,9 +80,10 @@ class WeightFingerprint:
         self.modules = list(self.model.modules())
         self._type_of = [type(module) for module in self.modules]
         self.types = list(dict.fromkeys(self._type_of))
-        self._children = [list(module._modules.values()) for module in self.modules]
-        self._owners, self._samples, self._unsampled = [], {}, []
+        self._children = [dict(module._modules) for module in self.modules]
         self.unwatched = None
+        before = {(id(weight.owner), weight.key): weight for weight in self._weights}
+        weights = []
         files = set()
         places = offloaded_weights(self.modules)
         names = []
@@ -68,44 +99,88 @@ class WeightFingerprint:
                     elif place.file is not None:
                         files.add(place.file)
                 names.append(f"{key}{tuple(tensor.shape)}{tensor.dtype}{tensor.device}")
-                self._owners.append((owner, key, tensor, _address(tensor)))
-                for plain in _plain_tensors(tensor):
-                    sample = _sample(plain)
-                    if sample is None:
-                        self._unsampled.append(plain)
-                    else:
-                        self._samples.setdefault((sample.device, sample.dtype), []).append(sample)
+                weights.append(self._listed(owner, key, tensor, before.get((id(owner), key))))
+        self._samples = {}
+        for sample in (sample for weight in weights for sample in weight.samples):
+            self._samples.setdefault((sample.device, sample.dtype), []).append(sample)
+        self._counted = [tensor for weight in weights for tensor in weight.counted]
+        self._bases = [base for weight in weights for base in weight.bases]
+        self._places = [(weight.owner, weight.key) for weight in weights]
+        self._tensors = [weight.tensor for weight in weights]
+        self._with_layout = [weight.tensor for weight in weights if weight.layout is not None]
+        self._layouts = [weight.layout for weight in weights if weight.layout is not None]
         self._structure = hashlib.sha256("\n".join(names).encode()).digest()
         self._files = sorted(files)
+        self._weights = weights
         self._is_listed = True
 
     def parts(self) -> Iterator[bytes]:
-        """What the digest covers, as of the last `refresh`. One `torch.cat` and transfer for each device and dtype."""
+        """What means the same in every process, as of the last `refresh`.
+
+        Cost: one `torch.cat` and one transfer for each device and dtype.
+        """
         yield self._structure
         for samples in self._samples.values():
             with torch.no_grad():
                 yield torch.cat(samples).view(torch.uint8).cpu().numpy().tobytes()
-        yield repr([(_address(tensor), _version(tensor)) for tensor in self._unsampled]).encode()
         yield repr([file_state(path) for path in self._files]).encode()
+
+    def changes(self) -> bytes:
+        """Counts of changes of each weight, and of optimizer steps. They mean nothing in another process."""
+        versions = map(attrgetter("_version"), self._counted)
+        return array("q", [self._num_steps, *map(add, self._bases, versions)]).tobytes()
+
+    def count_step(self, optimizer: Optimizer) -> None:
+        """Called after each step: a fused optimizer changes no version, and may change few rows of an embedding."""
+        own = {id(weight.tensor) for weight in self._weights}
+        if any(id(tensor) in own for group in optimizer.param_groups for tensor in group["params"]):
+            self._num_steps += 1
 
     def device_types(self) -> set[str]:
         """Kinds of devices that hold weights."""
         return {device.type for device, _ in self._samples}
 
+    def _listed(self, owner: Any, key: str, tensor: Tensor, before: _Weight | None) -> _Weight:
+        """The weight as it is now. With the values of `before` in other memory it counts as unchanged."""
+        layout = _layout(tensor)
+        if before is not None and before.tensor is tensor and before.layout == layout:
+            return before
+        plain = list(_plain_tensors(tensor))
+        samples = [sample for part in plain if (sample := _sample(part)) is not None]
+        # inference tensors have no version; those on the meta device have no values, and each forward may replace them
+        counted = [part for part in plain if not part.is_inference() and part.device.type != "meta"]
+        bases = [(next(self._numbers) << 32) - part._version for part in counted]
+        alias = tensor.detach() if samples and plain[0] is tensor else None
+        if before is not None and before.counted and counted and _are_equal(before.alias, alias):
+            bases = [before.bases[0] + before.counted[0]._version - tensor._version]
+        return _Weight(owner, key, tensor, layout, alias, samples, counted, bases)
+
     def _is_as_listed(self) -> bool:
-        for owner, key, tensor, address in self._owners:
-            if owner.get(key) is not tensor or (address is not None and tensor.data_ptr() != address):
-                return False
-        if list(map(type, self.modules)) != self._type_of:
-            return False
-        return [list(module._modules.values()) for module in self.modules] == self._children
+        return (
+            all(map(is_, [owner.get(key) for owner, key in self._places], self._tensors))
+            and [(tensor.data_ptr(), tensor.numel(), tensor.stride()) for tensor in self._with_layout] == self._layouts
+            and list(map(type, self.modules)) == self._type_of
+            and [module._modules for module in self.modules] == self._children
+        )
+
+
+_watching: list[ref[WeightFingerprint]] = []
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Register one hook after every optimizer step of this process. It stays, and keeps no fingerprint alive."""
+    register_optimizer_step_post_hook(torch.compiler.disable(_count_step))  # type: ignore[no-untyped-call]
+
+
+def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for reference in _watching:
+        if (fingerprint := reference()) is not None:
+            fingerprint.count_step(optimizer)
 
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
-    """The weights of a module: (mapping, key, tensor).
-
-    Persistent buffers are weights; others are derived, and some forwards rewrite theirs.
-    """
+    """(mapping, key, tensor) of each parameter and persistent buffer; other buffers are derived or rewritten by forwards."""
     persistent = {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
     for owner, held in ((module._parameters, module._parameters), (module._buffers, persistent)):
         for name, tensor in held.items():
@@ -114,7 +189,7 @@ def _weights_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
 
 
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that a wrapper subclass (quantised weights) is made of; of any other tensor itself."""
+    """The tensors inside a wrapper subclass (quantised weights); any other tensor itself."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor
@@ -125,33 +200,36 @@ def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
-    """A view of a few values spread over a tensor, which follows every change made in place; None without one."""
+    """A view of a few values spread over a tensor; None if it has no values here or is sparse."""
     if tensor.device.type == "meta" or tensor.layout != torch.strided:
         return None
     with torch.no_grad():
         values = tensor.detach()
-        if not values.is_contiguous():
+        if values.is_contiguous():
+            values = values.view(-1)
+        else:
             extent = sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True)) + 1
-            if extent != values.numel():
-                return None
-            values = values.as_strided((values.numel(),), (1,))
-        values = values.view(-1)
+            if extent == values.numel():
+                values = values.as_strided((extent,), (1,))
+        while values.dim() > 1:  # memory with gaps, which no single stride covers
+            values = values.diagonal()
         step = max(1, values.numel() // _VALUES_PER_TENSOR)
-        if tensor.dim() > 1:  # along a diagonal, or all values of a matrix would lie in its first column
+        if tensor.dim() > 1:  # a multiple of the row length would read one column alone
             slanted = step + tensor.shape[-1] // _VALUES_PER_TENSOR
             step = slanted if slanted * (_VALUES_PER_TENSOR - 1) < values.numel() else step
         return values[::step][:_VALUES_PER_TENSOR]
 
 
-def _address(tensor: Tensor) -> int | None:
+def _layout(tensor: Tensor) -> _Layout | None:
+    """What `p.data = ...` changes; None for a wrapper subclass, which has no storage of its own."""
     try:
-        return tensor.data_ptr()
-    except RuntimeError:  # a wrapper subclass has no storage of its own
+        return tensor.data_ptr(), tensor.numel(), tensor.stride()
+    except RuntimeError:
         return None
 
 
-def _version(tensor: Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:  # inference tensors do not count theirs
-        return -1
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors on one device have the same values; False where that cannot be said."""
+    if one is None or other is None or (one.device, one.dtype) != (other.device, other.dtype):
+        return False
+    return torch.equal(one, other)

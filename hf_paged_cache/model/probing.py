@@ -1,7 +1,4 @@
-"""What forwards of our own must know of a model: where their inputs go, in what mode they run, how coarsely they compute.
-
-`generate` is given its inputs by the user; a trial, a check or a score makes its own.
-"""
+"""What forwards of our own (trials, checks, scores) need: the inputs' device, eval mode, the dtype that they compute in."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,14 +10,17 @@ from transformers import DynamicCache, PreTrainedModel
 
 
 def input_device(model: Any) -> torch.device:
-    """Where a forward's token ids are made. The weights' device; the host, where these are offloaded: accelerate moves ids on."""
+    """Where to put token ids: on the weights' device, or on the CPU where weights are offloaded."""
     device: torch.device = model.device
     return torch.device("cpu") if device.type == "meta" else device
 
 
 @contextmanager
-def types_of_logits(model: PreTrainedModel) -> Iterator[set[torch.dtype]]:
-    """Collects the types in which forwards make their logits: accelerate's mixed precision shows nowhere else, and not in the output."""
+def types_of_logits(model: Any) -> Iterator[set[torch.dtype]]:
+    """Collects the dtypes that logits are computed in.
+
+    accelerate's mixed precision converts its outputs back to float32, so only the head shows its dtype.
+    """
     seen: set[torch.dtype] = set()
     head = model.get_output_embeddings()
     if head is None:
@@ -34,7 +34,7 @@ def types_of_logits(model: PreTrainedModel) -> Iterator[set[torch.dtype]]:
 
 
 def eps_computed_in(model: Any, seen: Iterable[torch.dtype] = ()) -> float:
-    """The coarsest rounding of a forward now: of the weights, of what autocast makes of them, of types that were seen."""
+    """The largest `eps` of the dtypes a forward computes in: the weights', autocast's, and those that were seen."""
     device_type = input_device(model).type
     dtypes = [model.dtype, *seen]
     if torch.is_autocast_enabled(device_type):
@@ -43,9 +43,9 @@ def eps_computed_in(model: Any, seen: Iterable[torch.dtype] = ()) -> float:
 
 
 def measure_bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of keys and values of one token in all layers, found by a forward of one token.
+    """Bytes of keys and values of one token in all layers, measured by a forward of one token.
 
-    Shapes cannot be had from a config: latent attention, shared layers and mixed head sizes are not said there alike.
+    Configs name shapes in too many ways: latent attention, shared layers, mixed head sizes.
     """
     cache = DynamicCache()
     ids = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
@@ -57,7 +57,7 @@ def measure_bytes_per_token(model: PreTrainedModel) -> int:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients, and nothing compiled; afterwards every module trains as it did."""
+    """Eval mode, no gradients, nothing compiled; at the end each module's training flag is as before."""
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()

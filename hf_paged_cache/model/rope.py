@@ -1,6 +1,6 @@
-"""Rotary embeddings: the frequencies in force, also where they depend on the length of a sequence (dynamic NTK, longrope).
+"""The rotary frequencies that a forward uses; with dynamic NTK and longrope they depend on the sequence's length.
 
-Owns the question alone; the frequencies are the model's, which updates those that depend on length at every forward.
+The model owns them, and updates those that depend on length at every forward.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 class RopeRegime:
-    """The frequencies that a forward up to some position will use, for one model.
+    """Reads the rotary frequencies of one model.
 
     Args:
         modules: all modules of the model.
@@ -20,7 +20,7 @@ class RopeRegime:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._rotaries: list[tuple[nn.Module, list[str | None]]] = []  # module, layer types that depend on length
-        self._static: list[nn.Module] = []  # modules whose frequencies are the same at every length
+        self._static: list[nn.Module] = []  # modules with the same frequencies at every length
         for module in modules:
             rope_type = getattr(module, "rope_type", None)
             by_layer = rope_type if isinstance(rope_type, dict) else {None: rope_type}
@@ -32,11 +32,11 @@ class RopeRegime:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether there is anything to ask."""
+        """Whether any frequencies depend on the sequence's length."""
         return bool(self._rotaries)
 
     def static(self) -> bytes:
-        """The frequencies that no forward changes, as they are now."""
+        """The frequencies that do not depend on length, as they are now."""
         parts = []
         for module in self._static:
             for name, buffer in module._buffers.items():
@@ -46,7 +46,7 @@ class RopeRegime:
         return b"".join(parts)
 
     def peek(self, max_position: int) -> bytes:
-        """As `at`, but the model is left as it was; no forward may be running."""
+        """`at`, with the model's frequencies put back; not while a forward runs."""
         saved = []
         for module, _ in self._rotaries:
             values = [(buffer, buffer.clone()) for buffer in module._buffers.values() if buffer is not None]
@@ -62,9 +62,9 @@ class RopeRegime:
                         buffer.copy_(value)
 
     def at(self, max_position: int) -> bytes:
-        """The frequencies in force when `max_position` is the largest of a forward; b"" when none depend on that.
+        """The frequencies of a forward whose largest position is `max_position`; b"" where none depend on length.
 
-        Effects: the model's own update for such a forward, which that forward would make itself.
+        Effects: the model updates its frequencies, as that forward would.
         """
         parts = []
         for module, layer_types in self._rotaries:

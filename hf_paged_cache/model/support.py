@@ -1,4 +1,4 @@
-"""Which models and layers we hold, and why not the others: decided by structure, never by a list of names."""
+"""Which models are supported, and why not the others: decided by structure, never by a list of names."""
 
 import inspect
 import sys
@@ -12,21 +12,19 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicS
 
 from ..errors import UnsupportedModelError
 
-TESTED_VERSION = (
-    "5.23.0"  # the version of transformers whose model types were all played: tests/conformance/results.json
-)
-
-# Judged by exact type: a subclass may hold more than keys and values. A window is held as all of its tokens; the
-# model's mask hides those that it must not see.
+# The version of transformers whose model types all ran in tests/conformance; results.json has the results.
+TESTED_VERSION = "5.23.0"
+# Exact types: a subclass may hold more than keys and values. A layer with a window keeps all tokens here; the model's
+# mask hides those outside the window.
 _HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
+_MAX_QUOTED = 200
 
 
 def unwrapped(model: Any) -> Any:
-    """The module whose `__call__` `generate` runs: of a PEFT model, the one inside, which has the adapters' layers.
+    """The module whose `__call__` `generate` runs: of a PEFT model the one inside, whose layers are adapted.
 
     Raises:
-        UnsupportedModelError: prompt learning, which brings keys and values of its own, and adapters that run beside
-            the model.
+        UnsupportedModelError: an adapter that does more than change layers.
     """
     if isinstance(model, PreTrainedModel) or not hasattr(model, "get_base_model"):
         return model
@@ -38,7 +36,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def require_layer_adapters(model: Any) -> None:
-    """Refuse a model round which PEFT does more than change its layers; asked at every `generate`.
+    """Refuse a PEFT adapter that does more than change layers, such as prompt learning; asked at every `generate`.
 
     Raises:
         UnsupportedModelError: naming the adapter.
@@ -64,10 +62,10 @@ def _require_adapts_layers(name: str, config: Any) -> None:
 
 
 def require_supported(model: object) -> None:
-    """Refuse a model whose cache we could not hold right.
+    """Refuse a model that needs another cache than keys and values of earlier tokens.
 
     Raises:
-        UnsupportedModelError: naming the class, what is in the way, and what to use.
+        UnsupportedModelError: naming the class, the reason, and what to use instead.
     """
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"expected a transformers model with generate(), got {_what_was_given(model)}")
@@ -94,7 +92,7 @@ def require_supported(model: object) -> None:
         layers = cache_layers(model)
     except Exception as error:
         raise UnsupportedModelError(
-            f"{name}: transformers cannot make a DynamicCache of its config ({type(error).__name__}: {error})"
+            f"{name}: transformers cannot make a DynamicCache of its config ({quoted(error)})"
         ) from error
     for index, layer in enumerate(layers):
         if type(layer) not in _HELD_LAYERS and not holds_nothing(layer):
@@ -110,8 +108,14 @@ def require_supported(model: object) -> None:
         )
 
 
+def quoted(error: Exception) -> str:
+    """The type of another library's error and the first line of its text, cut to one short sentence."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {line if len(line) <= _MAX_QUOTED else line[: _MAX_QUOTED - 3] + '...'}"
+
+
 def _what_was_given(thing: object) -> str:
-    """Something that is no model, in words, and what to pass instead."""
+    """Names what was passed in place of a model, and what to pass."""
     if isinstance(thing, type):
         return f"the class {thing.__name__}: pass a model, an instance of it"
     if isinstance(thing, str):
@@ -122,19 +126,19 @@ def _what_was_given(thing: object) -> str:
 
 
 def is_tested_version() -> bool:
-    """Whether this is the version of transformers on which all model types were played: docs/supported_models.md holds."""
+    """Whether docs/supported_models.md was made with the transformers that is installed."""
     return transformers.__version__ == TESTED_VERSION
 
 
 def leaves_doubt(model: PreTrainedModel) -> bool:
-    """Whether the structure alone does not show that a model, continued behind a cache, is itself."""
+    """Whether only a trial can show that a model gives the same logits with a cache as without."""
     config = model.config.get_text_config(decoder=True)
     if not takes(model, "position_ids") or getattr(config, "is_decoder", None) is False:
         return True
     if takes(model, "pixel_values") and not _names_image_tokens(model.config):
-        return True  # images may become columns that no token stands for
+        return True  # images may become columns that have no token
     if _has_experts(config):
-        return True  # what chooses them may look at more than one token
+        return True  # the router may look at later tokens
     layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
     if any(getattr(module, "is_causal", None) is False for module in layers):
         return True
@@ -143,18 +147,18 @@ def leaves_doubt(model: PreTrainedModel) -> bool:
 
 
 def cache_layers(model: PreTrainedModel) -> Sequence[Any]:
-    """The layers that `DynamicCache` gives the model, in order; none where it makes them as they are written."""
+    """The layers that `DynamicCache` has for the model, in order; none where it adds each at its first write."""
     return DynamicCache(config=model.config).layers
 
 
 def holds_nothing(layer: Any) -> bool:
-    """Whether a layer stands for one that reads another layer's keys and values; early versions have none."""
-    dummy = getattr(cache_utils, "DummyLayer", None)
+    """Whether a layer is a placeholder: its attention reads the keys and values of another layer."""
+    dummy = getattr(cache_utils, "DummyLayer", None)  # 5.17 has none
     return dummy is not None and type(layer) is dummy
 
 
 def has_index(layer: Any) -> bool:
-    """Whether a layer may hold index keys besides keys and values."""
+    """Whether a layer may hold index keys (sparse attention) beside keys and values."""
     return type(layer) is DynamicIndexedLayer
 
 
@@ -164,7 +168,7 @@ def takes(model: PreTrainedModel, argument: str) -> bool:
 
 
 def _attends_in_both_directions(model: PreTrainedModel) -> bool:
-    """Whether the model is of the kind that is a decoder only by its config, and is none."""
+    """Whether it is of BERT's kind: causal only with `is_decoder=True`, and loaded without."""
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "is_decoder", None) is False and any(
         getattr(module, "is_causal", None) is False for module in model.modules()
@@ -178,7 +182,7 @@ def _within_reach(window: int, model: PreTrainedModel) -> bool:
 
 
 def _mask_knows_windows(model: PreTrainedModel) -> bool:
-    """Whether a function that makes masks with windows is at hand where one of the model's modules is defined."""
+    """Whether a source file of the model imports or defines a function that makes masks with windows."""
     classes = {parent for module in model.modules() for parent in type(module).__mro__ if issubclass(parent, nn.Module)}
     sources = {found for parent in classes if (found := sys.modules.get(parent.__module__)) is not None}
     names = (name for source in sources if not source.__name__.startswith("torch.") for name in vars(source))
@@ -192,6 +196,6 @@ def _has_experts(config: Any) -> bool:
 
 
 def _names_image_tokens(config: Any) -> bool:
-    """Whether images stand where tokens of their own are."""
+    """Whether the config names the token that stands for an image."""
     names = [*vars(config), *vars(config.get_text_config(decoder=True))]
     return any("token" in name and ("image" in name or "img" in name or "vision" in name) for name in names)

@@ -1,9 +1,8 @@
-"""A short trial of a model: does it give, continued behind cached tokens, what it gives in one forward?
+"""A short trial of a model: are its logits with a cache those of one forward without?
 
-Two rows of 24 tokens, one of them padded on the left, then the other one alone, for which most models make no mask of
-their own. It shows what no structure does: attention to later tokens, a cache that is ignored or filled with other
-columns than the tokens', masks that are another thing behind a past. Runs forwards of its own, without gradients and in
-eval mode, and leaves the model as it was.
+Two rows of 24 tokens, one padded on the left; then the other row alone, for which most models make no mask. It shows
+what structure does not: attention to later tokens, a cache that is ignored or filled with other columns than the
+tokens', masks that are wrong with a cache. The model is left as it was.
 """
 
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..errors import UnsupportedModelError
 from .probing import eps_computed_in, input_device, types_of_logits, undisturbed
-from .support import takes
+from .support import quoted, takes
 
 NUM_COLUMNS = 24
 NUM_CACHED = 16
@@ -29,20 +28,20 @@ _TOLERANCE_IN_EPS = 16  # a bfloat16 forward of another length differs by some p
 class Failure(NamedTuple):
     """Why a trial failed."""
 
-    reason: str  # "": it did not
-    was_tried: bool = True  # False: it cannot be run on token ids alone, or gives nothing that could be compared
+    reason: str  # "" if it did not fail
+    was_tried: bool = True  # False: it does not run on token ids alone, or no logit is finite
 
 
-_continuable: WeakSet[nn.Module] = WeakSet()  # models whose trial did not fail; one that did may be mended
+_passed: WeakSet[nn.Module] = WeakSet()  # models that failed are tried again: they may have been mended
 
 
 def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> None:
-    """Refuse a model that, continued behind a cache, is not itself.  Cost: six short forwards, until it has passed once.
+    """Refuse a model whose logits with a cache are not those without.  Cost: six short forwards, until it has passed.
 
     Args:
-        if_it_runs: let a model pass that cannot be tried, such as one whose adapters want an argument in each call.
+        if_it_runs: accept a model that cannot be tried, such as one whose adapters want an argument in each call.
     Raises:
-        UnsupportedModelError: saying what was seen.
+        UnsupportedModelError: naming what was seen.
     """
     failure = why_it_fails(model)
     if failure.reason and (failure.was_tried or not if_it_runs):
@@ -50,16 +49,16 @@ def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> 
 
 
 def why_it_fails(model: PreTrainedModel) -> Failure:
-    """Why a model, continued behind a `DynamicCache`, is not itself. One that passed is not tried again."""
-    if model in _continuable:
+    """The trial with a `DynamicCache`. A model that has passed is not tried again."""
+    if model in _passed:
         return Failure("")
-    failure = _why_it_fails(model)
+    failure = _try(model)
     if not failure.reason:
-        _continuable.add(model)
+        _passed.add(model)
     return failure
 
 
-def _why_it_fails(model: PreTrainedModel) -> Failure:
+def _try(model: PreTrainedModel) -> Failure:
     was_run = False
     padded = trial_inputs(model)
     alone = {name: value[:1] for name, value in padded.items()}
@@ -71,9 +70,9 @@ def _why_it_fails(model: PreTrainedModel) -> Failure:
                 continued = continue_behind(model, inputs, dynamic_cache(model))
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # noqa: BLE001 (whatever a model of others raises, it cannot be continued)
+            except Exception as error:  # noqa: BLE001 (a model may raise anything)
                 what = "continued behind a cache" if was_run else "run on token ids alone"
-                return Failure(f"it cannot be {what} ({type(error).__name__}: {error})", was_run)
+                return Failure(f"it cannot be {what} ({quoted(error)})", was_run)
             if not whole.isfinite().any():
                 return Failure("none of its logits is finite, so nothing can be compared", was_tried=False)
             reason = _why_they_differ(whole, continued, tolerance(model, seen))
@@ -83,10 +82,10 @@ def _why_it_fails(model: PreTrainedModel) -> Failure:
 
 
 def continue_behind(model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any) -> Tensor:
-    """The logits of the last columns, computed behind `NUM_CACHED` cached ones: [R, 8, vocabulary].
+    """The logits of the last 8 columns with the first `NUM_CACHED` in the cache: [R, 8, vocabulary].
 
     Raises:
-        ValueError: the cache does not hold the columns that were passed.
+        ValueError: the cache holds another number of columns than were passed.
     """
     first = {name: value[:, :NUM_CACHED] for name, value in inputs.items()}
     model(**first, past_key_values=cache, use_cache=True)
@@ -97,14 +96,14 @@ def continue_behind(model: PreTrainedModel, inputs: dict[str, Tensor], cache: An
 
 
 def dynamic_cache(model: PreTrainedModel) -> DynamicCache:
-    """What transformers gives the model; it grows where the config names fewer layers than there are."""
+    """The cache that transformers makes; it grows where the model has more layers than its config names."""
     cache = DynamicCache(config=model.config)
     cache.layer_class_to_replicate = DynamicLayer
     return cache
 
 
 def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:
-    """In which rows two sets of logits differ by more than rounding; "" if they do not."""
+    """Names the rows whose logits differ by more than rounding; "" if there are none."""
     rows = [_median_distance(*pair) for pair in zip(whole, continued, strict=True)]
     if max(rows) <= allowed:
         return ""
@@ -116,16 +115,17 @@ def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:
 
 
 def _median_distance(reference: Tensor, logits: Tensor) -> float:
-    """The median of the columns' distances: rounding alone may send a token to another expert, but not most of them."""
+    """The median over columns: rounding may send one token to another expert, but not most of them."""
     scale = _scale(reference)
     columns = sorted(distance(*pair, scale=scale) for pair in zip(reference, logits, strict=True))
     return columns[len(columns) // 2]
 
 
 def distance(reference: Tensor, logits: Tensor, *, scale: float | None = None) -> float:
-    """The largest difference as a share of `scale`, or the reference's largest; infinite where one is no number.
+    """The largest difference where the reference is finite, as a share of `scale`; infinite if one is NaN.
 
-    Where the reference is not finite nothing is compared.
+    Args:
+        scale: the reference's largest finite number if None.
     """
     finite = reference.isfinite()
     if not finite.any():
@@ -137,22 +137,22 @@ def distance(reference: Tensor, logits: Tensor, *, scale: float | None = None) -
 
 
 def _scale(reference: Tensor) -> float:
-    """The largest of its finite numbers; 1 where that is 0 or there is none."""
+    """The largest finite number, or 1 if that is 0 or there is none."""
     finite = reference[reference.isfinite()]
     return (float(finite.abs().max()) if finite.numel() else 0.0) or 1.0
 
 
 def tolerance(model: PreTrainedModel, seen: Iterable[torch.dtype]) -> float:
-    """What rounding may make of a forward of another length, as a share of the logits' scale.
+    """How far rounding may move logits between forwards of other lengths, as a share of their scale.
 
     Args:
-        seen: types in which forwards made their logits; of mixed precision they may be coarser than the weights'.
+        seen: dtypes that logits were computed in (`types_of_logits`).
     """
     return max(_MIN_TOLERANCE, _TOLERANCE_IN_EPS * eps_computed_in(model, seen))
 
 
 def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Ids that mean nothing special, mask and, where the model takes them, positions: [2, 24] each."""
+    """Ids of no special tokens, their mask and, where the model takes them, positions: [2, 24] each."""
     config = model.config.get_text_config(decoder=True)
     special = _special_tokens(model.config) | _special_tokens(config)
     known = range(min(int(config.vocab_size), 512))
@@ -169,13 +169,13 @@ def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def last_logits(output: Any, num_columns: int) -> Tensor:
-    """[R, columns, vocabulary] on the host."""
+    """The logits of the last columns, in float32 on the CPU: [R, columns, vocabulary]."""
     logits: Tensor = output.logits[:, -num_columns:]
     return logits.float().cpu()
 
 
 def _hint(model: PreTrainedModel) -> str:
-    """What a user may have left out."""
+    """Advice where the config says that the model is no decoder."""
     if getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is not False:
         return ""
     return " (config.is_decoder is False; load it with is_decoder=True if it is to generate)"

@@ -1,4 +1,4 @@
-"""Where accelerate keeps the weights that a module has on its device only while it runs: host memory, or files.
+"""Where accelerate keeps weights that are on their device only while a module runs: in host memory, or in files.
 
 Reads accelerate's hooks by their structure; imports nothing of it and changes nothing.
 """
@@ -19,7 +19,7 @@ class Place(NamedTuple):
 
 
 def offloaded_weights(modules: Iterable[nn.Module]) -> dict[tuple[int, str], Place]:
-    """(id of a module, name of its parameter or buffer) -> its place; only weights whose place is found are listed."""
+    """(id of a module, name of its parameter or buffer) -> its place, for every weight whose place is found."""
     places = {}
     for module in modules:
         for hook in _hooks(module):
@@ -36,7 +36,7 @@ def offloaded_weights(modules: Iterable[nn.Module]) -> dict[tuple[int, str], Pla
 
 
 def file_state(path: str) -> tuple[str, int, int]:
-    """What changes when a file is written: its path, size, and time of change; zeros for one that is not there."""
+    """Path, size and time of the last write; zeros for a file that is not there."""
     try:
         state = os.stat(path)
     except OSError:

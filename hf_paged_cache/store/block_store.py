@@ -1,7 +1,6 @@
-"""Allocator, pool and the lock round both: what is long-lived and shared by many caches.
+"""Owns allocator, pool and the lock for both: how they grow together, and how many blocks each running call may still take.
 
-Owns how the two grow together, what is promised to running calls, and the rows that collected caches left behind.
-Knows no rows and no forwards; whoever changes tables holds `lock`.
+Shared by many caches, and outlives them. Knows no rows and no forwards. Whoever changes block tables holds `lock`.
 """
 
 import math
@@ -17,19 +16,19 @@ from ..kv.block_pool import BlockPool
 from .memory_budget import default_budget_bytes
 from .pins import Pins
 
-_RESERVE_ON_HOST = 64  # capacity over what is managed, where capacity that is not used costs nothing
+_CAPACITY_FACTOR_ON_HOST = 64  # of the blocks managed: there, capacity that is not used costs nothing
 _FIRST_NUM_BLOCKS = 64  # managed before the first call says how many it needs
 
 
 class LeftBehind(Protocol):
-    """Rows whose cache was collected."""
+    """Rows of a cache that was collected."""
 
     def end(self) -> None:
-        """Commit what is complete and give all blocks back."""
+        """Commit full blocks and give all blocks back."""
 
 
 class Holder(Protocol):
-    """A call, as far as a store must know it."""
+    """What a store must know of a call."""
 
     @property
     def is_running(self) -> bool:
@@ -39,18 +38,18 @@ class Holder(Protocol):
         """Give all blocks back."""
 
     def num_previous_blocks(self) -> int:
-        """Blocks that only its ended rows hold."""
+        """Blocks that only its previous rows hold."""
 
 
 class BlockStore:
     """One pool of blocks and who may have them.
 
-    The allocator manages as many blocks as the pool holds and both grow on demand, up to `max_num_blocks`: the number
-    given, or what the budget holds, which is known after the first forward.
+    Pool and allocator grow on demand, up to `max_num_blocks`: the number given, or what the memory budget holds, which is
+    known after the first forward. The pool never holds fewer blocks than the allocator manages.
 
     Args:
         block_size: tokens of a block, at least 1.
-        num_blocks: the most blocks, with the null block; None: a share of the device's memory, see `memory`.
+        num_blocks: the most blocks, with the null block; None: as `memory_budget` allows.
     """
 
     def __init__(self, block_size: int, num_blocks: int | None = None) -> None:
@@ -63,12 +62,12 @@ class BlockStore:
         self.allocator = PrefixCachingBlockAllocator(first, block_size)
         self.pins = Pins(self.allocator)
         self.pool = BlockPool(block_size)
-        self.max_num_blocks = num_blocks
+        self.max_num_blocks = num_blocks  # with the null block; None until a forward shows what the budget holds
         # (layer, name) of what every forward writes; empty before the first
         self.writing_layers: frozenset[tuple[int, str]] = frozenset()
         self.left_behind: deque[LeftBehind] = deque()  # appended to by finalizers, which may run in any line of ours
         self._holders: WeakSet[Holder] = WeakSet()
-        self._reserved: WeakKeyDictionary[Holder, int] = WeakKeyDictionary()  # call -> blocks it may still take
+        self._reserved: WeakKeyDictionary[Holder, int] = WeakKeyDictionary()  # call -> blocks that it may still take
 
     @property
     def block_size(self) -> int:
@@ -76,14 +75,11 @@ class BlockStore:
         return self.allocator.block_size
 
     @property
-    def num_blocks(self) -> int:
-        """The most blocks there can be, with the null block; before the budget is known, those managed."""
-        return self.allocator.num_blocks if self.max_num_blocks is None else self.max_num_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that hold nothing, managed already or not."""
-        return self.allocator.num_free_blocks + self.num_blocks - self.allocator.num_blocks
+    def num_free_blocks(self) -> int | None:
+        """Blocks that hold nothing, managed already or not; None where the most there can be is not known yet."""
+        if self.max_num_blocks is None:
+            return None
+        return self.allocator.num_free_blocks + self.max_num_blocks - self.allocator.num_blocks
 
     @property
     def kv_bytes_in_use(self) -> int:
@@ -91,7 +87,7 @@ class BlockStore:
         return self.allocator.num_blocks_in_use * self.pool.bytes_per_block
 
     def add_holder(self, holder: Holder) -> None:
-        """A call that may take blocks from here on."""
+        """From here on, the call may take blocks."""
         with self.lock:
             self._holders.add(holder)
 
@@ -100,31 +96,31 @@ class BlockStore:
         return list(self._holders)
 
     def settle(self) -> None:
-        """Take back what collected caches left."""
+        """Take back the blocks of collected caches."""
         while self.left_behind:
             self.left_behind[0].end()
             self.left_behind.popleft()
 
     def num_obtainable_blocks(self, holder: Holder | None) -> float:
-        """Blocks that `holder` can have now: free, cached or not managed yet, less what others were promised."""
+        """Blocks that `holder` can have now: free, cached or not managed yet, less what others have reserved."""
         if self.max_num_blocks is None:
             return math.inf
         unmanaged = self.max_num_blocks - self.allocator.num_blocks
         return self.allocator.num_available_blocks + unmanaged - self.num_reserved_blocks(holder)
 
     def reserve(self, holder: Holder, num_blocks: int) -> None:
-        """`holder` may still take `num_blocks`; nobody else gets them. 0 ends a promise."""
+        """Reserve `num_blocks` for `holder`, in place of what it had reserved; nobody else gets them."""
         if num_blocks > 0:
             self._reserved[holder] = num_blocks
         else:
             self._reserved.pop(holder, None)
 
     def num_reserved_blocks(self, holder: Holder | None) -> int:
-        """What others than `holder` were promised; all that was promised for None."""
+        """Blocks reserved for others than `holder`; None: for anybody."""
         return sum(number for other, number in self._reserved.items() if other is not holder)
 
     def make_room(self, num_blocks: int) -> None:
-        """Grow, within the budget, until `num_blocks` can be taken without evicting anything."""
+        """Grow within the budget until `num_blocks` blocks are free, so that nothing is evicted for them."""
         managed = self.allocator.num_blocks
         missing = num_blocks - self.allocator.num_free_blocks
         if missing > 0 and managed != self.max_num_blocks:
@@ -134,20 +130,20 @@ class BlockStore:
         if self.pool.capacity < managed:
             capacity = managed
             if self.max_num_blocks is not None and self.pool.is_on_host:
-                capacity = min(self.max_num_blocks, managed * _RESERVE_ON_HOST)  # growing again would copy
+                capacity = min(self.max_num_blocks, managed * _CAPACITY_FACTOR_ON_HOST)  # growing again would copy
             self.pool.ensure_capacity(capacity)
         if self.allocator.num_blocks < managed:
             self.allocator.grow(managed)
 
     def make_copies(self) -> None:
-        """Make the copies that copy on write asked for; they must be made before the next write."""
+        """Make the pending copies of copy on write; to be called before the next write."""
         copies = self.allocator.pending_copies
         if copies:
             self.pool.copy_blocks(copies)
             self.allocator.drop_copies(len(copies))
 
     def settle_budget(self) -> None:
-        """After a forward has shown what a block needs: fix the most blocks there can be."""
+        """After the first forward, which shows how large a block is: fix the most blocks there can be."""
         if self.max_num_blocks is None and (bytes_per_block := self.pool.bytes_per_block):
             budget = min(default_budget_bytes(device) for device in self.pool.devices())
             admitted = self.allocator.num_blocks + sum(self._reserved.values())

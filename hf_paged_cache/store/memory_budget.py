@@ -1,4 +1,4 @@
-"""How much memory a pool may take when nobody says: a share of what its device has free."""
+"""Owns how much memory a pool may take by default: a share of what its device has free. Refuses nothing and keeps nothing."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ import torch
 
 DEFAULT_SHARE = 0.5  # of the free memory, when neither num_blocks nor max_bytes is given
 
-# Where Linux tells a container of its limit and use, and of the part of that which it would give up, by the name it has there:
-# of control groups version 2, and of version 1.
+# Files in which Linux tells a container its limit, its usage and its statistics, and the name of the statistic that counts
+# reclaimable bytes: control groups version 2, then version 1.
 _CONTROL_GROUPS = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -17,7 +17,7 @@ _CONTROL_GROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def default_budget_bytes(device: torch.device) -> int:
-    """`DEFAULT_SHARE` of what `device` has free now; on a host of what is available, or of what the container's limit leaves."""
+    """`DEFAULT_SHARE` of what `device` has free now; in a container, at most of what its limit leaves."""
     return int(_free_bytes(device) * DEFAULT_SHARE)
 
 
@@ -33,7 +33,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _free_bytes_in_container() -> int | None:
-    """What is left of the container's limit; None where there is none, or nothing tells."""
+    """What is left of the container's limit; None: there is none, or it cannot be read."""
     for limit, usage, statistics, reclaimable in _CONTROL_GROUPS:
         try:
             texts = [(_CONTROL_GROUP_ROOT / name).read_text(encoding="ascii") for name in (limit, usage, statistics)]

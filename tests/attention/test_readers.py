@@ -6,15 +6,21 @@ import random
 import zlib
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
+from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.attention.contiguous import ContiguousReader
 from hf_paged_cache.attention.gather import GatherReader
 from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.kv.slot_mapping import ReadSource, RowLayout, SlotMapping
+
+from ..reference import assert_same, batch, row, run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BLOCK_SIZE = 4
 HEADS = 2
@@ -236,10 +242,10 @@ def test_a_step_in_another_type_is_left_to_read(name: str) -> None:
         assert bench.reader.read_step(0, **new) is not None
 
 
-# What a view keeps
+# What a contiguous reader keeps
 
 
-def test_a_view_gathers_nothing_while_rows_go_on() -> None:
+def test_a_contiguous_reader_gathers_nothing_while_rows_go_on() -> None:
     bench = Bench(ContiguousReader)
     bench.start([row_of(9), row_of(7, pad=2, first=50)])
     bench.forward(0)
@@ -254,7 +260,7 @@ def test_a_view_gathers_nothing_while_rows_go_on() -> None:
 
 
 @pytest.mark.parametrize("common", [0, 1, 5, 9])
-def test_a_view_gathers_of_the_next_row_only_what_it_has_not_in_common_with_the_last(common: int) -> None:
+def test_a_contiguous_reader_gathers_of_the_next_row_only_what_it_has_not_in_common_with_the_last(common: int) -> None:
     bench = Bench(ContiguousReader)
     bench.start([row_of(9)])
     bench.forward(0)
@@ -265,7 +271,7 @@ def test_a_view_gathers_of_the_next_row_only_what_it_has_not_in_common_with_the_
 
 
 @pytest.mark.parametrize("other", [row_of(12, root=b"other"), row_of(11, pad=1)], ids=["root", "padding"])
-def test_a_view_keeps_nothing_for_a_row_of_another_root_or_padding(other: NaiveRow) -> None:
+def test_a_contiguous_reader_keeps_nothing_for_a_row_of_another_root_or_padding(other: NaiveRow) -> None:
     bench = Bench(ContiguousReader)
     bench.start([row_of(9)])
     bench.forward(0)
@@ -275,7 +281,7 @@ def test_a_view_keeps_nothing_for_a_row_of_another_root_or_padding(other: NaiveR
     assert bench.num_gathered() == 11  # the padding, too: what lay there may not be finite
 
 
-def test_a_view_keeps_only_the_tokens_it_was_told() -> None:
+def test_a_contiguous_reader_keeps_only_the_tokens_it_was_told() -> None:
     bench = Bench(ContiguousReader)
     bench.start([row_of(9)])
     bench.forward(0)
@@ -286,7 +292,7 @@ def test_a_view_keeps_only_the_tokens_it_was_told() -> None:
 
 
 @pytest.mark.parametrize("when", ["before keep", "after keep"])
-def test_a_view_keeps_nothing_that_was_dropped(when: str) -> None:
+def test_a_contiguous_reader_keeps_nothing_that_was_dropped(when: str) -> None:
     """Rows that were rolled back or chosen among live on in the pool alone."""
     bench = Bench(ContiguousReader)
     bench.start([row_of(9)])
@@ -301,7 +307,7 @@ def test_a_view_keeps_nothing_that_was_dropped(when: str) -> None:
     assert bench.num_gathered() == 8
 
 
-def test_a_view_keeps_no_columns_that_were_taken_back() -> None:
+def test_a_contiguous_reader_keeps_no_columns_that_were_taken_back() -> None:
     bench = Bench(ContiguousReader)
     bench.start([row_of(9)])
     bench.forward(0)
@@ -321,7 +327,7 @@ def test_a_reader_that_never_saw_its_rows_begin_gathers_them(num_rows: int) -> N
         bench.forward(8)
 
 
-def test_a_view_that_was_dropped_can_take_more_rows_than_it_had() -> None:
+def test_a_contiguous_reader_that_was_dropped_can_take_more_rows_than_it_had() -> None:
     """Rows multiplied by `batch_repeat_interleave`."""
     bench = Bench(ContiguousReader)
     bench.start([row_of(9)])
@@ -332,7 +338,7 @@ def test_a_view_that_was_dropped_can_take_more_rows_than_it_had() -> None:
     bench.forward(9)
 
 
-def test_a_view_that_was_dropped_is_gathered_again_for_rows_that_part() -> None:
+def test_a_contiguous_reader_that_was_dropped_is_gathered_again_for_rows_that_part() -> None:
     """A later chunk of equal rows was rolled back, and then the rows part."""
     bench = Bench(ContiguousReader)
     bench.start([row_of(9)])
@@ -346,7 +352,7 @@ def test_a_view_that_was_dropped_is_gathered_again_for_rows_that_part() -> None:
     bench.forward(9)
 
 
-def test_a_view_gathers_once_for_all_layers_what_a_column_lacks_and_never_again() -> None:
+def test_a_contiguous_reader_gathers_once_for_all_layers_what_a_column_lacks_and_never_again() -> None:
     bench = Bench(ContiguousReader)
     bench.start([row_of(9), row_of(9, first=50)])
     bench.forward(8)
@@ -357,7 +363,7 @@ def test_a_view_gathers_once_for_all_layers_what_a_column_lacks_and_never_again(
     assert bench.gathers == []
 
 
-def test_a_gathering_reader_keeps_no_bytes_and_a_view_says_how_many_it_holds() -> None:
+def test_a_gathering_reader_keeps_no_bytes_and_a_contiguous_reader_says_how_many_it_holds() -> None:
     for make_reader, holds in ((GatherReader, False), (ContiguousReader, True)):
         bench = Bench(make_reader)
         bench.start([row_of(9)])
@@ -368,7 +374,7 @@ def test_a_gathering_reader_keeps_no_bytes_and_a_view_says_how_many_it_holds() -
         assert bench.reader.num_bytes == 0
 
 
-def test_a_view_that_knows_how_far_its_rows_go_is_made_no_larger_and_does_not_move() -> None:
+def test_a_contiguous_reader_that_knows_how_far_its_rows_go_is_made_no_larger_and_does_not_move() -> None:
     bench = Bench(ContiguousReader)
     bench.start([row_of(9)], max_rows=1, max_columns=12)
     bench.forward(0)
@@ -382,7 +388,7 @@ def test_a_view_that_knows_how_far_its_rows_go_is_made_no_larger_and_does_not_mo
     bench.forward(12)
 
 
-def test_a_view_far_larger_than_what_comes_is_given_up() -> None:
+def test_a_contiguous_reader_far_larger_than_what_comes_is_given_up() -> None:
     bench = Bench(ContiguousReader)
     bench.start([row_of(9)], max_rows=300, max_columns=100)
     bench.forward(0)
@@ -411,7 +417,7 @@ def test_gradients_flow_to_the_new_states_and_the_past_is_constant(make_reader: 
         assert gradient.equal(torch.ones_like(gradient))
 
 
-def test_what_a_view_gave_with_gradients_is_not_changed_by_the_next_forward() -> None:
+def test_what_a_contiguous_reader_gave_with_gradients_is_not_changed_by_the_next_forward() -> None:
     """Autograd saved it: an in-place write would make `backward` fail or, worse, wrong."""
     bench = Bench(ContiguousReader)
     bench.start([row_of(9)])
@@ -427,16 +433,32 @@ def test_what_a_view_gave_with_gradients_is_not_changed_by_the_next_forward() ->
 
 
 @READERS
-def test_a_reader_gives_the_type_of_what_is_new_whatever_the_pool_holds(make_reader: Any) -> None:
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_reader_gives_the_type_of_what_is_new_whatever_the_pool_holds(make_reader: Any, gradients: bool) -> None:
     bench = Bench(make_reader)  # its pool is float32
     bench.start([row_of(9)])
     for start, dtype in ((8, torch.bfloat16), (0, torch.bfloat16), (7, torch.float32), (8, torch.float16)):
         bench.reader.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), start, 9)
         new = {name: tensor.to(dtype) for name, tensor in bench.new_states(0, start, 9).items()}
-        got = bench.reader.read(0, new)
+        with torch.set_grad_enabled(gradients):
+            got = bench.reader.read(0, new)
         for name in SIZES:
             assert got[name].dtype == dtype
             assert got[name][0].equal(states_of(bench.rows[0], 0, name, 0, 9).to(dtype))  # rounded once, from the pool
+
+
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+def test_a_model_whose_type_changes_between_calls_computes_what_it_would_without_a_cache(
+    attention: str, model: PreTrainedModel
+) -> None:
+    """The pool keeps the widest type that it has held."""
+    cache = PagedPrefixCache(model, attention=attention)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
+        model.to(dtype)
+        for tokens in (row((1, 40), (2, 5)), row((1, 40), (3, 5))):
+            assert_same(run(model, **batch(tokens)), run(model, cache, **batch(tokens)))
+        assert cache.last_call.reused_tokens >= 40
+    cache.check()
 
 
 @READERS

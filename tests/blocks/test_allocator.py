@@ -48,12 +48,12 @@ def test_one_hash_can_be_held_any_number_of_times_and_many_hashes_cannot(make_al
 
 def test_shared_blocks_count_once(allocator):  # scenario 11
     allocation = allocator.allocate((), 3)
-    twins = [allocator.fork(allocation) for _ in range(4)]
+    forks = [allocator.fork(allocation) for _ in range(4)]
     assert (allocator.num_blocks_in_use, allocator.num_free_blocks) == (3, 13)
     allocation.free()
     assert allocator.num_blocks_in_use == 3
-    for twin in twins:
-        twin.free()
+    for forked in forks:
+        forked.free()
     assert allocator.num_blocks_in_use == 0
 
 
@@ -117,11 +117,11 @@ def test_a_fork_may_hold_the_first_blocks_only(allocator):
 def test_a_very_long_allocation_forks_and_frees(make_allocator):  # scenario 51
     allocator = make_allocator(num_blocks=100_001)
     original = allocator.allocate((), 100_000)
-    twin = allocator.fork(original)
+    forked = allocator.fork(original)
     original.free()
     assert allocator.num_blocks_in_use == 100_000
-    assert len(repr(twin)) < 100
-    twin.free()
+    assert len(repr(forked)) < 100
+    forked.free()
 
 
 def test_truncating_gives_back_the_tail(allocator):  # scenario 31
@@ -291,10 +291,10 @@ def test_two_owners_of_duplicates_free_both(allocator, hashes):  # trap: 000, li
 
 def test_a_shared_block_is_replaced_for_its_committer_only(allocator, cache_sequence, hashes):
     own = allocator.allocate((), 1)
-    twin = allocator.fork(own)
+    forked = allocator.fork(own)
     cache_sequence([1, 2])
     allocator.commit(own, 0, hashes([1, 2])[0])
-    assert (own.block_ids, twin.block_ids) == ([2], [1])
+    assert (own.block_ids, forked.block_ids) == ([2], [1])
     assert allocator.ref_count(1) == 1
 
 

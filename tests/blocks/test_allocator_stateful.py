@@ -159,9 +159,9 @@ class NaiveModel:
 
     def fork(self, table: NaiveTable) -> NaiveTable:
         kept = -(-len(table.tokens) // BLOCK_SIZE)
-        twin = NaiveTable(list(table.tokens), table.blocks[:kept], table.num_committed)
-        self.tables.append(twin)
-        return twin
+        forked = NaiveTable(list(table.tokens), table.blocks[:kept], table.num_committed)
+        self.tables.append(forked)
+        return forked
 
     def drop(self, table: NaiveTable) -> None:
         self.tables = [other for other in self.tables if other is not table]

@@ -122,7 +122,7 @@ def test_the_blocks_an_append_takes_are_those_it_announces(  # scenarios 13, 49
     allocator, new_table, num_tokens, num_appended, num_lookahead, shared
 ):
     table = new_table(range(num_tokens))
-    twin = table.fork() if shared else None
+    forked = table.fork() if shared else None
     announced = table.num_new_blocks_for_append(num_appended + num_lookahead)
     before = allocator.num_available_blocks
     table.append_tokens(list(range(num_appended)), num_lookahead)
@@ -133,19 +133,19 @@ def test_the_blocks_an_append_takes_are_those_it_announces(  # scenarios 13, 49
     assert all(
         allocator.is_writable(slot // 2) for slot in table.slots(num_tokens, num_tokens + num_appended + num_lookahead)
     )
-    del twin
+    del forked
 
 
 def test_appending_without_room_changes_nothing(allocator, new_table):  # scenario 53
     table = new_table([1, 2, 3])
-    twin = table.fork()
+    forked = table.fork()
     _rest = new_table(range(100, 128))  # 14 of 16 blocks: none is left
     before = allocator.snapshot()
     for tokens in ([4], [4, 5, 6]):
         with pytest.raises(OutOfBlocksError):
-            twin.append_tokens(tokens)
+            forked.append_tokens(tokens)
     assert allocator.snapshot() == before
-    assert list(twin.token_ids) == [1, 2, 3]
+    assert list(forked.token_ids) == [1, 2, 3]
     assert allocator.take_copies() == []
 
 
@@ -267,30 +267,30 @@ def test_cutting_a_hit_makes_it_shorter(new_table):
 
 def test_a_fork_shares_all_blocks_and_copies_only_what_it_writes(allocator, new_table):  # scenarios 46, 47, 52
     table = new_table(range(5))
-    twin = table.fork()
-    assert twin.block_ids == table.block_ids
+    forked = table.fork()
+    assert forked.block_ids == table.block_ids
     assert {allocator.ref_count(block_id) for block_id in table.block_ids} == {2}
-    twin.append_tokens([9])
-    assert twin.block_ids[:2] == table.block_ids[:2]  # full ones are not copied
-    assert allocator.take_copies() == [(table.block_ids[2], twin.block_ids[2])]
+    forked.append_tokens([9])
+    assert forked.block_ids[:2] == table.block_ids[:2]  # full ones are not copied
+    assert allocator.take_copies() == [(table.block_ids[2], forked.block_ids[2])]
     table.append_tokens([8])  # the last holder writes in place
     assert allocator.take_copies() == []
-    assert (list(table.token_ids)[5:], list(twin.token_ids)[5:]) == ([8], [9])
+    assert (list(table.token_ids)[5:], list(forked.token_ids)[5:]) == ([8], [9])
 
 
 def test_a_fork_at_a_block_boundary_copies_nothing(allocator, new_table):  # scenario 47
     table = new_table(range(4))
-    twin = table.fork()
-    twin.append_tokens([9])
+    forked = table.fork()
+    forked.append_tokens([9])
     table.append_tokens([9])
     assert allocator.take_copies() == []
-    assert twin.block_ids[2] != table.block_ids[2]
+    assert forked.block_ids[2] != table.block_ids[2]
 
 
 def test_empty_blocks_stay_with_the_original(allocator, new_table):  # scenario 49
     table = new_table(range(4), num_lookahead_slots=4)
-    twin = table.fork()
-    assert twin.block_ids == table.block_ids[:2]
+    forked = table.fork()
+    assert forked.block_ids == table.block_ids[:2]
     table.append_tokens([1])
     assert allocator.take_copies() == []
 
@@ -309,9 +309,9 @@ def test_forks_may_be_freed_in_any_order(allocator, new_table, order):  # scenar
 
 def test_a_fork_of_a_committed_table_goes_on_committing(new_table):
     table = new_table(range(4), commit=True)
-    twin = table.fork()
-    twin.append_tokens([7, 8])
-    twin.commit_full_blocks(6)
+    forked = table.fork()
+    forked.append_tokens([7, 8])
+    forked.commit_full_blocks(6)
     table.append_tokens([5, 6])
     table.commit_full_blocks(6)
     assert new_table([0, 1, 2, 3, 7, 8]).num_cached_tokens == 6
@@ -340,11 +340,11 @@ def test_a_sequence_of_a_hundred_thousand_blocks_forks(make_allocator):  # scena
     allocator = make_allocator(num_blocks=100_010, block_size=1)
     table = BlockTable(allocator, ROOT)
     table.allocate(range(100_000))
-    twin = table.fork()
-    twin.append_tokens([1])
-    assert len(repr(twin)) < 200
+    forked = table.fork()
+    forked.append_tokens([1])
+    assert len(repr(forked)) < 200
     table.free()
-    twin.truncate(1)
+    forked.truncate(1)
     assert allocator.num_blocks_in_use == 1
 
 
@@ -404,10 +404,10 @@ def test_a_token_is_appended_in_place_where_its_block_may_be_written(allocator, 
 
 def test_a_token_that_would_take_a_block_is_not_appended_in_place(allocator, new_table):
     full, shared, hit = new_table([1, 2]), new_table([3]), new_table([4, 5], commit=True)
-    twin = shared.fork()
+    forked = shared.fork()
     hit.truncate(1)  # what is left lies in a block that has a hash
     before = allocator.num_free_blocks
-    for table in (full, shared, twin, hit):
+    for table in (full, shared, forked, hit):
         tokens, blocks = list(table.token_ids), list(table.block_ids)
         assert table.append_in_place(9) is None
         assert (list(table.token_ids), table.block_ids) == (tokens, blocks)
@@ -417,11 +417,11 @@ def test_a_token_that_would_take_a_block_is_not_appended_in_place(allocator, new
 
 def test_positions_of_blocks_that_others_hold_or_can_hit_are_not_written(allocator, new_table):
     own, hit, shared = new_table([1, 2, 3]), new_table([4, 5, 6], commit=True), new_table([7, 8, 9])
-    twin = shared.fork()
+    forked = shared.fork()
     assert own.writable_slots(0, 3) == own.slots(0, 3)
     assert own.writable_slots(3, 3) == hit.writable_slots(1, 1) == []
     assert hit.writable_slots(2, 3) == hit.slots(2, 3)
     for table, start in ((hit, 0), (hit, 1), (shared, 0), (shared, 2)):
         with pytest.raises(BlockStateError, match="which others hold or can hit"):
             table.writable_slots(start, 3)
-    assert twin.slots(0, 3) == shared.slots(0, 3)
+    assert forked.slots(0, 3) == shared.slots(0, 3)

@@ -155,12 +155,12 @@ def test_a_chain_that_grows_and_is_cut_hashes_as_one_made_at_once(steps):
 def test_a_copy_is_independent():  # scenario 69, of the chain
     chain = chain_of([1, 2, 3, 4])
     list(chain.hashes())
-    twin = chain.copy()
-    twin.truncate(1)
-    twin.extend([9, 9, 9])
+    forked = chain.copy()
+    forked.truncate(1)
+    forked.extend([9, 9, 9])
     assert list(chain.token_ids) == [1, 2, 3, 4]
     assert list(chain.hashes()) == list(chain_of([1, 2, 3, 4]).hashes())
-    assert list(twin.hashes()) == list(chain_of([1, 9, 9, 9]).hashes())
+    assert list(forked.hashes()) == list(chain_of([1, 9, 9, 9]).hashes())
 
 
 def test_extending_by_what_is_no_token_appends_nothing():

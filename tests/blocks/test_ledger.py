@@ -12,10 +12,10 @@ from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBloc
 
 def test_a_collected_allocation_gives_its_blocks_back(allocator):
     allocation = allocator.allocate((), 3)
-    twin = allocator.fork(allocation)
+    forked = allocator.fork(allocation)
     del allocation
     assert allocator.num_blocks_in_use == 3
-    del twin
+    del forked
     assert allocator.num_blocks_in_use == 0
     assert allocator.snapshot()[1] == list(range(1, 17))
 
@@ -66,12 +66,12 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(make_allocator):
 
 def test_only_a_block_with_one_holder_and_no_hash_is_writable(allocator, hashes):
     one, two = allocator.allocate((), 1), allocator.allocate((), 1)
-    twin = allocator.fork(two)
+    forked = allocator.fork(two)
     assert allocator.is_writable(1)
     assert not allocator.is_writable(2)  # shared
     assert not allocator.is_writable(3)  # free
     assert not allocator.is_writable(0)  # the null block
-    del twin  # noted only; asking takes it back
+    del forked  # noted only; asking takes it back
     assert allocator.is_writable(2)
     allocator.commit(one, 0, hashes([1, 2])[0])
     assert not allocator.is_writable(1)

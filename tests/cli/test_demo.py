@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -22,8 +23,10 @@ from hf_paged_cache.cli import demo
 from hf_paged_cache.cli import demo_model as loader
 from hf_paged_cache.cli.commands import app
 from hf_paged_cache.cli.demo_model import DemoModelError, cache_home, load_demo_model
-from hf_paged_cache.cli.display import LiveDisplay
+from hf_paged_cache.cli.display import show_table, summary
 from hf_paged_cache.cli.questions import QUESTIONS, SHOTS, few_shot_prompt
+
+from ..tiny_models import build
 
 SHORT = ["--questions", "3", "--shots", "2", "--max-new-tokens", "4"]
 
@@ -42,7 +45,7 @@ def run_demo(*arguments: str) -> Any:
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter that finds the same package as this test."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(hf_paged_cache.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(hf_paged_cache.__file__).parents[1])}
     return subprocess.run(
         [sys.executable, "-P", *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -83,16 +86,14 @@ def test_on_a_terminal_the_table_shows_every_question_and_the_totals() -> None:
     paged = replace(answer, reused_tokens=80, first_token_seconds=0.1)
     comparisons = [demo.Comparison(question, answer, paged) for question in QUESTIONS[:2]]
     out = io.StringIO()
-    with LiveDisplay(Console(file=out, force_terminal=True, width=100)) as display:
-        display.started("a model", QUESTIONS[:2], shared_tokens=90)
-        for index, comparison in enumerate(comparisons):
-            display.answered_with_dynamic(index, comparison.dynamic)
-        for index, comparison in enumerate(comparisons):
-            display.answered_with_paged(index, comparison)
-        display.finished(demo.Report("a model", tuple(comparisons)))
+    console = Console(file=out, force_terminal=True, width=100)
+    assert show_table(iter(comparisons), QUESTIONS[:2], console) == comparisons
     shown = out.getvalue()
     for expected in (QUESTIONS[0], "Paris.", "500 ms", "100 ms", "80 of 100", "5.0x", "yes"):
         assert expected in shown
+    totals = summary(comparisons)
+    for expected in ("DynamicCache 1.00 s, PagedPrefixCache 0.20 s: speed-up 5.0x, 5.0x after", "Reused 160 of 200"):
+        assert expected in totals
 
 
 def test_the_command_exits_with_1_if_a_token_differs(tiny_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,15 +114,100 @@ def test_the_command_exits_with_1_if_a_token_differs(tiny_folder: str, monkeypat
     [
         (["--questions", "0"], "--questions"),
         (["--shots", str(len(SHOTS) + 1)], "--shots"),
-        (["--model", "./no/such/folder"], "./no/such/folder is no such folder"),
-        (["--model", __file__], "is not a folder"),
+        (["--model", "./no/such/folder"], "there is no folder ./no/such/folder here, and from the hub: "),
+        (["--model", __file__], f"there is no folder {__file__} here"),
     ],
 )
 def test_bad_input_is_named_and_exits_with_2(arguments: list[str], message: str) -> None:
     result = run_demo(*arguments)
     assert result.exit_code == 2
     assert message in result.output
-    assert "Traceback" not in result.output
+    assert isinstance(result.exception, SystemExit)
+
+
+def refusal(*arguments: str) -> str:
+    """The one line on which the demo refuses what it is given."""
+    result = run_demo(*arguments)
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert (result.exit_code, result.stdout) == (2, "")
+    before, line = result.stderr.splitlines()
+    assert before == "loading the model ..."
+    return line
+
+
+BREAKAGES = {
+    "config_cut": ("config.json", lambda old: old[:40], "config.json cannot be used (OSError: "),
+    "config_empty": ("config.json", lambda old: b"{}", "config.json cannot be used (ValueError: Unrecognized model"),
+    "config_value": (
+        "config.json",
+        lambda old: old.replace(b'"num_attention_heads": 4', b'"num_attention_heads": "four"'),
+        "config.json cannot be used (",
+    ),
+    "weights_cut": (
+        "model.safetensors",
+        lambda old: old[: len(old) // 2],
+        "holds no causal language model that can be read (SafetensorError: ",
+    ),
+    "weights_garbage": (
+        "model.safetensors",
+        lambda old: b"garbage" * 99,
+        "holds no causal language model that can be read (SafetensorError: ",
+    ),
+    "weights_missing": ("model.safetensors", None, "holds no causal language model that can be read (OSError: "),
+    "weights_of_another_shape": (
+        "config.json",
+        lambda old: old.replace(b'"hidden_size": 64', b'"hidden_size": 32'),
+        "parameters are missing or of another shape: lm_head.weight, ...",
+    ),
+    "tokenizer_cut": ("tokenizer.json", lambda old: old[:40], "holds no tokenizer that can be read (JSONDecodeError: "),
+}
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_a_folder_with_a_broken_file_is_refused_in_one_line(tiny_folder: str, breakage: str) -> None:
+    name, change, message = BREAKAGES[breakage]
+    path = Path(tiny_folder, name)
+    before = path.read_bytes()
+    path.unlink()
+    if change is not None:
+        path.write_bytes(change(before))
+        assert path.read_bytes() != before
+    assert message in refusal("--model", tiny_folder, *SHORT)
+
+
+def test_weights_that_a_file_lacks_are_not_made_up(tiny_folder: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = Path(tiny_folder, "model.safetensors")
+    weights = load_file(path)
+    del weights["model.norm.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+    message = "weights of 1 parameters are missing or of another shape: model.norm.weight"
+    assert message in refusal("--model", tiny_folder, *SHORT)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])  # of the last two transformers makes an empty tokenizer
+def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    build(kind).save_pretrained(tmp_path)
+    line = refusal("--model", str(tmp_path), *SHORT)
+    assert f"{tmp_path} holds no tokenizer that can be read (ValueError: " in line
+    assert line.endswith("); save one there: tokenizer.save_pretrained")
+
+
+def test_a_model_that_is_no_decoder_is_refused_in_one_short_line(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    build("t5").save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    line = refusal("--model", str(tmp_path), *SHORT)
+    assert "T5Config" in line
+    assert len(line) < 500 + len(str(tmp_path))
+
+
+def test_a_model_that_is_not_supported_is_refused_before_fewer_shots_are_advised(
+    tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    build("bert").save_pretrained(tmp_path)  # 512 positions, and the prompt has more
+    tiny_tokenizer.save_pretrained(tmp_path)
+    assert "BertLMHeadModel attends in both directions" in refusal("--model", str(tmp_path))
 
 
 def test_a_prompt_longer_than_the_model_is_refused_before_anything_runs(tiny_folder: str) -> None:
@@ -186,8 +272,6 @@ def pip_that_leaves(content: bytes | None, code: int = 0) -> Any:
 
 
 def test_a_folder_is_loaded_in_the_dtype_asked_for(tiny_folder: str) -> None:
-    import torch
-
     model, tokenizer = load_demo_model(tiny_folder, dtype=torch.bfloat16)
     assert model.dtype == torch.bfloat16
     assert not model.training
@@ -196,7 +280,7 @@ def test_a_folder_is_loaded_in_the_dtype_asked_for(tiny_folder: str) -> None:
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DemoModelError, match="does not hold a causal language model"):
+    with pytest.raises(DemoModelError, match=r"config\.json cannot be used"):
         load_demo_model(tmp_path)
 
 
@@ -213,7 +297,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(without_hub: Path, monkeypatch
 
     def no_network(self: Any, name: str, timeout: float) -> None:
         asked.append((name, timeout))
-        raise OSError("no route to host\nand more")
+        raise OSError("no route to host")
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", no_network)
@@ -223,7 +307,9 @@ def test_a_hub_that_does_not_answer_is_asked_once(without_hub: Path, monkeypatch
 
 
 def test_a_half_downloaded_model_in_the_hubs_cache_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, local_files_only: str(tmp_path))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, local_files_only, allow_patterns: str(tmp_path)
+    )
     for name in ("config.json", "tokenizer_config.json", "model-00001-of-00002.safetensors"):
         (tmp_path / name).touch()
     assert loader._in_hub_cache("some/model") is None

@@ -86,7 +86,7 @@ class Player:
     @property
     def takes_positions(self) -> bool:
         """Whether keys and values are the same whatever the padding."""
-        return self.store.takes_positions
+        return self.store.argument_reader.takes_positions
 
     def fill(self, **arguments: Any) -> None:
         """A call that is not compared: it makes its prompt known."""

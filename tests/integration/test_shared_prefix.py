@@ -49,9 +49,8 @@ def of_prompts(shapes: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def test_a_common_prompt_is_computed_once(name: str, attention: str) -> None:
     model = tiny(name)
     cache = PagedPrefixCache(model, attention=attention)
-    if (
-        "position_ids" not in inspect.signature(model.forward).parameters
-    ):  # what a row shares depends on its padding: rows of one length
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        # what a row shares depends on its padding: rows of one length
         questions = [tokens + [9] * (73 - len(tokens)) for tokens in QUESTIONS]
     else:
         questions = QUESTIONS

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_paged_cache import PoolArgumentError
-from hf_paged_cache.kv import recycled_memory as host_memory
+from hf_paged_cache.kv import recycled_memory
 from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.kv.recycled_memory import RecycledMemory, zeros
 from hf_paged_cache.kv.slot_mapping import ReadSource, SlotMapping
@@ -105,7 +105,7 @@ def test_layers_do_not_touch_each_other_and_may_differ_in_shape(rng: torch.Gener
     assert pool.layer_indices == [0, 5]
 
 
-def test_a_target_of_no_slots_writes_nothing_and_still_makes_the_layer(rng: torch.Generator) -> None:
+def test_a_slot_mapping_of_no_slots_writes_nothing_and_still_makes_the_layer(rng: torch.Generator) -> None:
     pool = make_pool()
     pool.write(0, states(rng, 1, 1), SlotMapping([], []))
     assert pool.layer_indices == [0]
@@ -135,7 +135,7 @@ def test_many_rows_are_gathered_each_with_its_own_slots(rng: torch.Generator) ->
 def test_what_is_gathered_is_a_copy_that_models_may_view_by_row_and_head(
     source: ReadSource, first: int, recycled: bool, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_memory, "_MIN_RECYCLED_BYTES", 1)
+    monkeypatch.setattr(recycled_memory, "_MIN_RECYCLED_BYTES", 1)
     pool, memory = make_pool(), RecycledMemory() if recycled else None
     new = states(rng, 1, 6)
     pool.write(0, new, SlotMapping(RUN))
@@ -189,7 +189,7 @@ def test_a_step_is_written_as_any_other_tokens_are(slots: list[int], rng: torch.
         {"value": torch.zeros(1, HEADS, 1, VALUE_DIM, requires_grad=True)},
         {"layer_idx": 1},
         {"layer_idx": 2},
-        {"target": SlotMapping([])},
+        {"slot_mapping": SlotMapping([])},
     ],
     ids=", ".join,
 )
@@ -198,7 +198,7 @@ def test_a_step_that_is_not_as_the_layer_was_is_left_to_write(change: dict[str, 
     pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
     pool.write(2, {"index": torch.randn(1, 1, 6, 9, generator=rng)}, SlotMapping(RUN))
     before = pool.gather(0, ReadSource(all_slots(pool)))
-    given = {"layer_idx": 0, **states(rng, 1, 1), "target": SlotMapping([9])}
+    given = {"layer_idx": 0, **states(rng, 1, 1), "slot_mapping": SlotMapping([9])}
     assert not pool.write_step(**{**given, **change})
     for name, tensor in pool.gather(0, ReadSource(all_slots(pool))).items():
         assert tensor.equal(before[name])
@@ -326,11 +326,11 @@ def test_a_pool_made_in_inference_mode_can_be_written_out_of_it_and_the_other_wa
             pool.copy_blocks([(1, 2)])
 
 
-def test_a_target_made_in_inference_mode_works_out_of_it(rng: torch.Generator) -> None:
-    pool, target, new = make_pool(), SlotMapping(SCATTERED, [0, 1, 2, 3, 4, 5]), states(rng, 1, 6)
+def test_a_slot_mapping_made_in_inference_mode_works_out_of_it(rng: torch.Generator) -> None:
+    pool, slot_mapping, new = make_pool(), SlotMapping(SCATTERED, [0, 1, 2, 3, 4, 5]), states(rng, 1, 6)
     with torch.inference_mode():
-        pool.write(0, new, target)
-    pool.write(1, new, target)
+        pool.write(0, new, slot_mapping)
+    pool.write(1, new, slot_mapping)
     assert_holds(pool, 1, SCATTERED, new)
 
 

@@ -225,12 +225,12 @@ def copy_on_write(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
     """Two rows of one partial block part; both stay what they are."""
     with torch.no_grad():
         model(torch.tensor([row((1, 43))]), past_key_values=cache)
-        twin = copy.deepcopy(cache)
+        copied = copy.deepcopy(cache)
         copies = cache.stats().num_copies_on_write
-        for held, seed in ((twin, 2), (cache, 3)):
+        for held, seed in ((copied, 2), (cache, 3)):
             model(torch.tensor([row((seed, 9))]), past_key_values=held)
         assert cache.stats().num_copies_on_write == copies + 1
-        assert_rows_hold_what_a_plain_forward_gives(twin)
+        assert_rows_hold_what_a_plain_forward_gives(copied)
 
 
 def chunked_prefill(cache: PagedPrefixCache, model: PreTrainedModel) -> None:

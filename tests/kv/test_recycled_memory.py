@@ -1,4 +1,4 @@
-"""Memory is used again exactly when nobody reads it any more; tests/test_pool.py has what `zeros` promises."""
+"""Memory is used again exactly when nobody reads it any more; test_block_pool.py has what `zeros` promises."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 import pytest
 import torch
 
-from hf_paged_cache.kv import recycled_memory as host_memory
+from hf_paged_cache.kv import recycled_memory
 from hf_paged_cache.kv.recycled_memory import RecycledMemory, zeros
 
 SHAPE = (2, 3, 1000, 8)  # large enough for a mapping of its own
 SIZE = 2 * 3 * 1000 * 8 * 4  # bytes, in float32
-WITH_SPARE = SIZE + SIZE // host_memory.SPARE_PART  # of a mapping for so much
+WITH_SPARE = SIZE + SIZE // recycled_memory.SPARE_PART  # of a mapping for so much
 
 
 def test_memory_that_nobody_reads_any_more_is_handed_out_again() -> None:
@@ -74,7 +74,7 @@ def test_any_dtype_and_no_element_at_all() -> None:
 def test_of_what_was_kept_for_long_little_is_held_once_it_is_gone() -> None:
     memory = RecycledMemory()
     kept = [memory.take(SHAPE, torch.float32) for _ in range(100)]
-    assert memory.num_bytes == host_memory._MAX_HELD * WITH_SPARE  # the rest belongs to the tensors alone
+    assert memory.num_bytes == recycled_memory._MAX_HELD * WITH_SPARE  # the rest belongs to the tensors alone
     kept.clear()
     memory.take(SHAPE, torch.float32)
     assert memory.num_bytes == WITH_SPARE
@@ -106,7 +106,7 @@ def test_without_address_space_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -
     def refuse(*args: object, **given: object) -> mmap.mmap:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(host_memory.mmap, "mmap", refuse)
+    monkeypatch.setattr(recycled_memory.mmap, "mmap", refuse)
     memory = RecycledMemory()
     assert memory.take(SHAPE, torch.float32).fill_(1).sum() == 2 * 3 * 1000 * 8
     assert memory.num_bytes == 0

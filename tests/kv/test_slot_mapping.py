@@ -20,9 +20,9 @@ LOOKS_LIKE_A_RUN = [4, 6, 5, 7, 8, 9]  # as long as its ends are apart, and no r
     ("slots", "first"),
     [([], None), ([7], 7), (RUN, 4), (SCATTERED, None), (LOOKS_LIKE_A_RUN, None), ([5, 4], None), ([4, 4], None)],
 )
-def test_a_target_knows_whether_its_slots_lie_side_by_side(slots: list[int], first: int | None) -> None:
-    target = SlotMapping(slots)
-    assert (target.first_slot, target.num_slots) == (first, len(slots))
+def test_a_slot_mapping_knows_whether_its_slots_lie_side_by_side(slots: list[int], first: int | None) -> None:
+    slot_mapping = SlotMapping(slots)
+    assert (slot_mapping.first_slot, slot_mapping.num_slots) == (first, len(slots))
 
 
 CPU = torch.device("cpu")
@@ -34,19 +34,19 @@ def vectors(num_blocks: int, num_heads: int) -> torch.Tensor:
     return places.transpose(1, 2).reshape(-1, num_heads)
 
 
-def test_a_target_makes_its_indices_once_for_each_device_and_number_of_heads() -> None:
-    target = SlotMapping(SCATTERED, [0, 1, 2, 3, 4, 5])
+def test_a_slot_mapping_makes_its_indices_once_for_each_device_and_number_of_heads() -> None:
+    slot_mapping = SlotMapping(SCATTERED, [0, 1, 2, 3, 4, 5])
     for heads in (1, 3):
-        index = target.index_for(heads, BLOCK_SIZE, CPU)
+        index = slot_mapping.index_for(heads, BLOCK_SIZE, CPU)
         assert index.dtype == torch.int64
         assert index.view(-1, heads).equal(vectors(10, heads)[SCATTERED])
-        assert target.index_for(heads, BLOCK_SIZE, CPU) is index
-        assert not target.index_for(heads, 2 * BLOCK_SIZE, CPU).equal(index) or heads == 1
-    sources = target.sources_on(CPU)
+        assert slot_mapping.index_for(heads, BLOCK_SIZE, CPU) is index
+        assert not slot_mapping.index_for(heads, 2 * BLOCK_SIZE, CPU).equal(index) or heads == 1
+    sources = slot_mapping.sources_on(CPU)
     assert sources is not None
     assert sources.tolist() == [0, 1, 2, 3, 4, 5]
-    assert target.sources_on(CPU) is sources
-    assert target.index_for(3, BLOCK_SIZE, torch.device("meta")).device.type == "meta"
+    assert slot_mapping.sources_on(CPU) is sources
+    assert slot_mapping.index_for(3, BLOCK_SIZE, torch.device("meta")).device.type == "meta"
     assert SlotMapping(RUN).sources_on(CPU) is None
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import types
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -45,6 +47,58 @@ def replace_data(model: Model) -> None:
 def change_under_inference_mode(model: Model) -> None:
     with torch.inference_mode():
         first_weight(model).mul_(1.001)
+
+
+ROW = 5  # of the embedding; none of its values is among the eight
+
+
+def edit_row(model: Model) -> None:
+    with torch.no_grad():
+        model.model.embed_tokens.weight[ROW] *= 2
+
+
+def edit_row_under_inference_mode(model: Model) -> None:
+    with torch.inference_mode():
+        edit_row(model)
+
+
+def with_other_row(model: Model) -> torch.Tensor:
+    """A new tensor, whose version is 0, with another row."""
+    weight = model.model.embed_tokens.weight.detach()
+    return torch.cat((weight[:ROW], weight[ROW : ROW + 1] * 2, weight[ROW + 1 :]))
+
+
+def replace_embedding(model: Model) -> None:
+    model.model.embed_tokens.weight = nn.Parameter(with_other_row(model))
+
+
+def replace_data_of_embedding(model: Model) -> None:
+    model.model.embed_tokens.weight.data = with_other_row(model)
+
+
+def assign_embedding(model: Model) -> None:
+    model.load_state_dict({"model.embed_tokens.weight": with_other_row(model)}, strict=False, assign=True)
+
+
+def step_of_embedding(model: Model, make: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
+    """A step that changes the rows of one batch, as training of nothing but the embedding does."""
+    model.requires_grad_(False)
+    embedding = model.model.embed_tokens.requires_grad_(True)
+    optimizer = make(embedding.parameters(), lr=0.1, **options)
+    model(torch.tensor([[ROW, ROW + 2]]), labels=torch.tensor([[ROW, ROW + 2]])).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def change_shape(model: Model) -> None:
+    """The same memory and version, but fewer rows."""
+    first_weight(model).data = first_weight(model).data[:-1]
+
+
+def transpose(model: Model) -> None:
+    """The same memory, size and version."""
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.t()
 
 
 def load_other_weights(model: Model) -> None:
@@ -113,6 +167,19 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
     ".data.copy_": lambda model: first_weight(model).data.copy_(first_weight(model).data * 2),
     "p.data = ...": replace_data,
     "in inference mode": change_under_inference_mode,
+    "a row in place": edit_row,
+    "a row in inference mode": edit_row_under_inference_mode,
+    "a row in a new parameter": replace_embedding,
+    "a row in new data": replace_data_of_embedding,
+    "a row assigned by load_state_dict": assign_embedding,
+    "SGD on the embedding": lambda model: step_of_embedding(model, torch.optim.SGD),
+    "SGD on the embedding, fused": lambda model: step_of_embedding(model, torch.optim.SGD, fused=True),
+    "Adam on the embedding": lambda model: step_of_embedding(model, torch.optim.Adam, foreach=False),
+    "Adam on the embedding, foreach": lambda model: step_of_embedding(model, torch.optim.Adam, foreach=True),
+    "Adam on the embedding, fused": lambda model: step_of_embedding(model, torch.optim.Adam, fused=True),
+    "a weight sliced": change_shape,
+    "a weight transposed": transpose,
+    "the same weights loaded": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict())),
     "AdamW fused": lambda model: optimizer_step(model, fused=True),
     "AdamW foreach": lambda model: optimizer_step(model, foreach=True),
     "AdamW for loop": lambda model: optimizer_step(model, foreach=False),
@@ -174,13 +241,108 @@ def test_a_hook_moved_to_another_owner_or_taken_off_is_seen(tiny_llama: Model) -
     assert conditioning.digest() == with_weak
 
 
-def test_weights_that_come_back_give_their_digest_back(tiny_llama: Model) -> None:
-    conditioning, state = Conditioning(tiny_llama), copy.deepcopy(tiny_llama.state_dict())
+def test_every_value_that_changes_in_place_is_seen(tiny_llama: Model) -> None:
+    """Also one that is not among the eight of its tensor."""
+    conditioning = Conditioning(tiny_llama)
+    seen = {conditioning.digest()}
+    for parameter in tiny_llama.parameters():
+        for index in (1, parameter.numel() // 2 + 1, parameter.numel() - 1):
+            with torch.no_grad():
+                parameter.view(-1)[index] += 1
+            seen.add(conditioning.digest())
+    assert len(seen) == 1 + 3 * len(list(tiny_llama.parameters()))
+
+
+def test_a_row_that_goes_there_and_back_in_new_parameters_has_a_digest_of_its_own_each_time(tiny_llama: Model) -> None:
+    """Each parameter is new, so of version 0, may lie where an earlier one lay, and has the same eight values."""
+    conditioning = Conditioning(tiny_llama)
+    seen = {conditioning.digest()}
+    for number in range(1, 6):
+        replace_embedding(tiny_llama)
+        seen.add(conditioning.digest())
+        edit_row(tiny_llama)
+        tiny_llama.model.embed_tokens.weight = nn.Parameter(tiny_llama.model.embed_tokens.weight.detach().clone())
+        seen.add(conditioning.digest())
+        assert len(seen) == 1 + 2 * number
+
+
+def test_what_torch_does_not_count_is_seen_in_eight_values_alone(tiny_llama: Model) -> None:
+    """docs/what_is_reused.md names these writes."""
+    conditioning, weight = Conditioning(tiny_llama), tiny_llama.model.embed_tokens.weight
     before = conditioning.digest()
-    in_place(tiny_llama)
-    assert conditioning.digest() != before
-    tiny_llama.load_state_dict(state)
+    weight.data[ROW] *= 2
+    weight.detach().numpy()[ROW] *= 2
     assert conditioning.digest() == before
+    weight.data *= 2
+    changed = conditioning.digest()
+    assert changed != before
+    weight.detach().numpy()[:] *= 2
+    assert conditioning.digest() not in (before, changed)
+
+
+def test_a_step_on_other_weights_changes_no_digest_and_one_on_these_does(tiny_llama: Model) -> None:
+    conditioning, other = Conditioning(tiny_llama), copy.deepcopy(tiny_llama)
+    before = conditioning.digest()
+    step_of_embedding(other, torch.optim.Adam, fused=True)
+    assert conditioning.digest() == before
+    step_of_embedding(tiny_llama, torch.optim.Adam, fused=True)
+    assert conditioning.digest() != before
+
+
+def test_the_hook_after_optimizer_steps_keeps_no_model(tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama)
+    known = ref(conditioning._weights)
+    assert known in fingerprint._watching
+    del conditioning
+    gc.collect()
+    assert known() is None
+    assert known not in fingerprint._watching
+    optimizer_step(tiny_llama)
+
+
+class Scaled(nn.Linear):
+    """A projection scaled by a buffer that is saved with the model."""
+
+    def __init__(self, of: nn.Linear) -> None:
+        super().__init__(of.in_features, of.out_features, bias=False)
+        self.weight = of.weight
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return super().forward(states) * self.scale[5]
+
+
+@pytest.mark.parametrize("through_data", [True, False])
+def test_a_buffer_that_is_saved_with_the_model_is_a_weight(tiny_llama: Model, through_data: bool) -> None:
+    attention = tiny_llama.model.layers[0].self_attn
+    attention.k_proj = Scaled(attention.k_proj)
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    scale = attention.k_proj.scale
+    (scale.data if through_data else scale)[5] = 2
+    changed = conditioning.digest()
+    assert changed != before
+    attention.k_proj.scale = torch.full((8,), 3.0)
+    assert conditioning.digest() not in (before, changed)
+
+
+@pytest.mark.parametrize("change", ["a row", "a row of its base", "all values through .data"])
+def test_a_weight_that_is_a_view_with_gaps_is_seen_changing(tiny_llama: Model, change: str) -> None:
+    attention = tiny_llama.model.layers[0].self_attn
+    projection = attention.k_proj
+    whole = torch.cat((projection.weight.detach(), torch.zeros(projection.out_features, 3)), dim=1)
+    projection.weight = nn.Parameter(whole[:, :-3])
+    assert not projection.weight.is_contiguous()
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    if change == "a row":
+        with torch.no_grad():
+            projection.weight[1, :5] += 1
+    elif change == "a row of its base":
+        whole[1, :5] += 1
+    else:
+        projection.weight.data.mul_(2)
+    assert conditioning.digest() != before
 
 
 def test_autocast_and_its_type_are_seen(tiny_llama: Model) -> None:
@@ -215,7 +377,17 @@ HARMLESS: dict[str, Callable[[Model], Any]] = {
     "state_dict": lambda model: model.state_dict(),
     "gradients switched off": lambda model: model.requires_grad_(False),
     "torch.compile of the forward": lambda model: setattr(model, "forward", torch.compile(model.forward)),
-    "the same weights loaded": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict())),
+    "train() and eval()": lambda model: model.train().eval(),
+    "gradients set": lambda model: setattr(first_weight(model), "grad", torch.ones_like(first_weight(model))),
+    "gradients clipped": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "moved to where it is": lambda model: model.to("cpu", torch.float32),
+    "moved to shared memory": lambda model: model.share_memory(),
+    "ties tied again": lambda model: model.tie_weights(),
+    "the same values in other memory": lambda model: setattr(
+        first_weight(model), "data", first_weight(model).data.clone()
+    ),
+    "the same weights assigned": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+    "a copy of the model": copy.deepcopy,
 }
 
 

@@ -1,4 +1,4 @@
-"""Which models other processes take part in, so that a forward more in one of them would make the others wait."""
+"""Which models are split over processes that must all run the same number of forwards."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ def model(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
     return torch.nn.Linear(2, 2)
 
 
-def test_a_process_with_a_whole_copy_of_the_model_runs_what_it_likes(model: torch.nn.Module) -> None:
+def test_with_a_whole_copy_of_the_model_ranks_need_not_match(model: torch.nn.Module) -> None:
     assert not ranks_must_match(model)
 
 
 @pytest.mark.parametrize("attribute", ["ds_id", "device_mesh"])
-def test_a_weight_that_is_held_in_parts_counts_forwards(model: torch.nn.Module, attribute: str) -> None:
+def test_with_a_weight_split_over_processes_ranks_must_match(model: torch.nn.Module, attribute: str) -> None:
     setattr(model.weight, attribute, object())
     assert ranks_must_match(model)
 
 
-def test_fsdp_counts_forwards(model: torch.nn.Module) -> None:
+def test_with_fsdp_ranks_must_match(model: torch.nn.Module) -> None:
     wrapper = type("FullyShardedDataParallel", (torch.nn.Sequential,), {})
     assert ranks_must_match(torch.nn.Sequential(wrapper(model)))
 
 
-def test_alone_nobody_counts(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_alone_has_no_other_to_match(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     model.weight.ds_id = 0
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     assert not ranks_must_match(model)

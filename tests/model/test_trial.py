@@ -74,6 +74,21 @@ def test_a_model_that_raises_behind_a_cache_is_refused_with_its_error(tiny_llama
             require_continuable(tiny_llama, if_it_runs=if_it_runs)
 
 
+def test_of_a_long_error_the_first_line_is_quoted_cut_to_200_characters(tiny_llama: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("known models: " + "model, " * 500 + "\nand a hint")
+
+    tiny_llama.register_forward_pre_hook(fail)
+    reason = why_it_fails(tiny_llama).reason
+    assert "(ValueError: known models: model, " in reason
+    assert reason.endswith("...)")
+    assert len(reason) < 260
+    assert support.quoted(KeyError("a\nb")) == r"KeyError: 'a\nb'"
+    assert support.quoted(ValueError("a\nb")) == "ValueError: a"
+    assert support.quoted(ValueError()) == "ValueError: "
+    assert support.quoted(ValueError("x" * 200)) == "ValueError: " + "x" * 200
+
+
 def test_a_model_that_cannot_be_run_on_token_ids_alone_is_refused_only_where_there_is_doubt(
     tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,18 +135,18 @@ def test_a_model_is_tried_once(tiny_llama: Any) -> None:
     assert len(calls) == NUM_FORWARDS
 
 
-@pytest.mark.parametrize("played_on", ["5.0.0", transformers.__version__])
-def test_every_model_is_tried_on_a_transformers_whose_types_were_not_all_played(
-    played_on: str, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tested", ["5.0.0", transformers.__version__])
+def test_every_model_is_tried_on_a_version_of_transformers_that_was_not_tested(
+    tested: str, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(support, "TESTED_VERSION", played_on)
+    monkeypatch.setattr(support, "TESTED_VERSION", tested)
     calls: list[int] = []
     tiny_llama.register_forward_pre_hook(lambda *_: calls.append(1))
     PagedPrefixCache(tiny_llama)
-    assert len(calls) == (NUM_FORWARDS if played_on == "5.0.0" else 0)
+    assert len(calls) == (NUM_FORWARDS if tested == "5.0.0" else 0)
 
 
-def test_the_version_that_was_played_is_the_one_whose_results_are_stored() -> None:
+def test_the_tested_version_is_the_one_whose_results_are_stored() -> None:
     stored = json.loads((Path(__file__).parents[1] / "conformance" / "results.json").read_text(encoding="utf-8"))
     assert stored["versions"]["transformers"] == support.TESTED_VERSION
 

@@ -76,7 +76,7 @@ def test_quantised_weights_that_change_are_seen(model: PreTrainedModel, kind: st
     assert cache.last_call.reused_tokens == 0
     model.load_state_dict(weights)
     assert_same(before, run(model, cache, input_ids=IDS))
-    assert cache.last_call.reused_tokens == 48
+    assert cache.last_call.reused_tokens == 0
 
 
 def test_one_quantised_layer_is_seen(model: PreTrainedModel, cache: PagedPrefixCache) -> None:

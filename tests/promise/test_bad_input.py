@@ -150,7 +150,7 @@ def test_sizes_are_not_given_to_a_cache_on_a_store() -> None:
 def test_max_bytes_buys_as_many_blocks_as_it_pays_for() -> None:
     # 2 layers of key and value, 2 heads of 16 numbers of 4 bytes
     bytes_per_block = 2 * 2 * 2 * 16 * 4 * 16
-    assert PrefixStore(tiny("llama"), max_bytes=10 * bytes_per_block + 1).blocks.num_blocks == 10
+    assert PrefixStore(tiny("llama"), max_bytes=10 * bytes_per_block + 1).blocks.max_num_blocks == 10
     with pytest.raises(CacheArgumentError):
         PrefixStore(tiny("llama"), max_bytes=2 * bytes_per_block - 1)
 
@@ -209,7 +209,7 @@ def test_an_unusual_mask_is_neither_served_nor_stored(cache: PagedPrefixCache) -
     num_cached = cache.stats().num_cached_blocks + cache.stats().num_blocks_in_use
     assert_same(run(model, **arguments), run(model, cache, **arguments))
     assert cache.last_call.reused_tokens == 0
-    assert "zeros behind" in cache.last_call.rows[0].stopped
+    assert "zeros after" in cache.last_call.rows[0].stopped
     cache.reset()
     assert cache.stats().num_cached_blocks <= num_cached
 

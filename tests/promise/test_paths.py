@@ -312,7 +312,7 @@ def test_one_cache_on_two_models_of_one_architecture_is_refused(
 ) -> None:
     other = build("llama", seed=1)
     run(model, cache, input_ids=IDS)
-    with pytest.raises(ForwardMismatchError, match="not another model"):
+    with pytest.raises(CacheArgumentError, match="was built for another model"):
         run(other, cache, input_ids=IDS)  # nothing is attached to it
     PagedPrefixCache(other)
     with pytest.raises(CacheArgumentError, match="another model"):
@@ -494,7 +494,7 @@ def test_tokens_fed_by_hand_one_at_a_time_are_right(model: PreTrainedModel, cach
     assert cache.last_call.reused_tokens == 48
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kept", [None, 0, 1, 3, 50])
 def test_a_plain_forward_is_right_and_skips_only_what_nobody_reads(
     model: PreTrainedModel, cache: PagedPrefixCache, kept: int | None, context: Any

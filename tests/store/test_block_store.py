@@ -1,4 +1,4 @@
-"""Allocator and pool grow together, within a budget, and promises are kept."""
+"""Allocator and pool grow together, within a budget, and reserved blocks are kept for whom they were reserved."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_fewer_than_two_blocks_are_refused(num_blocks: int) -> None:
 
 def test_growth_keeps_every_row_and_the_pool_holds_at_least_what_the_allocator_manages() -> None:
     store = BlockStore(BLOCK_SIZE, 3000)
-    first = store.num_blocks
+    first = store.max_num_blocks
     assert (first, store.allocator.num_blocks < 3000) == (3000, True)
     tables = [fill(store, 100, first=1000 * i) for i in range(20)]
     assert store.pool.capacity >= store.allocator.num_blocks
@@ -95,10 +95,21 @@ def test_a_store_grows_before_it_evicts_and_evicts_before_it_fails() -> None:
     store.allocator.check()
 
 
+def test_a_store_grows_by_a_factor_and_by_more_where_more_is_asked_for() -> None:
+    store = BlockStore(BLOCK_SIZE, 100_000)
+    first = store.allocator.num_blocks
+    store.make_room(first - 1)  # there is room
+    assert store.allocator.num_blocks == first
+    store.make_room(first)
+    assert store.allocator.num_blocks == first * store.pool.growth()
+    store.make_room(50_000)
+    assert store.allocator.num_free_blocks == 50_000
+
+
 def test_a_store_never_grows_beyond_its_most_and_reaches_it() -> None:
     store = BlockStore(BLOCK_SIZE, 70)
     table = fill(store, 69 * BLOCK_SIZE)
-    assert store.allocator.num_blocks == store.num_blocks == store.pool.capacity == 70
+    assert store.allocator.num_blocks == store.max_num_blocks == store.pool.capacity == 70
     assert read(store, table) == list(range(69 * BLOCK_SIZE))
 
 
@@ -120,10 +131,10 @@ def test_bytes_in_use_are_those_of_held_blocks() -> None:
     assert store.kv_bytes_in_use == 0
 
 
-# Promises
+# Reserves
 
 
-def test_what_one_holder_was_promised_no_other_can_have() -> None:
+def test_what_is_reserved_for_one_holder_no_other_can_have() -> None:
     store, ours, theirs = BlockStore(BLOCK_SIZE, 11), IdleHolder(), IdleHolder()
     store.reserve(ours, 6)
     assert store.num_obtainable_blocks(ours) == 10
@@ -134,8 +145,25 @@ def test_what_one_holder_was_promised_no_other_can_have() -> None:
         assert store.num_obtainable_blocks(theirs) == 10 - 3 - 3
 
 
+def test_blocks_not_managed_yet_can_be_had_and_reserves_come_off_for_others_only() -> None:
+    store, ours, theirs, third = BlockStore(BLOCK_SIZE, 1000), IdleHolder(), IdleHolder(), IdleHolder()
+    assert store.allocator.num_blocks < 1000
+    store.reserve(ours, 100)
+    store.reserve(theirs, 30)
+    holders = (ours, theirs, third, None)
+    assert [store.num_reserved_blocks(holder) for holder in holders] == [30, 100, 130, 130]
+    assert [store.num_obtainable_blocks(holder) for holder in holders] == [969, 899, 869, 869]
+    table = fill(store, 3 * BLOCK_SIZE)
+    assert [store.num_obtainable_blocks(holder) for holder in holders] == [966, 896, 866, 866]
+    store.reserve(ours, 97)  # renewed once three were taken, not added
+    assert [store.num_obtainable_blocks(holder) for holder in holders] == [966, 899, 869, 869]
+    store.reserve(ours, 0)
+    table.free()
+    assert [store.num_obtainable_blocks(holder) for holder in holders] == [969, 999, 969, 969]
+
+
 @pytest.mark.parametrize("ends", ["zero", "collected"])
-def test_a_promise_ends_by_zero_and_with_its_holder(ends: str) -> None:
+def test_a_reserve_ends_by_zero_and_with_its_holder(ends: str) -> None:
     store, other = BlockStore(BLOCK_SIZE, 11), IdleHolder()
     holder: Any = IdleHolder()
     store.reserve(holder, 6)
@@ -176,11 +204,12 @@ def test_without_a_number_the_budget_is_settled_once_a_forward_has_shown_what_a_
     store = BlockStore(BLOCK_SIZE)
     assert store.num_obtainable_blocks(IdleHolder()) == math.inf
     store.settle_budget()  # nothing was written yet
-    assert store.max_num_blocks is None
-    fill(store, 10)
+    assert store.max_num_blocks is store.num_free_blocks is None
+    table = fill(store, 10)
     monkeypatch.setattr(block_store, "default_budget_bytes", lambda device: 1000 * store.pool.bytes_per_block + 5)
     store.settle_budget()
-    assert store.max_num_blocks == store.num_blocks == 1001  # and the null block
+    assert store.max_num_blocks == 1001  # and the null block
+    assert store.num_free_blocks == 1000 - len(table.block_ids)
     monkeypatch.setattr(block_store, "default_budget_bytes", lambda device: 5)
     store.settle_budget()
     assert store.max_num_blocks == 1001
@@ -192,6 +221,16 @@ def test_a_budget_smaller_than_what_is_managed_takes_nothing_away(monkeypatch: p
     monkeypatch.setattr(block_store, "default_budget_bytes", lambda device: 0)
     store.settle_budget()
     assert store.max_num_blocks == store.allocator.num_blocks
+
+
+def test_a_budget_leaves_what_the_first_call_has_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, holder = BlockStore(BLOCK_SIZE), IdleHolder()
+    fill(store, 10)
+    store.reserve(holder, 500)
+    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device: 0)
+    store.settle_budget()
+    assert store.max_num_blocks == store.allocator.num_blocks + 500
+    assert store.num_obtainable_blocks(holder) >= 500
 
 
 def test_a_number_that_was_given_is_the_budget() -> None:
@@ -207,12 +246,12 @@ def test_a_number_that_was_given_is_the_budget() -> None:
 def test_copies_on_write_are_made_before_the_next_write_and_once() -> None:
     store = BlockStore(BLOCK_SIZE, 11)
     table = fill(store, 6)
-    twin = table.fork()
-    twin.append_tokens([7])
+    forked = table.fork()
+    forked.append_tokens([7])
     store.make_copies()
     assert store.allocator.pending_copies == ()
-    assert read(store, twin)[:6] == read(store, table) == [0, 1, 2, 3, 4, 5]
-    assert twin.block_ids[1] != table.block_ids[1]
+    assert read(store, forked)[:6] == read(store, table) == [0, 1, 2, 3, 4, 5]
+    assert forked.block_ids[1] != table.block_ids[1]
 
 
 def test_rows_left_behind_are_ended_once_in_order() -> None:

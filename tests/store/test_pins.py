@@ -139,6 +139,40 @@ def test_tokens_pinned_twice_count_once_and_blocks_of_two_pins_stay_until_both_a
     assert cache.stats().num_pinned_blocks == cache.stats().num_blocks_in_use == 0
 
 
+@pytest.mark.parametrize("num_blocks", [13, 12, 40])
+def test_right_after_a_call_its_prompt_can_be_pinned_however_full_the_pool_is(num_blocks: int) -> None:
+    """Its rows hold all blocks of a pool of 13: a pin of these takes none more."""
+    cache = PagedPrefixCache(MODEL, block_size=BLOCK_SIZE, num_blocks=num_blocks)
+    num_new = 1 + 4 * (min(num_blocks, 13) - 1) - 32  # of the last token nothing is held
+    output = run(MODEL, cache, input_ids=torch.tensor([PREFIX]), max_new_tokens=num_new)
+    assert cache.stats().num_free_blocks == max(0, num_blocks - 13)
+    assert cache.pin(PREFIX) == 32
+    assert cache.pin(output.sequences[0]) == 4 * (min(num_blocks, 13) - 1)
+    cache.reset()
+    assert cache.stats().num_pinned_blocks == min(num_blocks, 13) - 1
+    cache.unpin(output.sequences[0])
+    ask(cache, PREFIX + row((3, 5)), max_new_tokens=2)
+    assert cache.last_call.reused_tokens == 32
+    cache.check()
+
+
+def test_a_pin_counts_only_blocks_that_nobody_holds(store: PrefixStore) -> None:
+    """Of 32 blocks another call has reserved what it may still take: a prefix that its rows hold is pinned beside it."""
+    others = PagedPrefixCache(store)
+    asked: list[tuple[int, int]] = []
+
+    def pin() -> int:
+        asked.append((others.stats().num_free_blocks, others.stats().num_cached_blocks))
+        return PagedPrefixCache(store).pin(PREFIX)
+
+    ask(others, PREFIX)
+    step = AtFirstStep(pin)
+    run(MODEL, others, input_ids=torch.tensor([PREFIX]), max_new_tokens=97, logits_processor=[step])  # 32 blocks
+    assert step.result == 32
+    assert sum(asked[0]) > 0
+    others.check()
+
+
 def test_pinning_again_takes_what_has_been_computed_since(cache: PagedPrefixCache) -> None:
     ask(cache, PREFIX[:16], max_new_tokens=1)
     assert cache.pin(PREFIX) == 16
@@ -227,7 +261,7 @@ class AtFirstStep(LogitsProcessor):
 
 @pytest.mark.parametrize("is_own", [True, False], ids=["its own cache", "another cache"])
 @pytest.mark.parametrize("num_new_tokens", [93, 61])
-def test_a_pin_takes_no_block_that_a_running_call_was_promised(
+def test_a_pin_takes_no_block_that_a_running_call_has_reserved(
     cache: PagedPrefixCache, num_new_tokens: int, is_own: bool
 ) -> None:
     """Rows of 3 + 93 - 1 tokens need 24 of 32 blocks, so 8 can be pinned, or 7 beside 25."""
@@ -253,8 +287,8 @@ def test_a_pin_takes_no_block_that_a_running_call_was_promised(
     if others_hold:
         assert isinstance(step.result, OutOfBlocksError)
         assert str(step.result) == (
-            "pinning 8 blocks needs 8 that nobody holds, but 7 can be had: the others are promised to running calls; pin "
-            "when these have ended, or build the cache with a larger num_blocks or max_bytes"
+            "pinning 8 blocks takes 8 that nobody holds, but only 7 are not reserved for running calls; pin when these "
+            "have ended, or build the cache with a larger num_blocks or max_bytes"
         )
         assert snapshot[0] == snapshot[1]
     else:
@@ -398,12 +432,12 @@ def test_a_pin_outlives_its_cache_and_is_given_back_through_any_other(store: Pre
     cache = PagedPrefixCache(store)
     ask(cache, PREFIX)
     assert cache.pin(PREFIX) == 32
-    twin = copy.deepcopy(cache)
+    copied = copy.deepcopy(cache)
     del cache
     gc.collect()
-    assert twin.stats().num_pinned_blocks == 8
+    assert copied.stats().num_pinned_blocks == 8
     assert PagedPrefixCache(store).unpin(PREFIX) == 32
-    assert twin.stats().num_blocks_in_use == 0
+    assert copied.stats().num_blocks_in_use == 0
 
 
 def test_a_collected_cache_s_rows_can_be_pinned(store: PrefixStore) -> None:

@@ -1,0 +1,51 @@
+"""Keys and values of the running rows with the graph that computed them, as a `DynamicCache` keeps them.
+
+Readers give what came before a forward without a graph, as it is in the pool. While every forward of the rows runs with
+gradients on, what is held here takes its place; a forward without gradients ends that, as it does for a `DynamicCache`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+class GradientPath:
+    """What attention reads of the running rows where a gradient flows through it."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, str], Tensor] = {}  # (layer, name) -> [R, H, columns, D]
+
+    def __bool__(self) -> bool:
+        """Whether a gradient flows through the rows."""
+        return any(states.requires_grad for states in self._held.values())
+
+    def clear(self) -> None:
+        """Other rows run from here on, or none."""
+        self._held = {}
+
+    def start_forward(self) -> None:
+        """A forward begins."""
+        if self._held and not torch.is_grad_enabled():
+            self.clear()
+
+    def join(self, layer_idx: int, new: Mapping[str, Tensor], read: dict[str, Tensor], start: int) -> dict[str, Tensor]:
+        """Let gradients flow into the columns `[0, start)` of what a reader has given, too, where they are held."""
+        if torch.is_grad_enabled():
+            for name, states in new.items():
+                past = self._held.get((layer_idx, name))
+                if past is not None and past.shape[2] == start:
+                    read[name] = torch.cat((past, states), dim=2)
+                if read[name].requires_grad:
+                    self._held[layer_idx, name] = read[name]
+        return read
+
+    def select_rows(self, sources: Sequence[int]) -> None:
+        """Row `i` goes on as row `sources[i]`."""
+        for key, states in self._held.items():
+            self._held[key] = states.index_select(0, torch.tensor(sources, device=states.device))
+
+    def crop(self, num_columns: int) -> None:
+        """Columns from `num_columns` on are taken back."""
+        for key, states in self._held.items():
+            self._held[key] = states[:, :, :num_columns]

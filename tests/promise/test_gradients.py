@@ -1,0 +1,174 @@
+"""Gradients through a cached forward are those that a `DynamicCache` gives, through what earlier forwards computed, too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache
+
+from ..reference import row
+from ..tiny_models import build
+
+IDS = torch.tensor([row((1, 40)), row((2, 40))])
+
+
+@pytest.fixture(params=["contiguous", "gather"])
+def attention(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def gradient(
+    model: PreTrainedModel, cache: Any, script: Callable[[PreTrainedModel, Any], torch.Tensor]
+) -> torch.Tensor:
+    """All gradients of one number that a script computes, one after the other."""
+    model.zero_grad()
+    script(model, cache).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def forward(model: PreTrainedModel, cache: Any, start: int, stop: int, ids: torch.Tensor = IDS) -> torch.Tensor:
+    logits: torch.Tensor = model(ids[:, start:stop], past_key_values=cache).logits
+    return logits.logsumexp(-1).sum()
+
+
+def in_two(model: PreTrainedModel, cache: Any) -> torch.Tensor:
+    forward(model, cache, 0, 25)
+    return forward(model, cache, 25, 40)
+
+
+def token_by_token(model: PreTrainedModel, cache: Any) -> torch.Tensor:
+    return torch.stack([forward(model, cache, 0, 36), *(forward(model, cache, i, i + 1) for i in range(36, 40))]).sum()
+
+
+def without_gradients_first(model: PreTrainedModel, cache: Any) -> torch.Tensor:
+    with torch.no_grad():
+        forward(model, cache, 0, 10)
+    forward(model, cache, 10, 25)
+    return forward(model, cache, 25, 40)
+
+
+def without_gradients_between(model: PreTrainedModel, cache: Any) -> torch.Tensor:
+    forward(model, cache, 0, 10)
+    with torch.no_grad():
+        forward(model, cache, 10, 25)
+    return forward(model, cache, 25, 40)
+
+
+def a_draft_without_gradients_taken_back(model: PreTrainedModel, cache: Any) -> torch.Tensor:
+    forward(model, cache, 0, 10)
+    with torch.no_grad():
+        forward(model, cache, 10, 25)
+        cache.crop(-15)
+    return forward(model, cache, 10, 40)
+
+
+def reordered(model: PreTrainedModel, cache: Any) -> torch.Tensor:
+    forward(model, cache, 0, 25)
+    cache.reorder_cache(torch.tensor([1, 1]))
+    return forward(model, cache, 25, 40)
+
+
+def cropped(model: PreTrainedModel, cache: Any) -> torch.Tensor:
+    forward(model, cache, 0, 25)
+    cache.crop(-5)
+    return forward(model, cache, 20, 40)
+
+
+def multiplied(model: PreTrainedModel, cache: Any) -> torch.Tensor:
+    forward(model, cache, 0, 25)
+    cache.batch_repeat_interleave(2)
+    return forward(model, cache, 25, 40, IDS[[0, 1, 0, 1]])
+
+
+def equal_rows(model: PreTrainedModel, cache: Any) -> torch.Tensor:
+    forward(model, cache, 0, 25, IDS[[0, 0]])
+    return forward(model, cache, 25, 40)
+
+
+SCRIPTS = (
+    in_two,
+    token_by_token,
+    without_gradients_first,
+    without_gradients_between,
+    a_draft_without_gradients_taken_back,
+    reordered,
+    cropped,
+    multiplied,
+    equal_rows,
+)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_gradients_are_those_of_a_dynamic_cache(script: Any, attention: Any) -> None:
+    model = build("llama")
+    wanted = gradient(model, DynamicCache(config=model.config), script)
+    cache = PagedPrefixCache(model, attention=attention)
+    torch.testing.assert_close(gradient(model, cache, script), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    cache.reset()
+    cache.check()
+
+
+@pytest.mark.parametrize("trained", ["all", "queries", "none"])
+def test_a_known_prompt_gives_the_gradients_of_an_unknown_one(trained: str, attention: Any) -> None:
+    """With one logit kept, only the last token would run; gradients flow through all of them."""
+    model = build("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained == "all" or (trained == "queries" and "q_proj" in name))
+    cache = PagedPrefixCache(model, attention=attention)
+
+    def script(model: PreTrainedModel, cache: Any) -> torch.Tensor:
+        embeddings = model.get_input_embeddings()(IDS).detach()
+        logits: torch.Tensor = model(IDS, past_key_values=cache, logits_to_keep=1).logits
+        return logits.sum() + (0 if trained != "none" else embeddings.requires_grad_().sum())
+
+    if trained == "none":
+        for _ in range(2):
+            script(model, cache)
+            cache.reset()
+        assert cache.last_call.reused_tokens > 0  # no gradient can flow, so nothing is computed for one
+        return
+    wanted = gradient(model, None, script)
+    for _ in range(2):
+        got = gradient(model, cache, script)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+        cache.reset()
+    assert "gradients are on" in cache.last_call.rows[0].stopped
+
+
+def test_a_forward_that_fails_takes_no_gradient_of_those_before_it_along(attention: Any) -> None:
+    model = build("llama")
+
+    def script(model: PreTrainedModel, cache: Any) -> torch.Tensor:
+        forward(model, cache, 0, 25)
+        if isinstance(cache, PagedPrefixCache):
+            handle = model.model.layers[1].register_forward_pre_hook(fail)
+            with pytest.raises(RuntimeError, match="on purpose"):
+                forward(model, cache, 25, 30)
+            handle.remove()
+        return forward(model, cache, 25, 40)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    wanted = gradient(model, DynamicCache(config=model.config), script)
+    got = gradient(model, PagedPrefixCache(model, attention=attention), script)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_rows_that_a_gradient_flows_through_are_not_copied(attention: Any) -> None:
+    """Nor can a `DynamicCache` be: torch copies no tensor with a graph."""
+    model = build("llama")
+    cache, theirs = PagedPrefixCache(model, attention=attention), DynamicCache(config=model.config)
+    for each, error in ((cache, CacheArgumentError), (theirs, RuntimeError)):
+        forward(model, each, 0, 25)
+        with pytest.raises(error):
+            copy.deepcopy(each)
+    with torch.no_grad():
+        forward(model, cache, 25, 30)
+    assert copy.deepcopy(cache).get_seq_length() == 30
