@@ -58,7 +58,7 @@ def demo(
     from ..errors import PagedCacheError
     from .demo import run_demo
     from .demo_model import DEMO_MODEL, load_demo_model
-    from .display import as_json, headline, show_lines, show_table, summary
+    from .display import as_json, show_lines, show_table, summary
 
     console, name, asked = Console(), model or DEMO_MODEL, QUESTIONS[:questions]
     if not in_json:
@@ -70,7 +70,12 @@ def demo(
             answered = list(comparisons)
             print(json.dumps(as_json(name, answered), indent=2))
         else:
-            print(headline(name, questions, len(tokenizer(few_shot_prompt(shots))["input_ids"])), flush=True)
+            num_shared = len(tokenizer(few_shot_prompt(shots))["input_ids"])
+            print(
+                f"{name}: {questions} questions behind one prompt of {num_shared} tokens, each with DynamicCache, then with "
+                "PagedPrefixCache.",
+                flush=True,
+            )
             answered = (
                 show_table(comparisons, asked, console) if console.is_terminal else show_lines(comparisons, questions)
             )

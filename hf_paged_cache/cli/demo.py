@@ -17,9 +17,8 @@ from ..errors import PagedCacheError
 from .questions import ask, few_shot_prompt
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
     from hf_paged_cache import PagedPrefixCache
 
@@ -60,37 +59,23 @@ class Comparison:
         return self.dynamic.first_token_seconds / self.paged.first_token_seconds
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Sums over all questions, the cold first call of our side included."""
-
-    prompt_tokens: int
-    reused_tokens: int
-    dynamic_cache_first_token_seconds: float
-    paged_prefix_cache_first_token_seconds: float
-    first_token_speedup: float  # of the summed times
-    first_token_speedup_after_first_question: float | None  # the median; the first question fills the cache
-    total_speedup: float  # of the whole calls, decoding included
-    same_tokens: bool
-
-    @classmethod
-    def of(cls, comparisons: Sequence[Comparison]) -> Totals:
-        dynamic, paged = [each.dynamic for each in comparisons], [each.paged for each in comparisons]
-        dynamic_seconds = sum(answer.first_token_seconds for answer in dynamic)
-        paged_seconds = sum(answer.first_token_seconds for answer in paged)
-        return cls(
-            prompt_tokens=sum(answer.prompt_tokens for answer in paged),
-            reused_tokens=sum(answer.reused_tokens for answer in paged),
-            dynamic_cache_first_token_seconds=dynamic_seconds,
-            paged_prefix_cache_first_token_seconds=paged_seconds,
-            first_token_speedup=dynamic_seconds / paged_seconds,
-            first_token_speedup_after_first_question=median(each.speedup for each in comparisons[1:])
-            if len(comparisons) > 1
-            else None,
-            total_speedup=sum(answer.total_seconds for answer in dynamic)
-            / sum(answer.total_seconds for answer in paged),
-            same_tokens=all(each.same_tokens for each in comparisons),
-        )
+def totals(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """Sums over all questions, the cold first call of our side included; times in seconds."""
+    dynamic, paged = [each.dynamic for each in comparisons], [each.paged for each in comparisons]
+    dynamic_seconds = sum(answer.first_token_seconds for answer in dynamic)
+    paged_seconds = sum(answer.first_token_seconds for answer in paged)
+    warm = [each.speedup for each in comparisons[1:]]  # the first question fills the cache
+    whole = sum(answer.total_seconds for answer in dynamic) / sum(answer.total_seconds for answer in paged)
+    return {
+        "prompt_tokens": sum(answer.prompt_tokens for answer in paged),
+        "reused_tokens": sum(answer.reused_tokens for answer in paged),
+        "dynamic_cache_first_token_seconds": dynamic_seconds,
+        "paged_prefix_cache_first_token_seconds": paged_seconds,
+        "first_token_speedup": dynamic_seconds / paged_seconds,
+        "first_token_speedup_after_first_question": median(warm) if warm else None,
+        "total_speedup": whole,  # decoding included
+        "same_tokens": all(each.same_tokens for each in comparisons),
+    }
 
 
 class FirstTokenClock:
@@ -121,12 +106,18 @@ def run_demo(
     """
     from hf_paged_cache import PagedPrefixCache
 
-    cache = PagedPrefixCache(
-        model
-    )  # before the length is looked at: fewer shots are no advice for a model that is refused
+    cache = PagedPrefixCache(model)  # first: a model that is refused needs no advice on shots
     shared = few_shot_prompt(num_shots)
-    prompts = [_encode(tokenizer, shared + ask(question), model.device) for question in questions]
-    _check_length(model, max(prompt["input_ids"].shape[1] for prompt in prompts) + max_new_tokens)
+    prompts = [
+        tokenizer(shared + ask(question), return_tensors="pt", return_token_type_ids=False).to(model.device)
+        for question in questions
+    ]
+    num_tokens = max(prompt["input_ids"].shape[1] for prompt in prompts) + max_new_tokens
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and num_tokens > limit:
+        raise DemoInputError(
+            f"prompt and answer need {num_tokens} positions and the model has {limit}: ask with fewer --shots or --max-new-tokens"
+        )
     stop_ids = _stop_ids(model, tokenizer)
 
     def compare() -> Iterator[Comparison]:
@@ -139,19 +130,6 @@ def run_demo(
     return compare()
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, device: torch.device) -> dict[str, Tensor]:
-    encoded = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
-    return {name: tensor.to(device) for name, tensor in encoded.items()}
-
-
-def _check_length(model: Model, num_tokens: int) -> None:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and num_tokens > limit:
-        raise DemoInputError(
-            f"prompt and answer need {num_tokens} positions and the model has {limit}: ask with fewer --shots or --max-new-tokens"
-        )
-
-
 def _stop_ids(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
     """The model's own ends of sequence, and the end of the line: an answer is one line."""
     own = model.generation_config.eos_token_id
@@ -162,7 +140,7 @@ def _stop_ids(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[int] | N
     return ids or None
 
 
-def _warm_up(model: Model, prompt: dict[str, Tensor], cache: PagedPrefixCache) -> None:
+def _warm_up(model: Model, prompt: BatchEncoding, cache: PagedPrefixCache) -> None:
     """Pay for first-time costs outside the clock, with tokens that no question starts with: the prompt, reversed."""
     ids, mask = prompt["input_ids"].flip(1), prompt["attention_mask"]
     model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
@@ -174,7 +152,7 @@ def _warm_up(model: Model, prompt: dict[str, Tensor], cache: PagedPrefixCache) -
 def _generate(
     model: Model,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: dict[str, Tensor],
+    prompt: BatchEncoding,
     max_new_tokens: int,
     stop_ids: list[int] | None,
     *,

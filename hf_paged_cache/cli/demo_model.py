@@ -210,18 +210,14 @@ def _from_package(home: Path, progress: bool) -> Path:
             with tempfile.TemporaryDirectory(dir=home, prefix=".converting-", ignore_cleanup_errors=True) as work:
                 result = Path(work, "model")
                 _convert(Path(work), result, progress)
-                _rename_unless_there(result, converted)
+                try:
+                    result.rename(converted)
+                except OSError:
+                    if not converted.is_dir():
+                        raise
     except OSError as error:
         raise DemoModelError(f"could not write the converted model under {home}: {error}") from error
     return converted
-
-
-def _rename_unless_there(source: Path, target: Path) -> None:
-    try:
-        source.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
 
 
 def _convert(work: Path, result: Path, progress: bool) -> None:

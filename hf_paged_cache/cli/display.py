@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from .demo import Answer, Comparison, Totals
+from .demo import Answer, Comparison, totals
 
 
 def show_table(comparisons: Iterable[Comparison], questions: Sequence[str], console: Console) -> list[Comparison]:
@@ -60,29 +59,21 @@ def show_lines(comparisons: Iterable[Comparison], num_questions: int) -> list[Co
     return shown
 
 
-def headline(model_name: str, num_questions: int, num_shared_tokens: int) -> str:
-    """What is about to be run."""
-    return (
-        f"{model_name}: {num_questions} questions behind one prompt of {num_shared_tokens} tokens, "
-        "each with DynamicCache, then with PagedPrefixCache."
-    )
-
-
 def summary(comparisons: Sequence[Comparison]) -> str:
     """The totals, in three lines."""
-    totals = Totals.of(comparisons)
-    warm = totals.first_token_speedup_after_first_question
+    of = totals(comparisons)
+    warm = of["first_token_speedup_after_first_question"]
     num_different = sum(not each.same_tokens for each in comparisons)
     return (
-        f"Time to first token, {len(comparisons)} questions: DynamicCache {totals.dynamic_cache_first_token_seconds:.2f} s, "
-        f"PagedPrefixCache {totals.paged_prefix_cache_first_token_seconds:.2f} s: speed-up {totals.first_token_speedup:.1f}x"
+        f"Time to first token, {len(comparisons)} questions: DynamicCache {of['dynamic_cache_first_token_seconds']:.2f} s, "
+        f"PagedPrefixCache {of['paged_prefix_cache_first_token_seconds']:.2f} s: speed-up {of['first_token_speedup']:.1f}x"
         + ("" if warm is None else f", {warm:.1f}x after the first question (median)")
-        + f".\nWhole answers: speed-up {totals.total_speedup:.1f}x. Reused {totals.reused_tokens} of "
-        f"{totals.prompt_tokens} prompt tokens ({totals.reused_tokens / totals.prompt_tokens:.0%}).\n"
+        + f".\nWhole answers: speed-up {of['total_speedup']:.1f}x. Reused {of['reused_tokens']} of "
+        f"{of['prompt_tokens']} prompt tokens ({of['reused_tokens'] / of['prompt_tokens']:.0%}).\nSame tokens"
         + (
-            f"Same tokens: NO, {num_different} of {len(comparisons)} answers differ."
+            f": NO, {num_different} of {len(comparisons)} answers differ."
             if num_different
-            else "Same tokens for every question: yes."
+            else " for every question: yes."
         )
     )
 
@@ -110,7 +101,7 @@ def as_json(model_name: str, comparisons: Sequence[Comparison]) -> dict[str, Any
             }
             for each in comparisons
         ],
-        "totals": asdict(Totals.of(comparisons)),
+        "totals": totals(comparisons),
     }
 
 
