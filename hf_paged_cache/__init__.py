@@ -28,16 +28,7 @@ if TYPE_CHECKING:
     from .scoring import Score
     from .stats import CacheStats, CallStats, RowStats
 
-_HOME = {  # public name -> the module that defines it; all others are errors
-    "PagedPrefixCache": ".cache",
-    "PrefixStore": ".prefix_store",
-    "check_model": ".model_check",
-    "ModelReport": ".model_check",
-    "Score": ".scoring",
-    "CacheStats": ".stats",
-    "CallStats": ".stats",
-    "RowStats": ".stats",
-}
+_HOMES = (".errors", ".stats", ".cache", ".model_check")  # have all public names; the first two import no torch
 
 __all__ = [
     "BlockStateError",
@@ -63,7 +54,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME.get(name, ".errors"), __name__), name)
+    homes = (import_module(home, __name__) for home in _HOMES)
+    value = next(getattr(home, name) for home in homes if hasattr(home, name))
     globals()[name] = value  # found without this function from now on
     return value
 

@@ -6,10 +6,8 @@ Owns the translation between transformers' `Cache` and a `Call`; decides nothing
 import contextlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
-from typing import Any, Literal, NoReturn, TypeAlias, get_args
+from typing import Any, Literal, NoReturn
 from weakref import ref
 
 import torch
@@ -22,7 +20,6 @@ from .attention.contiguous import ContiguousReader
 from .attention.gather import GatherReader
 from .call.call import Call, CallState
 from .errors import CacheArgumentError, CacheBusyError
-from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach, pop_ambient, push_ambient
 from .integration.layers import PagedIndexedLayer, PagedLayer
 from .integration.session import Session
@@ -36,7 +33,6 @@ from .prefix_store import PrefixStore
 from .scoring import Score, score
 from .stats import CacheStats, CallStats
 
-Attention: TypeAlias = Literal["contiguous", "gather"]
 _READERS: dict[str, Callable[[BlockPool], Reader]] = {"contiguous": ContiguousReader, "gather": GatherReader}
 
 
@@ -54,8 +50,9 @@ class PagedPrefixCache(Cache):
             later forwards overwrite it (not while gradients are on), so clone what you keep. "gather" copies each
             layer's rows for the moment of its attention: memory is the blocks and one layer's rows.
         verify: recompute one cached block of each call's hit, in turn, and forget all blocks when one disagrees: for
-            models whose weights are changed in ways that a few values of each tensor do not show. Costs a forward of
-            `block_size` tokens a call. Without effect where processes share the model (FSDP, ZeRO 3, tensor parallelism).
+            weights that change unseen. Seen are torch's counts of writes and optimizer steps, and eight values of each
+            tensor; not seen are few values written through `.data` or numpy. Costs a forward of `block_size` tokens a
+            call. Without effect where processes share the model (FSDP, ZeRO 3, tensor parallelism).
     Raises:
         UnsupportedModelError, CacheArgumentError: see `PrefixStore`.
     Example:
@@ -76,7 +73,7 @@ class PagedPrefixCache(Cache):
         num_blocks: int | None = None,
         max_bytes: int | None = None,
         cache_salt: str | bytes | None = None,
-        attention: Attention = "contiguous",
+        attention: Literal["contiguous", "gather"] = "contiguous",
         verify: bool = False,
     ) -> None:
         if isinstance(model_or_store, PrefixStore):
@@ -90,8 +87,8 @@ class PagedPrefixCache(Cache):
             self.store = PrefixStore(model_or_store, block_size=size, num_blocks=num_blocks, max_bytes=max_bytes)
         if not isinstance(cache_salt, str | bytes | None):
             raise CacheArgumentError(f"cache_salt is of type {type(cache_salt).__name__}; give a str or bytes")
-        if attention not in get_args(Attention):
-            raise CacheArgumentError(f"attention is {attention!r}; give {' or '.join(map(repr, get_args(Attention)))}")
+        if attention not in [*_READERS]:
+            raise CacheArgumentError(f"attention is {attention!r}; give {' or '.join(map(repr, _READERS))}")
         if not isinstance(verify, bool):
             raise CacheArgumentError(f"verify is {verify!r}; give True or False")
         self.cache_salt = cache_salt.encode() if isinstance(cache_salt, str) else cache_salt or b""
@@ -105,14 +102,16 @@ class PagedPrefixCache(Cache):
         parts = (blocks, conditioning, side)
         verifier = Verifier(*parts, takes_positions=reader.takes_positions) if verify else None
         shared_prefixes = SharedPrefixes(*parts, takes_positions=reader.takes_positions)
-        self._session = Session(self.call, conditioning, reader, self.cache_salt, shared_prefixes, verifier)
+        self._session = session = Session(self.call, conditioning, reader, self.cache_salt, shared_prefixes, verifier)
+        self.generating, self.before_forward = session.generating, session.before_forward  # what the hooks ask
+        self.after_forward, self.read_layer = session.after_forward, self.call.read_layer
         layers: list[Any] = [
             layer if holds_nothing(layer) else (PagedIndexedLayer if has_index(layer) else PagedLayer)(self, index)
             for index, layer in enumerate(cache_layers(self.store.model))
         ]
         super().__init__(layers=layers)
-        # called like a class, where a model writes more layers than its config names
-        self.layer_class_to_replicate = partial(_append_layer, ref(self))  # type: ignore[assignment]
+        held: Any = ref(self)  # called like a class, where a model writes more layers than its config names:
+        self.layer_class_to_replicate = lambda: PagedLayer(held(), len(held().layers))  # type: ignore[assignment]
 
     # What `generate` and the model ask.
 
@@ -224,17 +223,17 @@ class PagedPrefixCache(Cache):
         """
         conditioning = self.store.conditioning
         conditioning.digest()  # reads what rope the model has now
-        scored = score(
+        scores, num_tokens, num_computed = score(
             SideForwards(self.store.model, self.store.argument_reader, self._verifying_sibling),
             context,
             continuations,
             batch_size=batch_size,
             by_length=conditioning.rope.depends_on_length,
         )
-        if scored.scores:
+        if scores:
             with self.store.blocks.lock:
-                self.call.counters.add_call(scored.prompt_tokens, scored.computed_tokens)
-        return scored.scores
+                self.call.counters.add_call(num_tokens, num_computed)
+        return scores
 
     def stats(self) -> CacheStats:
         """Tokens of this cache's calls, and the blocks of its store now; prints as a table."""
@@ -335,10 +334,6 @@ class PagedPrefixCache(Cache):
             raise self._session.why_unscheduled(layer_idx)
         return self.call.write(layer_idx, states)
 
-    def read_layer(self, layer_idx: int) -> dict[str, Tensor]:
-        """K/V of the rows of one layer by name, [R, H, columns, D]: a copy; empty without rows."""
-        return self.call.read_layer(layer_idx)
-
     def __enter__(self) -> "PagedPrefixCache":
         """Until the block is left, every `generate` of the model that is given no cache runs on this one.
 
@@ -348,9 +343,7 @@ class PagedPrefixCache(Cache):
         push_ambient(self.store.model, self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         pop_ambient(self.store.model, self)
         with contextlib.suppress(CacheBusyError):  # another thread's generate runs on it, and keeps its rows
             self.reset()
@@ -374,24 +367,10 @@ class PagedPrefixCache(Cache):
         if call is not None:
             call.leave_behind()
 
-    # What the hooks ask: the session answers.
-
     @property
     def is_generating(self) -> bool:
         """Whether a `generate` runs on this cache."""
         return self._session.is_open
-
-    def generating(self, model: Any, given: GenerateArguments) -> AbstractContextManager[None]:
-        """The span of one `generate`."""
-        return self._session.generating(model, given)
-
-    def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Schedule a forward; returns the arguments that it is to run with."""
-        return self._session.before_forward(model, arguments)
-
-    def after_forward(self, output: Any) -> Any:
-        """Confirm the forward; returns what its caller is to get."""
-        return self._session.after_forward(output)
 
     def sibling(self) -> "PagedPrefixCache":
         """Another cache on the same store, under the same conditions."""
@@ -402,9 +381,3 @@ class PagedPrefixCache(Cache):
         cache = PagedPrefixCache(self.store, cache_salt=self.cache_salt, attention="gather")
         cache._session.verifier = self._session.verifier
         return cache
-
-
-def _append_layer(cache: Callable[[], PagedPrefixCache | None]) -> PagedLayer:
-    held = cache()
-    assert held is not None  # it is its own list of layers that grows
-    return PagedLayer(held, len(held.layers))

@@ -79,27 +79,22 @@ def check_model(model: Any) -> ModelReport:
         >>> check_model(model).is_supported
         True
     """
-    name = type(model).__name__
+    name, layers = type(model).__name__, None
     try:
         model = unwrapped(model)
         name = type(model).__name__
         require_supported(model)
-    except PagedCacheError as error:
-        return ModelReport(name, False, str(error))
-    layers = dict(Counter(type(layer).__name__ for layer in cache_layers(model)))
-    try:
+        layers = dict(Counter(type(layer).__name__ for layer in cache_layers(model)))
         require_continuable(model)
+        was_attached = is_attached(model)
+        try:
+            with undisturbed(model):
+                return _try(model, name, layers)
+        finally:
+            if not was_attached:
+                detach(model)
     except PagedCacheError as error:
         return ModelReport(name, False, str(error), layers=layers)
-    was_attached = is_attached(model)
-    try:
-        with undisturbed(model):
-            return _try(model, name, layers)
-    except PagedCacheError as error:
-        return ModelReport(name, False, str(error), layers=layers)
-    finally:
-        if not was_attached:
-            detach(model)
 
 
 def _try(model: PreTrainedModel, name: str, layers: dict[str, int]) -> ModelReport:
@@ -125,16 +120,9 @@ def _try(model: PreTrainedModel, name: str, layers: dict[str, int]) -> ModelRepo
 def _first_step(model: PreTrainedModel, cache: PagedPrefixCache, inputs: Mapping[str, Tensor]) -> Tensor:
     """The logits of the first token that is generated after the first row, whose blocks are cached: [1, vocabulary]."""
     generate: Any = model.generate
-    output = generate(
-        input_ids=inputs["input_ids"][:1],
-        attention_mask=inputs["attention_mask"][:1],
-        past_key_values=cache,
-        max_new_tokens=1,
-        do_sample=False,
-        num_beams=1,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+    first = {name: inputs[name][:1] for name in ("input_ids", "attention_mask")}
+    how = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
+    output = generate(**first, **how, past_key_values=cache, output_logits=True, return_dict_in_generate=True)
     logits: Tensor = output.logits[0]
     return logits.float().cpu()
 

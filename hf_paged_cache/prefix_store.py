@@ -3,7 +3,9 @@
 Owns the sizes a user gives, and refuses models we cannot hold. Runs no call.
 """
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
+
+from transformers import PreTrainedModel
 
 from .errors import CacheArgumentError, CacheBusyError
 from .integration.forward_arguments import ArgumentReader
@@ -15,17 +17,14 @@ from .model.support import is_tested_version, leaves_doubt, require_supported, t
 from .model.trial import require_continuable
 from .store.block_store import BlockStore
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 class PrefixStore:
     """The blocks of one model, shared by any number of caches.
 
     Args:
-        model: a decoder of transformers; bracket and hooks are attached to it. Where its structure leaves a doubt
-            (it takes no `position_ids`, for example, or routes tokens to experts), or transformers is another version
-            than the one on which all model types were played, six short forwards try it, once.
+        model: a decoder of transformers; bracket and hooks are attached to it. Six short forwards try it, once, where
+            its structure leaves a doubt (it takes no `position_ids`, for example, or routes tokens to experts), or
+            transformers is not the tested version.
         block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
         num_blocks: the most blocks, one of which is reserved.
         max_bytes: instead of `num_blocks`, the most bytes of keys and values; a forward of one token measures what a
@@ -40,7 +39,7 @@ class PrefixStore:
 
     def __init__(
         self,
-        model: "PreTrainedModel",
+        model: PreTrainedModel,
         *,
         block_size: int = 16,
         num_blocks: int | None = None,

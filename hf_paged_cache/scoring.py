@@ -6,9 +6,9 @@ model's weights stay in step.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import NamedTuple
 
 import torch
@@ -47,14 +47,6 @@ class Score:
         return len(self.log_probs)
 
 
-class Scored(NamedTuple):
-    """The scores, and what they cost."""
-
-    scores: list[Score]
-    prompt_tokens: int  # of all continuations, each behind the context
-    computed_tokens: int
-
-
 class Reading(NamedTuple):
     """One log-probability to be read of a forward's logits; those of a continuation come in the order of its tokens."""
 
@@ -86,12 +78,14 @@ def score(
     *,
     batch_size: int | None,
     by_length: bool,
-) -> Scored:
+) -> tuple[list[Score], int, int]:
     """Score the continuations; see `PagedPrefixCache.score`.
 
     Args:
         side: runs the forwards.
         by_length: keys and values depend on the length of the forward, so rows of other lengths share nothing.
+    Returns:
+        the scores; the tokens of all continuations, each with the context; and how many tokens were computed.
     """
     model = side.model
     vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
@@ -104,17 +98,24 @@ def score(
     if batch_size is not None and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1):
         raise CacheArgumentError(f"batch_size is {batch_size!r}; it must be an int of at least 1 row, or None")
     if not wanted:
-        return Scored([], 0, 0)
+        return [], 0, 0
     max_tokens = max(1, _MAX_LOGITS // vocabulary_size)
     scorer = _Scorer(side, len(wanted))
     if by_length:
-        for branches in plan_by_length(wanted, batch_size=batch_size, max_tokens=max_tokens):
-            scorer.run_alone(prompt, branches)
+        for rows, readings in plan_by_length(wanted, batch_size=batch_size, max_tokens=max_tokens):
+            with side.sibling() as cache:
+                scorer.run(cache, [prompt + row for row in rows], readings, num_logits=1 + len(rows[0]))
     else:
         can_keep = takes(model, "logits_to_keep")
-        scorer.run(prompt, plan(wanted, batch_size=batch_size, max_tokens=max_tokens, share_trunk=can_keep))
+        trunk, of_trunk, branches = plan(wanted, batch_size=batch_size, max_tokens=max_tokens, share_trunk=can_keep)
+        with side.sibling() as stem:
+            scorer.run(stem, [prompt + trunk], of_trunk, num_logits=1 + len(trunk))
+            for rows, readings in branches:
+                with side.sibling(stem.call.fork_rows()) as cache:
+                    cache.batch_repeat_interleave(len(rows))
+                    scorer.run(cache, rows, readings, num_logits=max(map(len, rows)))
     num_tokens = sum(len(prompt) + len(tokens) - 1 for tokens in wanted)
-    return Scored(scorer.scores(), num_tokens, scorer.num_computed)
+    return scorer.scores(), num_tokens, scorer.num_computed
 
 
 def plan(continuations: Sequence[Tokens], *, batch_size: int | None, max_tokens: int, share_trunk: bool = True) -> Plan:
@@ -141,22 +142,18 @@ def plan(continuations: Sequence[Tokens], *, batch_size: int | None, max_tokens:
             rows.append(tokens)
             members[tokens] = []
         members[rows[-1]].append(run)
-    num_shared = _num_common(rows[0], rows[-1]) if share_trunk else 0
+    in_common = takewhile(lambda pair: pair[0] == pair[1], zip(rows[0], rows[-1], strict=False)) if share_trunk else ()
+    num_shared = len(list(in_common))
     readings = [
         Reading(0, column, i, token)
         for i, tokens in enumerate(continuations)
         for column, token in enumerate(tokens[: num_shared + 1])
     ]
     tails = sorted((row for row in rows if len(row) > num_shared), key=len, reverse=True)
-    branches = []
-    for some in _batches(tails, lambda row: len(row) - num_shared, batch_size, max_tokens):
-        reads = [
-            Reading(number, column, i, token)
-            for number, row in enumerate(some)
-            for i in members[row]
-            for column, token in enumerate(continuations[i][num_shared + 1 :])
-        ]
-        branches.append(Branches([row[num_shared:] for row in some], reads))
+    branches = [
+        Branches([row[num_shared:] for row in some], _readings(some, members, continuations, num_shared + 1))
+        for some in _batches(tails, lambda row: len(row) - num_shared, batch_size, max_tokens)
+    ]
     return Plan(rows[0][:num_shared], readings, branches)
 
 
@@ -165,17 +162,23 @@ def plan_by_length(continuations: Sequence[Tokens], *, batch_size: int | None, m
     members: dict[Tokens, list[int]] = {}
     for i, tokens in enumerate(continuations):
         members.setdefault(tokens[:-1], []).append(i)
-    forwards = []
-    for _, rows in groupby(sorted(members, key=len), key=len):
-        for some in _batches(list(rows), lambda row: len(row) + 1, batch_size, max_tokens):
-            reads = [
-                Reading(number, column, i, token)
-                for number, row in enumerate(some)
-                for i in members[row]
-                for column, token in enumerate(continuations[i])
-            ]
-            forwards.append(Branches(some, reads))
-    return forwards
+    return [
+        Branches(some, _readings(some, members, continuations, 0))
+        for _, rows in groupby(sorted(members, key=len), key=len)
+        for some in _batches(list(rows), lambda row: len(row) + 1, batch_size, max_tokens)
+    ]
+
+
+def _readings(
+    rows: Sequence[Tokens], members: Mapping[Tokens, Sequence[int]], continuations: Sequence[Tokens], start: int
+) -> list[Reading]:
+    """The tokens from `start` on of all continuations that the rows of a forward are run for."""
+    return [
+        Reading(number, column, i, token)
+        for number, row in enumerate(rows)
+        for i in members[row]
+        for column, token in enumerate(continuations[i][start:])
+    ]
 
 
 class _Scorer:
@@ -190,35 +193,15 @@ class _Scorer:
     def scores(self) -> list[Score]:
         return [Score(tuple(log_probs), best) for log_probs, best in zip(self._log_probs, self._is_greedy, strict=True)]
 
-    def run(self, prompt: Tokens, what: Plan) -> None:
-        """The context and the trunk in one forward, then every branch after forks of that row."""
-        with self._side.sibling() as stem:
-            self._forward(stem, [prompt + what.trunk], what.readings, num_logits=1 + len(what.trunk))
-            for rows, readings in what.branches:
-                with self._side.sibling(stem.call.fork_rows()) as cache:
-                    cache.batch_repeat_interleave(len(rows))
-                    self._forward(cache, rows, readings, num_logits=max(map(len, rows)))
-
-    def run_alone(self, prompt: Tokens, branches: Branches) -> None:
-        """A forward of context and branches, which are of one length."""
-        with self._side.sibling() as cache:
-            rows = [prompt + row for row in branches.rows]
-            self._forward(cache, rows, branches.readings, num_logits=1 + len(branches.rows[0]))
-
-    def _forward(
-        self, cache: SiblingCache, rows: Sequence[Tokens], readings: Sequence[Reading], *, num_logits: int
-    ) -> None:
+    def run(self, cache: SiblingCache, rows: list[Tokens], readings: list[Reading], *, num_logits: int) -> None:
         """Run rows after what the cache holds, and read the logits of the last columns."""
         logits = self._side.run(cache, rows, num_logits=num_logits)
         for count, tokens in zip(cache.call.counters.rows, rows, strict=True):
             self.num_computed += min(count.computed_tokens, len(tokens))
-        self._read(logits, readings)
-
-    def _read(self, logits: Tensor, readings: Sequence[Reading]) -> None:
         index = torch.tensor([(read.row, read.column, read.token) for read in readings], device=logits.device)
-        rows, columns, tokens = index.unbind(1)
-        chosen = logits[rows, columns, tokens].float() - logits.float().logsumexp(dim=-1)[rows, columns]
-        is_best = logits.argmax(dim=-1)[rows, columns] == tokens
+        row, column, token = index.unbind(1)
+        chosen = logits[row, column, token].float() - logits.float().logsumexp(dim=-1)[row, column]
+        is_best = logits.argmax(dim=-1)[row, column] == token
         for read, log_prob, best in zip(readings, chosen.tolist(), is_best.tolist(), strict=True):
             self._log_probs[read.continuation].append(log_prob)
             self._is_greedy[read.continuation] &= best
@@ -235,14 +218,6 @@ def _batches(
             batches.append([])
         batches[-1].append(row)
     return batches
-
-
-def _num_common(first: Tokens, second: Tokens) -> int:
-    """How many tokens both start with."""
-    for number, (mine, theirs) in enumerate(zip(first, second, strict=False)):
-        if mine != theirs:
-            return number
-    return min(len(first), len(second))
 
 
 def _token_ids(what: str, given: object, vocabulary_size: int) -> Tokens:
