@@ -307,11 +307,7 @@ class PagedPrefixCache(Cache):
             return self.store.blocks.pins.unpin(self.cache_salt, tokens)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block of the store, pinned ones too, and the rows of calls that are over, on all its caches.
-
-        Raises:
-            CacheBusyError: a call is running on the store; nothing has changed.
-        """
+        """Forget every cached block of the store, for all its caches; see `PrefixStore.reset_prefix_cache`."""
         self.store.reset_prefix_cache()
 
     def check(self) -> None:
@@ -352,8 +348,7 @@ class PagedPrefixCache(Cache):
         """A second cache on the same store, whose rows hold the same blocks; no K/V is copied."""
         sibling = self.sibling()
         memo[id(self)] = sibling
-        rows = self.call.fork_rows()
-        sibling.call.take_over(rows, ended=self.call.state is CallState.ENDED)
+        sibling.call.take_over(self.call.fork_rows(), ended=self.call.state is CallState.ENDED)
         return sibling
 
     def __reduce__(self) -> NoReturn:
@@ -363,9 +358,8 @@ class PagedPrefixCache(Cache):
 
     def __del__(self) -> None:
         """Leave the rows to the store: this may run inside any line of ours, so nothing more happens here."""
-        call = self.__dict__.get("call")
-        if call is not None:
-            call.leave_behind()
+        if "call" in self.__dict__:  # else it was never built
+            self.call.leave_behind()
 
     @property
     def is_generating(self) -> bool:

