@@ -119,8 +119,3 @@ class RowCount:
         """As it is now."""
         reused = self.prompt_tokens - self.computed_tokens
         return RowStats(self.prompt_tokens, self.computed_tokens, reused, self.matched_tokens, self.stopped)
-
-
-def hit_rate(prompt_tokens: int, computed_tokens: int) -> float:
-    """The share of prompt tokens that was not computed; 0.0 of none."""
-    return (prompt_tokens - computed_tokens) / prompt_tokens if prompt_tokens else 0.0

@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_paged_cache import CacheStats, CallStats, PagedPrefixCache, PrefixStore, RowStats
-from hf_paged_cache.stats import RowCount, hit_rate
+from hf_paged_cache.call.counters import PromptCounters
+from hf_paged_cache.stats import RowCount
 
 from .reference import batch, row, run
 
@@ -91,11 +92,11 @@ def test_reused_tokens_of_a_row_are_those_of_the_prompt_that_were_not_computed()
     assert RowCount().frozen() == RowStats(0, 0, 0, 0, "nothing was computed")
 
 
-def test_the_hit_rate_is_the_share_not_computed_and_zero_of_nothing() -> None:
-    assert hit_rate(40, 10) == 0.75
-    assert hit_rate(40, 40) == 0.0
-    assert hit_rate(40, 0) == 1.0
-    assert hit_rate(0, 0) == 0.0
+@pytest.mark.parametrize(("prompt", "computed", "rate"), [(40, 10, 0.75), (40, 40, 0.0), (40, 0, 1.0), (0, 0, 0.0)])
+def test_the_hit_rate_is_the_share_not_computed_and_zero_of_nothing(prompt: int, computed: int, rate: float) -> None:
+    counters = PromptCounters()
+    counters.rows = [RowCount(prompt, computed)]
+    assert counters.of_call(peak_kv_bytes=0).hit_rate == rate
 
 
 def test_stats_that_were_taken_do_not_change() -> None:

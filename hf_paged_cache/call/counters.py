@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ..blocks import PrefixCacheMetrics
-from ..stats import CallStats, RowCount, hit_rate
+from ..stats import CallStats, RowCount
 from .prefix_match import Found
 from .rows import Row
 from .scheduled_forward import ForwardRequest
@@ -101,7 +101,7 @@ class PromptCounters:
             prompt_tokens=prompt,
             computed_tokens=computed,
             reused_tokens=prompt - computed,
-            hit_rate=hit_rate(prompt, computed),
+            hit_rate=(prompt - computed) / prompt if prompt else 0.0,
             peak_kv_bytes=peak_kv_bytes,
             rows=rows,
         )
