@@ -178,7 +178,7 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
-    """(mapping, key, tensor) of each parameter and persistent buffer; other buffers are derived or rewritten by forwards."""
+    """(mapping, key, tensor) of each parameter and persistent buffer; other buffers are derived, or scratch of forwards."""
     persistent = {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
     for owner, held in ((module._parameters, module._parameters), (module._buffers, persistent)):
         for name, tensor in held.items():
