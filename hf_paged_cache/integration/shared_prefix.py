@@ -36,16 +36,12 @@ class SharedPrefixes:
         blocks: where they are stored.
         conditioning: the model, and whether rows of other lengths may share.
         side: runs their forwards.
-        takes_positions: the model's forward has `position_ids`; without, it numbers its columns.
     """
 
-    def __init__(
-        self, blocks: BlockStore, conditioning: Conditioning, side: SideForwards, *, takes_positions: bool
-    ) -> None:
+    def __init__(self, blocks: BlockStore, conditioning: Conditioning, side: SideForwards) -> None:
         self._blocks = blocks
         self._conditioning = conditioning
         self._side = side
-        self._takes_positions = takes_positions
 
     def plan(self, request: ForwardRequest, call: Call, *, in_step: bool) -> SharedPrefixPlan:
         """The shared prefixes that pay, of the rows that the call has prepared; the store's lock is held.
@@ -58,7 +54,8 @@ class SharedPrefixes:
         rows = call.rows
         if len(rows.distinct) == 1 or not self._may_run(request, in_step=in_step):
             return NOTHING_SHARED
-        on_host = self._blocks.pool.is_on_host if self._blocks.pool.layer_indices else self._on_host()
+        pool = self._blocks.pool
+        on_host = pool.is_on_host if pool.layer_indices else self._conditioning.model.device.type == "cpu"
         stop = rows.num_columns + request.num_new_columns
         plan = plan_shared_prefixes(
             _inputs(request, rows),
@@ -105,12 +102,9 @@ class SharedPrefixes:
             return False
         return not in_step and not ranks_must_match(self._conditioning.model)
 
-    def _on_host(self) -> bool:
-        return bool(self._conditioning.model.device.type == "cpu")
-
     def _compute(self, held: ExitStack, new: RowInput, tokens: TokenIds, options: Mapping[str, Any]) -> int:
         """Compute leading tokens of a row, less what is known of them, on a sibling cache; says how many."""
-        pad = 0 if self._takes_positions else new.pad
+        pad = 0 if self._side.takes_positions else new.pad
         with self._blocks.lock:
             row = Row(BlockTable(self._blocks.allocator, new.root), pad, new.root, new.first_position)
             known = row.num_known = row.num_confirmed = row.table.hold_prefix(tokens)
