@@ -140,7 +140,7 @@ class ArgumentReader:
         if any(arguments.get(name) is not None for name in self._cross_inputs):
             return None
         if positions is not None:
-            if positions.dim() != 2 or positions.shape[1] != 1:
+            if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] != 1:
                 return None
             given = positions.flatten().tolist()
             if len(given) == 1:

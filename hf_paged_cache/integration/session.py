@@ -113,7 +113,8 @@ class Session:
                 return arguments
         if not self._digest or not self.is_open:
             self._read_conditions()
-        before, num_previous = call.rows.num_columns, sum(row.table.num_tokens for row in call.previous.distinct)
+        before, previous = call.rows.num_columns, call.previous.distinct
+        num_previous = previous[0].table.num_tokens if len(previous) == 1 else 0
         request = self._reader.read(arguments, call.rows, in_generate=self.is_open, records_drafts=self.records_drafts)
         if self._adapters is not None:
             many = f"{len(self._adapters)} adapter names were given for {len(request.rows)} rows; pass one for each row"
@@ -273,7 +274,7 @@ class Session:
 
     def _warn_of_a_lone_turn(self, request: ForwardRequest, num_previous: int) -> None:
         """Once: a prompt that is shorter than the row before it and starts otherwise may be a chat's new turn alone."""
-        if self._has_warned or not num_previous or len(request.rows) > 1 or not self.is_open:
+        if self._has_warned or not num_previous or len(request.rows) > 1 or request.bypass or not self.is_open:
             return
         (row,), size = self._call.rows.distinct, self._store.block_size
         if row.num_known < size and row.num_confirmed == 0 and len(request.rows[0].token_ids) < num_previous:

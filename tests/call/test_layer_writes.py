@@ -1,4 +1,4 @@
-"""What the layers of one forward write: only what its ticket announced, each layer once, and none left out."""
+"""What the layers of one forward write: only what was scheduled, each layer once, and none left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_paged_cache.call.scheduled_forward import ScheduledForward
 from hf_paged_cache.kv.slot_mapping import ReadSource, RowLayout, SlotMapping
 from hf_paged_cache.store.block_store import BlockStore
 
-TICKET = ScheduledForward(0, 3, (0,), None, SlotMapping([4, 5, 6]))  # one row of three tokens
+FORWARD = ScheduledForward(0, 3, (0,), None, SlotMapping([4, 5, 6]))  # one row of three tokens
 
 
 def states(*shape: int) -> dict[str, torch.Tensor]:
@@ -36,8 +36,8 @@ def writes(store: BlockStore) -> LayerWrites:
     return writes
 
 
-def test_what_was_announced_is_written_and_read(writes: LayerWrites, store: BlockStore) -> None:
-    read = writes.write(1, states(1, 2, 3, 5), TICKET)
+def test_what_was_scheduled_is_written_and_read(writes: LayerWrites, store: BlockStore) -> None:
+    read = writes.write(1, states(1, 2, 3, 5), FORWARD)
     assert read["key"].shape == (1, 2, 3, 5)
     assert writes.written == {(1, "key"), (1, "value")}
     assert store.pool.layer_indices == [1]
@@ -45,11 +45,11 @@ def test_what_was_announced_is_written_and_read(writes: LayerWrites, store: Bloc
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 3, 5), (1, 2, 4, 5)])
-def test_other_rows_and_tokens_than_the_tickets_change_nothing(
+def test_other_rows_and_tokens_than_scheduled_change_nothing(
     writes: LayerWrites, store: BlockStore, shape: tuple[int, ...]
 ) -> None:
     with pytest.raises(ForwardMismatchError, match=f"writes key of {shape[0]} rows and {shape[2]} tokens"):
-        writes.write(0, states(*shape), TICKET)
+        writes.write(0, states(*shape), FORWARD)
     assert store.pool.layer_indices == []
     assert writes.written == set()
 
@@ -59,37 +59,37 @@ def test_states_that_have_no_four_dimensions_are_refused_by_their_shape(
     writes: LayerWrites, shape: tuple[int, ...]
 ) -> None:
     with pytest.raises(PoolArgumentError, match=re.escape(str(shape))):
-        writes.write(0, states(*shape), TICKET)
-    writes.write(1, states(1, 2, 3, 5), TICKET)
+        writes.write(0, states(*shape), FORWARD)
+    writes.write(1, states(1, 2, 3, 5), FORWARD)
     with pytest.raises(PoolArgumentError, match=re.escape(str(shape))):  # of a layer that was written before, too
-        writes.write(1, {"other": torch.ones(shape)}, TICKET)
+        writes.write(1, {"other": torch.ones(shape)}, FORWARD)
     assert writes.written == {(1, "key"), (1, "value")}
 
 
 def test_a_layer_writes_once_in_a_forward(writes: LayerWrites, store: BlockStore) -> None:
-    writes.write(0, {"key": torch.zeros(1, 2, 3, 5)}, TICKET)
+    writes.write(0, {"key": torch.zeros(1, 2, 3, 5)}, FORWARD)
     with pytest.raises(ForwardMismatchError, match="layer 0 writes twice"):
-        writes.write(0, states(1, 2, 3, 5), TICKET)
+        writes.write(0, states(1, 2, 3, 5), FORWARD)
     assert not store.pool.gather(0, ReadSource(torch.tensor([[4, 5, 6]])))["key"].any()
     writes.start()
-    writes.write(0, states(1, 2, 3, 5), TICKET)
+    writes.write(0, states(1, 2, 3, 5), FORWARD)
 
 
 def test_a_step_is_written_and_read_once_in_fewer_lines(writes: LayerWrites, store: BlockStore) -> None:
-    prompt, target = states(1, 2, 3, 5), SlotMapping([7])
-    writes.write(0, prompt, TICKET)
+    prompt, slot_mapping = states(1, 2, 3, 5), SlotMapping([7])
+    writes.write(0, prompt, FORWARD)
     writes.start()
     layout = RowLayout(b"", 0, array("q", range(4)), [1])
     writes._reader.start_forward(lambda: [layout], 1, 3, 4)
     new = {name: torch.full((1, 2, 1, 5), 2.0) for name in ("key", "value")}
     with torch.no_grad():
-        read = writes.write_step(0, **new, target=target)
+        read = writes.write_step(0, **new, slot_mapping=slot_mapping)
         assert read is not None
         for name, tensor in zip(new, read, strict=True):
             assert tensor.equal(torch.cat((prompt[name], new[name]), dim=2))
         assert writes.written == {(0, "key"), (0, "value")}
-        assert writes.write_step(0, **new, target=target) is None  # `write` says what is wrong
-        assert writes.write_step(1, **new, target=target) is None  # a layer that is new
+        assert writes.write_step(0, **new, slot_mapping=slot_mapping) is None  # `write` says what is wrong
+        assert writes.write_step(1, **new, slot_mapping=slot_mapping) is None  # a layer that is new
     assert writes.written == {(0, "key"), (0, "value")}
 
 
@@ -97,6 +97,6 @@ def test_a_layer_that_always_writes_must_write(writes: LayerWrites, store: Block
     with pytest.raises(ForwardMismatchError, match="did not write any layer"):
         writes.require_all()
     store.writing_layers = frozenset({(0, "key"), (2, "key"), (2, "value")})
-    writes.write(0, states(1, 2, 3, 5), TICKET)
+    writes.write(0, states(1, 2, 3, 5), FORWARD)
     with pytest.raises(ForwardMismatchError, match=r"did not write layers \[2\]"):
         writes.require_all()

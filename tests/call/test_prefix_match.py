@@ -1,43 +1,21 @@
-"""The longest known prefix of a row: by hash in the store, token by token in ended rows, and why it ends there."""
+"""The longest known prefix of a row: by hash in the store, token by token in previous rows, and why it ends there."""
 
 from __future__ import annotations
 
 import random
-from array import array
 
 import pytest
 
-from hf_paged_cache.blocks import BlockTable, root_hash
 from hf_paged_cache.blocks.tokens import common_prefix_length
-from hf_paged_cache.call.prefix_match import PreviousRows, match_longer, match_row
-from hf_paged_cache.call.rows import Row
-from hf_paged_cache.call.scheduled_forward import RowInput
+from hf_paged_cache.call.prefix_match import Found, PreviousRows, hold_longer, match_row
 from hf_paged_cache.store.block_store import BlockStore
 
-ROOT, OTHER_ROOT = root_hash(b"model"), root_hash(b"another model")
-BLOCK_SIZE = 4
+from .bench import BLOCK_SIZE, OTHER_ROOT, ROOT, make_row, new_row, put_in_store
 
 
 @pytest.fixture
 def store() -> BlockStore:
     return BlockStore(BLOCK_SIZE, 64)
-
-
-def make_row(store: BlockStore, tokens: list[int], root: bytes = ROOT) -> Row:
-    row = Row(BlockTable(store.allocator, root), 0, root)
-    row.table.append_tokens(tokens)
-    row.num_confirmed = len(tokens)
-    return row
-
-
-def put_in_store(store: BlockStore, tokens: list[int], root: bytes = ROOT) -> None:
-    row = make_row(store, tokens, root)
-    row.commit()
-    row.table.free()
-
-
-def new_row(tokens: list[int], root: bytes = ROOT) -> RowInput:
-    return RowInput(array("q", tokens), pad=0, first_position=0, root=root)
 
 
 def state_of(store: BlockStore) -> tuple[int, int, int]:
@@ -48,78 +26,81 @@ def state_of(store: BlockStore) -> tuple[int, int, int]:
 @pytest.mark.parametrize("num_tokens", [0, 3, 4, 5, 7, 8, 9, 12])  # scenario 30
 def test_the_store_is_matched_in_full_blocks(store: BlockStore, num_tokens: int) -> None:
     put_in_store(store, list(range(10)))
-    match = match_row(store, new_row(list(range(num_tokens))), PreviousRows([]))
-    assert match.table.num_tokens == min(8, num_tokens // BLOCK_SIZE * BLOCK_SIZE)
-    assert list(match.table.token_ids) == list(range(match.table.num_tokens))
+    table, found = match_row(store, new_row(list(range(num_tokens))), PreviousRows([]))
+    assert table.num_tokens == found.num_tokens == min(8, num_tokens // BLOCK_SIZE * BLOCK_SIZE)
+    assert list(table.token_ids) == list(range(table.num_tokens))
 
 
 @pytest.mark.parametrize("common", [0, 1, 3, 4, 5, 9, 10])
-def test_an_ended_row_is_matched_token_by_token(store: BlockStore, common: int) -> None:
-    ended = make_row(store, list(range(10)))
-    match = match_row(store, new_row([*range(common), 77, 78]), PreviousRows([ended]))
-    assert list(match.table.token_ids) == list(range(common))
-    assert match.table.block_ids == ended.table.block_ids[: -(-common // BLOCK_SIZE)]
-    match.table.free()
-    assert list(ended.table.token_ids) == list(range(10))  # the ended row is as it was
+def test_a_previous_row_is_matched_token_by_token(store: BlockStore, common: int) -> None:
+    previous = make_row(store, list(range(10)))
+    table, found = match_row(store, new_row([*range(common), 77, 78]), PreviousRows([previous]))
+    assert list(table.token_ids) == list(range(common))
+    assert found.num_tokens == common
+    assert table.block_ids == previous.table.block_ids[: -(-common // BLOCK_SIZE)]
+    table.free()
+    assert list(previous.table.token_ids) == list(range(10))  # the previous row is as it was
 
 
 def test_the_longer_of_both_is_held(store: BlockStore) -> None:
     put_in_store(store, list(range(12)))
     short, long = make_row(store, list(range(5))), make_row(store, [*range(14)])
-    assert match_row(store, new_row([*range(16)]), PreviousRows([short])).table.num_tokens == 12
-    assert match_row(store, new_row([*range(16)]), PreviousRows([short, long])).table.num_tokens == 14
-    assert match_row(store, new_row([*range(16)]), PreviousRows([long, short])).table.num_tokens == 14
+    assert match_row(store, new_row([*range(16)]), PreviousRows([short]))[0].num_tokens == 12
+    assert match_row(store, new_row([*range(16)]), PreviousRows([short, long]))[0].num_tokens == 14
+    assert match_row(store, new_row([*range(16)]), PreviousRows([long, short]))[0].num_tokens == 14
 
 
 def test_nothing_of_another_root_is_matched(store: BlockStore) -> None:
     put_in_store(store, list(range(12)), OTHER_ROOT)
-    ended = make_row(store, list(range(12)), OTHER_ROOT)
-    assert match_row(store, new_row(list(range(12))), PreviousRows([ended])).table.num_tokens == 0
+    previous = make_row(store, list(range(12)), root=OTHER_ROOT)
+    assert match_row(store, new_row(list(range(12))), PreviousRows([previous]))[0].num_tokens == 0
 
 
-def test_of_an_ended_row_only_what_is_confirmed_and_true_is_matched(store: BlockStore) -> None:
-    ended = make_row(store, list(range(12)))
-    ended.num_confirmed = 9
-    assert match_row(store, new_row(list(range(12))), PreviousRows([ended])).table.num_tokens == 9
-    ended.stop_commits(6)
-    assert match_row(store, new_row(list(range(12))), PreviousRows([ended])).table.num_tokens == 6
+def test_of_a_previous_row_only_what_is_confirmed_and_true_is_matched(store: BlockStore) -> None:
+    previous = make_row(store, list(range(12)))
+    previous.num_confirmed = 9
+    assert match_row(store, new_row(list(range(12))), PreviousRows([previous]))[0].num_tokens == 9
+    previous.stop_commits(6)
+    assert match_row(store, new_row(list(range(12))), PreviousRows([previous]))[0].num_tokens == 6
 
 
 def test_a_match_that_is_given_up_leaves_everything_as_it_was(store: BlockStore) -> None:
     put_in_store(store, list(range(8)))
-    ended = make_row(store, list(range(100, 111)))
+    previous = make_row(store, list(range(100, 111)))
     before = state_of(store)
     for tokens in ([*range(12)], [*range(100, 111)], [*range(100, 106)], [5, 5]):
-        match_row(store, new_row(tokens), PreviousRows([ended])).table.free()
+        match_row(store, new_row(tokens), PreviousRows([previous]))[0].free()
         assert state_of(store) == before
     store.allocator.check()
 
 
 def test_a_match_holds_its_blocks_so_that_nothing_evicts_them(store: BlockStore) -> None:
     put_in_store(store, list(range(8)))
-    match = match_row(store, new_row(list(range(8))), PreviousRows([]))
+    table, _ = match_row(store, new_row(list(range(8))), PreviousRows([]))
     store.allocator.forget_cached_blocks()
-    assert match.table.num_tokens == 8
+    assert table.num_tokens == 8
     assert store.allocator.num_blocks_in_use == 2
 
 
 @pytest.mark.parametrize(
-    ("tokens", "ended", "why"),
+    ("tokens", "previous", "num_known", "why"),
     [
-        ([*range(8)], False, "the whole prompt was known"),
-        ([*range(10)], False, "the 2 tokens behind token 8 do not fill a block of 4"),
-        ([*range(4), 9, 9, 9, 9], False, "no cached block goes on with tokens 4 to 7"),
-        ([9, 9, 9, 9], False, "no cached block has these first 4 tokens under the same conditions"),
-        ([9, 9], False, "the 2 tokens behind token 0 do not fill a block of 4"),
-        ([*range(9), 50, 9], True, "the prompt differs from the last call's tokens at token 9"),
-        ([*range(10), 9], True, "the last call's row ends at token 10, and the prompt goes on"),
-        ([*range(10)], True, "the whole prompt was known"),
+        ([*range(8)], False, 8, "the whole prompt was known"),
+        ([*range(10)], False, 8, "the 2 tokens from token 8 on do not fill a block of 4"),
+        ([*range(4), 9, 9, 9, 9], False, 4, "no cached block goes on with tokens 4 to 7"),
+        ([9, 9, 9, 9], False, 0, "no cached block has these first 4 tokens under the same conditions"),
+        ([9, 9], False, 0, "the 2 tokens from token 0 on do not fill a block of 4"),
+        ([*range(9), 50, 9], True, 9, "the prompt differs from the last call's tokens at token 9"),
+        ([*range(10), 9], True, 10, "the last call's row ends at token 10, and the prompt goes on"),
+        ([*range(10)], True, 10, "the whole prompt was known"),
     ],
 )
-def test_a_match_says_why_it_ends(store: BlockStore, tokens: list[int], ended: bool, why: str) -> None:
+def test_a_match_says_why_it_ends(
+    store: BlockStore, tokens: list[int], previous: bool, num_known: int, why: str
+) -> None:
     put_in_store(store, list(range(8)))
-    rows = [make_row(store, list(range(10)))] if ended else []
-    assert match_row(store, new_row(tokens), PreviousRows(rows)).stopped == why
+    rows = [make_row(store, list(range(10)))] if previous else []
+    assert match_row(store, new_row(tokens), PreviousRows(rows))[1] == Found(num_known, why)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -132,7 +113,7 @@ def test_random_rows_match_what_a_search_token_by_token_finds(store: BlockStore,
     stored = [tokens() for _ in range(4)]
     for each in stored:
         put_in_store(store, each)
-    ended = [make_row(store, tokens()) for _ in range(3)]
+    previous = [make_row(store, tokens()) for _ in range(3)]
     for _ in range(20):
         new = tokens()
 
@@ -142,9 +123,10 @@ def test_random_rows_match_what_a_search_token_by_token_finds(store: BlockStore,
             )
 
         by_hash = max(min(common(each), len(each)) // BLOCK_SIZE * BLOCK_SIZE for each in stored)
-        by_token = max(common(list(row.table.token_ids)) for row in ended)
-        with match_row(store, new_row(new), PreviousRows(ended)).table as table:
-            assert table.num_tokens == max(by_hash, by_token)
+        by_token = max(common(list(row.table.token_ids)) for row in previous)
+        table, found = match_row(store, new_row(new), PreviousRows(previous))
+        with table:
+            assert table.num_tokens == found.num_tokens == max(by_hash, by_token)
             assert list(table.token_ids) == new[: table.num_tokens]
     store.allocator.check()
 
@@ -154,18 +136,22 @@ def test_a_running_row_finds_more_of_itself_with_its_new_tokens(
     store: BlockStore, num_new: int, longer: int | None
 ) -> None:
     put_in_store(store, list(range(12)))
-    row = make_row(store, list(range(6)))
     before = state_of(store)
-    found = match_longer(store, row, array("q", range(6, 6 + num_new)))
-    assert (None if found is None else found.num_tokens) == longer
-    assert list(row.table.token_ids) == list(range(6))
-    if found is not None:
-        found.free()
+    row = make_row(store, list(range(6)))
+    block_ids, with_row = list(row.table.block_ids), state_of(store)
+    assert hold_longer(store, row, new_row(range(6, 6 + num_new)).token_ids) == (longer is not None)
+    assert list(row.table.token_ids) == list(range(longer or 6))
+    assert row.num_confirmed == 6
+    if longer is None:
+        assert (row.table.block_ids, state_of(store)) == (block_ids, with_row)
+    else:
+        assert state_of(store)[2] == longer // BLOCK_SIZE  # its own blocks were given back
+    row.table.free()
     assert state_of(store) == before
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_of_many_ended_rows_the_closest_is_found(store: BlockStore, seed: int) -> None:
+def test_of_many_previous_rows_the_closest_is_found(store: BlockStore, seed: int) -> None:
     """Against all pairs; few token ids of few bits and of many, so that rows share much and order is by every byte."""
     chance = random.Random(seed)
     ids = [0, 1, 255, 256, 2**31, 2**40]
@@ -173,11 +159,11 @@ def test_of_many_ended_rows_the_closest_is_found(store: BlockStore, seed: int) -
     def tokens() -> list[int]:
         return [chance.choice(ids) for _ in range(chance.randint(0, 5))]
 
-    ended = [make_row(store, tokens(), chance.choice([ROOT, OTHER_ROOT])) for _ in range(chance.randint(0, 12))]
-    index = PreviousRows(ended)
+    previous = [make_row(store, tokens(), root=chance.choice([ROOT, OTHER_ROOT])) for _ in range(chance.randint(0, 12))]
+    index = PreviousRows(previous)
     for _ in range(20):
-        new = new_row(tokens(), chance.choice([ROOT, OTHER_ROOT]))
-        lengths = [common_prefix_length(row.true_token_ids, new.token_ids) for row in ended if row.root == new.root]
+        new = new_row(tokens(), root=chance.choice([ROOT, OTHER_ROOT]))
+        lengths = [common_prefix_length(row.true_token_ids, new.token_ids) for row in previous if row.root == new.root]
         closest, num_common = index.closest(new)
         assert num_common == max(lengths, default=-1)
         if closest is None:

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, root_hash
+from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
 from hf_paged_cache.call.rows import Row, Rows
 
-ROOT = root_hash(b"model")
-BLOCK_SIZE = 4
+from .bench import BLOCK_SIZE, ROOT, commit, make_row, make_rows, num_hit, tokens_in_batch
 
 
 @pytest.fixture
@@ -24,27 +23,9 @@ def allocator() -> Iterator[PrefixCachingBlockAllocator]:
     made.check()
 
 
-def make_row(allocator: PrefixCachingBlockAllocator, num_tokens: int, pad: int = 0, first: int = 0) -> Row:
-    """A row whose tokens were announced and confirmed."""
-    row = Row(BlockTable(allocator, ROOT), pad, ROOT)
-    row.table.append_tokens(range(first, first + num_tokens))
-    row.num_confirmed = num_tokens
-    return row
-
-
-def make_rows(allocator: PrefixCachingBlockAllocator, num_rows: int, num_tokens: int = 6) -> Rows:
-    """Rows that all differ, from their first token on."""
-    rows = [make_row(allocator, num_tokens, first=100 * i) for i in range(num_rows)]
-    return Rows(rows, list(range(num_rows)), num_tokens)
-
-
-def tokens_in_batch(rows: Rows) -> list[list[int]]:
-    return [list(row.table.token_ids) for row in rows.in_batch()]
-
-
-def num_hit(allocator: PrefixCachingBlockAllocator, tokens: list[int]) -> int:
-    with BlockTable(allocator, ROOT) as table:
-        return table.hold_prefix(tokens)
+def rows_that_differ(allocator: PrefixCachingBlockAllocator, num_rows: int) -> Rows:
+    """Of six tokens each, from the first one on."""
+    return make_rows(allocator, *(range(100 * i, 100 * i + 6) for i in range(num_rows)))
 
 
 # One row
@@ -53,7 +34,7 @@ def num_hit(allocator: PrefixCachingBlockAllocator, tokens: list[int]) -> int:
 def test_a_row_begins_with_what_its_table_holds_known_and_nothing_confirmed(
     allocator: PrefixCachingBlockAllocator,
 ) -> None:
-    make_row(allocator, 8).commit()
+    commit(make_row(allocator, range(8)))
     table = BlockTable(allocator, ROOT)
     table.hold_prefix(range(8))
     row = Row(table, 2, ROOT, first_position=5)
@@ -61,9 +42,9 @@ def test_a_row_begins_with_what_its_table_holds_known_and_nothing_confirmed(
 
 
 def test_only_confirmed_tokens_are_committed(allocator: PrefixCachingBlockAllocator) -> None:
-    row = make_row(allocator, 12)
+    row = make_row(allocator, range(12))
     row.num_confirmed = 7
-    row.commit()
+    commit(row)
     assert num_hit(allocator, list(range(12))) == 4
 
 
@@ -71,16 +52,16 @@ def test_only_confirmed_tokens_are_committed(allocator: PrefixCachingBlockAlloca
 def test_tokens_from_the_end_of_commits_on_are_never_committed(
     allocator: PrefixCachingBlockAllocator, end: int | None, hit: int
 ) -> None:
-    row = make_row(allocator, 12)
+    row = make_row(allocator, range(12))
     if end is not None:
         row.stop_commits(end)
-    row.commit()
+    commit(row)
     assert num_hit(allocator, list(range(12))) == hit
     assert len(row.true_token_ids) == min(12, 99 if end is None else end)
 
 
 def test_the_end_of_commits_only_moves_towards_the_front(allocator: PrefixCachingBlockAllocator) -> None:
-    row = make_row(allocator, 12)
+    row = make_row(allocator, range(12))
     row.stop_commits(9)
     row.stop_commits(11)
     assert row.commit_end == 9
@@ -93,18 +74,18 @@ def test_a_row_cut_below_its_end_of_commits_may_be_committed_again(
     allocator: PrefixCachingBlockAllocator, cut_to: int, left: int | None
 ) -> None:
     """What is behind the cut is computed anew; what stood behind the end and before the cut is not."""
-    row = make_row(allocator, 12)
+    row = make_row(allocator, range(12))
     row.stop_commits(5)
     row.truncate(cut_to)
     assert row.commit_end == left
     row.table.append_tokens([7] * 8)
     row.num_confirmed = row.table.num_tokens
-    row.commit()
+    commit(row)
     assert num_hit(allocator, list(row.table.token_ids)) == (4 if left else 12)
 
 
 def test_a_row_is_cut_in_all_its_counts_and_never_grows_by_it(allocator: PrefixCachingBlockAllocator) -> None:
-    row = make_row(allocator, 10)
+    row = make_row(allocator, range(10))
     row.num_known = 8
     row.truncate(99)
     assert (row.table.num_tokens, row.num_confirmed, row.num_known) == (10, 10, 8)
@@ -116,7 +97,7 @@ def test_a_row_is_cut_in_all_its_counts_and_never_grows_by_it(allocator: PrefixC
 def test_a_fork_is_the_same_row_in_the_same_blocks_and_goes_its_own_way(
     allocator: PrefixCachingBlockAllocator,
 ) -> None:
-    row = make_row(allocator, 6, pad=3)
+    row = make_row(allocator, range(6), pad=3)
     row.first_position, row.num_known = 2, 4
     row.stop_commits(5)
     twin = row.fork()
@@ -130,7 +111,7 @@ def test_a_fork_is_the_same_row_in_the_same_blocks_and_goes_its_own_way(
 
 
 def test_what_a_reader_learns_of_a_row_names_its_tokens_and_blocks(allocator: PrefixCachingBlockAllocator) -> None:
-    row = make_row(allocator, 6, pad=3)
+    row = make_row(allocator, range(6), pad=3)
     assert row.layout() == (ROOT, 3, array("q", range(6)), row.table.block_ids)
 
 
@@ -138,7 +119,7 @@ def test_what_a_reader_learns_of_a_row_names_its_tokens_and_blocks(allocator: Pr
 
 
 def test_aliases_stand_for_one_row(allocator: PrefixCachingBlockAllocator) -> None:
-    rows = Rows([make_row(allocator, 6), make_row(allocator, 6, first=50)], [0, 0, 1, 0], 6)
+    rows = Rows([make_row(allocator, range(6)), make_row(allocator, range(50, 56))], [0, 0, 1, 0], 6)
     assert rows.is_aliased
     assert len(rows) == 4
     assert rows.members() == [0, 2]
@@ -148,7 +129,7 @@ def test_aliases_stand_for_one_row(allocator: PrefixCachingBlockAllocator) -> No
 
 
 def test_rows_that_are_no_aliases_are_their_own_members(allocator: PrefixCachingBlockAllocator) -> None:
-    rows = make_rows(allocator, 3)
+    rows = rows_that_differ(allocator, 3)
     assert not rows.is_aliased
     assert rows.members() == [0, 1, 2]
 
@@ -160,7 +141,7 @@ def test_rows_part_into_groups_that_keep_their_tokens_and_share_their_blocks(
     allocator = PrefixCachingBlockAllocator(100, BLOCK_SIZE)
     numbers = sorted(set(alias), key=alias.index)
     alias = [numbers.index(number) for number in alias]
-    rows = Rows([make_row(allocator, 6, first=100 * i) for i in range(len(numbers))], alias, 6)
+    rows = Rows([make_row(allocator, range(100 * i, 100 * i + 6)) for i in range(len(numbers))], alias, 6)
     before, blocks = tokens_in_batch(rows), allocator.num_blocks_in_use
     # Each alias may part further; a group never holds rows of two aliases.
     keys = [(number, data.draw(st.integers(0, 1))) for number in alias]
@@ -183,7 +164,7 @@ def test_rows_part_into_groups_that_keep_their_tokens_and_share_their_blocks(
 def test_parting_all_aliases_gives_each_row_a_table_and_remembers_what_they_share(
     allocator: PrefixCachingBlockAllocator,
 ) -> None:
-    rows = Rows([make_row(allocator, 6), make_row(allocator, 6, first=50)], [0, 0, 1], 6)
+    rows = Rows([make_row(allocator, range(6)), make_row(allocator, range(50, 56))], [0, 0, 1], 6)
     assert rows.separate() == [0, 0, 1]
     assert not rows.is_aliased
     assert (rows.group, rows.shared_columns) == ([0, 0, 1], 6)
@@ -204,7 +185,7 @@ def naive_select(tokens: list[list[int]], sources: list[int]) -> list[list[int]]
 def test_rows_go_on_as_the_rows_they_were_told_and_what_nobody_goes_on_from_is_freed(
     allocator: PrefixCachingBlockAllocator, sources: list[int]
 ) -> None:
-    rows = make_rows(allocator, 3)
+    rows = rows_that_differ(allocator, 3)
     before = tokens_in_batch(rows)
     rows.select(sources)
     assert tokens_in_batch(rows) == naive_select(before, sources)
@@ -216,7 +197,7 @@ def test_rows_go_on_as_the_rows_they_were_told_and_what_nobody_goes_on_from_is_f
 
 
 def test_rows_that_stay_who_they_are_take_no_new_table(allocator: PrefixCachingBlockAllocator) -> None:
-    rows = make_rows(allocator, 3)
+    rows = rows_that_differ(allocator, 3)
     before = list(rows.distinct)
     rows.select([0, 1, 2])
     assert rows.distinct == before
@@ -226,7 +207,7 @@ def test_beams_that_stay_within_their_prompt_share_its_columns_and_others_nothin
     allocator: PrefixCachingBlockAllocator,
 ) -> None:
     def beams() -> Rows:
-        rows = Rows([make_row(allocator, 6), make_row(allocator, 6, first=50)], [0, 0, 1, 1], 6)
+        rows = Rows([make_row(allocator, range(6)), make_row(allocator, range(50, 56))], [0, 0, 1, 1], 6)
         rows.separate()
         return rows
 
@@ -239,7 +220,7 @@ def test_beams_that_stay_within_their_prompt_share_its_columns_and_others_nothin
 
 
 def test_groups_follow_the_rows_that_moved(allocator: PrefixCachingBlockAllocator) -> None:
-    rows = Rows([make_row(allocator, 6), make_row(allocator, 6, first=50)], [0, 0, 1], 6)
+    rows = Rows([make_row(allocator, range(6)), make_row(allocator, range(50, 56))], [0, 0, 1], 6)
     rows.separate()
     rows.select([2, 0, 1])
     assert rows.group == [1, 0, 0]
@@ -252,7 +233,7 @@ def test_random_reorders_and_appends_keep_every_rows_tokens_and_leak_no_block(
     allocator: PrefixCachingBlockAllocator, seed: int
 ) -> None:
     chance = random.Random(seed)
-    rows = make_rows(allocator, 3)
+    rows = rows_that_differ(allocator, 3)
     naive = tokens_in_batch(rows)
     for _ in range(60):
         number = chance.choice([len(rows)] * 4 + [1, 2, 5])
@@ -281,7 +262,7 @@ def test_random_reorders_and_appends_keep_every_rows_tokens_and_leak_no_block(
 
 
 def test_a_crop_takes_columns_of_every_row_whatever_its_padding(allocator: PrefixCachingBlockAllocator) -> None:
-    rows = Rows([make_row(allocator, 8), make_row(allocator, 5, pad=3)], [0, 1], 8)
+    rows = Rows([make_row(allocator, range(8)), make_row(allocator, range(5), pad=3)], [0, 1], 8)
     rows.crop(6)
     assert [row.table.num_tokens for row in rows.distinct] == [6, 3]
     assert (rows.num_columns, [row.pad for row in rows.distinct]) == (6, [0, 3])
@@ -290,8 +271,8 @@ def test_a_crop_takes_columns_of_every_row_whatever_its_padding(allocator: Prefi
     assert (rows.num_columns, [row.pad for row in rows.distinct]) == (2, [0, 2])
 
 
-def test_rolling_back_takes_announced_tokens_and_leaves_confirmed_ones(allocator: PrefixCachingBlockAllocator) -> None:
-    rows = Rows([make_row(allocator, 8), make_row(allocator, 5, pad=3)], [0, 1], 8)
+def test_rolling_back_takes_scheduled_tokens_and_leaves_confirmed_ones(allocator: PrefixCachingBlockAllocator) -> None:
+    rows = Rows([make_row(allocator, range(8)), make_row(allocator, range(5), pad=3)], [0, 1], 8)
     for row in rows.distinct:
         row.table.append_tokens([1, 2, 3])
     rows.roll_back()
@@ -299,8 +280,8 @@ def test_rolling_back_takes_announced_tokens_and_leaves_confirmed_ones(allocator
     assert [row.num_confirmed for row in rows.distinct] == [8, 5]
 
 
-def test_confirming_counts_all_that_was_announced(allocator: PrefixCachingBlockAllocator) -> None:
-    rows = Rows([make_row(allocator, 8), make_row(allocator, 5, pad=3)], [0, 1], 8)
+def test_confirming_counts_all_that_was_scheduled(allocator: PrefixCachingBlockAllocator) -> None:
+    rows = Rows([make_row(allocator, range(8)), make_row(allocator, range(5), pad=3)], [0, 1], 8)
     for row in rows.distinct:
         row.table.append_tokens([1, 2, 3])
     rows.confirm(11)
@@ -312,7 +293,7 @@ def test_confirming_counts_all_that_was_announced(allocator: PrefixCachingBlockA
 
 
 def test_forked_rows_hold_the_same_blocks_and_live_on_alone(allocator: PrefixCachingBlockAllocator) -> None:
-    rows = Rows([make_row(allocator, 6), make_row(allocator, 6, first=50)], [0, 0, 1], 6)
+    rows = Rows([make_row(allocator, range(6)), make_row(allocator, range(50, 56))], [0, 0, 1], 6)
     rows.separate()
     twin = rows.fork()
     assert (twin.alias, twin.group, twin.num_columns, twin.shared_columns) == ([0, 1, 2], [0, 0, 1], 6, 6)
@@ -326,15 +307,15 @@ def test_forked_rows_hold_the_same_blocks_and_live_on_alone(allocator: PrefixCac
 
 
 def test_aliases_are_forked_as_aliases(allocator: PrefixCachingBlockAllocator) -> None:
-    twin = Rows([make_row(allocator, 6)], [0, 0, 0], 6).fork()
+    twin = Rows([make_row(allocator, range(6))], [0, 0, 0], 6).fork()
     assert (len(twin.distinct), twin.alias) == (1, [0, 0, 0])
 
 
 def test_rows_that_are_ended_leave_their_confirmed_blocks_to_be_hit_and_nothing_else(
     allocator: PrefixCachingBlockAllocator,
 ) -> None:
-    rows = Rows([make_row(allocator, 9)], [0], 9)
-    rows.distinct[0].table.append_tokens(range(9, 16))  # announced, never confirmed
+    rows = Rows([make_row(allocator, range(9))], [0], 9)
+    rows.distinct[0].table.append_tokens(range(9, 16))  # scheduled, never confirmed
     rows.end()
     assert allocator.num_blocks_in_use == 0
     assert num_hit(allocator, list(range(16))) == 8

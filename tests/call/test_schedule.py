@@ -1,14 +1,94 @@
-"""Which prefills pay: the plan is compared with a naive search over all columns, on a store of token prefixes."""
+"""What of a forward is computed where: equal rows once, shared prefixes first, and all rows from one column on.
+
+The plan of shared prefixes is compared with a naive search over all columns, on a store of token prefixes.
+"""
 
 from __future__ import annotations
 
-from array import array
+import random
 from itertools import chain
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_paged_cache.call.schedule import Prefill, PrefillPlan, SharingRow, plan_prefills
+from hf_paged_cache.call.schedule import (
+    NOTHING_SHARED,
+    Groups,
+    SharedPrefix,
+    SharedPrefixPlan,
+    each_alone,
+    first_column,
+    group_equal,
+    plan_shared_prefixes,
+)
+from hf_paged_cache.call.scheduled_forward import RowInput
+
+from .bench import new_row
+
+# Equal rows
+
+
+@given(st.lists(st.integers(0, 3), max_size=8))
+def test_rows_are_in_one_group_exactly_when_their_keys_are_equal(keys: list[int]) -> None:
+    groups = group_equal(keys)
+    for i, left in enumerate(keys):
+        for j, right in enumerate(keys):
+            assert (groups.group_of[i] == groups.group_of[j]) == (left == right)
+    assert groups.members == [groups.group_of.index(number) for number in range(len(groups.members))]
+
+
+@given(st.lists(st.integers(0, 3), max_size=8))
+def test_a_groups_first_row_is_never_left_of_its_number(keys: list[int]) -> None:  # rows can be moved in place
+    assert all(member >= number for number, member in enumerate(group_equal(keys).members))
+
+
+def test_no_rows_are_no_groups() -> None:
+    assert group_equal([]) == Groups(members=[], group_of=[])
+
+
+@given(st.integers(0, 5))
+def test_rows_alone_are_groups_of_their_own_as_rows_that_all_differ_are(num_rows: int) -> None:
+    assert each_alone(num_rows) == group_equal(range(num_rows)) == (list(range(num_rows)), list(range(num_rows)))
+
+
+# One column for all
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 12)), min_size=1, max_size=4),
+    st.integers(0, 6),
+    st.integers(1, 20),
+    st.data(),
+)
+def test_the_forward_starts_at_the_last_column_that_all_rows_allow(
+    rows: list[tuple[int, int]], start: int, num_new: int, data: st.DataObject
+) -> None:
+    """Rows of padding and known tokens."""
+    stop = start + num_new
+    num_needed = data.draw(st.integers(1, num_new))
+
+    def allowed(column: int) -> bool:
+        known = all(position < pad + num_known for pad, num_known in rows for position in range(start, column))
+        return known and stop - column >= num_needed
+
+    expected = max(column for column in range(start, stop) if allowed(column))
+    columns = [pad + num_known for pad, num_known in rows]
+    assert first_column(columns, start=start, stop=stop, num_needed=num_needed) == expected
+
+
+def test_the_order_of_rows_changes_nothing() -> None:
+    shuffler = random.Random(0)
+    columns = [48, 10 + 32, 3 + 57]
+    for _ in range(5):
+        shuffler.shuffle(columns)
+        assert first_column(columns, start=0, stop=60, num_needed=1) == 42
+
+
+def test_a_whole_prompt_that_is_known_still_computes_its_last_column() -> None:
+    assert first_column([60], start=0, stop=60, num_needed=1) == 59
+
+
+# Shared prefixes
 
 BLOCK_SIZE = 2
 # Of few pieces, so that rows share much, part in the middle of it, and go on for long.
@@ -51,24 +131,25 @@ class Batch:
         for root, tokens in known:
             self.store.compute(root, tuple(tokens[: len(tokens) // BLOCK_SIZE * BLOCK_SIZE]))
         self.stop = max(len(tokens) for _, tokens in rows)
-        self.rows = [
-            SharingRow(root, self.stop - len(tokens), array("q", tokens), self.store.num_known(root, tuple(tokens)))
-            for root, tokens in rows
-        ]
+        self.rows = [new_row(tokens, self.stop - len(tokens), root=root) for root, tokens in rows]
+        self.num_known = [self.store.num_known(root, tuple(tokens)) for root, tokens in rows]
 
-    def cost(self, prefills: list[Prefill], forward_cost: int, num_needed: int) -> int:
+    def plan(self, forward_cost: int, num_needed: int) -> SharedPrefixPlan:
+        return plan_of(self.rows, self.num_known, forward_cost=forward_cost, num_needed=num_needed)
+
+    def cost(self, prefixes: list[SharedPrefix], forward_cost: int, num_needed: int) -> int:
         """What it costs, in tokens, to run these and then the forward over all rows."""
         store = self.store.copy()
         total = 0
-        for number, num_tokens in prefills:
+        for number, num_tokens in prefixes:
             total += forward_cost + store.compute(
                 self.rows[number].root, tuple(self.rows[number].token_ids[:num_tokens])
             )
         known = [row.pad + store.num_known(row.root, tuple(row.token_ids)) for row in self.rows]
         return total + len(self.rows) * (self.stop - min(self.stop - num_needed, *known))
 
-    def _is_part_of(self, one: Prefill, other: Prefill) -> bool:
-        """Whether another prefill computes all that one does, and more."""
+    def _is_part_of(self, one: SharedPrefix, other: SharedPrefix) -> bool:
+        """Whether another prefix holds all that one does, and more."""
         mine, theirs = self.rows[one.row], self.rows[other.row]
         tokens = mine.token_ids[: one.num_tokens]
         return (
@@ -78,19 +159,19 @@ class Batch:
         )
 
     def least_cost(self, forward_cost: int, num_needed: int) -> int:
-        """Of all columns at which the forward over all rows could start, prefills computing what lies before it."""
+        """Of all columns at which the forward over all rows could start, prefixes computing what lies before it."""
         costs = [self.cost([], forward_cost, num_needed)]
         for column in range(self.stop - num_needed + 1):
-            prefills, store = [], self.store.copy()
+            prefixes, store = [], self.store.copy()
             for number in sorted(
                 range(len(self.rows)), key=lambda i: (self.rows[i].root, self.rows[i].token_ids.tobytes())
             ):
                 row = self.rows[number]
                 num_tokens = -(-(column - row.pad) // BLOCK_SIZE) * BLOCK_SIZE
                 num_tokens = min(num_tokens, len(row.token_ids) // BLOCK_SIZE * BLOCK_SIZE)
-                if num_tokens > row.num_known and store.compute(row.root, tuple(row.token_ids[:num_tokens])):
-                    prefills.append(Prefill(number, num_tokens))
-            needed = [one for one in prefills if not any(self._is_part_of(one, other) for other in prefills)]
+                if num_tokens > self.num_known[number] and store.compute(row.root, tuple(row.token_ids[:num_tokens])):
+                    prefixes.append(SharedPrefix(number, num_tokens))
+            needed = [one for one in prefixes if not any(self._is_part_of(one, other) for other in prefixes)]
             costs.append(self.cost(needed, forward_cost, num_needed))
         return min(costs)
 
@@ -109,10 +190,8 @@ def batches(draw: st.DrawFn, *, aligned: bool = False) -> Batch:
 def excess_of_the_plan(batch: Batch, forward_cost: int, num_needed: int) -> int:
     """By how many tokens the plan costs more than the best column to start at."""
     num_needed = min(num_needed, batch.stop)
-    plan = plan_prefills(
-        batch.rows, start=0, stop=batch.stop, num_needed=num_needed, block_size=BLOCK_SIZE, forward_cost=forward_cost
-    )
-    return batch.cost(list(plan.prefills), forward_cost, num_needed) - batch.least_cost(forward_cost, num_needed)
+    plan = batch.plan(forward_cost, num_needed)
+    return batch.cost(list(plan.prefixes), forward_cost, num_needed) - batch.least_cost(forward_cost, num_needed)
 
 
 @settings(max_examples=500)  # what each kind of column is worth is seen in few batches
@@ -130,49 +209,55 @@ def test_where_blocks_of_rows_end_at_different_columns_the_plan_costs_less_than_
 
 @given(batches(), st.integers(0, 2))
 def test_blocks_that_rows_hold_of_each_other_are_counted_once(batch: Batch, forward_cost: int) -> None:
-    plan = plan_prefills(
-        batch.rows, start=0, stop=batch.stop, num_needed=1, block_size=BLOCK_SIZE, forward_cost=forward_cost
-    )
+    plan = batch.plan(forward_cost, 1)
     store = batch.store.copy()
-    for number, num_tokens in plan.prefills:
+    for number, num_tokens in plan.prefixes:
         store.compute(batch.rows[number].root, tuple(batch.rows[number].token_ids[:num_tokens]))
     held = [
         (row.root, tuple(row.token_ids[:end]))
-        for row in batch.rows
-        for end in range(row.num_known + BLOCK_SIZE, store.num_known(row.root, tuple(row.token_ids)) + 1, BLOCK_SIZE)
+        for row, known in zip(batch.rows, batch.num_known, strict=True)
+        for end in range(known + BLOCK_SIZE, store.num_known(row.root, tuple(row.token_ids)) + 1, BLOCK_SIZE)
     ]
     assert plan.num_shared_blocks <= len(held) - len(set(held))  # never more, or a call that cannot fit is begun
 
 
-def rows_of(*rows: list[int]) -> list[SharingRow]:
+def rows_of(*rows: list[int]) -> list[RowInput]:
     stop = max(map(len, rows))
-    return [SharingRow(b"", stop - len(tokens), array("q", tokens), 0) for tokens in rows]
+    return [new_row(tokens, stop - len(tokens)) for tokens in rows]
 
 
-def plan_of(rows: list[SharingRow], forward_cost: int = 4) -> PrefillPlan:
-    stop = max(row.pad + len(row.token_ids) for row in rows)
-    return plan_prefills(rows, start=0, stop=stop, num_needed=1, block_size=BLOCK_SIZE, forward_cost=forward_cost)
+def plan_of(
+    rows: list[RowInput], num_known: list[int] | None = None, *, forward_cost: int = 4, num_needed: int = 1
+) -> SharedPrefixPlan:
+    return plan_shared_prefixes(
+        rows,
+        [0] * len(rows) if num_known is None else num_known,
+        start=0,
+        stop=max(row.pad + len(row.token_ids) for row in rows),
+        num_needed=num_needed,
+        block_size=BLOCK_SIZE,
+        forward_cost=forward_cost,
+    )
 
 
 def test_nested_prefixes_are_computed_once_each() -> None:
     a, b, c = [1] * 20, [2] * 20, [3] * 20
     plan = plan_of(rows_of([*a, *b, 5, 5], [*a, *b, 6, 6], [*a, *c, 7, 7]))
-    assert plan.prefills == (Prefill(0, 40), Prefill(2, 40))
+    assert plan.prefixes == (SharedPrefix(0, 40), SharedPrefix(2, 40))
 
 
 def test_a_row_that_knows_less_than_its_neighbours_is_computed_alone() -> None:
-    known = [row._replace(num_known=40) for row in rows_of([*[1] * 40, 5, 5], [*[1] * 40, 6, 6])]
-    unknown = rows_of([*[2] * 40, 7, 7])
-    assert plan_of(known + unknown).prefills == (Prefill(2, 40),)
+    rows = rows_of([*[1] * 40, 5, 5], [*[1] * 40, 6, 6], [*[2] * 40, 7, 7])
+    assert plan_of(rows, [40, 40, 0]).prefixes == (SharedPrefix(2, 40),)
 
 
 def test_what_is_short_is_not_worth_a_forward() -> None:
     rows = rows_of([1, 1, 1, 1, 5, 5], [1, 1, 1, 1, 6, 6])
-    assert plan_of(rows, forward_cost=4).prefills == ()
-    assert plan_of(rows, forward_cost=3).prefills == (Prefill(0, 4),)
+    assert plan_of(rows, forward_cost=4) == NOTHING_SHARED
+    assert plan_of(rows, forward_cost=3).prefixes == (SharedPrefix(0, 4),)
 
 
 def test_rows_under_other_roots_share_nothing() -> None:
     rows = rows_of([*[1] * 40, 5, 5], [*[1] * 40, 6, 6])
-    assert plan_of(rows).prefills
-    assert not plan_of([rows[0], rows[1]._replace(root=b"other")]).prefills
+    assert plan_of(rows) == SharedPrefixPlan((SharedPrefix(0, 40),), 20)
+    assert plan_of([rows[0], rows[1]._replace(root=b"other")]) == NOTHING_SHARED

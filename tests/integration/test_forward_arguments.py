@@ -9,38 +9,55 @@ import pytest
 import torch
 
 from hf_paged_cache import CacheArgumentError
-from hf_paged_cache.call.scheduled_forward import ScheduledForward
-from hf_paged_cache.integration.forward_arguments import ArgumentReader, ForwardArguments, RunningRow, for_ticket
+from hf_paged_cache.blocks import PrefixCachingBlockAllocator
+from hf_paged_cache.call.rows import Rows
+from hf_paged_cache.call.scheduled_forward import ForwardRequest, ScheduledForward
+from hf_paged_cache.integration.forward_arguments import ArgumentReader, for_scheduled
 from hf_paged_cache.kv.slot_mapping import SlotMapping
+
+from ..call.bench import make_row
 
 IDS = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
 MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
 POSITIONS = torch.tensor([[0, 0, 0, 1], [0, 1, 2, 3]])
 
 
+def running(*rows: tuple[int, int]) -> Rows:
+    """Rows of (padding, tokens) that have run, all of one number of columns; each token is 7."""
+    allocator = PrefixCachingBlockAllocator(100, 4)
+    return Rows([make_row(allocator, [7] * number, pad) for pad, number in rows], list(range(len(rows))), sum(rows[0]))
+
+
 def read(
     arguments: dict[str, Any],
-    running: list[RunningRow] | None = None,
-    before: int = 0,
+    rows: Rows | None = None,
     *,
     in_generate: bool = False,
     records_drafts: bool = False,
-    takes_positions: bool = True,
-    takes_logits_to_keep: bool = True,
     config: Any = None,
-) -> ForwardArguments:
-    reader = ArgumentReader(
-        SimpleNamespace() if config is None else config,
-        takes_positions=takes_positions,
-        takes_logits_to_keep=takes_logits_to_keep,
-    )
-    return reader.read(
-        arguments, [] if running is None else running, before, in_generate=in_generate, records_drafts=records_drafts
+    **options: Any,
+) -> ForwardRequest:
+    """What a reader of these options reads; without rows, of a first forward."""
+    return reader(config, **options).read(
+        arguments, Rows([], [], 0) if rows is None else rows, in_generate=in_generate, records_drafts=records_drafts
     )
 
 
-def tokens(given: ForwardArguments) -> list[list[int]]:
-    return [list(row) for row in given.token_ids]
+def reader(config: Any = None, **options: Any) -> ArgumentReader:
+    options = {"takes_positions": True, "takes_logits_to_keep": True, **options}
+    return ArgumentReader(SimpleNamespace() if config is None else config, **options)
+
+
+def tokens(given: ForwardRequest) -> list[list[int]]:
+    return [list(row.token_ids) for row in given.rows]
+
+
+def pads(given: ForwardRequest) -> list[int]:
+    return [row.pad for row in given.rows]
+
+
+def first_positions(given: ForwardRequest) -> list[int]:
+    return [row.first_position for row in given.rows]
 
 
 # Inputs besides ids
@@ -53,22 +70,18 @@ def test_an_argument_that_holds_nothing_conditions_nothing(empty: Any) -> None:
 
 
 def test_what_a_cross_attention_reads_is_refused_before_anything_changes() -> None:
-    reader = ArgumentReader(SimpleNamespace(), takes_positions=True, takes_logits_to_keep=True, cross_inputs=("a", "b"))
     arguments = {"input_ids": IDS, "a": None, "b": torch.zeros(2, 3, 4)}
     with pytest.raises(CacheArgumentError, match=r"^b was passed, and cross attention keeps keys and values"):
-        reader.read(arguments, [], 0, in_generate=True, records_drafts=False)
-    assert tokens(reader.read({"input_ids": IDS}, [], 0, in_generate=True, records_drafts=False))
+        read(arguments, in_generate=True, cross_inputs=("a", "b"))
+    assert tokens(read({"input_ids": IDS}, in_generate=True, cross_inputs=("a", "b"))) == IDS.tolist()
 
 
 def test_a_model_that_remembers_positions_needs_them_to_reuse() -> None:
-    reader = ArgumentReader(
-        SimpleNamespace(), takes_positions=True, takes_logits_to_keep=True, remembers_positions=True
-    )
-    given = reader.read({"input_ids": IDS}, [], 0, in_generate=False, records_drafts=False)
+    given = read({"input_ids": IDS}, remembers_positions=True)
     assert given.bypass == "without position_ids the model counts on from what it saw in an earlier call"
     assert not given.may_alias
     counted = {"input_ids": IDS, "position_ids": torch.arange(4)[None]}
-    assert reader.read(counted, [], 0, in_generate=False, records_drafts=False).bypass is None
+    assert read(counted, remembers_positions=True).bypass is None
 
 
 # Ids and masks
@@ -77,33 +90,37 @@ def test_a_model_that_remembers_positions_needs_them_to_reuse() -> None:
 def test_left_padding_is_taken_off_the_tokens() -> None:
     given = read({"input_ids": IDS, "attention_mask": MASK, "position_ids": POSITIONS, "logits_to_keep": 1})
     assert tokens(given) == [[5, 6], [1, 2, 3, 4]]
-    assert (given.pads, given.first_positions, given.num_new_columns) == ((2, 0), (0, 0), 4)
+    assert (pads(given), first_positions(given), given.num_new_columns) == ([2, 0], [0, 0], 4)
+    assert {row.root for row in given.rows} == {b""}  # the caller's to add
     assert (given.bypass, given.keep_columns, given.num_logits_needed, given.may_alias) == (None, None, 1, True)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
 def test_a_mask_is_read_in_every_type(dtype: torch.dtype) -> None:
-    assert read({"input_ids": IDS, "attention_mask": MASK.to(dtype), "position_ids": POSITIONS}).pads == (2, 0)
+    assert pads(read({"input_ids": IDS, "attention_mask": MASK.to(dtype), "position_ids": POSITIONS})) == [2, 0]
 
 
 def test_without_a_mask_nothing_is_padding() -> None:
     given = read({"input_ids": IDS})
-    assert (given.pads, given.bypass) == ((0, 0), None)
+    assert (pads(given), given.bypass) == ([0, 0], None)
     assert tokens(given) == IDS.tolist()
 
 
 @pytest.mark.parametrize(
-    ("mask", "why"),
+    ("mask", "num_hidden", "why"),
     [
-        ([[1, 1, 0, 0], [1, 1, 1, 1]], "row 0 has zeros behind its first one (right padding or holes)"),
-        ([[1, 1, 1, 1], [0, 1, 0, 1]], "row 1 has zeros behind its first one (right padding or holes)"),
+        ([[1, 1, 0, 0], [1, 1, 1, 1]], [2, 0], "row 0 has zeros after its first one (right padding or holes)"),
+        ([[1, 1, 1, 1], [0, 1, 0, 1]], [0, 2], "row 1 has zeros after its first one (right padding or holes)"),
     ],
 )
-def test_a_mask_with_holes_or_padding_on_the_right_is_not_reused(mask: list[list[int]], why: str) -> None:
+def test_a_mask_with_holes_or_padding_on_the_right_is_not_reused(
+    mask: list[list[int]], num_hidden: list[int], why: str
+) -> None:
     given = read({"input_ids": IDS, "attention_mask": torch.tensor(mask)})
     assert given.bypass is not None
     assert why in given.bypass
-    assert (given.pads, given.may_alias) == ((0, 0), False)
+    assert (pads(given), given.may_alias) == ([0, 0], False)
+    assert [row.num_hidden for row in given.rows] == num_hidden
     assert tokens(given) == IDS.tolist()
 
 
@@ -121,28 +138,48 @@ def test_a_mask_that_fits_neither_rows_nor_columns_is_refused(shape: tuple[int, 
 
 
 def test_a_mask_covers_the_columns_before_as_well() -> None:
-    running = [RunningRow(2, 4, 0), RunningRow(0, 6, 0)]
+    rows = running((2, 4), (0, 6))
     mask = torch.cat(
         (torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]), torch.ones(2, 4, dtype=torch.long)), dim=1
     )
     positions = torch.tensor([[4, 5, 6, 7], [6, 7, 8, 9]])
-    given = read({"input_ids": IDS, "attention_mask": mask, "position_ids": positions}, running, 6)
-    assert (given.pads, given.bypass) == ((2, 0), None)
+    given = read({"input_ids": IDS, "attention_mask": mask, "position_ids": positions}, rows)
+    assert (pads(given), given.bypass) == ([2, 0], None)
     assert tokens(given) == IDS.tolist()
 
 
 def test_padding_that_changes_while_a_row_runs_is_not_reused() -> None:
-    running = [RunningRow(0, 6, 0), RunningRow(0, 6, 0)]
     mask = torch.ones(2, 10, dtype=torch.long)
     mask[0, :3] = 0
-    given = read({"input_ids": IDS, "attention_mask": mask}, running, 6)
-    assert (given.bypass, given.pads) == ("the padding of a row has changed", (0, 0))
+    given = read({"input_ids": IDS, "attention_mask": mask}, running((0, 6), (0, 6)))
+    assert (given.bypass, pads(given)) == ("the padding of a row has changed", [0, 0])
+
+
+@pytest.mark.parametrize(("num_tokens", "pad"), [(0, 2), (0, 8), (1, 2)])
+def test_only_a_row_of_nothing_but_padding_may_get_more_of_it(num_tokens: int, pad: int) -> None:
+    rows = running((6, num_tokens))
+    rows.num_columns = 6 + num_tokens
+    mask = torch.ones(1, rows.num_columns + 4, dtype=torch.long)
+    mask[0, :pad] = 0
+    given = read({"input_ids": IDS[:1], "attention_mask": mask, "position_ids": torch.arange(4)[None]}, rows)
+    if pad < 6:
+        assert (given.bypass, pads(given)) == ("the padding of a row has changed", [6])
+    else:
+        assert (pads(given), tokens(given)) == ([8], [[5, 6]])
 
 
 def test_embeddings_are_computed_without_reuse() -> None:
     given = read({"inputs_embeds": torch.zeros(2, 3, 8)})
     assert given.bypass == "embeddings were passed instead of token ids"
     assert tokens(given) == [[-1] * 3] * 2
+    assert not given.may_alias
+    assert [row.num_hidden for row in given.rows] == [0, 0]
+
+
+def test_what_the_mask_hides_of_embeddings_is_no_padding_of_theirs_but_counted() -> None:
+    """Bypassed rows run all their columns."""
+    given = read({"inputs_embeds": torch.zeros(2, 4, 8), "attention_mask": MASK})
+    assert (pads(given), [row.num_hidden for row in given.rows]) == ([0, 0], [2, 0])
 
 
 @pytest.mark.parametrize("arguments", [{}, {"input_ids": torch.arange(4)}])
@@ -158,12 +195,12 @@ def test_a_forward_without_rows_of_ids_is_refused(arguments: dict[str, Any]) -> 
 def test_positions_that_count_on_say_where_a_row_begins(first: int) -> None:
     positions = torch.arange(first, first + 4)[None]
     given = read({"input_ids": IDS, "position_ids": positions})
-    assert (given.first_positions, given.bypass) == ((first, first), None)
+    assert (first_positions(given), given.bypass) == ([first, first], None)
 
 
 def test_without_positions_columns_are_counted_whatever_the_padding() -> None:
     given = read({"input_ids": IDS, "attention_mask": MASK})
-    assert (given.first_positions, given.bypass) == ((2, 0), None)
+    assert (first_positions(given), given.bypass) == ([2, 0], None)
 
 
 @pytest.mark.parametrize(
@@ -184,17 +221,17 @@ def test_other_positions_are_not_reused(positions: Any, why: str) -> None:
 
 
 def test_positions_of_a_model_that_takes_none_follow_from_the_columns() -> None:
-    assert read({"input_ids": IDS}, takes_positions=False).first_positions == (0, 0)
+    assert first_positions(read({"input_ids": IDS}, takes_positions=False)) == [0, 0]
 
 
 def test_a_row_that_goes_on_behind_a_gap_is_not_reused() -> None:
-    given = read({"input_ids": IDS[1:], "position_ids": torch.arange(9, 13)[None]}, [RunningRow(0, 6, 0)], 6)
+    given = read({"input_ids": IDS[1:], "position_ids": torch.arange(9, 13)[None]}, running((0, 6)))
     assert given.bypass == "positions do not go on where the row stopped"
 
 
 def test_a_row_that_begins_anew_on_a_cache_that_holds_it_is_refused() -> None:
     with pytest.raises(CacheArgumentError, match="row 0 goes on at position 0, but the cache holds its first 6 tokens"):
-        read({"input_ids": IDS[1:], "position_ids": torch.arange(4)[None]}, [RunningRow(0, 6, 0)], 6)
+        read({"input_ids": IDS[1:], "position_ids": torch.arange(4)[None]}, running((0, 6)))
 
 
 # Outputs
@@ -284,7 +321,7 @@ def test_attention_in_both_directions_is_an_obstacle() -> None:
 # One token a row inside generate
 
 
-def step(**changes: Any) -> ForwardArguments:
+def step(**changes: Any) -> tuple[dict[str, Any], Rows]:
     arguments: dict[str, Any] = {
         "input_ids": torch.tensor([[8], [9]]),
         "attention_mask": torch.ones(2, 7, dtype=torch.long),
@@ -292,36 +329,96 @@ def step(**changes: Any) -> ForwardArguments:
         "logits_to_keep": 1,
         **changes,
     }
-    arguments["attention_mask"][0, :2] = 0
-    return read(arguments, [RunningRow(2, 4, 0), RunningRow(0, 6, 0)], 6, in_generate=True)
+    if isinstance(arguments["attention_mask"], torch.Tensor):
+        arguments["attention_mask"][0, :2] = 0
+    return arguments, running((2, 4), (0, 6))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention_mask": None},
+        {"position_ids": None},
+        {"logits_to_keep": None},
+        {"output_hidden_states": True},  # of one column, all are computed
+        {"mm_encoder_outputs": {}},
+        {"use_cache": True, "past_key_values": object()},
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_a_plain_step_is_the_token_of_each_row(changes: dict[str, Any]) -> None:
+    assert reader().read_step(*step(**changes)) == [8, 9]
+
+
+def test_one_row_of_positions_stands_for_all_rows_of_a_step() -> None:
+    arguments, _ = step(position_ids=torch.tensor([[6]]), attention_mask=None)
+    assert reader().read_step(arguments, running((0, 6), (0, 6))) == [8, 9]
+    assert reader().read_step(arguments, running((0, 6), (2, 4))) is None
 
 
 def test_a_step_is_read_as_a_forward_of_one_token() -> None:
-    given = step()
+    given = read(*step(), in_generate=True)
     assert tokens(given) == [[8], [9]]
-    assert (given.pads, given.first_positions, given.num_new_columns, given.bypass) == ((2, 0), (0, 0), 1, None)
+    assert (pads(given), first_positions(given), given.num_new_columns, given.bypass) == ([2, 0], [0, 0], 1, None)
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"token_type_ids": torch.zeros(2, 1)}, "the argument token_type_ids may condition keys and values"),
+        ({"is_causal": False}, "the argument is_causal may condition keys and values"),
         ({"position_ids": torch.tensor([[4], [9]])}, "positions do not go on where the row stopped"),
+        ({"position_ids": torch.tensor([[4, 5], [6, 7]])}, "positions of another length than the token ids"),
         ({"position_ids": torch.zeros(3, 2, 1, dtype=torch.long)}, "positions are not one number a token"),
+        ({"position_ids": [[4], [6]]}, "positions are not one number a token"),
+        ({"attention_mask": {"full": None}}, "the attention mask is a dict, not [rows, columns]"),
+        ({"attention_mask": torch.zeros(2, 1, 1, 7)}, "the attention mask is a 4-D tensor, not [rows, columns]"),
+        ({"inputs_embeds": torch.zeros(2, 1, 8)}, "embeddings were passed instead of token ids"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(2, 1, 8)}, "embeddings were passed instead of token ids"),
     ],
 )
 def test_anything_unusual_in_a_step_is_seen(changes: dict[str, Any], why: str) -> None:
-    assert step(**changes).bypass == why
+    assert reader().read_step(*step(**changes)) is None
+    assert read(*step(**changes), in_generate=True).bypass == why
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"input_ids": torch.tensor([[8, 8], [9, 9]])},
+        {"input_ids": torch.tensor([[8]])},
+        {"input_ids": torch.tensor([8, 9])},
+        {"attention_mask": torch.ones(2, 8)},
+        {"a": torch.zeros(2, 3, 4)},
+        {"position_ids": torch.tensor([[3], [6]])},
+    ],
+    ids=lambda changes: " ".join(f"{name} {list(value.shape)}" for name, value in changes.items()),
+)
+def test_what_is_refused_or_runs_more_tokens_is_no_step(changes: dict[str, Any]) -> None:
+    assert reader(cross_inputs=("a",)).read_step(*step(**changes)) is None
+
+
+def test_positions_that_started_elsewhere_go_on_from_there_in_a_step() -> None:
+    arguments, rows = step(position_ids=torch.tensor([[14], [6]]))
+    assert reader().read_step(arguments, rows) is None
+    rows.distinct[0].first_position = 10
+    assert reader().read_step(arguments, rows) == [8, 9]
 
 
 def test_all_columns_are_needed_in_a_step_too_where_outputs_cover_them() -> None:
-    assert step(output_hidden_states=True).num_logits_needed == 1
+    given = read(*step(output_hidden_states=True), in_generate=True)
+    assert (given.num_logits_needed, given.keep_columns) == (
+        1,
+        "output_hidden_states was asked for, which covers all tokens",
+    )
+    assert not given.may_alias
 
 
 # Back to arguments
 
 
-def ticket(start: int, stop: int, sources: tuple[int, ...], copies: tuple[int, ...] | None) -> ScheduledForward:
+def scheduled(start: int, stop: int, sources: tuple[int, ...], copies: tuple[int, ...] | None) -> ScheduledForward:
     return ScheduledForward(start, stop, sources, copies, SlotMapping([]))
 
 
@@ -333,7 +430,7 @@ def test_ids_and_positions_lose_the_known_columns_and_the_mask_keeps_them() -> N
         "cache_position": torch.arange(4),
         "other": torch.zeros(2, 4),
     }
-    changed = for_ticket(arguments, ticket(3, 4, (0, 1), None), 0)
+    changed = for_scheduled(arguments, scheduled(3, 4, (0, 1), None), 0)
     assert changed["input_ids"].tolist() == [[6], [4]]
     assert changed["position_ids"].tolist() == [[1], [3]]
     assert changed["cache_position"].tolist() == [3]
@@ -343,26 +440,26 @@ def test_ids_and_positions_lose_the_known_columns_and_the_mask_keeps_them() -> N
 
 
 def test_columns_before_the_forward_are_not_taken_off_twice() -> None:
-    changed = for_ticket({"input_ids": IDS, "position_ids": POSITIONS + 6}, ticket(8, 10, (0, 1), None), 6)
+    changed = for_scheduled({"input_ids": IDS, "position_ids": POSITIONS + 6}, scheduled(8, 10, (0, 1), None), 6)
     assert changed["input_ids"].tolist() == [[5, 6], [3, 4]]
 
 
 def test_only_the_rows_that_run_are_passed_on() -> None:
     arguments = {"input_ids": IDS[[0, 0, 1]], "position_ids": POSITIONS[[0, 0, 1]], "attention_mask": MASK[[0, 0, 1]]}
-    changed = for_ticket(arguments, ticket(0, 4, (0, 2), (0, 0, 1)), 0)
+    changed = for_scheduled(arguments, scheduled(0, 4, (0, 2), (0, 0, 1)), 0)
     assert changed["input_ids"].equal(IDS)
     assert changed["position_ids"].equal(POSITIONS)
     assert changed["attention_mask"].equal(MASK)
 
 
 def test_one_row_of_positions_stands_for_all() -> None:
-    changed = for_ticket(
-        {"input_ids": IDS[[0, 0, 1]], "position_ids": POSITIONS[1:]}, ticket(1, 4, (0, 2), (0, 0, 1)), 0
+    changed = for_scheduled(
+        {"input_ids": IDS[[0, 0, 1]], "position_ids": POSITIONS[1:]}, scheduled(1, 4, (0, 2), (0, 0, 1)), 0
     )
     assert changed["position_ids"].tolist() == [[1, 2, 3]]
 
 
 def test_a_model_with_positions_of_several_dimensions_loses_the_last_ones_columns() -> None:
     positions = torch.arange(24).view(3, 2, 4)
-    changed = for_ticket({"input_ids": IDS, "position_ids": positions}, ticket(3, 4, (0, 1), None), 0)
+    changed = for_scheduled({"input_ids": IDS, "position_ids": positions}, scheduled(3, 4, (0, 1), None), 0)
     assert changed["position_ids"].equal(positions[..., 3:])

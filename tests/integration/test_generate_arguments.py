@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.call.admission import UNLIMITED
 from hf_paged_cache.call.call import Call
 from hf_paged_cache.integration.generate_arguments import read_generate
 
@@ -47,24 +48,23 @@ def test_the_most_columns_are_those_that_generate_fills(
     read = read_generate(tiny_llama, (IDS,), options)
     cache = PagedPrefixCache(tiny_llama)
     output = tiny_llama.generate(IDS, past_key_values=cache, do_sample=False, **options)
-    assert read.limits is not None
     assert read.limits.max_columns == output.shape[1] - 1 == cache.get_seq_length()
     assert read.limits.num_prompt_columns == 6
     assert not read.only_new_tokens
 
 
-def test_drafts_that_are_looked_up_in_the_prompt_may_go_behind_the_last_token(
+def test_drafts_that_are_looked_up_in_the_prompt_may_go_beyond_the_last_token(
     tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     columns: list[int] = []
-    announce = Call.announce
+    confirm = Call.confirm
 
-    def noting(call: Call, request: Any) -> Any:
-        ticket = announce(call, request)
-        columns.append(ticket.stop)
-        return ticket
+    def noting(call: Call) -> Any:
+        forward = confirm(call)
+        columns.append(forward.stop)
+        return forward
 
-    monkeypatch.setattr(Call, "announce", noting)
+    monkeypatch.setattr(Call, "confirm", noting)
     reached = []
     for num_looked_up in (1, 3, 5):
         for max_new_tokens in range(2, 9):
@@ -73,8 +73,7 @@ def test_drafts_that_are_looked_up_in_the_prompt_may_go_behind_the_last_token(
             columns.clear()
             cache = PagedPrefixCache(tiny_llama)
             tiny_llama.generate(REPEATED, past_key_values=cache, do_sample=False, **options)
-            assert read.limits is not None
-            assert read.limits.max_columns is not None
+            assert read.limits.are_known
             assert max(columns) <= read.limits.max_columns
             reached.append(max(columns) == read.limits.max_columns > REPEATED.shape[1] + max_new_tokens)
     assert any(reached)
@@ -88,9 +87,8 @@ def test_where_only_new_tokens_are_passed_the_rows_before_them_count(options: di
     read = read_generate(tiny_llama, (), {"input_ids": IDS[:, :3], **arguments})
     assert read.only_new_tokens
     tiny_llama.generate(IDS[:, :3], past_key_values=cache, do_sample=False, **arguments)
-    assert read.limits is not None
     assert read.limits.num_prompt_columns == 13
-    assert read.limits.max_columns is not None
+    assert read.limits.are_known
     assert read.limits.max_columns >= cache.get_seq_length()  # or the call would not be admitted by its worst case
 
 
@@ -105,7 +103,6 @@ def test_where_only_new_tokens_are_passed_the_rows_before_them_count(options: di
 )
 def test_rows_are_counted_as_generate_expands_them(options: dict[str, Any], num_rows: int, tiny_llama: Any) -> None:
     read = read_generate(tiny_llama, (), {"inputs": IDS, **options})
-    assert read.limits is not None
     assert read.limits.num_rows == num_rows
     seen = []
     handle = tiny_llama.register_forward_pre_hook(
@@ -130,7 +127,6 @@ def test_rows_are_counted_as_generate_expands_them(options: dict[str, Any], num_
 )
 def test_tokens_that_end_a_row_are_read_in_every_form(value: Any, expected: set[int], tiny_llama: Any) -> None:
     read = read_generate(tiny_llama, (IDS,), {"eos_token_id": value})
-    assert read.limits is not None
     assert read.limits.end_of_sequence == expected
 
 
@@ -138,20 +134,33 @@ def test_tokens_that_end_a_row_are_read_in_every_form(value: Any, expected: set[
 def test_the_ids_are_found_wherever_they_are_passed(where: str, tiny_llama: Any) -> None:
     args, kwargs = ((IDS,), {}) if where == "first" else ((), {where: IDS})
     read = read_generate(tiny_llama, args, {**kwargs, "max_new_tokens": 2})
-    assert read.limits is not None
     assert (read.limits.num_prompt_columns, read.limits.max_columns) == (6, 7)
 
 
 def test_a_config_is_found_as_the_second_argument_too(tiny_llama: Any) -> None:
     read = read_generate(tiny_llama, (IDS, GenerationConfig(max_new_tokens=2)), {})
-    assert read.limits is not None
     assert read.limits.max_columns == 7
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"inputs_embeds": torch.zeros(1, 3, 64)}, {"inputs": torch.arange(3)}])
+@pytest.mark.parametrize("kwargs", [{}, {"inputs": torch.arange(3)}])
 def test_without_ids_of_rows_nothing_is_known(kwargs: dict[str, Any], tiny_llama: Any) -> None:
     read = read_generate(tiny_llama, (), kwargs)
-    assert (read.limits, read.only_new_tokens) == (None, False)
+    assert read.limits is UNLIMITED
+    assert not read.only_new_tokens
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_embeddings_are_the_prompt_whatever_ids_come_with_them(with_ids: bool, tiny_llama: Any) -> None:
+    """Ids that are passed with embeddings only begin the output."""
+    embeddings = tiny_llama.get_input_embeddings()(IDS[:, :4]).detach()
+    options: dict[str, Any] = {"inputs_embeds": embeddings, "max_new_tokens": 3}
+    if with_ids:
+        options["input_ids"] = IDS
+    read = read_generate(tiny_llama, (), options)
+    cache = PagedPrefixCache(tiny_llama)
+    tiny_llama.generate(**options, past_key_values=cache, do_sample=False)
+    assert (read.limits.num_prompt_columns, read.limits.num_rows, read.only_new_tokens) == (4, 2, False)
+    assert read.limits.max_columns >= cache.get_seq_length() == 6
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(2, 6), torch.ones(2, 1, 6, 6)], ids=["none", "as long", "4-D"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import OutOfBlocksError, PagedPrefixCache
 
-from ..internals import make_forwards_cheap, zero_what_rows_share
-from ..reference import Forwards, assert_same, batch, is_same, row, run
+from ..internals import make_forwards_cheap
+from ..reference import Forwards, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
 
 MODELS = ("llama", "gpt2", "gemma3", "bloom", "opt", "mixtral")
@@ -48,7 +49,8 @@ def of_prompts(shapes: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def test_a_common_prompt_is_computed_once(name: str, attention: str) -> None:
     model = tiny(name)
     cache = PagedPrefixCache(model, attention=attention)
-    if not cache.store.argument_reader.takes_positions:  # what a row shares depends on its padding: rows of one length
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        # what a row shares depends on its padding: rows of one length
         questions = [tokens + [9] * (73 - len(tokens)) for tokens in QUESTIONS]
     else:
         questions = QUESTIONS
@@ -56,13 +58,22 @@ def test_a_common_prompt_is_computed_once(name: str, attention: str) -> None:
     assert cache.last_call.computed_tokens == 64 + 4 * 9
 
 
-def test_what_was_prefilled_is_seen_by_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_computed_ahead_is_seen_by_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros in place of it give other logits, for each row."""
     model = build("llama")
     inputs = batch(*QUESTIONS)
     cache = PagedPrefixCache(model)
-    zero_what_rows_share(monkeypatch, cache)
+    schedule, zeroed = cache.call.schedule, []
+
+    def zeroing(request: Any, computed_ahead: Any = None) -> Any:
+        if computed_ahead:
+            zero_blocks(cache)
+            zeroed.append(computed_ahead)
+        return schedule(request, computed_ahead)
+
+    monkeypatch.setattr(cache.call, "schedule", zeroing)
     reference, output = run(model, **inputs), run(model, cache, **inputs)
+    assert [list(each.values()) for each in zeroed] == [[64]]
     assert not is_same(reference, output)
     first = (reference.logits[0] - output.logits[0]).abs().amax(dim=1)
     assert bool((first > 1e-3).all())
@@ -86,28 +97,38 @@ def test_a_new_row_among_known_ones_is_computed_alone() -> None:
     assert compare(model, PagedPrefixCache(cache.store), **batch(*known, new)) == [(1, 64), (4, 8)]
 
 
-def test_chunks_of_a_prompt_are_prefilled_one_by_one() -> None:
+def test_what_chunks_of_a_prompt_share_is_computed_first_of_each() -> None:
     model = build("llama")
-    inputs = batch(*QUESTIONS)
     cache = PagedPrefixCache(model)
-    forwards = compare(model, cache, **inputs, prefill_chunk_size=32)
-    assert max(columns for _, columns in forwards) <= 32
-    assert cache.last_call.computed_tokens <= 64 + 4 * (9 + 16)
+    rows = [[*row((1, 48)), *row((seed, 41))] for seed in (2, 3, 3)]
+    forwards = compare(model, cache, **batch(*rows), prefill_chunk_size=32)
+    # equal rows run once; of the second chunk 16 columns are shared, of the third none
+    assert forwards == [(1, 32), (1, 16), (2, 16), (2, 25)]
+    assert cache.last_call.computed_tokens == 48 + 2 * 41
 
 
-def test_beams_of_rows_that_share_are_prefilled_once() -> None:
+def test_beams_of_rows_that_share_are_computed_once() -> None:
     model = build("llama")
     inputs = batch(*QUESTIONS[:2])
+    reference = run(model, **inputs, num_beams=3)
     cache = PagedPrefixCache(model)
-    assert compare(model, cache, **inputs, num_beams=3) == [(1, 64), (2, 9)]
-    assert cache.last_call.computed_tokens < 64 + 2 * 16
+    with Forwards(model) as shapes:
+        output = run(model, cache, **inputs, num_beams=3)
+    assert_same(reference, output)
+    assert shapes == [(1, 64), (2, 9), *[(6, 1)] * 5]  # six rows as soon as beams part
+    assert cache.last_call.computed_tokens == 64 + 9 + 5
+    assert len(cache.last_call.rows) == 6
 
 
-def test_rows_share_in_a_pool_of_which_another_cache_holds_a_part() -> None:
+def test_a_pool_with_no_room_for_what_rows_share_computes_them_as_they_are() -> None:
     model = build("llama")
-    store = PrefixStore(model, num_blocks=1 + 7 + 4 + 4)  # the other's rows, the prompt once, and a block a row
-    other, cache = PagedPrefixCache(store), PagedPrefixCache(store)
-    run(model, other, input_ids=torch.tensor([row((7, 100))]))
+    cache = PagedPrefixCache(model, num_blocks=1 + 4 * 5)  # without sharing: 78 columns a row
+    others = batch(*(row((seed, 73)) for seed in (11, 12, 13, 14)))
+    compare(model, cache, **others)
+    assert cache.stats().num_blocks_in_use == 4 * 5  # until the next call begins, the rows of this one keep them
+    assert compare(model, cache, **batch(*QUESTIONS)) == [(4, 73)]
+    compare(model, cache, **others)
+    cache.reset()
     assert compare(model, cache, **batch(*QUESTIONS)) == [(1, 64), (4, 9)]
 
 
@@ -135,7 +156,7 @@ def process_group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_processes_in_step_prefill_nothing() -> None:
+def test_processes_in_step_compute_nothing_ahead() -> None:
     model = build("llama")
     cache = PagedPrefixCache(model)
     with Forwards(model) as shapes:
@@ -146,7 +167,7 @@ def test_processes_in_step_prefill_nothing() -> None:
     assert compare(model, cache, **batch(*QUESTIONS)) == [(1, 64), (4, 9)]
 
 
-def test_an_exception_in_a_prefill_leaves_nothing_behind() -> None:
+def test_an_exception_in_a_shared_prefix_leaves_nothing_behind() -> None:
     model = build("llama")
     cache = PagedPrefixCache(model)
     reference = run(model, **batch(*QUESTIONS))
@@ -163,7 +184,7 @@ def test_an_exception_in_a_prefill_leaves_nothing_behind() -> None:
     assert_same(reference, run(model, cache, **batch(*QUESTIONS)))
 
 
-def test_what_was_computed_in_a_prefill_counts_for_its_row() -> None:
+def test_what_was_computed_ahead_counts_for_its_row() -> None:
     cache = PagedPrefixCache(build("llama"))
     run(cache.store.model, cache, **batch(*QUESTIONS))
     counts = cache.last_call

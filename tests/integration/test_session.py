@@ -1,0 +1,230 @@
+"""What a forward's arguments and the model's state mean for the rows: how it is scheduled, counted, and warned of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.call.call import Call
+
+from ..reference import IDS, PROMPT, assert_same, batch, row, run
+from ..tiny_models import build
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Decode steps: scheduled as such, or with a look at all that may have changed.
+
+
+@pytest.fixture
+def scheduled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From here on, "step" or "schedule" for each forward."""
+    ways: list[str] = []
+
+    def noted(name: str, way: str) -> None:
+        method = getattr(Call, name)
+
+        def noting(*args: Any) -> Any:
+            ways.append(way)
+            return method(*args)
+
+        monkeypatch.setattr(Call, name, noting)
+
+    noted("schedule", "schedule")
+    noted("schedule_step", "step")
+    return ways
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_first"),
+    [
+        ({}, 1),
+        ({"num_beams": 3}, 1),  # which part when they are reordered
+        ({"do_sample": True, "num_return_sequences": 2}, 2),  # equal rows run once until they part
+        ({"prefill_chunk_size": 16}, 3),
+        ({"eos_token_id": [5, 6]}, 1),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_each_token_of_generate_but_the_first_ones_is_a_step(
+    arguments: dict[str, Any], num_first: int, model: PreTrainedModel, cache: PagedPrefixCache, scheduled: list[str]
+) -> None:
+    given = batch(row((1, 40)), row((1, 32), (2, 5)))
+    assert_same(run(model, **given, **arguments), run(model, cache, **given, **arguments))
+    num_steps = len(scheduled) - num_first
+    assert num_steps > 2
+    assert scheduled == ["schedule"] * num_first + ["step"] * num_steps
+
+
+def test_a_plain_forward_is_no_step(model: PreTrainedModel, cache: PagedPrefixCache, scheduled: list[str]) -> None:
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+        model(IDS[:, :1], past_key_values=cache)
+    assert scheduled == ["schedule"] * 2
+
+
+def test_rows_that_go_on_under_another_root_take_no_step_and_commit_nothing(
+    model: PreTrainedModel, cache: PagedPrefixCache, scheduled: list[str]
+) -> None:
+    """Weights have changed between a call and the tokens that are passed to go on with its rows."""
+    said = run(model, cache, input_ids=IDS).sequences
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(-1)
+    whole = torch.cat([said, torch.tensor([row((2, 7))])], 1)
+    new = {"input_ids": whole[:, cache.get_seq_length() :], "attention_mask": torch.ones_like(whole)}
+    scheduled.clear()
+    mixed = run(model, cache, **new, max_new_tokens=40).sequences
+    assert scheduled == ["schedule"] * 40
+    prompt = torch.cat([said[:, :55], mixed], 1)  # all of these tokens, under the weights of now
+    assert_same(run(model, input_ids=prompt), run(model, PagedPrefixCache(cache.store), input_ids=prompt))
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(-1)
+    other = PagedPrefixCache(cache.store)
+    assert_same(run(model, input_ids=prompt), run(model, other, input_ids=prompt))
+    assert other.last_call.reused_tokens <= 55
+
+
+def test_rows_that_may_not_be_reused_take_no_step_and_commit_nothing(scheduled: list[str]) -> None:
+    model = build("llama", attention_dropout=1e-9).train()  # so little that no number is dropped
+    cache = PagedPrefixCache(model)
+    assert_same(run(model, input_ids=IDS, max_new_tokens=40), run(model, cache, input_ids=IDS, max_new_tokens=40))
+    assert "dropout" in cache.last_call.rows[0].stopped
+    assert scheduled == ["schedule"] * 40
+    cache.reset()
+    assert cache.stats().num_cached_blocks == 0
+
+
+def test_tokens_behind_a_prompt_of_embeddings_are_steps_of_which_none_is_committed(
+    model: PreTrainedModel, cache: PagedPrefixCache, scheduled: list[str]
+) -> None:
+    given = {"inputs_embeds": model.get_input_embeddings()(IDS).detach(), "attention_mask": torch.ones_like(IDS)}
+    assert_same(run(model, **given, max_new_tokens=40), run(model, cache, **given, max_new_tokens=40))
+    assert scheduled == ["schedule"] * 2 + ["step"] * 38
+    cache.reset()
+    assert cache.stats().num_cached_blocks == 0
+
+
+def test_frequencies_that_depend_on_length_are_looked_at_for_each_token(scheduled: list[str]) -> None:
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = build("llama", rope_parameters=dynamic, max_position_embeddings=64)
+    cache = PagedPrefixCache(model)
+    reference = run(
+        build("llama", rope_parameters=dynamic, max_position_embeddings=64), input_ids=IDS, max_new_tokens=24
+    )
+    assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=24))
+    assert scheduled == ["schedule"] * 24
+
+
+def test_rows_of_adapters_are_looked_at_for_each_token(model: PreTrainedModel, scheduled: list[str]) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    cache = PagedPrefixCache(adapted)
+    given = {**batch(PROMPT, PROMPT), "adapter_names": ["default", "__base__"]}
+    assert_same(run(adapted, **given), run(adapted, cache, **given))
+    assert scheduled == ["schedule"] * 6
+    scheduled.clear()
+    run(adapted, cache, **batch(PROMPT, PROMPT))
+    assert scheduled.count("step") == 4  # without names the adapter is a condition of all rows
+
+
+# What is counted.
+
+
+MASKS = {
+    "none hidden": [[1] * 40, [1] * 40],
+    "padding on the right": [[1] * 40, [1] * 30 + [0] * 10],
+    "padding on the left": [[1] * 40, [0] * 10 + [1] * 30],
+    "a hole": [[1] * 10 + [0] * 5 + [1] * 25, [1] * 40],
+}
+
+
+@pytest.mark.parametrize("kind", ["ids", "ids in chunks", "embeddings"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_tokens_of_prompts_are_those_that_the_mask_shows_and_none_that_were_generated(
+    kind: str, mask: str, model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    ids = torch.tensor([row((1, 40)), row((2, 40))])
+    given: dict[str, Any] = {"attention_mask": torch.tensor(MASKS[mask]), "max_new_tokens": 8}
+    if kind == "embeddings":
+        given["inputs_embeds"] = model.get_input_embeddings()(ids).detach()
+    else:
+        given["input_ids"] = ids
+    if kind == "ids in chunks":
+        given["prefill_chunk_size"] = 16
+    assert_same(run(model, **given), run(model, cache, **given))
+    call, wanted = cache.last_call, given["attention_mask"].sum(dim=1).tolist()
+    assert [counted.prompt_tokens for counted in call.rows] == wanted
+    assert (call.prompt_tokens, call.computed_tokens, call.reused_tokens) == (sum(wanted), sum(wanted), 0)
+    assert cache.stats().prompt_tokens == sum(wanted)
+    run(model, cache, **given)
+    assert [counted.prompt_tokens for counted in cache.last_call.rows] == wanted
+    assert cache.stats().prompt_tokens == 2 * sum(wanted)
+
+
+# A chat whose new turn is passed alone.
+
+TURN = torch.tensor([row((2, 12))])
+
+
+def warned(act: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    return [str(each.message) for each in caught if "PagedPrefixCache" in str(each.message)]
+
+
+def test_only_the_new_turn_of_a_chat_warns_once_and_by_name(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    assert warned(lambda: run(model, cache, input_ids=IDS)) == []
+    (message,) = warned(lambda: run(model, cache, input_ids=TURN))
+    assert "this prompt of 12 tokens" in message
+    assert "the 55 tokens that the cache holds of the last call" in message
+    assert "pass the whole conversation" in message
+    assert_same(run(model, input_ids=TURN), run(model, cache, input_ids=TURN))
+    run(model, cache, input_ids=IDS)
+    assert warned(lambda: run(model, cache, input_ids=TURN)) == []
+
+
+def test_the_whole_conversation_and_only_new_tokens_that_go_on_do_not_warn(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    whole = torch.cat([run(model, cache, input_ids=IDS).sequences, TURN], 1)
+    assert warned(lambda: run(model, cache, input_ids=whole)) == []
+    assert cache.last_call.reused_tokens == 55
+    new = {"input_ids": TURN, "attention_mask": torch.ones(1, cache.get_seq_length() + 12, dtype=torch.long)}
+    assert warned(lambda: run(model, cache, **new)) == []
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "a shared block": {"input_ids": torch.tensor([row((1, 16), (3, 4))])},
+    "a longer prompt": {"input_ids": torch.tensor([row((4, 80))])},
+    "several rows": batch(row((4, 9)), row((5, 9))),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_independent_prompts_do_not_warn(other: str, model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    run(model, cache, input_ids=IDS)
+    assert warned(lambda: run(model, cache, **OTHERS[other])) == []
+
+
+def test_after_a_reset_and_after_a_batch_a_short_prompt_does_not_warn(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    run(model, cache, input_ids=IDS)
+    cache.reset()
+    assert warned(lambda: run(model, cache, input_ids=TURN)) == []
+    run(model, cache, **batch(PROMPT, row((3, 50))))
+    assert warned(lambda: run(model, cache, input_ids=TURN)) == []
+
+
+def test_a_prompt_that_may_not_be_matched_does_not_warn(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    run(model, cache, input_ids=IDS)
+    embeddings = model.get_input_embeddings()(TURN).detach()
+    assert warned(lambda: run(model, cache, inputs_embeds=embeddings)) == []
