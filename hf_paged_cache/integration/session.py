@@ -113,8 +113,8 @@ class Session:
                 return arguments
         if not self._digest or not self.is_open:
             self._read_conditions()
-        before, previous = call.rows.num_columns, call.previous.distinct
-        num_previous = previous[0].table.num_tokens if len(previous) == 1 else 0
+        before = call.rows.num_columns
+        previous = [(row.root, row.table.num_tokens) for row in call.previous.distinct]
         request = self._reader.read(arguments, call.rows, in_generate=self.is_open, records_drafts=self.records_drafts)
         if self._adapters is not None:
             many = f"{len(self._adapters)} adapter names were given for {len(request.rows)} rows; pass one for each row"
@@ -131,7 +131,7 @@ class Session:
                 self._read_conditions()
                 request = self._with_roots(request, arguments, before)
         forward = self._schedule(request, arguments)
-        self._warn_of_a_lone_turn(request, num_previous)
+        self._warn_of_a_lone_turn(request, previous)
         if forward.start == before and forward.copies is None:
             return arguments
         return for_scheduled(arguments, forward, before)
@@ -262,17 +262,18 @@ class Session:
                 "among them)"
             )
 
-    def _warn_of_a_lone_turn(self, request: ForwardRequest, num_previous: int) -> None:
+    def _warn_of_a_lone_turn(self, request: ForwardRequest, previous: list[tuple[bytes, int]]) -> None:
         """Once: a prompt that is shorter than the row before it and starts otherwise may be a chat's new turn alone."""
-        if self._has_warned or not num_previous or len(request.rows) > 1 or request.bypass or not self.is_open:
+        if self._has_warned or len(previous) != 1 or len(request.rows) > 1 or request.bypass or not self.is_open:
             return
-        (row,), size = self._call.rows.distinct, self._store.block_size
-        if row.num_known < size and row.num_confirmed == 0 and len(request.rows[0].token_ids) < num_previous:
+        (row,), (new,), (root, num_previous) = self._call.rows.distinct, request.rows, previous[0]
+        is_new = row.num_known < self._store.block_size and row.num_confirmed == 0
+        if is_new and new.root == root and len(new.token_ids) < num_previous:
             self._has_warned = True
             warnings.warn(
-                f"PagedPrefixCache: this prompt of {len(request.rows[0].token_ids)} tokens shares less than a block with "
-                f"the {num_previous} tokens that the cache holds of the last call, so it is computed as a new prompt. If it "
-                "is the new turn of a chat, pass the whole conversation; what is known of it is not computed again",
+                f"PagedPrefixCache: this prompt of {len(new.token_ids)} tokens shares less than a block with the "
+                f"{num_previous} tokens that the cache holds of the last call, so it is computed as a new prompt. If it is "
+                "the new turn of a chat, pass the whole conversation; what is known of it is not computed again",
                 stacklevel=2,
             )
 
