@@ -126,10 +126,13 @@ class ArgumentReader:
         running = rows.distinct
         if not isinstance(ids, Tensor) or ids.shape != (len(running), 1):
             return None
-        if mask is not None and (
-            not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != rows.num_columns + 1
-        ):
-            return None
+        num_columns = rows.num_columns + 1
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != num_columns:
+                return None
+            num_tokens = num_columns * len(running) - sum(row.pad for row in running)
+            if int(mask.count_nonzero()) != num_tokens:  # somebody hides tokens
+                return None
         if arguments.get("inputs_embeds") is not None or _unread(arguments) is not None:
             return None
         if any(arguments.get(name) is not None for name in self._cross_inputs):

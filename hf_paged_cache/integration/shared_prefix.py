@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-
 from ..blocks import BlockTable
 from ..blocks.tokens import TokenIds
 from ..call.call import Call
@@ -96,7 +94,7 @@ class SharedPrefixes:
     def _may_run(self, request: ForwardRequest, *, in_step: bool) -> bool:
         if request.num_new_columns <= self._blocks.block_size or not request.may_alias:
             return False
-        if request.bypass is not None or request.keep_columns is not None or torch.is_grad_enabled():
+        if request.bypass is not None or request.keep_columns is not None:
             return False
         if self._conditioning.rope.depends_on_length:  # a shorter forward has other frequencies
             return False
