@@ -117,7 +117,7 @@ class Outcome:
     error: float
 
 
-class Bench:
+class Runner:
     """A model in one precision, and the ways to run a group of prompts on it."""
 
     def __init__(self, model: Any, precision: Precision, num_tokens: int) -> None:
@@ -174,12 +174,12 @@ class Bench:
         return output
 
 
-WAYS: dict[str, Callable[[Bench, Group], Any]] = {
-    "recipe, k blocks": lambda bench, group: bench.recipe(group.ids, group.whole_blocks),
-    "recipe, mid-block": lambda bench, group: bench.recipe(group.ids, group.mid_block),
-    "ours, cold": Bench.cold,
-    "ours, k blocks": Bench.behind_blocks,
-    "ours, mid-block": Bench.mid_block,
+WAYS: dict[str, Callable[[Runner, Group], Any]] = {
+    "recipe, k blocks": lambda runner, group: runner.recipe(group.ids, group.whole_blocks),
+    "recipe, mid-block": lambda runner, group: runner.recipe(group.ids, group.mid_block),
+    "ours, cold": Runner.cold,
+    "ours, k blocks": Runner.behind_blocks,
+    "ours, mid-block": Runner.mid_block,
 }
 BASELINES = {  # ours -> the recipe that it is held against
     "ours, cold": "recipe, k blocks",
@@ -267,16 +267,16 @@ def _prompt(tokenizer: Any, texts: Sequence[str], num_tokens: int, rng: random.R
     return tokens[:num_tokens]
 
 
-def measure(bench: Bench, group: Group, *, control: bool) -> dict[str, list[Outcome]]:
+def measure(runner: Runner, group: Group, *, control: bool) -> dict[str, list[Outcome]]:
     """Way -> outcomes of a group's prompts; with `control` also those of zeros, of a few tokens."""
     started = time.perf_counter()
-    reference = bench.reference(group)
+    reference = runner.reference(group)
     outcomes = {}
     for name, way in WAYS.items():
-        outcomes[name] = compare(reference, way(bench, group), group.ids.shape[1])
+        outcomes[name] = compare(reference, way(runner, group), group.ids.shape[1])
         gc.collect()
     if control:
-        zeros = bench.behind_blocks(group, zeros=True, num_tokens=min(bench.num_tokens, CONTROL_TOKENS))
+        zeros = runner.behind_blocks(group, zeros=True, num_tokens=min(runner.num_tokens, CONTROL_TOKENS))
         outcomes[CONTROL] = compare(reference, zeros, group.ids.shape[1])
     differ = ", ".join(f"{name} {_num_differ(got)}" for name, got in outcomes.items())
     seconds = time.perf_counter() - started
@@ -328,11 +328,11 @@ def run_precision(name: str, options: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     model, tokenizer = load_demo_model(options.model, dtype=precision.weights)
     model.generation_config.eos_token_id = None  # every prompt gives as many tokens as were asked for
-    bench = Bench(model, precision, options.tokens)
+    runner = Runner(model, precision, options.tokens)
     outcomes: dict[str, list[list[Outcome]]] = {way: [[] for _ in range(options.sets)] for way in (*WAYS, CONTROL)}
     for number, groups in enumerate(make_sets(tokenizer, precision.lengths, options)):
         for group in groups:
-            for way, more in measure(bench, group, control=number == 0).items():
+            for way, more in measure(runner, group, control=number == 0).items():
                 outcomes[way][number] += more
     control = outcomes.pop(CONTROL)[0]
     ways = {way: summary(each) for way, each in outcomes.items()}

@@ -102,9 +102,8 @@ class PagedPrefixCache(Cache):
         self.call = Call(blocks, _READERS[attention](blocks.pool))
         sibling = partial(PagedPrefixCache, self.store, cache_salt=self.cache_salt, attention="gather")
         side = SideForwards(self.store.model, reader, sibling)
-        parts = (blocks, conditioning, side)
-        verifier = Verifier(*parts, takes_positions=reader.takes_positions) if verify else None
-        shared_prefixes = SharedPrefixes(*parts, takes_positions=reader.takes_positions)
+        verifier = Verifier(blocks, conditioning, side) if verify else None
+        shared_prefixes = SharedPrefixes(blocks, conditioning, side)
         self._session = Session(self.call, conditioning, reader, self.cache_salt, shared_prefixes, verifier)
         layers: list[Any] = [
             layer if holds_nothing(layer) else (PagedIndexedLayer if has_index(layer) else PagedLayer)(self, index)

@@ -221,6 +221,18 @@ def failing_layer(cache: PagedPrefixCache, layer_idx: int, error: BaseException)
         del cache.write_layer
 
 
+def zero_what_rows_share(patch: pytest.MonkeyPatch, cache: PagedPrefixCache) -> None:
+    """Put zeros in place of what is computed ahead of a forward of several rows, before they read it."""
+    schedule = cache.call.schedule
+
+    def zeroed(request: Any, computed_ahead: Any = None) -> Any:
+        if computed_ahead:
+            zero_blocks(cache)
+        return schedule(request, computed_ahead)
+
+    patch.setattr(cache.call, "schedule", zeroed)
+
+
 def read_zeros(patch: pytest.MonkeyPatch) -> None:
     """Attention gets zeros in place of all keys and values from here on."""
     read = ContiguousReader.read

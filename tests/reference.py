@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import LogitsProcessor
 
 from .internals import zero_blocks as zero_blocks  # what every check of a hit is proved with
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PreTrainedModel
 
     from hf_paged_cache import PagedPrefixCache
@@ -79,6 +82,20 @@ def is_same(reference: Any, output: Any) -> bool:
     except AssertionError:
         return False
     return True
+
+
+class AtStep(LogitsProcessor):
+    """Does something at one step of `generate`, counted from 1, and changes no score."""
+
+    def __init__(self, step: int, act: Callable[[], Any]) -> None:
+        self.countdown = step
+        self.act = act
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.countdown -= 1
+        if self.countdown == 0:
+            self.act()
+        return scores
 
 
 class Forwards:

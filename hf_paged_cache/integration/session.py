@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,7 +31,6 @@ from .verification import Verifier
 
 logger = logging.getLogger("hf_paged_cache")
 
-_MAX_ROOTS = 256  # roots remembered, so that few are hashed again
 _GRADIENTS = "gradients are on and flow through every token (run the forward in torch.no_grad() where none are needed)"
 _ANOTHER_CACHE = "use another cache on the same store for this one: PagedPrefixCache(cache.store)"
 
@@ -67,7 +68,6 @@ class Session:
         self._digest = b""  # of the model; read once a `generate`, or at every forward without one
         self._bypass: str | None = None
         self._adapters: list[str] | None = None
-        self._roots: dict[tuple[Any, ...], bytes] = {}
         self._has_warned = False
 
     @property
@@ -156,7 +156,7 @@ class Session:
             if any(call.is_running for call in self._store.holders()):
                 raise CacheBusyError("rotary frequencies of this model depend on length; wait until no call is running")
             regime = conditioning.rope.peek(max(0, num_tokens - 1))
-        return self._root(digest, 0, 0, regime, "")
+        return _root(digest, self._salt, regime, "", 0, 0)
 
     def _schedule(self, request: ForwardRequest, arguments: Mapping[str, Any]) -> ScheduledForward:
         """Prepare the rows, compute what they share, and take their blocks. No lock is held while a model runs."""
@@ -200,19 +200,9 @@ class Session:
                 0 if self._reader.takes_positions else row.pad
             )  # without positions, a model numbers its columns
             adapter = adapters[number] if number < len(adapters) else ""
-            root = self._root(self._digest, counted_from, row.first_position, regime, adapter)
+            root = _root(self._digest, self._salt, regime, adapter, counted_from, row.first_position)
             rows.append(row._replace(root=root))
         return replace(request, rows=tuple(rows))
-
-    def _root(self, digest: bytes, counted_from: int, first: int, regime: bytes, adapter: str) -> bytes:
-        key = (digest, counted_from, first, regime, adapter)
-        root = self._roots.get(key)
-        if root is None:
-            if len(self._roots) >= _MAX_ROOTS:
-                self._roots.clear()
-            root = root_hash(digest, self._salt, regime, adapter.encode(), f"{counted_from} {first}".encode())
-            self._roots[key] = root
-        return root
 
     def _require_may_begin(self, model: Any, given: GenerateArguments) -> None:
         self._require_model(model)
@@ -231,7 +221,7 @@ class Session:
     def why_unscheduled(self, layer_idx: int) -> PagedCacheError:
         """The error of a layer that writes although no forward is scheduled, by the modules that run now."""
         model, running = self._conditioning.model, None
-        frame = sys._getframe()
+        frame: FrameType | None = sys._getframe()
         while frame is not None:
             if isinstance(owner := frame.f_locals.get("self"), nn.Module):
                 running = owner  # in the end the outermost
@@ -289,14 +279,15 @@ class Session:
 
     def _log(self) -> None:
         if logger.isEnabledFor(logging.INFO):
-            rows = [row.frozen() for row in self._call.counters.rows]
-            logger.info(
-                "reused %d of %d prompt tokens, computed %d: %s",
-                sum(row.reused_tokens for row in rows),
-                sum(row.prompt_tokens for row in rows),
-                sum(row.computed_tokens for row in rows),
-                "; ".join(f"row {number}: {row.stopped}" for number, row in enumerate(rows)),
-            )
+            call = self._call.counters.of_call(self._call.peak_kv_bytes)
+            reasons = "; ".join(f"row {number}: {row.stopped}" for number, row in enumerate(call.rows))
+            what = "reused %d of %d prompt tokens, computed %d: %s"
+            logger.info(what, call.reused_tokens, call.prompt_tokens, call.computed_tokens, reasons)
+
+
+@lru_cache(maxsize=256)
+def _root(digest: bytes, salt: bytes, regime: bytes, adapter: str, counted_from: int, first: int) -> bytes:
+    return root_hash(digest, salt, regime, adapter.encode(), f"{counted_from} {first}".encode())
 
 
 def _max_position(arguments: Mapping[str, Any], num_columns: int) -> int:

@@ -126,7 +126,7 @@ def slot_matrix(rows: Sequence[RowLayout], stop: int, block_size: int) -> Tensor
     positions = torch.arange(stop)[None, :] - torch.tensor([[row.pad] for row in rows])
     is_token = positions >= 0
     positions = positions.clamp_(min=0)
-    slots = blocks.gather(1, (positions // block_size).clamp_(max=num_blocks - 1)) * block_size + positions % block_size
+    slots = blocks.gather(1, positions // block_size) * block_size + positions % block_size
     return slots * is_token
 
 

@@ -1,1 +1,1 @@
-"""Is this still the model that computed those blocks, and can we hold its cache? Weights, adapters, rope, support, trials."""
+"""Whether a model is supported, and whether it is still the one that computed the cached blocks."""

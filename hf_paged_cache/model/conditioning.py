@@ -47,8 +47,8 @@ class Conditioning:
     def digest(self) -> bytes:
         """What every row of a forward depends on now.
 
-        Cost: passes over flat lists of modules and tensors (0.7 ms for 272 weights); on an accelerator one
-        synchronisation for each dtype.
+        Cost: passes over flat lists of modules and tensors, 0.9 ms for the 272 weights of SmolLM2 on a CPU; on an
+        accelerator one synchronisation for each dtype.
         """
         self._weights.refresh()
         if self._listing != self._weights.num_listings:

@@ -56,8 +56,7 @@ class WeightFingerprint:
         self._weights: list[_Weight] = []  # what follows is derived from it, for speed
         self._places: list[tuple[Any, str]] = []  # weight number -> owner and key
         self._tensors: list[Tensor] = []  # weight number -> tensor
-        self._with_layout: list[Tensor] = []
-        self._layouts: list[_Layout] = []  # of these
+        self._layouts: list[_Layout | None] = []  # weight number -> layout
         self._samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         self._counted: list[Tensor] = []
         self._bases: list[int] = []  # of these
@@ -107,8 +106,7 @@ class WeightFingerprint:
         self._bases = [base for weight in weights for base in weight.bases]
         self._places = [(weight.owner, weight.key) for weight in weights]
         self._tensors = [weight.tensor for weight in weights]
-        self._with_layout = [weight.tensor for weight in weights if weight.layout is not None]
-        self._layouts = [weight.layout for weight in weights if weight.layout is not None]
+        self._layouts = [weight.layout for weight in weights]
         self._structure = hashlib.sha256("\n".join(names).encode()).digest()
         self._files = sorted(files)
         self._weights = weights
@@ -158,7 +156,7 @@ class WeightFingerprint:
     def _is_as_listed(self) -> bool:
         return (
             all(map(is_, [owner.get(key) for owner, key in self._places], self._tensors))
-            and [(tensor.data_ptr(), tensor.numel(), tensor.stride()) for tensor in self._with_layout] == self._layouts
+            and list(map(_layout, self._tensors)) == self._layouts
             and list(map(type, self.modules)) == self._type_of
             and [module._modules for module in self.modules] == self._children
         )
@@ -180,7 +178,7 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
-    """(mapping, key, tensor) of each parameter and persistent buffer; other buffers are derived or rewritten by forwards."""
+    """(mapping, key, tensor) of each parameter and persistent buffer; other buffers are derived, or scratch of forwards."""
     persistent = {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
     for owner, held in ((module._parameters, module._parameters), (module._buffers, persistent)):
         for name, tensor in held.items():
@@ -232,4 +230,7 @@ def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two tensors on one device have the same values; False where that cannot be said."""
     if one is None or other is None or (one.device, one.dtype) != (other.device, other.dtype):
         return False
-    return torch.equal(one, other)
+    try:
+        return torch.equal(one, other)
+    except NotImplementedError:  # of dtypes that are only stored, such as float4
+        return False

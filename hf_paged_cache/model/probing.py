@@ -1,4 +1,4 @@
-"""What forwards of our own (trials, checks, scores) need: the inputs' device, eval mode, the dtype that they compute in."""
+"""What forwards of our own (trials, checks, scores) need: the device of inputs, eval mode, the dtype in use."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

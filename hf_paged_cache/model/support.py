@@ -44,8 +44,8 @@ def require_layer_adapters(model: Any) -> None:
     for hook in model._forward_pre_hooks.values():
         if (getattr(hook, "__module__", None) or "").startswith("peft."):
             raise UnsupportedModelError(
-                f"PEFT's {type(getattr(hook, '__self__', hook)).__name__} runs something of its own before every forward "
-                "of the model; only adapters that change layers, such as LoRA, are supported"
+                f"PEFT's {type(getattr(hook, '__self__', hook)).__name__} runs something of its own before every "
+                "forward of the model; only adapters that change layers, such as LoRA, are supported"
             )
     preparing = model.__dict__.get("prepare_inputs_for_generation")  # prompt learning puts its own there
     wrapper = getattr(preparing, "__self__", None)
@@ -85,8 +85,8 @@ def require_supported(model: object) -> None:
         raise UnsupportedModelError(f"{name} brings a cache class of its own; transformers gives it no DynamicCache")
     if _attends_in_both_directions(model):
         raise UnsupportedModelError(
-            f"{name} attends in both directions (config.is_decoder is False), so the keys and values of a prefix depend "
-            "on what follows it; load it with is_decoder=True if it is to generate"
+            f"{name} attends in both directions (config.is_decoder is False), so the keys and values of a prefix "
+            "depend on what follows it; load it with is_decoder=True if it is to generate"
         )
     try:
         layers = cache_layers(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from array import array
@@ -17,7 +18,7 @@ from hf_paged_cache.attention.gather import GatherReader
 from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.kv.slot_mapping import ReadSource, RowLayout, SlotMapping
 
-from ..reference import assert_same, batch, row, run
+from ..reference import PROMPT, batch, run, zero_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,7 +89,7 @@ class Bench:
                     new[name][i, :, first - start :] = states_of(row, layer_idx, name, first - row.pad, stop - row.pad)
         return new
 
-    def start(self, rows: list[NaiveRow], *, max_rows: int = 1, max_columns: int | None = None) -> None:
+    def start(self, rows: list[NaiveRow], *, max_rows: int = 1, max_columns: float = math.inf) -> None:
         """Other rows run from here on."""
         self.rows, self.num_columns = rows, 0
         stop = rows[0].pad + len(rows[0].tokens)
@@ -163,7 +164,7 @@ def test_a_forward_reads_what_its_rows_hold_whatever_came_before_it(make_reader:
         if chance.random() < 0.7:
             kept = [row._replace(tokens=row.tokens[: chance.choice([len(row.tokens), 5])]) for row in bench.rows]
             bench.reader.keep(bench.layouts(kept))
-        bench.start(new_rows(), max_rows=chance.randint(1, 6), max_columns=chance.choice([None, 24]))
+        bench.start(new_rows(), max_rows=chance.randint(1, 6), max_columns=chance.choice([math.inf, 24]))
         bench.forward(chance.randint(0, bench.rows[0].pad + len(bench.rows[0].tokens) - 1))
 
     bench.start(new_rows())
@@ -259,15 +260,30 @@ def test_a_contiguous_reader_gathers_nothing_while_rows_go_on() -> None:
     assert bench.num_gathered() == 0
 
 
+@pytest.mark.parametrize("pad", [0, 2])
 @pytest.mark.parametrize("common", [0, 1, 5, 9])
-def test_a_contiguous_reader_gathers_of_the_next_row_only_what_it_has_not_in_common_with_the_last(common: int) -> None:
+def test_a_contiguous_reader_gathers_of_the_next_row_only_what_it_has_not_in_common_with_the_last(
+    common: int, pad: int
+) -> None:
+    bench = Bench(ContiguousReader)
+    bench.start([row_of(9, pad)])
+    bench.forward(0)
+    bench.reader.keep(bench.layouts(bench.rows))
+    bench.start([NaiveRow(b"root", pad, (*range(common), *range(100, 112)))])
+    bench.forward(pad + 11)
+    assert bench.num_gathered() == 11 - common
+
+
+def test_a_contiguous_reader_keeps_nothing_of_rows_that_ran_before_the_last() -> None:
     bench = Bench(ContiguousReader)
     bench.start([row_of(9)])
     bench.forward(0)
     bench.reader.keep(bench.layouts(bench.rows))
-    bench.start([NaiveRow(b"root", 0, (*range(common), *range(100, 112)))])
-    bench.forward(11)
-    assert bench.num_gathered() == 11 - common
+    bench.start([row_of(9, first=50)])
+    bench.forward(0)
+    bench.start([row_of(9)])
+    bench.forward(8)
+    assert bench.num_gathered() == 8
 
 
 @pytest.mark.parametrize("other", [row_of(12, root=b"other"), row_of(11, pad=1)], ids=["root", "padding"])
@@ -363,6 +379,18 @@ def test_a_contiguous_reader_gathers_once_for_all_layers_what_a_column_lacks_and
     assert bench.gathers == []
 
 
+@pytest.mark.parametrize("end", ["pause", "drop"])
+def test_a_gathering_reader_gives_the_memory_of_its_copies_back(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_paged_cache.kv.recycled_memory._MIN_RECYCLED_BYTES", 1)
+    bench = Bench(GatherReader)
+    bench.start([row_of(9)])
+    with torch.no_grad():
+        bench.forward(8)
+    assert bench.reader.num_bytes > 0
+    getattr(bench.reader, end)()
+    assert bench.reader.num_bytes == 0
+
+
 def test_a_gathering_reader_keeps_no_bytes_and_a_contiguous_reader_says_how_many_it_holds() -> None:
     for make_reader, holds in ((GatherReader, False), (ContiguousReader, True)):
         bench = Bench(make_reader)
@@ -433,6 +461,40 @@ def test_what_a_contiguous_reader_gave_with_gradients_is_not_changed_by_the_next
 
 
 @READERS
+def test_a_later_forward_sends_no_gradient_into_states_that_were_copied_before(make_reader: Any) -> None:
+    bench = Bench(make_reader)
+    bench.start([row_of(9)])
+    given = []
+    for start, stop in ((0, 8), (8, 9)):
+        bench.reader.start_forward(lambda: bench.layouts(bench.rows), 1, start, stop)
+        given.append({name: tensor.requires_grad_() for name, tensor in bench.new_states(0, start, stop).items()})
+        got = bench.reader.read(0, given[-1])
+    sum(tensor.sum() for tensor in got.values()).backward()
+    assert all(tensor.grad is None for tensor in given[0].values())
+    assert all(tensor.grad is not None for tensor in given[1].values())
+
+
+@pytest.mark.parametrize(
+    ("make_reader", "gradients"), [(ContiguousReader, True), (GatherReader, True), (GatherReader, False)]
+)
+def test_what_a_first_forward_reads_is_contiguous_as_a_dynamic_cache_leaves_it(
+    make_reader: Any, gradients: bool
+) -> None:
+    bench = Bench(make_reader)
+    bench.start([row_of(9)])
+    bench.reader.start_forward(lambda: bench.layouts(bench.rows), 1, 0, 9)
+    new = {
+        name: states.transpose(1, 2).contiguous().transpose(1, 2) for name, states in bench.new_states(0, 0, 9).items()
+    }
+    with torch.set_grad_enabled(gradients):
+        got = bench.reader.read(0, new)
+    for name, states in new.items():
+        assert not states.is_contiguous()
+        assert got[name].is_contiguous()
+        assert got[name].equal(states)
+
+
+@READERS
 @pytest.mark.parametrize("gradients", [True, False])
 def test_a_reader_gives_the_type_of_what_is_new_whatever_the_pool_holds(make_reader: Any, gradients: bool) -> None:
     bench = Bench(make_reader)  # its pool is float32
@@ -455,9 +517,14 @@ def test_a_model_whose_type_changes_between_calls_computes_what_it_would_without
     cache = PagedPrefixCache(model, attention=attention)
     for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
         model.to(dtype)
-        for tokens in (row((1, 40), (2, 5)), row((1, 40), (3, 5))):
-            assert_same(run(model, **batch(tokens)), run(model, cache, **batch(tokens)))
-        assert cache.last_call.reused_tokens >= 40
+        for tokens in (PROMPT, [*PROMPT[:45], 7, 8]):
+            wanted, got = (run(model, held, **batch(tokens), max_new_tokens=2).logits[0] for held in (None, cache))
+            assert got.dtype == wanted.dtype
+            assert (got - wanted).abs().max() <= 8 * torch.finfo(dtype).eps * wanted.abs().max()
+        assert cache.last_call.reused_tokens >= 45
+    zero_blocks(cache)
+    got = run(model, cache, **batch([*PROMPT[:45], 7, 8])).logits[0]
+    assert (got - wanted).abs().max() > 0.2 * wanted.abs().max()
     cache.check()
 
 

@@ -140,6 +140,8 @@ def test_a_cut_prefix_hit_is_shorter(allocator, cache_sequence, hashes):
     allocator.truncate(allocation, 1)
     assert allocation.num_prefix_blocks == 1
     assert allocator.fork(allocation).num_prefix_blocks == 1
+    longer = allocator.allocate(hashes(range(6)))
+    assert allocator.fork(longer, 2).num_prefix_blocks == 2
 
 
 # Prefix hits.
@@ -155,6 +157,11 @@ def test_a_hit_is_the_longest_known_prefix(allocator, cache_sequence, hashes, nu
     assert len(allocation.block_ids) == num_asked + 1
     assert {allocator.ref_count(block_id) for block_id in allocation.block_ids} == {1}
     assert not set(queue_of(allocator)) & set(allocation.block_ids)
+
+
+def test_a_hit_longer_than_the_blocks_asked_for_is_held_whole(allocator, cache_sequence, hashes):
+    known = cache_sequence(range(6))
+    assert allocator.allocate(hashes(range(6)), num_blocks=2).block_ids == known
 
 
 def test_a_hit_on_a_live_owners_block_is_held_twice(allocator, hashes):  # scenario 23
@@ -315,6 +322,9 @@ def test_no_allocation_comes_to_hold_a_block_twice(allocator, hashes):
     assert allocator.commit_many(allocation, 0, hashes([1, 2]) * 2) == 0
     assert allocation.block_ids == [1, 2]
     assert allocator.block_hash_of(2) is None
+    other = allocator.allocate((), 2)
+    assert allocator.commit_many(other, 0, hashes([1, 2]) * 2) == 1
+    assert other.block_ids == [1, 4]
 
 
 def test_a_digest_of_other_tokens_is_neither_hit_nor_replaced(allocator, cache_sequence, hashes):
@@ -388,6 +398,8 @@ def test_common_computed_blocks_are_the_leading_ones_that_all_hold(allocator, ha
     assert allocator.get_common_computed_block_ids([one, two]) == [1, 2]
     assert allocator.get_common_computed_block_ids([one]) == [1, 2, 3]
     assert allocator.get_common_computed_block_ids([]) == []
+    three = allocator.allocate(hashes(range(2)), 1)
+    assert allocator.get_common_computed_block_ids([one, two, three]) == [1]
     awaiting = allocator.allocate()
     allocator.allocate_immutable(awaiting, hashes([7, 7]))
     assert allocator.get_common_computed_block_ids([awaiting]) == []
@@ -465,6 +477,17 @@ def test_reset_is_refused_while_blocks_are_in_use(allocator, cache_sequence, has
     allocator.reset_prefix_cache()
     assert allocator.match_prefix(hashes(range(4))) == []
     assert queue_of(allocator) == list(range(1, 17))
+
+
+def test_reset_forgets_copies_that_were_not_made(allocator):
+    """Their destinations may by then be written by others."""
+    one = allocator.allocate((), 1)
+    two = allocator.fork(one)
+    allocator.make_writable(two, 0)
+    one.free()
+    two.free()
+    allocator.reset_prefix_cache()
+    assert allocator.pending_copies == ()
 
 
 def test_reset_may_shrink_the_pool(allocator, cache_sequence):

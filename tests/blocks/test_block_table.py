@@ -90,6 +90,21 @@ def test_a_table_is_allocated_once(new_table):
     table.free()
     with pytest.raises(BlockStateError, match="freed"):
         table.allocate([2])
+    with_blocks = new_table()
+    with_blocks.ensure_num_empty_slots(3)
+    for fill in (with_blocks.allocate, with_blocks.hold_prefix):
+        with pytest.raises(BlockStateError, match="not empty"):
+            fill([2])
+
+
+def test_a_prefix_that_is_held_alone_takes_no_fresh_block_and_no_token_more(allocator, new_table):
+    computed = new_table(range(5), commit=True)
+    holder = new_table()
+    assert holder.hold_prefix([0, 1, 2, 3, 9, 9]) == 4
+    assert holder.block_ids == computed.block_ids[:2]
+    assert (list(holder.token_ids), holder.num_committed_blocks, holder.num_cached_tokens) == ([0, 1, 2, 3], 2, 4)
+    assert allocator.num_blocks_in_use == 3
+    assert new_table().hold_prefix([9, 9]) == 0
 
 
 def test_nothing_is_hashed_for_what_is_never_shared(allocator, monkeypatch):  # scenario 28

@@ -47,6 +47,23 @@ def test_a_block_is_not_queued_twice():  # scenario 18
     queue.check()
 
 
+def test_blocks_before_one_that_is_refused_were_put():
+    queue = FreeBlockQueue(8, [1])
+    for put, blocks in ((queue.append_many, [2, 3, 2, 6]), (queue.appendleft_many, [4, 5, 4, 7])):
+        with pytest.raises(BlockStateError, match="queued twice"):
+            put(blocks)
+        queue.check()
+    assert list(queue) == [5, 4, 1, 2, 3]
+
+
+@pytest.mark.parametrize("number", [-1, 4])
+def test_no_more_blocks_come_out_than_there_are_and_no_fewer_than_none(number):
+    queue = FreeBlockQueue(4, [1, 2, 3])
+    with pytest.raises(BlockStateError, match=f"{number} blocks taken from a queue that holds 3"):
+        queue.popleft_many(number)
+    assert len(queue) == 3
+
+
 @pytest.mark.parametrize("stranger", [2, 0, -1, 99])
 def test_a_stranger_is_not_removed(stranger):  # scenario 18
     queue = FreeBlockQueue(4, [1, 3])

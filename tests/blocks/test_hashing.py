@@ -152,6 +152,15 @@ def test_a_chain_that_grows_and_is_cut_hashes_as_one_made_at_once(steps):
         assert len(chain) == len(tokens)
 
 
+def test_a_chain_is_cut_also_while_a_comparison_that_was_interrupted_still_reads_its_tokens():
+    chain = chain_of([1, 2, 3, 4])
+    with memoryview(chain.token_ids):
+        chain.truncate(1)
+        chain.extend([9])
+    assert list(chain.token_ids) == [1, 9]
+    assert list(chain.hashes()) == list(chain_of([1, 9]).hashes())
+
+
 def test_a_copy_is_independent():  # scenario 69, of the chain
     chain = chain_of([1, 2, 3, 4])
     list(chain.hashes())

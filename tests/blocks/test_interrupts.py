@@ -96,7 +96,7 @@ OPERATIONS = {
     "copy a shared block": lambda w: w.allocator.make_writable(w.forked.allocation, 2),
     "copy a block with a hash": lambda w: w.allocator.make_writable(w.awaiting, 0),
     "touch": lambda w: w.allocator.mark_accessed([2]),
-    "grow": lambda w: w.allocator.grow(17),
+    "grow": lambda w: w.allocator.grow(20),
     "forget": lambda w: w.allocator.forget_cached_blocks(),
     "take copies": lambda w: (w.allocator.make_writable(w.forked.allocation, 2), w.allocator.take_copies()),
     "collect": collect,
@@ -167,6 +167,11 @@ def test_an_operation_interrupted_anywhere_has_happened_or_has_not(name):
             assert len(world.lists()) == len(blocks_done)
             assert world.allocator.num_available_blocks == done.allocator.num_available_blocks
             assert world.hits() <= hits_allowed | {block for block_ids in world.lists() for block in block_ids}
+        if name == "grow":
+            operation(world)
+            world.allocator.check()
+            assert world.allocator.num_blocks == 20
+            assert sorted(world.allocator.snapshot()[1]) == sorted(done.allocator.snapshot()[1])
         instruction += 1
     assert instruction > 20
     assert num_undone > 20 or name not in REPEATABLE or blocks_before == blocks_done

@@ -20,6 +20,12 @@ def test_a_collected_allocation_gives_its_blocks_back(allocator):
     assert allocator.snapshot()[1] == list(range(1, 17))
 
 
+def test_allocations_collected_together_all_give_their_blocks_back(allocator):
+    allocations = [allocator.allocate((), 2) for _ in range(3)]
+    allocations.clear()
+    assert allocator.num_blocks_in_use == 0
+
+
 def test_collection_itself_changes_nothing_until_the_next_operation(allocator):
     allocation = allocator.allocate((), 3)
     states = allocator._states

@@ -16,6 +16,7 @@ from hf_paged_cache.kv.slot_mapping import ReadSource, SlotMapping
 
 BLOCK_SIZE = 4
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
+HEADS_AND_SIZES = (("key", 1, 3), ("value", 5, 2))  # as latent attention has them
 
 RUN = [4, 5, 6, 7, 8, 9]
 SCATTERED = [9, 4, 22, 5, 13, 30]
@@ -186,6 +187,7 @@ def test_a_step_is_written_as_any_other_tokens_are(slots: list[int], rng: torch.
         {"key": torch.zeros(1, HEADS, 2, KEY_DIM)},
         {"key": torch.zeros(HEADS, 1, KEY_DIM)},
         {"key": torch.zeros(1, HEADS, 1, KEY_DIM, device="meta")},
+        {"key": torch.zeros(1, HEADS, 1, KEY_DIM, requires_grad=True)},
         {"value": torch.zeros(1, HEADS, 1, VALUE_DIM, requires_grad=True)},
         {"layer_idx": 1},
         {"layer_idx": 2},
@@ -203,6 +205,17 @@ def test_a_step_that_is_not_as_the_layer_was_is_left_to_write(change: dict[str, 
     for name, tensor in pool.gather(0, ReadSource(all_slots(pool))).items():
         assert tensor.equal(before[name])
     assert pool.write_step(**given)
+
+
+@pytest.mark.parametrize("slots", [[9], [9, 4, 22]], ids=["1 row", "3 rows"])
+def test_a_step_is_written_where_keys_and_values_have_other_numbers_of_heads(
+    slots: list[int], rng: torch.Generator
+) -> None:
+    pool = make_pool()
+    pool.write(0, {"key": torch.zeros(1, 1, 1, 3), "value": torch.zeros(1, 5, 1, 2)}, SlotMapping([4]))
+    new = {name: torch.randn(len(slots), heads, 1, size, generator=rng) for name, heads, size in HEADS_AND_SIZES}
+    assert pool.write_step(0, new["key"], new["value"], SlotMapping(slots))
+    assert_holds(pool, 0, slots, new)
 
 
 def test_states_that_require_grad_are_written_without_their_history(rng: torch.Generator) -> None:
@@ -235,7 +248,7 @@ def test_random_writes_of_runs_and_scattered_slots_match_a_plain_list(rng: torch
         pool.write(0, {"key": new}, SlotMapping(slots, None if all_of_them else sources))
         for slot, source in zip(slots, sources, strict=True):
             expected[slot] = new[source // num_tokens, :, source % num_tokens]
-    assert pool.gather(0, ReadSource(all_slots(pool)))["key"][0].equal(torch.stack(expected, dim=1))
+        assert pool.gather(0, ReadSource(all_slots(pool)))["key"][0].equal(torch.stack(expected, dim=1))
 
 
 # Copies
@@ -247,8 +260,9 @@ def test_blocks_are_copied_whole_in_all_layers_in_the_order_given(rng: torch.Gen
         pool.write(layer_idx, states(rng, 1, 8), SlotMapping(range(4, 12)))
     before = {layer_idx: pool.gather(layer_idx, ReadSource(torch.arange(4, 8)[None])) for layer_idx in (0, 1)}
     pool.copy_blocks([(1, 5), (5, 2)])
+    pool.copy_blocks([(2, 3), (1, 3)])
     for layer_idx in (0, 1):
-        for start in (4, 20, 8):  # the source, and both destinations
+        for start in (4, 20, 8, 12):  # the source, and all destinations
             found = pool.gather(layer_idx, ReadSource(torch.arange(start, start + BLOCK_SIZE)[None]))
             assert all(found[name].equal(before[layer_idx][name]) for name in ("key", "value"))
 
@@ -371,12 +385,14 @@ def test_on_a_host_only_blocks_that_were_used_count_as_held() -> None:
 def test_clearing_gives_the_memory_back_and_forgets_the_shapes(rng: torch.Generator) -> None:
     pool = make_pool()
     pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
+    pool.write(0, states(rng, 1, 1), SlotMapping([7 * BLOCK_SIZE]))
     pool.clear()
     assert (pool.capacity, pool.pool_bytes, pool.bytes_per_block, pool.layer_indices) == (0, 0, 0, [])
     pool.ensure_capacity(8)
     other = {"key": torch.randn(1, 9, 6, 1, generator=rng)}
     pool.write(0, other, SlotMapping(RUN))
     assert_holds(pool, 0, RUN, other)
+    assert pool.pool_bytes == 3 * pool.bytes_per_block  # of the blocks written since, with the null block
 
 
 def test_a_pool_on_a_host_grows_in_large_steps_and_one_on_an_accelerator_in_small_ones() -> None:
@@ -384,6 +400,8 @@ def test_a_pool_on_a_host_grows_in_large_steps_and_one_on_an_accelerator_in_smal
     assert pool.growth() > 2
     pool.write(0, {"key": torch.ones(1, 1, 4, 1, device="meta")}, SlotMapping([4, 5, 6, 7]))  # stands for one
     assert pool.growth() == 2
+    memory = RecycledMemory()  # of the host
+    assert pool.gather(0, ReadSource(torch.tensor([[4]])), memory=memory)["key"].device.type == "meta"
     assert pool.devices() == {torch.device("meta")}
 
 

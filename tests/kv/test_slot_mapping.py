@@ -118,3 +118,5 @@ def test_the_slot_of_each_column_is_that_of_its_token_and_padding_reads_the_null
 def test_a_row_of_padding_alone_has_only_null_slots() -> None:
     rows = [RowLayout(b"", 0, array("q"), [7]), RowLayout(b"", 3, array("q"), [])]
     assert slot_matrix(rows, 3, BLOCK_SIZE).tolist() == [[28, 29, 30], [0, 0, 0]]
+    rows = [RowLayout(b"", 3, array("q"), []), RowLayout(b"", 4, array("q"), [])]  # a first chunk of padding alone
+    assert slot_matrix(rows, 2, BLOCK_SIZE).tolist() == [[0, 0], [0, 0]]

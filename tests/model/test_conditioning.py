@@ -199,6 +199,8 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
     "setting of the config": lambda model: setattr(model.config, "sliding_window", 8),
     "fewer layers by the config": lambda model: setattr(model.config, "num_hidden_layers", 1),
     "attention implementation": lambda model: model.set_attn_implementation("eager"),
+    "rotary frequencies": lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
+    "scale of rotary embeddings": lambda model: setattr(model.model.rotary_emb, "attention_scaling", 1.5),
 }
 
 
@@ -278,6 +280,15 @@ def test_what_torch_does_not_count_is_seen_in_eight_values_alone(tiny_llama: Mod
     assert changed != before
     weight.detach().numpy()[:] *= 2
     assert conditioning.digest() not in (before, changed)
+
+
+def test_weights_of_a_dtype_that_cannot_be_compared_count_as_changed_when_they_move(tiny_llama: Model) -> None:
+    packed = torch.zeros((8, 8), dtype=torch.uint8)
+    tiny_llama.packed = nn.Parameter(packed.view(torch.float4_e2m1fn_x2), requires_grad=False)
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    tiny_llama.packed.data = packed.clone().view(torch.float4_e2m1fn_x2)
+    assert conditioning.digest() != before
 
 
 def test_a_step_on_other_weights_changes_no_digest_and_one_on_these_does(tiny_llama: Model) -> None:
@@ -542,6 +553,22 @@ def test_settings_of_outputs_change_no_digest(tiny_llama: Model) -> None:
     assert conditioning.digest() == before
 
 
+def test_settings_of_the_text_inside_a_config_are_read(tiny_llama: Model) -> None:
+    text = copy.deepcopy(tiny_llama.config)
+    tiny_llama.config.get_text_config = lambda decoder=False: text
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    text.sliding_window = 8
+    assert conditioning.digest() != before
+
+
+def test_after_a_suspicion_the_digest_is_another(tiny_llama: Model) -> None:
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    conditioning.suspect()
+    assert conditioning.digest() != before
+
+
 def test_a_hook_of_all_modules_changes_the_digest_as_long_as_it_is_there(tiny_llama: Model) -> None:
     conditioning = Conditioning(tiny_llama)
     before = conditioning.digest()
@@ -571,7 +598,8 @@ def test_a_listing_that_was_interrupted_is_made_again(tiny_llama: Model, monkeyp
             patch.setattr(fingerprint, "_weights_of", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 conditioning.digest()
-        before = conditioning.digest()
-        with torch.no_grad():
-            tiny_llama.lm_head.weight.add_(0.5)  # the last of the list
-        assert conditioning.digest() != before
+        for weight in (tiny_llama.model.layers[0].mlp.up_proj.weight, tiny_llama.lm_head.weight):  # new, and the last
+            before = conditioning.digest()
+            with torch.no_grad():
+                weight.add_(0.5)
+            assert conditioning.digest() != before

@@ -51,6 +51,19 @@ def test_a_model_that_is_wrong_behind_a_past_in_padded_rows_alone_is_seen(tiny_l
     assert "differ in a row with padding by" in why_it_fails(tiny_llama).reason
 
 
+@pytest.mark.parametrize(("num_columns", "is_seen"), [(3, False), (5, True)])
+def test_a_few_columns_may_differ_as_where_rounding_sends_a_token_to_another_expert(
+    tiny_llama: Any, num_columns: int, is_seen: bool
+) -> None:
+    def differ(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        cache = kwargs.get("past_key_values")
+        if cache is not None and cache.get_seq_length() == NUM_COLUMNS:
+            output.logits[:, :num_columns] += output.logits.abs().max()
+
+    tiny_llama.register_forward_hook(differ, with_kwargs=True)
+    assert bool(why_it_fails(tiny_llama).reason) == is_seen
+
+
 def test_a_cache_with_other_columns_than_the_tokens_is_seen(tiny_llama: Any) -> None:
     def repeat_tokens(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if kwargs.get("past_key_values") is not None:

@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, check_model
 
-from ..reference import assert_same, batch, is_same, row, run, zero_blocks
+from ..reference import IDS, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build
 
-IDS = torch.tensor([row((1, 50))])
 CPU = torch.device("cpu")
 DEVICE_MAP = {
     "model.embed_tokens": "cpu",

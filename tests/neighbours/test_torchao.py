@@ -19,10 +19,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, To
 
 from hf_paged_cache import PagedPrefixCache, check_model
 
-from ..reference import assert_same, batch, is_same, row, run, zero_blocks
+from ..reference import IDS, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build
 
-IDS = torch.tensor([row((1, 50))])
 WEIGHT_ONLY: dict[str, Callable[[], Any]] = {
     "int8": Int8WeightOnlyConfig,
     "intx": IntxWeightOnlyConfig,

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_paged_cache import ForwardMismatchError, OutOfBlocksError, PagedPrefixCache, PrefixStore
 
 from ..internals import FAULT_POINTS, LAYER_WRITE
-from ..reference import assert_same, batch, row, run
+from ..reference import AtStep, assert_same, batch, row, run
 from ..tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -132,20 +132,6 @@ def test_a_fault_in_a_layer_of_a_plain_forward_takes_that_forward_back(
     assert_sound(cache)
 
 
-class FailingProcessor(LogitsProcessor):
-    """Raises at one step."""
-
-    def __init__(self, step: int, error: BaseException) -> None:
-        self.step = step
-        self.error = error
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.step -= 1
-        if self.step == 0:
-            raise self.error
-        return scores
-
-
 class FailingStreamer:
     """Raises when it is given something for the `step`th time."""
 
@@ -166,10 +152,12 @@ class FailingStreamer:
 @pytest.mark.parametrize("step", [1, 2, 6])
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 5}])
 def test_a_fault_in_a_logits_processor(way: dict[str, Any], step: int, attention: str) -> None:
+    def boom() -> None:
+        raise BoomError
+
     cache = new_cache(attention)
-    processors = LogitsProcessorList([FailingProcessor(step, BoomError())])
     with pytest.raises(BoomError):
-        run(tiny("llama"), cache, **batch(PROMPT), **way, logits_processor=processors, max_new_tokens=12)
+        run(tiny("llama"), cache, **batch(PROMPT), **way, logits_processor=[AtStep(step, boom)], max_new_tokens=12)
     assert_sound(cache)
 
 

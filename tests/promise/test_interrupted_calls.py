@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, TextIteratorStreamer
+from transformers import TextIteratorStreamer
 
 import hf_paged_cache
 from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
@@ -29,7 +29,7 @@ from ..internals import (
     num_reserved_blocks,
     owner_of,
 )
-from ..reference import Forwards, assert_same, batch, row, run
+from ..reference import AtStep, Forwards, assert_same, batch, row, run
 from ..tiny_models import build, tiny
 
 OURS = str(Path(hf_paged_cache.__file__).parent)
@@ -276,18 +276,6 @@ def test_what_a_user_does_between_calls_may_be_interrupted(deed: str, references
 # Calls that are never finished.
 
 
-class Interruption(LogitsProcessor):
-    def __init__(self, at: int, act: Callable[[], Any]) -> None:
-        self.countdown = at
-        self.act = act
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.countdown -= 1
-        if self.countdown == 0:
-            self.act()
-        return scores
-
-
 class StopError(Exception):
     pass
 
@@ -373,9 +361,9 @@ def test_a_cache_collected_in_or_after_a_failed_call_leaves_nothing_behind(
         held = weakref.ref(cache)
         if how == "exception":
             with pytest.raises(StopError):
-                run(model, cache, max_new_tokens=4, logits_processor=[Interruption(2, stop)], **CALLS["beams"])
+                run(model, cache, max_new_tokens=4, logits_processor=[AtStep(2, stop)], **CALLS["beams"])
         else:
-            run(model, cache, max_new_tokens=4, logits_processor=[Interruption(2, gc.collect)], **CALLS["beams"])
+            run(model, cache, max_new_tokens=4, logits_processor=[AtStep(2, gc.collect)], **CALLS["beams"])
         return held
 
     for _ in range(4):

@@ -6,7 +6,7 @@ A NaN survives masking: attention multiplies it by zero, which gives NaN. So one
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,19 +18,17 @@ from ..reference import batch, is_same, row, run
 from ..tiny_models import build, tiny
 from .test_generate_equivalence import SCENES, Player
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Poison a layer before each of its writes; yields the numbers of slots."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Poison a layer before each of its writes; gets the numbers of slots."""
     counts: list[int] = []
-
     before_each_write(
         monkeypatch, lambda blocks, layer_idx: counts.append(spoil_unwritten_slots(blocks, layer_idx, torch.nan))
     )
-    yield counts
-    torch.set_num_threads(threads)
+    return counts
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])

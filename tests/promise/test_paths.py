@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor, PreTrainedModel, TextIteratorStreamer
+from transformers import DynamicCache, PreTrainedModel, TextIteratorStreamer
 
 from hf_paged_cache import (
     CacheArgumentError,
@@ -25,7 +25,7 @@ from hf_paged_cache import (
 )
 
 from ..internals import lock_of, num_blocks_in_use
-from ..reference import IDS, PROMPT, TOLERANCE, Forwards, assert_same, batch, row, run
+from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_same, batch, row, run
 from ..tiny_models import build, without_logits_to_keep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,19 +39,6 @@ def whole(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Logits of all tokens without any cache."""
     with torch.no_grad():
         return model(ids, use_cache=False).logits
-
-
-class Calling(LogitsProcessor):
-    """Calls something in the middle of `generate`, once."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.call: Callable[[], Any] | None = call
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.call is not None and input_ids.shape[1] > 51:
-            call, self.call = self.call, None
-            call()
-        return scores
 
 
 # Going on.
@@ -114,7 +101,7 @@ def test_a_nested_generate_on_the_same_cache_is_refused_and_the_first_call_stays
         refusals.append(error.value)
 
     reference = run(model, input_ids=IDS)
-    assert_same(reference, run(model, cache, input_ids=IDS, logits_processor=[Calling(nested)]))
+    assert_same(reference, run(model, cache, input_ids=IDS, logits_processor=[AtStep(2, nested)]))
     assert len(refusals) == 1
     cache.check()
     assert_same(run(model, input_ids=other), run(model, cache, input_ids=other))
@@ -123,7 +110,7 @@ def test_a_nested_generate_on_the_same_cache_is_refused_and_the_first_call_stays
 def test_a_nested_generate_on_another_cache_of_the_store_works(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
     other = torch.tensor([row((1, 40), (9, 3))])
     outputs: list[Any] = []
-    nested = Calling(lambda: outputs.append(run(model, PagedPrefixCache(cache.store), input_ids=other)))
+    nested = AtStep(2, lambda: outputs.append(run(model, PagedPrefixCache(cache.store), input_ids=other)))
     assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS, logits_processor=[nested]))
     assert_same(run(model, input_ids=other), outputs[0])
 
@@ -145,7 +132,7 @@ def test_a_generate_in_another_thread_is_refused_and_the_first_call_stays_right(
         thread.join(timeout=300)
 
     reference = run(model, input_ids=IDS)
-    assert_same(reference, run(model, cache, input_ids=IDS, logits_processor=[Calling(in_thread)]))
+    assert_same(reference, run(model, cache, input_ids=IDS, logits_processor=[AtStep(2, in_thread)]))
     assert [type(error) for error in errors] == [CacheBusyError]
     cache.check()
 
@@ -167,7 +154,7 @@ def test_a_plain_forward_in_another_thread_is_refused_while_generate_runs(
         thread.join(timeout=300)
 
     reference = run(model, input_ids=IDS)
-    assert_same(reference, run(model, cache, input_ids=IDS, logits_processor=[Calling(in_thread)]))
+    assert_same(reference, run(model, cache, input_ids=IDS, logits_processor=[AtStep(2, in_thread)]))
     assert [type(error) for error in errors] == [CacheBusyError]
 
 
