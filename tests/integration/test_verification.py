@@ -78,23 +78,28 @@ def test_each_block_of_a_hit_has_its_turn(number: int, model: PreTrainedModel) -
     cache.check()
 
 
-@pytest.mark.parametrize(
-    ("name", "inputs"),
-    [
-        ("llama", batch(row((1, 9)), row((2, 50)))),
-        ("llama", batch(row((1, 20)), row((2, 50)))),
-        ("bloom", batch(row((1, 20)), row((2, 50)))),
-    ],
-)
-def test_the_look_is_at_the_first_row_that_hits_and_that_it_can_compute(name: str, inputs: dict[str, Any]) -> None:
-    """One of bloom's padded rows would be computed without its padding, and so at other columns."""
-    model = build(name)
+@pytest.mark.parametrize("num_tokens", [9, 20])
+def test_the_look_is_at_the_first_row_that_hits(num_tokens: int, model: PreTrainedModel) -> None:
+    inputs = batch(row((1, num_tokens)), row((2, 50)))
     store = PrefixStore(model)
     run(model, PagedPrefixCache(store), **inputs)
     cache = PagedPrefixCache(store, verify=True)
-    shapes = forwards(model, cache, **inputs)
+    spoil_block(cache, 0 if num_tokens == 20 else 1)  # a row takes its blocks after those of the row before it
+    assert_same(run(model, **inputs), run(model, cache, **inputs))
+    assert [counted.matched_tokens for counted in cache.last_call.rows] == [0, 0]
+
+
+def test_where_columns_are_numbered_the_look_is_at_a_row_without_padding() -> None:
+    """Alone, the other one would be computed at other columns."""
+    model, inputs = build("bloom"), batch(row((1, 20)), row((2, 50)))
+    store = PrefixStore(model)
+    run(model, PagedPrefixCache(store), **inputs)
+    cache = PagedPrefixCache(store, verify=True)
+    spoil_block(cache, 0)  # of the padded row: not seen
+    with Forwards(model) as shapes:
+        run(model, cache, **inputs)
     assert shapes[0] == LOOK
-    assert cache.last_call.rows[1].matched_tokens == 48
+    assert [counted.matched_tokens for counted in cache.last_call.rows] == [16, 48]
 
 
 def test_frequencies_that_depend_on_length_are_not_looked_at() -> None:
