@@ -94,9 +94,10 @@ class Session:
             failed = False
         finally:
             if bracket in call.brackets:
+                call.brackets.close(bracket)  # first: however the rest is interrupted, no call runs any more
                 with self._store.lock:
                     self._digest, self._in_step = b"", False
-                    call.end(bracket, failed=failed)
+                    call.end(failed=failed)
                 self._log()
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
