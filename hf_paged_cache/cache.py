@@ -99,9 +99,8 @@ class PagedPrefixCache(Cache):
         self.call = Call(blocks, _READERS[attention](blocks.pool))
         sibling = partial(PagedPrefixCache, self.store, cache_salt=self.cache_salt, attention="gather")
         side = SideForwards(self.store.model, reader, sibling)
-        parts = (blocks, conditioning, side)
-        verifier = Verifier(*parts, takes_positions=reader.takes_positions) if verify else None
-        shared_prefixes = SharedPrefixes(*parts, takes_positions=reader.takes_positions)
+        verifier = Verifier(blocks, conditioning, side) if verify else None
+        shared_prefixes = SharedPrefixes(blocks, conditioning, side)
         self._session = session = Session(self.call, conditioning, reader, self.cache_salt, shared_prefixes, verifier)
         self.generating, self.before_forward = session.generating, session.before_forward  # what the hooks ask
         self.after_forward, self.read_layer = session.after_forward, self.call.read_layer

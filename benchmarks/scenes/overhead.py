@@ -66,11 +66,11 @@ def bookkeeping(bench: Bench, repeat: Repeat) -> Lines:
     ways = {f"{num_rows} rows": Timing.of(of) for num_rows, of in samples.items()}
     yield (
         "bookkeeping: 1 row",
-        _number("hooks, slots and commits of a step", samples[1], ways, bench.bar(150.0)),
+        _number("hooks, slots and commits of a step", samples[1], ways, bench.bar(60.0)),
     )
     growth = [(many - one) / (rows[-1] - 1) for one, many in zip(samples[1], samples[rows[-1]], strict=True)]
     what = f"what a step takes more for each further row, from 1 to {rows[-1]}"
-    yield "bookkeeping: a further row", _number(what, growth, ways, bench.bar(5.0))
+    yield "bookkeeping: a further row", _number(what, growth, ways, bench.bar(3.0))
 
 
 def turned_rows(rows: Sequence[int], number: int) -> list[int]:

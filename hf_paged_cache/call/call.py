@@ -313,7 +313,7 @@ class Call:
             self._num_columns_before = min(self._num_columns_before, kept)
             renew_reservation(self.store, self, rows, self.limits, kept)
 
-    def end(self, bracket: Bracket | None = None, *, failed: bool = False) -> None:
+    def end(self, *, failed: bool = False) -> None:
         """`generate` is left: full blocks are committed; the rows stay, can go on, and can be matched.
 
         Args:
@@ -328,8 +328,6 @@ class Call:
             self.rows.commit()
             if self.rows.alias:
                 self.state = CallState.ENDED
-            if bracket is not None:
-                self.brackets.close(bracket)
             self.limits, self._may_step = UNLIMITED, False
             self.store.reserve(self, 0)
             self.reader.pause()

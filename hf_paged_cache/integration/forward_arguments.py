@@ -19,8 +19,8 @@ from ..errors import CacheArgumentError
 
 # Read here, or without influence on keys and values. Any other argument that is no plain number, flag or name makes
 # the forward one without reuse.
-_READ = frozenset(
-    {
+_READ = frozenset(  # the tokenizers: `generate` passes on what it was given for stop strings
+    [
         "input_ids",
         "inputs_embeds",
         "attention_mask",
@@ -31,9 +31,9 @@ _READ = frozenset(
         "labels",
         "use_cache",
         "return_dict",
-        "tokenizer",  # `generate` passes on what it was given for stop strings
+        "tokenizer",
         "assistant_tokenizer",
-    }
+    ]
 )
 _OUTPUT_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
@@ -97,9 +97,8 @@ class ArgumentReader:
         pads = mask.pads
         if bypass is not None:
             pads = [row.pad for row in running] or [0] * num_rows
-        firsts, why = self._read_positions(
-            arguments.get("position_ids"), running, pads, before, num_new, is_bypassed=bypass is not None
-        )
+        positions = arguments.get("position_ids")
+        firsts, why = self._read_positions(positions, rows, pads, num_new, is_bypassed=bypass is not None)
         bypass = bypass or why
         all_outputs = _other_outputs(arguments, self._config)
         keep_columns, num_needed = all_outputs, 1
@@ -123,18 +122,17 @@ class ArgumentReader:
 
         None for anything unusual; then `read` says what it is.
         """
-        ids, mask, positions = (
-            arguments.get("input_ids"),
-            arguments.get("attention_mask"),
-            arguments.get("position_ids"),
-        )
+        ids, mask, positions = map(arguments.get, ("input_ids", "attention_mask", "position_ids"))
         running = rows.distinct
         if not isinstance(ids, Tensor) or ids.shape != (len(running), 1):
             return None
-        if mask is not None and (
-            not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != rows.num_columns + 1
-        ):
-            return None
+        num_columns = rows.num_columns + 1
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != num_columns:
+                return None
+            num_tokens = num_columns * len(running) - sum(row.pad for row in running)
+            if int(mask.count_nonzero()) != num_tokens:  # somebody hides tokens
+                return None
         if arguments.get("inputs_embeds") is not None or _unread(arguments) is not None:
             return None
         if any(arguments.get(name) is not None for name in self._cross_inputs):
@@ -150,16 +148,10 @@ class ArgumentReader:
         return list(chain.from_iterable(ids.tolist()))
 
     def _read_positions(
-        self,
-        positions: Any,
-        running: Sequence[Row],
-        pads: Sequence[int],
-        before: int,
-        num_new: int,
-        *,
-        is_bypassed: bool,
+        self, positions: Any, rows: Rows, pads: Sequence[int], num_new: int, *, is_bypassed: bool
     ) -> tuple[list[int], str | None]:
         """The position of each row's first token, and why they do not simply count on."""
+        running, before = rows.in_batch(), rows.num_columns
         expected = [row.first_position for row in running] or [0] * len(pads)
         if not self.takes_positions:
             return expected, None

@@ -18,25 +18,16 @@ from .generate_arguments import GenerateArguments, read_generate
 
 
 class AttachedCache(Protocol):
-    """What the hooks ask of a cache."""
+    """What the hooks ask of a cache; `PagedPrefixCache` says what each does."""
 
     is_paged_prefix_cache: bool
 
     @property
-    def is_generating(self) -> bool:
-        """Whether a `generate` runs on it."""
-
-    def generating(self, model: nn.Module, given: GenerateArguments) -> AbstractContextManager[None]:
-        """The span of one `generate`."""
-
-    def sibling(self) -> "AttachedCache":
-        """Another cache on the same store, under the same conditions."""
-
-    def before_forward(self, model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A forward is about to run; the arguments that it is to run with."""
-
-    def after_forward(self, output: Any) -> Any:
-        """The forward has returned `output`; what its caller is to get."""
+    def is_generating(self) -> bool: ...
+    def generating(self, model: nn.Module, given: GenerateArguments) -> AbstractContextManager[None]: ...
+    def sibling(self) -> "AttachedCache": ...
+    def before_forward(self, model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]: ...
+    def after_forward(self, output: Any) -> Any: ...
 
 
 class GenerateBracket:
@@ -144,23 +135,19 @@ def is_attached(model: nn.Module) -> bool:
     return isinstance(model.__dict__.get("generate"), GenerateBracket)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook: schedule the forward on the cache it brings, and pass on what is to run."""
     arguments = _by_name(model, args, kwargs) if args else kwargs
     cache = _paged(arguments)
-    if cache is None:
-        return None
-    return (), cache.before_forward(model, arguments)
+    return None if cache is None else ((), cache.before_forward(model, arguments))
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook: confirm the forward, and give its caller a row for each it passed."""
     cache = _paged(kwargs)
-    if cache is None:
-        return None
-    return cache.after_forward(output)
+    return None if cache is None else cache.after_forward(output)
 
 
 def _paged(arguments: Mapping[str, Any]) -> AttachedCache | None:

@@ -12,25 +12,16 @@ from ..errors import CacheArgumentError
 
 
 class LayeredCache(Protocol):
-    """What a layer asks of its cache."""
+    """What a layer asks of its cache; `PagedPrefixCache` says what each does."""
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the running rows."""
-
-    def holds_layer(self, layer_idx: int) -> bool:
-        """Whether there are rows, and states of them in this layer."""
-
-    def write_layer(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Store new states by name, [R, H, T, D], and return those of all columns."""
-
-    def read_layer(self, layer_idx: int) -> dict[str, Tensor]:
-        """States of all columns by name: a copy; empty without rows."""
-
-    def reset(self) -> None:
-        """Drop the rows."""
+    def get_seq_length(self, layer_idx: int = 0) -> int: ...
+    def holds_layer(self, layer_idx: int) -> bool: ...
+    def write_layer(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    def read_layer(self, layer_idx: int) -> dict[str, Tensor]: ...
+    def reset(self) -> None: ...
 
 
-class PagedLayer(CacheLayerMixin):
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
     """One layer of a `PagedPrefixCache`, as transformers sees it. Holds nothing: the pool does.
 
     A sliding window is held whole, as `is_sliding = False` says; the model's mask hides what is outside.
@@ -108,11 +99,12 @@ class PagedLayer(CacheLayerMixin):
     def _write(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
         """Store new states and return those of all columns."""
         if torch.compiler.is_compiling():
-            return _write_outside_graphs(self._cache, self._layer_idx, states)
+            written: dict[str, Tensor] = _write_outside_graphs(self._cache, self._layer_idx, states)
+            return written
         return self._cache.write_layer(self._layer_idx, states)
 
 
-class PagedIndexedLayer(PagedLayer):
+class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
     """A layer of sparse attention that chooses its keys by an index: it writes a third tensor, or another layer's is used."""
 
     @property
@@ -126,7 +118,7 @@ class PagedIndexedLayer(PagedLayer):
         return self._write({"indexer_key": indexer_key_states.unsqueeze(1)})["indexer_key"].squeeze(1)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _write_outside_graphs(cache: LayeredCache, layer_idx: int, states: dict[str, Tensor]) -> dict[str, Tensor]:
     """What a compiled forward calls: blocks and locks are nothing to trace. Decorated, it would cost every other one."""
     return cache.write_layer(layer_idx, states)

@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,7 +31,6 @@ from .verification import Verifier
 
 logger = logging.getLogger("hf_paged_cache")
 
-_MAX_ROOTS = 256  # roots remembered, so that few are hashed again
 _GRADIENTS = "gradients are on and flow through every token (run the forward in torch.no_grad() where none are needed)"
 _ANOTHER_CACHE = "use another cache on the same store for this one: PagedPrefixCache(cache.store)"
 
@@ -67,7 +68,6 @@ class Session:
         self._digest = b""  # of the model; read once a `generate`, or at every forward without one
         self._bypass: str | None = None
         self._adapters: list[str] | None = None
-        self._roots: dict[tuple[Any, ...], bytes] = {}
         self._has_warned = False
 
     @property
@@ -94,9 +94,10 @@ class Session:
             failed = False
         finally:
             if bracket in call.brackets:
+                call.brackets.close(bracket)  # first: however the rest is interrupted, no call runs any more
                 with self._store.lock:
                     self._digest, self._in_step = b"", False
-                    call.end(bracket, failed=failed)
+                    call.end(failed=failed)
                 self._log()
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -113,8 +114,8 @@ class Session:
                 return arguments
         if not self._digest or not self.is_open:
             self._read_conditions()
-        before, previous = call.rows.num_columns, call.previous.distinct
-        num_previous = previous[0].table.num_tokens if len(previous) == 1 else 0
+        before = call.rows.num_columns
+        previous = [(row.root, row.table.num_tokens) for row in call.previous.distinct]
         request = self._reader.read(arguments, call.rows, in_generate=self.is_open, records_drafts=self.records_drafts)
         if self._adapters is not None:
             many = f"{len(self._adapters)} adapter names were given for {len(request.rows)} rows; pass one for each row"
@@ -131,7 +132,7 @@ class Session:
                 self._read_conditions()
                 request = self._with_roots(request, arguments, before)
         forward = self._schedule(request, arguments)
-        self._warn_of_a_lone_turn(request, num_previous)
+        self._warn_of_a_lone_turn(request, previous)
         if forward.start == before and forward.copies is None:
             return arguments
         return for_scheduled(arguments, forward, before)
@@ -156,7 +157,7 @@ class Session:
             if any(call.is_running for call in self._store.holders()):
                 raise CacheBusyError("rotary frequencies of this model depend on length; wait until no call is running")
             regime = conditioning.rope.peek(max(0, num_tokens - 1))
-        return self._root(digest, 0, 0, regime, "")
+        return _root(digest, self._salt, regime, "", 0, 0)
 
     def _schedule(self, request: ForwardRequest, arguments: Mapping[str, Any]) -> ScheduledForward:
         """Prepare the rows, compute what they share, and take their blocks. No lock is held while a model runs."""
@@ -200,19 +201,9 @@ class Session:
                 0 if self._reader.takes_positions else row.pad
             )  # without positions, a model numbers its columns
             adapter = adapters[number] if number < len(adapters) else ""
-            root = self._root(self._digest, counted_from, row.first_position, regime, adapter)
+            root = _root(self._digest, self._salt, regime, adapter, counted_from, row.first_position)
             rows.append(row._replace(root=root))
         return replace(request, rows=tuple(rows))
-
-    def _root(self, digest: bytes, counted_from: int, first: int, regime: bytes, adapter: str) -> bytes:
-        key = (digest, counted_from, first, regime, adapter)
-        root = self._roots.get(key)
-        if root is None:
-            if len(self._roots) >= _MAX_ROOTS:
-                self._roots.clear()
-            root = root_hash(digest, self._salt, regime, adapter.encode(), f"{counted_from} {first}".encode())
-            self._roots[key] = root
-        return root
 
     def _require_may_begin(self, model: Any, given: GenerateArguments) -> None:
         self._require_model(model)
@@ -231,7 +222,7 @@ class Session:
     def why_unscheduled(self, layer_idx: int) -> PagedCacheError:
         """The error of a layer that writes although no forward is scheduled, by the modules that run now."""
         model, running = self._conditioning.model, None
-        frame = sys._getframe()
+        frame: FrameType | None = sys._getframe()
         while frame is not None:
             if isinstance(owner := frame.f_locals.get("self"), nn.Module):
                 running = owner  # in the end the outermost
@@ -272,30 +263,32 @@ class Session:
                 "among them)"
             )
 
-    def _warn_of_a_lone_turn(self, request: ForwardRequest, num_previous: int) -> None:
+    def _warn_of_a_lone_turn(self, request: ForwardRequest, previous: list[tuple[bytes, int]]) -> None:
         """Once: a prompt that is shorter than the row before it and starts otherwise may be a chat's new turn alone."""
-        if self._has_warned or not num_previous or len(request.rows) > 1 or request.bypass or not self.is_open:
+        if self._has_warned or len(previous) != 1 or len(request.rows) > 1 or request.bypass or not self.is_open:
             return
-        (row,), size = self._call.rows.distinct, self._store.block_size
-        if row.num_known < size and row.num_confirmed == 0 and len(request.rows[0].token_ids) < num_previous:
+        (row,), (new,), (root, num_previous) = self._call.rows.distinct, request.rows, previous[0]
+        is_new = row.num_known < self._store.block_size and row.num_confirmed == 0
+        if is_new and new.root == root and len(new.token_ids) < num_previous:
             self._has_warned = True
             warnings.warn(
-                f"PagedPrefixCache: this prompt of {len(request.rows[0].token_ids)} tokens shares less than a block with "
-                f"the {num_previous} tokens that the cache holds of the last call, so it is computed as a new prompt. If it "
-                "is the new turn of a chat, pass the whole conversation; what is known of it is not computed again",
+                f"PagedPrefixCache: this prompt of {len(new.token_ids)} tokens shares less than a block with the "
+                f"{num_previous} tokens that the cache holds of the last call, so it is computed as a new prompt. If it is "
+                "the new turn of a chat, pass the whole conversation; what is known of it is not computed again",
                 stacklevel=2,
             )
 
     def _log(self) -> None:
         if logger.isEnabledFor(logging.INFO):
-            rows = [row.frozen() for row in self._call.counters.rows]
-            logger.info(
-                "reused %d of %d prompt tokens, computed %d: %s",
-                sum(row.reused_tokens for row in rows),
-                sum(row.prompt_tokens for row in rows),
-                sum(row.computed_tokens for row in rows),
-                "; ".join(f"row {number}: {row.stopped}" for number, row in enumerate(rows)),
-            )
+            call = self._call.counters.of_call(self._call.peak_kv_bytes)
+            reasons = "; ".join(f"row {number}: {row.stopped}" for number, row in enumerate(call.rows))
+            what = "reused %d of %d prompt tokens, computed %d: %s"
+            logger.info(what, call.reused_tokens, call.prompt_tokens, call.computed_tokens, reasons)
+
+
+@lru_cache(maxsize=256)
+def _root(digest: bytes, salt: bytes, regime: bytes, adapter: str, counted_from: int, first: int) -> bytes:
+    return root_hash(digest, salt, regime, adapter.encode(), f"{counted_from} {first}".encode())
 
 
 def _max_position(arguments: Mapping[str, Any], num_columns: int) -> int:

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-
 from ..blocks import BlockTable
 from ..blocks.tokens import TokenIds
 from ..call.call import Call
@@ -36,16 +34,12 @@ class SharedPrefixes:
         blocks: where they are stored.
         conditioning: the model, and whether rows of other lengths may share.
         side: runs their forwards.
-        takes_positions: the model's forward has `position_ids`; without, it numbers its columns.
     """
 
-    def __init__(
-        self, blocks: BlockStore, conditioning: Conditioning, side: SideForwards, *, takes_positions: bool
-    ) -> None:
+    def __init__(self, blocks: BlockStore, conditioning: Conditioning, side: SideForwards) -> None:
         self._blocks = blocks
         self._conditioning = conditioning
         self._side = side
-        self._takes_positions = takes_positions
 
     def plan(self, request: ForwardRequest, call: Call, *, in_step: bool) -> SharedPrefixPlan:
         """The shared prefixes that pay, of the rows that the call has prepared; the store's lock is held.
@@ -58,7 +52,8 @@ class SharedPrefixes:
         rows = call.rows
         if len(rows.distinct) == 1 or not self._may_run(request, in_step=in_step):
             return NOTHING_SHARED
-        on_host = self._blocks.pool.is_on_host if self._blocks.pool.layer_indices else self._on_host()
+        pool = self._blocks.pool
+        on_host = pool.is_on_host if pool.layer_indices else self._conditioning.model.device.type == "cpu"
         stop = rows.num_columns + request.num_new_columns
         plan = plan_shared_prefixes(
             _inputs(request, rows),
@@ -99,18 +94,15 @@ class SharedPrefixes:
     def _may_run(self, request: ForwardRequest, *, in_step: bool) -> bool:
         if request.num_new_columns <= self._blocks.block_size or not request.may_alias:
             return False
-        if request.bypass is not None or request.keep_columns is not None or torch.is_grad_enabled():
+        if request.bypass is not None or request.keep_columns is not None:
             return False
         if self._conditioning.rope.depends_on_length:  # a shorter forward has other frequencies
             return False
         return not in_step and not ranks_must_match(self._conditioning.model)
 
-    def _on_host(self) -> bool:
-        return bool(self._conditioning.model.device.type == "cpu")
-
     def _compute(self, held: ExitStack, new: RowInput, tokens: TokenIds, options: Mapping[str, Any]) -> int:
         """Compute leading tokens of a row, less what is known of them, on a sibling cache; says how many."""
-        pad = 0 if self._takes_positions else new.pad
+        pad = 0 if self._side.takes_positions else new.pad
         with self._blocks.lock:
             row = Row(BlockTable(self._blocks.allocator, new.root), pad, new.root, new.first_position)
             known = row.num_known = row.num_confirmed = row.table.hold_prefix(tokens)

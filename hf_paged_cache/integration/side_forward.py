@@ -21,18 +21,13 @@ from .hooks import AttachedCache
 
 
 class SiblingCache(AttachedCache, Protocol):
-    """A cache on the same store, under the same conditions."""
+    """A cache on the same store, under the same conditions; `PagedPrefixCache` says what each does."""
 
     call: Call
 
-    def activate_past_recording(self) -> None:
-        """Logits of more tokens than the last will be read."""
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row becomes `repeats` rows."""
-
-    def reset(self) -> None:
-        """Drop the rows."""
+    def activate_past_recording(self) -> None: ...
+    def batch_repeat_interleave(self, repeats: int) -> None: ...
+    def reset(self) -> None: ...
 
 
 class SideForwards:
@@ -46,6 +41,7 @@ class SideForwards:
 
     def __init__(self, model: Any, reader: ArgumentReader, make_cache: Callable[[], SiblingCache]) -> None:
         self.model = model
+        self.takes_positions = reader.takes_positions  # else the model numbers its columns
         self._reader = reader
         self._make_cache = make_cache
 
@@ -97,7 +93,7 @@ class SideForwards:
         mask[:, :pad] = 0
         arguments = {**(options or {}), "input_ids": torch.tensor(ids, device=device), "attention_mask": mask}
         arguments |= {"past_key_values": cache, "use_cache": True, "return_dict": True}
-        if self._reader.takes_positions:
+        if self.takes_positions:
             arguments["position_ids"] = torch.arange(num_held, stop, device=device)[None] + first_position
         if self._reader.takes_logits_to_keep:
             arguments["logits_to_keep"] = num_logits

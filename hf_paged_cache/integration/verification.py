@@ -33,16 +33,12 @@ class Verifier:
         blocks: where the blocks are.
         conditioning: the model, and whether a shorter forward computes the same.
         side: runs the forward that recomputes.
-        takes_positions: the model's forward has `position_ids`; without, it numbers its columns.
     """
 
-    def __init__(
-        self, blocks: BlockStore, conditioning: Conditioning, side: SideForwards, *, takes_positions: bool
-    ) -> None:
+    def __init__(self, blocks: BlockStore, conditioning: Conditioning, side: SideForwards) -> None:
         self._blocks = blocks
         self._conditioning = conditioning
         self._side = side
-        self._takes_positions = takes_positions
         self._turn = 0
 
     def verify(self, rows: Sequence[RowInput], *, in_step: bool) -> bool:
@@ -54,7 +50,7 @@ class Verifier:
         if in_step or ranks_must_match(self._conditioning.model) or self._conditioning.rope.depends_on_length:
             return True  # where rope depends on length, a shorter forward has other frequencies
         for new in rows:
-            if new.pad and not self._takes_positions:
+            if new.pad and not self._side.takes_positions:
                 continue  # a forward without the padding numbers its tokens otherwise
             with ExitStack() as held:
                 known = self._hold(held, new)

@@ -187,7 +187,8 @@ class Bench:
 
     def end(self, *, failed: bool = False) -> None:
         """That `generate` is left."""
-        self.call.end(self.bracket, failed=failed)
+        self.call.brackets.close(self.bracket)
+        self.call.end(failed=failed)
 
     def _written(self, layer_idx: int, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As the cache does it: by `write_step` where that will do."""

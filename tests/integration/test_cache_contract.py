@@ -351,8 +351,8 @@ def test_layers_can_be_counted_from_the_last(tiny_llama: Any) -> None:
         assert each.get_seq_length(-1) == 0
         tiny_llama(ids, past_key_values=each)
         assert each.get_seq_length(-1) == each.get_seq_length(-2) == 7
-    announced = cache.before_forward(tiny_llama, {"input_ids": ids[:, :1], "logits_to_keep": 1})
-    assert announced["input_ids"].shape == (1, 1)
+    scheduled = cache.before_forward(tiny_llama, {"input_ids": ids[:, :1], "logits_to_keep": 1})
+    assert scheduled["input_ids"].shape == (1, 1)
     states = torch.ones(1, cache.layers[0].keys.shape[1], 1, cache.layers[0].keys.shape[3])
     keys, _ = cache.update(states, states, -1)
     assert keys.shape[2] == 8

@@ -228,3 +228,13 @@ def test_a_prompt_that_may_not_be_matched_does_not_warn(model: PreTrainedModel, 
     run(model, cache, input_ids=IDS)
     embeddings = model.get_input_embeddings()(TURN).detach()
     assert warned(lambda: run(model, cache, inputs_embeds=embeddings)) == []
+
+
+def test_a_prompt_that_is_computed_again_since_the_model_has_changed_does_not_warn(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    run(model, cache, input_ids=IDS)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(-1)
+    assert warned(lambda: run(model, cache, input_ids=IDS)) == []
+    assert cache.last_call.reused_tokens == 0

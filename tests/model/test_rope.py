@@ -22,7 +22,16 @@ LONGROPE = {
 }
 
 
-)}
+def rotary(kind: str) -> Any:
+    """longrope's update writes into its buffer, dynamic's puts another one in its place."""
+    parameters = DYNAMIC if kind == "dynamic" else LONGROPE
+    longest = 64 if kind == "dynamic" else 256
+    return build("llama", rope_parameters=parameters, max_position_embeddings=longest).model.rotary_emb
+
+
+def state(module: nn.Module) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float)}
+    return plain, {name: buffer.tolist() for name, buffer in module.named_buffers()}
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -142,6 +143,16 @@ def test_a_model_of_berts_kind_is_supported_exactly_as_a_decoder(is_decoder: boo
         require_supported(model)
     else:
         assert "BertLMHeadModel attends in both directions (config.is_decoder is False)" in refused(model)
+
+
+def test_doubt_is_left_where_two_layers_have_one_number(tiny_llama: Any) -> None:
+    assert not leaves_doubt(tiny_llama)
+    tiny_llama.second_stack = copy.deepcopy(tiny_llama.model.layers[:1])
+    assert leaves_doubt(tiny_llama)
+
+
+def test_a_layer_that_reads_the_keys_and_values_of_another_is_supported() -> None:
+    require_supported(build_type("gemma4_text"))
 
 
 def test_the_layers_are_those_of_a_dynamic_cache(tiny_llama: Any) -> None:

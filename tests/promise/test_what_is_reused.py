@@ -58,6 +58,11 @@ def with_another_weight(model: PreTrainedModel, cache: PagedPrefixCache) -> Any:
     return generate()(model, cache)
 
 
+def with_gradients(model: PreTrainedModel, cache: PagedPrefixCache) -> Any:
+    with torch.enable_grad():
+        return forward()(model, cache)
+
+
 def with_attentions(model: PreTrainedModel, cache: PagedPrefixCache) -> Any:
     return generate(output_attentions=True, return_dict_in_generate=True)(model, cache)
 
@@ -77,6 +82,7 @@ CASES: dict[str, Call] = {
     "attentions": with_attentions,
     "labels": forward(labels=IDS, logits_to_keep=0),
     "the logits of all tokens, as a plain forward gives them": forward(logits_to_keep=0),
+    "gradients that can flow into weights": with_gradients,
     "a tuple instead of an output object": forward(return_dict=False),
     "other weights, adapters, settings, hooks or another salt": with_another_weight,
 }
