@@ -26,11 +26,7 @@ _ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "scaling", "merged_ada
 
 
 class Conditioning:
-    """The digest of one model, read anew for every call.
-
-    Args:
-        model: held, never changed.
-    """
+    """The digest of one model, read anew for every call. The model is held, never changed."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -94,7 +90,7 @@ class Conditioning:
         self._num_suspicions += 1
 
     def _peft_hooks(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """PEFT's hooks, and the arguments of a call that each passes to its layers. One layer is read: all have the same."""
+        """PEFT's hooks, and the arguments of a call that each passes on. All layers have the same, so one is read."""
         for module in (self.model, *self._adapters[:1]):
             for hook in module._forward_pre_hooks.values():
                 if f"{_module_name(hook)}.".startswith("peft."):

@@ -41,11 +41,7 @@ class _Weight(NamedTuple):
 
 
 class WeightFingerprint:
-    """Reads the weights of one model.
-
-    Args:
-        model: held, never changed.
-    """
+    """Reads the weights of one model, which it holds and never changes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -12,11 +12,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 class RopeRegime:
-    """Reads the rotary frequencies of one model.
-
-    Args:
-        modules: all modules of the model.
-    """
+    """Reads the rotary frequencies of one model, given all its modules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._by_length: list[tuple[nn.Module, str | None]] = []  # module, one of its layer types

@@ -124,11 +124,7 @@ def _distances(reference: Tensor, logits: Tensor) -> Tensor:
 
 
 def tolerance(model: PreTrainedModel, seen: Iterable[torch.dtype]) -> float:
-    """How far rounding may move logits between forwards of other lengths, as a share of their scale.
-
-    Args:
-        seen: dtypes that logits were computed in (`types_of_logits`).
-    """
+    """How far rounding may move logits of dtypes `seen` between forwards of other lengths, as a share of their scale."""
     return max(_MIN_TOLERANCE, _TOLERANCE_IN_EPS * eps_computed_in(model, seen))
 
 
