@@ -3,7 +3,7 @@
 The digest is part of each row's root. When it changes, blocks of before are not found, so nobody has to reset a cache.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -26,11 +26,7 @@ _ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "scaling", "merged_ada
 
 
 class Conditioning:
-    """The digest of one model, read anew for every call.
-
-    Args:
-        model: held, never changed.
-    """
+    """The digest of one model, read anew for every call. The model is held, never changed."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -38,7 +34,6 @@ class Conditioning:
         self._weights = WeightFingerprint(model)
         self._adapters: list[nn.Module] = []
         self._droppers: list[nn.Module] = []
-        self._embeddings: nn.Module | None = None
         self._numbers: dict[tuple[int, int], tuple[int, Any]] = {}  # ids of objects -> number, references to them
         self._num_numbers = 0
         self._num_suspicions = 0
@@ -55,35 +50,30 @@ class Conditioning:
             modules = self._weights.modules
             self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
             self._droppers = [module for module in modules if _drops(module)]
-            self._embeddings = self.model.get_input_embeddings()
             self.rope = RopeRegime(modules)
             self._listing = self._weights.num_listings
-        return root_hash(
-            *self._weights.parts(),
-            self._weights.changes(),
-            self.rope.static(),
-            repr(list(self._hook_numbers())).encode(),
-            repr(
-                [[repr(getattr(module, name, None)) for name in _ADAPTER_STATE] for module in self._adapters]
-            ).encode(),
-            _autocast_state(sorted(self._weights.device_types() | {"cpu"})).encode(),
-            _settings(self.model.config).encode(),
-            self._num_suspicions.to_bytes(8, "little"),
+        device_types = sorted(self._weights.device_types | {"cpu"})
+        state = (
+            list(self._hook_numbers()),
+            [[getattr(module, name, None) for name in _ADAPTER_STATE] for module in self._adapters],
+            [(kind, torch.get_autocast_dtype(kind)) for kind in device_types if torch.is_autocast_enabled(kind)],
+            _settings(self.model.config),
+            self._num_suspicions,
         )
+        return root_hash(*self._weights.parts(), self._weights.changes(), self.rope.static(), repr(state).encode())
 
     def bypass(self) -> str | None:
         """Why a forward may neither reuse nor commit blocks, as of the last `digest`; None if it may."""
         if any(module.training for module in self._droppers):
             return "a dropout or noise is active; call model.eval()"
-        embeddings = self._embeddings
-        if embeddings is not None and embeddings.training and getattr(embeddings, "neftune_noise_alpha", None):
+        embeddings = self.model.get_input_embeddings()
+        if getattr(embeddings, "training", False) and getattr(embeddings, "neftune_noise_alpha", None):
             return "NEFTune adds noise to embeddings; call model.eval()"
         if getattr(self.model.config.get_text_config(decoder=True), "is_causal", None) is False:
             return "keys and values depend on what follows them (config.is_causal is False)"
         if self._weights.unwatched is not None:
             return f"the weight {self._weights.unwatched} is kept where changes of it cannot be seen"
-        for hook in self._peft_hooks():
-            passed = getattr(hook, "keywords", {"": None})
+        for hook, passed in self._peft_hooks():
             if "alora_offsets" in passed:
                 return "activated LoRA changes keys and values at an offset of each row"
             if passed.keys() - {"adapter_names"}:
@@ -92,22 +82,19 @@ class Conditioning:
 
     def adapter_names(self) -> list[str] | None:
         """The adapter of each row if PEFT was given `adapter_names`, else None."""
-        for hook in self._peft_hooks():
-            names = getattr(hook, "keywords", {}).get("adapter_names")
-            if names is not None:
-                return list(names)
-        return None
+        given = (passed.get("adapter_names") for _, passed in self._peft_hooks())
+        return next((list(names) for names in given if names is not None), None)
 
     def suspect(self) -> None:
         """Forget all blocks: the model has changed in a way that `digest` does not see."""
         self._num_suspicions += 1
 
-    def _peft_hooks(self) -> Iterator[Any]:
-        """PEFT's hooks that pass arguments of a call to its layers. All layers have the same, so one is read."""
+    def _peft_hooks(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """PEFT's hooks, and the arguments of a call that each passes on. All layers have the same, so one is read."""
         for module in (self.model, *self._adapters[:1]):
             for hook in module._forward_pre_hooks.values():
                 if f"{_module_name(hook)}.".startswith("peft."):
-                    yield hook
+                    yield hook, getattr(hook, "keywords", {"": None})
 
     def _hook_numbers(self) -> Iterator[tuple[int, int]]:
         """(module number, number of the function) for every function that may change what a module computes.
@@ -121,7 +108,7 @@ class Conditioning:
                 for function in (*hooks.values(), *pre_hooks.values(), attributes.get("forward")):
                     if not _is_neutral(function, module):
                         yield number, self._number(function)
-        for kind in self._weights.types:
+        for kind in dict.fromkeys(type(module) for module in self._weights.modules):
             yield -1, self._number(kind.forward)
         for hooks in (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks):
             for function in hooks.values():
@@ -175,22 +162,12 @@ def _module_name(function: Any) -> str:
     return str(written["__name__"]) if written is not None else type(function).__module__
 
 
-def _settings(config: Any) -> str:
+def _settings(config: Any) -> list[tuple[str, object]]:
     """Numbers, flags and strings of a model's config, and of the text config inside it, that forwards may read."""
     text = config.get_text_config(decoder=True)
-    return repr(
-        [
-            (name, value)
-            for part in ((config,) if text is config else (config, text))
-            for name, value in part.__dict__.items()
-            if isinstance(value, bool | int | float | str) and not name.startswith(_NO_CONDITION)
-        ]
-    )
-
-
-def _autocast_state(device_types: Iterable[str]) -> str:
-    return ",".join(
-        f"{device_type}:{torch.get_autocast_dtype(device_type)}"
-        for device_type in device_types
-        if torch.is_autocast_enabled(device_type)
-    )
+    return [
+        (name, value)
+        for part in ((config,) if text is config else (config, text))
+        for name, value in part.__dict__.items()
+        if isinstance(value, bool | int | float | str) and not name.startswith(_NO_CONDITION)
+    ]

@@ -11,9 +11,8 @@ def ranks_must_match(model: Any) -> bool:
     True where weights are split over processes: FSDP, DeepSpeed's ZeRO 3, tensor parallelism. False for data
     parallelism, where every process has a whole copy.
     """
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return False
-    if torch.distributed.get_world_size() == 1:
+    processes = torch.distributed
+    if not processes.is_available() or not processes.is_initialized() or processes.get_world_size() == 1:
         return False
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         return True

@@ -10,10 +10,10 @@ The values mean the same in every process, the counts only in this one.
 
 import hashlib
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from itertools import count
-from operator import add, attrgetter, is_
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -25,6 +25,7 @@ from .weight_offload import file_state, offloaded_weights
 
 _VALUES_PER_TENSOR = 8
 _Layout = tuple[int, int, tuple[int, ...]]  # address, number of elements, strides
+_Shape = tuple[type[nn.Module], dict[str, nn.Module | None]]  # type and children
 
 
 class _Weight(NamedTuple):
@@ -36,56 +37,38 @@ class _Weight(NamedTuple):
     layout: _Layout | None
     alias: Tensor | None  # keeps the memory of then, also after `p.data = ...`
     samples: list[Tensor]  # strided views
-    counted: list[Tensor]  # those with a version
-    bases: list[int]  # of each counted tensor; base + version is never the same number for other values
+    counted: list[tuple[Tensor, int]]  # those with a version; base + version is never the same number for other values
 
 
 class WeightFingerprint:
-    """Reads the weights of one model.
-
-    Args:
-        model: held, never changed.
-    """
+    """Reads the weights of one model, which it holds and never changes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.modules: list[nn.Module] = []  # as of the last `refresh`
-        self.types: list[type[nn.Module]] = []  # of the modules, each once
-        self._type_of: list[type[nn.Module]] = []  # module number -> its type then
-        self._children: list[dict[str, nn.Module | None]] = []  # module number -> its children then
-        self._weights: list[_Weight] = []  # what follows is derived from it, for speed
-        self._places: list[tuple[Any, str]] = []  # weight number -> owner and key
-        self._tensors: list[Tensor] = []  # weight number -> tensor
-        self._layouts: list[_Layout | None] = []  # weight number -> layout
-        self._samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        self._counted: list[Tensor] = []
-        self._bases: list[int] = []  # of these
+        self._shape: list[_Shape] | None = None  # of each module; None until a listing is complete
+        self._weights: list[_Weight] = []
+        self._samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # of all weights
         self._files: list[str] = []  # of weights that are on disk
         self._structure = b""
         self._numbers = count(1)
         self._num_steps = 0
         self.unwatched: str | None = None  # name of a weight whose changes cannot be seen
         self.num_listings = 0  # goes up when a listing begins
-        self._is_listed = False  # False also when a listing was interrupted
         _watching.append(ref(self, _watching.remove))
         _watch_optimizers()
 
     def refresh(self) -> None:
         """List the model again if it is not as listed.  Cost: one pass over flat lists."""
-        if self._is_listed and self._is_as_listed():
+        if self._is_as_listed():
             return
-        self._is_listed = False
+        self._shape = None
         self.num_listings += 1
         self.modules = list(self.model.modules())
-        self._type_of = [type(module) for module in self.modules]
-        self.types = list(dict.fromkeys(self._type_of))
-        self._children = [dict(module._modules) for module in self.modules]
         self.unwatched = None
         before = {(id(weight.owner), weight.key): weight for weight in self._weights}
-        weights = []
-        files = set()
         places = offloaded_weights(self.modules)
-        names = []
+        names, weights, files, samples = [], [], set(), defaultdict(list)
         for module in self.modules:
             names.append(type(module).__qualname__)
             for owner, key, tensor in _weights_of(module):
@@ -93,24 +76,19 @@ class WeightFingerprint:
                     place = places.get((id(module), key))
                     if place is None:
                         self.unwatched = key
-                    elif place.mapping is not None:
-                        owner, key, tensor = place.mapping, place.key, place.mapping[place.key]
-                    elif place.file is not None:
-                        files.add(place.file)
+                    elif isinstance(place, str):
+                        files.add(place)
+                    else:
+                        owner, key = place
+                        tensor = owner[key]
                 names.append(f"{key}{tuple(tensor.shape)}{tensor.dtype}{tensor.device}")
-                weights.append(self._listed(owner, key, tensor, before.get((id(owner), key))))
-        self._samples = {}
-        for sample in (sample for weight in weights for sample in weight.samples):
-            self._samples.setdefault((sample.device, sample.dtype), []).append(sample)
-        self._counted = [tensor for weight in weights for tensor in weight.counted]
-        self._bases = [base for weight in weights for base in weight.bases]
-        self._places = [(weight.owner, weight.key) for weight in weights]
-        self._tensors = [weight.tensor for weight in weights]
-        self._layouts = [weight.layout for weight in weights]
+                weight = self._listed(owner, key, tensor, before.get((id(owner), key)))
+                weights.append(weight)
+                for sample in weight.samples:
+                    samples[sample.device, sample.dtype].append(sample)
         self._structure = hashlib.sha256("\n".join(names).encode()).digest()
-        self._files = sorted(files)
-        self._weights = weights
-        self._is_listed = True
+        self._weights, self._samples, self._files = weights, samples, sorted(files)
+        self._shape = [(type(module), dict(module._modules)) for module in self.modules]
 
     def parts(self) -> Iterator[bytes]:
         """What means the same in every process, as of the last `refresh`.
@@ -119,14 +97,13 @@ class WeightFingerprint:
         """
         yield self._structure
         for samples in self._samples.values():
-            with torch.no_grad():
-                yield torch.cat(samples).view(torch.uint8).cpu().numpy().tobytes()
+            yield torch.cat(samples).view(torch.uint8).cpu().numpy().tobytes()
         yield repr([file_state(path) for path in self._files]).encode()
 
     def changes(self) -> bytes:
         """Counts of changes of each weight, and of optimizer steps. They mean nothing in another process."""
-        versions = map(attrgetter("_version"), self._counted)
-        return array("q", [self._num_steps, *map(add, self._bases, versions)]).tobytes()
+        versions = [base + tensor._version for weight in self._weights for tensor, base in weight.counted]
+        return array("q", [self._num_steps, *versions]).tobytes()
 
     def count_step(self, optimizer: Optimizer) -> None:
         """Called after each step: a fused optimizer changes no version, and may change few rows of an embedding."""
@@ -134,6 +111,7 @@ class WeightFingerprint:
         if any(id(tensor) in own for group in optimizer.param_groups for tensor in group["params"]):
             self._num_steps += 1
 
+    @property
     def device_types(self) -> set[str]:
         """Kinds of devices that hold weights."""
         return {device.type for device, _ in self._samples}
@@ -146,19 +124,19 @@ class WeightFingerprint:
         plain = list(_plain_tensors(tensor))
         samples = [sample for part in plain if (sample := _sample(part)) is not None]
         # inference tensors have no version; those on the meta device have no values, and each forward may replace them
-        counted = [part for part in plain if not part.is_inference() and part.device.type != "meta"]
-        bases = [(next(self._numbers) << 32) - part._version for part in counted]
+        versioned = [part for part in plain if not part.is_inference() and part.device.type != "meta"]
+        counted = [(part, (next(self._numbers) << 32) - part._version) for part in versioned]
         alias = tensor.detach() if samples and plain[0] is tensor else None
         if before is not None and before.counted and counted and _are_equal(before.alias, alias):
-            bases = [before.bases[0] + before.counted[0]._version - tensor._version]
-        return _Weight(owner, key, tensor, layout, alias, samples, counted, bases)
+            known, base = before.counted[0]
+            counted = [(tensor, base + known._version - tensor._version)]
+        return _Weight(owner, key, tensor, layout, alias, samples, counted)
 
     def _is_as_listed(self) -> bool:
         return (
-            all(map(is_, [owner.get(key) for owner, key in self._places], self._tensors))
-            and list(map(_layout, self._tensors)) == self._layouts
-            and list(map(type, self.modules)) == self._type_of
-            and [module._modules for module in self.modules] == self._children
+            all(each.owner.get(each.key) is each.tensor for each in self._weights)
+            and all(_layout(each.tensor) == each.layout for each in self._weights)
+            and [(type(module), module._modules) for module in self.modules] == self._shape
         )
 
 
@@ -179,10 +157,9 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
     """(mapping, key, tensor) of each parameter and persistent buffer; other buffers are derived, or scratch of forwards."""
-    persistent = {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
-    for owner, held in ((module._parameters, module._parameters), (module._buffers, persistent)):
-        for name, tensor in held.items():
-            if tensor is not None:
+    for owner in (module._parameters, module._buffers):
+        for name, tensor in owner.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
                 yield owner, name, tensor
 
 
@@ -201,21 +178,17 @@ def _sample(tensor: Tensor) -> Tensor | None:
     """A view of a few values spread over a tensor; None if it has no values here or is sparse."""
     if tensor.device.type == "meta" or tensor.layout != torch.strided:
         return None
-    with torch.no_grad():
-        values = tensor.detach()
-        if values.is_contiguous():
-            values = values.view(-1)
-        else:
-            extent = sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True)) + 1
-            if extent == values.numel():
-                values = values.as_strided((extent,), (1,))
-        while values.dim() > 1:  # memory with gaps, which no single stride covers
-            values = values.diagonal()
-        step = max(1, values.numel() // _VALUES_PER_TENSOR)
-        if tensor.dim() > 1:  # a multiple of the row length would read one column alone
-            slanted = step + tensor.shape[-1] // _VALUES_PER_TENSOR
-            step = slanted if slanted * (_VALUES_PER_TENSOR - 1) < values.numel() else step
-        return values[::step][:_VALUES_PER_TENSOR]
+    values = tensor.detach()
+    extent = sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True)) + 1
+    if extent == values.numel():
+        values = values.as_strided((extent,), (1,))
+    while values.dim() > 1:  # memory with gaps, which no single stride covers
+        values = values.diagonal()
+    step = max(1, values.numel() // _VALUES_PER_TENSOR)
+    if tensor.dim() > 1:  # a multiple of the row length would read one column alone
+        slanted = step + tensor.shape[-1] // _VALUES_PER_TENSOR
+        step = slanted if slanted * (_VALUES_PER_TENSOR - 1) < values.numel() else step
+    return values[::step][:_VALUES_PER_TENSOR]
 
 
 def _layout(tensor: Tensor) -> _Layout | None:
@@ -227,10 +200,8 @@ def _layout(tensor: Tensor) -> _Layout | None:
 
 
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors on one device have the same values; False where that cannot be said."""
-    if one is None or other is None or (one.device, one.dtype) != (other.device, other.dtype):
-        return False
+    """Whether two tensors have the same values; False where that cannot be said."""
     try:
-        return torch.equal(one, other)
-    except NotImplementedError:  # of dtypes that are only stored, such as float4
+        return one is not None and other is not None and torch.equal(one, other)
+    except RuntimeError:  # of dtypes that are only stored, such as float4, or on two devices
         return False

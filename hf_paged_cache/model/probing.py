@@ -1,7 +1,7 @@
 """What forwards of our own (trials, checks, scores) need: the device of inputs, eval mode, the dtype in use."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,14 +23,8 @@ def types_of_logits(model: Any) -> Iterator[set[torch.dtype]]:
     """
     seen: set[torch.dtype] = set()
     head = model.get_output_embeddings()
-    if head is None:
+    with nullcontext() if head is None else head.register_forward_hook(lambda module, args, out: seen.add(out.dtype)):
         yield seen
-        return
-    handle = head.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
-    try:
-        yield seen
-    finally:
-        handle.remove()
 
 
 def eps_computed_in(model: Any, seen: Iterable[torch.dtype] = ()) -> float:

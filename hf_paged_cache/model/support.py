@@ -18,6 +18,7 @@ TESTED_VERSION = "5.23.0"
 # mask hides those outside the window.
 _HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
 _MAX_QUOTED = 200
+_WHICH_ADAPTERS = "only adapters that change layers, such as LoRA, are supported"
 
 
 def unwrapped(model: Any) -> Any:
@@ -43,9 +44,9 @@ def require_layer_adapters(model: Any) -> None:
     """
     for hook in model._forward_pre_hooks.values():
         if (getattr(hook, "__module__", None) or "").startswith("peft."):
+            kind = type(getattr(hook, "__self__", hook)).__name__
             raise UnsupportedModelError(
-                f"PEFT's {type(getattr(hook, '__self__', hook)).__name__} runs something of its own before every "
-                "forward of the model; only adapters that change layers, such as LoRA, are supported"
+                f"PEFT's {kind} runs something of its own before every forward of the model; {_WHICH_ADAPTERS}"
             )
     preparing = model.__dict__.get("prepare_inputs_for_generation")  # prompt learning puts its own there
     wrapper = getattr(preparing, "__self__", None)
@@ -57,7 +58,7 @@ def _require_adapts_layers(name: str, config: Any) -> None:
     if getattr(config, "is_prompt_learning", False):
         raise UnsupportedModelError(
             f"adapter {name!r} is prompt learning ({type(config).__name__}), which puts keys and values of its own "
-            "before every prompt; only adapters that change layers, such as LoRA, are supported"
+            f"before every prompt; {_WHICH_ADAPTERS}"
         )
 
 
@@ -76,14 +77,14 @@ def require_supported(model: object) -> None:
         )
     if not model.can_generate():
         raise UnsupportedModelError(f"{name} cannot generate; pass the model with a language-modeling head")
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
+    if not takes(model, "past_key_values"):
         raise UnsupportedModelError(
             f"{name}.forward takes no past_key_values, so it cannot use a cache of keys and values"
         )
     takes_dynamic_cache = getattr(type(model), "_supports_default_dynamic_cache", None)
     if takes_dynamic_cache is not None and not takes_dynamic_cache():
         raise UnsupportedModelError(f"{name} brings a cache class of its own; transformers gives it no DynamicCache")
-    if _attends_in_both_directions(model):
+    if is_no_decoder(model) and any(getattr(module, "is_causal", None) is False for module in model.modules()):
         raise UnsupportedModelError(
             f"{name} attends in both directions (config.is_decoder is False), so the keys and values of a prefix "
             "depend on what follows it; load it with is_decoder=True if it is to generate"
@@ -101,7 +102,9 @@ def require_supported(model: object) -> None:
                 "transformers' DynamicCache for this model"
             )
     windows = [layer.sliding_window for layer in layers if type(layer) is DynamicSlidingWindowLayer]
-    if windows and _within_reach(min(windows), model) and not _mask_knows_windows(model):
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    is_reached = windows and (not isinstance(longest, int) or min(windows) < longest)
+    if is_reached and not _mask_knows_windows(model):
         raise UnsupportedModelError(
             f"{name} has layers with a sliding window in its cache, but a mask that knows none: past the window "
             "DynamicCache and the model's own forward without a cache disagree, so there is no result to keep"
@@ -133,17 +136,18 @@ def is_tested_version() -> bool:
 def leaves_doubt(model: PreTrainedModel) -> bool:
     """Whether only a trial can show that a model gives the same logits with a cache as without."""
     config = model.config.get_text_config(decoder=True)
-    if not takes(model, "position_ids") or getattr(config, "is_decoder", None) is False:
-        return True
-    if takes(model, "pixel_values") and not _names_image_tokens(model.config):
-        return True  # images may become columns that have no token
-    if _has_experts(config):
-        return True  # the router may look at later tokens
+    names = [*vars(model.config), *vars(config)]
+    names_images = any("token" in name and ("image" in name or "img" in name or "vision" in name) for name in names)
+    num_experts = [value for name, value in vars(config).items() if "num" in name and "experts" in name]
     layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
-    if any(getattr(module, "is_causal", None) is False for module in layers):
-        return True
-    indexed = {(type(module), module.layer_idx) for module in layers}
-    return len(indexed) < len(layers)  # several stacks of layers may share one cache
+    return (
+        not takes(model, "position_ids")
+        or is_no_decoder(model)
+        or (takes(model, "pixel_values") and not names_images)  # images may become columns that have no token
+        or any(isinstance(number, int) and number > 1 for number in num_experts)  # a router may look at later tokens
+        or any(getattr(layer, "is_causal", None) is False for layer in layers)
+        or len({(type(layer), layer.layer_idx) for layer in layers}) < len(layers)  # stacks may share one cache
+    )
 
 
 def cache_layers(model: PreTrainedModel) -> Sequence[Any]:
@@ -153,8 +157,7 @@ def cache_layers(model: PreTrainedModel) -> Sequence[Any]:
 
 def holds_nothing(layer: Any) -> bool:
     """Whether a layer is a placeholder: its attention reads the keys and values of another layer."""
-    dummy = getattr(cache_utils, "DummyLayer", None)  # 5.17 has none
-    return dummy is not None and type(layer) is dummy
+    return type(layer) is getattr(cache_utils, "DummyLayer", None)  # 5.17 has none
 
 
 def has_index(layer: Any) -> bool:
@@ -167,18 +170,9 @@ def takes(model: PreTrainedModel, argument: str) -> bool:
     return argument in inspect.signature(model.forward).parameters
 
 
-def _attends_in_both_directions(model: PreTrainedModel) -> bool:
-    """Whether it is of BERT's kind: causal only with `is_decoder=True`, and loaded without."""
-    config = model.config.get_text_config(decoder=True)
-    return getattr(config, "is_decoder", None) is False and any(
-        getattr(module, "is_causal", None) is False for module in model.modules()
-    )
-
-
-def _within_reach(window: int, model: PreTrainedModel) -> bool:
-    """Whether a sequence may be longer than a window."""
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return not isinstance(longest, int) or window < longest
+def is_no_decoder(model: PreTrainedModel) -> bool:
+    """Whether the config says so: a model of BERT's kind is causal only with `is_decoder=True`, and loaded without."""
+    return getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is False
 
 
 def _mask_knows_windows(model: PreTrainedModel) -> bool:
@@ -187,15 +181,3 @@ def _mask_knows_windows(model: PreTrainedModel) -> bool:
     sources = {found for parent in classes if (found := sys.modules.get(parent.__module__)) is not None}
     names = (name for source in sources if not source.__name__.startswith("torch.") for name in vars(source))
     return any("mask" in name and ("sliding" in name or "chunked" in name or "for_generate" in name) for name in names)
-
-
-def _has_experts(config: Any) -> bool:
-    """Whether tokens are routed to one of several networks."""
-    counts = [value for name, value in vars(config).items() if "num" in name and "experts" in name]
-    return any(isinstance(count, int) and count > 1 for count in counts)
-
-
-def _names_image_tokens(config: Any) -> bool:
-    """Whether the config names the token that stands for an image."""
-    names = [*vars(config), *vars(config.get_text_config(decoder=True))]
-    return any("token" in name and ("image" in name or "img" in name or "vision" in name) for name in names)

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..errors import UnsupportedModelError
 from .probing import eps_computed_in, input_device, types_of_logits, undisturbed
-from .support import quoted, takes
+from .support import is_no_decoder, quoted, takes
 
 NUM_COLUMNS = 24
 NUM_CACHED = 16
@@ -45,20 +45,14 @@ def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> 
     """
     failure = why_it_fails(model)
     if failure.reason and (failure.was_tried or not if_it_runs):
-        raise UnsupportedModelError(f"{type(model).__name__}: {failure.reason}{_hint(model)}")
+        hint = " (config.is_decoder is False; load it with is_decoder=True if it is to generate)"
+        raise UnsupportedModelError(f"{type(model).__name__}: {failure.reason}{hint if is_no_decoder(model) else ''}")
 
 
 def why_it_fails(model: PreTrainedModel) -> Failure:
     """The trial with a `DynamicCache`. A model that has passed is not tried again."""
     if model in _passed:
         return Failure("")
-    failure = _try(model)
-    if not failure.reason:
-        _passed.add(model)
-    return failure
-
-
-def _try(model: PreTrainedModel) -> Failure:
     was_run = False
     padded = trial_inputs(model)
     alone = {name: value[:1] for name, value in padded.items()}
@@ -78,6 +72,7 @@ def _try(model: PreTrainedModel) -> Failure:
             reason = _why_they_differ(whole, continued, tolerance(model, seen))
             if reason:
                 return Failure(reason)
+    _passed.add(model)
     return Failure("")
 
 
@@ -104,7 +99,8 @@ def dynamic_cache(model: PreTrainedModel) -> DynamicCache:
 
 def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:
     """Names the rows whose logits differ by more than rounding; "" if there are none."""
-    rows = [_median_distance(*pair) for pair in zip(whole, continued, strict=True)]
+    # the median over columns: rounding may send one token to another expert, but not most of them
+    rows = [float(_distances(*pair).sort().values[whole.shape[1] // 2]) for pair in zip(whole, continued, strict=True)]
     if max(rows) <= allowed:
         return ""
     where = "" if rows[0] > allowed else " in a row with padding"
@@ -114,47 +110,29 @@ def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:
     )
 
 
-def _median_distance(reference: Tensor, logits: Tensor) -> float:
-    """The median over columns: rounding may send one token to another expert, but not most of them."""
-    scale = _scale(reference)
-    columns = sorted(distance(*pair, scale=scale) for pair in zip(reference, logits, strict=True))
-    return columns[len(columns) // 2]
+def distance(reference: Tensor, logits: Tensor) -> float:
+    """The largest difference where the reference is finite, as a share of its scale; infinite if one is NaN."""
+    return float(_distances(reference, logits).max())
 
 
-def distance(reference: Tensor, logits: Tensor, *, scale: float | None = None) -> float:
-    """The largest difference where the reference is finite, as a share of `scale`; infinite if one is NaN.
-
-    Args:
-        scale: the reference's largest finite number if None.
-    """
+def _distances(reference: Tensor, logits: Tensor) -> Tensor:
+    """The same of each column; the scale is the largest finite number of all, or 1 if that is 0."""
     finite = reference.isfinite()
-    if not finite.any():
-        return 0.0
-    difference = float((logits[finite].double() - reference[finite].double()).abs().max()) / (
-        scale or _scale(reference)
-    )
-    return difference if difference == difference else float("inf")
-
-
-def _scale(reference: Tensor) -> float:
-    """The largest finite number, or 1 if that is 0 or there is none."""
-    finite = reference[reference.isfinite()]
-    return (float(finite.abs().max()) if finite.numel() else 0.0) or 1.0
+    known = reference.where(finite, 0).double()
+    differences = (logits - known).where(finite, 0).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return differences.amax(-1) / (float(known.abs().max()) or 1.0)
 
 
 def tolerance(model: PreTrainedModel, seen: Iterable[torch.dtype]) -> float:
-    """How far rounding may move logits between forwards of other lengths, as a share of their scale.
-
-    Args:
-        seen: dtypes that logits were computed in (`types_of_logits`).
-    """
+    """How far rounding may move logits of dtypes `seen` between forwards of other lengths, as a share of their scale."""
     return max(_MIN_TOLERANCE, _TOLERANCE_IN_EPS * eps_computed_in(model, seen))
 
 
 def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     """Ids of no special tokens, their mask and, where the model takes them, positions: [2, 24] each."""
     config = model.config.get_text_config(decoder=True)
-    special = _special_tokens(model.config) | _special_tokens(config)
+    named = [value for part in (model.config, config) for name, value in vars(part).items() if "token" in name]
+    special = [token for value in named for token in (value if isinstance(value, list) else [value])]
     known = range(min(int(config.vocab_size), 512))
     plain = [token for token in known[3:] if token not in special] or list(known)
     ids = torch.tensor([plain[(7 * i * i + 3 * i) % len(plain)] for i in range(2 * NUM_COLUMNS)]).view(2, NUM_COLUMNS)
@@ -172,18 +150,3 @@ def last_logits(output: Any, num_columns: int) -> Tensor:
     """The logits of the last columns, in float32 on the CPU: [R, columns, vocabulary]."""
     logits: Tensor = output.logits[:, -num_columns:]
     return logits.float().cpu()
-
-
-def _hint(model: PreTrainedModel) -> str:
-    """Advice where the config says that the model is no decoder."""
-    if getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is not False:
-        return ""
-    return " (config.is_decoder is False; load it with is_decoder=True if it is to generate)"
-
-
-def _special_tokens(config: Any) -> set[int]:
-    found = set()
-    for name, value in vars(config).items():
-        if "token" in name:
-            found |= {each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
-    return found
