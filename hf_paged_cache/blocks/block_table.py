@@ -1,14 +1,13 @@
 """Owns the tokens and blocks of one sequence. Refuses to write a token into a block that others read.
 
 Ranges, in tokens: `[0, num_committed_blocks * block_size)` hashed, read only | `[.., num_tokens)` ours or shared with
-forks, copied on write | `[num_tokens, num_slots)` empty, ours alone.
+forks, copied on write | then `num_empty_slots`, ours alone.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 
 from ..errors import BlockStateError, CacheArgumentError
 from .allocation import Allocation
@@ -53,14 +52,6 @@ class BlockTable:
             f"num_committed_blocks={self._num_committed}, num_cached_tokens={self.num_cached_tokens})"
         )
 
-    def __len__(self) -> int:
-        """Number of tokens, as `num_tokens`."""
-        return len(self._chain.token_ids)
-
-    def __bool__(self) -> bool:
-        """True also without tokens."""
-        return True
-
     @property
     def allocation(self) -> Allocation:
         """The holder of the table's blocks; only the table changes it."""
@@ -95,11 +86,6 @@ class BlockTable:
     def num_committed_blocks(self) -> int:
         """Leading blocks that were hit or committed."""
         return self._num_committed
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens that fit into the blocks held."""
-        return self._allocation.num_slots
 
     @property
     def num_empty_slots(self) -> int:
@@ -154,20 +140,9 @@ class BlockTable:
             OutOfBlocksError: nothing has changed.
             CacheArgumentError: a token that is no 64-bit integer, a negative lookahead.
         """
+        check_not_negative("num_lookahead_slots", num_lookahead_slots)
         tokens = token_array(token_ids)
-        start = len(self._chain.token_ids)
-        end = start + len(tokens) + num_lookahead_slots
-        block_index = start // self._block_size
-        block_ids = self._allocation.block_ids
-        # The common case is one token into a block that may be written.
-        if (
-            end > (block_index + 1) * self._block_size
-            or num_lookahead_slots < 0
-            or block_index >= len(block_ids)
-            or not self._allocator.is_writable(block_ids[block_index])
-        ):
-            check_not_negative("num_lookahead_slots", num_lookahead_slots)
-            self.ensure_num_empty_slots(end - start)
+        self.ensure_num_empty_slots(len(tokens) + num_lookahead_slots)
         self._chain.token_ids.extend(tokens)
 
     def append_in_place(self, token_id: int) -> int | None:
@@ -205,7 +180,6 @@ class BlockTable:
         return len(shared) + num_fresh
 
     def slots(self, start: int, stop: int) -> list[int]:
-        """See `Allocation.slots`."""
         return self._allocation.slots(start, stop)
 
     def writable_slots(self, start: int, stop: int) -> list[int]:
@@ -216,8 +190,7 @@ class BlockTable:
             CacheArgumentError: as `slots`.
         """
         slots = self._allocation.slots(start, stop)
-        written = range(start // self._block_size, -(-stop // self._block_size)) if slots else ()
-        for block_id in map(self._allocation.block_ids.__getitem__, written):
+        for block_id in self.block_ids[start // self._block_size : -(-stop // self._block_size)] if slots else ():
             if not self._allocator.is_writable(block_id):
                 raise BlockStateError(
                     f"positions {start} to {stop - 1} would be written into block {block_id}, which others hold or can hit"
@@ -281,9 +254,7 @@ class BlockTable:
     def __enter__(self) -> BlockTable:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if not self._allocation.is_freed:
             self.free()
 

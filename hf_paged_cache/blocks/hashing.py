@@ -36,11 +36,7 @@ def root_hash(*parts: bytes) -> bytes:
 
 
 def token_array(token_ids: Iterable[int]) -> array[int]:
-    """Token ids as `array('q')`; an `array('q')` is returned itself, not copied.
-
-    Raises:
-        CacheArgumentError: an item is no integer of 64 bits.
-    """
+    """Token ids as `array('q')`, itself if it is one. Raises CacheArgumentError if one is no integer of 64 bits."""
     if isinstance(token_ids, array) and token_ids.typecode == "q":
         return token_ids
     try:
@@ -114,11 +110,7 @@ class HashChain:
         return copied
 
     def block_hash(self, block_index: int) -> BlockHash:
-        """Hash of one full block; computes those before it where needed.
-
-        Raises:
-            CacheArgumentError: block `block_index` is not full.
-        """
+        """Hash of one block. Raises CacheArgumentError if it is not full."""
         if not 0 <= block_index < self.num_full_blocks:
             raise CacheArgumentError(
                 f"block {block_index} has no hash: blocks 0 to {self.num_full_blocks - 1} are full"

@@ -145,15 +145,8 @@ class BlockLedger:
         times = [time if index.digests[block_id] else 0 for block_id, time in enumerate(states.last_access)]
         hashes = [index.hash_of(block_id) for block_id in range(states.num_blocks)]
         lists = [list(block_ids) for block_ids in self._held.values()]
-        return (
-            states.ref_counts[:],
-            list(states.queue),
-            times,
-            states.num_evictions,
-            hashes,
-            set(index.uncomputed),
-            lists,
-        )
+        counts, queue = states.ref_counts[:], list(states.queue)
+        return counts, queue, times, states.num_evictions, hashes, set(index.uncomputed), lists
 
     def check(self) -> None:
         """Prove the invariants, O(num_blocks):
