@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from array import array
@@ -88,7 +89,7 @@ class Bench:
                     new[name][i, :, first - start :] = states_of(row, layer_idx, name, first - row.pad, stop - row.pad)
         return new
 
-    def start(self, rows: list[NaiveRow], *, max_rows: int = 1, max_columns: int | None = None) -> None:
+    def start(self, rows: list[NaiveRow], *, max_rows: int = 1, max_columns: float = math.inf) -> None:
         """Other rows run from here on."""
         self.rows, self.num_columns = rows, 0
         stop = rows[0].pad + len(rows[0].tokens)
@@ -163,7 +164,7 @@ def test_a_forward_reads_what_its_rows_hold_whatever_came_before_it(make_reader:
         if chance.random() < 0.7:
             kept = [row._replace(tokens=row.tokens[: chance.choice([len(row.tokens), 5])]) for row in bench.rows]
             bench.reader.keep(bench.layouts(kept))
-        bench.start(new_rows(), max_rows=chance.randint(1, 6), max_columns=chance.choice([None, 24]))
+        bench.start(new_rows(), max_rows=chance.randint(1, 6), max_columns=chance.choice([math.inf, 24]))
         bench.forward(chance.randint(0, bench.rows[0].pad + len(bench.rows[0].tokens) - 1))
 
     bench.start(new_rows())
