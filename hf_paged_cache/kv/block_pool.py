@@ -235,11 +235,7 @@ class BlockPool:
             raise PoolArgumentError(
                 f"layer {layer_idx} {name}: expected [rows, heads, tokens, head_dim], got {tuple(new.shape)}"
             )
-        layer = self._tensors.get(layer_idx)
-        held = None if layer is None else layer.get(name)
-        if held is not None and held.dtype == new.dtype and held.device == new.device:
-            if held.shape[1] == new.shape[1] and held.shape[3] == new.shape[3]:
-                return held
+        held = self._tensors.get(layer_idx, {}).get(name)
         heads, head_dim = new.shape[1], new.shape[3]
         if held is None:
             tensor = zeros((self.capacity, heads, self.block_size, head_dim), new.dtype, new.device)
