@@ -30,11 +30,7 @@ class PrefixCacheMetrics:
         return f"PrefixCacheMetrics(num_queries={self.num_queries}, hit_rate={self.hit_rate:.3f})"
 
     def record(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
-        """Count one query.
-
-        Raises:
-            CacheArgumentError: not 0 <= num_hit_tokens <= num_queried_tokens.
-        """
+        """Count one query. Raises CacheArgumentError if more tokens were hit than queried, or fewer than 0."""
         if not 0 <= num_hit_tokens <= num_queried_tokens:
             raise CacheArgumentError(
                 f"{num_hit_tokens} tokens hit of {num_queried_tokens} queried; give 0 to all of them"

@@ -47,11 +47,7 @@ class RecycledMemory:
         self._mappings: list[mmap.mmap] = []
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A host tensor with unspecified values, in memory that no other tensor uses.  Cost: looks at up to 16 mappings.
-
-        Raises:
-            RuntimeError: torch finds no memory.
-        """
+        """A host tensor with unspecified values, in memory that no other tensor uses.  Cost: looks at up to 16 mappings."""
         num_elements = math.prod(shape)
         num_bytes = num_elements * dtype.itemsize
         if num_bytes >= _MIN_RECYCLED_BYTES:
