@@ -1,7 +1,7 @@
 """Owns the tokens and blocks of one sequence. Refuses to write a token into a block that others read.
 
 Ranges, in tokens: `[0, num_committed_blocks * block_size)` hashed, read only | `[.., num_tokens)` ours or shared with
-forks, copied on write | then `num_empty_slots`, ours alone.
+forks, copied on write | `[num_tokens, num_slots)` empty, ours alone.
 """
 
 from __future__ import annotations
@@ -52,6 +52,14 @@ class BlockTable:
             f"num_committed_blocks={self._num_committed}, num_cached_tokens={self.num_cached_tokens})"
         )
 
+    def __len__(self) -> int:
+        """Number of tokens, as `num_tokens`."""
+        return len(self._chain.token_ids)
+
+    def __bool__(self) -> bool:
+        """True also without tokens."""
+        return True
+
     @property
     def allocation(self) -> Allocation:
         """The holder of the table's blocks; only the table changes it."""
@@ -86,6 +94,11 @@ class BlockTable:
     def num_committed_blocks(self) -> int:
         """Leading blocks that were hit or committed."""
         return self._num_committed
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that fit into the blocks held."""
+        return self._allocation.num_slots
 
     @property
     def num_empty_slots(self) -> int:
@@ -198,11 +211,7 @@ class BlockTable:
         return slots
 
     def unseen_token_ids(self, sequence: Sequence[int] | array[int]) -> array[int]:
-        """The tokens of `sequence` after the table's.
-
-        Raises:
-            CacheArgumentError: `sequence` does not start with the table's tokens.
-        """
+        """The tokens of `sequence` after the table's. Raises CacheArgumentError if it does not start with these."""
         tokens = token_array(sequence)
         if tokens[: self.num_tokens] != self._chain.token_ids:
             raise CacheArgumentError(

@@ -21,6 +21,7 @@ class PrefixCacheMetrics:
     def __init__(self, window: int = 1000) -> None:
         if window < 1:
             raise CacheArgumentError(f"window is {window}; it must be at least 1 query")
+        self.window = window
         self.num_queries = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0

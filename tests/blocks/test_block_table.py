@@ -11,7 +11,7 @@ from array import array
 
 import pytest
 
-from hf_paged_cache.blocks import BlockTable, root_hash
+from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, root_hash
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 
 ROOT = root_hash(b"model")
@@ -398,6 +398,12 @@ def test_unseen_tokens_are_those_behind_the_tables_own(new_table):
     for wrong in ([1, 2], [1, 2, 4, 4]):
         with pytest.raises(CacheArgumentError, match="does not start with"):
             table.unseen_token_ids(wrong)
+
+
+def test_a_table_is_true_even_without_tokens():
+    table = BlockTable(PrefixCachingBlockAllocator(2, 2), ROOT)
+    assert table
+    assert len(table) == 0
 
 
 # One token where there is room for it.
