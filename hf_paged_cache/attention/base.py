@@ -29,7 +29,8 @@ class Reader(Protocol):
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """name -> [R, H, stop, D]: the columns `[0, start)` of the rows, then `new`, which is in the pool already.
 
-        Valid until the next forward, and read only: it may be the reader's own memory.
+        Valid until the next forward, and read only: it may be the reader's own memory. Without a graph where `start`
+        is not 0: `GradientPath.join` puts `new` itself there.
         """
 
     def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from ..blocks.tokens import common_prefix_length
@@ -27,6 +26,7 @@ class ContiguousReader(Reader):
         self._pool = pool
         self._memory = RecycledMemory()  # for what is gathered into the buffers
         self._buffers: dict[int, dict[str, Tensor]] = {}
+        self._buffer_bytes = 0
         self._kept: list[RowLayout] = []  # row -> what it holds, as of the last `keep`
         self._num_rows = 0
         self._max_rows = 0
@@ -59,9 +59,7 @@ class ContiguousReader(Reader):
         valid[:num_rows] = [stop] * num_rows
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        buffers = self._buffers.get(layer_idx)
-        if buffers is None:
-            buffers = self._buffers[layer_idx] = {}
+        buffers = self._buffers.setdefault(layer_idx, {})
         start, stop, num_rows = self._start, self._stop, self._num_rows
         recast = []
         for name, states in new.items():
@@ -70,24 +68,20 @@ class ContiguousReader(Reader):
                 recast.append(name)
                 held = None
             if held is None or held.shape[2] < stop or held.shape[0] < num_rows or held.device != states.device:
-                buffers[name] = self._grown(held, states)
-        if self._missing:
-            self._fill(layer_idx, {name: buffers[name] for name in new})
+                self._put(buffers, name, self._grown(held, states))
+        for row, first, end, source in self._missing:
+            for name, states in self._pool.gather(layer_idx, source, new, self._memory).items():
+                buffers[name][row, :, first:end].copy_(states[0])
         if recast and start:  # the buffers may have been rounded, the pool was not
             past = read_source(self._layouts(), 0, start, self._pool.block_size)
             gathered = self._pool.gather(layer_idx, past, recast)
             for name in recast:
                 buffers[name][:num_rows, :, :start].copy_(gathered[name])
-        result, keeps_gradients = {}, torch.is_grad_enabled()
+        result = {}
         for name, states in new.items():
-            held = buffers[name]
-            if held.shape[0] != num_rows:
-                held = held.narrow(0, 0, num_rows)
-            held.narrow(2, start, stop - start).copy_(states.detach() if keeps_gradients else states)
-            if keeps_gradients:  # a gradient flows through `states`; autograd keeps what it is given
-                result[name] = torch.cat((held.narrow(2, 0, start), states), dim=2) if start else states.contiguous()
-            else:
-                result[name] = held.narrow(2, 0, stop)
+            held = buffers[name].narrow(0, 0, num_rows)
+            held.narrow(2, start, stop - start).copy_(states.detach())
+            result[name] = held.narrow(2, 0, stop)
         return result
 
     def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -117,7 +111,8 @@ class ContiguousReader(Reader):
                 if held.shape[0] < len(sources):
                     rows = zeros((len(sources), *held.shape[1:]), held.dtype, held.device, huge_pages=True)
                     rows[: held.shape[0], :, :columns] = held[:, :, :columns]
-                    layer[name] = held = rows
+                    self._put(layer, name, rows)
+                    held = rows
                 for row in range(len(sources) - 1, -1, -1):  # a source is never right of its copy
                     if sources[row] != row:
                         held[row, :, :columns] = held[sources[row], :, :columns]
@@ -144,21 +139,18 @@ class ContiguousReader(Reader):
         self._memory.drop()
 
     def drop(self) -> None:
-        self._buffers, self._kept, self._missing = {}, [], []
+        self._buffers, self._buffer_bytes, self._kept, self._missing = {}, 0, [], []
         self._valid, self._stop, self._layouts = [], 0, list
         self._memory.drop()
 
     @property
     def num_bytes(self) -> int:
-        held = sum(held.nbytes for layer in self._buffers.values() for held in layer.values())
-        return held + self._memory.num_bytes
+        return self._buffer_bytes + self._memory.num_bytes
 
     def _num_columns_kept(self, row: int, layout: RowLayout) -> int:
         """How many columns of a new row the buffers hold, padding included."""
-        if row >= len(self._kept):
-            return 0
-        kept = self._kept[row]
-        if kept.root != layout.root or kept.pad != layout.pad:
+        kept = self._kept[row] if row < len(self._kept) else None
+        if kept is None or (kept.root, kept.pad) != (layout.root, layout.pad):
             return 0
         return layout.pad + common_prefix_length(kept.token_ids, layout.token_ids)
 
@@ -173,18 +165,18 @@ class ContiguousReader(Reader):
     def _grown(self, held: Tensor | None, states: Tensor) -> Tensor:
         """A buffer with room for the forward's columns and some more; `held` is copied into it."""
         stop = self._stop
-        columns = stop + max(_MIN_SPARE_COLUMNS, stop // 4)
-        columns = max(stop, int(min(columns, self._max_columns)))
+        columns = max(stop, int(min(stop + max(_MIN_SPARE_COLUMNS, stop // 4), self._max_columns)))
         num_rows = max(self._max_rows, self._num_rows)
-        shape = (num_rows, states.shape[1], columns, states.shape[3])
-        grown = zeros(shape, states.dtype, states.device, huge_pages=True)
+        grown = zeros(
+            (num_rows, states.shape[1], columns, states.shape[3]), states.dtype, states.device, huge_pages=True
+        )
         if held is not None:
             rows, past = min(num_rows, held.shape[0]), min(held.shape[2], self._start)
             grown[:rows, :, :past] = held[:rows, :, :past]
         return grown
 
-    def _fill(self, layer_idx: int, buffers: dict[str, Tensor]) -> None:
-        """Gather the columns that these buffers of a layer lack."""
-        for row, first, end, source in self._missing:
-            for name, states in self._pool.gather(layer_idx, source, buffers, self._memory).items():
-                buffers[name][row, :, first:end].copy_(states[0])
+    def _put(self, buffers: dict[str, Tensor], name: str, made: Tensor) -> None:
+        """Let `made` take the place of a layer's buffer."""
+        replaced = buffers.get(name)
+        self._buffer_bytes += made.nbytes - (0 if replaced is None else replaced.nbytes)
+        buffers[name] = made

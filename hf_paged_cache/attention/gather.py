@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from ..kv.block_pool import BlockPool
@@ -19,29 +18,19 @@ class GatherReader(Reader):
         self._memory = RecycledMemory()
         self._layouts: Callable[[], Sequence[RowLayout]] = list  # of the rows of the forward
         self._start = self._stop = 0  # columns of the forward
-        self._source: ReadSource | None = None  # columns [0, stop); made by the first layer that reads them
-        self._source_of_past: ReadSource | None = None  # columns [0, start), likewise
+        self._source: ReadSource | None = None  # of all columns; made by the first layer that reads them
 
     def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:
         self._layouts, self._start, self._stop = rows, start, stop
-        self._source = self._source_of_past = None
+        self._source = None
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not self._start:
             return {name: states.contiguous() for name, states in new.items()}  # as `DynamicCache` gives them
-        size = self._pool.block_size
-        if torch.is_grad_enabled():  # a gradient flows through `new`; autograd keeps what it is given
-            if self._source_of_past is None:
-                self._source_of_past = read_source(self._layouts(), 0, self._start, size)
-            past = self._pool.gather(layer_idx, self._source_of_past, new)
-            return {name: torch.cat((past[name].to(states.dtype), states), dim=2) for name, states in new.items()}
         if self._source is None:
-            self._source = read_source(self._layouts(), 0, self._stop, size)
+            self._source = read_source(self._layouts(), 0, self._stop, self._pool.block_size)
         gathered = self._pool.gather(layer_idx, self._source, new, self._memory)
-        for name, states in new.items():
-            if gathered[name].dtype != states.dtype:
-                gathered[name] = gathered[name].to(states.dtype)
-        return gathered
+        return {name: gathered[name].to(states.dtype) for name, states in new.items()}
 
     def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
         gathered = self.read(layer_idx, {"key": key, "value": value})
@@ -54,7 +43,7 @@ class GatherReader(Reader):
         self.drop()
 
     def drop(self) -> None:
-        self._layouts, self._source, self._source_of_past = list, None, None
+        self._layouts, self._source = list, None
         self._start = self._stop = 0
         self._memory.drop()
 

@@ -1,7 +1,7 @@
-"""Keys and values of the running rows with the graph that computed them, as a `DynamicCache` keeps them.
+"""Owns the running rows' keys and values with the graph that computed them, as a `DynamicCache` keeps them.
 
-Readers give what came before a forward without a graph, as it is in the pool. While every forward of the rows runs with
-gradients on, what is held here takes its place; a forward without gradients ends that, as it does for a `DynamicCache`.
+What readers give has no graph, and is their memory. While the rows' forwards run with gradients on, what is held here
+takes its place; a forward without gradients ends that, as it does for a `DynamicCache`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,12 +30,13 @@ class GradientPath:
             self.clear()
 
     def join(self, layer_idx: int, new: Mapping[str, Tensor], read: dict[str, Tensor], start: int) -> dict[str, Tensor]:
-        """Let gradients flow into the columns `[0, start)` of what a reader has given, too, where they are held."""
+        """With gradients on, put in place of what a reader gave: the columns `[0, start)`, held or read, then `new`."""
         if torch.is_grad_enabled():
             for name, states in new.items():
                 past = self._held.get((layer_idx, name))
-                if past is not None and past.shape[2] == start:
-                    read[name] = torch.cat((past, states), dim=2)
+                if past is None or past.shape[2] != start:
+                    past = read[name].narrow(2, 0, start)
+                read[name] = torch.cat((past, states), dim=2) if start else states.contiguous()
                 if read[name].requires_grad:
                     self._held[layer_idx, name] = read[name]
         return read

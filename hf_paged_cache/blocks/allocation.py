@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from types import TracebackType
 from typing import NoReturn, Protocol
 from weakref import ReferenceType, ref
 
@@ -13,19 +12,12 @@ from ..errors import CacheArgumentError
 class BlockOwner(Protocol):
     """What an allocation needs of the allocator that made it."""
 
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
+    block_size: int
+    collected: deque[ReferenceType[Allocation]]  # keys of allocations that were collected without having been freed
 
-    @property
-    def collected(self) -> deque[ReferenceType[Allocation]]:
-        """Keys of allocations that were collected without having been freed."""
+    def holds(self, allocation: Allocation) -> bool: ...
 
-    def holds(self, allocation: Allocation) -> bool:
-        """Whether the allocation has not been freed."""
-
-    def free(self, allocation: Allocation) -> None:
-        """Take its blocks back."""
+    def free(self, allocation: Allocation) -> None: ...
 
 
 class Allocation:
@@ -79,18 +71,14 @@ class Allocation:
         Raises:
             CacheArgumentError: not 0 <= start <= stop <= num_slots.
         """
-        block_size, block_ids = self._allocator.block_size, self.block_ids
-        if not 0 <= start <= stop <= len(block_ids) * block_size:
+        size = self._allocator.block_size
+        if not 0 <= start <= stop <= self.num_slots:
             raise CacheArgumentError(f"no slots for positions [{start}, {stop}); there are {self.num_slots}")
+        first = start // size
         slots: list[int] = []
-        position = start
-        while position < stop:
-            block_index, offset = divmod(position, block_size)
-            end = min(block_size, offset + stop - position)
-            first = block_ids[block_index] * block_size
-            slots.extend(range(first + offset, first + end))
-            position += end - offset
-        return slots
+        for block_id in self.block_ids[first : -(-stop // size)]:
+            slots.extend(range(block_id * size, (block_id + 1) * size))
+        return slots[start - first * size : stop - first * size]
 
     def free(self) -> None:
         """Give all blocks back, the last one first. Raises BlockStateError the second time."""
@@ -99,9 +87,7 @@ class Allocation:
     def __enter__(self) -> Allocation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if not self.is_freed:
             self.free()
 

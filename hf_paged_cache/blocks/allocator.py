@@ -112,11 +112,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
         return forked
 
     def truncate(self, allocation: Allocation, num_blocks: int) -> None:
-        """Keep the first `num_blocks` blocks and give back the others, the last one first.
-
-        Raises:
-            CacheArgumentError: `num_blocks` is negative or more than it holds.
-        """
+        """Keep the first `num_blocks` blocks, free the last one first. Raises CacheArgumentError if fewer are held."""
         block_ids = self._list_of(allocation)
         if not 0 <= num_blocks <= len(block_ids):
             raise CacheArgumentError(f"cannot keep {num_blocks} blocks; give 0 to {len(block_ids)}, the number held")
@@ -197,10 +193,8 @@ class PrefixCachingBlockAllocator(BlockLedger):
     def mark_computed(self, block_ids: Iterable[int]) -> None:
         """Let blocks of `allocate_immutable` be hit: their content is there. One that has lost its hash is skipped.
 
-        Raises:
-            BlockStateError: a block is not in use.
+        Raises BlockStateError if one is not in use.
         """
-        self._settle()
         computed = list(block_ids)
         self._check_ids(computed)
         for block_id in computed:
@@ -235,8 +229,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
 
         Make them in this order: a source may be an earlier destination, and a destination may come twice.
         """
-        copies = list(self._copies)
-        self.drop_copies(len(copies))
+        copies, self._copies = self._copies, []
         return copies
 
     def drop_copies(self, num_copies: int) -> None:
@@ -244,14 +237,10 @@ class PrefixCachingBlockAllocator(BlockLedger):
         del self._copies[:num_copies]
 
     def mark_accessed(self, block_ids: Iterable[int]) -> None:
-        """Make cached blocks the last to be evicted, in the order given; nothing changes for blocks in use.
-
-        Raises:
-            BlockStateError: a block is free.
-        """
-        self._settle()
-        touched, states = list(block_ids), self._states
+        """Evict cached blocks last, in the order given; ignores blocks in use. Raises BlockStateError for a free one."""
+        touched = list(block_ids)
         self._check_ids(touched)
+        states = self._states
         for block_id in touched:
             if not states.ref_counts[block_id] and states.index.digests[block_id] is None:
                 raise BlockStateError(f"block {block_id} is free; only blocks in use or cached can be accessed")

@@ -70,8 +70,7 @@ class BlockStates:
     def drop(self, block_ids: Iterable[int]) -> None:
         """Take one holder from each block, in the order given. Without a holder a block is cached, or free without a hash.
 
-        Raises:
-            BlockStateError: a block has no holder.
+        Raises BlockStateError if one has no holder.
         """
         ref_counts, digests, uncomputed = self.ref_counts, self.index.digests, self.index.uncomputed
         last_access, clock = self.last_access, self.clock

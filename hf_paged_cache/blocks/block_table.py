@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 
 from ..errors import BlockStateError, CacheArgumentError
 from .allocation import Allocation
@@ -154,20 +153,9 @@ class BlockTable:
             OutOfBlocksError: nothing has changed.
             CacheArgumentError: a token that is no 64-bit integer, a negative lookahead.
         """
+        check_not_negative("num_lookahead_slots", num_lookahead_slots)
         tokens = token_array(token_ids)
-        start = len(self._chain.token_ids)
-        end = start + len(tokens) + num_lookahead_slots
-        block_index = start // self._block_size
-        block_ids = self._allocation.block_ids
-        # The common case is one token into a block that may be written.
-        if (
-            end > (block_index + 1) * self._block_size
-            or num_lookahead_slots < 0
-            or block_index >= len(block_ids)
-            or not self._allocator.is_writable(block_ids[block_index])
-        ):
-            check_not_negative("num_lookahead_slots", num_lookahead_slots)
-            self.ensure_num_empty_slots(end - start)
+        self.ensure_num_empty_slots(len(tokens) + num_lookahead_slots)
         self._chain.token_ids.extend(tokens)
 
     def append_in_place(self, token_id: int) -> int | None:
@@ -205,7 +193,6 @@ class BlockTable:
         return len(shared) + num_fresh
 
     def slots(self, start: int, stop: int) -> list[int]:
-        """See `Allocation.slots`."""
         return self._allocation.slots(start, stop)
 
     def writable_slots(self, start: int, stop: int) -> list[int]:
@@ -216,8 +203,7 @@ class BlockTable:
             CacheArgumentError: as `slots`.
         """
         slots = self._allocation.slots(start, stop)
-        written = range(start // self._block_size, -(-stop // self._block_size)) if slots else ()
-        for block_id in map(self._allocation.block_ids.__getitem__, written):
+        for block_id in self.block_ids[start // self._block_size : -(-stop // self._block_size)] if slots else ():
             if not self._allocator.is_writable(block_id):
                 raise BlockStateError(
                     f"positions {start} to {stop - 1} would be written into block {block_id}, which others hold or can hit"
@@ -225,11 +211,7 @@ class BlockTable:
         return slots
 
     def unseen_token_ids(self, sequence: Sequence[int] | array[int]) -> array[int]:
-        """The tokens of `sequence` after the table's.
-
-        Raises:
-            CacheArgumentError: `sequence` does not start with the table's tokens.
-        """
+        """The tokens of `sequence` after the table's. Raises CacheArgumentError if it does not start with these."""
         tokens = token_array(sequence)
         if tokens[: self.num_tokens] != self._chain.token_ids:
             raise CacheArgumentError(
@@ -281,9 +263,7 @@ class BlockTable:
     def __enter__(self) -> BlockTable:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if not self._allocation.is_freed:
             self.free()
 

@@ -53,19 +53,15 @@ class FreeBlockQueue:
         return f"FreeBlockQueue(length={self._length}, num_blocks={len(self._next)})"
 
     def append(self, block_id: int) -> None:
-        """Put a block at the end: handed out last. Raises BlockStateError if it is held already or is no block."""
+        """`append_many` of one block."""
         self.append_many((block_id,))
 
     def append_many(self, block_ids: Iterable[int]) -> None:
-        """Put blocks at the end, the last one to be handed out last.
-
-        Raises:
-            BlockStateError: one is held already or is no block; those before it were put.
-        """
+        """Put blocks at the end. Raises BlockStateError, with those before it put, if one is held or is no block."""
         self._put(block_ids, self._next, self._previous)
 
     def appendleft(self, block_id: int) -> None:
-        """Put a block in front: handed out next. Raises BlockStateError if it is held already or is no block."""
+        """`appendleft_many` of one block."""
         self.appendleft_many((block_id,))
 
     def appendleft_many(self, block_ids: Iterable[int]) -> None:
@@ -88,15 +84,11 @@ class FreeBlockQueue:
             previous[0], self._length = last, length
 
     def remove(self, block_id: int) -> None:
-        """Take a block out, wherever it is. Raises BlockStateError if it is not held."""
+        """`remove_many` of one block."""
         self.remove_many((block_id,))
 
     def remove_many(self, block_ids: Iterable[int]) -> None:
-        """Take blocks out, wherever they are.
-
-        Raises:
-            BlockStateError: one is not held; those before it were taken out.
-        """
+        """Take blocks out of anywhere. Raises BlockStateError, with those before it taken out, if one is not held."""
         following, previous = self._next, self._previous
         for block_id in block_ids:
             if not 0 < block_id < len(following) or following[block_id] == _ABSENT:

@@ -36,11 +36,7 @@ def root_hash(*parts: bytes) -> bytes:
 
 
 def token_array(token_ids: Iterable[int]) -> array[int]:
-    """Token ids as `array('q')`; an `array('q')` is returned itself, not copied.
-
-    Raises:
-        CacheArgumentError: an item is no integer of 64 bits.
-    """
+    """Token ids as `array('q')`, itself if it is one. Raises CacheArgumentError if one is no integer of 64 bits."""
     if isinstance(token_ids, array) and token_ids.typecode == "q":
         return token_ids
     try:
@@ -93,11 +89,7 @@ class HashChain:
         self.token_ids.extend(token_array(token_ids))
 
     def truncate(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens and the hashes of the blocks that stay full.
-
-        Raises:
-            CacheArgumentError: `num_tokens` is negative or more than there are.
-        """
+        """Keep the first `num_tokens` tokens and their hashes. Raises CacheArgumentError if there are fewer."""
         if not 0 <= num_tokens <= len(self.token_ids):
             raise CacheArgumentError(f"cannot keep {num_tokens} tokens; give 0 to {len(self.token_ids)}, all there are")
         del self._hashes[num_tokens // self.block_size :]
@@ -114,17 +106,12 @@ class HashChain:
         return copied
 
     def block_hash(self, block_index: int) -> BlockHash:
-        """Hash of one full block; computes those before it where needed.
-
-        Raises:
-            CacheArgumentError: block `block_index` is not full.
-        """
+        """Hash of one block. Raises CacheArgumentError if it is not full."""
         if not 0 <= block_index < self.num_full_blocks:
             raise CacheArgumentError(
                 f"block {block_index} has no hash: blocks 0 to {self.num_full_blocks - 1} are full"
             )
-        self._hash_until(block_index + 1)
-        return self._hashes[block_index]
+        return next(self.hashes(block_index))
 
     def hashes(self, start: int = 0, stop: int | None = None) -> Iterator[BlockHash]:
         """Yield the hashes of full blocks `[start, stop)`; computed as they are asked for, and kept.
@@ -161,9 +148,10 @@ class HashChain:
         portion = max(1, _PORTION_BYTES // width)
         parent = known[-1].digest if known else self.root
         for first in range(len(known), stop, portion):
-            data = _little_endian(
-                self.token_ids[first * self.block_size : min(stop, first + portion) * self.block_size]
-            )
+            tokens = self.token_ids[first * self.block_size : min(stop, first + portion) * self.block_size]
+            if _HOST_IS_BIG_ENDIAN:
+                tokens.byteswap()
+            data = tokens.tobytes()
             for index, offset in enumerate(range(0, len(data), width), start=first):
                 token_bytes = data[offset : offset + width]
                 covered = parent + token_bytes
@@ -171,12 +159,6 @@ class HashChain:
                     covered += _length_prefixed(extra)
                 parent = sha256(covered).digest()
                 remember(new_tuple(BlockHash, (parent, token_bytes)))
-
-
-def _little_endian(tokens: array[int]) -> bytes:
-    if _HOST_IS_BIG_ENDIAN:
-        tokens.byteswap()
-    return tokens.tobytes()
 
 
 def _length_prefixed(part: bytes) -> bytes:

@@ -84,13 +84,11 @@ class BlockLedger:
 
     def ref_count(self, block_id: int) -> int:
         """Number of allocations that hold a block."""
-        self._settle()
         self._check_ids((block_id,))
         return self._states.ref_counts[block_id]
 
     def block_hash_of(self, block_id: int) -> BlockHash | None:
         """The hash of a block, computed or not, or None."""
-        self._settle()
         self._check_ids((block_id,))
         return self._states.index.hash_of(block_id)
 
@@ -121,11 +119,7 @@ class BlockLedger:
         return common
 
     def require(self, num_blocks: int, hits: Iterable[int] = ()) -> None:
-        """Check that `num_blocks` fresh blocks can be had beside `hits`.
-
-        Raises:
-            OutOfBlocksError: they cannot; with the arithmetic.
-        """
+        """Raises OutOfBlocksError, with the arithmetic, unless `num_blocks` fresh blocks can be had beside `hits`."""
         self._settle()
         states = self._states
         ref_counts = states.ref_counts
@@ -145,15 +139,8 @@ class BlockLedger:
         times = [time if index.digests[block_id] else 0 for block_id, time in enumerate(states.last_access)]
         hashes = [index.hash_of(block_id) for block_id in range(states.num_blocks)]
         lists = [list(block_ids) for block_ids in self._held.values()]
-        return (
-            states.ref_counts[:],
-            list(states.queue),
-            times,
-            states.num_evictions,
-            hashes,
-            set(index.uncomputed),
-            lists,
-        )
+        counts, queue = states.ref_counts[:], list(states.queue)
+        return counts, queue, times, states.num_evictions, hashes, set(index.uncomputed), lists
 
     def check(self) -> None:
         """Prove the invariants, O(num_blocks):
@@ -204,6 +191,8 @@ class BlockLedger:
         return block_ids
 
     def _check_ids(self, block_ids: Iterable[int]) -> None:
+        """Settle; raises CacheArgumentError if one is no block."""
+        self._settle()
         for block_id in block_ids:
             if not 0 < block_id < self._states.num_blocks:
                 raise CacheArgumentError(f"block {block_id} given; blocks are 1 to {self._states.num_blocks - 1}")

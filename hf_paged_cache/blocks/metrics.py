@@ -18,16 +18,6 @@ class PrefixCacheMetrics:
         (0.4, 0.8)
     """
 
-    __slots__ = (
-        "_recent",
-        "_recent_hit",
-        "_recent_queried",
-        "num_hit_tokens",
-        "num_queried_tokens",
-        "num_queries",
-        "window",
-    )
-
     def __init__(self, window: int = 1000) -> None:
         if window < 1:
             raise CacheArgumentError(f"window is {window}; it must be at least 1 query")
@@ -35,19 +25,13 @@ class PrefixCacheMetrics:
         self.num_queries = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
-        self._recent: deque[tuple[int, int]] = deque()  # the last queries: tokens queried, tokens hit
-        self._recent_queried = 0
-        self._recent_hit = 0
+        self._recent: deque[tuple[int, int]] = deque(maxlen=window)  # tokens queried, tokens hit
 
     def __repr__(self) -> str:
         return f"PrefixCacheMetrics(num_queries={self.num_queries}, hit_rate={self.hit_rate:.3f})"
 
     def record(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
-        """Count one query.
-
-        Raises:
-            CacheArgumentError: not 0 <= num_hit_tokens <= num_queried_tokens.
-        """
+        """Count one query. Raises CacheArgumentError if more tokens were hit than queried, or fewer than 0."""
         if not 0 <= num_hit_tokens <= num_queried_tokens:
             raise CacheArgumentError(
                 f"{num_hit_tokens} tokens hit of {num_queried_tokens} queried; give 0 to all of them"
@@ -56,12 +40,6 @@ class PrefixCacheMetrics:
         self.num_queried_tokens += num_queried_tokens
         self.num_hit_tokens += num_hit_tokens
         self._recent.append((num_queried_tokens, num_hit_tokens))
-        self._recent_queried += num_queried_tokens
-        self._recent_hit += num_hit_tokens
-        if len(self._recent) > self.window:
-            queried, hit = self._recent.popleft()
-            self._recent_queried -= queried
-            self._recent_hit -= hit
 
     @property
     def hit_rate(self) -> float:
@@ -70,5 +48,6 @@ class PrefixCacheMetrics:
 
     @property
     def recent_hit_rate(self) -> float:
-        """Tokens hit / tokens queried over the last `window` queries; 0.0 before the first."""
-        return self._recent_hit / self._recent_queried if self._recent_queried else 0.0
+        """Tokens hit / tokens queried over the last `window` queries; 0.0 before the first. Cost: O(window)."""
+        queried, hit = map(sum, zip(*self._recent, strict=True)) if self._recent else (0, 0)
+        return hit / queried if queried else 0.0

@@ -103,7 +103,7 @@ class BlockPool:
         Raises:
             PoolArgumentError: a tensor is not 4-D, or has other heads or head size than the layer was made with.
         """
-        self._mark_used(-(-slot_mapping.end_slot // self.block_size))
+        self.num_blocks_used = max(self.num_blocks_used, -(-slot_mapping.end_slot // self.block_size))
         for name, new in states.items():
             held = self._tensor_for(layer_idx, name, new)
             if slot_mapping.num_slots == 0:
@@ -141,7 +141,7 @@ class BlockPool:
             return False
         if keys.device != key.device or values.device != value.device or key.requires_grad or value.requires_grad:
             return False
-        self._mark_used(-(-slot_mapping.end_slot // size))
+        self.num_blocks_used = max(self.num_blocks_used, -(-slot_mapping.end_slot // size))
         if num_rows == 1:
             block, offset = divmod(slot_mapping.slots[0], size)
             keys.narrow(0, block, 1).narrow(2, offset, 1).copy_(key)
@@ -197,7 +197,7 @@ class BlockPool:
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks in all layers, as if one `(source, destination)` after the other."""
         sources, destinations = [source for source, _ in copies], [destination for _, destination in copies]
-        self._mark_used(1 + max(destinations, default=-1))
+        self.num_blocks_used = max(self.num_blocks_used, 1 + max(destinations, default=-1))
         in_any_order = len({*sources, *destinations}) == len(set(sources)) + len(destinations)
         if len(copies) > 1 and in_any_order:
             copy_rows(self._all_tensors(), sources, destinations)
@@ -208,11 +208,6 @@ class BlockPool:
 
     def _all_tensors(self) -> Iterator[Tensor]:
         return (tensor for layer in self._tensors.values() for tensor in layer.values())
-
-    def _mark_used(self, num_blocks: int) -> None:
-        """Block ids below `num_blocks` may have been written."""
-        if num_blocks > self.num_blocks_used:
-            self.num_blocks_used = num_blocks
 
     def _write_run(self, held: Tensor, new: Tensor, first_slot: int) -> None:
         """Store `new`, [H, T, D], in slots side by side: the rest of a block, then whole blocks, then part of a block."""
@@ -235,11 +230,7 @@ class BlockPool:
             raise PoolArgumentError(
                 f"layer {layer_idx} {name}: expected [rows, heads, tokens, head_dim], got {tuple(new.shape)}"
             )
-        layer = self._tensors.get(layer_idx)
-        held = None if layer is None else layer.get(name)
-        if held is not None and held.dtype == new.dtype and held.device == new.device:
-            if held.shape[1] == new.shape[1] and held.shape[3] == new.shape[3]:
-                return held
+        held = self._tensors.get(layer_idx, {}).get(name)
         heads, head_dim = new.shape[1], new.shape[3]
         if held is None:
             tensor = zeros((self.capacity, heads, self.block_size, head_dim), new.dtype, new.device)
@@ -265,12 +256,9 @@ class BlockPool:
 
 def copy_rows(tensors: Iterable[Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
     """In each tensor, `[destinations[i]]` becomes what `[sources[i]]` was; no destination comes twice."""
-    index: dict[torch.device, tuple[Tensor, Tensor]] = {}
+    index: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.device not in index:
-            index[tensor.device] = (
-                torch.tensor(destinations, device=tensor.device),
-                torch.tensor(sources, device=tensor.device),
-            )
+            index[tensor.device] = [torch.tensor(ids, device=tensor.device) for ids in (destinations, sources)]
         to, of = index[tensor.device]
         tensor.index_copy_(0, to, tensor.index_select(0, of))

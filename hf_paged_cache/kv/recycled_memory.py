@@ -47,18 +47,12 @@ class RecycledMemory:
         self._mappings: list[mmap.mmap] = []
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A host tensor with unspecified values, in memory that no other tensor uses.  Cost: looks at up to 16 mappings.
-
-        Raises:
-            RuntimeError: torch finds no memory.
-        """
+        """A host tensor with unspecified values, in memory that no other tensor uses.  Cost: looks at up to 16 mappings."""
         num_elements = math.prod(shape)
         num_bytes = num_elements * dtype.itemsize
         if num_bytes >= _MIN_RECYCLED_BYTES:
-            try:
+            with contextlib.suppress(OSError):  # no address space: let torch say so
                 return torch.frombuffer(self._mapping_of(num_bytes), dtype=dtype, count=num_elements).view(shape)
-            except OSError:  # no address space: let torch say so
-                return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.empty(shape, dtype=dtype, device="cpu")
 
     def drop(self) -> None:
@@ -73,11 +67,7 @@ class RecycledMemory:
     def _mapping_of(self, num_bytes: int) -> mmap.mmap:
         """A free mapping of at least `num_bytes` and at most 4 times that, or a new one."""
         mappings = self._mappings
-        if len(mappings) <= _MAX_FREE:  # so few that none has to go. By index: a name would be a reference
-            for index in range(len(mappings)):
-                if sys.getrefcount(mappings[index]) == _REFERENCES_WHEN_UNUSED:
-                    if num_bytes <= len(mappings[index]) <= 4 * num_bytes:
-                        return mappings[index]
+        # By index: a name would be a reference.
         free = [index for index in range(len(mappings)) if sys.getrefcount(mappings[index]) == _REFERENCES_WHEN_UNUSED]
         for index in free:
             if num_bytes <= len(mappings[index]) <= 4 * num_bytes:

@@ -132,9 +132,6 @@ def slot_matrix(rows: Sequence[RowLayout], stop: int, block_size: int) -> Tensor
 
 def _start_of_run(slots: Sequence[int]) -> int | None:
     """The first slot if `slots` count up by one, else None."""
-    if not slots:
+    if not slots or slots[-1] - slots[0] != len(slots) - 1:
         return None
-    first = slots[0]
-    if slots[-1] - first != len(slots) - 1:
-        return None
-    return first if all(slot == first + i for i, slot in enumerate(slots)) else None
+    return slots[0] if all(slot == slots[0] + i for i, slot in enumerate(slots)) else None

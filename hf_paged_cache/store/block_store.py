@@ -21,24 +21,20 @@ _FIRST_NUM_BLOCKS = 64  # managed before the first call says how many it needs
 
 
 class LeftBehind(Protocol):
-    """Rows of a cache that was collected."""
+    """Rows of a cache that was collected. Their `end` commits full blocks and gives all blocks back."""
 
-    def end(self) -> None:
-        """Commit full blocks and give all blocks back."""
+    def end(self) -> None: ...
 
 
 class Holder(Protocol):
     """What a store must know of a call."""
 
     @property
-    def is_running(self) -> bool:
-        """Whether its rows may not be dropped."""
+    def is_running(self) -> bool: ...  # then its rows may not be dropped
 
-    def drop_rows(self) -> None:
-        """Give all blocks back."""
+    def drop_rows(self) -> None: ...
 
-    def num_previous_blocks(self) -> int:
-        """Blocks that only its previous rows hold."""
+    def num_previous_blocks(self) -> int: ...  # that only its previous rows hold
 
 
 class BlockStore:

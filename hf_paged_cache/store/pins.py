@@ -74,10 +74,8 @@ class Pins:
         Returns:
             The number of tokens that were pinned.
         """
-        keys = [key for key in self._tables if key[0] == salt]
-        if token_ids is not None:
-            keys = [key for key in keys if key[1] == token_ids.tobytes()]
-        return sum(self._release(key) for key in keys)
+        wanted = None if token_ids is None else token_ids.tobytes()
+        return sum(self._release(key) for key in list(self._tables) if key[0] == salt and wanted in (None, key[1]))
 
     def clear(self) -> None:
         """Give back the pins of all salts."""

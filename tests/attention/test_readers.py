@@ -15,6 +15,7 @@ import torch
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.attention.contiguous import ContiguousReader
 from hf_paged_cache.attention.gather import GatherReader
+from hf_paged_cache.attention.gradients import GradientPath
 from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.kv.slot_mapping import ReadSource, RowLayout, SlotMapping
 
@@ -115,6 +116,9 @@ class Bench:
                     expected = states_of(row, layer_idx, name, 0, len(row.tokens))
                     assert got[name][i, :, row.pad :].equal(expected), (layer_idx, name, i)
         self.num_columns = stop
+        if isinstance(self.reader, ContiguousReader):
+            held = sum(buffer.nbytes for layer in self.reader._buffers.values() for buffer in layer.values())
+            assert self.reader.num_bytes == held + self.reader._memory.num_bytes
 
     def _read_step(self, layer_idx: int, new: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
         with torch.no_grad():
@@ -429,6 +433,11 @@ def test_a_contiguous_reader_far_larger_than_what_comes_is_given_up() -> None:
 # What attention gets
 
 
+def attended(bench: Bench, new: dict[str, torch.Tensor], start: int) -> dict[str, torch.Tensor]:
+    """What attention gets of layer 0: with gradients on, `GradientPath` puts `new` itself into what the reader gave."""
+    return GradientPath().join(0, new, bench.reader.read(0, new), start)
+
+
 @READERS
 @pytest.mark.parametrize("start", [0, 5])
 def test_gradients_flow_to_the_new_states_and_the_past_is_constant(make_reader: Any, start: int) -> None:
@@ -436,7 +445,7 @@ def test_gradients_flow_to_the_new_states_and_the_past_is_constant(make_reader: 
     bench.start([row_of(9)])
     bench.reader.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), start, 9)
     new = {name: tensor.requires_grad_() for name, tensor in bench.new_states(0, start, 9).items()}
-    got = bench.reader.read(0, new)
+    got = attended(bench, new, start)
     for name in SIZES:
         assert got[name].detach()[0].equal(states_of(bench.rows[0], 0, name, 0, 9))
         got[name].sum().backward()
@@ -451,7 +460,7 @@ def test_what_a_contiguous_reader_gave_with_gradients_is_not_changed_by_the_next
     bench.start([row_of(9)])
     bench.reader.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), 5, 9)
     new = {name: tensor.requires_grad_() for name, tensor in bench.new_states(0, 5, 9).items()}
-    got = bench.reader.read(0, new)
+    got = attended(bench, new, 5)
     loss = (got["key"] ** 2).sum()
     bench.extend([[1]])
     bench.forward(9, layers=[0])
@@ -468,7 +477,7 @@ def test_a_later_forward_sends_no_gradient_into_states_that_were_copied_before(m
     for start, stop in ((0, 8), (8, 9)):
         bench.reader.start_forward(lambda: bench.layouts(bench.rows), 1, start, stop)
         given.append({name: tensor.requires_grad_() for name, tensor in bench.new_states(0, start, stop).items()})
-        got = bench.reader.read(0, given[-1])
+        got = attended(bench, given[-1], start)
     sum(tensor.sum() for tensor in got.values()).backward()
     assert all(tensor.grad is None for tensor in given[0].values())
     assert all(tensor.grad is not None for tensor in given[1].values())
@@ -487,7 +496,7 @@ def test_what_a_first_forward_reads_is_contiguous_as_a_dynamic_cache_leaves_it(
         name: states.transpose(1, 2).contiguous().transpose(1, 2) for name, states in bench.new_states(0, 0, 9).items()
     }
     with torch.set_grad_enabled(gradients):
-        got = bench.reader.read(0, new)
+        got = attended(bench, new, 0)
     for name, states in new.items():
         assert not states.is_contiguous()
         assert got[name].is_contiguous()
@@ -503,7 +512,7 @@ def test_a_reader_gives_the_type_of_what_is_new_whatever_the_pool_holds(make_rea
         bench.reader.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), start, 9)
         new = {name: tensor.to(dtype) for name, tensor in bench.new_states(0, start, 9).items()}
         with torch.set_grad_enabled(gradients):
-            got = bench.reader.read(0, new)
+            got = attended(bench, new, start)
         for name in SIZES:
             assert got[name].dtype == dtype
             assert got[name][0].equal(states_of(bench.rows[0], 0, name, 0, 9).to(dtype))  # rounded once, from the pool
