@@ -1,4 +1,4 @@
-"""`PagedPrefixCache`, what `generate` runs on: a view on a `PrefixStore`.
+"""`PagedPrefixCache`, what `generate` runs on: one caller's rows on a `PrefixStore`.
 
 Owns the translation between transformers' `Cache` and a `Call`; decides nothing about blocks.
 """
@@ -52,7 +52,8 @@ class PagedPrefixCache(Cache):
         verify: recompute one cached block of each call's hit, in turn, and forget all blocks when one disagrees: for
             weights that change unseen. Seen are torch's counts of writes and optimizer steps, and eight values of each
             tensor; not seen are few values written through `.data` or numpy. Costs a forward of `block_size` tokens a
-            call. Without effect where processes share the model (FSDP, ZeRO 3, tensor parallelism).
+            call. Without effect where processes run in step (FSDP, ZeRO 3, tensor parallelism, `synced_gpus`), where rope
+            depends on length, and with PEFT's `adapter_names`.
     Raises:
         UnsupportedModelError, CacheArgumentError: see `PrefixStore`.
     Example:
@@ -186,7 +187,7 @@ class PagedPrefixCache(Cache):
         self.call.reorder([row + len(self.call.rows) if row < 0 else row for row in chosen.tolist()])
 
     def reset(self) -> None:
-        """Drop the running rows and the view, as transformers means it; full blocks stay in the prefix cache."""
+        """Drop the running rows and their contiguous copy, as transformers means it; full blocks stay in the prefix cache."""
         self.call.drop_rows()
 
     # What a user asks.
@@ -277,7 +278,7 @@ class PagedPrefixCache(Cache):
         Returns:
             The number of tokens pinned: a multiple of the block size, 0 when the first block is not cached.
         Raises:
-            OutOfBlocksError: running calls were promised those blocks; nothing has changed.
+            OutOfBlocksError: running calls have reserved those blocks; nothing has changed.
             CacheArgumentError: not the token ids of one sequence.
             CacheBusyError: rotary frequencies depend on length, and a call is running.
         Example:

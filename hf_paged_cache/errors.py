@@ -32,4 +32,4 @@ class PoolArgumentError(PagedCacheError, ValueError):
 
 
 class ForwardMismatchError(PagedCacheError):
-    """Raised when a forward writes other than what was announced for it; run the model through its `__call__`."""
+    """Raised when a forward writes other than was scheduled for it; run the model through its `__call__`."""

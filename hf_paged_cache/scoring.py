@@ -1,6 +1,6 @@
 """Log-probabilities of continuations of one context: the context runs once, and so does what continuations share.
 
-Owns which tokens run in which forward; every forward runs on a further cache of the same store, so no cache's rows are
+Owns which tokens run in which forward; every forward runs on a sibling cache, so no cache's rows are
 touched. How many forwards there are follows from the arguments alone, never from what is cached: processes that share a
 model's weights stay in step.
 """

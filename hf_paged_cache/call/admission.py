@@ -1,4 +1,4 @@
-"""Whether a call fits in its worst case, before it computes anything. Arithmetic only; reservations are kept by the store."""
+"""Whether a call fits in its worst case; that is reserved before anything is computed."""
 
 import math
 from collections import Counter
@@ -116,7 +116,7 @@ def require(store: BlockStore, holder: Holder, demand: Demand, what: str) -> Non
     reserved = store.num_reserved_blocks(holder)
     raise OutOfBlocksError(
         f"{what} may need {num_blocks} more blocks of {store.block_size} tokens, but {max(0, int(obtainable))} can be "
-        f"had: of num_blocks={store.max_num_blocks} one is kept back, {in_use}"
+        f"had: of num_blocks={store.max_num_blocks} one is the null block, {in_use}"
         + (f" and {reserved} are reserved for running calls" if reserved else "")
         + ". Ask for fewer new tokens or rows, "
         + ("unpin() what you can, " if store.pins.num_blocks else "")

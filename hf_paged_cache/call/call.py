@@ -1,6 +1,6 @@
-"""One running call: the only place that decides what is committed and freed. Each event names when it may come.
+"""One running call: its state, and which event may come when.
 
-    idle -> scheduled -> confirmed -> scheduled ... -> ended -> idle
+    idle -> scheduled -> confirmed -> scheduled ... -> ended -> idle, or scheduled again where the rows go on
     scheduled -> rolled back to idle or confirmed
 
 A *scheduled forward* is the only one whose writes are let through, and only what was confirmed is ever committed: when
@@ -61,6 +61,7 @@ class Call:
         self._thread = ForwardThread()
         self._is_first = False  # the scheduled forward is the first of its rows
         self._may_step = False  # rows go on under the conditions that they have run under
+        self._must_commit = False  # the last forward had several columns, and may have filled blocks
         self._demand: Demand | None = None  # of rows that begin, as long as nothing has changed
         self._num_columns_before = 0  # columns before the last confirmed forward
         store.add_holder(self)
@@ -86,7 +87,6 @@ class Call:
                 then no longer running.
         """
         with self.store.lock:
-            self.check_not_busy()
             self.roll_back()
             if not keep_rows:
                 self._end_rows()
@@ -107,7 +107,6 @@ class Call:
         """
         store = self.store
         with store.lock:
-            self.check_not_busy()
             self.roll_back()
             if request.num_new_columns < 1:
                 raise CacheArgumentError(
@@ -171,6 +170,9 @@ class Call:
         with self.store.lock:
             self.store.settle()
             rows, before = self.rows, self.rows.num_columns
+            if self._must_commit:
+                rows.commit()
+                self._must_commit = False
             self._is_first = False
             self._thread.start()
             self._writes.start()
@@ -303,11 +305,12 @@ class Call:
                 raise CacheArgumentError(
                     f"cannot crop {num_columns} tokens; give 0 to {rows.num_columns}, what there is"
                 )
-            kept = rows.num_columns - num_columns
+            kept, state = rows.num_columns - num_columns, self.state
             rows.num_columns = kept
+            self._thread.start()
             self._is_first, self.state = False, CallState.SCHEDULED  # interrupted, the next event cuts all rows alike
             rows.crop(kept)
-            self.state = CallState.CONFIRMED
+            self.state = state
             self.reader.crop(kept)
             self._writes.gradients.crop(kept)
             self._num_columns_before = min(self._num_columns_before, kept)
@@ -467,6 +470,7 @@ class Call:
         copies = tuple(rows.alias) if rows.is_aliased else None
         self.forward = ScheduledForward(start, stop, tuple(members), copies, map_slots(rows, known, start, stop))
         self._may_step = limits.are_known and request.bypass is None and self._runs_as_asked(request)
+        self._must_commit = True
         self.num_scheduled += 1
         return self.forward
 

@@ -1,6 +1,6 @@
 """What a scheduled forward does to rows and blocks: rows begin or go on, take their blocks, and get their slots.
 
-Functions over `Rows`, in the order in which `Call` uses them; each changes what its first line says. No state.
+Functions over `Rows`, in the order in which `Call` uses them. No state.
 """
 
 from collections.abc import Sequence
@@ -99,6 +99,8 @@ def take_step(
 ) -> tuple[int, SlotMapping]:
     """What `take_blocks` and `map_slots` do, where each row goes on by one generated token: most have room for it.
 
+    Where one has not, its last block is full, and is committed with all that are.
+
     Returns:
         the number of blocks taken, and the slots of the tokens.
     Raises:
@@ -117,6 +119,7 @@ def take_step(
             row.stop_commits(row.num_confirmed + 1)
     num_taken = 0
     if full:
+        rows.commit()
         tables = [rows.distinct[number].table for number in full]
         num_taken = _make_room(store, holder, [(table, 1) for table in tables], len(rows), limits)
         for number, table in zip(full, tables, strict=True):

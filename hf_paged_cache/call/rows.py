@@ -1,6 +1,6 @@
 """The rows of a call: which sequence each runs, which rows are still equal, and the block tables that hold them.
 
-Holds no tensor: who changes rows tells the reader. The store's lock is held by whoever calls a method here.
+Who changes rows tells the reader. The store's lock is held by whoever calls a method here.
 Blocks get their hashes in one place, `Rows.commit`; `call.py` decides when.
 """
 
@@ -202,7 +202,7 @@ class Rows:
     def commit(self) -> None:
         """Give every full block of confirmed tokens its hash: when the next forward is scheduled, rows fork, or their call ends.
 
-        So a draft that `crop` takes back was never found by anybody.
+        So a draft that `crop` takes back was never found by anybody. A decode step commits where a block is full.
         """
         for row in self.distinct:
             row.table.commit_full_blocks(row.num_true_tokens)

@@ -22,7 +22,7 @@ class GenerateArguments:
         cache_implementation, use_cache: as given; None where they are not.
         is_assistant: it drafts for another model's `generate`.
         cross_input: the argument that a cross attention reads, whose keys and values are no tokens'; None without one.
-        in_step: it was told that several processes run as many forwards.
+        synced_gpus: it was told that several processes run as many forwards.
     """
 
     limits: CallLimits = UNLIMITED
@@ -33,7 +33,7 @@ class GenerateArguments:
     use_cache: bool | None = None
     is_assistant: bool = False
     cross_input: str | None = None
-    in_step: bool = False
+    synced_gpus: bool = False
 
 
 def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateArguments:
@@ -66,7 +66,7 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         use_cache=option("use_cache"),
         is_assistant=bool(option("is_assistant")),
         cross_input=next((name for name in cross_inputs(model) if kwargs.get(name) is not None), None),
-        in_step=bool(args[5] if len(args) > 5 else kwargs.get("synced_gpus")),
+        synced_gpus=bool(args[5] if len(args) > 5 else kwargs.get("synced_gpus")),
     )
 
 

@@ -72,7 +72,7 @@ class GenerateBracket:
     def _enter_ambient(self, stack: ExitStack, given: GenerateArguments) -> AttachedCache:
         """Begin a call on the cache of the innermost `with cache:` block, or on another of its store if that is busy.
 
-        Also if that runs a `generate` which has not begun its rows yet: they would go on behind those of this call.
+        A `generate` that runs but has no rows yet counts as busy: its rows would continue those of this call.
         """
         cache = self.ambient[-1]
         if cache.is_generating:

@@ -1,7 +1,6 @@
 """Between the hooks and a call: what a forward's arguments and the model's state mean for the rows.
 
 Owns who may use the cache now (one `generate` at a time), the roots of rows, and the request that a forward becomes.
-Knows nothing of blocks and of transformers' `Cache`.
 """
 
 import logging
@@ -64,7 +63,7 @@ class Session:
         self._reader = reader
         self._salt = salt
         self._shared_prefixes = shared_prefixes
-        self._in_step = False  # with other processes, which run as many forwards
+        self._synced_gpus = False  # with other processes, which run as many forwards
         self._digest = b""  # of the model; read once a `generate`, or at every forward without one
         self._bypass: str | None = None
         self._adapters: list[str] | None = None
@@ -89,14 +88,14 @@ class Session:
             with self._store.lock:
                 self._require_may_begin(model, given)
                 call.begin(bracket, given.limits, keep_rows=given.only_new_tokens)
-                self.records_drafts, self._in_step, self._digest = False, given.in_step, b""
+                self.records_drafts, self._synced_gpus, self._digest = False, given.synced_gpus, b""
             yield
             failed = False
         finally:
             if bracket in call.brackets:
                 call.brackets.close(bracket)  # first: however the rest is interrupted, no call runs any more
                 with self._store.lock:
-                    self._digest, self._in_step = b"", False
+                    self._digest, self._synced_gpus = b"", False
                     call.end(failed=failed)
                 self._log()
 
@@ -127,7 +126,7 @@ class Session:
             request = replace(request, keep_columns=_GRADIENTS)
         request = self._with_roots(request, arguments, before)
         if self.verifier is not None and not before and request.bypass is None and self._adapters is None:
-            if not self.verifier.verify(request.rows, in_step=self._in_step):
+            if not self.verifier.verify(request.rows, synced_gpus=self._synced_gpus):
                 self._conditioning.suspect()
                 self._read_conditions()
                 request = self._with_roots(request, arguments, before)
@@ -162,16 +161,12 @@ class Session:
     def _schedule(self, request: ForwardRequest, arguments: Mapping[str, Any]) -> ScheduledForward:
         """Prepare the rows, compute what they share, and take their blocks. No lock is held while a model runs."""
         call = self._call
-        with self._store.lock:
-            call.prepare(request)
-            try:
-                plan = self._shared_prefixes.plan(request, call, in_step=self._in_step)
-            except BaseException:
-                call.roll_back()
-                raise
-            if not plan.prefixes:
-                return call.schedule(request)
         try:
+            with self._store.lock:
+                call.prepare(request)
+                plan = self._shared_prefixes.plan(request, call, synced_gpus=self._synced_gpus)
+                if not plan.prefixes:
+                    return call.schedule(request)
             with self._shared_prefixes.computed(plan, request, call, arguments) as computed_ahead:
                 return call.schedule(request, computed_ahead)
         except BaseException:
@@ -197,9 +192,7 @@ class Session:
             regime = rope.at(_max_position(arguments, before + request.num_new_columns))
         rows = []
         for number, row in enumerate(request.rows):
-            counted_from = (
-                0 if self._reader.takes_positions else row.pad
-            )  # without positions, a model numbers its columns
+            counted_from = 0 if self._reader.takes_positions else row.pad  # else the model numbers its columns
             adapter = adapters[number] if number < len(adapters) else ""
             root = _root(self._digest, self._salt, regime, adapter, counted_from, row.first_position)
             rows.append(row._replace(root=root))

@@ -41,16 +41,16 @@ class SharedPrefixes:
         self._conditioning = conditioning
         self._side = side
 
-    def plan(self, request: ForwardRequest, call: Call, *, in_step: bool) -> SharedPrefixPlan:
+    def plan(self, request: ForwardRequest, call: Call, *, synced_gpus: bool) -> SharedPrefixPlan:
         """The shared prefixes that pay, of the rows that the call has prepared; the store's lock is held.
 
         None where the call would not fit even so, so that it is refused before anything is computed.
 
         Args:
-            in_step: `generate` was told that other processes run as many forwards.
+            synced_gpus: `generate` was told that other processes run as many forwards.
         """
         rows = call.rows
-        if len(rows.distinct) == 1 or not self._may_run(request, in_step=in_step):
+        if len(rows.distinct) == 1 or not self._may_run(request, synced_gpus=synced_gpus):
             return NOTHING_SHARED
         pool = self._blocks.pool
         on_host = pool.is_on_host if pool.layer_indices else self._conditioning.model.device.type == "cpu"
@@ -91,14 +91,14 @@ class SharedPrefixes:
                     num_computed[members[number]] = computed
             yield num_computed
 
-    def _may_run(self, request: ForwardRequest, *, in_step: bool) -> bool:
+    def _may_run(self, request: ForwardRequest, *, synced_gpus: bool) -> bool:
         if request.num_new_columns <= self._blocks.block_size or not request.may_alias:
             return False
         if request.bypass is not None or request.keep_columns is not None:
             return False
         if self._conditioning.rope.depends_on_length:  # a shorter forward has other frequencies
             return False
-        return not in_step and not ranks_must_match(self._conditioning.model)
+        return not synced_gpus and not ranks_must_match(self._conditioning.model)
 
     def _compute(self, held: ExitStack, new: RowInput, tokens: TokenIds, options: Mapping[str, Any]) -> int:
         """Compute leading tokens of a row, less what is known of them, on a sibling cache; says how many."""

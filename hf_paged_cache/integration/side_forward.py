@@ -78,7 +78,7 @@ class SideForwards:
             pad: columns of left padding, of rows that begin as of those held.
             first_position: position of the rows' first token.
             commits: False: nothing is committed, and nothing stored takes the place of what is computed.
-            options: further arguments of the forward.
+            options: other arguments of the forward.
         Returns:
             logits of the last columns, [R, num_logits, vocabulary].
         Raises:

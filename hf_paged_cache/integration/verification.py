@@ -41,13 +41,13 @@ class Verifier:
         self._side = side
         self._turn = 0
 
-    def verify(self, rows: Sequence[RowInput], *, in_step: bool) -> bool:
+    def verify(self, rows: Sequence[RowInput], *, synced_gpus: bool) -> bool:
         """Whether the block whose turn it is holds what the model computes now; True when there is none to look at.
 
         None is looked at where processes must run as many forwards as each other, whatever each has cached.
         Cost: a forward of one block's tokens.
         """
-        if in_step or ranks_must_match(self._conditioning.model) or self._conditioning.rope.depends_on_length:
+        if synced_gpus or ranks_must_match(self._conditioning.model) or self._conditioning.rope.depends_on_length:
             return True  # where rope depends on length, a shorter forward has other frequencies
         for new in rows:
             if new.pad and not self._side.takes_positions:

@@ -124,7 +124,7 @@ def _what_was_given(thing: object) -> str:
     if isinstance(thing, str):
         return f"the string {thing!r}: load it first, with AutoModelForCausalLM.from_pretrained"
     if hasattr(thing, "store"):
-        return f"a {type(thing).__name__}: pass its store, for a further cache on the same blocks"
+        return f"a {type(thing).__name__}: pass its store, for a sibling cache on the same blocks"
     return f"an object of type {type(thing).__name__}; for a wrapped model pass the PreTrainedModel inside"
 
 

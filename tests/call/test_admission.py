@@ -179,7 +179,7 @@ def test_a_refusal_shows_the_arithmetic() -> None:
     assert row.table.num_tokens == 8
     assert str(caught.value) == (
         "this call (2 rows of up to 12 tokens) may need 6 more blocks of 4 tokens, but 5 can be had: of num_blocks=11 "
-        "one is kept back, 2 are in use (2 by rows whose call is over, which their caches' reset() gives back) and 3 "
+        "one is the null block, 2 are in use (2 by rows whose call is over, which their caches' reset() gives back) and 3 "
         "are reserved for running calls. Ask for fewer new tokens or rows, or build the cache with num_blocks=12 or "
         "more (or with max_bytes for so many)"
     )

@@ -7,6 +7,7 @@ import copy
 import gc
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -353,3 +354,21 @@ def test_wherever_the_end_of_generate_is_interrupted_a_plain_forward_owes_it_not
             model(IDS, past_key_values=cache, logits_to_keep=1)
         assert cache.last_call.prompt_tokens == 4 + 50, interrupter.place
         cache.check()
+
+
+def test_blocks_are_found_while_the_call_that_fills_them_still_runs(model: PreTrainedModel) -> None:
+    """Those of the prompt after its forward, and one that generated tokens fill once the next token is run."""
+    store = PrefixStore(model, block_size=4)
+    running, other = PagedPrefixCache(store), PagedPrefixCache(store)
+    ids, found = torch.tensor([row((1, 10))]), []
+    wanted = run(model, input_ids=ids, max_new_tokens=12)
+
+    def ask(num_tokens: int) -> None:
+        run(model, other, input_ids=wanted.sequences[:, :num_tokens], max_new_tokens=1)
+        found.append(other.last_call.rows[0].matched_tokens)
+        other.reset()
+
+    asked = [AtStep(step, partial(ask, 9 + step)) for step in (2, 4, 9)]
+    got = run(model, running, input_ids=ids, max_new_tokens=12, logits_processor=asked)
+    assert_same(wanted, got)
+    assert found == [8, 12, 16]
