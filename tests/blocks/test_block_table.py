@@ -164,6 +164,18 @@ def test_appending_without_room_changes_nothing(allocator, new_table):  # scenar
     assert allocator.take_copies() == []
 
 
+def test_appending_without_room_for_the_block_to_copy_changes_nothing(allocator, new_table):  # scenario 53
+    """There is room for the fresh blocks, and not for the copy of the one that a fork holds, too."""
+    table = new_table([1])
+    forked = table.fork()
+    num_left = allocator.num_available_blocks
+    before = allocator.snapshot()
+    with pytest.raises(OutOfBlocksError):
+        table.append_tokens([2] * (1 + 2 * num_left))
+    assert (allocator.snapshot(), allocator.pending_copies, table.num_tokens) == (before, (), 1)
+    assert table.block_ids == forked.block_ids
+
+
 def test_appending_what_is_no_token_changes_nothing(allocator, new_table):
     table = new_table([1, 2])
     before = allocator.snapshot()

@@ -61,6 +61,17 @@ def test_padding_is_no_token_and_known_columns_are_not_computed() -> None:
     assert (counters.metrics.num_queried_tokens, counters.metrics.num_hit_tokens, counters.num_calls) == (18, 9, 1)
 
 
+def test_a_forward_behind_the_prompt_counts_as_nothing() -> None:
+    """Of other rows neither, nor as a query of no tokens, which would push one of a prompt out of the last ones."""
+    counters = PromptCounters()
+    schedule(counters, [0], start=0, stop=10, end=10)
+    counters.confirm()
+    schedule(counters, [0, 0], start=10, stop=12, before=10, end=10)
+    counters.confirm()
+    assert numbers(counters) == [(10, 10, 0)]
+    assert (counters.num_calls, counters.metrics.num_queries) == (1, 1)
+
+
 def test_what_the_mask_hides_is_no_token() -> None:
     counters = PromptCounters()
     schedule(counters, [0, 0, 2], start=0, stop=10, hidden=[0, 4, 3])

@@ -167,6 +167,13 @@ def test_processes_in_step_compute_nothing_ahead() -> None:
     assert compare(model, cache, **batch(*QUESTIONS)) == [(1, 64), (4, 9)]
 
 
+def test_where_frequencies_depend_on_length_nothing_is_computed_ahead() -> None:
+    """A shorter forward may have others, and then its blocks would be of no use."""
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = build("llama", rope_parameters=dynamic)
+    assert compare(model, PagedPrefixCache(model), **batch(*QUESTIONS)) == [(4, 73)]
+
+
 def test_an_exception_in_a_shared_prefix_leaves_nothing_behind() -> None:
     model = build("llama")
     cache = PagedPrefixCache(model)

@@ -56,10 +56,33 @@ def test_processes_in_step_run_no_forward_that_the_others_do_not(model: PreTrain
     assert forwards(model, cache, input_ids=IDS)[0] == LOOK
 
 
+def test_the_look_is_at_what_a_call_finds_and_not_at_what_goes_on(model: PreTrainedModel) -> None:
+    """Tokens that go on may be those that another prompt begins with."""
+    cache = PagedPrefixCache(model, verify=True)
+    ids, other = torch.tensor([row((5, BLOCK_SIZE))]), torch.tensor([row((6, 3))])
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.reset()
+        model(other, past_key_values=cache)
+        with Forwards(model) as shapes:
+            output = model(ids, past_key_values=cache)
+        assert shapes == [(1, BLOCK_SIZE)]
+        wanted = model(torch.cat((other, ids), dim=1)).logits[:, 3:]
+    torch.testing.assert_close(output.logits, wanted)
+
+
 def spoil_block(cache: PagedPrefixCache, number: int) -> None:
     """The block that the pool took as that one, from 0 on; block 0 of the pool is kept back."""
     for held in held_tensors(cache):
         held[1 + number] += 1
+
+
+def test_a_block_that_holds_no_numbers_is_noticed(model: PreTrainedModel) -> None:
+    cache = PagedPrefixCache(model, verify=True)
+    forwards(model, cache, input_ids=IDS)
+    for held in held_tensors(cache):
+        held[1:] = torch.nan
+    assert forwards(model, cache, input_ids=IDS)[:2] == [LOOK, (1, 50)]
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

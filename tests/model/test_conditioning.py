@@ -215,6 +215,15 @@ def test_the_digest_changes_with(change: Callable[[Model], Any], tiny_llama: Mod
     assert conditioning.digest() == after
 
 
+def test_a_fused_step_of_an_optimizer_that_has_weights_of_others_too_is_seen(tiny_llama: Model) -> None:
+    """As where a value head is trained beside the model. The step changes no version, and few rows."""
+    conditioning = Conditioning(tiny_llama)
+    before = conditioning.digest()
+    head = torch.nn.Parameter(torch.ones(1))
+    step_of_embedding(tiny_llama, lambda own, **options: torch.optim.SGD([*own, head], **options), fused=True)
+    assert conditioning.digest() != before
+
+
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_every_weight_is_seen_changing_after(change: Callable[[Model], Any], tiny_llama: Model) -> None:
     """A list of tensors made before must not hide what is changed later."""

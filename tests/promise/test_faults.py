@@ -6,6 +6,7 @@ hide what was committed.
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 from collections.abc import Callable
@@ -130,6 +131,25 @@ def test_a_fault_in_a_layer_of_a_plain_forward_takes_that_forward_back(
         got = model(ids[:, done:], past_key_values=cache).logits
     torch.testing.assert_close(got, wanted[:, done:], atol=1e-4, rtol=1e-4)
     assert_sound(cache)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_fault_in_the_first_forward_of_a_copy_leaves_no_layer_without_what_is_held(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer of a copied cache gathers the rows when it first reads, and the second has not yet."""
+    model, ids = tiny("llama"), torch.tensor([PROMPT])
+    cache = PagedPrefixCache(model, block_size=4)
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+        model(ids[:, :9], past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        with monkeypatch.context() as patch:
+            fail_at(patch, *LAYER_WRITE, number, True)
+            with pytest.raises(BoomError):
+                model(ids[:, 9:12], past_key_values=copied)
+        got = model(ids[:, 9:], past_key_values=copied).logits
+    torch.testing.assert_close(got, wanted[:, 9:], atol=1e-4, rtol=1e-4)
 
 
 class FailingStreamer:

@@ -1,0 +1,29 @@
+"""`GradientPath`: what it holds of rows that a gradient flows through, and what it leaves to the reader."""
+
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from hf_paged_cache.attention.gradients import GradientPath
+
+
+def states(num_columns: int, *, requires_grad: bool) -> Tensor:
+    return torch.randn(1, 2, num_columns, 4).requires_grad_(requires_grad)
+
+
+def test_what_is_held_of_other_columns_than_those_before_a_forward_is_read_instead() -> None:
+    """A forward that leaves out columns found in the pool starts behind those that are held."""
+    path, held, new = GradientPath(), states(3, requires_grad=True), states(2, requires_grad=True)
+    path.join(0, {"key": held}, {"key": held}, 0)
+    read = states(6, requires_grad=False)
+    joined = path.join(0, {"key": new}, {"key": read}, 4)["key"]
+    assert torch.equal(joined, torch.cat((read[:, :, :4], new), dim=2))
+
+
+def test_what_no_gradient_flows_through_is_not_held() -> None:
+    path, new = GradientPath(), states(3, requires_grad=False)
+    joined = path.join(0, {"key": new}, {"key": new}, 0)
+    watched = ref(joined["key"])
+    del joined, new
+    assert watched() is None
