@@ -45,11 +45,13 @@ PagedPrefixCache.write_layer = write_layer
 """
 
 REUSE_NOTHING = """
-def generating(self, model, given, honest=PagedPrefixCache.generating):
-    self.reset_prefix_cache()
+from hf_paged_cache.integration.session import Session
+
+def generating(self, model, given, honest=Session.generating):
+    self._store.reset_prefix_cache()
     return honest(self, model, given)
 
-PagedPrefixCache.generating = generating
+Session.generating = generating
 """
 
 

@@ -228,8 +228,8 @@ class Call:
                 self.roll_back()
                 raise
             if not store.writing_layers:
-                store.writing_layers = frozenset(self._writes.written)
                 store.settle_budget()
+                store.writing_layers = frozenset(self._writes.written)
             self._num_columns_before = self.rows.num_columns
             self.rows.confirm(forward.stop)
             self.state = CallState.CONFIRMED

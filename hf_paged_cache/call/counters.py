@@ -76,7 +76,7 @@ class PromptCounters:
         if not self._pending:
             return
         if len(self.rows) != len(self._pending):
-            self.rows = [RowCount() for _ in self._pending]
+            self.rows = [RowCount(stopped="the last call's rows went on") for _ in self._pending]
             self.num_calls += 1
         for row, found in zip(self.rows, self._found, strict=False):
             row.matched_tokens, row.stopped = found.num_tokens, found.stopped

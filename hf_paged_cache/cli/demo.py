@@ -102,7 +102,7 @@ def run_demo(
     Effects: runs `2 * len(questions) + 2` calls of `generate`, and leaves the cache's hooks on the model.
     Raises:
         UnsupportedModelError: from `PagedPrefixCache`.
-        DemoInputError: prompt and answer are longer than the model's positions.
+        DemoInputError: the tokenizer is another model's, or prompt and answer are longer than the model's positions.
     """
     from hf_paged_cache import PagedPrefixCache
 
@@ -112,6 +112,11 @@ def run_demo(
         tokenizer(shared + ask(question), return_tensors="pt", return_token_type_ids=False).to(model.device)
         for question in questions
     ]
+    highest = max(int(prompt["input_ids"].max()) for prompt in prompts)
+    if highest >= model.config.get_text_config().vocab_size:
+        raise DemoInputError(
+            f"the tokenizer gives token {highest}, and the model has none: the two do not belong together"
+        )
     num_tokens = max(prompt["input_ids"].shape[1] for prompt in prompts) + max_new_tokens
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and num_tokens > limit:

@@ -92,6 +92,12 @@ class ArgumentReader:
             )
         mask = _read_mask(arguments.get("attention_mask"), num_rows, before, num_new)
         bypass = _unread(arguments) or why_no_ids or mask.why_unusual
+        for number, (row, shown) in enumerate(zip(running, mask.first_shown, strict=False)):
+            if shown < row.pad:
+                raise CacheArgumentError(
+                    f"the attention mask shows column {shown} of row {number}, which was padding and has no keys and values; "
+                    "pass the mask of all columns, or cache.reset() first"
+                )
         if bypass is None and any(_has_other_padding(row, pad) for row, pad in zip(running, mask.pads, strict=False)):
             bypass = "the padding of a row has changed"
         pads = mask.pads
@@ -130,14 +136,18 @@ class ArgumentReader:
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != num_columns:
                 return None
-            num_tokens = num_columns * len(running) - sum(row.pad for row in running)
-            if int(mask.count_nonzero()) != num_tokens:  # somebody hides tokens
+            if mask.count_nonzero(dim=1).tolist() != [
+                num_columns - row.pad for row in running
+            ]:  # somebody hides tokens
                 return None
         if arguments.get("inputs_embeds") is not None or _unread(arguments) is not None:
             return None
         if any(arguments.get(name) is not None for name in self._cross_inputs):
             return None
-        if positions is not None:
+        if positions is None:
+            if self.takes_positions and (self._remembers_positions or any(r.first_position != r.pad for r in running)):
+                return None
+        else:
             if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] != 1:
                 return None
             given = positions.flatten().tolist()
@@ -242,7 +252,7 @@ def _read_ids(arguments: Mapping[str, Any]) -> tuple[list[TokenIds], str | None]
 
 def _has_other_padding(row: Row, pad: int) -> bool:
     """Whether a running row cannot have that padding: only one that has had nothing but padding may get more of it."""
-    return row.pad != pad and (row.table.num_tokens > 0 or pad < row.pad)
+    return row.pad != pad and row.table.num_tokens > 0
 
 
 class _Mask(NamedTuple):
@@ -250,16 +260,17 @@ class _Mask(NamedTuple):
 
     pads: list[int]  # columns of left padding
     num_zeros: list[int]  # new columns that it hides
+    first_shown: list[int]  # the first column that it does not hide
     why_unusual: str | None = None
 
 
 def _read_mask(mask: Any, num_rows: int, before: int, num_new: int) -> _Mask:
     none, num_columns = [0] * num_rows, before + num_new
     if mask is None:
-        return _Mask(none, none)
+        return _Mask(none, none, none)
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         kind = f"{mask.dim()}-D tensor" if isinstance(mask, Tensor) else type(mask).__name__
-        return _Mask(none, none, f"the attention mask is a {kind}, not [rows, columns]")
+        return _Mask(none, none, [num_columns] * num_rows, f"the attention mask is a {kind}, not [rows, columns]")
     if mask.shape != (num_rows, num_columns):
         raise CacheArgumentError(
             f"the attention mask is {tuple(mask.shape)}; with the cache's tokens and the new ones it must be "
@@ -271,8 +282,8 @@ def _read_mask(mask: Any, num_rows: int, before: int, num_new: int) -> _Mask:
     for row, (pad, first) in enumerate(zip(pads, form[1], strict=True)):
         if pad != num_columns and pad != first:
             why = f"the attention mask of row {row} has zeros after its first one (right padding or holes)"
-            return _Mask(none, (num_new - ones[:, before:].sum(dim=1)).tolist(), why)
-    return _Mask(pads, [_num_pads(pad, before, num_new) for pad in pads])
+            return _Mask(none, (num_new - ones[:, before:].sum(dim=1)).tolist(), form[1], why)
+    return _Mask(pads, [_num_pads(pad, before, num_new) for pad in pads], pads)
 
 
 def _num_pads(pad: int, before: int, num_new: int) -> int:

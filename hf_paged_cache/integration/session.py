@@ -25,12 +25,15 @@ from ..model.conditioning import Conditioning
 from ..model.support import require_layer_adapters
 from .forward_arguments import ArgumentReader, for_scheduled
 from .generate_arguments import GenerateArguments
+from .hooks import is_attached
 from .shared_prefix import SharedPrefixes
 from .verification import Verifier
 
 logger = logging.getLogger("hf_paged_cache")
 
-_GRADIENTS = "gradients are on and flow through every token (run the forward in torch.no_grad() where none are needed)"
+_GRADIENTS = (
+    "gradients are on and may flow through every token (run the forward in torch.no_grad() where none are needed)"
+)
 _ANOTHER_CACHE = "use another cache on the same store for this one: PagedPrefixCache(cache.store)"
 
 
@@ -68,6 +71,7 @@ class Session:
         self._bypass: str | None = None
         self._adapters: list[str] | None = None
         self._has_warned = False
+        self._was_overtaken = False  # another generate has left rows where this one was to begin its own
 
     @property
     def is_open(self) -> bool:
@@ -97,6 +101,7 @@ class Session:
                 with self._store.lock:
                     self._digest, self._synced_gpus = b"", False
                     call.end(failed=failed)
+                    self._was_overtaken = self.is_open  # by a generate inside of another
                 self._log()
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -111,6 +116,8 @@ class Session:
             if token_ids is not None:
                 call.schedule_step(token_ids)
                 return arguments
+        if self._was_overtaken and self.is_open:
+            raise CacheBusyError(f"another generate ran on this cache inside of this one; {_ANOTHER_CACHE}")
         if not self._digest or not self.is_open:
             self._read_conditions()
         before = call.rows.num_columns
@@ -122,7 +129,9 @@ class Session:
             request = replace(request, bypass=request.bypass or self._bypass or bypass, may_alias=False)
         elif self._bypass is not None:
             request = replace(request, bypass=request.bypass or self._bypass, may_alias=False)
-        if request.keep_columns is None and torch.is_grad_enabled() and self._trains():
+        if (
+            request.keep_columns is None and torch.is_grad_enabled()
+        ):  # into whatever: a weight, an input, a hook's tensor
             request = replace(request, keep_columns=_GRADIENTS)
         request = self._with_roots(request, arguments, before)
         if self.verifier is not None and not before and request.bypass is None and self._adapters is None:
@@ -174,10 +183,6 @@ class Session:
                 call.roll_back()
             raise
 
-    def _trains(self) -> bool:
-        """Whether a gradient may flow through keys and values."""
-        return any(parameter.requires_grad for parameter in self._conditioning.model.parameters())
-
     def _read_conditions(self) -> None:
         conditioning = self._conditioning
         with self._store.lock:  # what it remembers of the model is one for all caches
@@ -223,10 +228,9 @@ class Session:
         modules = set(model.modules())
         if running is not None and running not in modules and modules.isdisjoint(running.modules()):
             return self._another_model(running)
-        how = (
-            "run the model that the cache was built for through its own __call__, not model.model(...); after detach(), "
-            "`with cache:` attaches it again"
-        )
+        how = "run the model that the cache was built for through its own __call__, not model.model(...)"
+        if not is_attached(model):
+            how = "detach() took this cache off its model; `with cache:`, or another cache of the model, attaches it again"
         return ForwardMismatchError(f"{how}: layer {layer_idx} writes to a cache whose call {self._call.state.value}")
 
     def _require_model(self, model: Any) -> None:

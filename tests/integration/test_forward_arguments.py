@@ -161,10 +161,12 @@ def test_only_a_row_of_nothing_but_padding_may_get_more_of_it(num_tokens: int, p
     rows.num_columns = 6 + num_tokens
     mask = torch.ones(1, rows.num_columns + 4, dtype=torch.long)
     mask[0, :pad] = 0
-    given = read({"input_ids": IDS[:1], "attention_mask": mask, "position_ids": torch.arange(4)[None]}, rows)
+    arguments = {"input_ids": IDS[:1], "attention_mask": mask, "position_ids": torch.arange(4)[None]}
     if pad < 6:
-        assert (given.bypass, pads(given)) == ("the padding of a row has changed", [6])
+        with pytest.raises(CacheArgumentError, match=f"shows column {pad} of row 0, which was padding"):
+            read(arguments, rows)
     else:
+        given = read(arguments, rows)
         assert (pads(given), tokens(given)) == ([8], [[5, 6]])
 
 
@@ -339,7 +341,6 @@ def step(**changes: Any) -> tuple[dict[str, Any], Rows]:
     [
         {},
         {"attention_mask": None},
-        {"position_ids": None},
         {"logits_to_keep": None},
         {"output_hidden_states": True},  # of one column, all are computed
         {"mm_encoder_outputs": {}},
@@ -349,6 +350,13 @@ def step(**changes: Any) -> tuple[dict[str, Any], Rows]:
 )
 def test_a_plain_step_is_the_token_of_each_row(changes: dict[str, Any]) -> None:
     assert reader().read_step(*step(**changes)) == [8, 9]
+
+
+def test_a_step_without_positions_is_plain_where_the_model_numbers_the_rows_columns() -> None:
+    arguments, _ = step(position_ids=None, attention_mask=None)
+    assert reader().read_step(arguments, running((0, 6), (0, 6))) == [8, 9]
+    arguments, padded = step(position_ids=None)
+    assert reader().read_step(arguments, padded) is None
 
 
 def test_one_row_of_positions_stands_for_all_rows_of_a_step() -> None:
@@ -450,6 +458,13 @@ def test_only_the_rows_that_run_are_passed_on() -> None:
     assert changed["input_ids"].equal(IDS)
     assert changed["position_ids"].equal(POSITIONS)
     assert changed["attention_mask"].equal(MASK)
+
+
+def test_a_step_without_positions_is_plain_where_the_model_numbers_the_rows_columns() -> None:
+    arguments, _ = step(position_ids=None, attention_mask=None)
+    assert reader().read_step(arguments, running((0, 6), (0, 6))) == [8, 9]
+    arguments, padded = step(position_ids=None)
+    assert reader().read_step(arguments, padded) is None
 
 
 def test_one_row_of_positions_stands_for_all() -> None:

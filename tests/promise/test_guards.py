@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_paged_cache import CacheBusyError, OutOfBlocksError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, CacheBusyError, OutOfBlocksError, PagedPrefixCache, PrefixStore
 
 from ..internals import make_forwards_cheap
 from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_same, batch, row, run
@@ -372,3 +373,69 @@ def test_blocks_are_found_while_the_call_that_fills_them_still_runs(model: PreTr
     got = run(model, running, input_ids=ids, max_new_tokens=12, logits_processor=asked)
     assert_same(wanted, got)
     assert found == [8, 12, 16]
+
+
+def without_positions_in_steps(inputs: dict[str, Any]) -> None:
+    inputs.pop("position_ids", None)
+
+
+def with_swapped_masks_in_steps(inputs: dict[str, Any]) -> None:
+    inputs["attention_mask"] = inputs["attention_mask"].flip(0)
+
+
+def preparing(model: PreTrainedModel, change: Callable[[dict[str, Any]], None]) -> None:
+    """Let a model of somebody else's change the inputs of its decode steps."""
+    prepare = type(model).prepare_inputs_for_generation
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        inputs = prepare(model, *args, **kwargs)
+        if inputs["input_ids"].shape[1] == 1:
+            change(inputs)
+        return inputs
+
+    model.prepare_inputs_for_generation = functools.wraps(prepare)(changed)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_padded_rows_that_step_without_positions_leave_nothing_to_later_calls(name: str) -> None:
+    model = build(name)
+    cache = PagedPrefixCache(model)
+    preparing(model, without_positions_in_steps)
+    rows = run(model, cache, **batch(row((1, 10)), row((2, 30))), max_new_tokens=40).sequences[:1, 20:]
+    del model.prepare_inputs_for_generation
+    cache.reset()
+    assert_same(run(model, input_ids=rows), run(model, cache, input_ids=rows))
+
+
+def test_a_mask_that_shows_padding_is_refused(model: PreTrainedModel) -> None:
+    """It has no keys and values here; a `DynamicCache` would attend to those of the padding."""
+    cache, inputs = PagedPrefixCache(model), batch(row((1, 10)), row((2, 30)))
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        with pytest.raises(CacheArgumentError, match="shows column 0 of row 0, which was padding"):
+            model(torch.tensor([[5], [6]]), past_key_values=cache)
+    bloom = build("bloom")
+    preparing(bloom, with_swapped_masks_in_steps)
+    cache = PagedPrefixCache(bloom)
+    with pytest.raises(CacheArgumentError, match="shows column 0 of row 0, which was padding"):
+        run(bloom, cache, **inputs, max_new_tokens=4)
+    cache.reset()
+    assert cache.stats().num_blocks_in_use == 0
+
+
+def test_a_generate_that_was_overtaken_on_its_cache_is_refused(model: PreTrainedModel) -> None:
+    """A streamer gets the prompt before the first forward, and may run another call in between."""
+    cache = PagedPrefixCache(model)
+    others = iter([torch.tensor([row((7, 33))])])
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            for ids in others:
+                run(model, cache, input_ids=ids)
+
+        def end(self) -> None:
+            """Nothing is held back."""
+
+    with pytest.raises(CacheBusyError, match="another generate ran on this cache inside of this one"):
+        run(model, cache, input_ids=IDS, streamer=Streamer())
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))

@@ -82,7 +82,7 @@ CASES: dict[str, Call] = {
     "attentions": with_attentions,
     "labels": forward(labels=IDS, logits_to_keep=0),
     "the logits of all tokens, as a plain forward gives them": forward(logits_to_keep=0),
-    "gradients that can flow into weights": with_gradients,
+    "gradients, as a plain forward without `torch.no_grad()` has them": with_gradients,
     "a tuple instead of an output object": forward(return_dict=False),
     "other weights, adapters, settings, hooks or another salt": with_another_weight,
 }
@@ -161,5 +161,8 @@ def test_a_match_ends_in_the_words_of_the_page() -> None:
     end(torch.cat((IDS[:, :16], other[:, :30]), dim=1), reset=True)  # no cached block goes on with tokens
     end(IDS[:, :40], reset=True)  # do not fill a block of
     end(pair, reset=True)  # another row knows no more
+    mask = torch.ones(2, cache.get_seq_length() + 2, dtype=torch.long)
+    generate(input_ids=pair[:, :2], attention_mask=mask, max_new_tokens=1)(model, cache)  # the last call's rows went on
+    endings.append(cache.last_call.rows[0].stopped)
     assert [[phrase for phrase in said if phrase in ending] != [] for ending in endings] == [True] * len(endings)
     assert {phrase for phrase in said for ending in endings if phrase in ending} == set(said)
