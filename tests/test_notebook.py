@@ -45,13 +45,17 @@ PagedPrefixCache.write_layer = write_layer
 """
 
 REUSE_NOTHING = """
-from hf_paged_cache.integration.session import Session
+def build(self, *given, honest=PagedPrefixCache.__init__, **options):
+    honest(self, *given, **options)
+    generating = self.generating
 
-def generating(self, model, given, honest=Session.generating):
-    self._store.reset_prefix_cache()
-    return honest(self, model, given)
+    def generating_anew(model, given):
+        self.reset_prefix_cache()
+        return generating(model, given)
 
-Session.generating = generating
+    self.generating = generating_anew
+
+PagedPrefixCache.__init__ = build
 """
 
 

@@ -116,6 +116,7 @@ class Call:
             store.settle()
             if not self.brackets:
                 self.limits = UNLIMITED
+                store.reserve(self, 0)
             self.rows.commit()
             self._is_first = not self.rows.alias
             self._thread.start()

@@ -109,7 +109,6 @@ class Session:
         self._require_model(model)
         self._require_mine()
         call = self._call
-        call.check_not_busy()
         call.roll_back()
         if call.may_step and self._adapters is None and not self._conditioning.rope.depends_on_length:
             token_ids = self._reader.read_step(arguments, call.rows)

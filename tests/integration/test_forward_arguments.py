@@ -460,13 +460,6 @@ def test_only_the_rows_that_run_are_passed_on() -> None:
     assert changed["attention_mask"].equal(MASK)
 
 
-def test_a_step_without_positions_is_plain_where_the_model_numbers_the_rows_columns() -> None:
-    arguments, _ = step(position_ids=None, attention_mask=None)
-    assert reader().read_step(arguments, running((0, 6), (0, 6))) == [8, 9]
-    arguments, padded = step(position_ids=None)
-    assert reader().read_step(arguments, padded) is None
-
-
 def test_one_row_of_positions_stands_for_all() -> None:
     changed = for_scheduled(
         {"input_ids": IDS[[0, 0, 1]], "position_ids": POSITIONS[1:]}, scheduled(1, 4, (0, 2), (0, 0, 1)), 0
