@@ -189,9 +189,10 @@ class Rows:
         self.shared_columns = min(self.shared_columns, num_columns)
 
     def roll_back(self) -> None:
-        """Take scheduled tokens back."""
+        """Take scheduled tokens, and columns of padding, back."""
         for row in self.distinct:
             row.truncate(max(0, self.num_columns - row.pad))
+            row.pad = min(row.pad, self.num_columns)
 
     def confirm(self, num_columns: int) -> None:
         """All columns up to `num_columns` are written. Interrupted, it leaves what `roll_back` takes back."""

@@ -439,3 +439,26 @@ def test_a_generate_that_was_overtaken_on_its_cache_is_refused(model: PreTrained
     with pytest.raises(CacheBusyError, match="another generate ran on this cache inside of this one"):
         run(model, cache, input_ids=IDS, streamer=Streamer())
     assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+
+
+def test_padding_of_a_forward_that_died_is_no_padding_of_the_rows(model: PreTrainedModel) -> None:
+    """The next forward may bring fewer columns than that one did."""
+    cache, inputs = PagedPrefixCache(model), batch(row((1, 10)), row((2, 30)))
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+
+    def forward(start: int, stop: int) -> torch.Tensor:
+        given = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
+        logits: torch.Tensor = model(ids[:, start:stop], past_key_values=cache, **given).logits
+        return logits
+
+    with torch.no_grad():
+        wanted = model(ids, attention_mask=mask, position_ids=positions).logits
+        forward(0, 2)
+        handle = model.model.layers[1].register_forward_pre_hook(lambda module, args: stop())
+        with pytest.raises(StopError):
+            forward(2, 25)
+        handle.remove()
+        forward(2, 4)
+        got = forward(4, 30)[:, -10:]
+    assert (got - wanted[:, -10:]).abs().max() <= TOLERANCE * wanted.abs().max()

@@ -211,7 +211,8 @@ def test_a_model_that_is_cast_between_calls_reuses_nothing_of_before(dtype: torc
     for step in (dtype, torch.float32, dtype):
         model.to(step)
         reference = run(model, **PROMPTS)
-        for again in (False, True):
+        first = step is torch.float32 or cache.stats().num_calls == 1  # rounded once, weights are rounded
+        for again in (not first, True):
             output = run(model, cache, **PROMPTS)
             assert (cache.last_call.reused_tokens > 0) is again, f"{step}, {cache.last_call}"
             if step is torch.float32:
