@@ -462,3 +462,15 @@ def test_padding_of_a_forward_that_died_is_no_padding_of_the_rows(model: PreTrai
         forward(2, 4)
         got = forward(4, 30)[:, -10:]
     assert (got - wanted[:, -10:]).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+def test_a_collected_cache_leaves_its_full_blocks_to_others(model: PreTrainedModel) -> None:
+    """Rows of plain forwards are not committed before their next event; the collection of their cache is one."""
+    store = PrefixStore(model)
+    cache, other = PagedPrefixCache(store), PagedPrefixCache(store)
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+    del cache
+    gc.collect()
+    assert_same(run(model, input_ids=IDS), run(model, other, input_ids=IDS))
+    assert other.last_call.rows[0].matched_tokens == 48
