@@ -35,12 +35,7 @@ class LayerWrites:
         self.gradients.start_forward()
 
     def write(self, layer_idx: int, states: Mapping[str, Tensor], forward: ScheduledForward) -> dict[str, Tensor]:
-        """Store a layer's new states and return what its attention reads; see `Call.write`.
-
-        Raises:
-            ForwardMismatchError: rows or columns are not the forward's, or the layer has written already; the pool is unchanged.
-            PoolArgumentError: this layer's states are no [R, H, T, D] of the sizes that it has had.
-        """
+        """`Call.write`; where it raises ForwardMismatchError, the pool is unchanged."""
         num_rows, num_columns = forward.num_rows, forward.num_columns
         for name, new in states.items():
             shape = new.shape

@@ -193,7 +193,8 @@ class Session:
         """Each row with its root: what conditions the model, this cache, and where the row's positions start."""
         rope, regime, adapters = self._conditioning.rope, b"", self._adapters or ()
         if rope.depends_on_length:
-            regime = rope.at(_max_position(arguments, before + request.num_new_columns))
+            positions, last_column = arguments.get("position_ids"), before + request.num_new_columns - 1
+            regime = rope.at(int(positions.max()) if isinstance(positions, Tensor) else last_column)
         rows = []
         for number, row in enumerate(request.rows):
             counted_from = 0 if self._reader.takes_positions else row.pad  # else the model numbers its columns
@@ -285,8 +286,3 @@ class Session:
 @lru_cache(maxsize=256)
 def _root(digest: bytes, salt: bytes, regime: bytes, adapter: str, counted_from: int, first: int) -> bytes:
     return root_hash(digest, salt, regime, adapter.encode(), f"{counted_from} {first}".encode())
-
-
-def _max_position(arguments: Mapping[str, Any], num_columns: int) -> int:
-    positions = arguments.get("position_ids")
-    return int(positions.max()) if isinstance(positions, Tensor) else num_columns - 1
