@@ -7,6 +7,7 @@ import contextlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import FrameType
 from typing import Any, Literal, NoReturn
 from weakref import ref
 
@@ -97,7 +98,7 @@ class PagedPrefixCache(Cache):
         self.verify = verify
         attach(self.store.model)
         blocks, conditioning, reader = self.store.blocks, self.store.conditioning, self.store.argument_reader
-        self.call = Call(blocks, _READERS[attention](blocks.pool))
+        self.call = Call(blocks, _READERS[attention](blocks.pool), partial(_runs_on, ref(self)))
         sibling = partial(PagedPrefixCache, self.store, cache_salt=self.cache_salt, attention="gather")
         side = SideForwards(self.store.model, reader, sibling)
         verifier = Verifier(blocks, conditioning, side) if verify else None
@@ -289,9 +290,9 @@ class PagedPrefixCache(Cache):
             (80, 0)
         """
         tokens, blocks = array("q", one_sequence("the prefix", token_ids)), self.store.blocks
+        root = self._session.root_of_prefix(len(tokens))
         with blocks.lock:
             blocks.settle()
-            root = self._session.root_of_prefix(len(tokens))
             return blocks.pins.pin(self.cache_salt, root, tokens, blocks.num_obtainable_blocks(None))
 
     def unpin(self, token_ids: "list[int] | Tensor | None" = None) -> int:
@@ -375,3 +376,14 @@ class PagedPrefixCache(Cache):
         cache = PagedPrefixCache(self.store, cache_salt=self.cache_salt, attention="gather")
         cache._session.verifier = self._session.verifier
         return cache
+
+
+def _runs_on(cache: ref[PagedPrefixCache], frame: FrameType) -> bool:
+    """Whether a frame is the call of a module that was given this cache."""
+    if frame.f_code is not _CALL_OF_A_MODULE:
+        return False
+    given, wanted = frame.f_locals, cache()
+    return wanted is not None and any(value is wanted for value in (*given["args"], *given["kwargs"].values()))
+
+
+_CALL_OF_A_MODULE = torch.nn.Module.__call__.__code__

@@ -259,11 +259,20 @@ class PrefixCachingBlockAllocator(BlockLedger):
         self._states.grow(num_blocks)
         self._dirty = False
 
+    def forget(self, block_hashes: Iterable[BlockHash]) -> None:
+        """Let nobody hit the blocks of these hashes any more; those that nobody holds become free. Unknown ones are skipped."""
+        self._settle()
+        found = (self._states.index.get(block_hash) for block_hash in dict.fromkeys(block_hashes))
+        block_ids = [block_id for block_id in found if block_id is not None]
+        self._dirty = True
+        self._states.forget(block_ids)
+        self._dirty = False
+
     def forget_cached_blocks(self) -> None:
         """Make every cached block free; blocks in use keep their hashes."""
         self._settle()
         self._dirty = True
-        self._states.forget_cached()
+        self._states.forget(self._states.cached_blocks())
         self._dirty = False
 
     def reset_prefix_cache(self, num_blocks: int | None = None) -> None:

@@ -106,13 +106,18 @@ class BlockStates:
                 self.queue.append(block_id)
                 self.clock = self.last_access[block_id] = self.clock + 1
 
-    def forget_cached(self) -> None:
-        """Make every cached block free; the least recently used is handed out first."""
-        for block_id in reversed(list(islice(self.queue, len(self.queue) - self.num_cached, None))):
+    def cached_blocks(self) -> list[int]:
+        """The cached blocks, the least recently used first."""
+        return list(islice(self.queue, len(self.queue) - self.num_cached, None))
+
+    def forget(self, block_ids: list[int]) -> None:
+        """Take the hashes of these blocks away. Those that nobody holds become free; the first is handed out first."""
+        for block_id in block_ids:
             self.index.remove(block_id)
-            self.queue.remove(block_id)
-            self.queue.appendleft(block_id)
-            self.num_cached -= 1
+        idle = [block_id for block_id in block_ids if not self.ref_counts[block_id]]
+        self.queue.remove_many(idle)
+        self.queue.appendleft_many(reversed(idle))
+        self.num_cached -= len(idle)
 
     def grow(self, num_blocks: int) -> None:
         """Add free blocks, handed out first and the lowest of them first."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ..errors import BlockStateError, CacheArgumentError
 from .allocation import Allocation
 from .allocator import PrefixCachingBlockAllocator
-from .hashing import HashChain, token_array
+from .hashing import BlockHash, HashChain, token_array
 from .ledger import check_not_negative
 
 
@@ -219,18 +219,23 @@ class BlockTable:
             )
         return tokens[self.num_tokens :]
 
-    def commit_full_blocks(self, num_computed_tokens: int) -> None:
+    def commit_full_blocks(self, num_computed_tokens: int) -> Sequence[BlockHash]:
         """Let others hit every full block of the first `num_computed_tokens` tokens; `block_ids` may change.
 
+        Returns:
+            The hashes of those that were not committed yet.
         Raises:
             CacheArgumentError: a number that is negative or above `num_tokens`.
         """
         if not 0 <= num_computed_tokens <= self.num_tokens:
             raise CacheArgumentError(f"{num_computed_tokens} tokens computed; the table has {self.num_tokens}")
         start, stop = self._num_committed, num_computed_tokens // self._block_size
-        if start < stop:
-            self._allocator.commit_many(self._allocation, start, self._chain.hashes(start, stop))
-            self._num_committed = stop
+        if start >= stop:
+            return ()
+        hashes = list(self._chain.hashes(start, stop))
+        self._allocator.commit_many(self._allocation, start, hashes)
+        self._num_committed = stop
+        return hashes
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens and their blocks; a committed block that is cut is copied on write.

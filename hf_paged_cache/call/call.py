@@ -8,8 +8,11 @@ the next forward is scheduled, so that a draft that `crop` takes back never was,
 Torch tensors pass through here to pool and reader, unread.
 """
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from types import FrameType
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -23,7 +26,7 @@ from .layer_writes import LayerWrites
 from .prefix_match import hold_longer
 from .prepare import begin_rows, continue_rows, map_slots, take_blocks, take_step
 from .rows import Rows, gather_rows
-from .running import Bracket, Brackets, ForwardThread
+from .running import Bracket, Brackets, is_on_a_stack
 from .schedule import first_column
 from .scheduled_forward import ForwardRequest, ScheduledForward
 
@@ -43,9 +46,10 @@ class Call:
     Args:
         store: where their blocks are.
         reader: what attention reads of them.
+        is_forward: whether a frame on a thread's stack is of a forward on this call.
     """
 
-    def __init__(self, store: BlockStore, reader: Reader) -> None:
+    def __init__(self, store: BlockStore, reader: Reader, is_forward: Callable[[FrameType], bool]) -> None:
         self.store = store
         self.reader = reader
         self.state = CallState.IDLE
@@ -58,7 +62,8 @@ class Call:
         self.peak_kv_bytes = 0
         self.brackets = Brackets()
         self._writes = LayerWrites(store, reader)
-        self._thread = ForwardThread()
+        self._is_forward = is_forward
+        self._thread = 0  # that began or went on with the rows, but for decode steps
         self._is_first = False  # the scheduled forward is the first of its rows
         self._may_step = False  # rows go on under the conditions that they have run under
         self._must_commit = False  # the last forward had several columns, and may have filled blocks
@@ -75,23 +80,24 @@ class Call:
 
     @property
     def is_running(self) -> bool:
-        """Whether a `generate` is running, a forward in another thread, or rows of plain forwards that may go on."""
+        """Whether a `generate` is running, a forward in any thread, or rows of plain forwards that may go on."""
         goes_on = self.state is CallState.CONFIRMED and bool(self.rows.alias)
-        return goes_on or bool(self.brackets) or self._runs_in_another_thread()
+        return goes_on or bool(self.brackets) or is_on_a_stack(self._is_forward)
 
-    def begin(self, bracket: Bracket, limits: CallLimits, *, keep_rows: bool) -> None:
+    def begin(self, bracket: ref[Bracket], limits: CallLimits, *, keep_rows: bool) -> None:
         """`generate` is entered: the rows so far become previous rows, unless only new tokens are passed.
 
         Args:
-            bracket: lives as long as that `generate`; however it is left, even between two of our lines, the call is
-                then no longer running.
+            bracket: gone as soon as that `generate` is left, however; then the call is no longer running.
         """
         with self.store.lock:
             self.roll_back()
+            self._judge(conditions_held=False)  # what a `generate` left whose end was interrupted
             if not keep_rows:
                 self._end_rows()
             self.brackets.open(bracket)
             self.limits = limits
+            self.store.reserve(self, 0)
             self.num_scheduled = 0
             self._may_step = False
             self._num_columns_before = self.rows.num_columns
@@ -115,11 +121,13 @@ class Call:
                 )
             store.settle()
             if not self.brackets:
+                self.brackets.forget_closed()
+                self._judge(conditions_held=False)
                 self.limits = UNLIMITED
                 store.reserve(self, 0)
             self.rows.commit()
             self._is_first = not self.rows.alias
-            self._thread.start()
+            self._thread = threading.get_ident()
             self.state = CallState.SCHEDULED
             try:
                 self._demand = None
@@ -175,7 +183,6 @@ class Call:
                 rows.commit()
                 self._must_commit = False
             self._is_first = False
-            self._thread.start()
             self._writes.start()
             self.state = CallState.SCHEDULED
             try:
@@ -213,9 +220,11 @@ class Call:
         with self.store.lock:
             return self._writes.write_step(layer_idx, key, value, forward.slot_mapping)
 
-    def confirm(self) -> ScheduledForward:
+    def confirm(self, *, conditions_held: bool | None = True) -> ScheduledForward:
         """The forward has returned: what it wrote counts.
 
+        Args:
+            conditions_held: of the model, since the forward was scheduled; None: nobody looked. See `end`.
         Raises:
             ForwardMismatchError: none is scheduled; or a layer has not written, and the forward is rolled back.
         """
@@ -235,6 +244,8 @@ class Call:
             self.rows.confirm(forward.stop)
             self.state = CallState.CONFIRMED
             self.forward = None
+            if conditions_held is not None:
+                self._judge(conditions_held=conditions_held)
             self.counters.confirm()
             self.peak_kv_bytes = max(self.peak_kv_bytes, store.kv_bytes_in_use + self.reader.num_bytes)
             return forward
@@ -245,6 +256,8 @@ class Call:
             return
         self.check_not_busy()
         with self.store.lock:
+            if self.state is not CallState.SCHEDULED:  # it was another thread's `crop`, which is done
+                return
             forward, self.forward = self.forward, None
             if forward is not None and self.rows.num_columns == forward.stop:  # `confirm` had come so far
                 self.state = CallState.CONFIRMED
@@ -308,7 +321,6 @@ class Call:
                 )
             kept, state = rows.num_columns - num_columns, self.state
             rows.num_columns = kept
-            self._thread.start()
             self._is_first, self.state = False, CallState.SCHEDULED  # interrupted, the next event cuts all rows alike
             rows.crop(kept)
             self.state = state
@@ -317,14 +329,17 @@ class Call:
             self._num_columns_before = min(self._num_columns_before, kept)
             renew_reservation(self.store, self, rows, self.limits, kept)
 
-    def end(self, *, failed: bool = False) -> None:
+    def end(self, *, failed: bool = False, conditions_held: bool = True) -> None:
         """`generate` is left: full blocks are committed; the rows stay, can go on, and can be matched.
 
         Args:
             failed: an exception ends it; then what the last forward computed may have been drafts.
+            conditions_held: of the model, since it was last said here or to `confirm`. If not, nothing that was computed
+                since then is found any more.
         """
         with self.store.lock:
             self.roll_back()
+            self._judge(conditions_held=conditions_held)
             if failed:
                 for row in self.rows.distinct:
                     row.stop_commits(max(0, self._num_columns_before - row.pad))
@@ -403,6 +418,11 @@ class Call:
                 "PagedPrefixCache(cache.store) shares all blocks"
             )
 
+    def lose_threads(self, idents: frozenset[int]) -> None:
+        """These threads are not there: drop the rows of a call that ran in one of them. The store's lock is held."""
+        if self.brackets.lose_threads(idents) or self._thread in idents:
+            self.drop_rows()
+
     def num_previous_blocks(self) -> int:
         """Blocks that only rows whose call is over hold."""
         rows = [*self.previous.distinct, *(self.rows.distinct if self.state is CallState.ENDED else [])]
@@ -416,7 +436,7 @@ class Call:
         return demand.num_blocks - num_shared_blocks <= self.store.num_obtainable_blocks(self) + demand.num_released
 
     def _runs_in_another_thread(self) -> bool:
-        return self.state is CallState.SCHEDULED and self._thread.is_another()
+        return self.state is CallState.SCHEDULED and is_on_a_stack(self._is_forward, of_other_threads=True)
 
     def _begin_rows(self, request: ForwardRequest) -> None:
         """Begin rows with what is known; but where too few blocks would be left, without what only previous rows know.
@@ -479,6 +499,14 @@ class Call:
         """Whether each row runs under the conditions of the request, so that it may go on token by token without a look."""
         rows = zip(self.rows.in_batch(), request.rows, strict=True)
         return all(row.root == new.root and row.pad == new.pad for row, new in rows)
+
+    def _judge(self, *, conditions_held: bool) -> None:
+        """Keep or take back what was computed since the last judgement."""
+        if conditions_held:
+            self.rows.trust()
+        else:
+            self.store.allocator.forget(self.rows.committed)
+            self.rows.distrust()
 
     def _end_rows(self) -> None:
         """The running rows become the previous ones; those before them are dropped."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..blocks import BlockTable
+from ..blocks import BlockHash, BlockTable
 from ..blocks.tokens import TokenIds
 from ..kv.block_pool import BlockPool
 from ..kv.slot_mapping import RowLayout, read_source
@@ -19,9 +19,10 @@ class Row:
 
     Positions: [0, num_known) found in the pool when the row began | [num_known, num_confirmed) computed by this call |
     [num_confirmed, table.num_tokens) scheduled, not confirmed. Before the first forward nothing is confirmed.
+    Of those confirmed, the first `num_trusted` were computed under conditions that were read again and found unchanged.
     """
 
-    __slots__ = ("commit_end", "first_position", "num_confirmed", "num_known", "pad", "root", "table")
+    __slots__ = ("_num_judged", "commit_end", "first_position", "num_confirmed", "num_known", "pad", "root", "table")
 
     def __init__(self, table: BlockTable, pad: int, root: bytes, first_position: int = 0) -> None:
         self.table = table
@@ -31,11 +32,13 @@ class Row:
         self.num_known = table.num_tokens
         self.num_confirmed = 0  # what is known counts with the first forward that is confirmed
         self.commit_end: int | None = None  # tokens from here on are never committed; None: all may be
+        self._num_judged = 0
 
     def fork(self) -> "Row":
         """A row with the same tokens in the same blocks."""
         forked = Row(self.table.fork(), self.pad, self.root, self.first_position)
         forked.num_known, forked.num_confirmed, forked.commit_end = self.num_known, self.num_confirmed, self.commit_end
+        forked._num_judged = self._num_judged
         return forked
 
     def with_new(self, tokens: TokenIds) -> TokenIds:
@@ -51,6 +54,7 @@ class Row:
         """Keep the first `num_tokens` tokens. Interrupted, it leaves tokens that do not count as confirmed."""
         self.num_confirmed = min(self.num_confirmed, num_tokens)
         self.num_known = min(self.num_known, num_tokens)
+        self._num_judged = min(self._num_judged, num_tokens)
         if num_tokens < self.table.num_tokens:
             self.table.truncate(num_tokens)
         if self.commit_end is not None and self.commit_end > num_tokens:
@@ -60,6 +64,15 @@ class Row:
         """Tokens from `position` on will not be committed."""
         if self.commit_end is None or position < self.commit_end:
             self.commit_end = position
+
+    @property
+    def num_trusted(self) -> int:
+        """Tokens that were known, or computed under conditions that held."""
+        return max(self.num_known, self._num_judged)
+
+    def trust(self) -> None:
+        """All confirmed tokens were computed under the conditions of the row's root."""
+        self._num_judged = self.num_confirmed
 
     @property
     def num_true_tokens(self) -> int:
@@ -84,9 +97,10 @@ class Rows:
         alias: batch row -> index into `distinct`; the first rows of each come in order.
         num_columns: confirmed columns, padding included.
         group: batch row -> prompt row it was forked from; equal for rows that share their first `shared_columns`.
+        committed: hashes of blocks that were committed before anybody looked whether the conditions had held.
     """
 
-    __slots__ = ("alias", "distinct", "group", "num_columns", "shared_columns")
+    __slots__ = ("alias", "committed", "distinct", "group", "num_columns", "shared_columns")
 
     def __init__(self, distinct: list[Row], alias: list[int], num_columns: int) -> None:
         self.distinct = distinct
@@ -94,6 +108,7 @@ class Rows:
         self.num_columns = num_columns
         self.group = list(alias)
         self.shared_columns = 0
+        self.committed: list[BlockHash] = []
 
     def __len__(self) -> int:
         """Rows of the batch."""
@@ -116,6 +131,7 @@ class Rows:
         """
         self.distinct = [row for row in self.distinct if not row.table.allocation.is_freed]
         self.roll_back()
+        self.distrust()
         self.commit()
         self.free()
 
@@ -206,7 +222,28 @@ class Rows:
         So a draft that `crop` takes back was never found by anybody. A decode step commits where a block is full.
         """
         for row in self.distinct:
-            row.table.commit_full_blocks(row.num_true_tokens)
+            num_tokens = row.num_true_tokens
+            hashes = row.table.commit_full_blocks(num_tokens)
+            if row.num_trusted < num_tokens:
+                self.committed += hashes
+
+    @property
+    def are_trusted(self) -> bool:
+        """Whether nothing confirmed waits for a look at its conditions."""
+        return all(row.num_trusted >= row.num_confirmed for row in self.distinct)
+
+    def trust(self) -> None:
+        """The conditions have held for all that is confirmed."""
+        for row in self.distinct:
+            row.trust()
+        self.committed = []
+
+    def distrust(self) -> None:
+        """They have not, for what is not trusted: it is not committed. What was, the caller lets the store forget."""
+        for row in self.distinct:
+            if row.num_trusted < row.num_confirmed:
+                row.stop_commits(row.num_trusted)
+        self.committed = []
 
     def free(self) -> None:
         """Give all blocks back."""

@@ -1,60 +1,82 @@
-"""Who runs a call now: open brackets of `generate`, and the thread of the forward that is scheduled.
+"""Who runs a call now: open brackets of `generate`, and forwards on the stack of some thread.
 
-Both follow from what an interrupt cannot leave half done: whether a frame, or a thread, lives.
+Both follow from what an interrupt cannot leave half done: whether a frame is there.
 """
 
+import sys
 import threading
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import NamedTuple
 from weakref import ref
 
 
 class Bracket:
-    """One running `generate`. Its frame alone holds it, so it is gone however that frame is left."""
+    """One running `generate`. A variable of its frame alone holds it, deleted in a `finally`.
 
-    __slots__ = ("__weakref__", "thread")
+    No interrupt comes between an exception and the first line of the `finally` it leads to, if that is no call: the interpreter looks for
+    signals at calls and jumps. So a bracket is gone however its frame is left, even where a traceback keeps the frame.
+    Whoever is given a bracket is given a weak reference.
+    """
 
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
+    __slots__ = ("__weakref__",)
+
+
+class _Open(NamedTuple):
+    bracket: ref[Bracket]
+    thread: int
 
 
 class Brackets:
     """The brackets open on one cache, one inside the other, all of one thread."""
 
     def __init__(self) -> None:
-        self._open: tuple[ref[Bracket], ...] = ()
+        self._open: tuple[_Open, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether a `generate` runs."""
-        return any(bracket() is not None for bracket in self._open)
+        return any(held.bracket() is not None for held in self._open)
 
-    def __contains__(self, bracket: Bracket) -> bool:
-        return any(held() is bracket for held in self._open)
+    def __contains__(self, bracket: ref[Bracket]) -> bool:
+        return any(held.bracket is bracket for held in self._open)
 
-    def open(self, bracket: Bracket) -> None:
+    def open(self, bracket: ref[Bracket]) -> None:
         """A `generate` begins."""
-        self._open = (*(held for held in self._open if held() is not None), ref(bracket))
+        self._open = (*self._still_open(), _Open(bracket, threading.get_ident()))
 
-    def close(self, bracket: Bracket) -> None:
+    def close(self, bracket: ref[Bracket]) -> None:
         """It is left; one that was never opened is ignored."""
-        self._open = tuple(held for held in self._open if held() not in (None, bracket))
+        self._open = tuple(held for held in self._still_open() if held.bracket is not bracket)
+
+    def forget_closed(self) -> None:
+        """A bracket that is gone without having been closed counts as closed."""
+        self._open = tuple(self._still_open())
 
     def are_of_another_thread(self) -> bool:
         """Whether a `generate` runs in another thread than this one."""
-        thread = threading.get_ident()
-        return any((bracket := held()) is not None and bracket.thread != thread for held in self._open)
+        here = threading.get_ident()
+        return any(held.thread != here for held in self._still_open())
+
+    def lose_threads(self, idents: Iterable[int]) -> bool:
+        """Close those of threads that are not there, as after a fork; whether there were any."""
+        kept = tuple(held for held in self._open if held.thread not in idents)
+        are_lost, self._open = len(kept) < len(self._open), kept
+        return are_lost
+
+    def _still_open(self) -> list[_Open]:
+        return [held for held in self._open if held.bracket() is not None]
 
 
-class ForwardThread:
-    """The thread that scheduled a call's last forward. A thread that has ended runs nothing, whatever it left open."""
+def is_on_a_stack(wanted: Callable[[FrameType], bool], *, of_other_threads: bool = False) -> bool:
+    """Whether any thread runs a frame that is `wanted`; or any thread but this one.
 
-    def __init__(self) -> None:
-        self._ident = 0  # of a thread; 0: none
-
-    def start(self) -> None:
-        """This thread schedules one."""
-        self._ident = threading.get_ident()
-
-    def is_another(self) -> bool:
-        """Whether another thread than this one scheduled it, and is still alive."""
-        if self._ident == threading.get_ident():
-            return False
-        return any(thread.ident == self._ident for thread in threading.enumerate())
+    Cost: looks at every frame of every thread, so it is asked where an answer of yes refuses something.
+    """
+    here = threading.get_ident()
+    for thread, innermost in sys._current_frames().items():
+        frame: FrameType | None = None if of_other_threads and thread == here else innermost
+        while frame is not None:
+            if wanted(frame):
+                return True
+            frame = frame.f_back
+    return False

@@ -9,10 +9,12 @@ import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import nn
 
+from ..call.running import Bracket
 from ..errors import CacheArgumentError, CacheBusyError
 from .generate_arguments import GenerateArguments, read_generate
 
@@ -24,7 +26,9 @@ class AttachedCache(Protocol):
 
     @property
     def is_generating(self) -> bool: ...
-    def generating(self, model: nn.Module, given: GenerateArguments) -> AbstractContextManager[None]: ...
+    def generating(
+        self, model: nn.Module, given: GenerateArguments, bracket: ref[Bracket]
+    ) -> AbstractContextManager[None]: ...
     def sibling(self) -> "AttachedCache": ...
     def before_forward(self, model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]: ...
     def after_forward(self, output: Any) -> Any: ...
@@ -62,14 +66,18 @@ class GenerateBracket:
                     stacklevel=2,
                 )
             return self._generate()(*args, **{**kwargs, "past_key_values": None})
-        with ExitStack() as stack:
-            if cache is not None:
-                stack.enter_context(cache.generating(self.model, given))
-            elif given.cache_implementation is None and given.use_cache is not False and not given.is_assistant:
-                cache = self._enter_ambient(stack, given)
-            return self._generate()(*args, **{**kwargs, "past_key_values": cache})
+        bracket = Bracket()
+        try:
+            with ExitStack() as stack:
+                if cache is not None:
+                    stack.enter_context(cache.generating(self.model, given, ref(bracket)))
+                elif given.cache_implementation is None and given.use_cache is not False and not given.is_assistant:
+                    cache = self._enter_ambient(stack, given, ref(bracket))
+                return self._generate()(*args, **{**kwargs, "past_key_values": cache})
+        finally:
+            del bracket
 
-    def _enter_ambient(self, stack: ExitStack, given: GenerateArguments) -> AttachedCache:
+    def _enter_ambient(self, stack: ExitStack, given: GenerateArguments, bracket: ref[Bracket]) -> AttachedCache:
         """Begin a call on the cache of the innermost `with cache:` block, or on another of its store if that is busy.
 
         A `generate` that runs but has no rows yet counts as busy: its rows would continue those of this call.
@@ -78,10 +86,10 @@ class GenerateBracket:
         if cache.is_generating:
             cache = cache.sibling()
         try:
-            stack.enter_context(cache.generating(self.model, given))
+            stack.enter_context(cache.generating(self.model, given, bracket))
         except CacheBusyError:
             cache = cache.sibling()
-            stack.enter_context(cache.generating(self.model, given))
+            stack.enter_context(cache.generating(self.model, given, bracket))
         return cache
 
     def __reduce__(self) -> Any:

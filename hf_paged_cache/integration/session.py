@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,7 @@ class Session:
         self._shared_prefixes = shared_prefixes
         self._synced_gpus = False  # with other processes, which run as many forwards
         self._digest = b""  # of the model; read once a `generate`, or at every forward without one
+        self._regime = b""  # of the scheduled forward's rotary frequencies
         self._bypass: str | None = None
         self._adapters: list[str] | None = None
         self._has_warned = False
@@ -79,15 +81,17 @@ class Session:
         return bool(self._call.brackets)
 
     @contextmanager
-    def generating(self, model: Any, given: GenerateArguments) -> Iterator[None]:
+    def generating(self, model: Any, given: GenerateArguments, bracket: ref[Bracket]) -> Iterator[None]:
         """The span of one `generate`.
 
+        Args:
+            bracket: the caller's own. When it is gone, so is that `generate`.
         Raises:
             CacheBusyError: another one runs on this cache.
             CacheArgumentError: another model's, or one that asks for a cache of its own.
             UnsupportedModelError: adapters that do more than change layers have been put round the model.
         """
-        bracket, call, failed = Bracket(), self._call, True
+        call, failed = self._call, True
         try:
             with self._store.lock:
                 self._require_may_begin(model, given)
@@ -98,9 +102,10 @@ class Session:
         finally:
             if bracket in call.brackets:
                 call.brackets.close(bracket)  # first: however the rest is interrupted, no call runs any more
+                held = call.rows.are_trusted or self._conditions_hold()
                 with self._store.lock:
                     self._digest, self._synced_gpus = b"", False
-                    call.end(failed=failed)
+                    call.end(failed=failed, conditions_held=held)
                     self._was_overtaken = self.is_open  # by a generate inside of another
                 self._log()
 
@@ -146,7 +151,12 @@ class Session:
 
     def after_forward(self, output: Any) -> Any:
         """Confirm the forward; returns what its caller is to get, a row for each that it passed."""
-        copies = self._call.confirm().copies
+        call, held = self._call, None
+        if self._regime and self._conditioning.rope.now() != self._regime:
+            held = False
+        elif call.num_scheduled == 1 or not self.is_open:
+            held = self._conditions_hold()
+        copies = call.confirm(conditions_held=held).copies
         if copies is not None:
             index = torch.tensor(copies, device=output.logits.device)
             output.logits = output.logits.index_select(0, index)
@@ -161,9 +171,12 @@ class Session:
         conditioning, regime = self._conditioning, b""
         digest = conditioning.digest()
         if conditioning.rope.depends_on_length:
-            if any(call.is_running for call in self._store.holders()):
-                raise CacheBusyError("rotary frequencies of this model depend on length; wait until no call is running")
-            regime = conditioning.rope.peek(max(0, num_tokens - 1))
+            with self._store.lock:
+                if any(call.is_running for call in self._store.holders()):
+                    raise CacheBusyError(
+                        "rotary frequencies of this model depend on length; wait until no call is running"
+                    )
+                regime = conditioning.rope.peek(max(0, num_tokens - 1))
         return _root(digest, self._salt, regime, "", 0, 0)
 
     def _schedule(self, request: ForwardRequest, arguments: Mapping[str, Any]) -> ScheduledForward:
@@ -184,10 +197,13 @@ class Session:
 
     def _read_conditions(self) -> None:
         conditioning = self._conditioning
-        with self._store.lock:  # what it remembers of the model is one for all caches
-            self._digest = conditioning.digest()
-            self._bypass = conditioning.bypass()
-            self._adapters = conditioning.adapter_names()
+        self._digest = conditioning.digest()
+        self._bypass = conditioning.bypass()
+        self._adapters = conditioning.adapter_names()
+
+    def _conditions_hold(self) -> bool:
+        """Whether the model is still as it was when its conditions were read; False where they were not."""
+        return self._conditioning.digest() == self._digest
 
     def _with_roots(self, request: ForwardRequest, arguments: Mapping[str, Any], before: int) -> ForwardRequest:
         """Each row with its root: what conditions the model, this cache, and where the row's positions start."""
@@ -195,6 +211,7 @@ class Session:
         if rope.depends_on_length:
             positions, last_column = arguments.get("position_ids"), before + request.num_new_columns - 1
             regime = rope.at(int(positions.max()) if isinstance(positions, Tensor) else last_column)
+        self._regime = regime
         rows = []
         for number, row in enumerate(request.rows):
             counted_from = 0 if self._reader.takes_positions else row.pad  # else the model numbers its columns

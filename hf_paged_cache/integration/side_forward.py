@@ -7,6 +7,7 @@ sibling's rows are dropped in the end. No cache of a user is touched.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from ..call.admission import CallLimits
 from ..call.call import Call
 from ..call.rows import Rows
+from ..call.running import Bracket
 from ..model.probing import input_device
 from .forward_arguments import ArgumentReader
 from .generate_arguments import GenerateArguments
@@ -106,12 +108,16 @@ class SideForwards:
             num_masked=stop,
             num_given=stop - num_held,
         )
-        with torch.no_grad(), cache.generating(self.model, given):
-            if num_logits > 1 and not self._reader.takes_logits_to_keep:
-                cache.activate_past_recording()
-            output = self.model(**arguments)
-            for row, tokens in zip(call.rows.in_batch(), rows, strict=True):
-                if len(tokens) < num_new:
-                    row.stop_commits(num_held + len(tokens))
+        bracket = Bracket()
+        try:
+            with torch.no_grad(), cache.generating(self.model, given, ref(bracket)):
+                if num_logits > 1 and not self._reader.takes_logits_to_keep:
+                    cache.activate_past_recording()
+                output = self.model(**arguments)
+                for row, tokens in zip(call.rows.in_batch(), rows, strict=True):
+                    if len(tokens) < num_new:
+                        row.stop_commits(num_held + len(tokens))
+        finally:
+            del bracket
         logits: Tensor = output.logits[:, -num_logits:]
         return logits

@@ -3,6 +3,7 @@
 The digest is part of each row's root. When it changes, blocks of before are not found, so nobody has to reset a cache.
 """
 
+from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -13,7 +14,8 @@ from torch import nn
 from torch.nn.modules import module as everywhere
 
 from ..blocks import root_hash
-from .fingerprint import WeightFingerprint
+from ..locks import new_lock
+from .fingerprint import Listing, WeightFingerprint
 from .rope import RopeRegime
 
 # Hooks and replaced forwards of these packages do not change what a layer computes: they move tensors or record. Of
@@ -26,18 +28,19 @@ _ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "scaling", "merged_ada
 
 
 class Conditioning:
-    """The digest of one model, read anew for every call. The model is held, never changed."""
+    """The digest of one model, read anew for every call, in any thread. The model is held, never changed."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.rope = RopeRegime(())
+        self._lock = new_lock()  # of what is remembered here; not held while values are fetched from a device
         self._weights = WeightFingerprint(model)
+        self._listing: Listing | None = None  # what is below is of this one
         self._adapters: list[nn.Module] = []
         self._droppers: list[nn.Module] = []
         self._numbers: dict[tuple[int, int], tuple[int, Any]] = {}  # ids of objects -> number, references to them
         self._num_numbers = 0
         self._num_suspicions = 0
-        self._listing = 0  # which listing of the weights the above is from
 
     def digest(self) -> bytes:
         """What every row of a forward depends on now.
@@ -45,22 +48,24 @@ class Conditioning:
         Cost: passes over flat lists of modules and tensors, 0.9 ms for the 272 weights of SmolLM2 on a CPU; on an
         accelerator one synchronisation for each dtype.
         """
-        self._weights.refresh()
-        if self._listing != self._weights.num_listings:
-            modules = self._weights.modules
-            self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
-            self._droppers = [module for module in modules if _drops(module)]
-            self.rope = RopeRegime(modules)
-            self._listing = self._weights.num_listings
-        device_types = sorted(self._weights.device_types | {"cpu"})
+        with self._lock:
+            listing = self._weights.listing()
+            if self._listing is not listing:
+                self._adapters = [module for module in listing.modules if hasattr(module, "_active_adapter")]
+                self._droppers = [module for module in listing.modules if _drops(module)]
+                self.rope = RopeRegime(listing.modules)
+                self._listing = listing
+            rope, adapters, hooks = self.rope, self._adapters, list(self._hook_numbers(listing.modules))
+        device_types = sorted(listing.device_types | {"cpu"})
         state = (
-            list(self._hook_numbers()),
-            [[getattr(module, name, None) for name in _ADAPTER_STATE] for module in self._adapters],
+            hooks,
+            [[getattr(module, name, None) for name in _ADAPTER_STATE] for module in adapters],
             [(kind, torch.get_autocast_dtype(kind)) for kind in device_types if torch.is_autocast_enabled(kind)],
             _settings(self.model.config),
             self._num_suspicions,
         )
-        return root_hash(*self._weights.parts(), self._weights.changes(), self.rope.static(), repr(state).encode())
+        changes = array("q", [self._weights.num_steps, *listing.versions()])
+        return root_hash(*listing.parts(), changes.tobytes(), rope.static(), repr(state).encode())
 
     def bypass(self) -> str | None:
         """Why a forward may neither reuse nor commit blocks, as of the last `digest`; None if it may."""
@@ -71,8 +76,8 @@ class Conditioning:
             return "NEFTune adds noise to embeddings; call model.eval()"
         if getattr(self.model.config.get_text_config(decoder=True), "is_causal", None) is False:
             return "keys and values depend on what follows them (config.is_causal is False)"
-        if self._weights.unwatched is not None:
-            return f"the weight {self._weights.unwatched} is kept where changes of it cannot be seen"
+        if self._listing is not None and self._listing.unwatched is not None:
+            return f"the weight {self._listing.unwatched} is kept where changes of it cannot be seen"
         for hook, passed in self._peft_hooks():
             if "alora_offsets" in passed:
                 return "activated LoRA changes keys and values at an offset of each row"
@@ -96,19 +101,19 @@ class Conditioning:
                 if f"{_module_name(hook)}.".startswith("peft."):
                     yield hook, getattr(hook, "keywords", {"": None})
 
-    def _hook_numbers(self) -> Iterator[tuple[int, int]]:
+    def _hook_numbers(self, modules: list[nn.Module]) -> Iterator[tuple[int, int]]:
         """(module number, number of the function) for every function that may change what a module computes.
 
         Module -1 stands for the forward of a class, -2 for hooks of all modules.
         """
-        for number, module in enumerate(self._weights.modules):
+        for number, module in enumerate(modules):
             attributes = module.__dict__
             hooks, pre_hooks = attributes["_forward_hooks"], attributes["_forward_pre_hooks"]
             if hooks or pre_hooks or "forward" in attributes:  # few modules have any
                 for function in (*hooks.values(), *pre_hooks.values(), attributes.get("forward")):
                     if not _is_neutral(function, module):
                         yield number, self._number(function)
-        for kind in dict.fromkeys(type(module) for module in self._weights.modules):
+        for kind in dict.fromkeys(type(module) for module in modules):
             yield -1, self._number(kind.forward)
         for hooks in (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks):
             for function in hooks.values():

@@ -9,7 +9,6 @@ The values mean the same in every process, the counts only in this one.
 """
 
 import hashlib
-from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -40,42 +39,76 @@ class _Weight(NamedTuple):
     counted: list[tuple[Tensor, int]]  # those with a version; base + version is never the same number for other values
 
 
+class Listing(NamedTuple):
+    """A model's modules and tensors as they were found. It never changes, so it is read without a lock.
+
+    Attributes:
+        modules: all of them, in the order of `nn.Module.modules`.
+        unwatched: name of a weight whose changes cannot be seen.
+    """
+
+    modules: list[nn.Module]
+    shape: list[_Shape]  # of each module
+    weights: list[_Weight]
+    samples: dict[tuple[torch.device, torch.dtype], list[Tensor]]  # of all weights
+    files: list[str]  # of weights that are on disk
+    structure: bytes
+    unwatched: str | None
+
+    @property
+    def device_types(self) -> set[str]:
+        """Kinds of devices that hold weights."""
+        return {device.type for device, _ in self.samples}
+
+    def parts(self) -> Iterator[bytes]:
+        """What means the same in every process.  Cost: one `torch.cat` and one transfer for each device and dtype."""
+        yield self.structure
+        for samples in self.samples.values():
+            yield torch.cat(samples).view(torch.uint8).cpu().numpy().tobytes()
+        yield repr([file_state(path) for path in self.files]).encode()
+
+    def versions(self) -> list[int]:
+        """How often each weight was changed, from a number on that no other listing has had for other values."""
+        return [base + tensor._version for weight in self.weights for tensor, base in weight.counted]
+
+    def is_true(self) -> bool:
+        """Whether the model still has these tensors in these modules.  Cost: one pass over flat lists."""
+        return (
+            all(each.owner.get(each.key) is each.tensor for each in self.weights)
+            and all(_layout(each.tensor) == each.layout for each in self.weights)
+            and [(type(module), module._modules) for module in self.modules] == self.shape
+        )
+
+
 class WeightFingerprint:
-    """Reads the weights of one model, which it holds and never changes."""
+    """Lists the weights of one model, which it holds and never changes. The caller holds a lock."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.modules: list[nn.Module] = []  # as of the last `refresh`
-        self._shape: list[_Shape] | None = None  # of each module; None until a listing is complete
-        self._weights: list[_Weight] = []
-        self._samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # of all weights
-        self._files: list[str] = []  # of weights that are on disk
-        self._structure = b""
+        self.num_steps = 0  # of optimizers on these weights
+        self._listing = Listing([], [], [], {}, [], b"", None)
         self._numbers = count(1)
-        self._num_steps = 0
-        self.unwatched: str | None = None  # name of a weight whose changes cannot be seen
-        self.num_listings = 0  # goes up when a listing begins
         _watching.append(ref(self, _watching.remove))
         _watch_optimizers()
 
-    def refresh(self) -> None:
-        """List the model again if it is not as listed.  Cost: one pass over flat lists."""
-        if self._is_as_listed():
-            return
-        self._shape = None
-        self.num_listings += 1
-        self.modules = list(self.model.modules())
-        self.unwatched = None
-        before = {(id(weight.owner), weight.key): weight for weight in self._weights}
-        places = offloaded_weights(self.modules)
+    def listing(self) -> Listing:
+        """The model as it is listed; listed again if it is not as it was."""
+        if not self._listing.modules or not self._listing.is_true():
+            self._listing = self._list()
+        return self._listing
+
+    def _list(self) -> Listing:
+        modules, unwatched = list(self.model.modules()), None
+        before = {(id(weight.owner), weight.key): weight for weight in self._listing.weights}
+        places = offloaded_weights(modules)
         names, weights, files, samples = [], [], set(), defaultdict(list)
-        for module in self.modules:
+        for module in modules:
             names.append(type(module).__qualname__)
             for owner, key, tensor in _weights_of(module):
                 if tensor.device.type == "meta":
                     place = places.get((id(module), key))
                     if place is None:
-                        self.unwatched = key
+                        unwatched = key
                     elif isinstance(place, str):
                         files.add(place)
                     else:
@@ -86,35 +119,15 @@ class WeightFingerprint:
                 weights.append(weight)
                 for sample in weight.samples:
                     samples[sample.device, sample.dtype].append(sample)
-        self._structure = hashlib.sha256("\n".join(names).encode()).digest()
-        self._weights, self._samples, self._files = weights, samples, sorted(files)
-        self._shape = [(type(module), dict(module._modules)) for module in self.modules]
-
-    def parts(self) -> Iterator[bytes]:
-        """What means the same in every process, as of the last `refresh`.
-
-        Cost: one `torch.cat` and one transfer for each device and dtype.
-        """
-        yield self._structure
-        for samples in self._samples.values():
-            yield torch.cat(samples).view(torch.uint8).cpu().numpy().tobytes()
-        yield repr([file_state(path) for path in self._files]).encode()
-
-    def changes(self) -> bytes:
-        """Counts of changes of each weight, and of optimizer steps. They mean nothing in another process."""
-        versions = [base + tensor._version for weight in self._weights for tensor, base in weight.counted]
-        return array("q", [self._num_steps, *versions]).tobytes()
+        structure = hashlib.sha256("\n".join(names).encode()).digest()
+        shape = [(type(module), dict(module._modules)) for module in modules]
+        return Listing(modules, shape, weights, dict(samples), sorted(files), structure, unwatched)
 
     def count_step(self, optimizer: Optimizer) -> None:
         """Called after each step: a fused optimizer changes no version, and may change few rows of an embedding."""
-        own = {id(weight.tensor) for weight in self._weights}
+        own = {id(weight.tensor) for weight in self._listing.weights}
         if any(id(tensor) in own for group in optimizer.param_groups for tensor in group["params"]):
-            self._num_steps += 1
-
-    @property
-    def device_types(self) -> set[str]:
-        """Kinds of devices that hold weights."""
-        return {device.type for device, _ in self._samples}
+            self.num_steps += 1
 
     def _listed(self, owner: Any, key: str, tensor: Tensor, before: _Weight | None) -> _Weight:
         """The weight as it is now. With the values of `before` in other memory it counts as unchanged."""
@@ -131,13 +144,6 @@ class WeightFingerprint:
             known, base = before.counted[0]
             counted = [(tensor, base + known._version - tensor._version)]
         return _Weight(owner, key, tensor, layout, alias, samples, counted)
-
-    def _is_as_listed(self) -> bool:
-        return (
-            all(each.owner.get(each.key) is each.tensor for each in self._weights)
-            and all(_layout(each.tensor) == each.layout for each in self._weights)
-            and [(type(module), module._modules) for module in self.modules] == self._shape
-        )
 
 
 _watching: list[ref[WeightFingerprint]] = []

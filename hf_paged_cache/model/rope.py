@@ -58,14 +58,19 @@ class RopeRegime:
 
         Effects: the model updates its frequencies, as that forward would.
         """
-        parts = []
         for module, layer_type in self._by_length:
             prefix = "" if layer_type is None else f"{layer_type}_"
             x = torch.zeros(1, device=getattr(module, f"{prefix}inv_freq").device)
             positions = torch.tensor([[max_position]], device=x.device)
             module(x, positions, **({} if layer_type is None else {"layer_type": layer_type}))
-            parts.append(_frequencies(module, prefix))
-        return b"".join(parts)
+        return self.now()
+
+    def now(self) -> bytes:
+        """The frequencies that depend on length, as the last forward left them."""
+        return b"".join(
+            _frequencies(module, "" if layer_type is None else f"{layer_type}_")
+            for module, layer_type in self._by_length
+        )
 
 
 def _frequencies(module: nn.Module, prefix: str) -> bytes:

@@ -4,7 +4,6 @@ Shared by many caches, and outlives them. Knows no rows and no forwards. Whoever
 """
 
 import math
-import threading
 from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
@@ -13,6 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from ..blocks import PrefixCachingBlockAllocator
 from ..errors import CacheArgumentError
 from ..kv.block_pool import BlockPool
+from ..locks import new_lock
 from .memory_budget import default_budget_bytes
 from .pins import Pins
 
@@ -36,6 +36,8 @@ class Holder(Protocol):
 
     def num_previous_blocks(self) -> int: ...  # that only its previous rows hold
 
+    def lose_threads(self, idents: frozenset[int]) -> None: ...  # they are not there: drop what they ran
+
 
 class BlockStore:
     """One pool of blocks and who may have them.
@@ -53,7 +55,7 @@ class BlockStore:
             raise CacheArgumentError(
                 f"num_blocks is {num_blocks}; it must be at least 2: block 0 is reserved, and a call needs at least one"
             )
-        self.lock = threading.RLock()
+        self.lock = new_lock(self)
         first = _FIRST_NUM_BLOCKS if num_blocks is None else min(num_blocks, _FIRST_NUM_BLOCKS)
         self.allocator = PrefixCachingBlockAllocator(first, block_size)
         self.pins = Pins(self.allocator)
@@ -144,6 +146,11 @@ class BlockStore:
             budget = min(default_budget_bytes(device) for device in self.pool.devices())
             admitted = self.allocator.num_blocks + sum(self._reserved.values())
             self.max_num_blocks = max(admitted, 1 + budget // bytes_per_block)
+
+    def lose_threads(self, idents: frozenset[int]) -> None:
+        """These threads are not there, as in a forked child: nothing that they ran holds blocks."""
+        for holder in self.holders():
+            holder.lose_threads(idents)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block, drop all pins and give the pool's memory back.

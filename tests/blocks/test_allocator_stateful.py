@@ -194,7 +194,16 @@ class NaiveModel:
         self.free = list(range(self.num_blocks, number)) + self.free
         self.num_blocks = number
 
-    def forget(self) -> None:
+    def forget(self, tokens: list[int]) -> None:
+        keys = [tuple(tokens[:end]) for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)]
+        blocks = [block for key in keys if (block := self.find(key)) is not None]
+        for block in blocks:
+            del self.hash[block]
+            self.uncomputed.discard(block)
+        self.free = [block for block in blocks if block in self.cached] + self.free
+        self.cached = [block for block in self.cached if block not in blocks]
+
+    def forget_cached(self) -> None:
         for block in self.cached:
             del self.hash[block]
         self.free = self.cached + self.free
@@ -265,7 +274,12 @@ class Driver:
     def commit(self, which: int, number: int) -> None:
         table, naive = self.tables[which]
         number = min(number, len(naive.tokens))
-        self.both(lambda: table.commit_full_blocks(number), lambda: self.model.commit(naive, number))
+        new = range(naive.num_committed, number // BLOCK_SIZE)
+        hashes = table.commit_full_blocks(number)
+        self.model.commit(naive, number)
+        own = [self.allocator.block_hash_of(naive.blocks[index]) for index in new]
+        assert [each for each in own if each is not None] == [each for each in hashes if each in own]
+        assert len(hashes) == len(new)
 
     def truncate(self, which: int, number: int) -> None:
         table, naive = self.tables[which]
@@ -322,9 +336,15 @@ class Driver:
             self.model.grow(self.model.num_blocks + 1)
             self.allocator.grow(self.model.num_blocks)
 
-    def forget(self) -> None:
+    def forget(self, tokens: list[int]) -> None:
+        chain = HashChain(ROOT, BLOCK_SIZE)
+        chain.extend(tokens)
+        self.allocator.forget([*chain.hashes()] * 2)  # what is given twice is forgotten once
+        self.model.forget(tokens)
+
+    def forget_cached(self) -> None:
         self.allocator.forget_cached_blocks()
-        self.model.forget()
+        self.model.forget_cached()
 
     def reset(self) -> None:
         if any(naive.blocks for naive in self.model.tables):
@@ -357,7 +377,7 @@ class Driver:
 
 
 OPERATIONS = ["allocate"] * 5 + ["append"] * 8 + ["commit"] * 5 + ["truncate"] * 2 + ["fork"] * 2 + ["free"] * 3
-OPERATIONS += ["collect", "immutable", "end_immutable", "touch", "touch", "grow", "forget", "reset"]
+OPERATIONS += ["collect", "immutable", "end_immutable", "touch", "touch", "grow", "forget", "forget_cached", "reset"]
 
 
 def random_step(driver: Driver, rng: random.Random) -> None:
@@ -371,8 +391,10 @@ def random_step(driver: Driver, rng: random.Random) -> None:
         driver.mark_accessed(rng.randrange(100))
     elif operation == "grow" and rng.random() < 0.01:
         driver.grow()
-    elif operation == "forget" and rng.random() < 0.05:
-        driver.forget()
+    elif operation == "forget":
+        driver.forget(tokens)
+    elif operation == "forget_cached" and rng.random() < 0.05:
+        driver.forget_cached()
     elif operation == "reset":
         driver.reset()
     elif operation == "end_immutable" and driver.awaiting:
@@ -468,9 +490,13 @@ class AllocatorMachine(RuleBasedStateMachine):
     def grow(self):
         self.driver.grow()
 
+    @rule(tokens=tokens)
+    def forget(self, tokens):
+        self.driver.forget(tokens)
+
     @rule()
-    def forget(self):
-        self.driver.forget()
+    def forget_cached(self):
+        self.driver.forget_cached()
 
     @rule()
     def reset(self):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -65,6 +67,7 @@ def make_row(
         store.make_room(row.table.num_new_blocks_for_append(len(tokens)))
     row.table.append_tokens(tokens)
     row.num_confirmed = len(tokens)
+    row.trust()
     return row
 
 
@@ -113,6 +116,9 @@ class Holder:
     def num_previous_blocks(self) -> int:
         return self._num_previous
 
+    def lose_threads(self, idents: frozenset[int]) -> None:
+        """None ran anything."""
+
 
 # A call.
 
@@ -122,18 +128,28 @@ def value_of(tokens: list[int], layer_idx: int) -> float:
     return zlib.crc32(repr((tokens, layer_idx)).encode()) % 9973
 
 
+def in_forward(act: Callable[[], Any]) -> Any:
+    """Run something in a frame that counts as a forward of every call."""
+    return act()
+
+
+def is_forward(frame: FrameType) -> bool:
+    """Whether that is the frame."""
+    return frame.f_code is in_forward.__code__
+
+
 class Bench:
     """A call, and a stand-in for the model that computes what its scheduled forward says."""
 
     def __init__(self, store: BlockStore | None = None, make_reader: Any = ContiguousReader) -> None:
         self.store = BlockStore(BLOCK_SIZE, 100) if store is None else store
-        self.call = Call(self.store, make_reader(self.store.pool))
+        self.call = Call(self.store, make_reader(self.store.pool), is_forward)
         self.num_steps = 0  # writes of layers by `write_step`
         self.bracket = Bracket()
 
     def begin(self, given: CallLimits | None = None, *, keep_rows: bool = False) -> None:
         """A `generate` is entered; it lives as long as this bench."""
-        self.call.begin(self.bracket, limits() if given is None else given, keep_rows=keep_rows)
+        self.call.begin(ref(self.bracket), limits() if given is None else given, keep_rows=keep_rows)
 
     def schedule(self, *rows: Any, **options: Any) -> ScheduledForward:
         """Prepare and schedule a forward; see `request`."""
@@ -187,7 +203,7 @@ class Bench:
 
     def end(self, *, failed: bool = False) -> None:
         """That `generate` is left."""
-        self.call.brackets.close(self.bracket)
+        self.call.brackets.close(ref(self.bracket))
         self.call.end(failed=failed)
 
     def _written(self, layer_idx: int, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import gc
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ from .bench import (
     LAYERS,
     OTHER_ROOT,
     Bench,
+    in_forward,
+    is_forward,
     limits,
     make_rows,
     new_row,
@@ -42,7 +45,7 @@ BRACKET = Bracket()
 
 
 def begin(call: Call, *, keep_rows: bool = False) -> None:
-    call.begin(BRACKET, limits(), keep_rows=keep_rows)
+    call.begin(ref(BRACKET), limits(), keep_rows=keep_rows)
 
 
 @pytest.fixture
@@ -548,7 +551,7 @@ def reordered(
     store = BlockStore(BLOCK_SIZE, 100)
     rows = make_rows(store, *(range(100 * number, 100 * number + 6) for number in range(1 + max(alias))), alias=alias)
     reader, before = RecordingReader(store, rows, fails_in), tokens_in_batch(rows)
-    call = Call(store, reader)
+    call = Call(store, reader, is_forward)
     call.take_over(rows)
     try:
         call.reorder(sources)
@@ -800,7 +803,7 @@ def test_a_call_with_a_forward_in_another_thread_is_busy_until_that_ends(
     bench: Bench, event: Callable[[Call], Any]
 ) -> None:
     forward = bench.schedule([1, 2, 3])
-    error = in_thread(lambda: event(bench.call))
+    error = in_forward(lambda: in_thread(lambda: event(bench.call)))
     assert isinstance(error, CacheBusyError)
     assert "PagedPrefixCache(cache.store)" in str(error)
     bench.write(forward)  # the forward is not disturbed
@@ -815,12 +818,13 @@ def test_a_forward_whose_thread_died_is_taken_back_by_whoever_comes_next(bench: 
     assert bench.tokens() == [[7, 8]]
 
 
-def test_a_call_is_running_inside_generate_and_in_a_forward_of_another_living_thread(bench: Bench) -> None:
+def test_a_call_is_running_inside_generate_and_while_a_forward_is_on_a_stack(bench: Bench) -> None:
     assert not bench.call.is_running
     bench.begin()
     assert bench.call.is_running
     bench.end()
     assert not bench.call.is_running
     bench.schedule([1])
-    assert not bench.call.is_running  # this thread's own
-    assert in_thread(lambda: bench.call.is_running)
+    assert not bench.call.is_running  # it died
+    assert in_forward(lambda: bench.call.is_running)
+    assert in_forward(lambda: in_thread(lambda: bench.call.is_running))

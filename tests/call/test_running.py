@@ -1,10 +1,16 @@
-"""Who runs a call: brackets whose frames live, and another thread than this one as long as it lives."""
+"""Who runs a call: brackets as long as their frames' variables live, and frames on the stacks of threads."""
 
 from __future__ import annotations
 
+import _thread
 import threading
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
 
-from hf_paged_cache.call.running import Bracket, Brackets, ForwardThread
+from hf_paged_cache.call.running import Bracket, Brackets, is_on_a_stack
+
+from .bench import in_forward, is_forward
 
 # Brackets
 
@@ -12,91 +18,91 @@ from hf_paged_cache.call.running import Bracket, Brackets, ForwardThread
 def test_a_bracket_is_open_until_it_is_closed() -> None:
     brackets, outer, inner = Brackets(), Bracket(), Bracket()
     assert not brackets
-    brackets.open(outer)
-    brackets.open(inner)
-    assert outer in brackets
-    assert inner in brackets
-    brackets.close(outer)
-    assert outer not in brackets
-    assert inner in brackets
+    brackets.open(ref(outer))
+    brackets.open(ref(inner))
+    assert ref(outer) in brackets
+    assert ref(inner) in brackets
+    brackets.close(ref(outer))
+    assert ref(outer) not in brackets
+    assert ref(inner) in brackets
     assert brackets
-    brackets.close(inner)
+    brackets.close(ref(inner))
     assert not brackets
 
 
 def test_one_that_was_never_opened_is_not_open_and_closes_nothing() -> None:
-    brackets, bracket = Brackets(), Bracket()
-    brackets.open(bracket)
-    other = Bracket()
-    assert other not in brackets
-    brackets.close(other)
-    assert bracket in brackets
+    brackets, bracket, other = Brackets(), Bracket(), Bracket()
+    brackets.open(ref(bracket))
+    assert ref(other) not in brackets
+    brackets.close(ref(other))
+    assert ref(bracket) in brackets
 
 
-def test_a_bracket_whose_frame_is_gone_is_open_no_longer() -> None:
-    brackets, outer = Brackets(), Bracket()
-
-    def generate() -> None:
-        inner = Bracket()
-        brackets.open(inner)
-        assert inner in brackets
-
-    brackets.open(outer)
-    generate()
+def test_a_bracket_that_is_gone_is_open_no_longer() -> None:
+    brackets, outer, inner = Brackets(), Bracket(), Bracket()
+    brackets.open(ref(outer))
+    brackets.open(gone := ref(inner))
+    del inner
     assert brackets
+    assert gone in brackets  # nobody has closed it, nor opened another
+    brackets.forget_closed()
+    assert gone not in brackets
     del outer
     assert not brackets
 
 
-def test_brackets_are_of_another_thread_to_all_but_the_one_that_made_them() -> None:
+def test_brackets_are_of_another_thread_to_all_but_the_one_that_opened_them() -> None:
     brackets, seen = Brackets(), []
     assert not brackets.are_of_another_thread()
     bracket = Bracket()
-    brackets.open(bracket)
+    brackets.open(ref(bracket))
     assert not brackets.are_of_another_thread()
-    thread = threading.Thread(target=lambda: seen.append(brackets.are_of_another_thread()))
-    thread.start()
-    thread.join()
-    assert seen == [True]
+    in_thread(lambda: seen.append(brackets.are_of_another_thread()))
     del bracket
-    thread = threading.Thread(target=lambda: seen.append(brackets.are_of_another_thread()))
-    thread.start()
-    thread.join()
+    in_thread(lambda: seen.append(brackets.are_of_another_thread()))
     assert seen == [True, False]
 
 
-# Threads
+def test_brackets_of_threads_that_are_not_there_are_closed() -> None:
+    brackets, bracket, other = Brackets(), Bracket(), Bracket()
+    brackets.open(ref(bracket))
+    threads: list[int] = []
+    in_thread(lambda: (brackets.open(ref(other)), threads.append(threading.get_ident())))
+    assert not brackets.lose_threads({-1})
+    assert brackets.lose_threads(threads)
+    assert ref(bracket) in brackets
+    assert ref(other) not in brackets
 
 
-def test_before_any_forward_no_thread_runs_one() -> None:
-    assert not ForwardThread().is_another()
+# Stacks
 
 
-def test_the_thread_that_scheduled_is_another_to_all_others_as_long_as_it_lives() -> None:
-    forward, scheduled, over = ForwardThread(), threading.Event(), threading.Event()
-    seen_by_itself = []
-
-    def schedule() -> None:
-        forward.start()
-        seen_by_itself.append(forward.is_another())
-        scheduled.set()
-        over.wait()
-
-    thread = threading.Thread(target=schedule)
+def in_thread(act: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=act)
     thread.start()
-    scheduled.wait()
-    seen_by_others = forward.is_another()
+    thread.join()
+
+
+def test_a_frame_is_on_a_stack_while_it_runs() -> None:
+    def ask() -> tuple[bool, bool]:
+        return is_on_a_stack(is_forward), is_on_a_stack(is_forward, of_other_threads=True)
+
+    assert ask() == (False, False)
+    assert in_forward(ask) == (True, False)
+    assert ask() == (False, False)
+
+
+def test_a_frame_of_another_thread_is_seen_also_of_one_that_threading_does_not_list() -> None:
+    begun, over, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def run() -> None:
+        in_forward(lambda: (begun.set(), over.wait()))
+        ended.set()
+
+    _thread.start_new_thread(run, ())
+    begun.wait()
+    seen = is_on_a_stack(is_forward, of_other_threads=True)
     over.set()
-    thread.join()
-    assert seen_by_others
-    assert seen_by_itself == [False]
-    assert not forward.is_another()
-
-
-def test_the_last_thread_that_scheduled_counts() -> None:
-    forward = ForwardThread()
-    thread = threading.Thread(target=forward.start)
-    thread.start()
-    thread.join()
-    forward.start()
-    assert not forward.is_another()
+    ended.wait()
+    assert seen
+    assert not is_on_a_stack(is_forward)

@@ -57,7 +57,8 @@ def references() -> dict[str, Any]:
 class Interrupter:
     """Raises KeyboardInterrupt at the n-th line of this package that this thread runs; 0 only counts.
 
-    Finalizers are left out: what is raised there is swallowed by the interpreter and kept, frames and blocks with it.
+    Finalizers are left out: what is raised there is swallowed by the interpreter and kept, frames and blocks with it. So are
+    loops over a model's weights, which change nothing: each would have as many lines as all else.
     The gradient mode is put back: a tracer can raise at the end of a `with torch.no_grad()`, before the interpreter has
     called its `__exit__`, where a signal does not come through.
     """
@@ -78,9 +79,12 @@ class Interrupter:
         torch.set_grad_enabled(self._gradients)
 
     def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code.co_name in FINALIZERS:
+        code = frame.f_code
+        if code.co_name in FINALIZERS or (
+            code.co_name.startswith("<") and Path(code.co_filename).parent.name == "model"
+        ):
             return None
-        return self._line if frame.f_code.co_filename.startswith(OURS) else None
+        return self._line if code.co_filename.startswith(OURS) else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "line":

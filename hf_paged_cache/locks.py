@@ -1,0 +1,67 @@
+"""Owns the locks of this package, and how they come through a fork. Refuses to know what a lock guards.
+
+A forked child has one thread, the one that forked. A lock that another one held would be held there for ever, and what it
+guards would be half changed. So all locks are taken before a fork and given back after it, in parent and child. None is
+held while a model runs, a user is called back, or a file is read, so a fork waits for a few lines of ours at most; and
+nobody who holds one waits for another, so their order does not matter.
+"""
+
+import os
+import sys
+import threading
+from typing import Protocol
+from weakref import WeakSet
+
+
+class Survivor(Protocol):
+    """What must know, in the child, that threads of its parent are not there."""
+
+    def lose_threads(self, idents: frozenset[int]) -> None: ...
+
+
+def new_lock(survivor: Survivor | None = None) -> threading.RLock:
+    """A lock that is free in a forked child.
+
+    Args:
+        survivor: told in the child which threads are gone, while all locks are held; not kept alive.
+    """
+    lock = threading.RLock()
+    with _registering:
+        _locks.add(lock)
+        if survivor is not None:
+            _survivors.add(survivor)
+    return lock
+
+
+_registering = threading.RLock()
+_locks: WeakSet[threading.RLock] = WeakSet()
+_survivors: WeakSet[Survivor] = WeakSet()
+_taken: list[threading.RLock] = []  # for the fork that is under way
+_others: set[int] = set()  # threads that lived when it began, but for the one that forks
+
+
+def _before_fork() -> None:
+    _registering.acquire()
+    for lock in list(_locks):
+        lock.acquire()
+        _taken.append(lock)
+    _others.update(sys._current_frames().keys() - {threading.get_ident()})
+
+
+def _after_fork() -> None:
+    _others.clear()
+    while _taken:
+        _taken.pop().release()
+    _registering.release()
+
+
+def _after_fork_in_child() -> None:
+    try:
+        for survivor in list(_survivors):
+            survivor.lose_threads(frozenset(_others))
+    finally:
+        _after_fork()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
