@@ -4,8 +4,9 @@ Owns the translation between transformers' `Cache` and a `Call`; decides nothing
 """
 
 import contextlib
+import sys
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import FrameType
 from typing import Any, Literal, NoReturn
@@ -21,7 +22,8 @@ from .attention.contiguous import ContiguousReader
 from .attention.gather import GatherReader
 from .call.call import Call, CallState
 from .errors import CacheArgumentError, CacheBusyError
-from .integration.hooks import attach, detach, pop_ambient, push_ambient
+from .integration.ambient import block_to_close, close_block, open_block
+from .integration.hooks import attach, detach
 from .integration.layers import PagedIndexedLayer, PagedLayer
 from .integration.session import Session
 from .integration.shared_prefix import SharedPrefixes
@@ -334,16 +336,46 @@ class PagedPrefixCache(Cache):
     def __enter__(self) -> "PagedPrefixCache":
         """Until the block is left, every `generate` of the model that is given no cache runs on this one.
 
-        In any thread; on another cache of the same store while this one is busy. Not where the call has a
-        `cache_implementation`, sets `use_cache=False`, or drafts for another model. Blocks nest.
+        In this thread or asyncio task, and in what it starts with a copy of its context: tasks, and threads by
+        `asyncio.to_thread`. Not in a `threading.Thread` or an executor's; see `in_all_threads`. On another cache of the
+        same store while this one is busy. Not where the call has a `cache_implementation`, sets `use_cache=False`, or
+        drafts for another model. Blocks nest, the innermost counts, and they may end in any order and any thread. A block
+        that a generator holds open across `yield` is open for its caller, too, as with `decimal.localcontext`.
         """
-        push_ambient(self.store.model, self)
+        attach(self.store.model)
+        open_block(self.store.model, self, opener=id(sys._getframe(1)))
         return self
 
     def __exit__(self, *raised: object) -> None:
-        pop_ambient(self.store.model, self)
-        with contextlib.suppress(CacheBusyError):  # another thread's generate runs on it, and keeps its rows
-            self.reset()
+        block = block_to_close(self, id(sys._getframe(1)))
+        if block is not None:
+            close_block(block)
+        self._reset_if_free()
+
+    @contextlib.contextmanager
+    def in_all_threads(self) -> "Iterator[PagedPrefixCache]":
+        """`with cache.in_all_threads():` is `with cache:` for every thread: for trainers and servers with threads of their own.
+
+        A thread's own `with` block comes first. Every thread gets the blocks of this cache and its `cache_salt`, so it is
+        not for a process that serves several tenants. Where calls overlap, each further one runs on another cache of the
+        same store.
+
+        Raises:
+            CacheBusyError: another cache is this model's in all threads.
+        Example:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> with cache.in_all_threads(), ThreadPoolExecutor(2) as pool:
+            ...     output = pool.submit(model.generate, **inputs, max_new_tokens=4).result()
+            >>> cache.last_call.prompt_tokens == inputs["input_ids"].shape[1]
+            True
+        """
+        attach(self.store.model)
+        block = open_block(self.store.model, self, in_all_threads=True)
+        try:
+            yield self
+        finally:
+            close_block(block)
+            self._reset_if_free()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PagedPrefixCache":
         """A second cache on the same store, whose rows hold the same blocks; no K/V is copied."""
@@ -366,6 +398,10 @@ class PagedPrefixCache(Cache):
     def is_generating(self) -> bool:
         """Whether a `generate` runs on this cache."""
         return self._session.is_open
+
+    def _reset_if_free(self) -> None:
+        with contextlib.suppress(CacheBusyError):  # another thread's generate runs on it, and keeps its rows
+            self.reset()
 
     def sibling(self) -> "PagedPrefixCache":
         """Another cache on the same store, under the same conditions."""

@@ -83,6 +83,15 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def switching() -> Iterator[None]:
+    """For tests that start threads: the interpreter switches between them as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.fixture
 def model() -> PreTrainedModel:
     """A tiny Llama that the test may change."""
     from .tiny_models import build

@@ -16,7 +16,7 @@ from hf_paged_cache.attention.gather import GatherReader
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
 from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.rows import Rows
-from hf_paged_cache.integration import shared_prefix
+from hf_paged_cache.integration import ambient, shared_prefix
 from hf_paged_cache.kv import recycled_memory
 from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.model.conditioning import Conditioning
@@ -27,7 +27,6 @@ from hf_paged_cache.store.block_store import BlockStore
 if TYPE_CHECKING:
     import pytest
     from torch import Tensor, nn
-    from transformers import PreTrainedModel
 
 # Names of functions that finalizers run: what is raised there, the interpreter swallows.
 FINALIZERS = ("__del__", "leave_behind")
@@ -267,6 +266,7 @@ def make_forwards_cheap(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(shared_prefix, "FORWARD_COST_ON_HOST", 4)
 
 
-def leave_all_with_blocks(model: PreTrainedModel) -> None:
+def leave_all_with_blocks() -> None:
     """As if every `with cache:` had been left: one whose entry was interrupted never is."""
-    model.__dict__["generate"].ambient.clear()
+    ambient._open = ()
+    ambient._here.set(())

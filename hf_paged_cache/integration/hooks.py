@@ -1,6 +1,6 @@
 """What is attached to a model: a bracket round `generate`, and two forward hooks. Attached once, undone by `detach`.
 
-Knows a cache by protocol only. Holds none outside a `with cache:` block: it finds the cache in `past_key_values`. Everything attached is a
+Knows a cache by protocol only, and holds none: it finds the cache in `past_key_values`, or asks `ambient` for it. Everything attached is a
 module-level function or an object that copies and pickles with the model.
 """
 
@@ -16,7 +16,11 @@ from torch import nn
 
 from ..call.running import Bracket
 from ..errors import CacheArgumentError, CacheBusyError
+from ..locks import new_lock
+from .ambient import ambient_cache
 from .generate_arguments import GenerateArguments, read_generate
+
+_attaching = new_lock()  # held while bracket and hooks come or go: two caches of a model may be built at once
 
 
 class AttachedCache(Protocol):
@@ -43,7 +47,6 @@ class GenerateBracket:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.replaced = model.__dict__.get("generate")  # None: the class's own was used
-        self.ambient: list[AttachedCache] = []  # caches of open `with cache:` blocks, innermost last
         self.handles = [
             model.register_forward_pre_hook(before_forward, with_kwargs=True),
             model.register_forward_hook(after_forward, with_kwargs=True),
@@ -52,7 +55,8 @@ class GenerateBracket:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = _paged(kwargs)
-        if cache is None and not (self.ambient and kwargs.get("past_key_values") is None):
+        ambient: AttachedCache | None = None if kwargs.get("past_key_values") is not None else ambient_cache(self.model)
+        if cache is None and ambient is None:
             return self._generate()(*args, **kwargs)
         given = read_generate(self.model, args, kwargs)
         if cache is not None and given.use_cache is False:
@@ -71,18 +75,24 @@ class GenerateBracket:
             with ExitStack() as stack:
                 if cache is not None:
                     stack.enter_context(cache.generating(self.model, given, ref(bracket)))
-                elif given.cache_implementation is None and given.use_cache is not False and not given.is_assistant:
-                    cache = self._enter_ambient(stack, given, ref(bracket))
+                elif (
+                    ambient is not None
+                    and given.cache_implementation is None
+                    and given.use_cache is not False
+                    and not given.is_assistant
+                ):
+                    cache = self._enter_ambient(stack, ambient, given, ref(bracket))
                 return self._generate()(*args, **{**kwargs, "past_key_values": cache})
         finally:
             del bracket
 
-    def _enter_ambient(self, stack: ExitStack, given: GenerateArguments, bracket: ref[Bracket]) -> AttachedCache:
-        """Begin a call on the cache of the innermost `with cache:` block, or on another of its store if that is busy.
+    def _enter_ambient(
+        self, stack: ExitStack, cache: AttachedCache, given: GenerateArguments, bracket: ref[Bracket]
+    ) -> AttachedCache:
+        """Begin a call on the cache of a `with cache:` block, or on another of its store if that is busy.
 
         A `generate` that runs but has no rows yet counts as busy: its rows would continue those of this call.
         """
-        cache = self.ambient[-1]
         if cache.is_generating:
             cache = cache.sibling()
         try:
@@ -91,9 +101,6 @@ class GenerateBracket:
             cache = cache.sibling()
             stack.enter_context(cache.generating(self.model, given, bracket))
         return cache
-
-    def __reduce__(self) -> Any:
-        return _restore_bracket, (), {**self.__dict__, "ambient": []}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -105,37 +112,23 @@ class GenerateBracket:
 
 def attach(model: Any) -> None:
     """Attach bracket and hooks; a model that has them is left as it is."""
-    if not is_attached(model):
-        model.generate = GenerateBracket(model)
+    with _attaching:
+        if not is_attached(model):
+            model.generate = GenerateBracket(model)
 
 
 def detach(model: Any) -> None:
     """Take bracket and hooks away and put back what was there before; for every cache of the model."""
-    bracket = model.__dict__.get("generate")
-    if not isinstance(bracket, GenerateBracket):
-        return
-    for handle in bracket.handles:
-        handle.remove()
-    if bracket.replaced is None:
-        del model.generate
-    else:
-        model.generate = bracket.replaced
-
-
-def push_ambient(model: Any, cache: AttachedCache) -> None:
-    """From here on, calls of `generate` that bring no cache run on this one."""
-    attach(model)
-    model.__dict__["generate"].ambient.append(cache)
-
-
-def pop_ambient(model: Any, cache: AttachedCache) -> None:
-    """No longer; blocks may end in any order."""
-    bracket = model.__dict__.get("generate")
-    if isinstance(bracket, GenerateBracket):
-        held = bracket.ambient
-        last = max((i for i, other in enumerate(held) if other is cache), default=None)
-        if last is not None:
-            del held[last]
+    with _attaching:
+        bracket = model.__dict__.get("generate")
+        if not isinstance(bracket, GenerateBracket):
+            return
+        for handle in bracket.handles:
+            handle.remove()
+        if bracket.replaced is None:
+            del model.generate
+        else:
+            model.generate = bracket.replaced
 
 
 def is_attached(model: nn.Module) -> bool:
@@ -184,7 +177,3 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             bound.update(bound.pop(name, {}))
     return dict(bound)
-
-
-def _restore_bracket() -> GenerateBracket:
-    return GenerateBracket.__new__(GenerateBracket)

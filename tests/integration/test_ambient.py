@@ -1,15 +1,24 @@
-"""`with cache:`: calls of `generate` that bring no cache run on it, in any thread, and nothing else does."""
+"""`with cache:`: calls of `generate` that bring no cache run on it, in this context or in all threads, and nothing else does."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import contextvars
+import copy
+import gc
+import pickle
 import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, pipeline
 
-from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache import CacheBusyError, PagedPrefixCache, PrefixStore
 
 from ..reference import IDS, assert_same, row, run
 from ..tiny_models import build
@@ -83,7 +92,7 @@ def test_blocks_nest(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
     assert run(model, input_ids=IDS).past_key_values not in (cache, inner)
 
 
-def test_blocks_of_two_threads_may_end_in_any_order(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+def test_blocks_may_end_in_any_order(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
     other = PagedPrefixCache(model)
     cache.__enter__()
     other.__enter__()
@@ -155,7 +164,7 @@ def test_another_thread_s_calls_run_on_another_cache_of_the_store_while_this_one
             logits_processor=[Meeting(barrier)],
         )
 
-    with cache:
+    with cache.in_all_threads():
         threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
         for thread in threads:
             thread.start()
@@ -242,9 +251,6 @@ def test_only_the_block_s_model_runs_on_the_cache(model: PreTrainedModel, cache:
 
 
 def test_a_block_holds_its_cache_and_the_model_holds_it_no_longer_after(model: PreTrainedModel) -> None:
-    import gc
-    import weakref
-
     with PagedPrefixCache(model) as cache:
         run(model, input_ids=IDS)
         store = cache.store
@@ -256,3 +262,227 @@ def test_a_block_holds_its_cache_and_the_model_holds_it_no_longer_after(model: P
     assert held() is None
     store.blocks.settle()
     assert store.blocks.allocator.num_blocks_in_use == 0
+
+
+def test_an_interrupted_entry_holds_no_cache_for_ever(model: PreTrainedModel) -> None:
+    cache = PagedPrefixCache(model)
+    cache.__enter__()
+    assert run(model, input_ids=IDS).past_key_values is cache
+    del cache
+    gc.collect()
+    assert not isinstance(run(model, input_ids=IDS).past_key_values, PagedPrefixCache)
+
+
+# Threads, tasks and other contexts
+
+
+def in_a_thread(work: Callable[[], Any]) -> Any:
+    """What `work` gives in a thread of its own, which has an empty context."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result(timeout=60)
+
+
+def tenants(model: PreTrainedModel) -> list[PagedPrefixCache]:
+    store = PrefixStore(model)
+    return [PagedPrefixCache(store, cache_salt=salt) for salt in ("alice", "bob")]
+
+
+def test_two_tenants_in_two_threads_never_meet(model: PreTrainedModel) -> None:
+    caches, prompts, entered = tenants(model), questions(2, 2), threading.Barrier(2)
+    reference = run(model, input_ids=prompts[0])
+
+    def serve(number: int) -> None:
+        for turn in range(3):
+            entered.wait(timeout=60)
+            with caches[number] as cache:
+                entered.wait(timeout=60)  # both blocks are open
+                output = run(model, input_ids=prompts[number])
+                assert output.past_key_values is cache
+                assert_same(reference, output)
+                assert cache.last_call.reused_tokens == (48 if turn else 0)  # of its own turn before
+
+    with ThreadPoolExecutor(2) as pool:
+        for served in [pool.submit(serve, number) for number in range(2)]:
+            served.result(timeout=60)
+    assert [cache.stats().num_calls for cache in caches] == [3, 3]
+
+
+def test_tenants_of_asyncio_tasks_never_meet_and_to_thread_takes_the_block_along(model: PreTrainedModel) -> None:
+    caches, prompts = tenants(model), questions(2, 2)
+    reference = run(model, input_ids=prompts[0])
+
+    async def serve(number: int, both: asyncio.Barrier) -> None:
+        for turn in range(2):
+            await both.wait()
+            with caches[number] as cache:
+                await both.wait()
+                output = run(model, input_ids=prompts[number])
+                assert output.past_key_values is cache
+                assert_same(reference, output)
+                assert cache.last_call.reused_tokens == (48 if turn else 0)
+                del output
+                await both.wait()
+                output = await asyncio.to_thread(run, model, input_ids=prompts[number])
+                assert output.past_key_values is cache
+                assert_same(reference, output)
+                task = asyncio.create_task(asyncio.to_thread(run, model, input_ids=prompts[number]))
+                assert (await task).past_key_values is cache
+
+    async def main() -> None:
+        both = asyncio.Barrier(2)
+        await asyncio.gather(serve(0, both), serve(1, both))
+
+    asyncio.run(main())
+
+
+def test_another_thread_s_calls_are_its_own(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    with cache:
+        output = in_a_thread(lambda: run(model, input_ids=IDS))
+        assert not isinstance(output.past_key_values, PagedPrefixCache)
+    assert cache.stats().num_calls == 0
+
+
+def test_what_a_block_started_is_outside_of_it_when_it_has_ended(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    with cache:
+        context = contextvars.copy_context()
+        assert context.run(run, model, input_ids=IDS).past_key_values is cache
+    assert context.run(run, model, input_ids=IDS).past_key_values is not cache
+
+
+def test_in_all_threads_every_call_without_a_cache_runs_on_it(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    reference = run(model, input_ids=IDS)
+    with cache.in_all_threads() as entered:
+        assert entered is cache
+        for number in range(2):
+            output = in_a_thread(lambda: run(model, input_ids=IDS))
+            assert output.past_key_values is cache
+            assert_same(reference, output)
+            assert cache.last_call.reused_tokens == (49 if number else 0)
+        assert run(model, input_ids=IDS).past_key_values is cache
+    assert num_in_use(cache) == 0
+    assert in_a_thread(lambda: run(model, input_ids=IDS)).past_key_values is not cache
+
+
+def test_a_thread_s_own_block_comes_before_the_one_of_all_threads(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    own = PagedPrefixCache(model)
+
+    def inside_its_own_block() -> tuple[Any, Any]:
+        with own:
+            inside = run(model, input_ids=IDS).past_key_values
+        return inside, run(model, input_ids=IDS).past_key_values
+
+    with cache.in_all_threads():
+        assert in_a_thread(inside_its_own_block) == (own, cache)
+        assert inside_its_own_block() == (own, cache)
+    with own, cache.in_all_threads():
+        assert run(model, input_ids=IDS).past_key_values is cache
+
+
+def test_a_second_cache_in_all_threads_is_refused_and_changes_nothing(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    second, other = PagedPrefixCache(model), PagedPrefixCache(build("llama", seed=1))
+    with cache.in_all_threads():
+        with pytest.raises(CacheBusyError, match="another cache is this model's in all threads"):
+            second.in_all_threads().__enter__()
+        with cache.in_all_threads(), other.in_all_threads():
+            pass
+        assert in_a_thread(lambda: run(model, input_ids=IDS)).past_key_values is cache
+    with second.in_all_threads():
+        assert in_a_thread(lambda: run(model, input_ids=IDS)).past_key_values is second
+
+
+def test_a_generator_that_holds_a_block_open_holds_it_open_for_its_caller(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    @contextlib.contextmanager
+    def caching() -> Iterator[None]:
+        with cache:
+            yield
+
+    with caching():
+        assert run(model, input_ids=IDS).past_key_values is cache
+    assert run(model, input_ids=IDS).past_key_values is not cache
+
+
+@pytest.mark.parametrize("how", ["with", "ExitStack"])
+def test_a_generator_closed_in_another_thread_closes_its_own_block(
+    how: str, model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    def stream() -> Iterator[Any]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(cache)
+            yield run(model, input_ids=IDS)
+
+    def stream_with() -> Iterator[Any]:
+        with cache:
+            yield run(model, input_ids=IDS)
+
+    streamed = stream_with() if how == "with" else stream()
+    assert next(streamed).past_key_values is cache
+    with ThreadPoolExecutor(1) as pool:  # whose thread has a block of the same cache open, entered last
+        pool.submit(cache.__enter__).result(timeout=60)
+        pool.submit(in_a_thread, streamed.close).result(timeout=60)
+        if how == "with":  # known by its frame
+            assert run(model, input_ids=IDS).past_key_values is not cache
+            assert pool.submit(run, model, input_ids=IDS).result(timeout=60).past_key_values is cache
+        pool.submit(cache.__exit__, None, None, None).result(timeout=60)
+        assert run(model, input_ids=IDS).past_key_values is not cache
+        assert pool.submit(run, model, input_ids=IDS).result(timeout=60).past_key_values is not cache
+
+
+def test_an_async_generator_finalised_in_another_task_closes_its_block(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    async def stream() -> AsyncIterator[Any]:
+        with cache:
+            yield run(model, input_ids=IDS)
+            yield run(model, input_ids=IDS)
+
+    async def main() -> None:
+        streamed = stream()
+        assert (await anext(streamed)).past_key_values is cache
+        await asyncio.create_task(streamed.aclose())
+        assert run(model, input_ids=IDS).past_key_values is not cache
+
+    asyncio.run(main())
+    assert num_in_use(cache) == 0
+
+
+# The model
+
+
+def test_a_model_copied_inside_a_block_takes_no_cache_along(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    with cache, cache.in_all_threads():
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        for copied in copies:
+            assert not isinstance(run(copied, input_ids=IDS).past_key_values, PagedPrefixCache)
+            with PagedPrefixCache(copied) as own:
+                assert run(copied, input_ids=IDS).past_key_values is own
+        assert run(model, input_ids=IDS).past_key_values is cache
+
+
+def test_detached_inside_a_block_calls_run_without_a_cache_until_another_attaches(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    with cache:
+        cache.detach()
+        assert run(model, input_ids=IDS).past_key_values is not cache
+        with cache:
+            assert run(model, input_ids=IDS).past_key_values is cache
+        assert run(model, input_ids=IDS).past_key_values is cache
+    assert run(model, input_ids=IDS).past_key_values is not cache
+
+
+def test_a_block_holds_no_model(cache: PagedPrefixCache) -> None:
+    model = build("llama", seed=1)
+    held = weakref.ref(model)
+    with PagedPrefixCache(model):
+        run(model, input_ids=IDS)
+    del model
+    gc.collect()
+    assert held() is None

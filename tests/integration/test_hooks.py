@@ -6,6 +6,9 @@ import copy
 import inspect
 import io
 import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +100,46 @@ def test_a_detached_model_can_be_attached_again(tiny_llama: Any) -> None:
     again = PagedPrefixCache(tiny_llama)
     assert generate(tiny_llama, again) == generate(tiny_llama, again)
     assert again.last_call.reused_tokens == 39
+
+
+@pytest.mark.usefixtures("one_thread", "switching")
+def test_threads_that_attach_a_model_at_once_attach_it_once(tiny_llama: Any) -> None:
+    """As when each builds the first cache of a model; a model attached twice confirms every forward twice."""
+    cache = PagedPrefixCache(tiny_llama)
+    barrier = threading.Barrier(8, action=lambda: detach(tiny_llama))
+
+    def build() -> None:
+        barrier.wait(timeout=60)
+        attach(tiny_llama)
+
+    with torch.no_grad():
+        expected = tiny_llama(IDS, logits_to_keep=1).logits
+        with ThreadPoolExecutor(8) as pool:
+            for _ in range(10_000 // 8):
+                for built in [pool.submit(build) for _ in range(8)]:
+                    built.result(timeout=60)
+                assert hooks_of(tiny_llama) == ([before_forward], [after_forward])
+                cache.reset()
+                output = tiny_llama(IDS, past_key_values=cache, logits_to_keep=1)
+                torch.testing.assert_close(output.logits, expected, atol=1e-3, rtol=0)
+    detach(tiny_llama)
+    assert hooks_of(tiny_llama) == ([], [])
+
+
+@pytest.mark.usefixtures("one_thread", "switching")
+def test_attaching_and_detaching_at_once_leaves_all_or_nothing(tiny_llama: Any) -> None:
+    barrier = threading.Barrier(8)
+
+    def work(deed: Callable[[Any], None]) -> None:
+        barrier.wait(timeout=60)
+        deed(tiny_llama)
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(500):
+            for done in [pool.submit(work, deed) for deed in [attach, detach] * 4]:
+                done.result(timeout=60)
+            attached = ([before_forward], [after_forward])
+            assert hooks_of(tiny_llama) == (attached if is_attached(tiny_llama) else ([], []))
 
 
 # Calls without our cache

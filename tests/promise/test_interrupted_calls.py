@@ -266,7 +266,7 @@ def test_what_a_user_does_between_calls_may_be_interrupted(deed: str, references
         with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             deeds[deed](cache)
         model = tiny("llama")
-        leave_all_with_blocks(model)
+        leave_all_with_blocks()
         try:
             cache.check()
             for name in ("padded", "beams"):
