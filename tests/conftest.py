@@ -48,6 +48,15 @@ def make_tiny_llama(num_layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(torch.float32).eval()
 
 
+def pytest_runtest_setup() -> None:
+    """Locks are guarded wherever torch is used at all; tests of `blocks/` alone import none."""
+    if "torch" in sys.modules:
+        from . import lock_guard
+
+        lock_guard.install()
+        lock_guard.start_test()
+
+
 @pytest.fixture(autouse=True)
 def _gradients_stay_on() -> Iterator[None]:
     """A test that leaves gradients off fails itself, instead of another one behind it."""

@@ -393,10 +393,11 @@ class Call:
         Args:
             ended: their call has ended, so they may be dropped.
         """
-        self.rows = rows
-        self._num_columns_before = rows.num_columns
-        kept = CallState.ENDED if ended else CallState.CONFIRMED
-        self.state = kept if rows.alias else CallState.IDLE
+        with self.store.lock:
+            self.rows = rows
+            self._num_columns_before = rows.num_columns
+            kept = CallState.ENDED if ended else CallState.CONFIRMED
+            self.state = kept if rows.alias else CallState.IDLE
 
     def leave_behind(self) -> None:
         """The cache is being collected, perhaps inside a line of ours: only note what the store will have to end."""

@@ -91,10 +91,14 @@ class Verifier:
         computed = cache.call.rows.distinct[0].layout()
         sources = [read_source([layout], start, stop, blocks.block_size) for layout in (stored, computed)]
         eps = eps_computed_in(self._side.model)
-        return all(
-            _agree(eps, *(blocks.pool.gather(layer, source) for source in sources))
-            for layer in blocks.pool.layer_indices
-        )
+        with blocks.lock:
+            layers = blocks.pool.layer_indices
+        for layer in layers:
+            with blocks.lock:
+                states = [blocks.pool.gather(layer, source) for source in sources]
+            if not _agree(eps, *states):
+                return False
+        return True
 
 
 def _agree(eps: float, stored: dict[str, torch.Tensor], computed: dict[str, torch.Tensor]) -> bool:

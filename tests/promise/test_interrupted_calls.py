@@ -29,6 +29,7 @@ from ..internals import (
     num_reserved_blocks,
     owner_of,
 )
+from ..lock_guard import may_leak
 from ..reference import AtStep, Forwards, assert_same, batch, row, run
 from ..tiny_models import build, tiny
 
@@ -91,6 +92,7 @@ class Interrupter:
             self.num_lines += 1
             if self.num_lines == self._at_line:
                 self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                may_leak()
                 raise KeyboardInterrupt
         return self._line
 

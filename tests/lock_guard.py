@@ -1,0 +1,205 @@
+"""Locks under test: what a store's lock guards is used only while it is held, and no forward runs while it is.
+
+Active for the whole suite (`conftest.py`), for the store of every `PrefixStore`: a method of allocator, pool, pins or store,
+or a write to what says where a call stands, fails with `LockError` where the calling thread does not own that store's lock.
+So a `with ...lock:` that is missing fails a test without a second thread; `test_lock_guard.py` takes each away in turn.
+Objects of unit tests, which have no `PrefixStore`, and what a test does by itself to a store are not guarded.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hf_paged_cache
+from hf_paged_cache.blocks import PrefixCachingBlockAllocator
+from hf_paged_cache.blocks.ledger import BlockLedger
+from hf_paged_cache.call.call import Call
+from hf_paged_cache.call.counters import PromptCounters
+from hf_paged_cache.integration.session import Session
+from hf_paged_cache.integration.shared_prefix import SharedPrefixes
+from hf_paged_cache.integration.side_forward import SideForwards
+from hf_paged_cache.kv.block_pool import BlockPool
+from hf_paged_cache.prefix_store import PrefixStore
+from hf_paged_cache.store.block_store import BlockStore
+from hf_paged_cache.store.pins import Pins
+
+PACKAGE = f"{Path(hf_paged_cache.__file__).parent}/"
+# Folders whose functions ask nobody's leave: who called them must hold the lock.
+GUARDED_FOLDERS = tuple(f"{PACKAGE}{folder}/" for folder in ("blocks", "kv", "store"))
+
+# May be used without the lock: class -> name -> why that is right.
+EXEMPT: dict[type, dict[str, str]] = {
+    BlockLedger: {},
+    PrefixCachingBlockAllocator: {},
+    BlockPool: {
+        "has_layer": "one look into a dict that only grows, or is replaced as a whole",
+    },
+    Pins: {},
+    BlockStore: {
+        "block_size": "never changes",
+        "add_holder": "takes the lock",
+    },
+    PromptCounters: {
+        "of_call": "rows of the call that the caller runs itself; lists are replaced, not changed",
+    },
+    Call: {},
+}
+# Written only under the lock; read without it by the thread that runs the call.
+GUARDED_WRITES: dict[type, Callable[[str], bool]] = {
+    BlockStore: lambda name: True,
+    Call: lambda name: True,
+    Session: lambda name: name == "_was_overtaken",
+}
+
+
+class LockError(AssertionError):
+    """What a lock guards was used without it, or a model or a user was called while it was held."""
+
+
+_leaked: list[object] = []  # not empty: a tracer has raised in this test
+
+
+def may_leak() -> None:
+    """A tracer raises: where it does so at the end of a `with`, no signal would come, and the lock stays held."""
+    _leaked.append(object())
+
+
+def start_test() -> None:
+    """No lock has leaked yet."""
+    _leaked.clear()
+
+
+def guard(store: BlockStore) -> None:
+    """From here on, this store and the calls on it are guarded."""
+    with store.lock:
+        for part in (store, store.allocator, store.pool, store.pins):
+            vars(part)["_lock_under_test"] = store.lock
+        for call in store.holders():
+            _guard_call(call)
+
+
+def install() -> None:
+    """Guard every store of a `PrefixStore`, from its beginning; again: nothing."""
+    if "_is_guarded" in vars(PrefixStore):
+        return
+    PrefixStore._is_guarded = True  # type: ignore[attr-defined]
+    for cls in (BlockLedger, PrefixCachingBlockAllocator, BlockPool, Pins, BlockStore, PromptCounters):
+        _guard_members(cls)
+    for cls in GUARDED_WRITES:
+        _guard_writes(cls)
+    for name in ("_holders", "_reserved"):
+        _guard_attribute(BlockStore, name)
+    # Their texts say that the caller holds the lock.
+    for cls, name in [(Session, "_require_may_begin"), (SharedPrefixes, "plan")]:
+        _wrap(cls, name, _require_owned)
+    # A model runs between these, and users' callbacks, or what they call writes to a log.
+    for cls, names in [
+        (Session, ("before_forward", "after_forward", "_log", "_warn_of_a_lone_turn", "why_unscheduled")),
+        (SideForwards, ("run",)),
+        (Call, ("write", "write_step")),
+    ]:
+        for name in names:
+            _wrap(cls, name, _require_free, at_end=True)
+    _guard_new(PrefixStore, lambda made: guard(made.blocks))
+    _guard_new(Call, _guard_call)
+
+
+def lock_of(held: Any) -> Any:
+    """The lock of the guarded store that an object belongs to; None: it is not guarded."""
+    attributes = vars(held)
+    lock = attributes.get("_lock_under_test")
+    if lock is None and "_make_cache" in attributes:  # `SideForwards`
+        made = held._make_cache
+        return lock_of(made.args[0].blocks if isinstance(made, functools.partial) else made.__self__.store.blocks)
+    if lock is None:
+        of = attributes.get("_store") or attributes.get("_blocks")
+        return None if of is None else vars(of).get("_lock_under_test")
+    return lock
+
+
+def _require_owned(held: Any, what: str) -> None:
+    lock = lock_of(held)
+    if lock is not None and not lock._is_owned() and _is_ours():
+        raise LockError(f"{what} without the store's lock")
+
+
+def _require_free(held: Any, what: str) -> None:
+    lock = lock_of(held)
+    if lock is not None and lock._is_owned() and not _leaked:
+        raise LockError(f"the store's lock is held at {what}, where a model or a user is called")
+
+
+def _is_ours() -> bool:
+    """Whether the package, and not a test, uses what is guarded: the first frame above those that ask nobody's leave."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith((*GUARDED_FOLDERS, __file__)):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
+
+
+def _wrap(cls: type, name: str, check: Callable[[Any, str], None], *, at_end: bool = False) -> None:
+    setattr(cls, name, _checked(vars(cls)[name], f"{cls.__name__}.{name}", check, at_end=at_end))
+
+
+def _checked(function: Any, what: str, check: Callable[[Any, str], None], *, at_end: bool = False) -> Any:
+    @functools.wraps(function)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check(self, what)
+        result = function(self, *args, **kwargs)
+        if at_end:
+            check(self, f"the end of {what}")
+        return result
+
+    return checked
+
+
+def _guard_members(cls: type) -> None:
+    for name, member in list(vars(cls).items()):
+        what = f"{cls.__name__}.{name}"
+        if name.startswith("__") or name in EXEMPT[cls]:
+            continue
+        if isinstance(member, property):
+            setattr(cls, name, property(_checked(member.fget, what, _require_owned)))
+        elif callable(member) and not isinstance(member, type):
+            setattr(cls, name, _checked(member, what, _require_owned))
+
+
+def _guard_writes(cls: type) -> None:
+    def write(self: Any, name: str, value: Any) -> None:
+        if GUARDED_WRITES[cls](name) and sys._getframe(1).f_code.co_name != "__init__":
+            _require_owned(self, f"{cls.__name__}.{name} is written")
+        object.__setattr__(self, name, value)
+
+    cls.__setattr__ = write  # type: ignore[method-assign, assignment]
+
+
+def _guard_attribute(cls: type, name: str) -> None:
+    def read(self: Any) -> Any:
+        _require_owned(self, f"{cls.__name__}.{name} is read")
+        return vars(self)[name]
+
+    def write(self: Any, value: Any) -> None:
+        vars(self)[name] = value
+
+    setattr(cls, name, property(read, write))
+
+
+def _guard_new(cls: type, begin: Callable[[Any], None]) -> None:
+    init: Any = vars(cls)["__init__"]
+
+    @functools.wraps(init)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        begin(self)
+
+    cls.__init__ = guarded  # type: ignore[misc]
+
+
+def _guard_call(call: Any) -> None:
+    lock = vars(call.store).get("_lock_under_test")
+    if lock is not None:
+        vars(call)["_lock_under_test"] = vars(call.counters)["_lock_under_test"] = lock

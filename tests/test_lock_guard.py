@@ -1,0 +1,265 @@
+"""Every `with ...lock:` of the package is needed, and seen to be: without it, the guard of `lock_guard.py` fails."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import LogitsProcessor
+
+import hf_paged_cache
+from hf_paged_cache import PagedPrefixCache
+
+from . import lock_guard
+from .call.bench import Bench, limits
+from .lock_guard import LockError
+from .reference import AtStep, batch, row, run
+from .tiny_models import build
+
+PACKAGE = Path(hf_paged_cache.__file__).parent
+LOCK = re.compile(r"(\.lock|\._lock|_attaching|_opening|_registering)$")
+
+# Locks whose absence the guard cannot see: module and function -> what would, or why it stands there.
+OTHERWISE_TESTED = {
+    "integration.hooks:attach": "test_threads_that_attach_a_model_at_once_attach_it_once",
+    "integration.hooks:detach": "test_attaching_and_detaching_at_once_leaves_all_or_nothing",
+    "integration.ambient:open_block": "guards a tuple of this module, of no store",
+    "integration.ambient:close_block": "guards a tuple of this module, of no store",
+    "integration.session:Session._read_conditions": "guards what is remembered of the model, of no store",
+}
+
+
+class Site(NamedTuple):
+    """One `with` statement on a lock."""
+
+    module: str
+    function: str  # with its class; of a nested function, the outer one
+    number: int  # among those of the function
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.function}" + (f":{self.number}" if self.number else "")
+
+
+class WithoutLock(ast.NodeTransformer):
+    """Lists the `with` statements on locks, or takes one of them away."""
+
+    def __init__(self, module: str, removed: Site | None = None) -> None:
+        self.sites: list[Site] = []
+        self._module, self._removed = module, removed
+        self._names: list[str] = []
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return self._inside(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return self._inside(node)
+
+    def visit_With(self, node: ast.With) -> ast.AST:
+        if any(LOCK.search(ast.unparse(item.context_expr)) for item in node.items):
+            function = ".".join(self._names[: 2 if self._names[0][0].isupper() else 1])
+            number = sum(site.function == function for site in self.sites)
+            self.sites.append(Site(self._module, function, number))
+            if self.sites[-1] == self._removed:
+                whole = ast.If(ast.Constant(value=True), node.body, [])
+                return self.generic_visit(ast.copy_location(whole, node))
+        return self.generic_visit(node)
+
+    def _inside(self, node: Any) -> ast.AST:
+        self._names.append(node.name)
+        self.generic_visit(node)
+        self._names.pop()
+        return node
+
+
+def tree_of(module: str) -> ast.Module:
+    return ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+
+
+def all_sites() -> list[Site]:
+    sites = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        finder = WithoutLock(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
+        finder.visit(tree_of(finder._module))
+        sites += finder.sites
+    return [site for site in sites if not site.module.startswith(("cli", "locks"))]
+
+
+def code_of(code: CodeType, function: str) -> CodeType:
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            if inner.co_qualname == function:
+                return inner
+            if function.startswith(f"{inner.co_qualname}."):
+                return code_of(inner, function)
+    raise LookupError(function)
+
+
+@contextlib.contextmanager
+def without(site: Site) -> Iterator[None]:
+    """As if the lock were not taken there."""
+    module = importlib.import_module(f"hf_paged_cache.{site.module}")
+    found: Any = module
+    for name in site.function.split("."):
+        found = inspect.getattr_static(found, name)
+    function = inspect.unwrap(found.fget if isinstance(found, property) else found)
+    assert isinstance(function, FunctionType)
+    tree = ast.fix_missing_locations(WithoutLock(site.module, site).visit(tree_of(site.module)))
+    before = function.__code__
+    function.__code__ = code_of(compile(tree, before.co_filename, "exec"), site.function)
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+# A handful of scenes that come by every lock.
+
+
+def fresh(**options: Any) -> PagedPrefixCache:
+    return PagedPrefixCache(build("llama"), block_size=4, num_blocks=80, **options)
+
+
+def generate_and_ask() -> None:
+    cache = fresh()
+    model, ids = cache.store.model, torch.tensor([row((1, 18))])
+    for _ in range(2):
+        run(model, cache, input_ids=ids)
+    run(model, cache, input_ids=ids, num_beams=3)
+    run(model, cache, input_ids=ids, prompt_lookup_num_tokens=3)
+    cache.stats()
+    cache.last_call  # noqa: B018 - a property that may take the lock
+    cache.pin(ids)
+    cache.unpin()
+    cache.check()
+    cache.score(row((1, 18)), [row((2, 3)), row((3, 3))])
+    copy.deepcopy(cache).crop(-2)
+    assert cache.layers[0].keys is not None
+    cache.reset()
+    cache.reset_prefix_cache()
+
+
+def share_a_prefix() -> None:
+    cache = fresh()
+    with pytest.MonkeyPatch.context() as patch:
+        from .internals import make_forwards_cheap
+
+        make_forwards_cheap(patch)
+        run(cache.store.model, cache, **batch(row((1, 20), (2, 4)), row((1, 20), (3, 4))))
+
+
+def verify() -> None:
+    cache = fresh(verify=True)
+    for _ in range(2):
+        run(cache.store.model, cache, input_ids=torch.tensor([row((1, 18))]))
+
+
+def fail_in_a_layer() -> None:
+    cache = fresh()
+    model, ids = cache.store.model, torch.tensor([row((1, 18))])
+    broken = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError), torch.no_grad():
+        model(ids, past_key_values=cache)
+    broken.remove()
+    cache.call.roll_back()
+
+
+def ask_a_call(deed: Callable[[Bench], Any]) -> Callable[[], None]:
+    """What the session asks with the lock held, and others may without."""
+
+    def ask() -> None:
+        bench = Bench()
+        lock_guard.guard(bench.store)
+        bench.begin(limits(20))
+        deed(bench)
+
+    ask.__name__ = deed.__name__
+    return ask
+
+
+def run_and_end(bench: Bench) -> None:
+    bench.forward(range(1, 10))
+    bench.step(10)
+    bench.call.reorder([0, 0])
+    bench.call.reorder([0])
+    bench.call.crop(2)
+    bench.end()
+    bench.call.drop_rows()
+
+
+def roll_back(bench: Bench) -> None:
+    bench.schedule(range(1, 10))
+    bench.call.roll_back()
+
+
+SCENES = [generate_and_ask, share_a_prefix, verify, fail_in_a_layer, ask_a_call(run_and_end), ask_a_call(roll_back)]
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_with_all_locks_no_scene_fails(scene: Callable[[], None]) -> None:
+    scene()
+
+
+def play_all_scenes() -> None:
+    for scene in SCENES:
+        scene()
+
+
+@pytest.mark.parametrize("site", [site for site in all_sites() if str(site) not in OTHERWISE_TESTED], ids=str)
+def test_a_lock_that_is_not_taken_is_seen(site: Site) -> None:
+    with without(site), pytest.raises(LockError):
+        play_all_scenes()
+
+
+def test_the_list_of_those_that_the_guard_cannot_see_is_of_locks_that_there_are() -> None:
+    assert OTHERWISE_TESTED.keys() <= {str(site) for site in all_sites()}
+
+
+def test_a_lock_held_where_a_model_runs_is_seen() -> None:
+    cache = fresh()
+    with (
+        cache.store.blocks.lock,
+        pytest.raises(LockError, match=r"is held at Session\.before_forward"),
+        torch.no_grad(),
+    ):
+        cache.store.model(torch.tensor([row((1, 8))]), past_key_values=cache)
+
+
+def test_no_lock_is_held_in_a_module_or_in_a_user_s_callback() -> None:
+    seen: set[str] = set()
+
+    def look(name: str) -> None:
+        seen.add(name)
+        assert not cache.store.blocks.lock._is_owned(), name  # type: ignore[attr-defined]
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            look("streamer")
+
+        def end(self) -> None:
+            look("streamer")
+
+    class Processor(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            look("logits processor")
+            return scores
+
+    cache = fresh(verify=True)
+    model = cache.store.model
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda module, args, name=name: look(name))
+        module.register_forward_hook(lambda module, args, output, name=name: look(name))
+    for ids in (batch(row((1, 20), (2, 4)), row((1, 20), (3, 4))), {"input_ids": torch.tensor([row((1, 18))])}):
+        run(model, cache, **ids, logits_processor=[Processor(), AtStep(1, lambda: look("at a step"))])
+    run(model, cache, input_ids=torch.tensor([row((1, 18))]), streamer=Streamer())
+    cache.score(row((1, 18)), [row((2, 3)), row((3, 3))])
+    assert seen >= {"streamer", "logits processor", "", "model.layers.1.self_attn", "lm_head"}
