@@ -23,7 +23,7 @@ from hf_paged_cache import CacheBusyError, PagedPrefixCache, PrefixStore
 from ..reference import IDS, assert_same, row, run
 from ..tiny_models import build
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "switching")
 
 
 def questions(*seeds: int) -> list[torch.Tensor]:

@@ -290,6 +290,7 @@ def stop() -> None:
     raise StopError
 
 
+@pytest.mark.usefixtures("switching")
 def test_a_generator_of_tokens_dropped_half_way_frees_the_cache(references: dict[str, Any]) -> None:
     """A streamer read in this thread while `generate` runs in another one, which its reader gives up."""
     model = tiny("llama")

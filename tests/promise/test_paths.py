@@ -115,6 +115,7 @@ def test_a_nested_generate_on_another_cache_of_the_store_works(model: PreTrained
     assert_same(run(model, input_ids=other), outputs[0])
 
 
+@pytest.mark.usefixtures("switching")
 def test_a_generate_in_another_thread_is_refused_and_the_first_call_stays_right(
     model: PreTrainedModel, cache: PagedPrefixCache
 ) -> None:
@@ -137,6 +138,7 @@ def test_a_generate_in_another_thread_is_refused_and_the_first_call_stays_right(
     cache.check()
 
 
+@pytest.mark.usefixtures("switching")
 def test_a_plain_forward_in_another_thread_is_refused_while_generate_runs(
     model: PreTrainedModel, cache: PagedPrefixCache
 ) -> None:
@@ -158,6 +160,7 @@ def test_a_plain_forward_in_another_thread_is_refused_while_generate_runs(
     assert [type(error) for error in errors] == [CacheBusyError]
 
 
+@pytest.mark.usefixtures("switching")
 def test_two_threads_on_two_caches_of_one_store_are_both_right(model: PreTrainedModel) -> None:
     store = PrefixStore(model)
     prompts = [torch.tensor([row((1, 40), (seed, 10))]) for seed in range(2, 6)]
@@ -444,6 +447,7 @@ def test_small_chunks_under_a_mask_with_a_hole_are_right_and_not_committed() -> 
         cache.reset_prefix_cache()
 
 
+@pytest.mark.usefixtures("switching")
 def test_a_streamer_in_a_thread_works(model: PreTrainedModel, cache: PagedPrefixCache, tiny_tokenizer: Any) -> None:
     ids = torch.tensor([[min(token, 98) for token in PROMPT]])
     reference = run(model, input_ids=ids, max_new_tokens=12).sequences
@@ -827,6 +831,7 @@ def test_two_processes_that_shard_the_model_run_the_same_number_of_forwards(monk
 # The cache is collected.
 
 
+@pytest.mark.usefixtures("switching")
 def test_a_cache_collected_while_the_store_s_lock_is_held_waits_for_the_store(model: PreTrainedModel) -> None:
     store = PrefixStore(model)
     cache = PagedPrefixCache(store)

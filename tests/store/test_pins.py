@@ -324,6 +324,7 @@ def test_the_message_names_no_pins_where_there_are_none(cache: PagedPrefixCache)
     assert "pin" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("switching")
 def test_pins_from_other_threads_disturb_no_call(store: PrefixStore) -> None:
     prompts = [PREFIX[:length] for length in range(4, 33, 4)]
     stop = threading.Event()
