@@ -29,6 +29,7 @@ class Allocation:
     Attributes:
         block_ids: logical block index -> block id. Read only: the allocator's ref counts are derived from this list.
         num_prefix_blocks: leading blocks that were a prefix hit.
+        namespace: of all its blocks; no block is ever held in two.
         key: names it in the allocator, also after it was collected.
     Example:
         >>> from . import PrefixCachingBlockAllocator
@@ -38,14 +39,17 @@ class Allocation:
         [16, 17, 18]
     """
 
-    __slots__ = ("__weakref__", "_allocator", "block_ids", "key", "num_prefix_blocks")
+    __slots__ = ("__weakref__", "_allocator", "block_ids", "key", "namespace", "num_prefix_blocks")
 
-    def __init__(self, allocator: BlockOwner, block_ids: list[int], num_prefix_blocks: int) -> None:
+    def __init__(
+        self, allocator: BlockOwner, block_ids: list[int], num_prefix_blocks: int, namespace: bytes = b""
+    ) -> None:
         self._allocator = allocator
         # A C function as callback: the collector may run inside any line of ours, and must not run Python code there.
         self.key = ref(self, allocator.collected.append)
         self.block_ids = block_ids
         self.num_prefix_blocks = num_prefix_blocks
+        self.namespace = namespace
 
     def __repr__(self) -> str:
         return f"Allocation(num_blocks={len(self.block_ids)}, num_prefix_blocks={self.num_prefix_blocks})"

@@ -38,27 +38,33 @@ class PrefixCachingBlockAllocator(BlockLedger):
         return tuple(self._copies)
 
     def allocate(
-        self, block_hashes: Iterable[BlockHash] = (), num_mutable_blocks: int = 0, *, num_blocks: int | None = None
+        self,
+        block_hashes: Iterable[BlockHash] = (),
+        num_mutable_blocks: int = 0,
+        *,
+        num_blocks: int | None = None,
+        namespace: bytes = b"",
     ) -> Allocation:
         """Hold the prefix hit of `block_hashes`, then fresh blocks to write into. No block of the hit is evicted for them.
 
         Args:
             num_mutable_blocks: fresh blocks after the hit.
             num_blocks: in its place, the number of blocks with the hit; a longer hit is held whole.
+            namespace: whose blocks they are; only blocks of the same are hit, and each is counted by itself.
         Raises:
             OutOfBlocksError: nothing has changed.
             CacheArgumentError: a negative number, or a hash given twice.
         """
         check_not_negative("num_mutable_blocks", num_mutable_blocks)
-        hits = self.match_prefix(block_hashes)
+        hits = self.match_prefix(block_hashes, namespace)
         num_fresh = num_mutable_blocks if num_blocks is None else max(0, num_blocks - len(hits))
         if len(set(hits)) < len(hits):
             raise CacheArgumentError("a block hash is given twice; the hashes of one sequence differ")
-        self.require(num_fresh, hits)
+        self.require(num_fresh, hits, namespace)
         states = self._states
         self._dirty = True
         states.hold(hits)
-        allocation = Allocation(self, hits + states.take(num_fresh), len(hits))
+        allocation = Allocation(self, hits + states.take(num_fresh, namespace), len(hits), namespace)
         self._held[allocation.key] = allocation.block_ids
         self._dirty = False
         return allocation
@@ -67,30 +73,31 @@ class PrefixCachingBlockAllocator(BlockLedger):
         """Append fresh blocks. Raises OutOfBlocksError with nothing changed; CacheArgumentError for a negative number."""
         check_not_negative("num_blocks", num_blocks)
         block_ids = self._list_of(allocation)
-        self.require(num_blocks)
+        self.require(num_blocks, (), allocation.namespace)
         self._dirty = True
-        block_ids.extend(self._states.take(num_blocks))
+        block_ids.extend(self._states.take(num_blocks, allocation.namespace))
         self._dirty = False
 
     def allocate_immutable(self, allocation: Allocation, block_hashes: Iterable[BlockHash]) -> None:
         """Append the block of each hash: the one that has it, or a fresh one, which gets it and awaits `mark_computed`.
 
         Before `mark_computed` a fresh block is not hit, and loses its hash when freed. It gets no hash where the digest
-        belongs to other tokens (a collision of 256 bits).
+        belongs to other tokens (a collision of 256 bits) or to another namespace.
 
         Raises:
             OutOfBlocksError: nothing has changed.
             CacheArgumentError: a hash twice, or of a block that `allocation` holds.
         """
         block_ids, index, hashes = self._list_of(allocation), self._states.index, list(block_hashes)
-        found = [index.get(block_hash) for block_hash in hashes]
+        namespace = allocation.namespace
+        found = [index.get(block_hash, namespace) for block_hash in hashes]
         hits = [block_id for block_id in found if block_id is not None]
         if len(set(hashes)) < len(hashes) or not set(hits).isdisjoint(block_ids):
             raise CacheArgumentError("a block hash is given twice; the hashes of one sequence differ")
-        self.require(len(hashes) - len(hits), hits)
+        self.require(len(hashes) - len(hits), hits, namespace)
         self._dirty = True
         self._states.hold(hits)
-        fresh = iter(self._states.take(len(hashes) - len(hits)))
+        fresh = iter(self._states.take(len(hashes) - len(hits), namespace))
         added: list[int] = []
         for block_hash, hit in zip(hashes, found, strict=True):
             block_id = next(fresh) if hit is None else hit
@@ -106,7 +113,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
         block_ids = self._list_of(allocation)[:num_blocks]
         self._dirty = True
         self._states.hold(block_ids)
-        forked = Allocation(self, block_ids, min(allocation.num_prefix_blocks, len(block_ids)))
+        forked = Allocation(self, block_ids, min(allocation.num_prefix_blocks, len(block_ids)), allocation.namespace)
         self._held[forked.key] = block_ids
         self._dirty = False
         return forked
@@ -141,7 +148,8 @@ class PrefixCachingBlockAllocator(BlockLedger):
         """Give full, written blocks their hashes, so that others hit them. A block may be committed again.
 
         What happens to a block whose digest another block has: a computed one with the same tokens replaces it; an
-        uncomputed one gives it the hash; one with other tokens, or of the same allocation, leaves it without a hash.
+        uncomputed one gives it the hash; one with other tokens, of another namespace or of the same allocation leaves
+        it without a hash.
 
         Args:
             start: logical index of the first block.
@@ -156,6 +164,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
             raise CacheArgumentError(f"{len(hashes)} blocks to commit from {start}; there are {len(block_ids)} blocks")
         states, index = self._states, self._states.index
         blocks, digests, token_bytes, uncomputed = index.blocks, index.digests, index.token_bytes, index.uncomputed
+        namespaces, namespace = index.namespaces, allocation.namespace
         own_ids = block_ids[start : start + len(hashes)]
         for own, block_hash in zip(own_ids, hashes, strict=True):
             if (digest := digests[own]) is not None and digest != block_hash[0]:
@@ -167,7 +176,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
             digest, tokens = block_hash
             other = blocks.setdefault(digest, own)
             if other != own:
-                if token_bytes[other] != tokens:
+                if token_bytes[other] != tokens or namespaces[other] != namespace:
                     continue
                 if other not in uncomputed:
                     held = held or set(block_ids)
@@ -215,9 +224,9 @@ class PrefixCachingBlockAllocator(BlockLedger):
         source = block_ids[block_index]
         if self.is_writable(source):
             return
-        self.require(1)
+        self.require(1, (), allocation.namespace)
         self._dirty = True
-        (destination,) = self._states.take(1)
+        (destination,) = self._states.take(1, allocation.namespace)
         self._states.drop((source,))
         self.num_copies_on_write += 1
         self._copies.append((source, destination))  # before the list: a copy too many does no harm, one too few does
@@ -259,20 +268,20 @@ class PrefixCachingBlockAllocator(BlockLedger):
         self._states.grow(num_blocks)
         self._dirty = False
 
-    def forget(self, block_hashes: Iterable[BlockHash]) -> None:
+    def forget(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> None:
         """Let nobody hit the blocks of these hashes any more; those that nobody holds become free. Unknown ones are skipped."""
         self._settle()
-        found = (self._states.index.get(block_hash) for block_hash in dict.fromkeys(block_hashes))
+        found = (self._states.index.get(block_hash, namespace) for block_hash in dict.fromkeys(block_hashes))
         block_ids = [block_id for block_id in found if block_id is not None]
         self._dirty = True
         self._states.forget(block_ids)
         self._dirty = False
 
-    def forget_cached_blocks(self) -> None:
-        """Make every cached block free; blocks in use keep their hashes."""
+    def forget_cached_blocks(self, namespace: bytes | None = None) -> None:
+        """Make every cached block free, or every one of `namespace`; blocks in use keep their hashes."""
         self._settle()
         self._dirty = True
-        self._states.forget(self._states.cached_blocks())
+        self._states.forget(self._states.cached_blocks(namespace))
         self._dirty = False
 
     def reset_prefix_cache(self, num_blocks: int | None = None) -> None:

@@ -6,6 +6,7 @@ Knows nothing of who holds what: `PrefixCachingBlockAllocator` does, and it alon
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 
@@ -20,11 +21,24 @@ class BlockStates:
     The queue holds free blocks, the last freed first, so that memory once touched is used again; then cached blocks,
     the least recently used first. Time is a counter: it advances by one for each block dropped or touched.
 
+    Blocks that are held or dropped together are of one namespace: `drop` and `hold` read it off the first one.
+
     Args:
         num_blocks: with the null block 0. Ids 1 to num_blocks - 1 are handed out, at first the lowest first.
     """
 
-    __slots__ = ("clock", "index", "last_access", "num_blocks", "num_cached", "num_evictions", "queue", "ref_counts")
+    __slots__ = (
+        "clock",
+        "index",
+        "last_access",
+        "num_blocks",
+        "num_cached",
+        "num_cached_of",
+        "num_evictions",
+        "num_in_use_of",
+        "queue",
+        "ref_counts",
+    )
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
@@ -36,22 +50,27 @@ class BlockStates:
         self.last_access = [0] * num_blocks  # block id -> time of its last drop or touch
         self.clock = 0
         self.num_cached = 0
+        self.num_cached_of: dict[bytes, int] = {}  # namespace -> cached blocks; none without any
+        self.num_in_use_of: dict[bytes, int] = {}  # namespace -> blocks in use; none without any
         self.num_evictions = 0
 
-    def take(self, num_blocks: int) -> list[int]:
-        """Hand out blocks without a hash, ref_count 1: free ones, then cached ones, which lose their hash.
+    def take(self, num_blocks: int, namespace: bytes = b"") -> list[int]:
+        """Hand out blocks without a hash, ref_count 1: free ones, then cached ones of any namespace, which lose their hash.
 
         The caller has checked that the queue holds that many.
         """
         num_free = len(self.queue) - self.num_cached
         taken = self.queue.popleft_many(num_blocks)
+        ref_counts, namespaces = self.ref_counts, self.index.namespaces
         for block_id in islice(taken, num_free, None):
             self.index.remove(block_id)
             self.num_cached -= 1
             self.num_evictions += 1
-        ref_counts = self.ref_counts
+            _add(self.num_cached_of, namespaces[block_id], -1)
         for block_id in taken:
             ref_counts[block_id] = 1
+            namespaces[block_id] = namespace
+        _add(self.num_in_use_of, namespace, len(taken))
         return taken
 
     def hold(self, block_ids: Iterable[int]) -> None:
@@ -66,6 +85,9 @@ class BlockStates:
         if idle:
             self.queue.remove_many(idle)
             self.num_cached -= len(idle)
+            namespace = self.index.namespaces[idle[0]]
+            _add(self.num_cached_of, namespace, -len(idle))
+            _add(self.num_in_use_of, namespace, len(idle))
 
     def drop(self, block_ids: Iterable[int]) -> None:
         """Take one holder from each block, in the order given. Without a holder a block is cached, or free without a hash.
@@ -97,6 +119,10 @@ class BlockStates:
         self.queue.appendleft_many(free)
         self.queue.append_many(cached)
         self.num_cached += len(cached)
+        if free or cached:
+            namespace = self.index.namespaces[(cached or free)[0]]
+            _add(self.num_in_use_of, namespace, -len(free) - len(cached))
+            _add(self.num_cached_of, namespace, len(cached))
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Make cached blocks the last to be evicted, in the order given; blocks in use are evicted after them anyway."""
@@ -106,9 +132,10 @@ class BlockStates:
                 self.queue.append(block_id)
                 self.clock = self.last_access[block_id] = self.clock + 1
 
-    def cached_blocks(self) -> list[int]:
-        """The cached blocks, the least recently used first."""
-        return list(islice(self.queue, len(self.queue) - self.num_cached, None))
+    def cached_blocks(self, namespace: bytes | None = None) -> list[int]:
+        """The cached blocks, of one namespace or of all, the least recently used first."""
+        cached, namespaces = islice(self.queue, len(self.queue) - self.num_cached, None), self.index.namespaces
+        return [block_id for block_id in cached if namespace is None or namespaces[block_id] == namespace]
 
     def forget(self, block_ids: list[int]) -> None:
         """Take the hashes of these blocks away. Those that nobody holds become free; the first is handed out first."""
@@ -118,6 +145,8 @@ class BlockStates:
         self.queue.remove_many(idle)
         self.queue.appendleft_many(reversed(idle))
         self.num_cached -= len(idle)
+        for block_id in idle:
+            _add(self.num_cached_of, self.index.namespaces[block_id], -1)
 
     def grow(self, num_blocks: int) -> None:
         """Add free blocks, handed out first and the lowest of them first."""
@@ -138,7 +167,7 @@ class BlockStates:
         self.ref_counts = ref_counts
         self.index.rebuild(ref_counts)
         del self.last_access[self.num_blocks :]
-        digests, times = self.index.digests, self.last_access
+        digests, times, namespaces = self.index.digests, self.last_access, self.index.namespaces
         idle = [block_id for block_id in range(1, self.num_blocks) if not ref_counts[block_id]]
         free = [block_id for block_id in idle if digests[block_id] is None]
         cached = [block_id for block_id in idle if digests[block_id] is not None]
@@ -146,9 +175,11 @@ class BlockStates:
         cached.sort(key=times.__getitem__)
         self.queue = FreeBlockQueue(self.num_blocks, free + cached)
         self.num_cached = len(cached)
+        self.num_cached_of = dict(Counter(namespaces[block_id] for block_id in cached))
+        self.num_in_use_of = dict(Counter(namespaces[block_id] for block_id, count in enumerate(ref_counts) if count))
 
     def check(self, holders: list[list[int]]) -> None:
-        """Raises BlockStateError, with what is wrong, unless invariants (1) to (4) of `BlockLedger.check` hold."""
+        """Raises BlockStateError, with what is wrong, unless invariants (1) to (5) of `BlockLedger.check` hold."""
         counts = [0] * self.num_blocks
         for block_ids in holders:
             if len(set(block_ids)) != len(block_ids):
@@ -157,6 +188,8 @@ class BlockStates:
                 if not 0 < block_id < self.num_blocks:
                     raise BlockStateError(f"block {block_id} is held; blocks are 1 to {self.num_blocks - 1}")
                 counts[block_id] += 1
+            if len({self.index.namespaces[block_id] for block_id in block_ids}) > 1:
+                raise BlockStateError(f"a holder has blocks of several namespaces: {block_ids}")
         if counts != self.ref_counts:
             raise BlockStateError(f"ref counts are {self.ref_counts}, by what holders have {counts}")
         self.queue.check()
@@ -172,3 +205,22 @@ class BlockStates:
         if times != sorted(times):
             raise BlockStateError(f"cached blocks {queued[num_free:]} are not in the order of their times {times}")
         self.index.check(in_use)
+        namespaces = self.index.namespaces
+        in_use_of, cached_of = (
+            Counter(map(namespaces.__getitem__, in_use)),
+            Counter(map(namespaces.__getitem__, queued[num_free:])),
+        )
+        if in_use_of != self.num_in_use_of or cached_of != self.num_cached_of:
+            raise BlockStateError(
+                f"of namespaces are counted {self.num_in_use_of} in use and {self.num_cached_of} cached; there are "
+                f"{dict(in_use_of)} and {dict(cached_of)}"
+            )
+
+
+def _add(counts: dict[bytes, int], namespace: bytes, number: int) -> None:
+    """Counts of nothing are not kept: there may be any number of namespaces in time."""
+    total = counts.get(namespace, 0) + number
+    if total:
+        counts[namespace] = total
+    else:
+        counts.pop(namespace, None)

@@ -24,6 +24,7 @@ class BlockTable:
 
     Args:
         root, extra_keys: see `HashChain`.
+        namespace: see `PrefixCachingBlockAllocator.allocate`.
     Example:
         >>> from . import PrefixCachingBlockAllocator, root_hash
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
@@ -38,12 +39,17 @@ class BlockTable:
     __slots__ = ("__weakref__", "_allocation", "_allocator", "_block_size", "_chain", "_num_committed")
 
     def __init__(
-        self, allocator: PrefixCachingBlockAllocator, root: bytes, extra_keys: Callable[[int], bytes] | None = None
+        self,
+        allocator: PrefixCachingBlockAllocator,
+        root: bytes,
+        extra_keys: Callable[[int], bytes] | None = None,
+        *,
+        namespace: bytes = b"",
     ) -> None:
         self._allocator = allocator
         self._block_size = allocator.block_size
         self._chain = HashChain(root, allocator.block_size, extra_keys)
-        self._allocation: Allocation = allocator.allocate()
+        self._allocation: Allocation = allocator.allocate(namespace=namespace)
         self._num_committed = 0
 
     def __repr__(self) -> str:
@@ -69,6 +75,11 @@ class BlockTable:
     def root(self) -> bytes:
         """Parent of the first block's hash."""
         return self._chain.root
+
+    @property
+    def namespace(self) -> bytes:
+        """Whose blocks they are."""
+        return self._allocation.namespace
 
     @property
     def block_ids(self) -> list[int]:
@@ -134,11 +145,11 @@ class BlockTable:
         chain = HashChain(self._chain.root, self._block_size, self._chain.extra_keys)
         chain.extend(token_ids)
         if num_lookahead_slots is None:
-            allocation = self._allocator.allocate(chain.hashes())
+            allocation = self._allocator.allocate(chain.hashes(), namespace=self.namespace)
             chain.truncate(allocation.num_prefix_tokens)
         else:
             num_blocks = -(-(len(chain) + num_lookahead_slots) // self._block_size)
-            allocation = self._allocator.allocate(chain.hashes(), num_blocks=num_blocks)
+            allocation = self._allocator.allocate(chain.hashes(), num_blocks=num_blocks, namespace=self.namespace)
         self._num_committed = allocation.num_prefix_blocks
         self._allocation = allocation
         self._chain = chain
@@ -180,7 +191,7 @@ class BlockTable:
         """
         check_not_negative("num_empty_slots", num_empty_slots)
         shared, num_fresh = self._blocks_to_take(num_empty_slots)
-        self._allocator.require(len(shared) + num_fresh)
+        self._allocator.require(len(shared) + num_fresh, (), self.namespace)
         for block_index in shared:
             self._allocator.make_writable(self._allocation, block_index)
         if num_fresh:

@@ -72,6 +72,16 @@ class BlockLedger:
         """Distinct blocks that somebody holds."""
         return self._states.num_blocks - 1 - self.num_available_blocks
 
+    def num_cached_blocks_of(self, namespace: bytes) -> int:
+        """`num_cached_blocks` of one namespace."""
+        self._settle()
+        return self._states.num_cached_of.get(namespace, 0)
+
+    def num_blocks_in_use_of(self, namespace: bytes) -> int:
+        """`num_blocks_in_use` of one namespace."""
+        self._settle()
+        return self._states.num_in_use_of.get(namespace, 0)
+
     @property
     def num_evictions(self) -> int:
         """Cached blocks that were handed out so far."""
@@ -99,13 +109,13 @@ class BlockLedger:
         states = self._states
         return states.ref_counts[block_id] == 1 and states.index.digests[block_id] is None
 
-    def match_prefix(self, block_hashes: Iterable[BlockHash]) -> list[int]:
-        """Blocks of the longest leading run of hashes whose content is here.
+    def match_prefix(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> list[int]:
+        """Blocks of the longest leading run of hashes whose content is here, in this namespace.
 
         Effects: none; asks `block_hashes` for nothing after the first miss.
         """
         self._settle()
-        return self._states.index.match(block_hashes)
+        return self._states.index.match(block_hashes, namespace)
 
     def get_common_computed_block_ids(self, allocations: Sequence[Allocation]) -> list[int]:
         """Leading computed blocks that all `allocations` hold at the same places."""
@@ -118,16 +128,21 @@ class BlockLedger:
             common.append(block_id)
         return common
 
-    def require(self, num_blocks: int, hits: Iterable[int] = ()) -> None:
-        """Raises OutOfBlocksError, with the arithmetic, unless `num_blocks` fresh blocks can be had beside `hits`."""
+    def require(self, num_blocks: int, hits: Iterable[int] = (), namespace: bytes = b"") -> None:
+        """Raises OutOfBlocksError unless `num_blocks` fresh blocks can be had beside `hits`.
+
+        With the arithmetic, but for a namespace: it would tell what others hold.
+        """
         self._settle()
         states = self._states
         ref_counts = states.ref_counts
         num_cached_hits = len([block_id for block_id in hits if not ref_counts[block_id]])
         if num_blocks + num_cached_hits > len(states.queue):
+            of_all = (
+                f"{len(states.queue) - states.num_cached} free + {states.num_cached} cached of {states.num_blocks - 1}"
+            )
             raise OutOfBlocksError(
-                f"need {num_blocks + num_cached_hits} blocks: {len(states.queue) - states.num_cached} free + "
-                f"{states.num_cached} cached of {states.num_blocks - 1}"
+                f"need {num_blocks + num_cached_hits} blocks: {'there are fewer' if namespace else of_all}"
                 + (f", {num_cached_hits} of them the prefix hit itself" if num_cached_hits else "")
                 + "; free what is no longer needed or give the pool more blocks"
             )
@@ -140,7 +155,8 @@ class BlockLedger:
         hashes = [index.hash_of(block_id) for block_id in range(states.num_blocks)]
         lists = [list(block_ids) for block_ids in self._held.values()]
         counts, queue = states.ref_counts[:], list(states.queue)
-        return counts, queue, times, states.num_evictions, hashes, set(index.uncomputed), lists
+        namespaces = dict(states.num_in_use_of), dict(states.num_cached_of)
+        return counts, queue, times, states.num_evictions, hashes, set(index.uncomputed), lists, namespaces
 
     def check(self) -> None:
         """Prove the invariants, O(num_blocks):
@@ -148,7 +164,8 @@ class BlockLedger:
         1. each block but the null block is in exactly one state, and the counts sum to num_blocks - 1;
         2. a block's ref_count is the number of live allocations that hold it;
         3. no allocation holds a block twice;
-        4. index and hashes are inverse; cached blocks are computed and queued after the free ones, oldest first.
+        4. index and hashes are inverse; cached blocks are computed and queued after the free ones, oldest first;
+        5. all blocks of an allocation are of its namespace, and what is counted of each namespace is what there is.
 
         Raises:
             BlockStateError: one does not hold; with the whole state.
@@ -157,6 +174,10 @@ class BlockLedger:
         states, lists = self._states, list(self._held.values())
         try:
             states.check(lists)
+            for key, block_ids in self._held.items():
+                allocation = key()
+                if allocation and any(states.index.namespaces[i] != allocation.namespace for i in block_ids):
+                    raise BlockStateError(f"{allocation!r} has blocks of another namespace: {block_ids}")
         except BlockStateError as error:
             hashes = {i: digest.hex()[:8] for i, digest in enumerate(states.index.digests) if digest is not None}
             raise BlockStateError(

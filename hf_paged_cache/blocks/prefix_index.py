@@ -18,15 +18,17 @@ class PrefixIndex:
         blocks: digest -> block id.
         digests: block id -> digest, or None without a hash.
         token_bytes: block id -> token ids of its hash; without a digest, anything.
+        namespaces: block id -> namespace that it was taken for; of a free block, anything.
         uncomputed: ids of blocks that have a hash and not yet their content.
     """
 
-    __slots__ = ("blocks", "digests", "token_bytes", "uncomputed")
+    __slots__ = ("blocks", "digests", "namespaces", "token_bytes", "uncomputed")
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks: dict[bytes, int] = {}
         self.digests: list[bytes | None] = [None] * num_blocks
         self.token_bytes: list[bytes] = [b""] * num_blocks
+        self.namespaces: list[bytes] = [b""] * num_blocks
         self.uncomputed: set[int] = set()
 
     def __len__(self) -> int:
@@ -36,29 +38,33 @@ class PrefixIndex:
     def __repr__(self) -> str:
         return f"PrefixIndex(length={len(self.blocks)}, uncomputed={len(self.uncomputed)})"
 
-    def get(self, block_hash: BlockHash) -> int | None:
-        """The block with this digest and these tokens, computed or not, or None."""
+    def get(self, block_hash: BlockHash, namespace: bytes = b"") -> int | None:
+        """The block of a namespace with this digest and these tokens, computed or not, or None."""
         block_id = self.blocks.get(block_hash.digest)
         if block_id is None or self.token_bytes[block_id] != block_hash.token_bytes:
             return None
-        return block_id
+        return block_id if self.namespaces[block_id] == namespace else None
 
     def hash_of(self, block_id: int) -> BlockHash | None:
         """The hash of a block, or None."""
         digest = self.digests[block_id]
         return None if digest is None else BlockHash(digest, self.token_bytes[block_id])
 
-    def match(self, block_hashes: Iterable[BlockHash]) -> list[int]:
-        """Blocks of the longest leading run of hashes that are here and computed; asks for no hash after the first miss.
+    def match(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> list[int]:
+        """Blocks of the longest leading run of hashes that are here, in this namespace, and computed.
 
-        Effects: none.  Cost: one dict probe and one comparison of tokens a block.
+        Asks for no hash after the first miss.  Effects: none.  Cost: one dict probe, one comparison of tokens and one of
+        namespaces a block.
         """
         find, token_bytes, uncomputed = self.blocks.get, self.token_bytes, self.uncomputed
+        namespaces = self.namespaces
         hits: list[int] = []
         append = hits.append
         for block_hash in block_hashes:
             block_id = find(block_hash[0])
             if block_id is None or token_bytes[block_id] != block_hash[1] or block_id in uncomputed:
+                break
+            if namespaces[block_id] != namespace:
                 break
             append(block_id)
         return hits
@@ -94,6 +100,7 @@ class PrefixIndex:
         """Allow ids below `num_blocks`."""
         added = num_blocks - len(self.digests)
         self.token_bytes.extend([b""] * added)
+        self.namespaces.extend([b""] * added)
         self.digests.extend([None] * added)
 
     def rebuild(self, ref_counts: Sequence[int]) -> None:
@@ -102,7 +109,7 @@ class PrefixIndex:
         Cost: O(num_blocks).
         """
         num_blocks = len(ref_counts)
-        del self.token_bytes[num_blocks:], self.digests[num_blocks:]
+        del self.token_bytes[num_blocks:], self.namespaces[num_blocks:], self.digests[num_blocks:]
         for block_id in self.uncomputed:
             if block_id < num_blocks and not ref_counts[block_id]:
                 self.digests[block_id] = None
@@ -112,7 +119,8 @@ class PrefixIndex:
     def check(self, in_use: Collection[int]) -> None:
         """Raises BlockStateError unless both maps are inverse and only blocks `in_use` are uncomputed."""
         inverse = {digest: block_id for block_id, digest in enumerate(self.digests) if digest is not None}
-        if inverse != self.blocks or self.digests[0] is not None or len(self.digests) != len(self.token_bytes):
+        same_length = len(self.digests) == len(self.token_bytes) == len(self.namespaces)
+        if inverse != self.blocks or self.digests[0] is not None or not same_length:
             raise BlockStateError("index and hashes are not inverse")
         if not self.uncomputed <= set(self.blocks.values()) & set(in_use):
             raise BlockStateError(f"uncomputed blocks {sorted(self.uncomputed)} must be in use and have a hash")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_paged_cache.blocks import BlockHash, PrefixCachingBlockAllocator
+from hf_paged_cache.blocks import BlockHash, BlockTable, PrefixCachingBlockAllocator, root_hash
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 
 
@@ -505,6 +505,83 @@ def test_forgetting_cached_blocks_keeps_those_in_use(allocator, cache_sequence, 
     allocator.forget_cached_blocks()
     assert allocator.match_prefix(hashes(range(6))) == allocation.block_ids
     assert (allocator.num_free_blocks, allocator.num_cached_blocks) == (15, 0)
+
+
+def test_forgetting_a_namespace_keeps_the_blocks_of_others(allocator):
+    tables = {namespace: BlockTable(allocator, root_hash(namespace), namespace=namespace) for namespace in (b"a", b"b")}
+    for table in tables.values():
+        table.allocate(range(6))
+        table.commit_full_blocks(6)
+    tables[b"a"].free()
+    allocator.forget_cached_blocks(b"b")  # all of them are in use
+    assert [allocator.num_cached_blocks_of(namespace) for namespace in tables] == [3, 0]
+    tables[b"b"].free()
+    allocator.forget_cached_blocks(b"a")
+    assert [allocator.num_cached_blocks_of(namespace) for namespace in tables] == [0, 3]
+    assert BlockTable(allocator, root_hash(b"a"), namespace=b"a").hold_prefix(range(6)) == 0
+    assert BlockTable(allocator, root_hash(b"b"), namespace=b"b").hold_prefix(range(6)) == 6
+
+
+# Namespaces.
+
+
+def test_a_namespace_counts_its_blocks_alone_and_is_forgotten_with_the_last(allocator, cache_sequence):
+    cache_sequence(range(4))
+    table = BlockTable(allocator, root_hash(b"a"), namespace=b"a")
+    table.allocate(range(5))
+    assert (allocator.num_blocks_in_use_of(b"a"), allocator.num_cached_blocks_of(b"a")) == (3, 0)
+    assert (allocator.num_blocks_in_use_of(b""), allocator.num_cached_blocks_of(b"")) == (0, 2)
+    forked = table.fork()
+    assert (forked.namespace, allocator.num_blocks_in_use_of(b"a")) == (b"a", 3)
+    table.commit_full_blocks(4)
+    table.free()
+    assert (allocator.num_blocks_in_use_of(b"a"), allocator.num_cached_blocks_of(b"a")) == (3, 0)
+    forked.free()
+    assert (allocator.num_blocks_in_use_of(b"a"), allocator.num_cached_blocks_of(b"a")) == (0, 2)
+    with allocator.allocate([], 16):  # evicts all
+        assert (allocator.num_blocks_in_use_of(b""), allocator.num_cached_blocks_of(b"a")) == (16, 0)
+    assert [*allocator._states.num_in_use_of, *allocator._states.num_cached_of] == []
+
+
+@pytest.mark.parametrize("how", ["commit", "immutable"])
+def test_a_root_given_in_two_namespaces_shares_no_block_all_the_same(allocator, hashes, how):
+    """A digest is of one namespace: whoever comes second has no hash, and hits nothing."""
+    first = allocator.allocate(hashes(range(4)), 2, namespace=b"a")
+    allocator.commit_many(first, 0, hashes(range(4)))
+    assert allocator.match_prefix(hashes(range(4)), b"a") == first.block_ids
+    assert allocator.match_prefix(hashes(range(4))) == allocator.match_prefix(hashes(range(4)), b"b") == []
+    second = allocator.allocate(hashes(range(4)), 0 if how == "immutable" else 2, namespace=b"b")
+    if how == "immutable":
+        allocator.allocate_immutable(second, hashes(range(4)))
+    else:
+        assert allocator.commit_many(second, 0, hashes(range(4))) == 0
+    assert set(first.block_ids).isdisjoint(second.block_ids)
+    assert [allocator.block_hash_of(block_id) for block_id in second.block_ids] == [None, None]
+    allocator.check()
+
+
+def test_a_refusal_in_a_namespace_says_nothing_of_what_others_hold(allocator):
+    with allocator.allocate([], 9):
+        allocation = allocator.allocate(namespace=b"a")
+        with pytest.raises(OutOfBlocksError, match=r"^need 8 blocks: there are fewer; free what"):
+            allocator.allocate_mutable(allocation, 8)
+        with pytest.raises(OutOfBlocksError, match=r"^need 8 blocks: 7 free"):
+            allocator.allocate([], 8)
+
+
+@pytest.mark.parametrize("spoiled", ["count", "block", "allocation"])
+def test_check_sees_a_block_of_another_namespace_and_a_wrong_count(spoiled):
+    allocator = PrefixCachingBlockAllocator(9, 2)
+    allocation = allocator.allocate([], 2, namespace=b"a")
+    allocator.check()
+    if spoiled == "count":
+        allocator._states.num_in_use_of[b"a"] = 3
+    elif spoiled == "block":
+        allocator._states.index.namespaces[allocation.block_ids[0]] = b"b"
+    else:
+        allocation.namespace = b"b"
+    with pytest.raises(BlockStateError, match="namespace"):
+        allocator.check()
 
 
 def test_a_grown_pool_has_more_blocks(make_allocator, hashes):

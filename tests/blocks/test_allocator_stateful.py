@@ -4,6 +4,8 @@ The model (`NaiveModel`) is lists and dicts and searches; it imports nothing of 
 is written into a slot is the whole prefix up to that token, which is what keys and values depend on. So a wrong hit, a
 missing copy on write or a write into a shared block shows as a wrong prefix in some table's slots.
 
+Tables are of two namespaces, which share nothing.
+
 Scenarios 9, 12, 24, 25, 31, 32, 34, 39, 42, 47, 50, 53, 60, 62 and 70 (vocabulary 2).
 """
 
@@ -21,7 +23,10 @@ from hf_paged_cache.blocks import Allocation, BlockTable, HashChain, PrefixCachi
 from hf_paged_cache.errors import BlockStateError, OutOfBlocksError
 
 BLOCK_SIZE = 2
-ROOT = root_hash(b"model")
+NAMESPACES = (b"", b"tenant")
+ROOTS = {namespace: root_hash(b"model", namespace) for namespace in NAMESPACES}
+
+Prefix = tuple[bytes, tuple[int, ...]]
 
 
 @dataclass
@@ -29,6 +34,11 @@ class NaiveTable:
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     num_committed: int = 0
+    namespace: bytes = b""
+
+    def prefix(self, end: int) -> Prefix:
+        """What a block's hash covers, and what keys and values depend on."""
+        return self.namespace, tuple(self.tokens[:end])
 
 
 class NaiveOutOfBlocksError(Exception):
@@ -36,29 +46,36 @@ class NaiveOutOfBlocksError(Exception):
 
 
 class NaiveModel:
-    """What the allocator and its tables must do, by search; a block's hash is the tuple of all tokens up to its end."""
+    """What the allocator and its tables must do, by search; a block's hash is its namespace and all tokens up to its end."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.free = list(range(1, num_blocks))  # next handed out first
         self.cached: list[int] = []  # next evicted first
-        self.hash: dict[int, tuple[int, ...]] = {}
+        self.hash: dict[int, Prefix] = {}
+        self.namespace: dict[int, bytes] = {}  # of every block that was ever taken
         self.uncomputed: set[int] = set()
         self.tables: list[NaiveTable] = []
         self.evictions = 0
         self.copies: list[tuple[int, int]] = []
-        self.content: dict[int, list[tuple[int, ...] | None]] = {}
+        self.content: dict[int, list[Prefix | None]] = {}
 
     def refs(self, block: int) -> int:
         return sum(table.blocks.count(block) for table in self.tables)
 
-    def find(self, key: tuple[int, ...]) -> int | None:
+    def num_in_use(self, namespace: bytes) -> int:
+        return len({block for table in self.tables if table.namespace == namespace for block in table.blocks})
+
+    def num_cached(self, namespace: bytes) -> int:
+        return sum(self.hash[block][0] == namespace for block in self.cached)
+
+    def find(self, key: Prefix) -> int | None:
         return next((block for block, other in self.hash.items() if other == key), None)
 
-    def hits(self, tokens: list[int]) -> list[int]:
+    def hits(self, wanted: NaiveTable) -> list[int]:
         hits = []
-        for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE):
-            block = self.find(tuple(tokens[:end]))
+        for end in range(BLOCK_SIZE, len(wanted.tokens) + 1, BLOCK_SIZE):
+            block = self.find(wanted.prefix(end))
             if block is None or block in self.uncomputed:
                 break
             hits.append(block)
@@ -98,7 +115,7 @@ class NaiveModel:
                 self.free.insert(0, block)
 
     def allocate(self, table: NaiveTable, tokens: list[int], lookahead: int) -> int:
-        hits = self.hits(tokens)
+        hits = self.hits(NaiveTable(tokens, namespace=table.namespace))
         number = -(-(len(tokens) + lookahead) // BLOCK_SIZE) - len(hits)
         self.check_room(number, hits)
         self.hold(hits)
@@ -133,7 +150,7 @@ class NaiveModel:
     def commit(self, table: NaiveTable, number: int) -> None:
         replaced = []
         for index in range(table.num_committed, number // BLOCK_SIZE):
-            key, own = tuple(table.tokens[: (index + 1) * BLOCK_SIZE]), table.blocks[index]
+            key, own = table.prefix((index + 1) * BLOCK_SIZE), table.blocks[index]
             other = self.find(key)
             if other is not None and other != own and other in self.uncomputed:
                 del self.hash[other]
@@ -159,7 +176,7 @@ class NaiveModel:
 
     def fork(self, table: NaiveTable) -> NaiveTable:
         kept = -(-len(table.tokens) // BLOCK_SIZE)
-        forked = NaiveTable(list(table.tokens), table.blocks[:kept], table.num_committed)
+        forked = NaiveTable(list(table.tokens), table.blocks[:kept], table.num_committed, table.namespace)
         self.tables.append(forked)
         return forked
 
@@ -167,14 +184,14 @@ class NaiveModel:
         self.tables = [other for other in self.tables if other is not table]
         self.settle(table.blocks[::-1])
 
-    def allocate_immutable(self, tokens: list[int]) -> NaiveTable:
-        keys = [tuple(tokens[:end]) for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)]
+    def allocate_immutable(self, tokens: list[int], namespace: bytes) -> NaiveTable:
+        table = NaiveTable(list(tokens), namespace=namespace)
+        keys = [table.prefix(end) for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)]
         found = [self.find(key) for key in keys]
         hits = [block for block in found if block is not None]
         self.check_room(len(keys) - len(hits), hits)
         self.hold(hits)
         fresh = self.take(len(keys) - len(hits))
-        table = NaiveTable(list(tokens))
         for key, block in zip(keys, found, strict=True):
             if block is None:
                 block = fresh.pop(0)
@@ -194,8 +211,8 @@ class NaiveModel:
         self.free = list(range(self.num_blocks, number)) + self.free
         self.num_blocks = number
 
-    def forget(self, tokens: list[int]) -> None:
-        keys = [tuple(tokens[:end]) for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)]
+    def forget(self, wanted: NaiveTable) -> None:
+        keys = [wanted.prefix(end) for end in range(BLOCK_SIZE, len(wanted.tokens) + 1, BLOCK_SIZE)]
         blocks = [block for key in keys if (block := self.find(key)) is not None]
         for block in blocks:
             del self.hash[block]
@@ -203,11 +220,12 @@ class NaiveModel:
         self.free = [block for block in blocks if block in self.cached] + self.free
         self.cached = [block for block in self.cached if block not in blocks]
 
-    def forget_cached(self) -> None:
-        for block in self.cached:
+    def forget_cached(self, namespace: bytes | None) -> None:
+        forgotten = [block for block in self.cached if namespace in (None, self.hash[block][0])]
+        for block in forgotten:
             del self.hash[block]
-        self.free = self.cached + self.free
-        self.cached = []
+        self.free = forgotten + self.free
+        self.cached = [block for block in self.cached if block in self.hash]
 
     def reset(self) -> None:
         self.free, self.cached, self.hash = list(range(1, self.num_blocks)), [], {}
@@ -239,10 +257,11 @@ class Driver:
         assert real() == expected
         return True
 
-    def allocate(self, tokens: list[int], lookahead: int) -> None:
+    def allocate(self, tokens: list[int], lookahead: int, namespace: bytes) -> None:
         if len(self.tables) >= self.max_tables:
             return
-        table, naive = BlockTable(self.allocator, ROOT), NaiveTable()
+        table = BlockTable(self.allocator, ROOTS[namespace], namespace=namespace)
+        naive = NaiveTable(namespace=namespace)
         if self.both(lambda: table.allocate(tokens, lookahead), lambda: self.model.allocate(naive, tokens, lookahead)):
             self.tables.append((table, naive))
             assert table.num_cached_tokens == naive.num_committed * BLOCK_SIZE
@@ -269,7 +288,7 @@ class Driver:
         for position, slot in enumerate(table.slots(start, len(naive.tokens)), start):
             block, offset = divmod(slot, BLOCK_SIZE)
             assert self.allocator.is_writable(block)  # invariant 5
-            content[block][offset] = tuple(naive.tokens[: position + 1])
+            content[block][offset] = naive.prefix(position + 1)
 
     def commit(self, which: int, number: int) -> None:
         table, naive = self.tables[which]
@@ -299,15 +318,15 @@ class Driver:
             with pytest.raises(BlockStateError):
                 table.free()
 
-    def allocate_immutable(self, tokens: list[int]) -> None:
+    def allocate_immutable(self, tokens: list[int], namespace: bytes) -> None:
         if len(self.awaiting) >= 2:
             return
-        chain = HashChain(ROOT, BLOCK_SIZE)
+        chain = HashChain(ROOTS[namespace], BLOCK_SIZE)
         chain.extend(tokens)
-        allocation = self.allocator.allocate()
+        allocation = self.allocator.allocate(namespace=namespace)
 
         def naive() -> None:
-            made.append(self.model.allocate_immutable(tokens))
+            made.append(self.model.allocate_immutable(tokens, namespace))
 
         made: list[NaiveTable] = []
         if self.both(lambda: self.allocator.allocate_immutable(allocation, chain.hashes()), naive):
@@ -319,7 +338,7 @@ class Driver:
             for index, block in enumerate(naive.blocks):
                 if block in self.model.uncomputed or block not in self.model.hash:
                     for offset in range(BLOCK_SIZE):
-                        self.model.content[block][offset] = tuple(naive.tokens[: index * BLOCK_SIZE + offset + 1])
+                        self.model.content[block][offset] = naive.prefix(index * BLOCK_SIZE + offset + 1)
             self.allocator.mark_computed(naive.blocks)
             self.model.uncomputed -= set(naive.blocks)
         self.model.drop(naive)
@@ -336,15 +355,15 @@ class Driver:
             self.model.grow(self.model.num_blocks + 1)
             self.allocator.grow(self.model.num_blocks)
 
-    def forget(self, tokens: list[int]) -> None:
-        chain = HashChain(ROOT, BLOCK_SIZE)
+    def forget(self, tokens: list[int], namespace: bytes) -> None:
+        chain = HashChain(ROOTS[namespace], BLOCK_SIZE)
         chain.extend(tokens)
-        self.allocator.forget([*chain.hashes()] * 2)  # what is given twice is forgotten once
-        self.model.forget(tokens)
+        self.allocator.forget([*chain.hashes()] * 2, namespace)  # what is given twice is forgotten once
+        self.model.forget(NaiveTable(tokens, namespace=namespace))
 
-    def forget_cached(self) -> None:
-        self.allocator.forget_cached_blocks()
-        self.model.forget_cached()
+    def forget_cached(self, namespace: bytes | None) -> None:
+        self.allocator.forget_cached_blocks(namespace)
+        self.model.forget_cached(namespace)
 
     def reset(self) -> None:
         if any(naive.blocks for naive in self.model.tables):
@@ -363,7 +382,7 @@ class Driver:
             assert table.num_committed_blocks == naive.num_committed
             for position, slot in enumerate(table.slots(0, len(naive.tokens))):
                 block, offset = divmod(slot, BLOCK_SIZE)
-                assert model.content[block][offset] == tuple(naive.tokens[: position + 1])
+                assert model.content[block][offset] == naive.prefix(position + 1)
         for allocation, naive in self.awaiting:
             assert allocation.block_ids == naive.blocks
         queue = allocator.snapshot()[1]
@@ -371,6 +390,9 @@ class Driver:
         assert allocator.num_free_blocks == len(model.free)
         assert allocator.num_cached_blocks == len(model.cached)
         assert allocator.num_evictions == model.evictions
+        for namespace in NAMESPACES:
+            assert allocator.num_cached_blocks_of(namespace) == model.num_cached(namespace)
+            assert allocator.num_blocks_in_use_of(namespace) == model.num_in_use(namespace)
         for block in range(1, model.num_blocks):
             assert allocator.ref_count(block) == model.refs(block)
             assert (allocator.block_hash_of(block) is None) == (block not in model.hash)
@@ -382,19 +404,19 @@ OPERATIONS += ["collect", "immutable", "end_immutable", "touch", "touch", "grow"
 
 def random_step(driver: Driver, rng: random.Random) -> None:
     operation = rng.choice(OPERATIONS)
-    tokens = [rng.randrange(2) for _ in range(rng.randrange(9))]
+    tokens, namespace = [rng.randrange(2) for _ in range(rng.randrange(9))], NAMESPACES[rng.random() < 0.25]
     if operation == "allocate":
-        driver.allocate(tokens, rng.randrange(3))
+        driver.allocate(tokens, rng.randrange(3), namespace)
     elif operation == "immutable":
-        driver.allocate_immutable(tokens)
+        driver.allocate_immutable(tokens, namespace)
     elif operation == "touch":
         driver.mark_accessed(rng.randrange(100))
     elif operation == "grow" and rng.random() < 0.01:
         driver.grow()
     elif operation == "forget":
-        driver.forget(tokens)
+        driver.forget(tokens, rng.choice(NAMESPACES))
     elif operation == "forget_cached" and rng.random() < 0.05:
-        driver.forget_cached()
+        driver.forget_cached(rng.choice((None, *NAMESPACES)))
     elif operation == "reset":
         driver.reset()
     elif operation == "end_immutable" and driver.awaiting:
@@ -436,6 +458,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     tokens = st.lists(st.integers(0, 1), max_size=8)
     some = st.integers(0, 5)
+    namespaces = st.sampled_from(NAMESPACES)
 
     def __init__(self) -> None:
         super().__init__()
@@ -444,9 +467,9 @@ class AllocatorMachine(RuleBasedStateMachine):
     def which(self, number: int) -> int:
         return number % len(self.driver.tables)
 
-    @rule(tokens=tokens, lookahead=st.integers(0, 2))
-    def allocate(self, tokens, lookahead):
-        self.driver.allocate(tokens, lookahead)
+    @rule(tokens=tokens, lookahead=st.integers(0, 2), namespace=namespaces)
+    def allocate(self, tokens, lookahead, namespace):
+        self.driver.allocate(tokens, lookahead, namespace)
 
     @rule(number=some, tokens=tokens, lookahead=st.integers(0, 3))
     def append(self, number, tokens, lookahead):
@@ -473,9 +496,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         if self.driver.tables:
             self.driver.free(self.which(number), collected=collected)
 
-    @rule(tokens=tokens)
-    def allocate_immutable(self, tokens):
-        self.driver.allocate_immutable(tokens)
+    @rule(tokens=tokens, namespace=namespaces)
+    def allocate_immutable(self, tokens, namespace):
+        self.driver.allocate_immutable(tokens, namespace)
 
     @rule(computed=st.booleans())
     def end_immutable(self, computed):
@@ -490,13 +513,13 @@ class AllocatorMachine(RuleBasedStateMachine):
     def grow(self):
         self.driver.grow()
 
-    @rule(tokens=tokens)
-    def forget(self, tokens):
-        self.driver.forget(tokens)
+    @rule(tokens=tokens, namespace=namespaces)
+    def forget(self, tokens, namespace):
+        self.driver.forget(tokens, namespace)
 
-    @rule()
-    def forget_cached(self):
-        self.driver.forget_cached()
+    @rule(namespace=st.one_of(st.none(), namespaces))
+    def forget_cached(self, namespace):
+        self.driver.forget_cached(namespace)
 
     @rule()
     def reset(self):

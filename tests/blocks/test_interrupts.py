@@ -15,6 +15,7 @@ import hf_paged_cache.blocks
 from hf_paged_cache.blocks import BlockTable, HashChain, PrefixCachingBlockAllocator, root_hash
 
 ROOT = root_hash(b"model")
+TENANT = root_hash(b"model", b"tenant")
 PACKAGE = str(Path(hf_paged_cache.blocks.__file__).parent)
 
 
@@ -28,7 +29,10 @@ class World:
     """A small allocator with blocks in each state, and one table of its own for each operation to work on."""
 
     def __init__(self):
-        self.allocator = PrefixCachingBlockAllocator(17, 2)
+        self.allocator = PrefixCachingBlockAllocator(18, 2)
+        with BlockTable(self.allocator, TENANT, namespace=b"tenant") as table:  # the first to be evicted
+            table.allocate([2, 2])
+            table.commit_full_blocks(2)
         for tokens in (range(4), [8, 8, 9, 9]):
             with BlockTable(self.allocator, ROOT) as table:
                 table.allocate(tokens)
@@ -43,6 +47,7 @@ class World:
         self.committed = BlockTable(self.allocator, ROOT)
         self.committed.allocate([3, 3, 4, 4, 5, 5])
         self.committed.commit_full_blocks(6)
+        self.tenant = BlockTable(self.allocator, TENANT, namespace=b"tenant")
         self.made = None
         self.allocator.check()
 
@@ -98,6 +103,8 @@ OPERATIONS = {
     "touch": lambda w: w.allocator.mark_accessed([2]),
     "grow": lambda w: w.allocator.grow(20),
     "forget": lambda w: w.allocator.forget_cached_blocks(),
+    "forget a namespace": lambda w: w.allocator.forget_cached_blocks(b""),
+    "allocate in a namespace": lambda w: w.tenant.allocate([2, 2, 6, 6, 6]),
     "take copies": lambda w: (w.allocator.make_writable(w.forked.allocation, 2), w.allocator.take_copies()),
     "collect": collect,
     "collect what is committed": collect_committed,
@@ -135,7 +142,7 @@ def interrupt(operation, world, instruction):
 REPEATABLE = (
     set(OPERATIONS)
     - {"allocate a hit, evicting", "fork", "take copies", "reset"}
-    - {"collect", "collect what is committed"}
+    - {"collect", "collect what is committed", "allocate in a namespace"}
 )
 
 
