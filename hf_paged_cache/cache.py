@@ -21,7 +21,7 @@ from .attention.base import Reader
 from .attention.contiguous import ContiguousReader
 from .attention.gather import GatherReader
 from .call.call import Call, CallState
-from .errors import CacheArgumentError, CacheBusyError
+from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import block_to_close, close_block, open_block
 from .integration.hooks import attach, detach
 from .integration.layers import PagedIndexedLayer, PagedLayer
@@ -48,7 +48,9 @@ class PagedPrefixCache(Cache):
 
     Args:
         model_or_store: a model, for which a store is made with `block_size`, `num_blocks` and `max_bytes`; or a store.
-        cache_salt: caches with another salt never share a block, so that no tenant can probe another's prompts.
+        cache_salt: a tenant's name, not empty. Caches with another salt never share a block, so that no tenant can probe
+            another's prompts, and see, count and reset their own blocks alone (docs/security.md). A cache without one
+            is the store's owner's: its `stats()` and refusals tell of all blocks.
         attention: how attention reads keys and values. "contiguous" keeps a copy of the running rows beside the blocks;
             later forwards overwrite it (not while gradients are on), so clone what you keep. "gather" copies each
             layer's rows for the moment of its attention: memory is the blocks and one layer's rows.
@@ -91,6 +93,8 @@ class PagedPrefixCache(Cache):
             self.store = PrefixStore(model_or_store, block_size=size, num_blocks=num_blocks, max_bytes=max_bytes)
         if not isinstance(cache_salt, str | bytes | None):
             raise CacheArgumentError(f"cache_salt is of type {type(cache_salt).__name__}; give a str or bytes")
+        if cache_salt is not None and not cache_salt:
+            raise CacheArgumentError("cache_salt is empty, which is no tenant; leave it out for the store's owner")
         if attention not in [*_READERS]:
             raise CacheArgumentError(f"attention is {attention!r}; give {' or '.join(map(repr, _READERS))}")
         if not isinstance(verify, bool):
@@ -100,8 +104,8 @@ class PagedPrefixCache(Cache):
         self.verify = verify
         attach(self.store.model)
         blocks, conditioning, reader = self.store.blocks, self.store.conditioning, self.store.argument_reader
-        self.call = Call(blocks, _READERS[attention](blocks.pool), partial(_runs_on, ref(self)))
-        sibling = partial(PagedPrefixCache, self.store, cache_salt=self.cache_salt, attention="gather")
+        self.call = Call(blocks, _READERS[attention](blocks.pool), partial(_runs_on, ref(self)), self.cache_salt)
+        sibling = partial(PagedPrefixCache, self.store, cache_salt=cache_salt, attention="gather")
         side = SideForwards(self.store.model, reader, sibling)
         verifier = Verifier(blocks, conditioning, side) if verify else None
         shared_prefixes = SharedPrefixes(blocks, conditioning, side)
@@ -123,7 +127,8 @@ class PagedPrefixCache(Cache):
         return True
 
     def __repr__(self) -> str:
-        return f"PagedPrefixCache({len(self.call.rows)} rows of {self.get_seq_length()} tokens, {self.store!r})"
+        where = f"{type(self.store.model).__name__}, with a salt" if self.cache_salt else repr(self.store)
+        return f"PagedPrefixCache({len(self.call.rows)} rows of {self.get_seq_length()} tokens, {where})"
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -239,28 +244,15 @@ class PagedPrefixCache(Cache):
         return scores
 
     def stats(self) -> CacheStats:
-        """Tokens of this cache's calls, and the blocks of its store now; prints as a table."""
-        call, metrics, blocks = self.call, self.call.counters.metrics, self.store.blocks
+        """Tokens of this cache's calls, and the blocks now; prints as a table.
+
+        With a `cache_salt`, the blocks of that salt; what would tell of others is None. Without, all blocks of the store.
+        `PrefixStore.stats()` counts the calls of all caches.
+        """
+        call, blocks = self.call, self.store.blocks
         with blocks.lock:
             blocks.settle()
-            return CacheStats(
-                prompt_tokens=metrics.num_queried_tokens,
-                computed_tokens=metrics.num_queried_tokens - metrics.num_hit_tokens,
-                reused_tokens=metrics.num_hit_tokens,
-                hit_rate=metrics.hit_rate,
-                recent_hit_rate=metrics.recent_hit_rate,
-                num_calls=call.counters.num_calls,
-                num_blocks=blocks.max_num_blocks,
-                num_free_blocks=blocks.num_free_blocks,
-                num_cached_blocks=blocks.allocator.num_cached_blocks,
-                num_blocks_in_use=blocks.allocator.num_blocks_in_use,
-                num_pinned_blocks=blocks.pins.num_blocks,
-                num_evictions=blocks.allocator.num_evictions,
-                num_copies_on_write=blocks.allocator.num_copies_on_write,
-                kv_bytes=blocks.kv_bytes_in_use + call.reader.num_bytes,
-                peak_kv_bytes=call.peak_kv_bytes,
-                pool_bytes=blocks.pool.pool_bytes,
-            )
+            return blocks.stats(call.counters.totals, self.cache_salt, call.reader.num_bytes, call.peak_kv_bytes)
 
     @property
     def last_call(self) -> CallStats:
@@ -310,14 +302,29 @@ class PagedPrefixCache(Cache):
             return self.store.blocks.pins.unpin(self.cache_salt, tokens)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block of the store, for all its caches; see `PrefixStore.reset_prefix_cache`."""
-        self.store.reset_prefix_cache()
+        """Forget the cached blocks and pins of this cache's salt, and the ended rows of all caches of this salt.
+
+        What other salts hold stays, and their calls may be running; without a salt, what caches without one hold is
+        forgotten. `PrefixStore.reset_prefix_cache` forgets everything.
+
+        Raises:
+            CacheBusyError: a call of this salt is running, or rows of plain forwards go on; nothing has changed.
+        """
+        blocks = self.store.blocks
+        with blocks.lock:
+            blocks.settle()
+            blocks.drop_rows(self.cache_salt)
+            blocks.forget(self.cache_salt)
 
     def check(self) -> None:
-        """Prove the invariants of the store's allocator, or raise BlockStateError with the whole state."""
-        with self.store.blocks.lock:
-            self.store.blocks.settle()
-            self.store.blocks.allocator.check()
+        """Prove the invariants of the store's blocks, or raise BlockStateError; without a salt, with the whole state."""
+        if not self.cache_salt:
+            self.store.check()
+            return
+        with contextlib.suppress(BlockStateError):
+            self.store.check()
+            return
+        raise BlockStateError("the store's blocks are not as they must be; store.check() tells its owner how")
 
     def detach(self) -> None:
         """Take everything off the model, for all caches of it."""
@@ -405,11 +412,12 @@ class PagedPrefixCache(Cache):
 
     def sibling(self) -> "PagedPrefixCache":
         """Another cache on the same store, under the same conditions."""
-        return PagedPrefixCache(self.store, cache_salt=self.cache_salt, attention=self.attention, verify=self.verify)
+        salt = self.cache_salt or None
+        return PagedPrefixCache(self.store, cache_salt=salt, attention=self.attention, verify=self.verify)
 
     def _verifying_sibling(self) -> "PagedPrefixCache":
         """A cache for scores: it verifies as this one does, in the same turn, and keeps no contiguous copy."""
-        cache = PagedPrefixCache(self.store, cache_salt=self.cache_salt, attention="gather")
+        cache = PagedPrefixCache(self.store, cache_salt=self.cache_salt or None, attention="gather")
         cache._session.verifier = self._session.verifier
         return cache
 

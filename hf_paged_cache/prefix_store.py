@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from transformers import PreTrainedModel
 
-from .errors import CacheArgumentError, CacheBusyError
+from .errors import CacheArgumentError
 from .integration.forward_arguments import ArgumentReader
 from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
@@ -15,6 +15,7 @@ from .model.conditioning import Conditioning
 from .model.probing import measure_bytes_per_token
 from .model.support import is_tested_version, leaves_doubt, require_supported, takes, unwrapped
 from .model.trial import require_continuable
+from .stats import CacheStats
 from .store.block_store import BlockStore
 
 
@@ -83,21 +84,34 @@ class PrefixStore:
     def reset_prefix_cache(self) -> None:
         """Forget every cached block, pinned ones too, and the rows of calls that are over, on all caches of this store.
 
+        A cache's `reset_prefix_cache` forgets what belongs to its salt alone.
+
         Raises:
             CacheBusyError: a `generate` is running, or rows of plain forwards go on; nothing has changed.
         """
         blocks = self.blocks
         with blocks.lock:
             blocks.settle()
-            calls = list(blocks.holders())
-            if any(call.is_running for call in calls):
-                raise CacheBusyError(
-                    "a call is running on this store; reset the prefix cache when it has ended (rows of plain forwards "
-                    "end with their cache's reset())"
-                )
-            for call in calls:
-                call.drop_rows()
+            blocks.drop_rows()
             blocks.reset_prefix_cache()
+
+    def stats(self) -> CacheStats:
+        """Tokens of all calls on this store, those of collected caches too, and all blocks now; prints as a table.
+
+        For whoever owns the store: it counts what all tenants do. `kv_bytes` has the copies of all caches; the most it
+        was is a cache's to say.
+        """
+        blocks = self.blocks
+        with blocks.lock:
+            blocks.settle()
+            copied_bytes = sum(call.reader.num_bytes for call in blocks.holders())
+            return blocks.stats(blocks.call_totals, b"", copied_bytes, None)
+
+    def check(self) -> None:
+        """Prove the invariants of the blocks, or raise BlockStateError with the whole state."""
+        with self.blocks.lock:
+            self.blocks.settle()
+            self.blocks.allocator.check()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a PrefixStore cannot be copied or pickled: its blocks are shared; build a new one")

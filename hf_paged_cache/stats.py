@@ -7,23 +7,26 @@ _KV_BYTES = "of blocks in use, and of the copy that attention reads, which is no
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counts of tokens over all calls, and the state of the store's blocks now. `print` shows a table.
+    """Counts of tokens over all calls, and the state of blocks now. `print` shows a table.
 
     Tokens are those of prompts, of all rows, without padding; those that `generate` makes are not counted. Without
     `generate`, every token passed is. Blocks are counted with the reserved null block, which is never handed out:
-    free + cached + in use is `num_blocks - 1`.
+    free + cached + in use is `num_blocks - 1`. A cache with a salt counts the blocks of that salt; what would tell of
+    others (`num_blocks`, `num_free_blocks`, `num_evictions`, `num_copies_on_write`, `pool_bytes`) is None.
 
     Attributes:
         computed_tokens: of the prompts' tokens, those that ran through the model.
         reused_tokens: all others, rows equal to a computed one included.
         hit_rate: `reused_tokens / prompt_tokens`; 0.0 before the first call.
         recent_hit_rate: the same of the last 100 forwards of prompts.
-        num_blocks: the most there can be. None before the first forward, where neither `num_blocks` nor `max_bytes` is given.
+        num_blocks: the most there can be. None, too, before the first forward, where neither `num_blocks` nor `max_bytes`
+            is given.
         num_free_blocks: hold nothing that could be reused. None where `num_blocks` is.
+        num_evictions: cached blocks that were handed out anew, since the store was made.
         num_cached_blocks: held by nobody, reusable until evicted.
         num_pinned_blocks: of those in use, the ones that pins hold, whether rows hold them, too, or not.
         kv_bytes: of blocks in use, and of the copy that attention reads: that of all rows, or of one layer's.
-        peak_kv_bytes: the most that was during the last call.
+        peak_kv_bytes: the most that was during the last call. None of a store.
         pool_bytes: held by the pool, whatever is in it. Attention's copy is not in the pool.
     """
 
@@ -38,11 +41,11 @@ class CacheStats:
     num_cached_blocks: int
     num_blocks_in_use: int
     num_pinned_blocks: int
-    num_evictions: int
-    num_copies_on_write: int
+    num_evictions: int | None
+    num_copies_on_write: int | None
     kv_bytes: int = field(metadata={"remark": _KV_BYTES})
-    peak_kv_bytes: int
-    pool_bytes: int
+    peak_kv_bytes: int | None
+    pool_bytes: int | None
 
     def __str__(self) -> str:
         return _table(self)
@@ -90,7 +93,8 @@ class CallStats:
 def _table(stats: CacheStats | CallStats) -> str:
     """A line for each number: its name, its value, and what must be said of it."""
     shown = [each for each in fields(stats) if each.name != "rows"]
-    values = [_readable(each.name, getattr(stats, each.name)) for each in shown]
+    of_a_salt = isinstance(stats, CacheStats) and stats.pool_bytes is None
+    values = [_readable(each.name, getattr(stats, each.name), of_a_salt=of_a_salt) for each in shown]
     names_width, values_width = max(len(each.name) for each in shown), max(map(len, values))
     return "\n".join(
         f"{each.name:<{names_width}}  {value:>{values_width}}  {each.metadata.get('remark', '')}".rstrip()
@@ -98,9 +102,9 @@ def _table(stats: CacheStats | CallStats) -> str:
     )
 
 
-def _readable(name: str, value: float | None) -> str:
+def _readable(name: str, value: float | None, *, of_a_salt: bool) -> str:
     if value is None:
-        return "not known yet"
+        return "the store's" if of_a_salt else "each cache's" if name == "peak_kv_bytes" else "not known yet"
     if name.endswith("_bytes"):
         return f"{value / 2**20:,.1f} MiB"
     return f"{value:.1%}" if name.endswith("hit_rate") else f"{value:,}"

@@ -103,12 +103,20 @@ def require(store: BlockStore, holder: Holder, demand: Demand, what: str) -> Non
     Args:
         what: who asks, for the message.
     Raises:
-        OutOfBlocksError: with the arithmetic; nothing has changed.
+        OutOfBlocksError: nothing has changed. With the arithmetic, but for a salted holder: whose the other blocks are,
+            and how many, is not told.
     """
     num_blocks, num_released = demand
     obtainable = store.num_obtainable_blocks(holder) + num_released
     if num_blocks <= obtainable:
         return
+    if holder.salt:
+        raise OutOfBlocksError(
+            f"{what} may need {num_blocks} more blocks of {store.block_size} tokens, which cannot be had now. Ask for fewer "
+            "new tokens or rows, "
+            + ("unpin() what you can, " if store.pins.block_ids(holder.salt) else "")
+            + "reset() caches whose calls are over, or ask the store's owner for more blocks"
+        )
     previous = sum(other.num_previous_blocks() for other in store.holders() if other is not holder)
     used = [(previous, "by rows whose call is over, which their caches' reset() gives back"), (store.pins.num_blocks, "pinned")]  # fmt: skip
     details = ", ".join(f"{number} {how}" for number, how in used if number)

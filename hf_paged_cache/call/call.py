@@ -49,15 +49,18 @@ class Call:
         is_forward: whether a frame on a thread's stack is of a forward on this call.
     """
 
-    def __init__(self, store: BlockStore, reader: Reader, is_forward: Callable[[FrameType], bool]) -> None:
+    def __init__(
+        self, store: BlockStore, reader: Reader, is_forward: Callable[[FrameType], bool], salt: bytes = b""
+    ) -> None:
         self.store = store
+        self.salt = salt  # namespace of the rows' blocks
         self.reader = reader
         self.state = CallState.IDLE
         self.forward: ScheduledForward | None = None
         self.limits: CallLimits = UNLIMITED  # of the `generate` that runs
         self.rows = Rows([], [], 0)
         self.previous = Rows([], [], 0)  # of the call before, matched by the next one
-        self.counters = PromptCounters()
+        self.counters = PromptCounters(store.call_totals)
         self.num_scheduled = 0  # forwards since `begin`
         self.peak_kv_bytes = 0
         self.brackets = Brackets()
@@ -247,7 +250,7 @@ class Call:
             if conditions_held is not None:
                 self._judge(conditions_held=conditions_held)
             self.counters.confirm()
-            self.peak_kv_bytes = max(self.peak_kv_bytes, store.kv_bytes_in_use + self.reader.num_bytes)
+            self.peak_kv_bytes = max(self.peak_kv_bytes, store.kv_bytes_in_use(self.salt) + self.reader.num_bytes)
             return forward
 
     def roll_back(self) -> None:
@@ -506,7 +509,7 @@ class Call:
         if conditions_held:
             self.rows.trust()
         else:
-            self.store.allocator.forget(self.rows.committed)
+            self.store.allocator.forget(self.rows.committed, self.salt)
             self.rows.distrust()
 
     def _end_rows(self) -> None:

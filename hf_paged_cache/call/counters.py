@@ -4,28 +4,38 @@ from collections.abc import Mapping, Sequence
 
 from ..blocks import PrefixCacheMetrics
 from ..stats import CallStats, RowCount
+from ..store.call_totals import CallTotals
 from .prefix_match import Found
 from .rows import Row
 from .scheduled_forward import ForwardRequest
-
-_WINDOW = 100  # forwards of prompts that the recent hit rate is about
 
 
 class PromptCounters:
     """Counts of one call, a row a sequence, and of all calls before it.
 
+    Args:
+        of_all: of all caches of the store, in which these calls are counted, too; None: in none.
     Attributes:
         rows: of the running call.
-        metrics: prompt tokens and those reused, of all calls and of the last forwards.
-        num_calls: calls that computed something.
+        totals: of all calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of_all: "CallTotals | None" = None) -> None:
         self.rows: list[RowCount] = []
-        self.metrics = PrefixCacheMetrics(window=_WINDOW)
-        self.num_calls = 0
+        self.totals = CallTotals()
+        self._of_all = CallTotals() if of_all is None else of_all
         self._pending: list[RowCount] = []  # of the scheduled forward
         self._found: Sequence[Found] = ()  # of rows that begin
+
+    @property
+    def metrics(self) -> PrefixCacheMetrics:
+        """Prompt tokens and those reused, of all calls and of the last forwards."""
+        return self.totals.metrics
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that computed something."""
+        return self.totals.num_calls
 
     def start_call(self) -> None:
         """The rows counted from here on are another call's."""
@@ -75,9 +85,9 @@ class PromptCounters:
         """The scheduled forward was run."""
         if not self._pending:
             return
-        if len(self.rows) != len(self._pending):
+        is_new = len(self.rows) != len(self._pending)
+        if is_new:
             self.rows = [RowCount(stopped="the last call's rows went on") for _ in self._pending]
-            self.num_calls += 1
         for row, found in zip(self.rows, self._found, strict=False):
             row.matched_tokens, row.stopped = found.num_tokens, found.stopped
         for row, new in zip(self.rows, self._pending, strict=True):
@@ -85,13 +95,17 @@ class PromptCounters:
             row.computed_tokens += new.computed_tokens
             row.stopped += new.stopped
         num_tokens = sum(new.prompt_tokens for new in self._pending)
-        self.metrics.record(num_tokens, num_tokens - sum(new.computed_tokens for new in self._pending))
+        num_computed = sum(new.computed_tokens for new in self._pending)
+        self._record(num_tokens, num_computed, num_calls=int(is_new))
         self._pending, self._found = [], ()
 
     def add_call(self, num_tokens: int, num_computed: int) -> None:
         """Count a call that ran elsewhere: the rows here stay those of the running one."""
-        self.num_calls += 1
-        self.metrics.record(num_tokens, num_tokens - num_computed)
+        self._record(num_tokens, num_computed, num_calls=1)
+
+    def _record(self, num_tokens: int, num_computed: int, *, num_calls: int) -> None:
+        for totals in (self.totals, self._of_all):
+            totals.record(num_tokens, num_computed, num_calls=num_calls)
 
     def of_call(self, peak_kv_bytes: int) -> CallStats:
         """What was confirmed of the running call, or of the last one."""

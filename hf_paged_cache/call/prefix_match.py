@@ -62,7 +62,7 @@ def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple
     A full block is found by its hash, whoever computed it. A previous row of the same root is compared token by token,
     so that a prefix need not end at a block; its table is forked and cut.
     """
-    table = BlockTable(store.allocator, new.root)
+    table = BlockTable(store.allocator, new.root, namespace=new.salt)
     num_hit = table.hold_prefix(new.token_ids)
     closest, num_common = previous.closest(new)
     if closest is None or num_common <= num_hit:
@@ -75,7 +75,7 @@ def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple
 
 def hold_longer(store: BlockStore, row: Row, new: TokenIds) -> bool:
     """Let a row hold what is known by now of its tokens and its new ones, if that is more than it holds."""
-    table = BlockTable(store.allocator, row.root)
+    table = BlockTable(store.allocator, row.root, namespace=row.table.namespace)
     if table.hold_prefix(row.with_new(new)) <= row.table.num_tokens:
         table.free()
         return False

@@ -33,7 +33,7 @@ def begin_rows(store: BlockStore, request: ForwardRequest, previous: Sequence[Ro
         if request.bypass is None:
             table, match = match_row(store, new, kept)
         else:
-            table, match = BlockTable(store.allocator, new.root), Found(0, request.bypass)
+            table, match = BlockTable(store.allocator, new.root, namespace=new.salt), Found(0, request.bypass)
         row = Row(table, new.pad, new.root, new.first_position)
         if request.bypass is not None:
             row.stop_commits(0)
@@ -64,7 +64,7 @@ def continue_rows(store: BlockStore, request: ForwardRequest, rows: Rows) -> lis
     for row, member in zip(rows.distinct, rows.members(), strict=True):
         new = inputs[member]
         if not row.table.num_tokens:  # nothing but padding so far; there may be more now
-            row.table = BlockTable(store.allocator, new.root)
+            row.table = BlockTable(store.allocator, new.root, namespace=new.salt)
             row.pad, row.root, row.first_position = new.pad, new.root, new.first_position
         if request.bypass is not None or new.root != row.root or new.pad != row.pad:
             row.stop_commits(row.num_confirmed)

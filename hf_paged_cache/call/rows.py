@@ -114,6 +114,10 @@ class Rows:
         """Rows of the batch."""
         return len(self.alias)
 
+    def block_ids(self) -> set[int]:
+        """The blocks that the rows hold."""
+        return {block_id for row in self.distinct for block_id in row.table.block_ids}
+
     @property
     def is_aliased(self) -> bool:
         """Whether a `Row` stands for more than one row of the batch."""

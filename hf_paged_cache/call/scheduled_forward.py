@@ -18,6 +18,7 @@ class RowInput(NamedTuple):
     first_position: int  # of the row's first token; 0 unless somebody numbers them otherwise
     root: bytes = b""  # parent of the first block: all that conditions keys and values besides tokens
     num_hidden: int = 0  # new tokens that the mask hides, as right padding does
+    salt: bytes = b""  # namespace of the row's blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,7 +217,7 @@ class Session:
             counted_from = 0 if self._reader.takes_positions else row.pad  # else the model numbers its columns
             adapter = adapters[number] if number < len(adapters) else ""
             root = _root(self._digest, self._salt, regime, adapter, counted_from, row.first_position)
-            rows.append(row._replace(root=root))
+            rows.append(row._replace(root=root, salt=self._salt))
         return replace(request, rows=tuple(rows))
 
     def _require_may_begin(self, model: Any, given: GenerateArguments) -> None:

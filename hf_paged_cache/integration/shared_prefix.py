@@ -104,7 +104,8 @@ class SharedPrefixes:
         """Compute leading tokens of a row, less what is known of them, on a sibling cache; says how many."""
         pad = 0 if self._side.takes_positions else new.pad
         with self._blocks.lock:
-            row = Row(BlockTable(self._blocks.allocator, new.root), pad, new.root, new.first_position)
+            table = BlockTable(self._blocks.allocator, new.root, namespace=new.salt)
+            row = Row(table, pad, new.root, new.first_position)
             known = row.num_known = row.num_confirmed = row.table.hold_prefix(tokens)
         cache = held.enter_context(self._side.sibling(Rows([row], [0], pad + known) if known else None))
         if known < len(tokens):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..call.admission import CallLimits
 from ..call.call import Call
+from ..call.counters import PromptCounters
 from ..call.rows import Rows
 from ..call.running import Bracket
 from ..model.probing import input_device
@@ -51,6 +52,7 @@ class SideForwards:
     def sibling(self, rows: Rows | None = None) -> Iterator[SiblingCache]:
         """A sibling that goes on with `rows`, or has none; until the block is left it holds what it computed."""
         cache = self._make_cache()
+        cache.call.counters = PromptCounters()  # counted by the call that it is run for
         try:
             if rows is not None:
                 cache.call.take_over(rows, ended=True)

@@ -67,7 +67,7 @@ class Verifier:
     def _hold(self, held: ExitStack, new: RowInput) -> BlockTable:
         """The prefix hit of a row, until `held` is left."""
         with self._blocks.lock:
-            table = BlockTable(self._blocks.allocator, new.root)
+            table = BlockTable(self._blocks.allocator, new.root, namespace=new.salt)
             table.hold_prefix(new.token_ids)
 
         def free() -> None:

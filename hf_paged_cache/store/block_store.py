@@ -10,9 +10,11 @@ from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from ..blocks import PrefixCachingBlockAllocator
-from ..errors import CacheArgumentError
+from ..errors import CacheArgumentError, CacheBusyError
 from ..kv.block_pool import BlockPool
 from ..locks import new_lock
+from ..stats import CacheStats
+from .call_totals import CallTotals
 from .memory_budget import default_budget_bytes
 from .pins import Pins
 
@@ -26,8 +28,24 @@ class LeftBehind(Protocol):
     def end(self) -> None: ...
 
 
+class HeldRows(Protocol):
+    """Rows of a call."""
+
+    def block_ids(self) -> set[int]: ...
+
+
+class CopiedRows(Protocol):
+    """What attention reads beside the pool."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
 class Holder(Protocol):
     """What a store must know of a call."""
+
+    @property
+    def salt(self) -> bytes: ...  # namespace of its blocks
 
     @property
     def is_running(self) -> bool: ...  # then its rows may not be dropped
@@ -37,6 +55,15 @@ class Holder(Protocol):
     def num_previous_blocks(self) -> int: ...  # that only its previous rows hold
 
     def lose_threads(self, idents: frozenset[int]) -> None: ...  # they are not there: drop what they ran
+
+    @property
+    def rows(self) -> "HeldRows": ...
+
+    @property
+    def previous(self) -> "HeldRows": ...  # of the call before
+
+    @property
+    def reader(self) -> "CopiedRows": ...
 
 
 class BlockStore:
@@ -60,6 +87,7 @@ class BlockStore:
         self.allocator = PrefixCachingBlockAllocator(first, block_size)
         self.pins = Pins(self.allocator)
         self.pool = BlockPool(block_size)
+        self.call_totals = CallTotals()
         self.max_num_blocks = num_blocks  # with the null block; None until a forward shows what the budget holds
         # (layer, name) of what every forward writes; empty before the first
         self.writing_layers: frozenset[tuple[int, str]] = frozenset()
@@ -79,10 +107,11 @@ class BlockStore:
             return None
         return self.allocator.num_free_blocks + self.max_num_blocks - self.allocator.num_blocks
 
-    @property
-    def kv_bytes_in_use(self) -> int:
-        """Bytes of the blocks that somebody holds."""
-        return self.allocator.num_blocks_in_use * self.pool.bytes_per_block
+    def kv_bytes_in_use(self, salt: bytes = b"") -> int:
+        """Bytes of the blocks that somebody holds; given a salt, of its blocks."""
+        allocator = self.allocator
+        num_blocks = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
+        return num_blocks * self.pool.bytes_per_block
 
     def add_holder(self, holder: Holder) -> None:
         """From here on, the call may take blocks."""
@@ -151,6 +180,63 @@ class BlockStore:
         """These threads are not there, as in a forked child: nothing that they ran holds blocks."""
         for holder in self.holders():
             holder.lose_threads(idents)
+
+    def stats(self, totals: CallTotals, salt: bytes, copied_bytes: int, peak_kv_bytes: int | None) -> CacheStats:
+        """The calls of `totals`, and the blocks now: all, or given a salt, its own; what others might show in is None."""
+        allocator, metrics = self.allocator, totals.metrics
+        return CacheStats(
+            prompt_tokens=metrics.num_queried_tokens,
+            computed_tokens=metrics.num_queried_tokens - metrics.num_hit_tokens,
+            reused_tokens=metrics.num_hit_tokens,
+            hit_rate=metrics.hit_rate,
+            recent_hit_rate=metrics.recent_hit_rate,
+            num_calls=totals.num_calls,
+            num_blocks=None if salt else self.max_num_blocks,
+            num_free_blocks=None if salt else self.num_free_blocks,
+            num_cached_blocks=allocator.num_cached_blocks_of(salt) if salt else allocator.num_cached_blocks,
+            num_blocks_in_use=allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use,
+            num_pinned_blocks=len(self.pins.block_ids(salt or None)),
+            num_evictions=None if salt else allocator.num_evictions,
+            num_copies_on_write=None if salt else allocator.num_copies_on_write,
+            kv_bytes=self.kv_bytes_in_use(salt) + copied_bytes,
+            peak_kv_bytes=peak_kv_bytes,
+            pool_bytes=None if salt else self.pool.pool_bytes,
+        )
+
+    def drop_rows(self, salt: bytes | None = None) -> None:
+        """Let go of the rows of calls that are over, of one salt or of all.
+
+        Raises:
+            CacheBusyError: a call runs, or something else holds blocks, such as a forward ahead of a call; nothing has
+                changed.
+        """
+        calls = [call for call in self.holders() if salt in (None, call.salt)]
+        held = self.pins.block_ids(salt).union(
+            *(rows.block_ids() for call in calls for rows in (call.rows, call.previous))
+        )
+        allocator = self.allocator
+        num_in_use = allocator.num_blocks_in_use if salt is None else allocator.num_blocks_in_use_of(salt)
+        if len(held) < num_in_use or any(call.is_running for call in calls):
+            where = (
+                "on this store" if salt is None else "on a cache of this salt" if salt else "on a cache without a salt"
+            )
+            raise CacheBusyError(
+                f"a call is running {where}; reset the prefix cache when it has ended (rows of plain forwards end with "
+                "their cache's reset())"
+            )
+        for call in calls:
+            call.drop_rows()
+
+    def forget(self, salt: bytes) -> None:
+        """Forget every cached block of a salt and drop its pins; where nobody has a block then, give the memory back.
+
+        Rows of this salt hold no block any more.
+        """
+        self.pins.unpin(salt, None)
+        self.allocator.forget_cached_blocks(salt)
+        is_empty = self.allocator.num_blocks_in_use == self.allocator.num_cached_blocks == 0
+        if is_empty and not any(holder.is_running for holder in self.holders()):
+            self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block, drop all pins and give the pool's memory back.

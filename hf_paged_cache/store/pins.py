@@ -29,6 +29,11 @@ class Pins:
         """Distinct blocks that are pinned."""
         return len(self._counts())
 
+    def block_ids(self, salt: bytes | None = None) -> set[int]:
+        """The blocks that are pinned, of one salt or of all."""
+        tables = (table for (of_pin, _), table in self._tables.items() if salt in (None, of_pin))
+        return set(chain.from_iterable(table.block_ids for table in tables))
+
     @property
     def num_blocks_held_alone(self) -> int:
         """Pinned blocks that no row holds: unpinning everything would give them back."""
@@ -48,18 +53,23 @@ class Pins:
         """
         allocator, hashes = self._allocator, HashChain(root, self._allocator.block_size)
         hashes.extend(token_ids)
-        hits = allocator.match_prefix(hashes.hashes())
+        hits = allocator.match_prefix(hashes.hashes(), salt)
         num_taken = sum(not allocator.ref_count(block_id) for block_id in hits)
         if num_taken > num_obtainable:
+            needs = f"pinning {len(hits)} blocks takes {num_taken} that nobody holds, but"
+            if salt:  # how many others have reserved is not told
+                raise OutOfBlocksError(
+                    f"{needs} running calls have reserved too many; pin when these have ended, pin fewer tokens, or ask "
+                    "the store's owner for more blocks"
+                )
             raise OutOfBlocksError(
-                f"pinning {len(hits)} blocks takes {num_taken} that nobody holds, but only "
-                f"{max(0, int(num_obtainable))} are not reserved for running calls; pin when these have ended, or build "
-                "the cache with a larger num_blocks or max_bytes"
+                f"{needs} only {max(0, int(num_obtainable))} are not reserved for running calls; pin when these have "
+                "ended, or build the cache with a larger num_blocks or max_bytes"
             )
         key = (salt, token_ids.tobytes())
         replaced = self._tables.get(key)
         if hits:
-            table = BlockTable(allocator, root)
+            table = BlockTable(allocator, root, namespace=salt)
             table.hold_prefix(token_ids)
             self._tables[key] = table  # if interrupted before or after this line, the other table is collected
         else:

@@ -107,8 +107,8 @@ class Holder:
 
     is_running = False
 
-    def __init__(self, num_previous: int = 0) -> None:
-        self._num_previous = num_previous
+    def __init__(self, num_previous: int = 0, salt: bytes = b"") -> None:
+        self._num_previous, self.salt = num_previous, salt
 
     def drop_rows(self) -> None:
         """Nothing to drop."""

@@ -41,4 +41,4 @@ def test_a_request_that_says_nothing_else_may_match_and_alias_and_needs_one_logi
 
 
 def test_a_row_that_says_nothing_else_starts_under_no_root_and_hides_nothing() -> None:
-    assert RowInput(ROW.token_ids, 0, 0) == (ROW.token_ids, 0, 0, b"", 0)
+    assert RowInput(ROW.token_ids, 0, 0) == (ROW.token_ids, 0, 0, b"", 0, b"")
