@@ -21,12 +21,14 @@ from hf_paged_cache import (
 )
 from hf_paged_cache.blocks import BlockTable
 
-from ..internals import held_tensors
+from ..internals import before_each_write, held_tensors, make_forwards_cheap
 from ..reference import assert_same, batch, row, run
 from ..tiny_models import tiny
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from hf_paged_cache.store.block_store import BlockStore
 
 BLOCK_SIZE = 4
 MODEL = tiny("llama")
@@ -220,6 +222,55 @@ def test_a_tenant_counts_its_own_blocks_and_calls_and_the_store_counts_all(store
     store.check()
 
 
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+def test_every_block_of_a_tenants_calls_is_its_own_and_is_found_again(
+    attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each way that rows begin or go on: the same is computed and reused as without a salt."""
+    strangers: list[int] = []
+    make_forwards_cheap(monkeypatch)
+
+    def count(blocks: BlockStore, _layer_idx: int) -> None:
+        allocator = blocks.allocator
+        strangers.append(allocator.num_blocks_in_use - allocator.num_blocks_in_use_of(b"alice"))
+
+    def calls(salt: str | None) -> list[Any]:
+        store = PrefixStore(MODEL, block_size=BLOCK_SIZE, num_blocks=200)
+        cache = PagedPrefixCache(store, cache_salt=salt, attention=attention, verify=True)
+        seen: list[Any] = []
+        holes = torch.ones(1, 41, dtype=torch.int64)
+        holes[0, 20:22] = 0
+        shared = row((7, 40))
+        for given in (
+            {"input_ids": torch.tensor([SECRET]), "attention_mask": holes},
+            batch(shared + row((8, 9)), shared + row((9, 9))),
+            batch(shared + row((8, 9)), shared + row((8, 5))),
+            batch(SECRET),
+            batch(SECRET + row((5, 7)), SECRET + row((5, 7)), row((4, 12))),
+        ):
+            run(MODEL, cache, **given)
+            cache.reset()
+            seen.append(cache.last_call.rows)
+        with torch.no_grad():  # rows of padding that go on, then what is known
+            mask = torch.zeros(1, 4 + 41, dtype=torch.int64)
+            mask[0, 4:] = 1
+            for start, stop in ((0, 4), (4, 24), (24, 45)):
+                ids = torch.tensor([[0] * 4 + SECRET])[:, start:stop]
+                MODEL(ids, attention_mask=mask[:, :stop], past_key_values=cache, logits_to_keep=1)
+                seen.append(cache.last_call.rows)
+        cache.check()
+        if salt:
+            assert store.stats().num_cached_blocks == cache.stats().num_cached_blocks
+        seen.append((cache.stats().computed_tokens, cache.stats().num_cached_blocks, cache.stats().num_blocks_in_use))
+        return seen
+
+    without = calls(None)
+    with monkeypatch.context() as patch:
+        before_each_write(patch, count)
+        assert calls("alice") == without
+    assert set(strangers) == {0}
+
+
 def test_the_bytes_of_a_tenants_call_are_its_own(store: PrefixStore) -> None:
     alice, bob = (PagedPrefixCache(store, cache_salt=salt) for salt in ("alice", "bob"))
     ask(bob, SECRET)
@@ -397,13 +448,18 @@ def test_a_reset_while_another_begins_leaves_it_its_pool(store: PrefixStore) -> 
     """The pool's memory is given back with the last block, but not where a call is about to write into it."""
     alice, bob = (PagedPrefixCache(store, cache_salt=salt) for salt in ("alice", "bob"))
     ask(bob, SECRET)
-    bytes_per_block = store.blocks.pool.bytes_per_block
-    handle = MODEL.register_forward_pre_hook(lambda *_: bob.reset_prefix_cache(), prepend=True)
+    capacities: list[int] = []
+
+    def reset(*_: Any) -> None:
+        bob.reset_prefix_cache()
+        capacities.append(store.blocks.pool.capacity)
+
+    handle = MODEL.register_forward_pre_hook(reset, prepend=True)
     try:
         ask(alice, OTHER)
     finally:
         handle.remove()
-    assert store.blocks.pool.bytes_per_block == bytes_per_block
+    assert min(capacities) > 0
     assert bob.stats().num_cached_blocks == 0
     alice.reset_prefix_cache()
     assert store.stats().pool_bytes == 0
