@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -238,26 +240,31 @@ def test_every_block_of_a_tenants_calls_is_its_own_and_is_found_again(
         store = PrefixStore(MODEL, block_size=BLOCK_SIZE, num_blocks=200)
         cache = PagedPrefixCache(store, cache_salt=salt, attention=attention, verify=True)
         seen: list[Any] = []
+        shapes: list[Any] = []  # of all forwards, those of shared prefixes and of `verify` too
+        handle = MODEL.model.register_forward_pre_hook(
+            lambda _model, _args, given: shapes.append(given["input_ids"].shape), with_kwargs=True
+        )
         holes = torch.ones(1, 41, dtype=torch.int64)
         holes[0, 20:22] = 0
         shared = row((7, 40))
         for given in (
             {"input_ids": torch.tensor([SECRET]), "attention_mask": holes},
-            batch(shared + row((8, 9)), shared + row((9, 9))),
+            batch(*(shared + row((8 + number // 2, 40), (number, 9)) for number in range(4))),
             batch(shared + row((8, 9)), shared + row((8, 5))),
             batch(SECRET),
             batch(SECRET + row((5, 7)), SECRET + row((5, 7)), row((4, 12))),
         ):
             run(MODEL, cache, **given)
             cache.reset()
-            seen.append(cache.last_call.rows)
+            seen.append((cache.last_call.rows, shapes[:]))
         with torch.no_grad():  # rows of padding that go on, then what is known
             mask = torch.zeros(1, 4 + 41, dtype=torch.int64)
             mask[0, 4:] = 1
             for start, stop in ((0, 4), (4, 24), (24, 45)):
                 ids = torch.tensor([[0] * 4 + SECRET])[:, start:stop]
                 MODEL(ids, attention_mask=mask[:, :stop], past_key_values=cache, logits_to_keep=1)
-                seen.append(cache.last_call.rows)
+                seen.append((cache.last_call.rows, shapes[:]))
+        handle.remove()
         cache.check()
         if salt:
             assert store.stats().num_cached_blocks == cache.stats().num_cached_blocks
@@ -508,3 +515,18 @@ def test_what_a_tenant_left_in_a_block_never_reaches_another(leaves: str, attent
         bob.reset()
     assert alice.stats().num_cached_blocks < cached or leaves == "resets"
     store.check()
+
+
+# The page.
+
+
+def test_the_tests_that_the_security_page_names_are_there() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "security.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?", page)
+    assert len(named) > 8
+    for path, name in named:
+        assert f"def {name}" in (root / path).read_text(encoding="utf-8")
+    own = Path(__file__).read_text(encoding="utf-8")
+    assert all(f"def {name}(" in own for name in re.findall(r"`(test_\w+)`", page))
+    assert all(f"\n# {name}.\n" in own for name in re.findall(r"under \*(\w+)\*", page))
