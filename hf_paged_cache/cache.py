@@ -36,6 +36,7 @@ from .prefix_store import PrefixStore
 from .scoring import Score, score
 from .stats import CacheStats, CallStats
 
+_ON_FULL = ("refuse", "bypass")
 _READERS: dict[str, Callable[[BlockPool], Reader]] = {"contiguous": ContiguousReader, "gather": GatherReader}
 
 
@@ -59,6 +60,9 @@ class PagedPrefixCache(Cache):
             tensor; not seen are few values written through `.data` or numpy. Costs a forward of `block_size` tokens a
             call. Without effect where processes run in step (FSDP, ZeRO 3, tensor parallelism, `synced_gpus`), where rope
             depends on length, and with PEFT's `adapter_names`.
+        on_full: what becomes of a call that does not fit into the pool. "refuse" raises OutOfBlocksError. "bypass" runs it
+            as `DynamicCache` would, without the store; its rows stay so until the next `generate`, or `reset()`.
+            `score` refuses always.
     Raises:
         UnsupportedModelError, CacheArgumentError: see `PrefixStore`.
     Example:
@@ -81,6 +85,7 @@ class PagedPrefixCache(Cache):
         cache_salt: str | bytes | None = None,
         attention: Literal["contiguous", "gather"] = "contiguous",
         verify: bool = False,
+        on_full: Literal["refuse", "bypass"] = "refuse",
     ) -> None:
         if isinstance(model_or_store, PrefixStore):
             if block_size is not None or num_blocks is not None or max_bytes is not None:
@@ -99,9 +104,12 @@ class PagedPrefixCache(Cache):
             raise CacheArgumentError(f"attention is {attention!r}; give {' or '.join(map(repr, _READERS))}")
         if not isinstance(verify, bool):
             raise CacheArgumentError(f"verify is {verify!r}; give True or False")
+        if on_full not in [*_ON_FULL]:
+            raise CacheArgumentError(f"on_full is {on_full!r}; give {' or '.join(map(repr, _ON_FULL))}")
         self.cache_salt = cache_salt.encode() if isinstance(cache_salt, str) else cache_salt or b""
         self.attention = attention
         self.verify = verify
+        self.on_full = on_full
         attach(self.store.model)
         blocks, conditioning, reader = self.store.blocks, self.store.conditioning, self.store.argument_reader
         self.call = Call(blocks, _READERS[attention](blocks.pool), partial(_runs_on, ref(self)), self.cache_salt)
@@ -109,7 +117,16 @@ class PagedPrefixCache(Cache):
         side = SideForwards(self.store.model, reader, sibling)
         verifier = Verifier(blocks, conditioning, side) if verify else None
         shared_prefixes = SharedPrefixes(blocks, conditioning, side)
-        self._session = session = Session(self.call, conditioning, reader, self.cache_salt, shared_prefixes, verifier)
+        self._session = session = Session(
+            self.call,
+            conditioning,
+            reader,
+            self.cache_salt,
+            shared_prefixes,
+            verifier,
+            bypasses=on_full == "bypass",
+        )
+        self._own_layers = session.own_layers
         self.generating, self.before_forward = session.generating, session.before_forward  # what the hooks ask
         self.after_forward, self.read_layer = session.after_forward, self.call.read_layer
         layers: list[Any] = [
@@ -118,7 +135,7 @@ class PagedPrefixCache(Cache):
         ]
         super().__init__(layers=layers)
         held: Any = ref(self)  # called like a class, where a model writes more layers than its config names:
-        self.layer_class_to_replicate = lambda: PagedLayer(held(), len(held().layers))  # type: ignore[assignment]
+        self.layer_class_to_replicate = lambda: held()._make_layer()  # type: ignore[assignment]
 
     # What `generate` and the model ask.
 
@@ -127,8 +144,20 @@ class PagedPrefixCache(Cache):
         return True
 
     def __repr__(self) -> str:
+        own = self._own_layers
+        rows = f"{own.num_rows if own.has_rows else len(self.call.rows)} rows of {self.get_seq_length()} tokens"
         where = f"{type(self.store.model).__name__}, with a salt" if self.cache_salt else repr(self.store)
-        return f"PagedPrefixCache({len(self.call.rows)} rows of {self.get_seq_length()} tokens, {where})"
+        return f"PagedPrefixCache({rows}{' without the store' if own.has_rows else ''}, {where})"
+
+    @property
+    def layers(self) -> list[Any]:
+        """A layer for each of the model's: views of the pool, or those that hold a bypassed call's rows."""
+        own = self._own_layers.layers
+        return self._paged_layers if own is None else own
+
+    @layers.setter
+    def layers(self, layers: list[Any]) -> None:
+        self._paged_layers = layers
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -144,7 +173,7 @@ class PagedPrefixCache(Cache):
             return read
         layers = self.layers
         is_ours = 0 <= layer_idx < len(layers) and isinstance(layers[layer_idx], PagedLayer)
-        if not is_ours and self.call.forward is not None:  # else nothing is written, and no layer made
+        if not is_ours and (self.call.forward is not None or self._own_layers.is_running):  # else nothing is written
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         states = self.write_layer(layer_idx, {"key": key_states, "value": value_states})
         return states["key"], states["value"]
@@ -154,6 +183,8 @@ class PagedPrefixCache(Cache):
 
         Of layer 0, by which models ask for the length of the rows, it is always the rows'.
         """
+        if self._own_layers.has_rows:
+            return super().get_seq_length(layer_idx)
         if layer_idx < 0:
             layer_idx += len(self.layers)
         if layer_idx and not self.store.blocks.pool.has_layer(layer_idx):
@@ -163,14 +194,21 @@ class PagedPrefixCache(Cache):
     @property
     def is_initialized(self) -> bool:
         """Whether there are rows."""
+        if self._own_layers.has_rows:
+            return self._own_layers.num_columns > 0
         return self.call.num_columns > 0
 
     def activate_past_recording(self) -> None:
         """Drafts will be verified: a model that cannot say which logits it needs computes them all."""
         self._session.records_drafts = True
+        if self._own_layers.has_rows:
+            super().activate_past_recording()  # type: ignore[no-untyped-call]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` goes on as row `beam_idx[i]`: tables are forked; K/V that a row writes differently are copied then."""
+        if self._own_layers.settle():
+            super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # LongTensor is a name for this one
+            return
         self.call.reorder(beam_idx.tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -183,20 +221,30 @@ class PagedPrefixCache(Cache):
             raise CacheArgumentError(
                 f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}"
             )
+        if self._own_layers.settle():
+            super().crop(tokens_to_remove)
+            return
         self.call.crop(-int(tokens_to_remove))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows, which share all blocks."""
+        if self._own_layers.settle():
+            super().batch_repeat_interleave(repeats)
+            return
         self.call.reorder([row for row in range(len(self.call.rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (int64, or a mask of booleans)."""
+        if self._own_layers.settle():
+            super().batch_select_indices(indices)
+            return
         chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
         self.call.reorder([row + len(self.call.rows) if row < 0 else row for row in chosen.tolist()])
 
     def reset(self) -> None:
         """Drop the running rows and their contiguous copy, as transformers means it; full blocks stay in the prefix cache."""
         self.call.drop_rows()
+        self._own_layers.end()
 
     # What a user asks.
 
@@ -252,7 +300,8 @@ class PagedPrefixCache(Cache):
         call, blocks = self.call, self.store.blocks
         with blocks.lock:
             blocks.settle()
-            return blocks.stats(call.counters.totals, self.cache_salt, call.reader.num_bytes, call.peak_kv_bytes)
+            copied_bytes = call.reader.num_bytes + self._own_layers.num_bytes
+            return blocks.stats(call.counters.totals, self.cache_salt, copied_bytes, call.peak_kv_bytes)
 
     @property
     def last_call(self) -> CallStats:
@@ -385,9 +434,10 @@ class PagedPrefixCache(Cache):
             self._reset_if_free()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PagedPrefixCache":
-        """A second cache on the same store, whose rows hold the same blocks; no K/V is copied."""
+        """A second cache on the same store, whose rows hold the same blocks; K/V are copied only of a bypassed call."""
         sibling = self.sibling()
         memo[id(self)] = sibling
+        self._own_layers.copy_to(sibling._own_layers, memo)
         sibling.call.take_over(self.call.fork_rows(), ended=self.call.state is CallState.ENDED)
         return sibling
 
@@ -412,8 +462,13 @@ class PagedPrefixCache(Cache):
 
     def sibling(self) -> "PagedPrefixCache":
         """Another cache on the same store, under the same conditions."""
-        salt = self.cache_salt or None
-        return PagedPrefixCache(self.store, cache_salt=salt, attention=self.attention, verify=self.verify)
+        same: dict[str, Any] = {name: getattr(self, name) for name in ("attention", "verify", "on_full")}
+        return PagedPrefixCache(self.store, cache_salt=self.cache_salt or None, **same)
+
+    def _make_layer(self) -> Any:
+        """A layer more than the model's config names."""
+        own = self._own_layers
+        return own.make_layer() if own.has_rows else PagedLayer(self, len(self.layers))
 
     def _verifying_sibling(self) -> "PagedPrefixCache":
         """A cache for scores: it verifies as this one does, in the same turn, and keeps no contiguous copy."""

@@ -19,6 +19,7 @@ class CacheStats:
         reused_tokens: all others, rows equal to a computed one included.
         hit_rate: `reused_tokens / prompt_tokens`; 0.0 before the first call.
         recent_hit_rate: the same of the last 100 forwards of prompts.
+        num_bypassed_calls: of the calls, those that did not fit, or not to their end, and ran without the store.
         num_blocks: the most there can be. None, too, before the first forward, where neither `num_blocks` nor `max_bytes`
             is given.
         num_free_blocks: hold nothing that could be reused. None where `num_blocks` is.
@@ -36,6 +37,7 @@ class CacheStats:
     hit_rate: float
     recent_hit_rate: float
     num_calls: int
+    num_bypassed_calls: int
     num_blocks: int | None
     num_free_blocks: int | None
     num_cached_blocks: int

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def play(scene: Callable[[Player], None], model: PreTrainedModel) -> None:
-    """Play a scene with each kind of attention, and again for each of its hits with zeros in place of what it reuses."""
+    """Play a scene with each kind of attention, and again for each of its hits with zeros in place of what it reuses.
+
+    In the end once more on a pool that holds none of its calls, each of which is bypassed.
+    """
     references: list[Any] = []
     for attention in ("contiguous", "gather"):
         whole = Player(model, attention, references, zeroed_hit=None)
@@ -28,6 +31,7 @@ def play(scene: Callable[[Player], None], model: PreTrainedModel) -> None:
         for number in range(whole.num_hits):
             with pytest.raises(_BlindEnoughError):
                 scene(Player(model, attention, references, zeroed_hit=number))
+    scene(BypassedPlayer(model, references))
 
 
 class _BlindEnoughError(Exception):
@@ -106,3 +110,25 @@ class Player:
         if self.zeroed_hit == self.num_hits - 1:
             zero_blocks(self.store)
         return self.call(**arguments)
+
+
+class BypassedPlayer(Player):
+    """Plays the calls of a scene where no prompt of a block and more fits the pool, and calls that do not fit are bypassed."""
+
+    def __init__(self, model: PreTrainedModel, references: list[Any]) -> None:
+        super().__init__(model, "contiguous", references, zeroed_hit=None)
+
+    def build(self, **sizes: int) -> None:
+        super().build(**{**sizes, "num_blocks": 2})
+
+    def other_cache(self) -> None:
+        self.cache = PagedPrefixCache(self.store, on_full="bypass")
+
+    def call(self, *, reused: int | None = None, at_least: int | None = None, **arguments: Any) -> Any:
+        num_before = self.cache.stats().num_bypassed_calls
+        output = super().call(**arguments)
+        stats, counts = self.cache.stats(), self.cache.last_call
+        assert stats.num_bypassed_calls == 1 + (0 if self.new_cache_each_call else num_before), counts
+        assert counts.reused_tokens == 0, counts
+        assert all("computed without the store" in of_row.stopped for of_row in counts.rows), counts
+        return output

@@ -43,6 +43,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "cli.demo_model",
     "cli.display",
     "integration.layers",
+    "integration.own_layers",
     "model.probing",
     "model.support",
     "model.trial",

@@ -41,6 +41,14 @@ class GradientPath:
                     self._held[layer_idx, name] = read[name]
         return read
 
+    def in_place_of(self, layer_idx: int, read: dict[str, Tensor], alias: Sequence[int]) -> dict[str, Tensor]:
+        """Put what is held of a layer in place of all columns of what was read of it; row `i` of that is row `alias[i]`."""
+        for name, states in read.items():
+            held = self._held.get((layer_idx, name))
+            if held is not None and held.shape[2] == states.shape[2]:
+                read[name] = held.index_select(0, torch.tensor(alias, device=held.device))
+        return read
+
     def select_rows(self, sources: Sequence[int]) -> None:
         """Row `i` goes on as row `sources[i]`."""
         for key, states in self._held.items():

@@ -408,11 +408,16 @@ class Call:
             self.store.left_behind.append(self.rows)
 
     def read_layer(self, layer_idx: int) -> dict[str, Tensor]:
-        """name -> [R, H, columns, D] of a layer's rows, gathered from the pool; empty without rows."""
+        """name -> [R, H, columns, D] of a layer's rows, a copy, with its gradients; empty without rows."""
         with self.store.lock:
             if not self.rows.alias or not self.store.pool.has_layer(layer_idx):
                 return {}
-            return gather_rows(self.store.pool, layer_idx, self.rows)
+            read = gather_rows(self.store.pool, layer_idx, self.rows)
+            return self._writes.gradients.in_place_of(layer_idx, read, self.rows.alias)
+
+    def has_forward_elsewhere(self) -> bool:
+        """Whether another thread runs a forward on the cache, in whatever state the call is."""
+        return is_on_a_stack(self._is_forward, of_other_threads=True)
 
     def check_not_busy(self) -> None:
         """Raises CacheBusyError while a forward of this call runs in another thread that lives."""
@@ -440,7 +445,7 @@ class Call:
         return demand.num_blocks - num_shared_blocks <= self.store.num_obtainable_blocks(self) + demand.num_released
 
     def _runs_in_another_thread(self) -> bool:
-        return self.state is CallState.SCHEDULED and is_on_a_stack(self._is_forward, of_other_threads=True)
+        return self.state is CallState.SCHEDULED and self.has_forward_elsewhere()
 
     def _begin_rows(self, request: ForwardRequest) -> None:
         """Begin rows with what is known; but where too few blocks would be left, without what only previous rows know.

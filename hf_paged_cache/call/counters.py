@@ -24,6 +24,8 @@ class PromptCounters:
         self.rows: list[RowCount] = []
         self.totals = CallTotals()
         self._of_all = CallTotals() if of_all is None else of_all
+        self._is_bypassed = False  # the scheduled forward runs without the store
+        self._was_bypassed = False  # one of this call has
         self._pending: list[RowCount] = []  # of the scheduled forward
         self._found: Sequence[Found] = ()  # of rows that begin
 
@@ -39,7 +41,7 @@ class PromptCounters:
 
     def start_call(self) -> None:
         """The rows counted from here on are another call's."""
-        self.rows, self._pending, self._found = [], [], ()
+        self.rows, self._pending, self._found, self._was_bypassed = [], [], (), False
 
     def begin_rows(self, found: Sequence[Found]) -> None:
         """Rows begin: what was found of each row of the batch."""
@@ -62,7 +64,7 @@ class PromptCounters:
             before: columns that the rows had.
             computed_ahead: row of the batch -> tokens computed for it, alone, just before.
         """
-        self._pending = []
+        self._pending, self._is_bypassed = [], False
         if before >= end:
             return
         stop = int(min(end, before + request.num_new_columns))
@@ -81,8 +83,26 @@ class PromptCounters:
             count.computed_tokens = min(count.prompt_tokens, count.computed_tokens + num_ahead)
             count.stopped = f"; {num_ahead} of its tokens were computed first, alone{count.stopped}"
 
+    def bypass(self, num_tokens: Sequence[int], why: str, *, begins: bool) -> None:
+        """Count a forward that runs without the store, in place of one that was refused.
+
+        Args:
+            num_tokens: row of the batch -> tokens of its prompt; empty where it brings none, and nothing is to be said.
+            why: what is said of the rows from here on; "": nothing new.
+            begins: the rows begin with it.
+        """
+        stopped = "" if begins or not why else f"; {why}"
+        self._pending = [RowCount(number, number, stopped=stopped) for number in num_tokens]
+        self._found = [Found(0, why)] * len(num_tokens) if begins else ()
+        self._is_bypassed = True
+
     def confirm(self) -> None:
         """The scheduled forward was run."""
+        if self._is_bypassed and not self._was_bypassed:
+            for totals in (self.totals, self._of_all):
+                totals.num_bypassed_calls += 1
+            self._was_bypassed = True
+        self._is_bypassed = False
         if not self._pending:
             return
         is_new = len(self.rows) != len(self._pending)

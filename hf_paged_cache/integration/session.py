@@ -21,12 +21,13 @@ from ..blocks import root_hash
 from ..call.call import Call
 from ..call.running import Bracket
 from ..call.scheduled_forward import ForwardRequest, ScheduledForward
-from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, PagedCacheError
+from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, OutOfBlocksError, PagedCacheError
 from ..model.conditioning import Conditioning
 from ..model.support import require_layer_adapters
 from .forward_arguments import ArgumentReader, for_scheduled
 from .generate_arguments import GenerateArguments
 from .hooks import is_attached
+from .own_layers import OwnLayers
 from .shared_prefix import SharedPrefixes
 from .verification import Verifier
 
@@ -48,6 +49,7 @@ class Session:
         salt: part of every root.
         shared_prefixes: computes first, and once, what rows of a forward share.
         verifier: looks at one cached block of a hit a call; None does not.
+        bypasses: a call that does not fit runs in layers of its own; otherwise it is refused.
     """
 
     def __init__(
@@ -58,9 +60,13 @@ class Session:
         salt: bytes,
         shared_prefixes: SharedPrefixes,
         verifier: Verifier | None,
+        *,
+        bypasses: bool = False,
     ) -> None:
         self.records_drafts = False  # drafts will be verified in this call
         self.verifier = verifier
+        self.own_layers = OwnLayers(conditioning.model, call)
+        self._bypasses = bypasses
         self._call = call
         self._store = call.store
         self._conditioning = conditioning
@@ -95,6 +101,8 @@ class Session:
         try:
             with self._store.lock:
                 self._require_may_begin(model, given)
+                if not given.only_new_tokens:
+                    self.own_layers.end()
                 call.begin(bracket, given.limits, keep_rows=given.only_new_tokens)
                 self.records_drafts, self._synced_gpus, self._digest = False, given.synced_gpus, b""
             yield
@@ -110,7 +118,21 @@ class Session:
                 self._log()
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Schedule a forward; returns the arguments that it is to run with."""
+        """Schedule a forward; returns the arguments that it is to run with.
+
+        Raises:
+            OutOfBlocksError: it does not fit, and calls that do not fit are refused; running rows are as before.
+        """
+        try:
+            return self._before_forward(model, arguments)
+        except OutOfBlocksError as refusal:  # the one place where a refusal becomes a bypass
+            if not self._bypasses:
+                raise
+            self.own_layers.take_over(refusal, records_past=self.records_drafts)
+            self.own_layers.start_forward(arguments)
+            return arguments
+
+    def _before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         self._require_model(model)
         self._require_mine()
         call = self._call
@@ -122,6 +144,9 @@ class Session:
                 return arguments
         if self._was_overtaken and self.is_open:
             raise CacheBusyError(f"another generate ran on this cache inside of this one; {_ANOTHER_CACHE}")
+        if self.own_layers.has_rows:
+            self.own_layers.start_forward(arguments)
+            return arguments
         if not self._digest or not self.is_open:
             self._read_conditions()
         before = call.rows.num_columns
@@ -151,6 +176,9 @@ class Session:
 
     def after_forward(self, output: Any) -> Any:
         """Confirm the forward; returns what its caller is to get, a row for each that it passed."""
+        if self.own_layers.is_running:
+            self.own_layers.confirm()
+            return output
         call, held = self._call, None
         if self._regime and self._conditioning.rope.now() != self._regime:
             held = False
@@ -269,7 +297,8 @@ class Session:
         """Only new tokens must go on exactly where the rows stopped; a mask of ones never reaches the forward."""
         self._call.check_not_busy()
         self._call.roll_back()
-        num_held = self._call.rows.num_columns
+        self.own_layers.roll_back()
+        num_held = self.own_layers.num_columns if self.own_layers.has_rows else self._call.rows.num_columns
         if given.num_masked != num_held + given.num_given:
             raise CacheArgumentError(
                 f"the attention mask has {given.num_masked} columns, the cache {num_held} and the ids {given.num_given}: pass "

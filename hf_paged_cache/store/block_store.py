@@ -191,6 +191,7 @@ class BlockStore:
             hit_rate=metrics.hit_rate,
             recent_hit_rate=metrics.recent_hit_rate,
             num_calls=totals.num_calls,
+            num_bypassed_calls=totals.num_bypassed_calls,
             num_blocks=None if salt else self.max_num_blocks,
             num_free_blocks=None if salt else self.num_free_blocks,
             num_cached_blocks=allocator.num_cached_blocks_of(salt) if salt else allocator.num_cached_blocks,

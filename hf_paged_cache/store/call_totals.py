@@ -11,11 +11,13 @@ class CallTotals:
     Attributes:
         metrics: prompt tokens and those reused, of all calls and of the last forwards.
         num_calls: calls that computed something.
+        num_bypassed_calls: those of which a part ran without the store.
     """
 
     def __init__(self) -> None:
         self.metrics = PrefixCacheMetrics(window=_WINDOW)
         self.num_calls = 0
+        self.num_bypassed_calls = 0
 
     def record(self, num_tokens: int, num_computed: int, *, num_calls: int) -> None:
         """Count a forward of prompts, which begins `num_calls` calls: 0 or 1."""

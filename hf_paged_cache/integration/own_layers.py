@@ -1,0 +1,206 @@
+"""The rows of a bypassed call: they have layers of their own, as `DynamicCache` holds them, and no block of the store.
+
+Owns those layers: when rows begin there or move there, what a forward that died leaves in them, and when they are let go.
+Whether a call is bypassed or refused, the session decides. Nothing here is ever found by another call.
+"""
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from ..call.call import Call
+from ..call.running import ForwardThread
+from ..errors import CacheBusyError, OutOfBlocksError
+from ..model.support import cache_layers, holds_nothing
+
+logger = logging.getLogger("hf_paged_cache")
+
+_WITHOUT_STORE = "computed without the store"
+
+
+class OwnLayers:
+    """Layers that hold one cache's rows while its call is bypassed.
+
+    Args:
+        model: says which layers `DynamicCache` has.
+        call: that of the cache; its rows move here, and its counters count.
+
+    Attributes:
+        layers: None while the rows are the call's, in the pool.
+    """
+
+    def __init__(self, model: Any, call: Call) -> None:
+        self.layers: list[Any] | None = None
+        self._model = model
+        self._call = call
+        self._why = ""  # what the next forward adds to what is said of the rows
+        self._begins = False  # the next forward is the rows' first
+        self._thread = ForwardThread()
+        # While a forward runs, for each layer: its columns before, and all that it held where a window drops columns.
+        self._before: list[tuple[int, dict[str, Any]]] | None = None
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the cache's rows are here."""
+        return self.layers is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward runs, and may write."""
+        return self._before is not None
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the rows, padding included."""
+        return max(map(_num_columns, self.layers or ()), default=0)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch."""
+        return max((len(layer.keys) for layer in self.layers or () if _num_columns(layer)), default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the keys and values held."""
+        return sum(states.nbytes for layer in self.layers or () for states in _held(layer).values())
+
+    def take_over(self, refusal: OutOfBlocksError, *, records_past: bool) -> None:
+        """The call's next forward was refused: its rows move here, with their gradients, and give their blocks back.
+
+        As in every call, the rows of the call before are dropped; what is full of their blocks stays in the store.
+
+        Args:
+            records_past: drafts will be verified, so windows keep all columns until `crop`.
+        """
+        call = self._call
+        layers = list(cache_layers(self._model))
+        if records_past:
+            for layer in layers:
+                getattr(layer, "activate_past_recording", lambda: None)()
+        self._begins = not call.rows.alias
+        if not self._begins:
+            for index in call.store.pool.layer_indices:
+                states = call.read_layer(index)
+                layers += [self.make_layer() for _ in range(len(layers), index + 1)]
+                layers[index].update(states["key"], states["value"])
+                if "indexer_key" in states:
+                    layers[index].update_indexer(states["indexer_key"].squeeze(1))
+        why = f"the pool is full: {str(refusal).partition(': ')[0]}; {_WITHOUT_STORE}"
+        self._why = why if self._begins else f"then {why}"
+        self._before = None
+        self.layers = (
+            layers  # from here on the rows are here; what an interrupt leaves to the call, its next event ends
+        )
+        limits = call.limits
+        call.drop_rows()
+        call.limits = limits
+        logger.info("%s. This call runs without the store", refusal)
+
+    def start_forward(self, arguments: Mapping[str, Any]) -> None:
+        """A forward begins, with these arguments, by name; it runs as it is.
+
+        Raises:
+            CacheBusyError: one runs in another thread.
+        """
+        self.roll_back()
+        call, before = self._call, self.num_columns
+        counters, end = call.counters, call.limits.num_prompt_columns
+        why, begins, self._why, self._begins = self._why, self._begins, "", False
+        if not why and not counters.rows:
+            why = _WITHOUT_STORE  # another call, in which these rows go on
+        num_tokens = _num_tokens(arguments, end - before) if before < end or why else []
+        counters.bypass(num_tokens, why, begins=begins)
+        self._thread.start()
+        layers = self.layers or ()
+        self._before = [(_num_columns(layer), dict(vars(layer)) if _has_window(layer) else {}) for layer in layers]
+        call.num_scheduled += 1
+
+    def confirm(self) -> None:
+        """The forward has returned."""
+        call, self._before = self._call, None
+        call.counters.confirm()
+        call.peak_kv_bytes = max(call.peak_kv_bytes, call.store.kv_bytes_in_use + self.num_bytes)
+
+    def roll_back(self) -> None:
+        """Take back a forward that died: each layer gets what it held before. Without one: nothing.
+
+        Raises:
+            CacheBusyError: it runs in another thread.
+        """
+        before, layers = self._before, self.layers
+        if before is None or layers is None:
+            return
+        self._check_not_busy()
+        del layers[len(before) :]
+        for layer, (num_columns, held) in zip(layers, before, strict=True):
+            if held:
+                vars(layer).update(held)
+            elif not num_columns:
+                layer.reset()
+            else:
+                for name, states in _held(layer).items():
+                    setattr(layer, name, states.narrow(1 if name == "indexer_keys" else 2, 0, num_columns))
+        self._before = None
+
+    def settle(self) -> bool:
+        """Take back a forward that died; says whether the rows are here, so that what is done to them is done to layers."""
+        self.roll_back()
+        return self.has_rows
+
+    def end(self) -> None:
+        """Let go of the rows: the next ones begin in the pool, if they fit.
+
+        Raises:
+            CacheBusyError: a forward runs in another thread.
+        """
+        if self._before is not None:
+            self._check_not_busy()
+        self.layers = self._before = None
+        self._why, self._begins = "", False
+
+    def copy_to(self, other: "OwnLayers", memo: dict[int, Any]) -> None:
+        """Give another cache a copy of the rows, as `copy.deepcopy` of a `DynamicCache` does."""
+        self.roll_back()
+        other.layers = copy.deepcopy(self.layers, memo)
+
+    def make_layer(self) -> Any:
+        """A layer more than the model's config names."""
+        return DynamicLayer()  # type: ignore[no-untyped-call]
+
+    def _check_not_busy(self) -> None:
+        if self._thread.is_another():
+            raise CacheBusyError(
+                "this cache is running a forward in another thread; use one cache a call: PagedPrefixCache(cache.store)"
+            )
+
+
+def _num_columns(layer: Any) -> int:
+    return 0 if holds_nothing(layer) else int(layer.get_seq_length())
+
+
+def _has_window(layer: Any) -> bool:
+    return getattr(layer, "is_sliding", False)
+
+
+def _held(layer: Any) -> dict[str, Tensor]:
+    """The tensors of a layer that have columns, by name."""
+    held = {name: getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")}
+    return {name: states for name, states in held.items() if states is not None and states.numel()}
+
+
+def _num_tokens(arguments: Mapping[str, Any], num_columns: float) -> Sequence[int]:
+    """Row -> how many of the first `num_columns` columns of a forward are tokens: those that its mask shows."""
+    given = arguments.get("input_ids")
+    given = arguments["inputs_embeds"] if given is None else given
+    num_rows, num_new = given.shape[:2]
+    num_counted = max(0, int(min(num_new, num_columns)))
+    mask = arguments.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != num_rows or mask.shape[1] < num_new:
+        return [num_counted] * num_rows
+    shown = mask[:, mask.shape[1] - num_new :][:, :num_counted]
+    counts: list[int] = (shown != 0).sum(1).tolist()
+    return counts
