@@ -183,10 +183,10 @@ class PagedPrefixCache(Cache):
 
         Of layer 0, by which models ask for the length of the rows, it is always the rows'.
         """
-        if self._own_layers.has_rows:
-            return super().get_seq_length(layer_idx)
         if layer_idx < 0:
             layer_idx += len(self.layers)
+        if self._own_layers.has_rows:
+            return self._own_layers.num_columns_of(layer_idx)
         if layer_idx and not self.store.blocks.pool.has_layer(layer_idx):
             return 0
         return self.call.num_columns

@@ -51,6 +51,7 @@ class Player:
         self.references = references
         self.zeroed_hit = zeroed_hit
         self.num_hits = 0
+        self.reuses = True
         self.new_cache_each_call = False
         self._num_calls = 0
         self.build()
@@ -113,10 +114,11 @@ class Player:
 
 
 class BypassedPlayer(Player):
-    """Plays the calls of a scene where no prompt of a block and more fits the pool, and calls that do not fit are bypassed."""
+    """Plays the calls of a scene on a pool of one block, so that all are bypassed, and nothing is ever reused."""
 
     def __init__(self, model: PreTrainedModel, references: list[Any]) -> None:
         super().__init__(model, "contiguous", references, zeroed_hit=None)
+        self.reuses = False
 
     def build(self, **sizes: int) -> None:
         super().build(**{**sizes, "num_blocks": 2})

@@ -27,6 +27,7 @@ STATS = CacheStats(
     hit_rate=12_000 / 12_345,
     recent_hit_rate=0.5,
     num_calls=3,
+    num_bypassed_calls=1,
     num_blocks=100,
     num_free_blocks=50,
     num_cached_blocks=40,

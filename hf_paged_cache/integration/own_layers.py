@@ -55,8 +55,17 @@ class OwnLayers:
 
     @property
     def num_columns(self) -> int:
-        """Columns of the rows, padding included."""
-        return max(map(_num_columns, self.layers or ()), default=0)
+        """Columns of the rows, padding included; while a forward runs, or has died, those before it."""
+        if self._before is not None:
+            return max((num_columns for num_columns, _ in self._before), default=0)
+        return next((num_columns for layer in self.layers or () if (num_columns := _num_columns(layer))), 0)
+
+    def num_columns_of(self, layer_idx: int) -> int:
+        """Those of one layer: 0 where it holds none, unless it is the first."""
+        layers = self.layers or ()
+        if layer_idx and (layer_idx >= len(layers) or not _num_columns(layers[layer_idx])):
+            return 0
+        return self.num_columns
 
     @property
     def num_rows(self) -> int:

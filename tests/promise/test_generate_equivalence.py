@@ -68,8 +68,9 @@ def other_padding(play: Player) -> None:
 def known_and_unknown_rows(play: Player) -> None:
     play.call(**batch(PROMPT))
     play.hit(**batch(row((1, 50), (2, 4)), row((8, 30))), at_least=24)
-    known, unknown = play.cache.last_call.rows
-    assert (known.matched_tokens, unknown.matched_tokens) == (50, 0)
+    if play.reuses:
+        known, unknown = play.cache.last_call.rows
+        assert (known.matched_tokens, unknown.matched_tokens) == (50, 0)
     play.cache.reset()
     play.hit(**batch(row((8, 30)), row((9, 20)), row((1, 50), (2, 4))), at_least=34)
 
@@ -193,7 +194,7 @@ def after_eviction(play: Player) -> None:
     play.build(num_blocks=9)
     for seed in (1, 2, 3, 1, 2):
         play.call(**batch(row((seed, 50))))
-    assert play.cache.stats().num_evictions > 0
+    assert play.cache.stats().num_evictions > 0 or not play.reuses
     play.hit(**batch(row((2, 45), (3, 5))), reused=45)
 
 

@@ -114,6 +114,20 @@ def test_gradients_are_those_of_a_dynamic_cache(script: Any, attention: Any) -> 
     cache.check()
 
 
+@pytest.mark.parametrize("num_blocks", [2, 5, 6], ids=["none fits", "some fit", "more fit"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_gradients_of_rows_that_leave_the_pool_are_those_of_a_dynamic_cache(
+    script: Any, num_blocks: int, attention: Any
+) -> None:
+    model = build("llama")
+    wanted = gradient(model, DynamicCache(config=model.config), script)
+    cache = PagedPrefixCache(model, num_blocks=num_blocks, attention=attention, on_full="bypass")
+    torch.testing.assert_close(gradient(model, cache, script), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    assert cache.stats().num_bypassed_calls == 1
+    cache.reset()
+    cache.check()
+
+
 @pytest.mark.parametrize("trained", ["all", "queries", "a hook's tensor"])
 def test_a_known_prompt_gives_the_gradients_of_an_unknown_one(trained: str, attention: Any) -> None:
     """With one logit kept, only the last token would run; gradients flow through all of them."""

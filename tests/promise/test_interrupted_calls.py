@@ -30,7 +30,7 @@ from ..internals import (
     owner_of,
 )
 from ..lock_guard import may_leak
-from ..reference import AtStep, Forwards, assert_same, batch, row, run
+from ..reference import AtStep, Forwards, assert_same, batch, is_same, row, run
 from ..tiny_models import build, tiny
 
 OURS = str(Path(hf_paged_cache.__file__).parent)
@@ -173,6 +173,22 @@ def interrupted_trial(seed: int, references: dict[str, Any], num_lines: dict[Any
     return interrupter.place
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_bypassed_call_interrupted_at_any_line_leaves_the_cache_right(references: dict[str, Any]) -> None:
+    model, rng = tiny("llama"), random.Random(0)
+    for name, given in CALLS.items():
+        cache = PagedPrefixCache(model, block_size=4, num_blocks=4, on_full="bypass")
+        with Interrupter() as counter:
+            run(model, cache, max_new_tokens=4, **given)
+        for _ in range(8):
+            with Interrupter(rng.randint(1, counter.num_lines)) as interrupter, contextlib.suppress(KeyboardInterrupt):
+                run(model, cache, max_new_tokens=4, **given)
+            for after in (rng.choice(list(CALLS)), name):
+                output = run(model, cache, max_new_tokens=4, **CALLS[after])
+                assert is_same(references[after], output), (name, after, interrupter.place)
+        assert_all_accounted_for(cache)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt inside a finalizer
 def test_a_call_interrupted_at_any_line_leaves_the_cache_right(references: dict[str, Any]) -> None:
     num_lines: dict[Any, int] = {}
@@ -180,8 +196,9 @@ def test_a_call_interrupted_at_any_line_leaves_the_cache_right(references: dict[
     assert len(places) > 60
 
 
+@pytest.mark.parametrize("num_blocks", [40, 9, 2], ids=["the pool holds them", "holds some", "holds none"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_plain_forwards_interrupted_at_any_line_can_be_repeated() -> None:
+def test_plain_forwards_interrupted_at_any_line_can_be_repeated(num_blocks: int) -> None:
     model = tiny("llama")
     ids = torch.tensor([row((1, 30)), row((2, 30))])
     pieces = [(0, 7), (7, 8), (8, 20), (20, 21), (21, 30)]
@@ -190,7 +207,9 @@ def test_plain_forwards_interrupted_at_any_line_can_be_repeated() -> None:
     for seed in range(20):
         rng = random.Random(seed)
         cache = PagedPrefixCache(
-            PrefixStore(model, block_size=4, num_blocks=40), attention="contiguous" if rng.random() < 0.5 else "gather"
+            PrefixStore(model, block_size=4, num_blocks=num_blocks),
+            attention="contiguous" if rng.random() < 0.5 else "gather",
+            on_full="bypass",
         )
         with torch.no_grad():
             for start, stop in pieces:
