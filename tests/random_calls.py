@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 
 from hf_paged_cache import CacheBusyError, OutOfBlocksError, PagedPrefixCache, PrefixStore
 
@@ -87,18 +87,22 @@ class _Users:
         for layer in layers:
             layer.register_forward_hook(self.layer_fault)
         size = rng.choice([1, 2, 3, 4, 8, 16])
-        self.num_blocks = rng.choice([30, 60, 100, 400]) * max(1, 8 // size)
+        self.num_blocks = rng.choice([5, 10, 30, 60, 400]) * max(1, 8 // size)
         self.store = PrefixStore(self.model, block_size=size, num_blocks=self.num_blocks)
+        self.has_windows = any(DynamicCache(config=self.model.config).is_sliding)
         self.caches: list[PagedPrefixCache] = []
         self.held: dict[int, Conversation | None] = {}
         self.seen: list[list[int]] = [[]]
         self.num_calls: Counter[str] = Counter()
         self.num_reused = 0
+        self.num_bypassed = 0
         self.description = f"{name}, blocks of {size}, {self.num_blocks} of them"
         self.add_cache()
 
     def add_cache(self) -> PagedPrefixCache:
-        cache = PagedPrefixCache(self.store, attention="contiguous" if self.rng.random() < 0.6 else "gather")
+        attention = "contiguous" if self.rng.random() < 0.6 else "gather"
+        on_full = "bypass" if self.rng.random() < 0.5 else "refuse"
+        cache = PagedPrefixCache(self.store, attention=attention, on_full=on_full)
         self.caches.append(cache)
         self.held[id(cache)] = None
         return cache
@@ -176,7 +180,10 @@ class _Users:
         held = self.held[id(cache)]
         if not held or max(map(len, held)) > 2 * MAX_PROMPT:
             return self.generate(cache)
-        if self.rng.random() < 0.4:
+        can_crop = not (
+            self.has_windows and cache.on_full == "bypass"
+        )  # a bypassed call can as far as a `DynamicCache`
+        if can_crop and self.rng.random() < 0.4:
             num_taken = self.rng.randint(1, max(map(len, held)))
             cache.crop(-num_taken)
             held = [row[: max(0, len(row) - num_taken)] for row in held]
@@ -281,7 +288,7 @@ class _Users:
         cache.reset()
         if self.rng.random() < 0.5:
             output = self.compare(cache, {"max_new_tokens": 1, **self.padded([[*tokens, 1]])})
-            assert output is None or cache.last_call.rows[0].matched_tokens >= num_pinned
+            assert output is None or is_bypassed(cache) or cache.last_call.rows[0].matched_tokens >= num_pinned
         return "pin"
 
     def copy_cache(self, cache: PagedPrefixCache) -> str:
@@ -370,6 +377,7 @@ class _Users:
         finally:
             self.arm(0)
         self.num_reused += cache.last_call.reused_tokens
+        self.num_bypassed += is_bypassed(cache)
         given = {**arguments, **(whole or {})}
         reference = run(self.model, seed=seed, **given)
         try:
@@ -406,11 +414,16 @@ class _Users:
         assert self.stats.num_cached_blocks + self.stats.num_free_blocks == self.num_blocks - 1
 
 
+def is_bypassed(cache: PagedPrefixCache) -> bool:
+    """Whether the last call ran without the store."""
+    return any("without the store" in of_row.stopped for of_row in cache.last_call.rows)
+
+
 def random_calls(num_calls: int, seed: int = 0) -> Counter[str]:
     """Make that many random calls.
 
     Returns:
-        how many there were of each kind, and "reused tokens", "evictions".
+        how many there were of each kind, and "reused tokens", "bypassed calls", "evictions".
     Raises:
         AssertionError: a call gave something else than a fresh cache, or a block is lost; says which call of which seed.
     """
@@ -430,6 +443,7 @@ def random_calls(num_calls: int, seed: int = 0) -> Counter[str]:
                 raise
             counts += users.num_calls
             counts["reused tokens"] += users.num_reused
+            counts["bypassed calls"] += users.num_bypassed
             counts["evictions"] += users.stats.num_evictions
             counts["copies on write"] += users.stats.num_copies_on_write
     assert counts["ties of the reference"] <= 1 + num_calls // 500, "so many ties are none"

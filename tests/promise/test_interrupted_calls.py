@@ -227,8 +227,11 @@ def test_plain_forwards_interrupted_at_any_line_can_be_repeated(num_blocks: int)
 
 
 @pytest.mark.parametrize("num_known", [0, 20], ids=["first", "further"])
+@pytest.mark.parametrize("num_blocks", [None, 2], ids=["in the pool", "bypassed"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_wherever_the_end_of_a_forward_is_interrupted_it_has_happened_or_not(num_known: int) -> None:
+def test_wherever_the_end_of_a_forward_is_interrupted_it_has_happened_or_not(
+    num_known: int, num_blocks: int | None
+) -> None:
     """The length that the cache then says is where one has to go on."""
     model, ids = tiny("llama"), torch.tensor([row((1, 30))])
     with torch.no_grad():
@@ -240,7 +243,7 @@ def test_wherever_the_end_of_a_forward_is_interrupted_it_has_happened_or_not(num
         return logits
 
     def begun() -> PagedPrefixCache:
-        cache = PagedPrefixCache(model)
+        cache = PagedPrefixCache(model, num_blocks=num_blocks, on_full="bypass")
         if num_known:
             forward(cache, 0, num_known)
         return cache
@@ -250,7 +253,8 @@ def test_wherever_the_end_of_a_forward_is_interrupted_it_has_happened_or_not(num
         with Interrupter() as counter:
             forward(cache, num_known, 25)
     lengths = set()
-    for at_line in range(counter.num_lines - 60, counter.num_lines + 1):
+    num_last = 60 if num_blocks is None else 120  # lines from the end, among them the one that confirms
+    for at_line in range(counter.num_lines - num_last, counter.num_lines + 1, num_last // 60):
         cache = begun()
         with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             forward(cache, num_known, 25)
