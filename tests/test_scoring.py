@@ -236,8 +236,9 @@ def test_a_forward_that_fails_leaves_nothing_behind(model: PreTrainedModel, cach
     cache.check()
 
 
-def test_a_batch_that_does_not_fit_is_refused_and_smaller_ones_work(model: PreTrainedModel) -> None:
-    cache = PagedPrefixCache(PrefixStore(model, num_blocks=12))
+@pytest.mark.parametrize("on_full", ["refuse", "bypass"])
+def test_a_batch_that_does_not_fit_is_refused_and_smaller_ones_work(model: PreTrainedModel, on_full: Any) -> None:
+    cache = PagedPrefixCache(PrefixStore(model, num_blocks=12), on_full=on_full)
     rows = [row((seed, 40)) for seed in range(2, 8)]
     with pytest.raises(OutOfBlocksError, match="6 rows"):
         cache.score(PROMPT, rows)

@@ -53,6 +53,42 @@ def numbers(counters: PromptCounters) -> list[tuple[int, int, int]]:
     return [(row.prompt_tokens, row.computed_tokens, row.reused_tokens) for row in frozen]
 
 
+def test_a_bypassed_forward_computes_all_and_its_call_counts_once() -> None:
+    counters = PromptCounters()
+    for number in (1, 2):
+        counters.start_call()
+        for num_tokens, why in (([5, 3], "no room"), ([1, 1], "")):
+            counters.bypass(num_tokens, why, begins=bool(why))
+            counters.confirm()
+        assert numbers(counters) == [(6, 6, 0), (4, 4, 0)]
+        assert [row.stopped for row in counters.rows] == ["no room"] * 2
+        assert (counters.num_calls, counters.num_bypassed_calls) == (number, number)
+    assert (counters.metrics.num_queried_tokens, counters.metrics.num_hit_tokens) == (20, 0)
+
+
+def test_a_call_that_is_bypassed_on_its_way_says_so_after_what_it_said() -> None:
+    counters = PromptCounters()
+    schedule(counters, [0], start=0, stop=5)
+    counters.confirm()
+    before = counters.rows[0].stopped
+    schedule(counters, [0], before=5, start=5, stop=7)  # is refused
+    counters.bypass([2], "then no room", begins=False)
+    counters.confirm()
+    counters.bypass([], "", begins=False)  # what `generate` made
+    counters.confirm()
+    assert numbers(counters) == [(7, 7, 0)]
+    assert counters.rows[0].stopped == f"{before}; then no room"
+    assert (counters.num_calls, counters.num_bypassed_calls) == (1, 1)
+
+
+def test_a_bypassed_forward_that_died_is_not_counted() -> None:
+    counters = PromptCounters()
+    counters.bypass([5], "no room", begins=True)
+    schedule(counters, [0], start=0, stop=5)
+    counters.confirm()
+    assert (counters.num_calls, counters.num_bypassed_calls) == (1, 0)
+
+
 def test_padding_is_no_token_and_known_columns_are_not_computed() -> None:
     counters = PromptCounters()
     schedule(counters, [0, 3, 9], start=6, stop=10)

@@ -13,11 +13,18 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_paged_cache import CacheArgumentError, CacheBusyError, ForwardMismatchError, OutOfBlocksError, PagedPrefixCache
+from hf_paged_cache import (
+    CacheArgumentError,
+    CacheBusyError,
+    ForwardMismatchError,
+    OutOfBlocksError,
+    PagedPrefixCache,
+    PrefixStore,
+)
 
 from ..conformance.zoo import build as build_type
 from ..internals import num_reserved_blocks
-from ..reference import IDS, TOLERANCE, assert_same, batch, row, run
+from ..reference import IDS, TOLERANCE, AtStep, assert_same, batch, row, run
 from ..tiny_models import build, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -176,6 +183,46 @@ def test_a_cache_that_is_collected_takes_its_layers_along_at_once(model: PreTrai
         assert layer() is None
     finally:
         gc.enable()
+
+
+# Other caches of the store.
+
+
+def test_a_busy_cache_s_stand_in_bypasses_as_it_does(model: PreTrainedModel) -> None:
+    inner_ids = torch.tensor([row((2, 40))])
+    wanted, inner_wanted = run(model, input_ids=IDS), run(model, input_ids=inner_ids)
+    inner: list[Any] = []
+    cache = PagedPrefixCache(model, **FULL)
+    with cache:
+        nested = AtStep(2, lambda: inner.append(run(model, input_ids=inner_ids)))
+        assert_same(wanted, run(model, input_ids=IDS, logits_processor=[nested]))
+    assert_same(inner_wanted, inner[0])
+    stand_in = inner[0].past_key_values
+    assert stand_in is not cache
+    assert stand_in.stats().num_bypassed_calls == cache.stats().num_bypassed_calls == 1
+
+
+def test_a_call_is_bypassed_while_another_holds_the_blocks_and_takes_none_of_them(model: PreTrainedModel) -> None:
+    store = PrefixStore(model, num_blocks=5)
+    first, second = PagedPrefixCache(store), PagedPrefixCache(store, on_full="bypass")
+    others: list[Any] = []
+    ids = torch.tensor([row((2, 40))])
+    wanted, others_wanted = run(model, input_ids=IDS), run(model, input_ids=ids)
+    beside = AtStep(2, lambda: others.append(run(model, second, input_ids=ids)))
+    assert_same(wanted, run(model, first, input_ids=IDS, logits_processor=[beside]))
+    assert_same(others_wanted, others[0])
+    assert second.stats().num_bypassed_calls == 1
+    first.reset()
+    assert_same(others_wanted, run(model, second, input_ids=ids))
+    assert second.stats().num_bypassed_calls == 1
+
+
+def test_an_assistant_drafts_for_a_bypassed_call(model: PreTrainedModel) -> None:
+    assistant = build("llama", seed=1)
+    given = {"input_ids": IDS, "assistant_model": assistant, "max_new_tokens": 12}
+    cache = PagedPrefixCache(model, **FULL)
+    assert_same(run(model, **given), run(model, cache, **given))
+    assert cache.stats().num_bypassed_calls == 1
 
 
 # When it ends.

@@ -442,6 +442,13 @@ def test_attention_is_one_of_the_kinds_there_are(value: Any) -> None:
         PagedPrefixCache(tiny("llama"), attention=value)
 
 
+@pytest.mark.parametrize("value", ["skip", True, None, ["bypass"]])
+def test_on_full_is_to_refuse_or_to_bypass(value: Any) -> None:
+    message = f"on_full is {value!r}; give 'refuse' or 'bypass'"
+    with pytest.raises(CacheArgumentError, match=re.escape(message)):
+        PagedPrefixCache(tiny("llama"), on_full=value)
+
+
 def test_a_store_says_that_its_size_is_not_known_yet() -> None:
     cache = PagedPrefixCache(tiny("llama"))
     assert repr(cache.store) == "PrefixStore(LlamaForCausalLM, block_size=16, num_blocks=known after the first forward)"

@@ -84,6 +84,7 @@ CASES: dict[str, Call] = {
     "the logits of all tokens, as a plain forward gives them": forward(logits_to_keep=0),
     "gradients, as a plain forward without `torch.no_grad()` has them": with_gradients,
     "a tuple instead of an output object": forward(return_dict=False),
+    'more tokens than fit into the pool, with `on_full="bypass"`': generate(max_new_tokens=100),
     "other weights, adapters, settings, hooks or another salt": with_another_weight,
 }
 
@@ -104,7 +105,7 @@ def test_the_table_and_the_cases_are_the_same() -> None:
 @pytest.mark.parametrize(("what", "computed", "said"), list(table()))
 def test_a_call_says_what_the_page_quotes(what: str, computed: str, said: str) -> None:
     model = build("llama", attention_dropout=0.1, attn_implementation="eager")
-    cache = PagedPrefixCache(model)
+    cache = PagedPrefixCache(model, num_blocks=9, on_full="bypass")
     with torch.no_grad():
         generate()(model, cache)
         cache.reset()
@@ -118,7 +119,7 @@ def test_a_call_says_what_the_page_quotes(what: str, computed: str, said: str) -
 @pytest.mark.parametrize(("what", "computed"), [(what, computed) for what, computed, _ in table()])
 def test_what_is_not_kept_is_not_there_afterwards(what: str, computed: str) -> None:
     model = build("llama", attention_dropout=0.1, attn_implementation="eager")
-    cache = PagedPrefixCache(model)
+    cache = PagedPrefixCache(model, num_blocks=9, on_full="bypass")
     with torch.no_grad():
         CASES[what](model, cache)
     cache.reset()
