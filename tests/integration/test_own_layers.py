@@ -130,6 +130,27 @@ def test_only_new_tokens_that_do_not_fit_go_on_and_so_do_those_after_them(model:
     assert cache.stats().num_bypassed_calls == 2
 
 
+COUNTED: dict[str, dict[str, Any]] = {
+    "padded": batch(row((1, 40)), row((2, 25))),
+    "chunks": {**batch(row((1, 40)), row((2, 25))), "prefill_chunk_size": 7},
+    "beams": {**batch(row((1, 40))), "num_beams": 3},
+    "lookup": {**batch(row((1, 20), (1, 20))), "prompt_lookup_num_tokens": 3},
+    "embeddings": {"inputs_embeds": torch.ones(2, 30, 64), "attention_mask": torch.ones(2, 30, dtype=torch.int64)},
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_bypassed_call_counts_the_prompt_s_tokens_all_computed(name: str, model: PreTrainedModel) -> None:
+    stored, bypassed = PagedPrefixCache(model), PagedPrefixCache(model, **FULL)
+    for cache in (stored, bypassed):
+        run(model, cache, **COUNTED[name])
+    wanted = [of_row.prompt_tokens for of_row in stored.last_call.rows]
+    assert [of_row.prompt_tokens for of_row in bypassed.last_call.rows] == wanted
+    assert [of_row.computed_tokens for of_row in bypassed.last_call.rows] == wanted
+    stats = bypassed.stats()
+    assert (stats.prompt_tokens, stats.hit_rate, stats.num_calls) == (sum(wanted), 0.0, 1)
+
+
 # What is done to rows.
 
 
@@ -316,6 +337,17 @@ def test_a_forward_in_another_thread_makes_the_cache_busy(model: PreTrainedModel
     theirs = DynamicCache(config=model.config)
     forward(model, theirs, 0, 30)
     assert_close(forward(model, cache, 30, 40), forward(model, theirs, 30, 40))
+
+
+def test_a_generate_inside_a_bypassed_one_on_the_same_cache_is_refused(model: PreTrainedModel) -> None:
+    cache = PagedPrefixCache(model, **FULL)
+
+    def again() -> None:
+        with pytest.raises(CacheBusyError, match="a generate call is running on this cache"):
+            run(model, cache, input_ids=IDS[:, :5])
+
+    wanted = run(model, input_ids=IDS)
+    assert_same(wanted, run(model, cache, input_ids=IDS, logits_processor=[AtStep(1, again)]))
 
 
 def test_a_call_that_is_refused_for_anything_else_is_refused(model: PreTrainedModel) -> None:
