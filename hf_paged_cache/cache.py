@@ -207,7 +207,7 @@ class PagedPrefixCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` goes on as row `beam_idx[i]`: tables are forked; K/V that a row writes differently are copied then."""
         if self._own_layers.settle():
-            super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # LongTensor is a name for this one
+            super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # a LongTensor is a Tensor
             return
         self.call.reorder(beam_idx.tolist())
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..call.call import Call
 from ..call.running import ForwardThread
-from ..errors import CacheBusyError, OutOfBlocksError
+from ..errors import CacheArgumentError, CacheBusyError, OutOfBlocksError
 from ..model.support import cache_layers, holds_nothing
 
 logger = logging.getLogger("hf_paged_cache")
@@ -172,8 +172,17 @@ class OwnLayers:
         self._why, self._begins = "", False
 
     def copy_to(self, other: "OwnLayers", memo: dict[int, Any]) -> None:
-        """Give another cache a copy of the rows, as `copy.deepcopy` of a `DynamicCache` does."""
+        """Give another cache a copy of the rows, as `copy.deepcopy` of a `DynamicCache` does.
+
+        Raises:
+            CacheArgumentError: gradients flow through the rows, and would not through their copies.
+        """
         self.roll_back()
+        if any(states.requires_grad for layer in self.layers or () for states in _held(layer).values()):
+            raise CacheArgumentError(
+                "gradients flow through the rows of this cache, and would not through a copy of them; copy it after "
+                "forwards in torch.no_grad()"
+            )
         other.layers = copy.deepcopy(self.layers, memo)
 
     def make_layer(self) -> Any:

@@ -128,6 +128,20 @@ def test_gradients_of_rows_that_leave_the_pool_are_those_of_a_dynamic_cache(
     cache.check()
 
 
+def test_gradients_of_equal_rows_that_leave_the_pool_together(attention: Any) -> None:
+    """One row runs for both; `DynamicCache` has two."""
+    model = build("llama")
+
+    def script(model: PreTrainedModel, cache: Any) -> torch.Tensor:
+        forward(model, cache, 0, 25, IDS[[0, 0]])
+        return forward(model, cache, 25, 40, IDS[[0, 0]])
+
+    wanted = gradient(model, DynamicCache(config=model.config), script)
+    cache = PagedPrefixCache(model, num_blocks=3, attention=attention, on_full="bypass")
+    torch.testing.assert_close(gradient(model, cache, script), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    assert cache.stats().num_bypassed_calls == 1
+
+
 @pytest.mark.parametrize("trained", ["all", "queries", "a hook's tensor"])
 def test_a_known_prompt_gives_the_gradients_of_an_unknown_one(trained: str, attention: Any) -> None:
     """With one logit kept, only the last token would run; gradients flow through all of them."""
@@ -177,7 +191,8 @@ def test_rows_that_a_gradient_flows_through_are_not_copied(attention: Any) -> No
     """Nor can a `DynamicCache` be: torch copies no tensor with a graph."""
     model = build("llama")
     cache, theirs = PagedPrefixCache(model, attention=attention), DynamicCache(config=model.config)
-    for each, error in ((cache, CacheArgumentError), (theirs, RuntimeError)):
+    bypassed = PagedPrefixCache(model, num_blocks=2, attention=attention, on_full="bypass")
+    for each, error in ((cache, CacheArgumentError), (bypassed, CacheArgumentError), (theirs, RuntimeError)):
         forward(model, each, 0, 25)
         with pytest.raises(error):
             copy.deepcopy(each)
