@@ -367,6 +367,7 @@ class Call:
                     "a generate call of another thread is running on this cache; reset it when it has ended"
                 )
             self.roll_back()
+            self._judge(conditions_held=False)  # in the middle of a call nobody has looked
             self._end_rows()
             self.previous.free()
             self.limits, self._may_step = UNLIMITED, False

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ..call.call import Call
-from ..call.running import ForwardThread
 from ..errors import CacheArgumentError, CacheBusyError, OutOfBlocksError
 from ..model.support import cache_layers, holds_nothing
 
@@ -39,7 +38,6 @@ class OwnLayers:
         self._call = call
         self._why = ""  # what the next forward adds to what is said of the rows
         self._begins = False  # the next forward is the rows' first
-        self._thread = ForwardThread()
         # While a forward runs, for each layer: its columns before, and all that it held where a window drops columns.
         self._before: list[tuple[int, dict[str, Any]]] | None = None
 
@@ -122,8 +120,8 @@ class OwnLayers:
         if not why and not counters.rows:
             why = _WITHOUT_STORE  # another call, in which these rows go on
         num_tokens = _num_tokens(arguments, end - before) if before < end or why else []
-        counters.bypass(num_tokens, why, begins=begins)
-        self._thread.start()
+        with call.store.lock:
+            counters.bypass(num_tokens, why, begins=begins)
         layers = self.layers or ()
         self._before = [(_num_columns(layer), dict(vars(layer)) if _has_window(layer) else {}) for layer in layers]
         call.num_scheduled += 1
@@ -131,8 +129,9 @@ class OwnLayers:
     def confirm(self) -> None:
         """The forward has returned."""
         call, self._before = self._call, None
-        call.counters.confirm()
-        call.peak_kv_bytes = max(call.peak_kv_bytes, call.store.kv_bytes_in_use + self.num_bytes)
+        with call.store.lock:
+            call.counters.confirm()
+            call.peak_kv_bytes = max(call.peak_kv_bytes, call.store.kv_bytes_in_use(call.salt) + self.num_bytes)
 
     def roll_back(self) -> None:
         """Take back a forward that died: each layer gets what it held before. Without one: nothing.
@@ -190,7 +189,7 @@ class OwnLayers:
         return DynamicLayer()  # type: ignore[no-untyped-call]
 
     def _check_not_busy(self) -> None:
-        if self._thread.is_another():
+        if self._call.has_forward_elsewhere():
             raise CacheBusyError(
                 "this cache is running a forward in another thread; use one cache a call: PagedPrefixCache(cache.store)"
             )
