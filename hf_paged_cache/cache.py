@@ -25,6 +25,7 @@ from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import block_to_close, close_block, open_block
 from .integration.hooks import attach, detach
 from .integration.layers import PagedIndexedLayer, PagedLayer
+from .integration.ranks import Ranks
 from .integration.session import Session
 from .integration.shared_prefix import SharedPrefixes
 from .integration.side_forward import SideForwards
@@ -115,8 +116,9 @@ class PagedPrefixCache(Cache):
         self.call = Call(blocks, _READERS[attention](blocks.pool), partial(_runs_on, ref(self)), self.cache_salt)
         sibling = partial(PagedPrefixCache, self.store, cache_salt=cache_salt, attention="gather")
         side = SideForwards(self.store.model, reader, sibling)
-        verifier = Verifier(blocks, conditioning, side) if verify else None
-        shared_prefixes = SharedPrefixes(blocks, conditioning, side)
+        ranks = Ranks(conditioning, blocks, verifies=verify)
+        verifier = Verifier(blocks, conditioning, side, ranks) if verify else None
+        shared_prefixes = SharedPrefixes(blocks, conditioning, side, ranks)
         self._session = session = Session(
             self.call,
             conditioning,
@@ -124,6 +126,7 @@ class PagedPrefixCache(Cache):
             self.cache_salt,
             shared_prefixes,
             verifier,
+            ranks,
             bypasses=on_full == "bypass",
         )
         self._own_layers = session.own_layers

@@ -8,6 +8,7 @@ the next forward is scheduled, so that a draft that `crop` takes back never was,
 Torch tensors pass through here to pool and reader, unread.
 """
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -24,7 +25,7 @@ from .admission import UNLIMITED, CallLimits, Demand, admit, demand_of, num_bloc
 from .counters import PromptCounters
 from .layer_writes import LayerWrites
 from .prefix_match import hold_longer
-from .prepare import begin_rows, continue_rows, map_slots, take_blocks, take_step
+from .prepare import begin_rows, continue_rows, map_slots, reserve_forward, take_blocks, take_step
 from .rows import Rows, gather_rows
 from .running import Bracket, Brackets, is_on_a_stack
 from .schedule import first_column
@@ -143,21 +144,48 @@ class Call:
                 self.roll_back()
                 raise
 
-    def schedule(self, request: ForwardRequest, computed_ahead: Mapping[int, int] | None = None) -> ScheduledForward:
+    def admit(self, request: ForwardRequest, computed_ahead: Mapping[int, int] | None = None) -> None:
+        """Reserve, ahead of `schedule`, what the prepared forward or its call may take, so that it is not refused there.
+
+        `release` gives the reservation back, and so does `roll_back` where the call's rows begin.
+
+        Raises:
+            OutOfBlocksError: the call does not fit.
+            CacheBusyError: the cache was reset since it was prepared.
+        """
+        with self.store.lock:
+            self._require_prepared()
+            if computed_ahead:
+                self._hold_longer(request)
+            if not self.limits.are_known:
+                reserve_forward(self.store, self, self.rows, request)
+            elif self.num_scheduled == 0:
+                self._admit(self.rows.num_columns + request.num_new_columns)
+
+    def release(self) -> None:
+        """Give back what was reserved by `admit`."""
+        with self.store.lock:
+            self.store.reserve(self, 0)
+
+    def schedule(
+        self,
+        request: ForwardRequest,
+        computed_ahead: Mapping[int, int] | None = None,
+        *,
+        latest_start: float = math.inf,
+    ) -> ScheduledForward:
         """Take the blocks of the forward that was prepared, and say what may be written.
 
         Args:
             computed_ahead: row of the batch -> tokens computed for it, alone, since it was prepared.
+            latest_start: columns from here on are computed, whatever is known; rows go on where they stand all the same.
         Raises:
             OutOfBlocksError: the call does not fit; running rows are as before.
         """
         with self.store.lock:
-            if self.state is not CallState.SCHEDULED:
-                raise CacheBusyError(
-                    "the cache was reset while what its rows share was computed; run the forward again"
-                )
+            self._require_prepared()
             try:
-                return self._schedule(request, computed_ahead or {})
+                return self._schedule(request, computed_ahead or {}, latest_start)
             except BaseException:
                 self.roll_back()
                 raise
@@ -223,10 +251,11 @@ class Call:
         with self.store.lock:
             return self._writes.write_step(layer_idx, key, value, forward.slot_mapping)
 
-    def confirm(self, *, conditions_held: bool | None = True) -> ScheduledForward:
+    def confirm(self, most_blocks: int | None = None, *, conditions_held: bool | None = True) -> ScheduledForward:
         """The forward has returned: what it wrote counts.
 
         Args:
+            most_blocks: that other processes can have, where the store's budget is settled now.
             conditions_held: of the model, since the forward was scheduled; None: nobody looked. See `end`.
         Raises:
             ForwardMismatchError: none is scheduled; or a layer has not written, and the forward is rolled back.
@@ -241,7 +270,7 @@ class Call:
                 self.roll_back()
                 raise
             if not store.writing_layers:
-                store.settle_budget()
+                store.settle_budget(most_blocks)
                 store.writing_layers = frozenset(self._writes.written)
             self._num_columns_before = self.rows.num_columns
             self.rows.confirm(forward.stop)
@@ -275,6 +304,8 @@ class Call:
             else:
                 self.rows.roll_back()
                 self.state = CallState.CONFIRMED
+                if not self.limits.are_known:
+                    self.store.reserve(self, 0)
 
     def reorder(self, sources: Sequence[int]) -> None:
         """Batch row `i` goes on as batch row `sources[i]` (beam search); there may be more or fewer rows than before.
@@ -466,22 +497,35 @@ class Call:
                 self._demand = demand_of(store, self.rows, self.limits, request.num_new_columns, previous)
         self.counters.begin_rows(found)
 
-    def _schedule(self, request: ForwardRequest, computed_ahead: Mapping[int, int]) -> ScheduledForward:
+    def _require_prepared(self) -> None:
+        if self.state is not CallState.SCHEDULED:
+            raise CacheBusyError("the cache was reset while what its rows share was computed; run the forward again")
+
+    def _hold_longer(self, request: ForwardRequest) -> None:
+        for row, member in zip(self.rows.distinct, self.rows.members(), strict=True):
+            hold_longer(self.store, row, request.rows[member].token_ids)
+        self._demand = None
+
+    def _admit(self, stop: int) -> None:
+        demand = self._demand or demand_of(self.store, self.rows, self.limits, stop, self.previous.distinct)
+        admit(self.store, self, len(self.rows), self.limits, demand)
+
+    def _schedule(
+        self, request: ForwardRequest, computed_ahead: Mapping[int, int], latest_start: float
+    ) -> ScheduledForward:
         store, rows, limits, before = self.store, self.rows, self.limits, self.rows.num_columns
         stop, members = before + request.num_new_columns, rows.members()
         if computed_ahead:
-            for row, member in zip(rows.distinct, members, strict=True):
-                hold_longer(store, row, request.rows[member].token_ids)
-            self._demand = None
+            self._hold_longer(request)
         if self.num_scheduled == 0 and limits.are_known:
-            demand = self._demand or demand_of(store, rows, limits, stop, self.previous.distinct)
-            admit(store, self, len(rows), limits, demand)
+            self._admit(stop)
         self.previous.free()
         self._writes.start()
         known = rows.known_columns()
         start = before
         if request.keep_columns is None and request.bypass is None:
             start = first_column(known, start=before, stop=stop, num_needed=request.num_logits_needed)
+            start = max(before, int(min(start, latest_start)))
         self.counters.schedule(
             request,
             list(zip(members, rows.distinct, strict=True)),
@@ -492,6 +536,8 @@ class Call:
         )
         if take_blocks(store, self, rows, request, limits):
             renew_reservation(store, self, rows, limits, stop)
+        if not limits.are_known:
+            store.reserve(self, 0)
         if self._is_first:
             self._writes.gradients.clear()
             self.reader.start_rows(

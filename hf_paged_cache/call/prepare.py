@@ -73,6 +73,20 @@ def continue_rows(store: BlockStore, request: ForwardRequest, rows: Rows) -> lis
     return sources
 
 
+def reserve_forward(store: BlockStore, holder: Holder, rows: Rows, request: ForwardRequest) -> None:
+    """Reserve the blocks that `take_blocks` will take, where the call has reserved none.
+
+    Raises:
+        OutOfBlocksError: nothing has changed.
+    """
+    members = zip(rows.distinct, rows.members(), strict=True)
+    needed = sum(
+        row.table.num_new_blocks_for_append(len(row.unseen(request.rows[member].token_ids))) for row, member in members
+    )
+    require(store, holder, Demand(needed, 0), f"this forward ({rows_in_words(len(rows.distinct))})")
+    store.reserve(holder, needed)
+
+
 def take_blocks(store: BlockStore, holder: Holder, rows: Rows, request: ForwardRequest, limits: CallLimits) -> int:
     """Append each running row's new tokens to its table, with blocks to write them into, and make the copies due.
 

@@ -4,12 +4,13 @@ Owns who may use the cache now (one `generate` at a time), the roots of rows, an
 """
 
 import logging
+import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from ..blocks import root_hash
 from ..call.call import Call
 from ..call.running import Bracket
+from ..call.schedule import NOTHING_SHARED
 from ..call.scheduled_forward import ForwardRequest, ScheduledForward
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, OutOfBlocksError, PagedCacheError
 from ..model.conditioning import Conditioning
@@ -28,6 +30,7 @@ from .forward_arguments import ArgumentReader, for_scheduled
 from .generate_arguments import GenerateArguments
 from .hooks import is_attached
 from .own_layers import OwnLayers
+from .ranks import Ranks, of_all_ranks, tokens_as_bytes
 from .shared_prefix import SharedPrefixes
 from .verification import Verifier
 
@@ -36,6 +39,23 @@ logger = logging.getLogger("hf_paged_cache")
 _GRADIENTS = (
     "gradients are on and may flow through every token (run the forward in torch.no_grad() where none are needed)"
 )
+_Scheduling = Callable[["Session", Any, Mapping[str, Any]], Mapping[str, Any]]
+
+
+def _refused_by_all_ranks(before_forward: _Scheduling) -> _Scheduling:
+    """What one rank refuses, all refuse."""
+
+    @wraps(before_forward)
+    def refusing(session: "Session", model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            return before_forward(session, model, arguments)
+        except Exception as error:
+            session._ranks.refuse(error)
+            raise
+
+    return refusing
+
+
 _ANOTHER_CACHE = "use another cache on the same store for this one: PagedPrefixCache(cache.store)"
 
 
@@ -49,6 +69,7 @@ class Session:
         salt: part of every root.
         shared_prefixes: computes first, and once, what rows of a forward share.
         verifier: looks at one cached block of a hit a call; None does not.
+        ranks: other processes that run the same forwards.
         bypasses: a call that does not fit runs in layers of its own; otherwise it is refused.
     """
 
@@ -60,6 +81,7 @@ class Session:
         salt: bytes,
         shared_prefixes: SharedPrefixes,
         verifier: Verifier | None,
+        ranks: Ranks,
         *,
         bypasses: bool = False,
     ) -> None:
@@ -73,6 +95,7 @@ class Session:
         self._reader = reader
         self._salt = salt
         self._shared_prefixes = shared_prefixes
+        self._ranks = ranks
         self._synced_gpus = False  # with other processes, which run as many forwards
         self._digest = b""  # of the model; read once a `generate`, or at every forward without one
         self._regime = b""  # of the scheduled forward's rotary frequencies
@@ -105,11 +128,16 @@ class Session:
                     self.own_layers.end()
                 call.begin(bracket, given.limits, keep_rows=given.only_new_tokens)
                 self.records_drafts, self._synced_gpus, self._digest = False, given.synced_gpus, b""
+                self._ranks.is_settled = False
             yield
             failed = False
+        except Exception as error:
+            self._ranks.refuse(error, always=bracket not in call.brackets)
+            raise
         finally:
             if bracket in call.brackets:
                 call.brackets.close(bracket)  # first: however the rest is interrupted, no call runs any more
+                self._ranks.is_settled = False
                 held = call.rows.are_trusted or self._conditions_hold()
                 with self._store.lock:
                     self._digest, self._synced_gpus = b"", False
@@ -117,6 +145,7 @@ class Session:
                     self._was_overtaken = self.is_open  # by a generate inside of another
                 self._log()
 
+    @_refused_by_all_ranks
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Schedule a forward; returns the arguments that it is to run with.
 
@@ -129,6 +158,7 @@ class Session:
             if not self._bypasses:
                 raise
             self.own_layers.take_over(refusal, records_past=self.records_drafts)
+            self._ranks.is_settled = True  # a refusal is all ranks'
             self.own_layers.start_forward(arguments)
             return arguments
 
@@ -145,8 +175,11 @@ class Session:
         if self._was_overtaken and self.is_open:
             raise CacheBusyError(f"another generate ran on this cache inside of this one; {_ANOTHER_CACHE}")
         if self.own_layers.has_rows:
+            self._ranks.is_settled = True
             self.own_layers.start_forward(arguments)
             return arguments
+        if not self.is_open:
+            self._ranks.is_settled = False
         if not self._digest or not self.is_open:
             self._read_conditions()
         before = call.rows.num_columns
@@ -169,6 +202,7 @@ class Session:
                 self._read_conditions()
                 request = self._with_roots(request, arguments, before)
         forward = self._schedule(request, arguments)
+        self._ranks.is_settled = self._needs_no_agreement(forward.stop)
         self._warn_of_a_lone_turn(request, previous)
         if forward.start == before and forward.copies is None:
             return arguments
@@ -184,7 +218,7 @@ class Session:
             held = False
         elif call.num_scheduled == 1 or not self.is_open:
             held = self._conditions_hold()
-        copies = call.confirm(conditions_held=held).copies
+        copies = call.confirm(self._ranks.settled_budget(), conditions_held=held).copies
         if copies is not None:
             index = torch.tensor(copies, device=output.logits.device)
             output.logits = output.logits.index_select(0, index)
@@ -211,6 +245,8 @@ class Session:
         """Prepare the rows, compute what they share, and take their blocks. No lock is held while a model runs."""
         call = self._call
         try:
+            if self._ranks.are_several:
+                return self._schedule_on_all_ranks(request, arguments)
             with self._store.lock:
                 call.prepare(request)
                 plan = self._shared_prefixes.plan(request, call, synced_gpus=self._synced_gpus)
@@ -218,10 +254,78 @@ class Session:
                     return call.schedule(request)
             with self._shared_prefixes.computed(plan, request, call, arguments) as computed_ahead:
                 return call.schedule(request, computed_ahead)
-        except BaseException:
+        except BaseException as error:
             if call.forward is None:
                 call.roll_back()
+            self._ranks.refuse(error)
             raise
+
+    def _schedule_on_all_ranks(self, request: ForwardRequest, arguments: Mapping[str, Any]) -> ScheduledForward:
+        """The same where other processes run this forward, too: all start at one column, or all refuse it.
+
+        Where each has prompts of its own, only the refusal is settled. The lock is free while they wait for each other.
+        """
+        call, ranks, shared_prefixes = self._call, self._ranks, self._shared_prefixes
+        call.prepare(request)
+        if ranks.is_settled and self.is_open:
+            return call.schedule(request, latest_start=0 if ranks.start_together else math.inf)
+        refusal: OutOfBlocksError | None = None
+        may_share = shared_prefixes.may_run(request, call, synced_gpus=self._synced_gpus)
+        try:
+            call.admit(request)
+        except OutOfBlocksError as error:
+            if not may_share:
+                raise
+            refusal = error
+        known, fits = self._agree(request, fits=refusal is None)
+        if not ranks.start_together:
+            ranks.is_settled = True
+            return call.schedule(request)
+        num_ahead: Mapping[int, int] = {}
+        with ExitStack() as held:
+            plan = shared_prefixes.weigh(request, call, known) if may_share else NOTHING_SHARED
+            if plan.prefixes and not fits:
+                with self._store.lock:
+                    fits = call.fits(call.rows.num_columns + request.num_new_columns, plan.num_shared_blocks)
+                _, fits = self._agree(request, fits=fits)
+            if not fits:
+                why = "another rank has no blocks for this call, so no rank runs it; the reason stands there"
+                raise of_all_ranks(refusal or OutOfBlocksError(why))
+            if plan.prefixes:
+                call.release()
+                num_ahead = held.enter_context(shared_prefixes.computed(plan, request, call, arguments))
+                call.admit(request, num_ahead)
+                known, _ = self._agree(request)
+            ranks.is_settled = True
+            columns = [row.pad + num_known for row, num_known in zip(call.rows.distinct, known, strict=True)]
+            return call.schedule(request, num_ahead, latest_start=min(columns))
+
+    def _agree(self, request: ForwardRequest, *, fits: bool = True) -> tuple[list[int], bool]:
+        """Settle with the other ranks what is known of each running row, in tokens, and whether the call fits everywhere."""
+        call, rows, roots = self._call, request.rows, [row.root for row in request.rows]
+        limits = call.limits
+        how = [request.num_logits_needed, request.bypass is None, request.keep_columns is None, request.may_alias]
+        same = {
+            "the token ids": tokens_as_bytes([row.token_ids for row in rows]),
+            "the columns, padding or positions": [
+                (call.rows.num_columns, request.num_new_columns),
+                [(row.pad, row.first_position, row.num_hidden) for row in rows],
+            ],
+            "the arguments of generate": [
+                (self.is_open, self._synced_gpus, self._bypasses, sorted(limits.end_of_sequence)),
+                (limits.num_prompt_columns, limits.max_columns, limits.num_rows),
+            ],
+            "what is asked of the forward": [how, [roots.index(root) for root in roots]],
+        }
+        known = [row.table.num_tokens for row in call.rows.distinct]
+        least = self._ranks.agree("a forward", same, [int(fits), *known])
+        return least[1:], bool(least[0])
+
+    def _needs_no_agreement(self, num_columns: int) -> bool:
+        """Whether the forward behind so many columns can neither be refused nor skip any, on any rank."""
+        if not self.is_open or not self._ranks.start_together:
+            return self.is_open
+        return num_columns >= self._call.limits.num_prompt_columns
 
     def _read_conditions(self) -> None:
         conditioning = self._conditioning

@@ -4,7 +4,7 @@ Owns when that may be done, and holds what was computed until the rows have it. 
 done, does not pay or does not fit, rows are computed as they are.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,8 +22,8 @@ from ..call.schedule import (
 from ..call.scheduled_forward import ForwardRequest, RowInput
 from ..errors import OutOfBlocksError
 from ..model.conditioning import Conditioning
-from ..model.distributed import ranks_must_match
 from ..store.block_store import BlockStore
+from .ranks import Ranks
 from .side_forward import SideForwards
 
 
@@ -34,12 +34,14 @@ class SharedPrefixes:
         blocks: where they are stored.
         conditioning: the model, and whether rows of other lengths may share.
         side: runs their forwards.
+        ranks: the processes that must run as many.
     """
 
-    def __init__(self, blocks: BlockStore, conditioning: Conditioning, side: SideForwards) -> None:
+    def __init__(self, blocks: BlockStore, conditioning: Conditioning, side: SideForwards, ranks: Ranks) -> None:
         self._blocks = blocks
         self._conditioning = conditioning
         self._side = side
+        self._ranks = ranks
 
     def plan(self, request: ForwardRequest, call: Call, *, synced_gpus: bool) -> SharedPrefixPlan:
         """The shared prefixes that pay, of the rows that the call has prepared; the store's lock is held.
@@ -49,22 +51,30 @@ class SharedPrefixes:
         Args:
             synced_gpus: `generate` was told that other processes run as many forwards.
         """
-        rows = call.rows
-        if len(rows.distinct) == 1 or not self._may_run(request, synced_gpus=synced_gpus):
+        if not self.may_run(request, call, synced_gpus=synced_gpus):
             return NOTHING_SHARED
-        pool = self._blocks.pool
+        plan = self.weigh(request, call, [row.table.num_tokens for row in call.rows.distinct])
+        stop = call.rows.num_columns + request.num_new_columns
+        return plan if call.fits(stop, plan.num_shared_blocks) else NOTHING_SHARED
+
+    def weigh(self, request: ForwardRequest, call: Call, num_known: Sequence[int]) -> SharedPrefixPlan:
+        """The shared prefixes that pay, where they fit. Follows from the request and `num_known`, tokens of each running row."""
+        rows, pool = call.rows, self._blocks.pool
         on_host = pool.is_on_host if pool.layer_indices else self._conditioning.model.device.type == "cpu"
         stop = rows.num_columns + request.num_new_columns
-        plan = plan_shared_prefixes(
-            _inputs(request, rows),
-            [row.table.num_tokens for row in rows.distinct],
+        inputs = _inputs(request, rows)
+        numbers: dict[bytes, int] = {}  # roots by number: their order is another in each process
+        for row in inputs:
+            numbers.setdefault(row.root, len(numbers))
+        return plan_shared_prefixes(
+            [row._replace(root=numbers[row.root].to_bytes(4, "big")) for row in inputs],
+            num_known,
             start=rows.num_columns,
             stop=stop,
             num_needed=request.num_logits_needed,
             block_size=self._blocks.block_size,
             forward_cost=FORWARD_COST_ON_HOST if on_host else FORWARD_COST_ON_ACCELERATOR,
         )
-        return plan if call.fits(stop, plan.num_shared_blocks) else NOTHING_SHARED
 
     @contextmanager
     def computed(
@@ -91,18 +101,23 @@ class SharedPrefixes:
                     num_computed[members[number]] = computed
             yield num_computed
 
-    def _may_run(self, request: ForwardRequest, *, synced_gpus: bool) -> bool:
+    def may_run(self, request: ForwardRequest, call: Call, *, synced_gpus: bool) -> bool:
+        """Whether rows may share at all; never where other processes have prompts of their own."""
+        if len(call.rows.distinct) == 1 or synced_gpus or not self._ranks.may_run_more:
+            return False
         if request.num_new_columns <= self._blocks.block_size or not request.may_alias:
             return False
         if request.bypass is not None or request.keep_columns is not None:
             return False
-        if self._conditioning.rope.depends_on_length:  # a shorter forward has other frequencies
-            return False
-        return not synced_gpus and not ranks_must_match(self._conditioning.model)
+        return not self._conditioning.rope.depends_on_length  # a shorter forward has other frequencies
 
     def _compute(self, held: ExitStack, new: RowInput, tokens: TokenIds, options: Mapping[str, Any]) -> int:
         """Compute leading tokens of a row, less what is known of them, on a sibling cache; says how many."""
         pad = 0 if self._side.takes_positions else new.pad
+        if self._ranks.are_several:  # each knows another part of them; what is passed must be the same
+            cache = held.enter_context(self._side.sibling())
+            self._side.run(cache, [tokens], pad=pad, first_position=new.first_position, options=options)
+            return sum(count.computed_tokens for count in cache.call.counters.rows)
         with self._blocks.lock:
             table = BlockTable(self._blocks.allocator, new.root, namespace=new.salt)
             row = Row(table, pad, new.root, new.first_position)

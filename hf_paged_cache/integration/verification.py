@@ -15,9 +15,9 @@ from ..call.scheduled_forward import RowInput
 from ..errors import OutOfBlocksError
 from ..kv.slot_mapping import RowLayout, read_source
 from ..model.conditioning import Conditioning
-from ..model.distributed import ranks_must_match
 from ..model.probing import eps_computed_in
 from ..store.block_store import BlockStore
+from .ranks import Ranks, tokens_as_bytes
 from .side_forward import SideForwards
 
 # Differences that other lengths and batch sizes make, as a share of the largest value; eps is that of the coarsest type
@@ -33,22 +33,26 @@ class Verifier:
         blocks: where the blocks are.
         conditioning: the model, and whether a shorter forward computes the same.
         side: runs the forward that recomputes.
+        ranks: the processes that must run it, too.
     """
 
-    def __init__(self, blocks: BlockStore, conditioning: Conditioning, side: SideForwards) -> None:
+    def __init__(self, blocks: BlockStore, conditioning: Conditioning, side: SideForwards, ranks: Ranks) -> None:
         self._blocks = blocks
         self._conditioning = conditioning
         self._side = side
+        self._ranks = ranks
         self._turn = 0
 
     def verify(self, rows: Sequence[RowInput], *, synced_gpus: bool) -> bool:
         """Whether the block whose turn it is holds what the model computes now; True when there is none to look at.
 
-        None is looked at where processes must run as many forwards as each other, whatever each has cached.
+        None is looked at where processes with prompts of their own must run as many forwards as each other.
         Cost: a forward of one block's tokens.
         """
-        if synced_gpus or ranks_must_match(self._conditioning.model) or self._conditioning.rope.depends_on_length:
+        if synced_gpus or not self._ranks.may_run_more or self._conditioning.rope.depends_on_length:
             return True  # where rope depends on length, a shorter forward has other frequencies
+        if self._ranks.are_several:
+            return self._verify_on_all_ranks(rows)
         for new in rows:
             if new.pad and not self._side.takes_positions:
                 continue  # a forward without the padding numbers its tokens otherwise
@@ -63,6 +67,24 @@ class Verifier:
                     except OutOfBlocksError:
                         return True  # no block is free to compute into
         return True
+
+    def _verify_on_all_ranks(self, rows: Sequence[RowInput]) -> bool:
+        """The same, of a block that all ranks have, in the turn that is least; one that disagrees speaks for all."""
+        rows = [new for new in rows if self._side.takes_positions or not new.pad]
+        same = {"the token ids": tokens_as_bytes([new.token_ids for new in rows])}
+        with ExitStack() as held:
+            tables = [self._hold(held, new) for new in rows]
+            num_hit = [known.num_tokens // self._blocks.block_size for known in tables]
+            turn, *num_hit = self._ranks.agree("a look at a cached block", same, [self._turn, *num_hit])
+            number = next((number for number, num_blocks in enumerate(num_hit) if num_blocks), None)
+            if number is None:
+                return True
+            self._turn = turn + 1
+            try:
+                is_equal = self._is_equal(held, rows[number], tables[number], turn % num_hit[number])
+            except OutOfBlocksError:  # on all ranks
+                return True
+            return bool(self._ranks.agree("what a cached block shows", {}, [is_equal])[0])
 
     def _hold(self, held: ExitStack, new: RowInput) -> BlockTable:
         """The prefix hit of a row, until `held` is left."""

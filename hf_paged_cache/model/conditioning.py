@@ -15,6 +15,7 @@ from torch.nn.modules import module as everywhere
 
 from ..blocks import root_hash
 from ..locks import new_lock
+from .distributed import RankGroup, rank_groups, world
 from .fingerprint import Listing, WeightFingerprint
 from .rope import RopeRegime
 
@@ -41,6 +42,8 @@ class Conditioning:
         self._numbers: dict[tuple[int, int], tuple[int, Any]] = {}  # ids of objects -> number, references to them
         self._num_numbers = 0
         self._num_suspicions = 0
+        self._rank_groups: tuple[RankGroup, ...] = ()
+        self._ranked: tuple[Listing | None, Any] = (None, None)  # listing and processes that those are of
 
     def digest(self) -> bytes:
         """What every row of a forward depends on now.
@@ -89,6 +92,16 @@ class Conditioning:
         """The adapter of each row if PEFT was given `adapter_names`, else None."""
         given = (passed.get("adapter_names") for _, passed in self._peft_hooks())
         return next((list(names) for names in given if names is not None), None)
+
+    def rank_groups(self) -> tuple[RankGroup, ...]:
+        """The processes over which the weights are split; see `distributed.rank_groups`. Looked for once a listing."""
+        processes = world()
+        if processes is None:
+            return ()
+        if self._listing is None or self._ranked[0] is not self._listing or self._ranked[1] != processes:
+            self._rank_groups = rank_groups(self.model)
+            self._ranked = (self._listing, processes)
+        return self._rank_groups
 
     def suspect(self) -> None:
         """Forget all blocks: the model has changed in a way that `digest` does not see."""

@@ -1,19 +1,88 @@
-"""Whether all processes that run a model must run the same number of forwards."""
+"""Which processes must run as many forwards of a model as this one, since its weights are split over them.
 
+Owns what is read of torch.distributed, and the collective by which such processes (*ranks*) settle numbers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed
 
 
-def ranks_must_match(model: Any) -> bool:
-    """Whether a forward that only this process runs would wait for the others for ever.
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """The ranks among which weights are split.
 
-    True where weights are split over processes: FSDP, DeepSpeed's ZeRO 3, tensor parallelism. False for data
-    parallelism, where every process has a whole copy.
+    Attributes:
+        group: of torch.distributed.
+        share_inputs: each rank is passed the same tokens (tensor parallelism). Else each has its own (FSDP, DeepSpeed's
+            ZeRO 3), and only the number of forwards must be the same.
+        device: where the group's backend wants tensors.
     """
+
+    group: Any
+    share_inputs: bool
+    device: torch.device
+
+
+def world() -> Any:
+    """The group of all processes; None where this one is alone.  Cost: nothing where torch.distributed is not used."""
     processes = torch.distributed
     if not processes.is_available() or not processes.is_initialized() or processes.get_world_size() == 1:
-        return False
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        return True
-    return any(hasattr(weight, "ds_id") or hasattr(weight, "device_mesh") for weight in model.parameters())
+        return None
+    return processes.group.WORLD
+
+
+def rank_groups(model: Any) -> tuple[RankGroup, ...]:
+    """The groups that a model's weights are split over, those that share inputs first; none where it is here as a whole.
+
+    Data parallelism, where every process has a whole copy, is none. Tensor parallelism inside of FSDP is two.
+    """
+    if world() is None:
+        return ()
+    modules, weights = list(model.modules()), list(model.parameters())
+    groups: dict[Any, bool] = {}  # group -> whether its ranks share inputs
+    for module in modules:
+        if type(module).__name__ == "FullyShardedDataParallel":
+            groups[module.process_group] = False
+    is_fsdp = any("FSDPModule" in (base.__name__ for base in type(module).__mro__) for module in modules)
+    if (getattr(model, "_tp_size", None) or 1) > 1 and (mesh := getattr(model, "_device_mesh", None)) is not None:
+        names = mesh.mesh_dim_names or ()
+        groups[mesh.get_group("tp" if "tp" in names else 0)] = True
+    for weight in weights:
+        if hasattr(weight, "ds_id"):
+            groups.setdefault(getattr(weight, "ds_process_group", None) or world(), False)
+        mesh = getattr(weight, "device_mesh", None)
+        if mesh is None:
+            continue
+        for dim, placement in enumerate(weight.placements):
+            if mesh.size(dim) > 1 and not placement.is_replicate():
+                name = (mesh.mesh_dim_names or ())[dim : dim + 1]
+                groups.setdefault(mesh.get_group(dim), not is_fsdp or name == ("tp",))
+    held = weights[0].device if weights else torch.device("cpu")
+    found = [RankGroup(group, shares, _device(group, held)) for group, shares in groups.items()]
+    return tuple(sorted(found, key=lambda each: not each.share_inputs))
+
+
+def rank() -> int:
+    """The number of this process."""
+    return torch.distributed.get_rank()
+
+
+def least_of_ranks(ranks: RankGroup, values: Sequence[int]) -> list[int]:
+    """The least that any rank of the group gives, for each of the values; every rank must give as many.
+
+    Effects: waits for the other ranks. No lock may be held.  Cost: one all_reduce of int64.
+    """
+    tensor = torch.tensor(values, dtype=torch.int64, device=ranks.device)
+    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN, group=ranks.group)
+    least: list[int] = tensor.tolist()
+    return least
+
+
+def _device(group: Any, of_weights: torch.device) -> torch.device:
+    """A device whose tensors the group's backend takes: the CPU if it can."""
+    takes_cpu = "cpu:" in torch.distributed.get_backend_config(group)
+    return torch.device("cpu") if takes_cpu else of_weights

@@ -169,12 +169,23 @@ class BlockStore:
             self.pool.copy_blocks(copies)
             self.allocator.drop_copies(len(copies))
 
-    def settle_budget(self) -> None:
-        """After the first forward, which shows how large a block is: fix the most blocks there can be."""
-        if self.max_num_blocks is None and (bytes_per_block := self.pool.bytes_per_block):
-            budget = min(default_budget_bytes(device) for device in self.pool.devices())
+    def affordable_blocks(self) -> float:
+        """The most blocks there can be: what was given, or what the memory budget holds; infinite before any was written."""
+        if self.max_num_blocks is not None:
+            return self.max_num_blocks
+        if not (bytes_per_block := self.pool.bytes_per_block):
+            return math.inf
+        return 1 + min(default_budget_bytes(device) for device in self.pool.devices()) // bytes_per_block
+
+    def settle_budget(self, most: int | None = None) -> None:
+        """After the first forward, which shows how large a block is: fix the most blocks there can be.
+
+        Args:
+            most: that other processes can have, too.
+        """
+        if self.max_num_blocks is None and (affordable := self.affordable_blocks()) < math.inf:
             admitted = self.allocator.num_blocks + sum(self._reserved.values())
-            self.max_num_blocks = max(admitted, 1 + budget // bytes_per_block)
+            self.max_num_blocks = max(admitted, int(affordable) if most is None else most)
 
     def lose_threads(self, idents: frozenset[int]) -> None:
         """These threads are not there, as in a forked child: nothing that they ran holds blocks."""

@@ -1,0 +1,193 @@
+"""What the processes that a model is split over (*ranks*) settle before a forward, so that all run it alike or none does.
+
+Owns when they do: once a prompt, before its first forward, and before each forward outside of `generate`; never for a token
+that `generate` adds. Refuses, on all ranks, what one refuses, and forwards that are not the same where they must be.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from ..blocks.tokens import TokenIds
+from ..errors import (
+    BlockStateError,
+    CacheArgumentError,
+    CacheBusyError,
+    ForwardMismatchError,
+    OutOfBlocksError,
+    PagedCacheError,
+    UnsupportedModelError,
+)
+from ..model.conditioning import Conditioning
+from ..model.distributed import RankGroup, least_of_ranks, rank
+from ..store.block_store import BlockStore
+
+# What a rank sends has one length and one layout, whatever it is about: a rank that refuses does not know what the others
+# are about to settle. [refusal, whether the budget is settled, x and -x of each field, numbers]
+_NUM_FIELDS = 7
+_NUM_NUMBERS = 128  # settled at once; where there are more, several share a place and get the least of theirs
+_MOST = 2**62
+_MAX_RANKS = 2**20
+_Error = TypeVar("_Error", bound=BaseException)
+_REFUSALS: Sequence[
+    type[PagedCacheError]
+] = (  # the number of a refusal is its place; where ranks differ, the first counts
+    PagedCacheError,
+    ForwardMismatchError,
+    UnsupportedModelError,
+    BlockStateError,
+    CacheBusyError,
+    CacheArgumentError,
+    OutOfBlocksError,
+)
+
+
+class Ranks:
+    """The ranks that run the forwards of one cache.
+
+    Args:
+        conditioning: the model, and over whom it is split.
+        store: its budget is settled by all.
+        verifies: the cache looks at one block of each hit, which ranks that are passed the same tokens must all do.
+    Attributes:
+        is_settled: the next forward runs without another word: `generate` goes on behind its prompt.
+    """
+
+    def __init__(self, conditioning: Conditioning, store: BlockStore, *, verifies: bool) -> None:
+        self.is_settled = False
+        self._conditioning = conditioning
+        self._store = store
+        self._verifies = verifies
+        self._settles_budget = False  # some rank does not know its budget before this forward
+
+    @property
+    def _groups(self) -> tuple[RankGroup, ...]:
+        return self._conditioning.rank_groups()
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there is anybody to settle something with.  Cost: a look at two flags in a process alone."""
+        return bool(self._groups)
+
+    @property
+    def start_together(self) -> bool:
+        """Whether ranks are passed the same tokens, so that each forward must start at the same column on all."""
+        return any(group.share_inputs for group in self._groups)
+
+    @property
+    def may_run_more(self) -> bool:
+        """Whether forwards may run that follow from what is cached: only where all can settle them."""
+        return all(group.share_inputs for group in self._groups)
+
+    def agree(self, what: str, same: Mapping[str, object], numbers: Sequence[int] = ()) -> list[int]:
+        """Settle numbers; what each rank gives is only read, so whoever raises has changed nothing. No lock may be held.
+
+        Args:
+            what: the ranks are about to do; the same on all.
+            same: by name, what else must be the same where ranks are passed the same tokens; at most 4.
+        Returns:
+            for each of the numbers the least that a rank gives; where ranks have inputs of their own, what was given.
+        Raises:
+            PagedCacheError: another rank has refused; of the kind that was raised there.
+            CacheArgumentError: something differs that must be the same.
+        """
+        fields = {
+            "what is run": what,
+            "block_size": self._store.block_size,
+            "verify": self._verifies,
+            **same,
+        }
+        slots = [_MOST] * _NUM_NUMBERS
+        for at, number in enumerate(numbers):
+            slots[at % _NUM_NUMBERS] = min(slots[at % _NUM_NUMBERS], number)
+        marks = [_mark(value) for value in fields.values()] + [0] * (_NUM_FIELDS - len(fields))
+        is_budget_settled = int(self._store.max_num_blocks is not None)
+        sent = [_MOST, is_budget_settled, *marks, *(-mark for mark in marks), *slots]
+        least = self._exchange(sent, mine=None)
+        differs = [
+            f"{name} ({low} on one, {-negated} on another)" if isinstance(value, int) else name
+            for (name, value), low, negated in zip(
+                fields.items(), least[2 : 2 + _NUM_FIELDS], least[2 + _NUM_FIELDS :], strict=False
+            )
+            if low != -negated
+        ]
+        if differs:
+            raise of_all_ranks(
+                CacheArgumentError(
+                    "the model is split over processes that must all be passed the same, and these are not the same on all: "
+                    f"{', '.join(differs)}; nothing was run"
+                )
+            )
+        self._settles_budget = not least[1]
+        slots = least[2 + 2 * _NUM_FIELDS :]
+        return [slots[at % _NUM_NUMBERS] for at in range(len(numbers))]
+
+    def refuse(self, error: BaseException, *, always: bool = False) -> None:
+        """This rank raises before its forward has been settled: the others are told, and raise, too.
+
+        Nothing is told twice, nor where no other rank waits. An interrupt is no refusal: it must not wait for anybody.
+
+        Args:
+            always: what is settled is another call's.
+        Raises:
+            PagedCacheError: another rank has refused for another kind of reason, which all ranks then raise.
+        """
+        if (self.is_settled and not always) or not isinstance(error, Exception):
+            return
+        if getattr(error, "is_of_all_ranks", False) or not self.are_several:
+            return
+        kind = next((number for number, kind in enumerate(_REFUSALS) if type(error) is kind), 0)
+        of_all_ranks(error)
+        sent = [kind * _MAX_RANKS + rank(), *[_MOST] * (1 + 2 * _NUM_FIELDS + _NUM_NUMBERS)]
+        self._exchange(sent, mine=kind)
+
+    def settled_budget(self) -> int | None:
+        """The most blocks that all ranks can have, once, after a forward before which some rank did not know its budget."""
+        if not self._settles_budget:
+            return None
+        self._settles_budget = False
+        with self._store.lock:
+            most = int(min(self._store.affordable_blocks(), _MOST))
+        for group in self._groups:
+            (most,) = least_of_ranks(group, [most])
+        return most
+
+    def _exchange(self, sent: list[int], *, mine: int | None) -> list[int]:
+        """The least of all ranks. Numbers, and what must be the same, only of those that are passed the same tokens.
+
+        Args:
+            mine: the number of this rank's refusal.
+        """
+        received = sent
+        for group in self._groups:
+            if group.share_inputs:
+                received = least_of_ranks(group, received)
+            else:
+                flags = least_of_ranks(group, [*received[:2], *[_MOST] * (len(received) - 2)])[:2]
+                received = [*flags, *received[2:]]
+        if received[0] < _MOST:
+            kind, who = divmod(received[0], _MAX_RANKS)
+            if kind != mine:
+                raise of_all_ranks(
+                    _REFUSALS[kind](f"rank {who} has refused this call, so no rank runs it; the reason stands there")
+                )
+        return received
+
+
+def of_all_ranks(error: _Error) -> _Error:
+    """Mark an error that every rank raises."""
+    error.is_of_all_ranks = True  # type: ignore[attr-defined]
+    return error
+
+
+def _mark(value: object) -> int:
+    """A number that differs where values do: of integers they themselves."""
+    if isinstance(value, int):
+        return int(value)
+    data = value if isinstance(value, bytes) else repr(value).encode()
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") >> 2
+
+
+def tokens_as_bytes(rows: Sequence[TokenIds]) -> bytes:
+    """The token ids of rows, and where each row ends."""
+    return b"".join(part for row in rows for part in (len(row).to_bytes(8, "big"), row.tobytes()))
