@@ -522,10 +522,11 @@ class Call:
         self.previous.free()
         self._writes.start()
         known = rows.known_columns()
-        start = before
+        start, held_back_by = before, "row"
         if request.keep_columns is None and request.bypass is None:
             start = first_column(known, start=before, stop=stop, num_needed=request.num_logits_needed)
-            start = max(before, int(min(start, latest_start)))
+            if latest_start < start:
+                start, held_back_by = max(before, int(latest_start)), "rank"
         self.counters.schedule(
             request,
             list(zip(members, rows.distinct, strict=True)),
@@ -533,6 +534,7 @@ class Call:
             start=start,
             end=limits.num_prompt_columns,
             computed_ahead=computed_ahead,
+            held_back_by=held_back_by,
         )
         if take_blocks(store, self, rows, request, limits):
             renew_reservation(store, self, rows, limits, stop)

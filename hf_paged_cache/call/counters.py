@@ -56,6 +56,7 @@ class PromptCounters:
         start: int,
         end: float,
         computed_ahead: Mapping[int, int],
+        held_back_by: str = "row",
     ) -> None:
         """Count a forward that computes the columns from `start` on, in the prompt's share of it: the columns up to `end`.
 
@@ -63,6 +64,7 @@ class PromptCounters:
             rows: row of the batch -> running row, which holds what is known, for each that runs.
             before: columns that the rows had.
             computed_ahead: row of the batch -> tokens computed for it, alone, just before.
+            held_back_by: "row" or "rank", of which another knows no more.
         """
         self._pending, self._is_bypassed = [], False
         if before >= end:
@@ -76,7 +78,7 @@ class PromptCounters:
             num_skipped = max(0, start - row.pad)
             count.computed_tokens = min(count.prompt_tokens, max(0, stop - max(start, row.pad)))
             if row.table.num_tokens - num_skipped > request.num_logits_needed:
-                why = request.keep_columns or "another row knows no more"
+                why = request.keep_columns or f"another {held_back_by} knows no more"
                 count.stopped = f"; known tokens from {num_skipped} on computed again: {why}"
         for member, num_ahead in computed_ahead.items():
             count = self._pending[member]  # what is computed twice, to fill a block, counts once

@@ -91,12 +91,8 @@ class Ranks:
             PagedCacheError: another rank has refused; of the kind that was raised there.
             CacheArgumentError: something differs that must be the same.
         """
-        fields = {
-            "what is run": what,
-            "block_size": self._store.block_size,
-            "verify": self._verifies,
-            **same,
-        }
+        always = {"what is run": what, "block_size": self._store.block_size, "verify": self._verifies}
+        fields = {**always, **same}
         slots = [_MOST] * _NUM_NUMBERS
         for at, number in enumerate(numbers):
             slots[at % _NUM_NUMBERS] = min(slots[at % _NUM_NUMBERS], number)
@@ -104,14 +100,14 @@ class Ranks:
         is_budget_settled = int(self._store.max_num_blocks is not None)
         sent = [_MOST, is_budget_settled, *marks, *(-mark for mark in marks), *slots]
         least = self._exchange(sent, mine=None)
-        differs = [
-            f"{name} ({low} on one, {-negated} on another)" if isinstance(value, int) else name
-            for (name, value), low, negated in zip(
-                fields.items(), least[2 : 2 + _NUM_FIELDS], least[2 + _NUM_FIELDS :], strict=False
-            )
-            if low != -negated
-        ]
-        if differs:
+        lows, highs = least[2 : 2 + _NUM_FIELDS], [-low for low in least[2 + _NUM_FIELDS : 2 + 2 * _NUM_FIELDS]]
+        if lows != highs:
+            comparable = fields if lows[0] == highs[0] else always  # else the other fields are about other things
+            differs = [
+                f"{name} ({low} on one, {high} on another)" if isinstance(value, int) else name
+                for (name, value), low, high in zip(comparable.items(), lows, highs, strict=False)
+                if low != high
+            ]
             raise of_all_ranks(
                 CacheArgumentError(
                     "the model is split over processes that must all be passed the same, and these are not the same on all: "
