@@ -51,7 +51,9 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
 WITHOUT_TORCH = ["errors", "stats", "locks", "blocks", "__init__", "__main__"]
 
 MAX_LINES = 500
-LONGER = {"call.call": "a state machine: its events are read together"}  # module -> why its one idea takes more lines
+LONGER = {  # module -> why its one idea takes more lines
+    "call.call": "a method for each event of a call, and what may come when; what they do to rows lies beside it",
+}
 
 FILES = {  # name inside the package -> file; a folder's own name is its __init__.py
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path

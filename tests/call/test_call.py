@@ -828,3 +828,55 @@ def test_a_call_is_running_inside_generate_and_while_a_forward_is_on_a_stack(ben
     assert not bench.call.is_running  # it died
     assert in_forward(lambda: bench.call.is_running)
     assert in_forward(lambda: in_thread(lambda: bench.call.is_running))
+
+
+# Admitted ahead of its schedule, while other processes are asked.
+
+
+@pytest.mark.parametrize("in_generate", [True, False])
+def test_what_was_admitted_is_there_when_it_is_scheduled(in_generate: bool) -> None:
+    store = BlockStore(BLOCK_SIZE, 6)
+    bench, other = Bench(store), Bench(store)
+    if in_generate:
+        bench.begin(limits(12, num_prompt=9))
+    given = request([*range(9)])
+    bench.call.prepare(given)
+    bench.call.admit(given)
+    with pytest.raises(OutOfBlocksError):
+        other.forward([*range(20, 32)])
+    bench.write(bench.call.schedule(given))
+    bench.call.confirm()
+    assert store.num_reserved_blocks(None) == 0  # nothing is left of it behind a plain forward, nor taken twice
+    assert other.forward([*range(20, 27)]).start == 0
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_what_was_admitted_and_not_run_is_given_back(goes_on: bool) -> None:
+    store = BlockStore(BLOCK_SIZE, 6)
+    bench = Bench(store)
+    if goes_on:
+        bench.forward([1, 2, 3])
+    given = request([*range(9)])
+    bench.call.prepare(given)
+    bench.call.admit(given)
+    assert store.num_reserved_blocks(None) > 1
+    bench.call.roll_back()
+    assert store.num_reserved_blocks(None) == 0
+    assert bench.tokens() == ([[1, 2, 3]] if goes_on else [])
+
+
+def test_a_forward_starts_no_later_than_it_may_and_writes_what_it_does_not_know(bench: Bench) -> None:
+    bench.begin()
+    bench.forward([*range(10)])
+    bench.begin()
+    given = request([*range(12)])
+    bench.call.prepare(given)
+    forward = bench.call.schedule(given, latest_start=5)
+    assert (forward.start, forward.stop) == (5, 12)
+    bench.write(forward)
+    bench.call.confirm()
+    assert bench.call.counters.rows[0].stopped.endswith(
+        "known tokens from 5 on computed again: another rank knows no more"
+    )
+    bench.call.prepare(more := request([7, 8]))
+    assert bench.call.schedule(more, latest_start=0).start == 12
