@@ -21,7 +21,7 @@ import hf_paged_cache
 from hf_paged_cache import PagedPrefixCache
 
 from . import lock_guard
-from .call.bench import Bench, limits
+from .call.bench import Bench, limits, request
 from .lock_guard import LockError
 from .reference import AtStep, batch, row, run
 from .tiny_models import build
@@ -35,7 +35,9 @@ OTHERWISE_TESTED = {
     "integration.hooks:detach": "test_attaching_and_detaching_at_once_leaves_all_or_nothing",
     "integration.ambient:open_block": "guards a tuple of this module, of no store",
     "integration.ambient:close_block": "guards a tuple of this module, of no store",
-    "integration.session:Session._read_conditions": "guards what is remembered of the model, of no store",
+    "model.conditioning:Conditioning.digest": "test_conditions_read_by_many_threads_are_the_same",
+    "integration.session:Session._schedule_on_all_ranks": "runs only where processes share a model",
+    "integration.ranks:Ranks.settled_budget": "runs only where processes share a model",
 }
 
 
@@ -146,6 +148,23 @@ def generate_and_ask() -> None:
     assert cache.layers[0].keys is not None
     cache.reset()
     cache.reset_prefix_cache()
+    cache.store.stats()
+    cache.store.reset_prefix_cache()
+
+
+def pin_where_rope_depends_on_length() -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    PagedPrefixCache(build("llama", rope_parameters=scaling, max_position_embeddings=32)).pin(row((1, 18)))
+
+
+def bypass() -> None:
+    model = build("llama")
+    cache, ids = PagedPrefixCache(model, num_blocks=2, on_full="bypass"), torch.tensor([row((1, 18))])
+    run(model, cache, input_ids=ids)
+    cache.reset()
+    with torch.no_grad():
+        model(ids[:, :10], past_key_values=cache)
+        model(ids[:, 10:], past_key_values=cache)  # its rows move out of the pool
 
 
 def share_a_prefix() -> None:
@@ -196,12 +215,23 @@ def run_and_end(bench: Bench) -> None:
     bench.call.drop_rows()
 
 
+def admit(bench: Bench) -> None:
+    given = request(range(1, 10))
+    bench.call.prepare(given)
+    bench.call.admit(given)
+
+
+def release(bench: Bench) -> None:
+    bench.call.release()
+
+
 def roll_back(bench: Bench) -> None:
     bench.schedule(range(1, 10))
     bench.call.roll_back()
 
 
-SCENES = [generate_and_ask, share_a_prefix, verify, fail_in_a_layer, ask_a_call(run_and_end), ask_a_call(roll_back)]
+SCENES = [generate_and_ask, pin_where_rope_depends_on_length, bypass, share_a_prefix, verify, fail_in_a_layer]
+SCENES += [ask_a_call(deed) for deed in (run_and_end, admit, release, roll_back)]
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)

@@ -39,6 +39,11 @@ class PromptCounters:
         """Calls that computed something."""
         return self.totals.num_calls
 
+    @property
+    def num_bypassed_calls(self) -> int:
+        """Calls of which a part ran without the store."""
+        return self.totals.num_bypassed_calls
+
     def start_call(self) -> None:
         """The rows counted from here on are another call's."""
         self.rows, self._pending, self._found, self._was_bypassed = [], [], (), False

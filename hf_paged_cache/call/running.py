@@ -72,11 +72,18 @@ def is_on_a_stack(wanted: Callable[[FrameType], bool], *, of_other_threads: bool
 
     Cost: looks at every frame of every thread, so it is asked where an answer of yes refuses something.
     """
-    here = threading.get_ident()
-    for thread, innermost in sys._current_frames().items():
-        frame: FrameType | None = None if of_other_threads and thread == here else innermost
-        while frame is not None:
-            if wanted(frame):
-                return True
-            frame = frame.f_back
-    return False
+    frame: FrameType | None = None
+    frames = sys._current_frames()
+    if of_other_threads:
+        del frames[threading.get_ident()]
+    try:
+        while frames:
+            _, frame = frames.popitem()
+            while frame is not None:
+                if wanted(frame):
+                    return True
+                frame = frame.f_back
+        return False
+    finally:
+        frame = None  # this function's own would be a cycle, and keep its callers' variables
+        frames.clear()

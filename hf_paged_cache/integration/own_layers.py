@@ -90,7 +90,9 @@ class OwnLayers:
                 getattr(layer, "activate_past_recording", lambda: None)()
         self._begins = not call.rows.alias
         if not self._begins:
-            for index in call.store.pool.layer_indices:
+            with call.store.lock:
+                held = call.store.pool.layer_indices
+            for index in held:
                 states = call.read_layer(index)
                 layers += [self.make_layer() for _ in range(len(layers), index + 1)]
                 layers[index].update(states["key"], states["value"])
@@ -102,9 +104,10 @@ class OwnLayers:
         self.layers = (
             layers  # from here on the rows are here; what an interrupt leaves to the call, its next event ends
         )
-        limits = call.limits
-        call.drop_rows()
-        call.limits = limits
+        with call.store.lock:
+            limits = call.limits
+            call.drop_rows()
+            call.limits = limits
         logger.info("%s. This call runs without the store", refusal)
 
     def start_forward(self, arguments: Mapping[str, Any]) -> None:
@@ -120,11 +123,11 @@ class OwnLayers:
         if not why and not counters.rows:
             why = _WITHOUT_STORE  # another call, in which these rows go on
         num_tokens = _num_tokens(arguments, end - before) if before < end or why else []
-        with call.store.lock:
-            counters.bypass(num_tokens, why, begins=begins)
         layers = self.layers or ()
         self._before = [(_num_columns(layer), dict(vars(layer)) if _has_window(layer) else {}) for layer in layers]
-        call.num_scheduled += 1
+        with call.store.lock:
+            counters.bypass(num_tokens, why, begins=begins)
+            call.num_scheduled += 1
 
     def confirm(self) -> None:
         """The forward has returned."""

@@ -52,7 +52,8 @@ class SideForwards:
     def sibling(self, rows: Rows | None = None) -> Iterator[SiblingCache]:
         """A sibling that goes on with `rows`, or has none; until the block is left it holds what it computed."""
         cache = self._make_cache()
-        cache.call.counters = PromptCounters()  # counted by the call that it is run for
+        with cache.call.store.lock:
+            cache.call.counters = PromptCounters()  # counted by the call that it is run for
         try:
             if rows is not None:
                 cache.call.take_over(rows, ended=True)

@@ -59,8 +59,8 @@ def test_drafts_that_are_looked_up_in_the_prompt_may_go_beyond_the_last_token(
     columns: list[int] = []
     confirm = Call.confirm
 
-    def noting(call: Call) -> Any:
-        forward = confirm(call)
+    def noting(call: Call, *args: Any, **kwargs: Any) -> Any:
+        forward = confirm(call, *args, **kwargs)
         columns.append(forward.stop)
         return forward
 

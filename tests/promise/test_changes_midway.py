@@ -1,0 +1,227 @@
+"""Conditions that change while a call runs, and change back: what was computed under others is never found again.
+
+Each change is one that comes back as it was (a hook that moves a layer's output), so that the root of before is asked for
+again; a weight's count of writes never comes back.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_paged_cache import CacheBusyError, PagedPrefixCache, PrefixStore
+from hf_paged_cache.model.conditioning import Conditioning
+
+from ..internals import make_forwards_cheap
+from ..reference import IDS, TOLERANCE, AtStep, assert_same, batch, is_same, row, run
+from ..tiny_models import build
+from .test_guards import in_another_thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Change:
+    """Another condition from `begin` to `end`: the numbers of the first layer's output are another's."""
+
+    def __init__(self, model: Any) -> None:
+        self.layer: nn.Module = model.model.layers[0]
+        self._handle: Any = None
+
+    def begin(self) -> None:
+        self._handle = self.layer.register_forward_hook(lambda *given: given[-1].roll(1, dims=-1))
+
+    def end(self) -> None:
+        self._handle.remove()
+
+
+@pytest.fixture
+def change(model: PreTrainedModel) -> Change:
+    return Change(model)
+
+
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"prefill_chunk_size": 20}], ids=["greedy", "beams", "chunks"])
+def test_a_prompt_computed_under_other_conditions_than_were_read_is_not_kept(
+    way: dict[str, Any], model: PreTrainedModel
+) -> None:
+    cache, once = PagedPrefixCache(model, block_size=4), []
+    change = Change(model)
+
+    def begin(*_: Any) -> None:
+        while once:
+            once.pop()()
+
+    change.layer.register_forward_pre_hook(begin)  # there from the start
+    wanted = run(model, input_ids=IDS)
+    once.append(change.begin)
+    run(model, cache, input_ids=IDS, **way)
+    change.end()
+    assert_same(wanted, run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 0
+    assert cache.stats().num_blocks_in_use + cache.stats().num_cached_blocks == 14  # those of the last call
+
+
+def test_a_plain_forward_under_other_conditions_than_were_read_is_not_kept(model: PreTrainedModel) -> None:
+    cache, once = PagedPrefixCache(model, block_size=4), []
+    change = Change(model)
+
+    def begin(*_: Any) -> None:
+        while once:
+            once.pop()()
+
+    change.layer.register_forward_pre_hook(begin)
+    with torch.no_grad():
+        wanted = model(IDS, use_cache=False).logits[:, -1]
+        model(IDS[:, :20], past_key_values=cache, logits_to_keep=1)
+        once.append(change.begin)
+        model(IDS[:, 20:40], past_key_values=cache, logits_to_keep=1)
+        change.end()
+        cache.reset()
+        got = model(IDS, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    assert (got - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+    assert cache.last_call.reused_tokens == 20  # of the forward that ran as was read
+
+
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_what_generate_adds_under_other_conditions_is_not_kept_and_its_prompt_is(
+    way: dict[str, Any], model: PreTrainedModel, change: Change
+) -> None:
+    """Full blocks of it were committed while the call ran: other calls may have found them, no later one does."""
+    cache = PagedPrefixCache(model, block_size=4)
+    run(model, cache, input_ids=IDS, max_new_tokens=20, logits_processor=[AtStep(3, change.begin)], **way)
+    change.end()
+    said = run(model, input_ids=IDS, max_new_tokens=12).sequences
+    cache.reset()
+    assert cache.stats().num_cached_blocks == 12  # the prompt's
+    assert_same(run(model, input_ids=said), run(model, cache, input_ids=said))
+    assert cache.last_call.reused_tokens == 48
+
+
+def test_rows_that_went_on_under_other_conditions_match_no_further_than_these_held(
+    model: PreTrainedModel, change: Change
+) -> None:
+    """The call's own rows become previous rows, of which even a part of a block is matched."""
+    cache = PagedPrefixCache(model, block_size=4)
+    got = run(model, cache, input_ids=IDS, max_new_tokens=9, logits_processor=[AtStep(2, change.begin)])
+    change.end()
+    assert_same(run(model, input_ids=got.sequences), run(model, cache, input_ids=got.sequences))
+    assert cache.last_call.reused_tokens == 50
+
+
+def test_a_change_that_is_over_before_anybody_looks_is_not_seen(model: PreTrainedModel, change: Change) -> None:
+    """As docs/what_is_reused.md says. This is what the look at the end of a call cannot find; `verify` can."""
+    cache, steps = PagedPrefixCache(model, block_size=4), [AtStep(3, change.begin), AtStep(8, change.end)]
+    got = run(model, cache, input_ids=IDS, max_new_tokens=12, logits_processor=steps).sequences
+    assert not is_same(run(model, input_ids=got), run(model, cache, input_ids=got))
+
+
+def test_frequencies_that_another_thread_has_changed_meanwhile_leave_nothing() -> None:
+    """Whether the forward has used its own or the other's cannot be said afterwards."""
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = build("llama", rope_parameters=scaling, max_position_embeddings=32)
+    cache, ids, armed = PagedPrefixCache(model, block_size=4), torch.tensor([row((1, 40))]), []
+
+    def disturb(*_: Any) -> None:
+        if armed:  # what the forward of a short prompt does
+            model.model.rotary_emb(torch.zeros(1), torch.tensor([[0]]))
+
+    model.model.layers[1].register_forward_pre_hook(disturb)
+    wanted = run(model, input_ids=ids)
+    run(model, cache, input_ids=ids)
+    assert cache.stats().num_blocks_in_use == 12
+    cache.reset_prefix_cache()
+    armed.append(True)
+    run(model, cache, input_ids=ids)
+    armed.clear()
+    cache.reset()
+    assert cache.stats().num_cached_blocks == 0
+    assert_same(wanted, run(model, cache, input_ids=ids))
+
+
+def test_conditions_read_by_many_threads_are_the_same_and_each_weight_is_listed_once(
+    model: PreTrainedModel, switching: None
+) -> None:
+    conditioning = Conditioning(model)
+    layer = model.model.layers[0].mlp
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            layer.up_proj.weight = nn.Parameter(layer.up_proj.weight.detach().clone())  # so it is listed again
+            digests = list(pool.map(lambda _: conditioning.digest(), range(16)))
+            assert len(set(digests)) == 1
+
+
+# A reset in between.
+
+
+def test_a_reset_while_what_rows_share_is_computed_is_refused_and_changes_nothing(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a plain forward, of which no bracket tells."""
+    make_forwards_cheap(monkeypatch)
+    store = PrefixStore(model, block_size=4)
+    cache, other = PagedPrefixCache(store), PagedPrefixCache(store)
+    errors: list[BaseException] = []
+    armed = False
+
+    def reset(*_: Any) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            for act in (store.reset_prefix_cache, cache.reset_prefix_cache):
+                errors.extend(in_another_thread(act))
+                with pytest.raises(CacheBusyError):
+                    act()
+
+    model.model.layers[1].mlp.register_forward_pre_hook(reset)
+    rows = batch([*row((1, 40)), *row((2, 5))], [*row((1, 40)), *row((3, 5))])
+    ended = run(model, other, input_ids=IDS)
+    with torch.no_grad():
+        wanted = model(**rows, use_cache=False).logits[:, -1]
+        armed = True
+        got = model(**rows, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    assert [type(error) for error in errors] == [CacheBusyError] * 2
+    assert (got - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+    assert cache.last_call.rows[0].computed_tokens + cache.last_call.rows[1].computed_tokens < 90
+    again = torch.cat([ended.sequences, torch.tensor([row((7, 3))])], 1)
+    run(model, other, input_ids=again)
+    assert other.last_call.reused_tokens == ended.sequences.shape[1] - 1  # its rows were there, partial block and all
+
+
+# A model with a lock of its own.
+
+
+def test_two_threads_on_a_model_whose_forward_takes_a_lock_both_come_to_an_end(
+    model: PreTrainedModel, switching: None
+) -> None:
+    store, lock, held = PrefixStore(model, block_size=4), threading.Lock(), threading.local()
+
+    def take(*_: Any) -> None:
+        if not getattr(held, "it", False):
+            lock.acquire()
+            held.it = True
+
+    def give(*_: Any) -> None:
+        held.it = False
+        lock.release()
+
+    model.model.register_forward_pre_hook(take)
+    model.model.register_forward_hook(give)
+    wanted = run(model, input_ids=IDS)
+    run(model, PagedPrefixCache(store), input_ids=IDS)
+    ended: list[bool] = []
+
+    def work() -> None:
+        cache = PagedPrefixCache(store, verify=True)
+        ended.extend(is_same(wanted, run(model, cache, input_ids=IDS)) for _ in range(5))
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert ended == [True] * 10
