@@ -84,6 +84,27 @@ def is_same(reference: Any, output: Any) -> bool:
     return True
 
 
+class _Noise(LogitsProcessor):
+    """Moves scores as much as rounding does."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + 1e-6 * scores.abs().max() * torch.randn(scores.shape, generator=self.generator)
+
+
+def is_tie(model: PreTrainedModel, reference: Any, seed: int, given: dict[str, Any]) -> bool:
+    """Whether the reference gives other tokens once its scores move by a rounding error."""
+    for trial in range(8):
+        noisy = run(
+            model, seed=seed, **{**given, "logits_processor": [_Noise(trial), *given.get("logits_processor", ())]}
+        )
+        if not noisy.sequences.equal(reference.sequences):
+            return True
+    return False
+
+
 class AtStep(LogitsProcessor):
     """Does something at one step of `generate`, counted from 1, and changes no score."""
 
