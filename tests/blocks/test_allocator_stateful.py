@@ -435,24 +435,6 @@ def random_step(driver: Driver, rng: random.Random) -> None:
             driver.free(which, collected=operation == "collect")
 
 
-@pytest.mark.parametrize(("num_blocks", "num_steps"), [(9, 60_000), (17, 40_000), (2, 4_000)])
-def test_random_operations_agree_with_a_naive_model(num_blocks: int, num_steps: int) -> None:
-    rng = random.Random(num_blocks)
-    driver = Driver(num_blocks)
-    for _ in range(num_steps):
-        random_step(driver, rng)
-        driver.compare()
-    assert driver.num_refused > 100  # refusals were seen, too
-    assert driver.model.evictions > 100 or num_blocks == 2
-    while driver.tables:
-        driver.free(0, collected=False)
-    while driver.awaiting:
-        driver.end_immutable(0, computed=False)
-    driver.compare()
-    assert driver.allocator.num_blocks_in_use == 0  # scenario 62: nothing leaks
-    assert driver.allocator.num_available_blocks == driver.model.num_blocks - 1
-
-
 class AllocatorMachine(RuleBasedStateMachine):
     """The same operations, chosen by hypothesis, so that a failure comes back as its shortest program."""
 
