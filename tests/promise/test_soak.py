@@ -1,0 +1,42 @@
+"""Two minutes of `benchmarks/soak`, in a process of its own; half an hour is a command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+if not (ROOT / "benchmarks").exists():
+    pytest.skip("the benchmarks are not beside the tests", allow_module_level=True)
+
+
+def test_two_minutes_of_the_soak_lose_no_block_and_give_no_wrong_result(tmp_path: Path) -> None:
+    path = tmp_path / "soak.json"
+    command = [sys.executable, "-m", "benchmarks.soak", "--minutes", "2", "--seed", "0", "--shrink", "60"]
+    run = subprocess.run([*command, "--json", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, f"{run.stdout[-8000:]}\n{run.stderr[-8000:]}"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert report["problems"] == []
+    assert report["counts"]["calls"] > 300
+    assert report["num_faults"] > 60
+    assert report["faults"]["interrupt"] > 10
+    assert report["counts"]["times at rest"] > 3
+
+
+def test_growing_memory_is_a_problem() -> None:
+    code = (
+        "from benchmarks.soak.report import Report\n"
+        "for growth in (0.0, 0.1):\n"
+        "    report = Report()\n"
+        "    for number in range(40):\n"
+        "        report.memory.append({'seconds': number, 'rss_bytes': 1e8 * (1 + growth * number), 'objects': 5})\n"
+        "    report.judge_memory()\n"
+        "    print(len(report.problems))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["0", "1"]
