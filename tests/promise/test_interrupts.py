@@ -1,14 +1,51 @@
-"""A short run of `tests.interrupts`; the long one is a command."""
+"""A short run of `tests.interrupts`; the long one is a command. And the lines that a random one rarely meets, one by one."""
 
 from __future__ import annotations
+
+import contextlib
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from ..interrupts import interrupts
+from ..reference import assert_same, run
+from ..tiny_models import tiny
+from .test_interrupted_calls import CALLS, Interrupter, assert_all_accounted_for, prepared
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # an interrupt inside a finalizer
+]
 
 
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt inside a finalizer
 def test_after_each_of_many_interrupts_the_same_cache_makes_the_next_call_right() -> None:
     places = interrupts(60, seed=0)
     assert len(places) > 10
+
+
+class ConfirmInterrupter(Interrupter):
+    """Interrupts only where a forward is confirmed."""
+
+    def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return super()._enter_frame(frame, event, arg) if frame.f_code.co_name == "confirm" else None
+
+
+def test_wherever_the_confirming_of_a_hit_is_interrupted_the_next_call_on_the_cache_is_right() -> None:
+    """Its forward started behind column 0, which the next call must not take for columns of its own."""
+    model, wanted = tiny("llama"), {name: run(tiny("llama"), max_new_tokens=2, **CALLS[name]) for name in CALLS}
+    cache = prepared("contiguous")
+    with ConfirmInterrupter() as counter:
+        run(model, cache, max_new_tokens=2, **CALLS["greedy"])
+    assert cache.last_call.reused_tokens
+    for at_line in range(1, counter.num_lines + 1):
+        for name in ("greedy", "chunks"):
+            cache = prepared("contiguous")
+            with ConfirmInterrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
+                run(model, cache, max_new_tokens=2, **CALLS["greedy"])
+            try:
+                assert_same(wanted[name], run(model, cache, max_new_tokens=2, **CALLS[name]))
+                assert_all_accounted_for(cache)
+            except BaseException as error:
+                error.add_note(f"{name} after an interrupt at {interrupter.place}")
+                raise
