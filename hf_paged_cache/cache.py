@@ -188,7 +188,7 @@ class PagedPrefixCache(Cache):
         """
         if layer_idx < 0:
             layer_idx += len(self.layers)
-        if self._own_layers.has_rows:
+        if self._own_layers.layers is not None:
             return self._own_layers.num_columns_of(layer_idx)
         if layer_idx and not self.store.blocks.pool.has_layer(layer_idx):
             return 0

@@ -49,9 +49,9 @@ def build(self, *given, honest=PagedPrefixCache.__init__, **options):
     honest(self, *given, **options)
     generating = self.generating
 
-    def generating_anew(model, given):
+    def generating_anew(*given):
         self.reset_prefix_cache()
-        return generating(model, given)
+        return generating(*given)
 
     self.generating = generating_anew
 

@@ -31,7 +31,8 @@ class BlockTable:
         >>> table = BlockTable(allocator, root_hash(b"model"))
         >>> table.allocate([1, 2, 3]), table.block_ids  # tokens hit, blocks held
         (0, [1, 2])
-        >>> table.commit_full_blocks(3)
+        >>> len(table.commit_full_blocks(3))
+        1
         >>> BlockTable(allocator, root_hash(b"model")).allocate([1, 2, 9])
         2
     """

@@ -284,11 +284,12 @@ class Call:
 
     def roll_back(self) -> None:
         """Take back a forward that was never confirmed. Without one: nothing."""
-        if self.state is not CallState.SCHEDULED:
+        if self.state is not CallState.SCHEDULED and self.forward is None:
             return
         self.check_not_busy()
         with self.store.lock:
-            if self.state is not CallState.SCHEDULED:  # it was another thread's `crop`, which is done
+            if self.state is not CallState.SCHEDULED:  # another thread's `crop` is done, or `confirm` was, but for this
+                self.forward = None
                 return
             forward, self.forward = self.forward, None
             if forward is not None and self.rows.num_columns == forward.stop:  # `confirm` had come so far

@@ -7,10 +7,10 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache, wraps
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -39,23 +39,6 @@ logger = logging.getLogger("hf_paged_cache")
 _GRADIENTS = (
     "gradients are on and may flow through every token (run the forward in torch.no_grad() where none are needed)"
 )
-_Scheduling = Callable[["Session", Any, Mapping[str, Any]], Mapping[str, Any]]
-
-
-def _refused_by_all_ranks(before_forward: _Scheduling) -> _Scheduling:
-    """What one rank refuses, all refuse."""
-
-    @wraps(before_forward)
-    def refusing(session: "Session", model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        try:
-            return before_forward(session, model, arguments)
-        except Exception as error:
-            session._ranks.refuse(error)
-            raise
-
-    return refusing
-
-
 _ANOTHER_CACHE = "use another cache on the same store for this one: PagedPrefixCache(cache.store)"
 
 
@@ -145,7 +128,6 @@ class Session:
                     self._was_overtaken = self.is_open  # by a generate inside of another
                 self._log()
 
-    @_refused_by_all_ranks
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Schedule a forward; returns the arguments that it is to run with.
 
@@ -156,11 +138,15 @@ class Session:
             return self._before_forward(model, arguments)
         except OutOfBlocksError as refusal:  # the one place where a refusal becomes a bypass
             if not self._bypasses:
+                self._ranks.refuse(refusal)
                 raise
             self.own_layers.take_over(refusal, records_past=self.records_drafts)
             self._ranks.is_settled = True  # a refusal is all ranks'
             self.own_layers.start_forward(arguments)
             return arguments
+        except Exception as error:
+            self._ranks.refuse(error)
+            raise
 
     def _before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         self._require_model(model)
@@ -210,10 +196,13 @@ class Session:
 
     def after_forward(self, output: Any) -> Any:
         """Confirm the forward; returns what its caller is to get, a row for each that it passed."""
+        call, held = self._call, None
+        if call.forward is not None and call.forward.is_step:
+            call.confirm(conditions_held=None)
+            return output
         if self.own_layers.is_running:
             self.own_layers.confirm()
             return output
-        call, held = self._call, None
         if self._regime and self._conditioning.rope.now() != self._regime:
             held = False
         elif call.num_scheduled == 1 or not self.is_open:

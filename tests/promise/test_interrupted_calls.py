@@ -253,8 +253,8 @@ def test_wherever_the_end_of_a_forward_is_interrupted_it_has_happened_or_not(
         with Interrupter() as counter:
             forward(cache, num_known, 25)
     lengths = set()
-    num_last = 60 if num_blocks is None else 120  # lines from the end, among them the one that confirms
-    for at_line in range(counter.num_lines - num_last, counter.num_lines + 1, num_last // 60):
+    num_last = 180  # lines from the end, among them the one that confirms
+    for at_line in range(counter.num_lines - num_last, counter.num_lines + 1, 3):
         cache = begun()
         with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             forward(cache, num_known, 25)

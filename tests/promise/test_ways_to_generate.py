@@ -175,7 +175,7 @@ def hidden_states_and_attentions(play: Player) -> None:
     play.call(**batch(PROMPT), **asked, reused=0)
     output = play.whole(**batch(PROMPT), **asked, reused=0)
     assert output.hidden_states[0][0].shape[1] == output.attentions[0][0].shape[2] == 50
-    assert "asked for" in play.cache.last_call.rows[0].stopped
+    assert "asked for" in play.cache.last_call.rows[0].stopped or not play.reuses
     play.whole(**batch(row((1, 40), (2, 9)), PROMPT), **asked, reused=0)
     play.whole(**batch(row((1, 40), (2, 9))), **asked, num_beams=3, reused=0)
     play.hit(**batch(PROMPT), reused=48)  # what such calls computed is reused as ever
