@@ -110,9 +110,9 @@ class Interruptible:
         timer = threading.Timer(delay, self._send)
         try:
             try:
+                timer.start()  # first: an interrupt inside would leave its own lock unlocked
                 with self._lock:
                     self._thread = threading.get_ident()
-                timer.start()
                 return act()
             finally:
                 self._close(timer)

@@ -41,6 +41,18 @@ class CallState(Enum):
     ENDED = "has ended and keeps its rows"
 
 
+class _Reservation:
+    """Of a `generate` that nobody has ended."""
+
+    def __init__(self, call: "Call") -> None:
+        self._call = call
+
+    def end(self) -> None:
+        """Give it back, unless another one has begun since."""
+        if not self._call.brackets:
+            self._call.store.reserve(self._call, 0)
+
+
 class Call:
     """The rows that one cache runs, from their first forward to the end.
 
@@ -439,6 +451,10 @@ class Call:
         """The cache is being collected, perhaps inside a line of ours: only note what the store will have to end."""
         if self.rows.distinct:
             self.store.left_behind.append(self.rows)
+
+    def leave_reservation(self) -> None:
+        """The `generate` was left without its end; this may run inside a line of ours, so the store gives it back later."""
+        self.store.left_behind.append(_Reservation(self))
 
     def read_layer(self, layer_idx: int) -> dict[str, Tensor]:
         """name -> [R, H, columns, D] of a layer's rows, a copy, with its gradients; empty without rows."""
