@@ -118,11 +118,11 @@ class Session:
             self._ranks.refuse(error, always=bracket not in call.brackets)
             raise
         finally:
-            if (
-                bracket in call.brackets and bracket() is None
-            ):  # long left, and only found now, perhaps inside a line of ours
+            if bracket not in call.brackets:
+                pass  # refused, or another has begun since
+            elif bracket() is None:  # its end was skipped, and it is found only now, perhaps inside a line of ours
                 call.leave_reservation()
-            elif bracket in call.brackets:
+            else:
                 call.brackets.close(bracket)  # first: however the rest is interrupted, no call runs any more
                 self._ranks.is_settled = False
                 held = call.rows.are_trusted or self._conditions_hold()
