@@ -22,7 +22,7 @@ from .attention.contiguous import ContiguousReader
 from .attention.gather import GatherReader
 from .call.call import Call, CallState
 from .errors import BlockStateError, CacheArgumentError, CacheBusyError
-from .integration.ambient import block_to_close, close_block, open_block
+from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
 from .integration.hooks import attach, detach
 from .integration.layers import PagedIndexedLayer, PagedLayer
 from .integration.ranks import Ranks
@@ -246,6 +246,7 @@ class PagedPrefixCache(Cache):
 
     def reset(self) -> None:
         """Drop the running rows and their contiguous copy, as transformers means it; full blocks stay in the prefix cache."""
+        self._own_layers.check_not_busy()
         self.call.drop_rows()
         self._own_layers.end()
 
@@ -402,13 +403,13 @@ class PagedPrefixCache(Cache):
         that a generator holds open across `yield` is open for its caller, too, as with `decimal.localcontext`.
         """
         attach(self.store.model)
-        open_block(self.store.model, self, opener=id(sys._getframe(1)))
+        open_scope(AmbientScope(self.store.model, self, opener=id(sys._getframe(1))))
         return self
 
     def __exit__(self, *raised: object) -> None:
-        block = block_to_close(self, id(sys._getframe(1)))
-        if block is not None:
-            close_block(block)
+        scope = scope_to_close(self, id(sys._getframe(1)))
+        if scope is not None:
+            close_scope(scope)
         self._reset_if_free()
 
     @contextlib.contextmanager
@@ -429,12 +430,16 @@ class PagedPrefixCache(Cache):
             True
         """
         attach(self.store.model)
-        block = open_block(self.store.model, self, in_all_threads=True)
+        scope = AmbientScope(self.store.model, self, in_all_threads=True)
         try:
-            yield self
+            open_scope(scope)
+            try:
+                yield self
+            finally:
+                close_scope(scope)
+                self._reset_if_free()
         finally:
-            close_block(block)
-            self._reset_if_free()
+            close_scope(scope)  # also where opening it was interrupted
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PagedPrefixCache":
         """A second cache on the same store, whose rows hold the same blocks; K/V are copied only of a bypassed call."""
@@ -460,8 +465,10 @@ class PagedPrefixCache(Cache):
         return self._session.is_open
 
     def _reset_if_free(self) -> None:
-        with contextlib.suppress(CacheBusyError):  # another thread's generate runs on it, and keeps its rows
-            self.reset()
+        """At the end of a block, unless a call runs on the cache, also of this thread: then that keeps its rows."""
+        if not self.call.is_in_use:
+            with contextlib.suppress(CacheBusyError):  # one has begun since
+                self.reset()
 
     def sibling(self) -> "PagedPrefixCache":
         """Another cache on the same store, under the same conditions."""

@@ -2,10 +2,11 @@
 
 A forked child has one thread, the one that forked. A lock that another one held would be held there for ever, and what it
 guards would be half changed. So all locks are taken before a fork and given back after it, in parent and child. None is
-held while a model runs, a user is called back, or a file is read, so a fork waits for a few lines of ours at most; and
-nobody who holds one waits for another, so their order does not matter.
+held while a forward runs, a user is called back, or a file is read, so a fork waits for a few lines of ours at most (a write
+of keys and values, at longest); and nobody who holds one waits for another, so their order does not matter.
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -43,15 +44,16 @@ _others: set[int] = set()  # threads that lived when it began, but for the one t
 def _before_fork() -> None:
     _registering.acquire()
     for lock in list(_locks):
-        lock.acquire()
         _taken.append(lock)
+        lock.acquire()
     _others.update(sys._current_frames().keys() - {threading.get_ident()})
 
 
 def _after_fork() -> None:
     _others.clear()
     while _taken:
-        _taken.pop().release()
+        with contextlib.suppress(RuntimeError):  # interrupted before it was taken
+            _taken.pop().release()
     _registering.release()
 
 

@@ -42,6 +42,7 @@ EXEMPT: dict[type, dict[str, str]] = {
     BlockStore: {
         "block_size": "never changes",
         "add_holder": "takes the lock",
+        "read_budget": "takes the lock, but for the time in which it reads files",
     },
     PromptCounters: {
         "of_call": "rows of the call that the caller runs itself; lists are replaced, not changed",

@@ -33,10 +33,11 @@ LOCK = re.compile(r"(\.lock|\._lock|_attaching|_opening|_registering)$")
 OTHERWISE_TESTED = {
     "integration.hooks:attach": "test_threads_that_attach_a_model_at_once_attach_it_once",
     "integration.hooks:detach": "test_attaching_and_detaching_at_once_leaves_all_or_nothing",
-    "integration.ambient:open_block": "guards a tuple of this module, of no store",
-    "integration.ambient:close_block": "guards a tuple of this module, of no store",
+    "integration.ambient:open_scope": "guards a tuple of this module, of no store",
+    "integration.ambient:close_scope": "guards a tuple of this module, of no store",
     "model.conditioning:Conditioning.digest": "test_conditions_read_by_many_threads_are_the_same",
     "integration.session:Session._schedule_on_all_ranks": "runs only where processes share a model",
+    "store.block_store:BlockStore.read_budget": "before the first forward is confirmed; a look at devices, and one number",
     "integration.ranks:Ranks.settled_budget": "runs only where processes share a model",
 }
 

@@ -97,8 +97,13 @@ class Call:
     @property
     def is_running(self) -> bool:
         """Whether a `generate` is running, a forward in any thread, or rows of plain forwards that may go on."""
-        goes_on = self.state is CallState.CONFIRMED and bool(self.rows.alias)
-        return goes_on or bool(self.brackets) or is_on_a_stack(self._is_forward)
+        goes_on = self.state is CallState.CONFIRMED and bool(self.rows.alias) and not self.brackets.were_left_open
+        return goes_on or self.is_in_use
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a `generate` is running, or a forward in any thread."""
+        return bool(self.brackets) or is_on_a_stack(self._is_forward)
 
     def begin(self, bracket: ref[Bracket], limits: CallLimits, *, keep_rows: bool) -> None:
         """`generate` is entered: the rows so far become previous rows, unless only new tokens are passed.
@@ -275,6 +280,8 @@ class Call:
         forward, store = self.forward, self.store
         if forward is None:
             raise ForwardMismatchError(f"nothing to confirm: the call {self.state.value}")
+        if not store.writing_layers:
+            store.read_budget()
         with store.lock:
             try:
                 self._writes.require_all()
@@ -325,9 +332,11 @@ class Call:
 
         Raises:
             CacheArgumentError: a source that is no row; nothing has changed.
+            CacheBusyError: a `generate` or a forward of another thread is running on them.
         """
         rows, reader = self.rows, self.reader
         with self.store.lock:
+            self.require_no_generate_elsewhere()
             self.roll_back()
             if not rows.alias:
                 return
@@ -356,9 +365,11 @@ class Call:
 
         Raises:
             CacheArgumentError: there are not that many.
+            CacheBusyError: a `generate` or a forward of another thread is running on them.
         """
         rows = self.rows
         with self.store.lock:
+            self.require_no_generate_elsewhere()
             self.roll_back()
             if num_columns == 0 or not rows.alias:
                 return
@@ -406,10 +417,7 @@ class Call:
         """
         with self.store.lock:
             self.check_not_busy()
-            if self.brackets.are_of_another_thread():
-                raise CacheBusyError(
-                    "a generate call of another thread is running on this cache; reset it when it has ended"
-                )
+            self.require_no_generate_elsewhere()
             self.roll_back()
             self._judge(conditions_held=False)  # in the middle of a call nobody has looked
             self._end_rows()
@@ -464,20 +472,21 @@ class Call:
             read = gather_rows(self.store.pool, layer_idx, self.rows)
             return self._writes.gradients.in_place_of(layer_idx, read, self.rows.alias)
 
-    def has_forward_elsewhere(self) -> bool:
-        """Whether another thread runs a forward on the cache, in whatever state the call is."""
-        return is_on_a_stack(self._is_forward, of_other_threads=True)
-
     def check_not_busy(self) -> None:
         """Raises CacheBusyError while a forward of this call runs in another thread that lives."""
-        if self._runs_in_another_thread():
+        if self.state is CallState.SCHEDULED:
+            self.require_no_forward_elsewhere()
+
+    def require_no_forward_elsewhere(self) -> None:
+        """Raises CacheBusyError while another thread runs a forward on the cache, in whatever state the call is."""
+        if is_on_a_stack(self._is_forward, of_other_threads=True):
             raise CacheBusyError(
                 "this cache is running a forward in another thread; use one cache a call: "
                 "PagedPrefixCache(cache.store) shares all blocks"
             )
 
     def lose_threads(self, idents: frozenset[int]) -> None:
-        """These threads are not there: drop the rows of a call that ran in one of them. The store's lock is held."""
+        """These threads ended with a fork: drop the rows of a call that ran in one of them. The store's lock is held."""
         if self.brackets.lose_threads(idents) or self._thread in idents:
             self.drop_rows()
 
@@ -492,9 +501,6 @@ class Call:
             return True
         demand = self._demand or demand_of(self.store, self.rows, self.limits, num_columns)
         return demand.num_blocks - num_shared_blocks <= self.store.num_obtainable_blocks(self) + demand.num_released
-
-    def _runs_in_another_thread(self) -> bool:
-        return self.state is CallState.SCHEDULED and self.has_forward_elsewhere()
 
     def _begin_rows(self, request: ForwardRequest) -> None:
         """Begin rows with what is known; but where too few blocks would be left, without what only previous rows know.
@@ -574,6 +580,13 @@ class Call:
         """Whether each row runs under the conditions of the request, so that it may go on token by token without a look."""
         rows = zip(self.rows.in_batch(), request.rows, strict=True)
         return all(row.root == new.root and row.pad == new.pad for row, new in rows)
+
+    def require_no_generate_elsewhere(self) -> None:
+        """Raises CacheBusyError while a `generate` of another thread is running."""
+        if self.brackets.are_of_another_thread():
+            raise CacheBusyError(
+                "a generate call of another thread is running on this cache; change its rows when it has ended"
+            )
 
     def _judge(self, *, conditions_held: bool) -> None:
         """Keep or take back what was computed since the last judgement."""

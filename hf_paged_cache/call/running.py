@@ -12,11 +12,10 @@ from weakref import ref
 
 
 class Bracket:
-    """One running `generate`. A variable of its frame alone holds it, deleted in a `finally`.
+    """One running `generate`. A variable of its frame alone holds it; all others get a weak reference.
 
-    No interrupt comes between an exception and the first line of the `finally` it leads to, if that is no call: the interpreter looks for
-    signals at calls and jumps. So a bracket is gone however its frame is left, even where a traceback keeps the frame.
-    Whoever is given a bracket is given a weak reference.
+    The frame's `finally` begins with `del bracket`. The interpreter takes signals at calls and jumps, and there is neither before
+    that; so the bracket goes however the frame is left, also where a traceback keeps the frame.
     """
 
     __slots__ = ("__weakref__",)
@@ -50,6 +49,11 @@ class Brackets:
     def close(self, bracket: ref[Bracket]) -> None:
         """It is left; one that was never opened is ignored."""
         self._open = tuple(held for held in self._still_open() if held.bracket is not bracket)
+
+    @property
+    def were_left_open(self) -> bool:
+        """Whether a `generate` is gone that never closed its bracket: its rows do not go on."""
+        return bool(self._open) and not self
 
     def forget_closed(self) -> None:
         """A bracket that is gone without having been closed counts as closed."""

@@ -47,10 +47,8 @@ class GenerateBracket:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.replaced = model.__dict__.get("generate")  # None: the class's own was used
-        self.handles = [
-            model.register_forward_pre_hook(before_forward, with_kwargs=True),
-            model.register_forward_hook(after_forward, with_kwargs=True),
-        ]
+        model.register_forward_pre_hook(before_forward, with_kwargs=True)
+        model.register_forward_hook(after_forward, with_kwargs=True)
         self.__doc__ = type(model).generate.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,6 +112,7 @@ def attach(model: Any) -> None:
     """Attach bracket and hooks; a model that has them is left as it is."""
     with _attaching:
         if not is_attached(model):
+            _remove_hooks(model)  # of an `attach` or a `detach` that was interrupted
             model.generate = GenerateBracket(model)
 
 
@@ -123,12 +122,22 @@ def detach(model: Any) -> None:
         bracket = model.__dict__.get("generate")
         if not isinstance(bracket, GenerateBracket):
             return
-        for handle in bracket.handles:
-            handle.remove()
         if bracket.replaced is None:
             del model.generate
         else:
             model.generate = bracket.replaced
+        _remove_hooks(model)
+
+
+def _remove_hooks(model: nn.Module) -> None:
+    """Take our hooks off, found by what they are: their handles may be lost."""
+    for hooks, with_kwargs, ours in (
+        (model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs, before_forward),
+        (model._forward_hooks, model._forward_hooks_with_kwargs, after_forward),
+    ):
+        for key in [key for key, hook in hooks.items() if hook is ours]:
+            del hooks[key]
+            with_kwargs.pop(key, None)
 
 
 def is_attached(model: nn.Module) -> bool:

@@ -6,6 +6,7 @@ Whether a call is bypassed or refused, the session decides. Nothing here is ever
 
 import copy
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ..call.call import Call
-from ..errors import CacheArgumentError, CacheBusyError, OutOfBlocksError
+from ..errors import CacheArgumentError, OutOfBlocksError
 from ..model.support import cache_layers, holds_nothing
 
 logger = logging.getLogger("hf_paged_cache")
@@ -36,7 +37,7 @@ class OwnLayers:
         self.layers: list[Any] | None = None
         self._model = model
         self._call = call
-        self._why = ""  # what the next forward adds to what is said of the rows
+        self._why = ""  # appended to what `stopped` says, by the next forward
         self._begins = False  # the next forward is the rows' first
         # While a forward runs, for each layer: its columns before, and all that it held where a window drops columns.
         self._before: list[tuple[int, dict[str, Any]]] | None = None
@@ -98,17 +99,17 @@ class OwnLayers:
                 layers[index].update(states["key"], states["value"])
                 if "indexer_key" in states:
                     layers[index].update_indexer(states["indexer_key"].squeeze(1))
-        why = f"the pool is full: {str(refusal).partition(': ')[0]}; {_WITHOUT_STORE}"
+        reason = re.split(": |[.] ", str(refusal))[0]  # without what is in use, and without the advice
+        why = f"the pool is full: {reason}; {_WITHOUT_STORE}"
         self._why = why if self._begins else f"then {why}"
         self._before = None
-        self.layers = (
-            layers  # from here on the rows are here; what an interrupt leaves to the call, its next event ends
-        )
+        # From here on the rows are here; what an interrupt leaves to the call, its next event ends.
+        self.layers = layers
         with call.store.lock:
             limits = call.limits
             call.drop_rows()
             call.limits = limits
-        logger.info("%s. This call runs without the store", refusal)
+        logger.info("this call runs without the store: %s", refusal)
 
     def start_forward(self, arguments: Mapping[str, Any]) -> None:
         """A forward begins, with these arguments, by name; it runs as it is.
@@ -145,7 +146,7 @@ class OwnLayers:
         before, layers = self._before, self.layers
         if before is None or layers is None:
             return
-        self._check_not_busy()
+        self.check_not_busy()
         del layers[len(before) :]
         for layer, (num_columns, held) in zip(layers, before, strict=True):
             if held:
@@ -159,6 +160,7 @@ class OwnLayers:
 
     def settle(self) -> bool:
         """Take back a forward that died; says whether the rows are here, so that what is done to them is done to layers."""
+        self._call.require_no_generate_elsewhere()
         self.roll_back()
         return self.has_rows
 
@@ -168,8 +170,7 @@ class OwnLayers:
         Raises:
             CacheBusyError: a forward runs in another thread.
         """
-        if self._before is not None:
-            self._check_not_busy()
+        self.check_not_busy()
         self.layers = self._before = None
         self._why, self._begins = "", False
 
@@ -191,11 +192,10 @@ class OwnLayers:
         """A layer more than the model's config names."""
         return DynamicLayer()  # type: ignore[no-untyped-call]
 
-    def _check_not_busy(self) -> None:
-        if self._call.has_forward_elsewhere():
-            raise CacheBusyError(
-                "this cache is running a forward in another thread; use one cache a call: PagedPrefixCache(cache.store)"
-            )
+    def check_not_busy(self) -> None:
+        """Raises CacheBusyError while a forward runs on the cache in another thread."""
+        if self._before is not None:
+            self._call.require_no_forward_elsewhere()
 
 
 def _num_columns(layer: Any) -> int:

@@ -29,9 +29,8 @@ _NUM_NUMBERS = 128  # settled at once; where there are more, several share a pla
 _MOST = 2**62
 _MAX_RANKS = 2**20
 _Error = TypeVar("_Error", bound=BaseException)
-_REFUSALS: Sequence[
-    type[PagedCacheError]
-] = (  # the number of a refusal is its place; where ranks differ, the first counts
+# The number of a refusal is its place; where ranks differ, the first counts.
+_REFUSALS: Sequence[type[PagedCacheError]] = (
     PagedCacheError,
     ForwardMismatchError,
     UnsupportedModelError,
@@ -118,7 +117,7 @@ class Ranks:
         slots = least[2 + 2 * _NUM_FIELDS :]
         return [slots[at % _NUM_NUMBERS] for at in range(len(numbers))]
 
-    def refuse(self, error: BaseException, *, always: bool = False) -> None:
+    def tell_refusal(self, error: BaseException, *, always: bool = False) -> None:
         """This rank raises before its forward has been settled: the others are told, and raise, too.
 
         Nothing is told twice, nor where no other rank waits. An interrupt is no refusal: it must not wait for anybody.
@@ -142,6 +141,7 @@ class Ranks:
         if not self._settles_budget:
             return None
         self._settles_budget = False
+        self._store.read_budget()
         with self._store.lock:
             most = int(min(self._store.affordable_blocks(), _MOST))
         for group in self._groups:
@@ -165,7 +165,7 @@ class Ranks:
             kind, who = divmod(received[0], _MAX_RANKS)
             if kind != mine:
                 raise of_all_ranks(
-                    _REFUSALS[kind](f"rank {who} has refused this call, so no rank runs it; the reason stands there")
+                    _REFUSALS[kind](f"rank {who} has refused this call, and so do all ranks; the reason stands there")
                 )
         return received
 

@@ -115,7 +115,7 @@ class Session:
             yield
             failed = False
         except Exception as error:
-            self._ranks.refuse(error, always=bracket not in call.brackets)
+            self._ranks.tell_refusal(error, always=bracket not in call.brackets)
             raise
         finally:
             if bracket not in call.brackets:
@@ -123,10 +123,10 @@ class Session:
             elif bracket() is None:  # its end was skipped, and it is found only now, perhaps inside a line of ours
                 call.leave_reservation()
             else:
-                call.brackets.close(bracket)  # first: however the rest is interrupted, no call runs any more
                 self._ranks.is_settled = False
                 held = call.rows.are_trusted or self._conditions_hold()
-                with self._store.lock:
+                with self._store.lock:  # closed and ended in one: no other thread begins in between
+                    call.brackets.close(bracket)
                     self._digest, self._synced_gpus = b"", False
                     call.end(failed=failed, conditions_held=held)
                     self._was_overtaken = self.is_open  # by a generate inside of another
@@ -140,17 +140,15 @@ class Session:
         """
         try:
             return self._before_forward(model, arguments)
-        except OutOfBlocksError as refusal:  # the one place where a refusal becomes a bypass
-            if not self._bypasses:
-                self._ranks.refuse(refusal)
+        except Exception as error:
+            self._ranks.tell_refusal(error)
+            if not self._bypasses or not isinstance(error, OutOfBlocksError):
                 raise
-            self.own_layers.take_over(refusal, records_past=self.records_drafts)
-            self._ranks.is_settled = True  # a refusal is all ranks'
+            # The one place where a refusal, which is all ranks', becomes a bypass.
+            self.own_layers.take_over(error, records_past=self.records_drafts)
+            self._ranks.is_settled = True
             self.own_layers.start_forward(arguments)
             return arguments
-        except Exception as error:
-            self._ranks.refuse(error)
-            raise
 
     def _before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         self._require_model(model)
@@ -247,10 +245,9 @@ class Session:
                     return call.schedule(request)
             with self._shared_prefixes.computed(plan, request, call, arguments) as computed_ahead:
                 return call.schedule(request, computed_ahead)
-        except BaseException as error:
+        except BaseException:
             if call.forward is None:
                 call.roll_back()
-            self._ranks.refuse(error)
             raise
 
     def _schedule_on_all_ranks(self, request: ForwardRequest, arguments: Mapping[str, Any]) -> ScheduledForward:

@@ -34,7 +34,9 @@ class Conditioning:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.rope = RopeRegime(())
-        self._lock = new_lock()  # of what is remembered here; not held while values are fetched from a device
+        self._lock = (
+            new_lock()
+        )  # of what is remembered here; values are fetched under it only of weights that have moved
         self._weights = WeightFingerprint(model)
         self._listing: Listing | None = None  # what is below is of this one
         self._adapters: list[nn.Module] = []

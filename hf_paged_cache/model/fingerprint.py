@@ -156,7 +156,7 @@ def _watch_optimizers() -> None:
 
 
 def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for reference in _watching:
+    for reference in tuple(_watching):  # references of collected ones leave meanwhile
         if (fingerprint := reference()) is not None:
             fingerprint.count_step(optimizer)
 

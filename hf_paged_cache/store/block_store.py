@@ -54,7 +54,7 @@ class Holder(Protocol):
 
     def num_previous_blocks(self) -> int: ...  # that only its previous rows hold
 
-    def lose_threads(self, idents: frozenset[int]) -> None: ...  # they are not there: drop what they ran
+    def lose_threads(self, idents: frozenset[int]) -> None: ...  # they ended with a fork: drop what they ran
 
     @property
     def rows(self) -> "HeldRows": ...
@@ -88,6 +88,7 @@ class BlockStore:
         self.pins = Pins(self.allocator)
         self.pool = BlockPool(block_size)
         self.call_totals = CallTotals()
+        self._budget_bytes: int | None = None  # of keys and values, by the memory that was free
         self.max_num_blocks = num_blocks  # with the null block; None until a forward shows what the budget holds
         # (layer, name) of what every forward writes; empty before the first
         self.writing_layers: frozenset[tuple[int, str]] = frozenset()
@@ -173,12 +174,20 @@ class BlockStore:
         """The most blocks there can be: what was given, or what the memory budget holds; infinite before any was written."""
         if self.max_num_blocks is not None:
             return self.max_num_blocks
-        if not (bytes_per_block := self.pool.bytes_per_block):
+        if self._budget_bytes is None or not self.pool.bytes_per_block:
             return math.inf
-        return 1 + min(default_budget_bytes(device) for device in self.pool.devices()) // bytes_per_block
+        return 1 + self._budget_bytes // self.pool.bytes_per_block
+
+    def read_budget(self) -> None:
+        """Look how much memory is free where blocks were written. No lock is held meanwhile: files are read."""
+        with self.lock:
+            devices = self.pool.devices() if self.max_num_blocks is None else set()
+        budget = min(map(default_budget_bytes, devices), default=None)
+        with self.lock:
+            self._budget_bytes = budget
 
     def settle_budget(self, most: int | None = None) -> None:
-        """After the first forward, which shows how large a block is: fix the most blocks there can be.
+        """After the first forward, which shows how large a block is, and `read_budget`: fix the most blocks there can be.
 
         Args:
             most: that other processes can have, too.

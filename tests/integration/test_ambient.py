@@ -20,7 +20,7 @@ from transformers import LogitsProcessor, PreTrainedModel, pipeline
 
 from hf_paged_cache import CacheBusyError, PagedPrefixCache, PrefixStore
 
-from ..reference import IDS, assert_same, row, run
+from ..reference import IDS, AtStep, assert_same, row, run
 from ..tiny_models import build
 
 pytestmark = pytest.mark.usefixtures("one_thread", "switching")
@@ -486,3 +486,32 @@ def test_a_block_holds_no_model(cache: PagedPrefixCache) -> None:
     del model
     gc.collect()
     assert held() is None
+
+
+def test_a_block_that_ends_inside_a_call_on_its_cache_leaves_that_its_rows(model: PreTrainedModel) -> None:
+    """A tool that is called back with a block of its own; and an abandoned generator that the collector finds."""
+    cache, inner = PagedPrefixCache(model, block_size=4), torch.tensor([row((5, 20))])
+    wanted, wanted_inside = run(model, input_ids=IDS), run(model, input_ids=inner)
+    inside: list[Any] = []
+
+    def tool() -> None:
+        with cache:
+            inside.append(run(model, input_ids=inner))
+        with cache.in_all_threads():
+            pass
+
+    for step in (1, 2, 4):
+        with cache:
+            assert_same(wanted, run(model, input_ids=IDS, logits_processor=[AtStep(step, tool)]))
+        assert_same(wanted_inside, inside.pop())
+
+    def abandoned() -> Iterator[None]:
+        with cache:
+            yield
+
+    held = abandoned()
+    next(held)
+    assert_same(wanted, run(model, cache, input_ids=IDS, logits_processor=[AtStep(3, held.close)]))
+    cache.reset()
+    cache.check()
+    assert cache.stats().num_blocks_in_use == 0

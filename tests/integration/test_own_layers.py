@@ -367,6 +367,8 @@ def test_the_log_says_that_a_call_runs_without_the_store(
     with caplog.at_level(logging.INFO, logger="hf_paged_cache"):
         run(model, cache, input_ids=IDS)
     first, last = caplog.messages
-    assert first.startswith("this call (1 row of up to 55 tokens) may need 4 more blocks")
+    assert first.startswith(
+        "this call runs without the store: this call (1 row of up to 55 tokens) may need 4 more blocks"
+    )
     assert first.endswith("This call runs without the store")
     assert last.startswith("reused 0 of 50 prompt tokens, computed 50: row 0: the pool is full: ")

@@ -229,3 +229,27 @@ def test_two_threads_on_a_model_whose_forward_takes_a_lock_both_come_to_an_end(
     for thread in threads:
         thread.join(timeout=120)
     assert ended == [True] * 10
+
+
+def test_no_thread_begins_on_a_cache_between_the_end_of_a_call_and_what_that_does(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the conditions are read a last time the cache is still the first thread's."""
+    cache, digest = PagedPrefixCache(model, block_size=4), Conditioning.digest
+    errors: list[list[BaseException]] = []
+    num_read = 0
+
+    def other() -> None:
+        run(model, cache, input_ids=IDS)
+
+    def reading(self: Conditioning) -> bytes:
+        nonlocal num_read
+        num_read += 1
+        if num_read == 3:  # before the prompt, after it, at the end
+            errors.append(in_another_thread(other))
+        return digest(self)
+
+    wanted = run(model, input_ids=IDS)
+    monkeypatch.setattr(Conditioning, "digest", reading)
+    assert_same(wanted, run(model, cache, input_ids=IDS))
+    assert [[type(error) for error in raised] for raised in errors] == [[CacheBusyError]]

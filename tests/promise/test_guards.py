@@ -70,13 +70,6 @@ def test_weights_changed_between_a_plain_forward_and_generate_are_seen(
 # Other threads.
 
 
-def test_rows_are_not_dropped_by_another_thread_between_steps(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    errors: list[BaseException] = []
-    resets = AtStep(3, lambda: errors.extend(in_another_thread(cache.reset)))
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS, logits_processor=[resets]))
-    assert [type(error) for error in errors] == [CacheBusyError]
-
-
 DEEDS: dict[str, Callable[[PagedPrefixCache], Any]] = {
     "reset": lambda cache: cache.reset(),
     "crop": lambda cache: cache.crop(-1),
@@ -85,6 +78,17 @@ DEEDS: dict[str, Callable[[PagedPrefixCache], Any]] = {
     "batch_select_indices": lambda cache: cache.batch_select_indices(torch.tensor([0])),
     "deepcopy": copy.deepcopy,
 }
+
+
+@pytest.mark.parametrize("num_blocks", [None, 2], ids=["in the pool", "bypassed"])
+@pytest.mark.parametrize("deed", [deed for deed in DEEDS if deed != "deepcopy"])
+def test_rows_are_not_changed_by_another_thread_between_steps(
+    deed: str, num_blocks: int | None, model: PreTrainedModel
+) -> None:
+    cache, errors = PagedPrefixCache(model, num_blocks=num_blocks, on_full="bypass"), []
+    act = AtStep(3, lambda: errors.extend(in_another_thread(lambda: DEEDS[deed](cache))))
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS, logits_processor=[act]))
+    assert [type(error) for error in errors] == [CacheBusyError]
 
 
 @pytest.mark.parametrize("deed", DEEDS)

@@ -92,3 +92,23 @@ def test_wherever_the_confirming_of_a_hit_is_interrupted_the_next_call_on_the_ca
             except BaseException as error:
                 error.add_note(f"{name} after an interrupt at {interrupter.place}")
                 raise
+
+
+class EndInterrupter(Interrupter):
+    """Interrupts only where a call is ended."""
+
+    def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return super()._enter_frame(frame, event, arg) if frame.f_code.co_name == "end" else None
+
+
+def test_wherever_the_end_of_generate_is_interrupted_the_store_can_be_reset() -> None:
+    model = tiny("llama")
+    with EndInterrupter() as counter:
+        run(model, prepared("contiguous"), max_new_tokens=2, **CALLS["greedy"])
+    for at_line in range(1, counter.num_lines + 1):
+        cache = prepared("contiguous")
+        with EndInterrupter(at_line) as interrupter, pytest.raises(KeyboardInterrupt):
+            run(model, cache, max_new_tokens=2, **CALLS["greedy"])
+        assert not cache.is_generating, interrupter.place
+        cache.store.reset_prefix_cache()
+        assert_all_accounted_for(cache)

@@ -204,14 +204,17 @@ def test_without_a_number_the_budget_is_settled_once_a_forward_has_shown_what_a_
 ) -> None:
     store = BlockStore(BLOCK_SIZE)
     assert store.num_obtainable_blocks(IdleHolder()) == math.inf
+    store.read_budget()
     store.settle_budget()  # nothing was written yet
     assert store.max_num_blocks is store.num_free_blocks is None
     table = fill(store, 10)
     monkeypatch.setattr(block_store, "default_budget_bytes", lambda device: 1000 * store.pool.bytes_per_block + 5)
+    store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == 1001  # and the null block
     assert store.num_free_blocks == 1000 - len(table.block_ids)
     monkeypatch.setattr(block_store, "default_budget_bytes", lambda device: 5)
+    store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == 1001
 
@@ -220,6 +223,7 @@ def test_a_budget_smaller_than_what_is_managed_takes_nothing_away(monkeypatch: p
     store = BlockStore(BLOCK_SIZE)
     fill(store, 10)
     monkeypatch.setattr(block_store, "default_budget_bytes", lambda device: 0)
+    store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == store.allocator.num_blocks
 
@@ -229,6 +233,7 @@ def test_a_budget_leaves_what_the_first_call_has_reserved(monkeypatch: pytest.Mo
     fill(store, 10)
     store.reserve(holder, 500)
     monkeypatch.setattr(block_store, "default_budget_bytes", lambda device: 0)
+    store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == store.allocator.num_blocks + 500
     assert store.num_obtainable_blocks(holder) >= 500
@@ -237,6 +242,7 @@ def test_a_budget_leaves_what_the_first_call_has_reserved(monkeypatch: pytest.Mo
 def test_a_number_that_was_given_is_the_budget() -> None:
     store = BlockStore(BLOCK_SIZE, 11)
     fill(store, 10)
+    store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == 11
 
