@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import io
@@ -17,6 +18,9 @@ import torch
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.integration.hooks import GenerateBracket, after_forward, attach, before_forward, detach, is_attached
+
+from ..promise.test_interrupted_calls import Interrupter
+from ..reference import assert_same, run
 
 IDS = torch.arange(1, 41).view(1, 40)
 
@@ -258,3 +262,29 @@ def test_what_is_attached_is_no_part_of_the_models_state(tiny_llama: Any) -> Non
     assert list(tiny_llama.state_dict()) == before
     assert isinstance(tiny_llama.__dict__["generate"], GenerateBracket)
     assert "generate" not in tiny_llama._modules
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("deed", ["attach", "detach"])
+def test_wherever_attaching_or_detaching_is_interrupted_the_next_one_is_whole(deed: str, tiny_llama: Any) -> None:
+    model = tiny_llama
+
+    def begin() -> None:
+        (detach if deed == "attach" else attach)(model)
+
+    def act() -> None:
+        (attach if deed == "attach" else detach)(model)
+
+    begin()
+    with Interrupter() as counter:
+        act()
+    wanted = run(model, input_ids=IDS)
+    assert counter.num_lines > 5
+    for at_line in range(1, counter.num_lines + 1):
+        begin()
+        with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
+            act()
+        assert_same(wanted, run(model, PagedPrefixCache(model), input_ids=IDS))
+        assert hooks_of(model) == ([before_forward], [after_forward]), interrupter.place
+        detach(model)
+        assert hooks_of(model) == ([], []), interrupter.place
