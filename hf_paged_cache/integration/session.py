@@ -125,10 +125,10 @@ class Session:
             else:
                 self._ranks.is_settled = False
                 held = call.rows.are_trusted or self._conditions_hold()
-                with self._store.lock:  # closed and ended in one: no other thread begins in between
-                    call.brackets.close(bracket)
+                with self._store.lock:  # ended and closed in one: no other thread begins in between
                     self._digest, self._synced_gpus = b"", False
                     call.end(failed=failed, conditions_held=held)
+                    call.brackets.close(bracket)  # last: where the end is interrupted, it was left open
                     self._was_overtaken = self.is_open  # by a generate inside of another
                 self._log()
 

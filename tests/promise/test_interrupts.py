@@ -105,9 +105,10 @@ def test_wherever_the_end_of_generate_is_interrupted_the_store_can_be_reset() ->
     model = tiny("llama")
     with EndInterrupter() as counter:
         run(model, prepared("contiguous"), max_new_tokens=2, **CALLS["greedy"])
+    assert counter.num_lines > 10
     for at_line in range(1, counter.num_lines + 1):
         cache = prepared("contiguous")
-        with EndInterrupter(at_line) as interrupter, pytest.raises(KeyboardInterrupt):
+        with EndInterrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             run(model, cache, max_new_tokens=2, **CALLS["greedy"])
         assert not cache.is_generating, interrupter.place
         cache.store.reset_prefix_cache()
