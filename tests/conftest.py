@@ -54,7 +54,6 @@ def pytest_runtest_setup() -> None:
         from . import lock_guard
 
         lock_guard.install()
-        lock_guard.start_test()
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +64,20 @@ def _gradients_stay_on() -> Iterator[None]:
     if torch is not None and not torch.is_grad_enabled():
         torch.set_grad_enabled(True)
         pytest.fail("this test has left gradients off")
+
+
+@pytest.fixture(autouse=True)
+def _no_lock_stays_held() -> Iterator[None]:
+    """A test that leaves a lock of the package held fails itself, instead of one behind it whose threads wait for it."""
+    yield
+    locks = sys.modules.get("hf_paged_cache.locks")
+    if locks is None:
+        return
+    held = [lock for lock in (locks._registering, *locks._locks) if lock._is_owned()]
+    for lock in held:
+        lock.release()
+    if held:
+        pytest.fail(f"this test has left {len(held)} locks held")
 
 
 @pytest.fixture

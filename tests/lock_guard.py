@@ -61,19 +61,6 @@ class LockError(AssertionError):
     """What a lock guards was used without it, or a model or a user was called while it was held."""
 
 
-_leaked: list[object] = []  # not empty: a tracer has raised in this test
-
-
-def may_leak() -> None:
-    """A tracer raises: where it does so at the end of a `with`, no signal would come, and the lock stays held."""
-    _leaked.append(object())
-
-
-def start_test() -> None:
-    """No lock has leaked yet."""
-    _leaked.clear()
-
-
 def guard(store: BlockStore) -> None:
     """From here on, this store and the calls on it are guarded."""
     with store.lock:
@@ -130,7 +117,7 @@ def _require_owned(held: Any, what: str) -> None:
 
 def _require_free(held: Any, what: str) -> None:
     lock = lock_of(held)
-    if lock is not None and lock._is_owned() and not _leaked:
+    if lock is not None and lock._is_owned():
         raise LockError(f"the store's lock is held at {what}, where a model or a user is called")
 
 

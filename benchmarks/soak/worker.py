@@ -131,7 +131,9 @@ class Worker:
             self._generate(rng, held, may_fail=False)
         if held.rows is None:  # refused
             return
-        if rng.random() < 0.4:
+        # A bypassed call's rows can be cropped as far as those of a `DynamicCache`.
+        can_crop = not (self.world.has_windows and held.cache.on_full == "bypass")
+        if can_crop and rng.random() < 0.4:
             num_taken = rng.randrange(min(map(len, held.rows)))
             held.cache.crop(-num_taken)
             held.rows = [row[: len(row) - num_taken] for row in held.rows]

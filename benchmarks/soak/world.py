@@ -94,6 +94,7 @@ class World:
         self.plan = Plan()
         self.name = rng.choice(MODELS)
         self.model = build(self.name.split()[0], seed=rng.randrange(1000))
+        self.has_windows = any(DynamicCache(config=self.model.config).is_sliding)
         self.adapters: list[str | None] = [None]
         self.wrapper: Any = self.model  # PEFT's, where there are adapters
         if self.name.endswith("adapters"):

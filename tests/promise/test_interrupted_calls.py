@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
+import functools
 import gc
 import random
 import sys
@@ -11,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -29,7 +31,6 @@ from ..internals import (
     num_reserved_blocks,
     owner_of,
 )
-from ..lock_guard import may_leak
 from ..reference import AtStep, Forwards, assert_same, batch, is_same, row, run
 from ..tiny_models import build, tiny
 
@@ -55,13 +56,33 @@ def references() -> dict[str, Any]:
     return {name: run(tiny("llama"), max_new_tokens=4, **arguments) for name, arguments in CALLS.items()}
 
 
+@functools.cache
+def where_no_signal_comes(code: CodeType) -> frozenset[int]:
+    """Offsets of instructions at which a line may begin, and before which the interpreter lets no signal through.
+
+    The end of a `with` block, where `__exit__` is not yet called; and what does nothing, as `try:`, which need not be under
+    the handlers of the blocks around it.
+    """
+    instructions = list(dis.get_instructions(code))
+    offsets = {each.offset for each in instructions if each.opname == "NOP"}
+    instructions = [each for each in instructions if each.opname not in ("NOP", "PRECALL")]
+    for at, instruction in enumerate(instructions):
+        behind = [(each.opname, each.argval) for each in instructions[at : at + 5]]
+        if behind[0][0] == "SWAP":  # what is returned waits below
+            del behind[0]
+        is_normal = behind[:3] == [("LOAD_CONST", None)] * 3 and behind[3:4] == [("CALL", 2)]
+        is_raised = [name for name, _ in behind[:2]] == ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]
+        if is_normal or is_raised:
+            offsets.add(instruction.offset)
+    return frozenset(offsets)
+
+
 class Interrupter:
     """Raises KeyboardInterrupt at the n-th line of this package that this thread runs; 0 only counts.
 
     Finalizers are left out: what is raised there is swallowed by the interpreter and kept, frames and blocks with it. So are
-    loops over a model's weights, which change nothing: each would have as many lines as all else.
-    The gradient mode is put back: a tracer can raise at the end of a `with torch.no_grad()`, before the interpreter has
-    called its `__exit__`, where a signal does not come through.
+    loops over a model's weights, which change nothing: each would have as many lines as all else. So is
+    `where_no_signal_comes`, where a tracer would leave a lock held for ever.
     """
 
     def __init__(self, at_line: int = 0) -> None:
@@ -71,13 +92,11 @@ class Interrupter:
 
     def __enter__(self) -> Interrupter:
         self._before = sys.gettrace()
-        self._gradients = torch.is_grad_enabled()
         sys.settrace(self._enter_frame)
         return self
 
     def __exit__(self, *error: object) -> None:
         sys.settrace(self._before)
-        torch.set_grad_enabled(self._gradients)
 
     def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
@@ -88,11 +107,10 @@ class Interrupter:
         return self._line if code.co_filename.startswith(OURS) else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "line":
+        if event == "line" and frame.f_lasti not in where_no_signal_comes(frame.f_code):
             self.num_lines += 1
             if self.num_lines == self._at_line:
                 self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                may_leak()
                 raise KeyboardInterrupt
         return self._line
 
