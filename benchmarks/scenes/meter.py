@@ -54,7 +54,7 @@ class Meter:
         self.forwards: list[Counter[str]] = [Counter()]
 
     def timing(self, part: str, function: Callable[..., Any], *, starts_forward: bool = False) -> Callable[..., Any]:
-        """`function`, its time added to `part`. Keeps its name and module, by which our hooks know their own kind."""
+        """`function`, its time added to `part`."""
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,6 @@ def metered(model: Any) -> Iterator[Meter]:
     meter = Meter()
     hooks.detach(model)
     with contextlib.ExitStack() as stack:
-        stack.callback(hooks.detach, model)
         for owner, name, part in (
             (hooks, "before_forward", "hooks"),
             (hooks, "after_forward", "hooks"),
@@ -103,4 +102,5 @@ def metered(model: Any) -> Iterator[Meter]:
         ):
             wrapped = meter.timing(part, getattr(owner, name), starts_forward=name == "before_forward")
             stack.enter_context(mock.patch.object(owner, name, wrapped))
+        stack.callback(hooks.detach, model)  # first of all that is undone: hooks are found by what they are
         yield meter
