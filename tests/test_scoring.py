@@ -11,6 +11,7 @@ import torch
 from transformers import LogitsProcessor
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, OutOfBlocksError, PagedPrefixCache, PrefixStore, Score
+from hf_paged_cache.integration.side_forward import SideForwards
 from hf_paged_cache.scoring import plan, plan_by_length
 
 from .reference import IDS, PROMPT, Forwards, assert_same, row, run, zero_blocks
@@ -261,6 +262,26 @@ def test_nobody_can_take_the_context_away_while_its_continuations_run(
     cache.score(PROMPT, CONTINUATIONS)
     assert len(refused) == 2
     cache.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("whose", ["cache", "store"])
+def test_nor_between_two_of_their_forwards(
+    whose: str, model: PreTrainedModel, cache: PagedPrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[bool] = []
+
+    def run(side: SideForwards, *args: Any, **kwargs: Any) -> torch.Tensor:
+        logits = run_forward(side, *args, **kwargs)
+        with pytest.raises(CacheBusyError):
+            (cache if whose == "cache" else cache.store).reset_prefix_cache()
+        refused.append(True)
+        return logits
+
+    run_forward = SideForwards.run
+    monkeypatch.setattr(SideForwards, "run", run)
+    assert_right(model, PROMPT, CONTINUATIONS, cache.score(PROMPT, CONTINUATIONS))
+    assert len(refused) == 2
+    cache.store.reset_prefix_cache()
 
 
 ROPES = {

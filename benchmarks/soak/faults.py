@@ -8,9 +8,11 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import nn
@@ -30,6 +32,7 @@ class Interrupt(KeyboardInterrupt):
 
 FAULTS = (FaultError, KeyboardInterrupt, torch.OutOfMemoryError)  # all that is raised on purpose
 IN_MODEL = ("before the model", "before a layer", "after an attention", "after a layer", "after the model")
+SECONDS_BETWEEN_RINGS = 0.001
 IN_GENERATE = ("logits processor", "stopping criteria", "streamer")
 
 
@@ -93,13 +96,34 @@ class Streamer(BaseStreamer):
         pass
 
 
-class Interruptible:
-    """The calls of one thread that may be interrupted, once each; nothing is raised outside of them."""
+class Alarm:
+    """Interrupts the calls of other threads when they are due: a thread that ends when nobody has the alarm any more."""
 
     def __init__(self) -> None:
-        self.num_sent = 0
-        self._lock = threading.Lock()
+        self.calls: list[Interruptible] = []
+        threading.Thread(target=_ring, args=(ref(self),), name="alarm", daemon=True).start()
+
+
+def _ring(kept: ref[Alarm]) -> None:
+    while (alarm := kept()) is not None:
+        for calls in list(alarm.calls):
+            calls.interrupt_if_due()
+        del alarm
+        time.sleep(SECONDS_BETWEEN_RINGS)
+
+
+class Interruptible:
+    """The calls of one thread that may be interrupted, once each; nothing is raised outside of them.
+
+    No lock: an interrupt that arrives while a thread takes one can leave it taken. Each side says what it does before it
+    looks at what the other does, so one of the two sees the other.
+    """
+
+    def __init__(self, alarm: Alarm) -> None:
         self._thread = 0  # that runs a call; 0: none, and nothing is sent
+        self._due = 0.0
+        self._is_sending = False
+        alarm.calls.append(self)
 
     def call(self, act: Callable[[], Result], delay: float) -> Result:
         """Run `act`, and interrupt it after `delay` seconds if it still runs.
@@ -107,31 +131,32 @@ class Interruptible:
         Raises:
             Interrupt: it arrived; `act` may have just ended.
         """
-        timer = threading.Timer(delay, self._send)
         try:
             try:
-                timer.start()  # first: an interrupt inside would leave its own lock unlocked
-                with self._lock:
-                    self._thread = threading.get_ident()
+                self._due = time.monotonic() + delay
+                self._thread = threading.get_ident()
                 return act()
             finally:
-                self._close(timer)
+                self._close()
         except Interrupt:  # perhaps while it was closed; no second one is sent
-            self._close(timer)
+            self._close()
             raise
 
-    def _send(self) -> None:
-        with self._lock:
-            if self._thread:
-                self.num_sent += 1
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(Interrupt))
-                self._thread = 0
+    def interrupt_if_due(self) -> None:
+        """The alarm's: send the interrupt when it is time."""
+        if not self._thread or time.monotonic() < self._due:
+            return
+        self._is_sending = True
+        thread, self._thread = self._thread, 0
+        if thread:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Interrupt))
+        self._is_sending = False
 
-    def _close(self, timer: threading.Timer) -> None:
-        timer.cancel()
-        with self._lock:
-            self._thread = 0
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), None)  # not yet arrived
+    def _close(self) -> None:
+        self._thread = 0
+        while self._is_sending:
+            time.sleep(0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), None)  # not yet arrived
 
 
 def count_what_finalizers_swallow(counts: Counter[str], problems: list[str]) -> None:

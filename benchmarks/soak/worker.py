@@ -82,7 +82,7 @@ class Worker:
         self.number = number
         self.report = world.report
         self.caches: list[Held] = []
-        self.interruptible = Interruptible()
+        self.interruptible = Interruptible(world.alarm)
         self.doing = ""  # for a failure's message
 
     def draw(self, rng: random.Random) -> Operation:

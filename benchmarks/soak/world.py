@@ -19,7 +19,7 @@ from tests.internals import num_blocks_in_use, num_reserved_blocks
 from tests.reference import batch, run
 from tests.tiny_models import build
 
-from .faults import Plan
+from .faults import Alarm, Plan
 
 if TYPE_CHECKING:
     from .report import Report
@@ -92,6 +92,7 @@ class World:
         self.report = report
         self.gate = Gate()
         self.plan = Plan()
+        self.alarm = Alarm()
         self.name = rng.choice(MODELS)
         self.model = build(self.name.split()[0], seed=rng.randrange(1000))
         self.has_windows = any(DynamicCache(config=self.model.config).is_sliding)

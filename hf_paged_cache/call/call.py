@@ -77,6 +77,7 @@ class Call:
         self.num_scheduled = 0  # forwards since `begin`
         self.peak_kv_bytes = 0
         self.brackets = Brackets()
+        self.kept_by: Callable[[], object | None] = lambda: None  # who needs the rows between two of their forwards
         self._writes = LayerWrites(store, reader)
         self._is_forward = is_forward
         self._thread = 0  # that began or went on with the rows, but for decode steps
@@ -96,9 +97,9 @@ class Call:
 
     @property
     def is_running(self) -> bool:
-        """Whether a `generate` is running, a forward in any thread, or rows of plain forwards that may go on."""
+        """Whether a `generate` is running, a forward in any thread, or rows may go on: of plain forwards, or kept ones."""
         goes_on = self.state is CallState.CONFIRMED and bool(self.rows.alias) and not self.brackets.were_left_open
-        return goes_on or self.is_in_use
+        return goes_on or self.kept_by() is not None or self.is_in_use
 
     @property
     def is_in_use(self) -> bool:

@@ -51,14 +51,16 @@ class SideForwards:
     @contextmanager
     def sibling(self, rows: Rows | None = None) -> Iterator[SiblingCache]:
         """A sibling that goes on with `rows`, or has none; until the block is left it holds what it computed."""
-        cache = self._make_cache()
+        cache, block = self._make_cache(), Bracket()
         with cache.call.store.lock:
             cache.call.counters = PromptCounters()  # counted by the call that it is run for
+            cache.call.kept_by = ref(block)
         try:
             if rows is not None:
-                cache.call.take_over(rows, ended=True)
+                cache.call.take_over(rows)
             yield cache
         finally:
+            del block
             cache.reset()
 
     def run(
