@@ -1,0 +1,223 @@
+"""What a decode step, a first call and a pool cost a device, counted for `DynamicCache` and for a paged cache."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from transformers import DynamicCache, LogitsProcessor
+from transformers.generation.utils import DeferredStopCheck
+
+from hf_paged_cache import PagedPrefixCache
+from tests.conftest import make_tiny_llama
+
+from .log import Log, recorded
+from .memory import memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from transformers import PreTrainedModel
+
+NUM_TOKENS = 20  # of a prompt
+NUM_STEPS = 20  # so that a block is completed on the way
+
+
+def model_on(device: str = "sim", dtype: torch.dtype = torch.float32, num_layers: int = 2) -> PreTrainedModel:
+    return make_tiny_llama(num_layers).to(dtype=dtype, device=device)
+
+
+def split_model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Its first layer on the first device and its second on the other, by accelerate's hooks."""
+    from accelerate import dispatch_model
+
+    on_second = {"model.layers.1", "model.norm"}
+    parts = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
+    device_map: Any = {part: "sim:1" if part in on_second else "sim:0" for part in parts}
+    return dispatch_model(make_tiny_llama().to(dtype), device_map=device_map, force_hooks=True)
+
+
+def prompt(num_rows: int = 1, num_tokens: int = NUM_TOKENS) -> dict[str, torch.Tensor]:
+    """Rows of random tokens; of several, each but the first is padded on the left by one token more."""
+    ids = torch.randint(1, 128, (num_rows, num_tokens), generator=torch.Generator().manual_seed(num_rows))
+    mask = torch.ones_like(ids)
+    for row in range(num_rows):
+        mask[row, : row % num_tokens] = 0
+    return {"input_ids": (ids * mask).to("sim"), "attention_mask": mask.to("sim")}
+
+
+class Steps(LogitsProcessor):
+    """Tells the steps of a `generate` apart: a step ends where its logits are."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._ends: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._ends.append(len(self._log.entries))
+        return scores
+
+    def logs(self) -> list[Log]:
+        """Of each decode step."""
+        ends = self._ends
+        return [Log(self._log.entries[start:end]) for start, end in itertools.pairwise(ends)]
+
+
+def decode_steps(model: PreTrainedModel, cache: Any, num_rows: int = 1, **arguments: Any) -> list[Log]:
+    """What each decode step of a call did. The call before it filled the cache and digested the weights."""
+    inputs = prompt(num_rows)
+    arguments = {"do_sample": False, **arguments}
+    if isinstance(cache, PagedPrefixCache):
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=2, **arguments)
+    with recorded() as log:
+        steps = Steps(log)
+        model.generate(
+            **inputs, past_key_values=cache, max_new_tokens=NUM_STEPS + 1, logits_processor=[steps], **arguments
+        )
+    return steps.logs()
+
+
+@contextlib.contextmanager
+def deferred_stop_check() -> Iterator[None]:
+    """`generate` defers its stop check, as it does on MPS."""
+    supported = DeferredStopCheck.is_supported
+
+    def on_mps(device: torch.device, *args: Any, **kwargs: Any) -> bool:
+        return supported(torch.device("mps"), *args, **kwargs)
+
+    with mock.patch.object(DeferredStopCheck, "is_supported", staticmethod(on_mps)):
+        yield
+
+
+@dataclass
+class Count:
+    """A row of the table."""
+
+    what: str
+    limit: float
+    plain: Callable[[Counter], float] | None  # with `DynamicCache`
+    paged: Callable[[Counter], float]
+
+    def __str__(self) -> str:
+        return self.what
+
+
+@dataclass
+class Counter:
+    """Counts with one kind of cache.
+
+    Args:
+        attention: of a paged cache; None: `DynamicCache`.
+    """
+
+    attention: str | None
+    dtype: torch.dtype = torch.float32
+    shown: list[str] = field(default_factory=list)  # which lines the last count counted
+
+    def cache(self, model: PreTrainedModel, **sizes: Any) -> Any:
+        if self.attention is None:
+            return DynamicCache(config=model.config)
+        return PagedPrefixCache(model, attention=self.attention, **sizes)  # type: ignore[arg-type]
+
+    def step(
+        self, kind: str, num_rows: int = 1, *, split: bool = False, deferred: bool = False, **arguments: Any
+    ) -> int:
+        """Entries of a kind in the usual decode step, which completes no block: in the median one."""
+        model = split_model(self.dtype) if split else model_on(dtype=self.dtype)
+        with deferred_stop_check() if deferred else contextlib.nullcontext():
+            logs = decode_steps(model, self.cache(model), num_rows, **arguments)
+        usual = sorted(logs, key=lambda log: len(log.of(kind)))[len(logs) // 2]
+        self.shown = [usual.lines(kind)]
+        return len(usual.of(kind))
+
+    def first_call(self) -> int:
+        """Waits of a first call of 64 padded rows."""
+        model, inputs = model_on(dtype=self.dtype), prompt(64)
+        cache = self.cache(model)
+        with recorded() as log:
+            model.generate(**inputs, past_key_values=cache, max_new_tokens=1, do_sample=False)
+        self.shown = [log.lines("wait")]
+        return len(log.waits)
+
+    def held_kib(self, num_tokens: int = 4000) -> float:
+        """KiB held by the cache of a row of `num_tokens` tokens."""
+        model = model_on(dtype=self.dtype)
+        cache = self.cache(model)
+        inputs = prompt(1, num_tokens)
+        gc.collect()
+        before = memory("sim").allocated
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=1, do_sample=False)
+        gc.collect()
+        return (memory("sim").allocated - before) / 1024
+
+    def held_blocks(self) -> float:
+        """Blocks whose memory is taken after a short prompt, of the many that the cache may have."""
+        model = model_on(dtype=self.dtype)
+        cache = self.cache(model, num_blocks=20_000)
+        inputs = prompt()
+        gc.collect()
+        before = memory("sim").allocated
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=1, do_sample=False)
+        cache.reset()
+        gc.collect()
+        return (memory("sim").allocated - before) / cache.store.blocks.pool.bytes_per_block
+
+    def growth_peak(self) -> float:
+        """What growing by half takes at its peak beyond the new size, as a part of the old one."""
+        model = model_on(dtype=self.dtype, num_layers=8)
+        cache = self.cache(model, num_blocks=20_000)
+        model.generate(**prompt(1, 200), past_key_values=cache, max_new_tokens=1, do_sample=False)
+        pool = cache.store.blocks.pool
+        gc.collect()
+        old = pool.pool_bytes
+        memory("sim").reset_peak()
+        pool.ensure_capacity(pool.capacity * 3 // 2)
+        gc.collect()
+        return (memory("sim").peak - memory("sim").allocated) / old
+
+
+def _steps(kind: str, **arguments: Any) -> Callable[[Counter], float]:
+    return lambda counter: counter.step(kind, **arguments)
+
+
+def _both(what: str, limit: float, count: Callable[[Counter], float]) -> Count:
+    return Count(what, limit, count, count)
+
+
+_BEAMS: dict[str, Any] = {"num_beams": 4}
+
+COUNTS = [
+    _both("waits, decode step, 1 row", 2, _steps("wait")),
+    _both("waits, decode step, 4 padded rows", 3, _steps("wait", num_rows=4)),
+    _both("waits, decode step, 4 beams", 2, _steps("wait", **_BEAMS)),
+    _both("waits, decode step, deferred stop check", 0, _steps("wait", deferred=True)),
+    _both("transfers, decode step, 1 row", 0, _steps("transfer")),
+    _both("transfers, decode step, 4 padded rows", 1, _steps("transfer", num_rows=4)),
+    _both("transfers, decode step, 4 beams", 1, _steps("transfer", **_BEAMS)),
+    _both("transfers, decode step, 4 beams on two devices", 2, _steps("transfer", split=True, **_BEAMS)),
+    Count(
+        "waits, first call of 64 padded rows, beyond DynamicCache's",
+        4,
+        lambda counter: 0,
+        lambda counter: counter.first_call() - Counter(None, counter.dtype).first_call(),
+    ),
+    _both("launches, decode step, 2 layers, 1 row", 0, _steps("launch")),
+    Count("blocks held after a prompt of 20 tokens, num_blocks=20000", 64, None, Counter.held_blocks),
+    Count("peak of growing by half, beyond the new size, x the old", 0.1, None, Counter.growth_peak),
+    _both("KiB held by 1 row of 4,000 tokens", 0, Counter.held_kib),
+]
+
+
+def limit_of(count: Count, attention: str, dtype: torch.dtype) -> float:
+    """The most that a paged cache may count."""
+    if count.what.startswith("launches"):  # no more than `DynamicCache`; a gather copies each layer's keys and values
+        plain = count.paged(Counter(None, dtype))
+        return plain if attention == "contiguous" else float("inf")
+    if count.what.startswith("KiB held"):
+        return {"contiguous": 4400, "gather": 2300}[attention] * dtype.itemsize / 4
+    return count.limit
