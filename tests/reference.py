@@ -26,10 +26,13 @@ TOLERANCE = 1e-4  # of the largest logit of the reference
 
 
 def run(model: PreTrainedModel, cache: PagedPrefixCache | None = None, *, seed: int = 0, **arguments: Any) -> Any:
-    """One seeded `generate` call; without a cache on the one that transformers makes.
+    """One seeded `generate` call on the model's device; without a cache on the one that transformers makes.
 
     Without a mask all ids count as tokens: `generate` would otherwise guess padding from the ids.
     """
+    arguments = {
+        name: value.to(model.device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
+    }
     ids = arguments.get("input_ids")
     if ids is not None and "attention_mask" not in arguments:
         arguments["attention_mask"] = torch.ones_like(ids)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from .log import EVENT, LAUNCH, TRANSFER, WAIT, note
 from .memory import NUM_DEVICES, allocation_of
@@ -36,6 +35,8 @@ _TAKING_NUMBERS = {
     "aten::masked_fill_",
     *_INDEXING,
 }
+# What a GPU's kernels sum in an order that depends on the shapes.
+_SUMMING = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_softmax", "aten::_safe_softmax"}
 
 
 class SimulatedTensor(torch.Tensor):
@@ -87,48 +88,88 @@ class SimulatedTensor(torch.Tensor):
         return f"SimulatedTensor({self._data!r}, device={str(self.device)!r})"
 
 
+class _Operation:
+    """What is known of one operation of PyTorch."""
+
+    def __init__(self, func: Any) -> None:
+        self.full_name = func._schema.name  # "aten::add_"
+        self.name = func._overloadpacket.__name__  # "add_"
+        self.is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        self.is_mutable = func._schema.is_mutable
+        self.takes_numbers = torch.Tag.pointwise in func.tags or self.full_name in _TAKING_NUMBERS
+
+
+_operations: dict[Any, _Operation] = {}
+
+
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operation of which an argument lies on a device, and note what a device would have had to do."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+    operation = _operations.get(func)
+    if operation is None:
+        operation = _operations[func] = _Operation(func)
+    if operation.is_composite:
         return func.decompose(*args, **kwargs)  # inference mode passes them on whole
-    name = func._schema.name
+    name = operation.full_name
     if name == "aten::_to_copy":
         return _to_copy(*args, **kwargs)
     if name == "aten::copy_":
         return copy(*args, **kwargs)
-    flat, tree = tree_flatten((args, kwargs))
-    tensors = [argument for argument in flat if isinstance(argument, torch.Tensor)]
-    device = _one_device(func, name, tensors)
+    tensors: list[torch.Tensor] = []
+    owners: dict[int, SimulatedTensor] = {}  # id of data -> the tensor that they are of
+    target: list[torch.device] = []
+
+    def inner(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            if isinstance(value, SimulatedTensor):
+                owners[id(value._data)] = value
+                return value._data
+        elif isinstance(value, torch.device):
+            target.append(value)
+            return _HOST
+        return value
+
+    args, kwargs = _each(args, inner), _each(kwargs, inner)
+    device = _one_device(func, operation, tensors)
     if name in _INDEXING:
-        _note_indexing(name, device, args)
+        _note_indexing(operation.name, device, tensors, args)
     elif name in _WAITING and not (name == "aten::repeat_interleave" and kwargs.get("output_size") is not None):
-        wait(func._overloadpacket.__name__, device)
-    owners: dict[int, SimulatedTensor] = {}
-    inner: list[Any] = []
-    for argument in flat:
-        if isinstance(argument, SimulatedTensor):
-            owners[id(argument._data)] = argument
-            argument = argument._data
-        elif isinstance(argument, torch.device):
-            device, argument = argument if argument.type == "sim" else device, torch.device("cpu")
-        inner.append(argument)
-    given = {argument.untyped_storage()._cdata for argument in inner if isinstance(argument, torch.Tensor)}
-    shapes = [(owner, owner.shape) for owner in owners.values()] if func._schema.is_mutable else []
-    inner_args, inner_kwargs = tree_unflatten(inner, tree)
-    out = _computed(func, inner_args, inner_kwargs)
-    for owner, shape in shapes:
-        if owner._data.shape != shape:
-            raise NotImplementedError(f"{func} resizes a tensor of a simulated device")
-    results = [result for result in tree_flatten(out)[0] if isinstance(result, torch.Tensor)]
-    if name != "aten::_local_scalar_dense" and (
-        func._schema.is_mutable
-        or not results
-        or any(result.untyped_storage()._cdata not in given for result in results)
-    ):
-        launch(func._overloadpacket.__name__, device)
-    return tree_map_only(
-        torch.Tensor, lambda data: owners[id(data)] if id(data) in owners else SimulatedTensor(data, device), out
-    )
+        wait(operation.name, device)
+    if target and target[0].type == "sim":
+        device = located(target[0])
+    shapes = [owner.shape for owner in owners.values()] if operation.is_mutable else []
+    out = (_summed_exactly if name in _SUMMING else _computed)(func, args, kwargs)
+    if shapes and shapes != [owner._data.shape for owner in owners.values()]:
+        raise NotImplementedError(f"{func} resizes a tensor of a simulated device")
+    given = {tensor._allocation for tensor in owners.values()}
+    is_new = operation.is_mutable
+
+    def outer(value: Any) -> Any:
+        nonlocal is_new
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) in owners:
+            return owners[id(value)]
+        result = SimulatedTensor(value, device)
+        is_new = is_new or result._allocation not in given
+        return result
+
+    result = _each(out, outer)
+    if (is_new or not isinstance(result, torch.Tensor | list | tuple)) and name != "aten::_local_scalar_dense":
+        launch(operation.name, device)
+    return result
+
+
+_HOST = torch.device("cpu")
+
+
+def _each(value: Any, function: Any) -> Any:
+    """`function` of each value in lists, tuples and dictionaries."""
+    if isinstance(value, list | tuple):
+        return type(value)([_each(part, function) for part in value])
+    if isinstance(value, dict):
+        return {name: _each(part, function) for name, part in value.items()}
+    return function(value)
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
@@ -139,16 +180,33 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _one_device(func: Any, name: str, tensors: list[torch.Tensor]) -> torch.device:
+def _summed_exactly(func: Any, args: Any, kwargs: Any) -> Any:
+    """In 64 bits and then rounded, so that a sum is the same whatever else is computed beside it, to the bit."""
+    asked: list[torch.dtype] = []
+    given: list[torch.dtype] = []
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            asked.append(value)
+            return torch.float64
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            given.append(value.dtype)
+            return value.double()
+        return value
+
+    args, kwargs = _each(args, wide), _each(kwargs, wide)
+    return _computed(func, args, kwargs).to((asked or given)[0])
+
+
+def _one_device(func: Any, operation: _Operation, tensors: list[torch.Tensor]) -> torch.device:
     """Where `func` runs; raises what CUDA raises where its tensors lie on several devices."""
     devices = list(dict.fromkeys(tensor.device for tensor in tensors if isinstance(tensor, SimulatedTensor)))
-    takes_numbers = torch.Tag.pointwise in func.tags or name in _TAKING_NUMBERS
     for position, tensor in enumerate(tensors):
-        if isinstance(tensor, SimulatedTensor) or (
-            takes_numbers and not tensor.dim() and (position or name[-1] != "_")
-        ):
+        if isinstance(tensor, SimulatedTensor):
             continue
-        if name in _INDEXING and position and not tensor.is_floating_point():
+        if operation.takes_numbers and not tensor.dim() and (position or not operation.is_mutable):
+            continue
+        if operation.full_name in _INDEXING and position and not tensor.is_floating_point():
             continue  # indices may lie on the host: they are moved
         devices.append(tensor.device)
     if len(devices) > 1:
@@ -159,16 +217,17 @@ def _one_device(func: Any, name: str, tensors: list[torch.Tensor]) -> torch.devi
     return devices[0]
 
 
-def _note_indexing(name: str, device: torch.device, args: Any) -> None:
-    for index in args[1]:
-        if index is None:
-            continue
-        if not isinstance(index, SimulatedTensor) and index.dim():
-            note(TRANSFER, name[6:], device, index.nbytes, is_blocking=True)
-        if index.dtype in (torch.bool, torch.uint8):
-            fills = "put" in name and not args[2].dim() and len(args[1]) == 1  # CUDA writes one value without looking
-            if not fills and isinstance(index, SimulatedTensor):
-                wait(f"{name[6:]} with a mask", device)
+def _note_indexing(name: str, device: torch.device, tensors: list[torch.Tensor], args: Any) -> None:
+    """Indices of the host are moved, and a mask is one whose places the host must know."""
+    num_indices = sum(index is not None for index in args[1])
+    for index in tensors[1 : 1 + num_indices]:
+        is_of_device = isinstance(index, SimulatedTensor)
+        if not is_of_device and index.dim():
+            note(TRANSFER, name, device, index.nbytes, is_blocking=True)
+        if is_of_device and index.dtype in (torch.bool, torch.uint8):
+            fills = "put" in name and not args[2].dim() and num_indices == 1  # CUDA writes one value without looking
+            if not fills:
+                wait(f"{name} with a mask", device)
 
 
 # ------------------------------------------------------------------------------------------------------------------ copies
