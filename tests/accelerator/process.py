@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,8 @@ def _answer() -> None:
     from .backend import start
 
     start()
-    answers = sys.stdout
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else prints
     for line in sys.stdin:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             status = pytest.main(json.loads(line))

@@ -35,8 +35,11 @@ _TAKING_NUMBERS = {
     "aten::masked_fill_",
     *_INDEXING,
 }
-# What a GPU's kernels sum in an order that depends on the shapes.
-_SUMMING = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_softmax", "aten::_safe_softmax"}
+# What a GPU's kernels sum in an order that depends on the shapes; and `histc`, which a CPU has for no integers.
+_WIDENED = {
+    *("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_softmax", "aten::_safe_softmax"),
+    "aten::histc",
+}
 
 
 class SimulatedTensor(torch.Tensor):
@@ -63,6 +66,14 @@ class SimulatedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SimulatedTensor:
+        if id(self) not in memo:
+            copied = self.detach().clone().requires_grad_(self.requires_grad)
+            if isinstance(self, torch.nn.Parameter):
+                copied = torch.nn.Parameter(copied, self.requires_grad)
+            memo[id(self)] = copied
+        return memo[id(self)]
 
     def data_ptr(self) -> int:
         return self._data.data_ptr()
@@ -138,7 +149,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if target and target[0].type == "sim":
         device = located(target[0])
     shapes = [owner.shape for owner in owners.values()] if operation.is_mutable else []
-    out = (_summed_exactly if name in _SUMMING else _computed)(func, args, kwargs)
+    out = (_widened if name in _WIDENED else _computed)(func, args, kwargs)
     if shapes and shapes != [owner._data.shape for owner in owners.values()]:
         raise NotImplementedError(f"{func} resizes a tensor of a simulated device")
     given = {tensor._allocation for tensor in owners.values()}
@@ -180,7 +191,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _summed_exactly(func: Any, args: Any, kwargs: Any) -> Any:
+def _widened(func: Any, args: Any, kwargs: Any) -> Any:
     """In 64 bits and then rounded, so that a sum is the same whatever else is computed beside it, to the bit."""
     asked: list[torch.dtype] = []
     given: list[torch.dtype] = []
@@ -189,7 +200,7 @@ def _summed_exactly(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(value, torch.dtype):
             asked.append(value)
             return torch.float64
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
+        if isinstance(value, torch.Tensor):
             given.append(value.dtype)
             return value.double()
         return value

@@ -165,7 +165,7 @@ def going_on_with_new_tokens_only(play: Player) -> None:
     output = play.call(**batch(PROMPT, row((4, 30))))
     assert output.past_key_values is play.cache
     new = torch.tensor([row((2, 7)), row((3, 7))])
-    whole = torch.cat((output.sequences, new), dim=1)
+    whole = torch.cat((output.sequences.cpu(), new), dim=1)
     mask = torch.cat((batch(PROMPT, row((4, 30)))["attention_mask"], torch.ones(2, 13, dtype=torch.int64)), dim=1)
     play.hit(whole_prompt={"input_ids": whole, "attention_mask": mask}, input_ids=whole[:, 55:], attention_mask=mask)
 

@@ -133,7 +133,7 @@ class ThreeTokens(StoppingCriteria):
     """A criterion of the user's own."""
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 53)
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 53, device=input_ids.device)
 
 
 def ends(play: Player) -> None:
@@ -244,7 +244,7 @@ def contrastive_loop(model: Any, input_ids: torch.Tensor, generation_config: Any
         hidden = output.hidden_states[-1]
         likeness = torch.cosine_similarity(hidden, past.repeat_interleave(num_candidates, 0), dim=-1).amax(-1)
         chosen = ((1 - alpha) * best.values - alpha * likeness.view(best.values.shape)).argmax(-1)
-        rows = torch.arange(len(chosen)) * num_candidates + chosen
+        rows = torch.arange(len(chosen), device=chosen.device) * num_candidates + chosen
         kept.batch_select_indices(rows)
         past = torch.cat((past, hidden[rows]), dim=1)
         last = output.logits[rows, -1]
@@ -267,7 +267,7 @@ def dola_loop(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwa
 def group_beams_loop(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> Any:
     """Two groups of two beams; the second is kept from the tokens that the first has just chosen."""
     beams, logits, kept = input_ids.repeat(4, 1), [], kwargs["past_key_values"]
-    totals = torch.tensor([0.0, -1e9, 0.0, -1e9])
+    totals = torch.tensor([0.0, -1e9, 0.0, -1e9], device=input_ids.device)
     new = beams
     while beams.shape[1] < generation_config.max_length:
         output = model(new, past_key_values=kept, use_cache=True, logits_to_keep=1)

@@ -1,0 +1,144 @@
+"""Every scene gives on a device what `DynamicCache` gives there, logits included, and reuses.
+
+Each is played in bf16 on the second device, which is not the one that a tensor without an index goes to, and in fp32 on two devices
+that share the model's layers; each time with both kinds of attention, and again with zeros in place of what is reused.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_paged_cache import PagedPrefixCache
+from tests.conformance import examine
+from tests.promise import test_generate_equivalence, test_ways_to_generate
+from tests.reference import PROMPT, TOLERANCE, assert_same, batch, row, run, zero_blocks
+from tests.scenes import play
+
+from .counts import model_on, split_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PLACES: dict[str, Callable[[], PreTrainedModel]] = {
+    "bf16 on the second device": lambda: model_on("sim:1", torch.bfloat16),
+    "fp32 on two devices": split_model,
+}
+ATTENTIONS = ("contiguous", "gather")
+# Not `processors`: a watermark takes a generator of the device, which PyTorch makes in C++.
+_WAYS = {"ends", "scores", "contrastive", "group_beams"}
+SCENES = (
+    *test_generate_equivalence.SCENES,
+    *(scene for scene in test_ways_to_generate.SCENES if scene.__name__ in _WAYS),
+)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_a_scene_is_the_same_on_a_device(scene: Any, place: str) -> None:
+    play(scene, PLACES[place]())
+
+
+# A model of each kind of layer that is held: with a window, in chunks, latent, with an index, and with layers that read
+# the keys and values of another one.
+KINDS = ("mistral", "llama4_text", "deepseek_v3", "glm_moe_dsa", "gemma4_text")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_of_layer_is_identical_in_every_scene_of_the_conformance_test(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        examine, "build", lambda name, of=examine.build: of(name).to(device="sim:1", dtype=torch.bfloat16)
+    )
+    result = examine.examine(name)
+    assert (result.outcome, result.reason) == ("identical", "")
+    assert set(result.cells.values()) == {examine.SAME}
+
+
+# Rows by hand.
+
+
+def by_hand(model: PreTrainedModel, kept: Any) -> list[torch.Tensor]:
+    """The logits of forwards between which rows are cropped, multiplied, reordered, selected and copied."""
+    logits = []
+
+    def forward(rows: list[list[int]], cache: Any = kept) -> None:
+        with torch.no_grad():
+            output = model(
+                torch.tensor(rows, device=model.device), past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+        logits.append(output.logits)
+
+    forward([PROMPT])
+    forward([[token] for token in row((2, 7))][:1])
+    kept.crop(-5)
+    forward([row((3, 4))])
+    kept.batch_repeat_interleave(4)
+    for step in range(3):
+        forward([[5 + step], [6 + step], [7 + step], [8 + step]])
+        kept.reorder_cache(torch.tensor([1, 1, 3, 0], device=model.device))
+    copied = copy.deepcopy(kept)
+    forward([[9], [10], [11], [12]])
+    forward([[13], [14], [15], [16]], copied)
+    kept.batch_select_indices(
+        torch.tensor([2, 0])
+    )  # of the host: `DynamicCache` indexes the layers of all devices with them
+    forward([row((4, 20)), row((5, 20))])
+    return logits
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("place", PLACES)
+def test_rows_by_hand_are_the_same_on_a_device(place: str, attention: Any) -> None:
+    model = PLACES[place]()
+    wanted = by_hand(model, DynamicCache(config=model.config))
+    cache = PagedPrefixCache(model, attention=attention)
+    for _ in range(2):
+        got = by_hand(model, cache)
+        for number, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
+            distance = float((mine - theirs).abs().max()) / float(theirs.abs().max())
+            assert distance <= TOLERANCE, f"forward {number}: logits differ by {distance:.1e} of their scale"
+        cache.reset()
+        cache.check()
+    assert cache.stats().num_copies_on_write > 0
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("place", PLACES)
+def test_scores_are_the_same_on_a_device(place: str, attention: Any) -> None:
+    model = PLACES[place]()
+    continuations = [row((2, 3), (3, 4)), row((2, 3), (4, 20)), row((2, 3))]
+    cache = PagedPrefixCache(model, attention=attention)
+    for _ in range(2):
+        for tokens, score in zip(continuations, cache.score(PROMPT, continuations), strict=True):
+            ids = torch.tensor([[*PROMPT, *tokens]], device=model.device)
+            with torch.no_grad():
+                logits = model(ids[:, :-1], use_cache=False).logits[0, len(PROMPT) - 1 :].float()
+            wanted = logits.log_softmax(dim=-1).gather(1, ids[0, len(PROMPT) :, None])[:, 0].tolist()
+            assert score.log_probs == pytest.approx(wanted, rel=TOLERANCE)
+    assert (
+        cache.stats().computed_tokens == 2 * (50 + 3 + 3 + 19) - 48
+    )  # what all begin with, and the tails, once a turn
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_cache_that_verifies_sees_on_a_device_what_has_changed(place: str, attention: Any) -> None:
+    model = PLACES[place]()
+    cache = PagedPrefixCache(model, attention=attention, verify=True)
+    prompts = batch(PROMPT, row((1, 45), (2, 5)))
+    reference = run(model, **prompts)
+    for is_known in (False, True):
+        assert_same(reference, run(model, cache, **prompts))
+        assert (cache.last_call.reused_tokens >= 90) == is_known
+    zero_blocks(cache)
+    assert_same(reference, run(model, cache, **prompts))
