@@ -32,6 +32,7 @@ class ForwardRequest:
         bypass: why no row may match or be committed; None when they may.
         keep_columns: why no known column may be left out; None when they may.
         may_alias: whether equal rows may be computed once.
+        max_position: the largest position passed, of padding, too; None where none were.
     """
 
     rows: tuple[RowInput, ...]
@@ -40,6 +41,7 @@ class ForwardRequest:
     bypass: str | None = None
     keep_columns: str | None = None
     may_alias: bool = True
+    max_position: int | None = None
 
 
 class ScheduledForward(NamedTuple):

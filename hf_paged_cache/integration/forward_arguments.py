@@ -4,18 +4,17 @@ Never guesses: token ids, a mask of the form 0...01...1 and positions that count
 is named as the reason why the forward is computed without reuse. Inputs are shortened by name, never by shape.
 """
 
-from array import array
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..blocks.tokens import TokenIds
 from ..call.rows import Row, Rows
 from ..call.scheduled_forward import ForwardRequest, RowInput, ScheduledForward
 from ..errors import CacheArgumentError
+from ..kv.transfers import to_device
+from .input_values import PositionValues, num_pads, read_inputs
 
 # Read here, or without influence on keys and values. Any other argument that is no plain number, flag or name makes
 # the forward one without reuse.
@@ -84,13 +83,9 @@ class ArgumentReader:
                 "without past_key_values, or use generate, which then leaves this cache out"
             )
         before, running = rows.num_columns, rows.in_batch()
-        columns, why_no_ids = _read_ids(arguments)
-        num_rows, num_new = len(columns), len(columns[0]) if columns else 0
-        if running and num_rows != len(running):
-            raise CacheArgumentError(
-                f"the cache runs {len(running)} rows, got {num_rows}; cache.reset() it for another batch"
-            )
-        mask = _read_mask(arguments.get("attention_mask"), num_rows, before, num_new)
+        given = read_inputs(arguments, len(running), before, takes_positions=self.takes_positions)
+        num_rows, num_new, mask = given.num_rows, given.num_new_columns, given.mask
+        why_no_ids = "embeddings were passed instead of token ids" if given.are_embeddings else None
         bypass = _unread(arguments) or why_no_ids or mask.why_unusual
         for number, (row, shown) in enumerate(zip(running, mask.first_shown, strict=False)):
             if shown < row.pad:
@@ -103,8 +98,7 @@ class ArgumentReader:
         pads = mask.pads
         if bypass is not None:
             pads = [row.pad for row in running] or [0] * num_rows
-        positions = arguments.get("position_ids")
-        firsts, why = self._read_positions(positions, rows, pads, num_new, is_bypassed=bypass is not None)
+        firsts, why = self._first_positions(given.positions, rows, pads, num_new, is_bypassed=bypass is not None)
         bypass = bypass or why
         all_outputs = _other_outputs(arguments, self._config)
         keep_columns, num_needed = all_outputs, 1
@@ -113,14 +107,15 @@ class ArgumentReader:
         return ForwardRequest(
             rows=tuple(
                 RowInput(tokens[skipped:], pad, first, num_hidden=max(0, zeros - skipped))
-                for tokens, pad, first, zeros in zip(columns, pads, firsts, mask.num_zeros, strict=True)
-                for skipped in (_num_pads(pad, before, num_new),)
+                for tokens, pad, first, zeros in zip(given.token_ids, pads, firsts, mask.num_zeros, strict=True)
+                for skipped in (num_pads(pad, before, num_new),)
             ),
             num_new_columns=num_new,
             num_logits_needed=max(1, min(num_needed, num_new)),
             bypass=bypass,
             keep_columns=keep_columns,
             may_alias=bypass is None and all_outputs is None,
+            max_position=given.max_position,
         )
 
     def read_step(self, arguments: Mapping[str, Any], rows: Rows) -> list[int] | None:
@@ -157,15 +152,15 @@ class ArgumentReader:
                 return None
         return list(chain.from_iterable(ids.tolist()))
 
-    def _read_positions(
-        self, positions: Any, rows: Rows, pads: Sequence[int], num_new: int, *, is_bypassed: bool
+    def _first_positions(
+        self, given: PositionValues | None, rows: Rows, pads: Sequence[int], num_new: int, *, is_bypassed: bool
     ) -> tuple[list[int], str | None]:
         """The position of each row's first token, and why they do not simply count on."""
         running, before = rows.in_batch(), rows.num_columns
         expected = [row.first_position for row in running] or [0] * len(pads)
         if not self.takes_positions:
             return expected, None
-        if positions is None:
+        if given is None:
             if self._remembers_positions:
                 return expected, "without position_ids the model counts on from what it saw in an earlier call"
             # the model numbers columns, whatever the padding
@@ -173,25 +168,22 @@ class ArgumentReader:
             if running and first != expected:
                 return expected, "positions were not passed for padded rows"
             return first, None
-        if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[0] not in (1, len(pads)):
-            return expected, "positions are not one number a token"
-        if positions.shape[1] != num_new:
-            return expected, "positions of another length than the token ids"
+        if given.why_unusual is not None:
+            return expected, given.why_unusual
         firsts = []
         for row, pad in enumerate(pads):
-            given = positions[row if positions.shape[0] > 1 else 0]
-            given = given[_num_pads(pad, before, num_new) :]
-            if given.numel() == 0:
+            skipped, at = num_pads(pad, before, num_new), row if len(given.last) > 1 else 0
+            if skipped == num_new:
                 firsts.append(expected[row])
                 continue
-            start = int(given[0]) - max(0, before - pad)
-            counted = torch.arange(given.numel(), dtype=given.dtype, device=given.device) + given[0]
-            if not torch.equal(given, counted):
+            if given.run_starts[at] > skipped:
                 return expected, "positions do not count up by one"
+            position = given.last[at] - (num_new - 1 - skipped)  # of the first new token
+            start = position - max(0, before - pad)
             if running and start != expected[row]:
                 if start < expected[row] and not is_bypassed:
                     raise CacheArgumentError(
-                        f"row {row} goes on at position {int(given[0])}, but the cache holds its first "
+                        f"row {row} goes on at position {position}, but the cache holds its first "
                         f"{max(0, before - pad)} tokens: call generate on the model that the cache is attached to, or "
                         "cache.reset() first"
                     )
@@ -219,10 +211,9 @@ def for_scheduled(arguments: Mapping[str, Any], forward: ScheduledForward, num_c
     """The arguments for the rows and columns that run; the mask keeps all its columns."""
     changed = dict(arguments)
     skipped = forward.start - num_columns_before
-    ids = changed.get("input_ids")
-    rows = None
+    ids, rows = changed.get("input_ids"), None
     if forward.copies is not None and ids is not None:
-        rows = torch.tensor(forward.sources, device=ids.device)
+        rows = to_device(forward.sources, ids.device)
     for name in ("input_ids", "position_ids", "attention_mask"):
         value = changed.get(name)
         if not isinstance(value, Tensor):
@@ -237,58 +228,9 @@ def for_scheduled(arguments: Mapping[str, Any], forward: ScheduledForward, num_c
     return changed
 
 
-def _read_ids(arguments: Mapping[str, Any]) -> tuple[list[TokenIds], str | None]:
-    """The token ids of each row, all columns; -1 for each embedding, and why that is no token."""
-    ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
-    if embeds is not None:
-        num_rows, num_columns = embeds.shape[:2]
-        return [array("q", [-1]) * num_columns] * num_rows, "embeddings were passed instead of token ids"
-    if ids is None:
-        raise CacheArgumentError("a forward without input_ids and without inputs_embeds")
-    if ids.dim() != 2:
-        raise CacheArgumentError(f"input_ids must be [rows, tokens], got {tuple(ids.shape)}")
-    return [array("q", row) for row in ids.tolist()], None
-
-
 def _has_other_padding(row: Row, pad: int) -> bool:
     """Whether a running row cannot have that padding: only one that has had nothing but padding may get more of it."""
     return row.pad != pad and row.table.num_tokens > 0
-
-
-class _Mask(NamedTuple):
-    """What a mask says of each row, and why it is not of the form 0...01...1."""
-
-    pads: list[int]  # columns of left padding
-    num_zeros: list[int]  # new columns that it hides
-    first_shown: list[int]  # the first column that it does not hide
-    why_unusual: str | None = None
-
-
-def _read_mask(mask: Any, num_rows: int, before: int, num_new: int) -> _Mask:
-    none, num_columns = [0] * num_rows, before + num_new
-    if mask is None:
-        return _Mask(none, none, none)
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        kind = f"{mask.dim()}-D tensor" if isinstance(mask, Tensor) else type(mask).__name__
-        return _Mask(none, none, [num_columns] * num_rows, f"the attention mask is a {kind}, not [rows, columns]")
-    if mask.shape != (num_rows, num_columns):
-        raise CacheArgumentError(
-            f"the attention mask is {tuple(mask.shape)}; with the cache's tokens and the new ones it must be "
-            f"{(num_rows, num_columns)}: pass ids that go on exactly where the rows stopped, or cache.reset() first"
-        )
-    ones = mask != 0
-    form = torch.stack((ones.sum(dim=1), ones.int().argmax(dim=1))).tolist()
-    pads = [num_columns - count for count in form[0]]
-    for row, (pad, first) in enumerate(zip(pads, form[1], strict=True)):
-        if pad != num_columns and pad != first:
-            why = f"the attention mask of row {row} has zeros after its first one (right padding or holes)"
-            return _Mask(none, (num_new - ones[:, before:].sum(dim=1)).tolist(), form[1], why)
-    return _Mask(pads, [_num_pads(pad, before, num_new) for pad in pads], pads)
-
-
-def _num_pads(pad: int, before: int, num_new: int) -> int:
-    """How many of the new columns are left padding."""
-    return min(num_new, max(0, pad - before))
 
 
 def _unread(arguments: Mapping[str, Any]) -> str | None:

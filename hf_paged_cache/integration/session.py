@@ -16,7 +16,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..blocks import root_hash
 from ..call.call import Call
@@ -24,6 +24,7 @@ from ..call.running import Bracket
 from ..call.schedule import NOTHING_SHARED
 from ..call.scheduled_forward import ForwardRequest, ScheduledForward
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, OutOfBlocksError, PagedCacheError
+from ..kv.transfers import to_device
 from ..model.conditioning import Conditioning
 from ..model.support import require_layer_adapters
 from .forward_arguments import ArgumentReader, for_scheduled
@@ -183,12 +184,12 @@ class Session:
             request.keep_columns is None and torch.is_grad_enabled()
         ):  # into whatever: a weight, an input, a hook's tensor
             request = replace(request, keep_columns=_GRADIENTS)
-        request = self._with_roots(request, arguments, before)
+        request = self._with_roots(request, before)
         if self.verifier is not None and not before and request.bypass is None and self._adapters is None:
             if not self.verifier.verify(request.rows, synced_gpus=self._synced_gpus):
                 self._conditioning.suspect()
                 self._read_conditions()
-                request = self._with_roots(request, arguments, before)
+                request = self._with_roots(request, before)
         forward = self._schedule(request, arguments)
         self._ranks.is_settled = self._needs_no_agreement(forward.stop)
         self._warn_of_a_lone_turn(request, previous)
@@ -211,8 +212,7 @@ class Session:
             held = self._conditions_hold()
         copies = call.confirm(self._ranks.settled_budget(), conditions_held=held).copies
         if copies is not None:
-            index = torch.tensor(copies, device=output.logits.device)
-            output.logits = output.logits.index_select(0, index)
+            output.logits = output.logits.index_select(0, to_device(copies, output.logits.device))
         return output
 
     def root_of_prefix(self, num_tokens: int) -> bytes:
@@ -327,12 +327,12 @@ class Session:
         """Whether the model is still as it was when its conditions were read; False where they were not."""
         return self._conditioning.digest() == self._digest
 
-    def _with_roots(self, request: ForwardRequest, arguments: Mapping[str, Any], before: int) -> ForwardRequest:
+    def _with_roots(self, request: ForwardRequest, before: int) -> ForwardRequest:
         """Each row with its root: what conditions the model, this cache, and where the row's positions start."""
         rope, regime, adapters = self._conditioning.rope, b"", self._adapters or ()
         if rope.depends_on_length:
-            positions, last_column = arguments.get("position_ids"), before + request.num_new_columns - 1
-            regime = rope.at(int(positions.max()) if isinstance(positions, Tensor) else last_column)
+            last_column, last = before + request.num_new_columns - 1, request.max_position
+            regime = rope.at(last_column if last is None else last)
         self._regime = regime
         rows = []
         for number, row in enumerate(request.rows):

@@ -60,12 +60,9 @@ class Listing(NamedTuple):
         """Kinds of devices that hold weights."""
         return {device.type for device, _ in self.samples}
 
-    def parts(self) -> Iterator[bytes]:
-        """What means the same in every process.  Cost: one `torch.cat` and one transfer for each device and dtype."""
-        yield self.structure
-        for samples in self.samples.values():
-            yield torch.cat(samples).view(torch.uint8).cpu().numpy().tobytes()
-        yield repr([file_state(path) for path in self.files]).encode()
+    def files_now(self) -> bytes:
+        """Times and sizes of the files that hold weights."""
+        return repr([file_state(path) for path in self.files]).encode()
 
     def versions(self) -> list[int]:
         """How often each weight was changed, from a number on that no other listing has had for other values."""

@@ -4,9 +4,12 @@ The model owns them, and updates those that depend on length at every forward.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..kv.transfers import read_bytes
 
 _BY_LENGTH = ("dynamic", "longrope")
 
@@ -33,9 +36,13 @@ class RopeRegime:
         """Whether any frequencies depend on the sequence's length."""
         return bool(self._by_length)
 
-    def static(self) -> bytes:
-        """The frequencies that do not depend on length, as they are now."""
-        return b"".join(_frequencies(*place) for place in self._static)
+    def static(self) -> list[Tensor]:
+        """The frequencies that do not depend on length, as they are now, each [N] on its device."""
+        return [values for place in self._static if (values := _frequencies(*place)) is not None]
+
+    def scales(self) -> bytes:
+        """What the cosines and sines of those are multiplied by."""
+        return repr([_scale(*place) for place in self._static]).encode()
 
     def peek(self, max_position: int) -> bytes:
         """`at`, with the model's frequencies put back; not while a forward runs."""
@@ -61,22 +68,27 @@ class RopeRegime:
         for module, layer_type in self._by_length:
             prefix = "" if layer_type is None else f"{layer_type}_"
             x = torch.zeros(1, device=getattr(module, f"{prefix}inv_freq").device)
-            positions = torch.tensor([[max_position]], device=x.device)
+            positions = torch.full((1, 1), max_position, device=x.device)
             module(x, positions, **({} if layer_type is None else {"layer_type": layer_type}))
         return self.now()
 
     def now(self) -> bytes:
-        """The frequencies that depend on length, as the last forward left them."""
-        return b"".join(
-            _frequencies(module, "" if layer_type is None else f"{layer_type}_")
-            for module, layer_type in self._by_length
-        )
+        """The frequencies that depend on length, as the last forward left them, and their scales.  Cost: one wait."""
+        if not self._by_length:
+            return b""
+        places = [(module, "" if layer_type is None else f"{layer_type}_") for module, layer_type in self._by_length]
+        values: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for place in places:
+            if (frequencies := _frequencies(*place)) is not None:
+                values.setdefault((frequencies.device, frequencies.dtype), []).append(frequencies)
+        return read_bytes(values) + repr([_scale(*place) for place in places]).encode()
 
 
-def _frequencies(module: nn.Module, prefix: str) -> bytes:
-    """The frequencies of a module, and their scale, as they are now."""
+def _frequencies(module: nn.Module, prefix: str) -> Tensor | None:
+    """The frequencies of a module, [N]; None where they have no values."""
     values: Tensor | None = getattr(module, f"{prefix}inv_freq")
-    if values is None or values.device.type == "meta":
-        return b""
-    scale = repr(getattr(module, f"{prefix}attention_scaling", None))
-    return values.detach().float().cpu().numpy().tobytes() + scale.encode()
+    return None if values is None or values.device.type == "meta" else values.detach().flatten()
+
+
+def _scale(module: nn.Module, prefix: str) -> Any:
+    return getattr(module, f"{prefix}attention_scaling", None)

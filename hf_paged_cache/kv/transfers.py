@@ -1,0 +1,77 @@
+"""What crosses between the host and a device: what is needed together goes in one transfer.
+
+Owns no tensor of a model. Each transfer to the host waits for the device. One to a device comes from pinned memory where
+there is any, and then nobody waits for it. On a CPU nothing is copied.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+_UNPINNED = ("cpu", "meta", "mps")  # kinds of devices that do not copy from pinned memory
+
+
+def read_together(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The integers of each tensor, in order, whatever its shape.  Cost: one wait for each device.
+
+    Args:
+        tensors: of integers or booleans; of other numbers what is before the point is read.
+    """
+    found: list[list[int]] = [[] for _ in tensors]
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        numbers = [number for number, tensor in enumerate(tensors) if tensor.device == device]
+        flat = [tensors[number].flatten().to(torch.int64) for number in numbers]
+        values = (torch.cat(flat) if len(flat) > 1 else flat[0]).tolist()
+        for number, part, end in zip(numbers, flat, accumulate(map(len, flat)), strict=True):
+            found[number] = values[end - len(part) : end]
+    return found
+
+
+def read_bytes(tensors: Mapping[tuple[torch.device, torch.dtype], Sequence[Tensor]]) -> bytes:
+    """The bytes of 1-D tensors, those on a device together.  Cost: one wait for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for (device, _), same in tensors.items():
+        by_device.setdefault(device, []).append(torch.cat([*same]).view(torch.uint8))
+    on_host = [(torch.cat(parts) if len(parts) > 1 else parts[0]).cpu() for parts in by_device.values()]
+    return b"".join(part.numpy().tobytes() for part in on_host)
+
+
+def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """[N] int64 on `device`.  Cost: one transfer, which nobody waits for where memory can be pinned."""
+    tensor = torch.tensor(numbers, dtype=torch.int64)
+    if device.type not in _UNPINNED:
+        with contextlib.suppress(RuntimeError):  # none can be had: the host waits
+            return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+class Transfer:
+    """Lists of integers that are needed on devices at about the same time: each device gets all of them at once.
+
+    A list that is added after a device has got its own goes there with those that follow it, when it is needed.
+    """
+
+    __slots__ = ("_lists", "_sent")
+
+    def __init__(self) -> None:
+        self._lists: list[Sequence[int]] = []
+        self._sent: dict[torch.device, list[Tensor]] = {}  # device -> its lists, as far as they were sent
+
+    def add(self, numbers: Sequence[int]) -> int:
+        """The number by which the list is asked for; it must not change any more."""
+        self._lists.append(numbers)
+        return len(self._lists) - 1
+
+    def on(self, device: torch.device, number: int) -> Tensor:
+        """[N] int64: a list that was added."""
+        sent = self._sent.setdefault(device, [])
+        if number >= len(sent):
+            lists = self._lists[len(sent) :]
+            if len(lists) == 1:
+                sent.append(to_device(lists[0], device))
+            else:
+                sent.extend(to_device([*chain(*lists)], device).split_with_sizes([*map(len, lists)]))
+        return sent[number]
