@@ -54,7 +54,10 @@ def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
 
 
 def written_slots(store: BlockStore) -> set[int]:
-    """Slots that hold K/V that somebody computed: of cached blocks, and of the confirmed tokens of all rows."""
+    """Slots that hold K/V that somebody computed: of cached blocks, and of the confirmed tokens of all rows.
+
+    Not those of steps that are held: there the view alone has them.
+    """
     allocator, block_size = store.allocator, store.block_size
     slots = {
         block_id * block_size + offset
@@ -64,7 +67,7 @@ def written_slots(store: BlockStore) -> set[int]:
     }
     for call in store.holders():
         for held in [*call.rows.distinct, *call.previous.distinct]:
-            num_written = max(held.num_known, held.num_confirmed)
+            num_written = max(held.num_known, held.num_confirmed if held.held_from is None else held.held_from)
             slots |= set(held.table.slots(0, min(num_written, held.table.num_tokens)))
     return slots
 

@@ -1,10 +1,11 @@
 """Owns the interface between the pool and attention: a reader gives a layer the keys and values of the running rows.
 
-A reader holds only copies of what is in the pool. They may be dropped between any two forwards, and are made again.
+A reader holds copies of what is in the pool. They may be dropped between any two forwards, and are made again; but for
+the columns of held steps, see `call/held_steps.py`, which must have been written to the pool first.
 Columns of padding hold finite values; they are not attended to.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -13,7 +14,13 @@ from ..kv.slot_mapping import RowLayout
 
 
 class Reader(Protocol):
-    """Columns are counted from the left, padding included."""
+    """Columns are counted from the left, padding included.
+
+    Attributes:
+        keeps_columns: what a step writes is read from the reader's own memory, so the pool may get it later.
+    """
+
+    keeps_columns: bool
 
     def start_rows(self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float) -> None:
         """Other rows run from here on.
@@ -34,7 +41,14 @@ class Reader(Protocol):
         """
 
     def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The fast path of `read` for one token a row, "key" and "value", without gradients; None: call `read`."""
+        """The fast path of `read` for one token a row, "key" and "value", without gradients; None: call `read`.
+
+        Where the reader keeps columns, `key` and `value` need not be in the pool; None also where they are no
+        [R, H, 1, D] of the sizes that the layer has had.
+        """
+
+    def columns(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Of each layer name -> [R, H, stop - start, D], columns as they were written here, where the reader keeps them."""
 
     def expand_rows(self, sources: Sequence[int]) -> None:
         """Row `i` goes on as a copy of row `sources[i] <= i`."""

@@ -1,7 +1,7 @@
 """Owns a contiguous copy of the running rows' columns, which each forward appends to in place."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -18,9 +18,11 @@ class ContiguousReader(Reader):
     """A contiguous copy of the rows' columns. The columns that the next rows have in common are kept.
 
     Buffers: layer index -> name -> [row capacity, H, column capacity, D].
-        columns of a row: [0, valid) a copy of the pool | [valid, capacity) unspecified, finite
+        columns of a row: [0, valid) a copy of the pool, but for held steps | [valid, capacity) unspecified, finite
     Columns that are missing are gathered when a layer is read; which they are is the same for all layers of a forward.
     """
+
+    keeps_columns = True
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -92,15 +94,28 @@ class ContiguousReader(Reader):
         if keys is None or values is None or keys.dtype != key.dtype or values.dtype != value.dtype:
             return None
         start, stop, num_rows = self._start, self._stop, self._num_rows
-        if keys.shape[0] < num_rows or values.shape[0] < num_rows or keys.shape[2] < stop or values.shape[2] < stop:
+        (max_rows, heads, columns, key_dim), (max_values, value_heads, value_columns, value_dim) = (
+            keys.shape,
+            values.shape,
+        )
+        if max_rows < num_rows or max_values < num_rows or columns < stop or value_columns < stop:
+            return None
+        if key.shape != (num_rows, heads, 1, key_dim) or value.shape != (num_rows, value_heads, 1, value_dim):
             return None
         if keys.device != key.device or values.device != value.device:
             return None
-        if keys.shape[0] != num_rows or values.shape[0] != num_rows:
+        if max_rows != num_rows or max_values != num_rows:
             keys, values = keys.narrow(0, 0, num_rows), values.narrow(0, 0, num_rows)
         keys.narrow(2, start, 1).copy_(key)
         values.narrow(2, start, 1).copy_(value)
         return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
+
+    def columns(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        for layer_idx, layer in self._buffers.items():
+            states = {
+                name: held[: self._num_rows, :, start:stop] for name, held in layer.items() if held.shape[2] >= stop
+            }
+            yield layer_idx, states
 
     def expand_rows(self, sources: Sequence[int]) -> None:
         columns = self._stop

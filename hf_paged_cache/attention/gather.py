@@ -1,6 +1,6 @@
 """Owns nothing between two layers: each layer's rows are gathered for its attention, so the least memory is held."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -12,6 +12,8 @@ from .base import Reader
 
 class GatherReader(Reader):
     """Gathers a layer's rows from the pool whenever the layer reads. Holds no copies, so rows may change as they like."""
+
+    keeps_columns = False
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -35,6 +37,9 @@ class GatherReader(Reader):
     def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
         gathered = self.read(layer_idx, {"key": key, "value": value})
         return gathered["key"], gathered["value"]
+
+    def columns(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        return iter(())
 
     def keep(self, rows: Sequence[RowLayout]) -> None:
         self.drop()

@@ -183,6 +183,16 @@ class BlockTable:
         token_ids.append(token_id)
         return block_ids[block_index] * block_size + offset
 
+    def replace_token(self, position: int, token_id: int) -> None:
+        """Say which token one is that was appended before anybody knew, an integer of 64 bits.
+
+        Raises:
+            BlockStateError: its block is committed.
+        """
+        if position < self._num_committed * self._block_size:
+            raise BlockStateError(f"token {position} of a table with {self._num_committed} committed blocks is known")
+        self._chain.token_ids[position] = token_id
+
     def ensure_num_empty_slots(self, num_empty_slots: int) -> None:
         """Have at least that many empty slots that may be written: copy on write, then fresh blocks.
 

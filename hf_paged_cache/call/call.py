@@ -20,9 +20,11 @@ from torch import Tensor
 
 from ..attention.base import Reader
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
+from ..kv.transfers import read_together
 from ..store.block_store import BlockStore
 from .admission import UNLIMITED, CallLimits, Demand, admit, demand_of, num_blocks_held_only_by, renew_reservation
 from .counters import PromptCounters
+from .held_steps import HeldSteps, PassedStep
 from .layer_writes import LayerWrites
 from .prefix_match import hold_longer
 from .prepare import begin_rows, continue_rows, map_slots, reserve_forward, take_blocks, take_step
@@ -79,6 +81,7 @@ class Call:
         self.brackets = Brackets()
         self.kept_by: Callable[[], object | None] = lambda: None  # who needs the rows between two of their forwards
         self._writes = LayerWrites(store, reader)
+        self._held = HeldSteps(store.pool, reader)
         self._is_forward = is_forward
         self._thread = 0  # that began or went on with the rows, but for decode steps
         self._is_first = False  # the scheduled forward is the first of its rows
@@ -114,6 +117,7 @@ class Call:
         """
         with self.store.lock:
             self.roll_back()
+            self._held.flush(self.rows)
             self._judge(conditions_held=False)  # what a `generate` left whose end was interrupted
             if not keep_rows:
                 self._end_rows()
@@ -122,6 +126,7 @@ class Call:
             self.store.reserve(self, 0)
             self.num_scheduled = 0
             self._may_step = False
+            self._held.begin()
             self._num_columns_before = self.rows.num_columns
             self.counters.start_call()
             self.peak_kv_bytes = 0
@@ -147,6 +152,7 @@ class Call:
                 self._judge(conditions_held=False)
                 self.limits = UNLIMITED
                 store.reserve(self, 0)
+            self._held.flush(self.rows)
             self.rows.commit()
             self._is_first = not self.rows.alias
             self._thread = threading.get_ident()
@@ -219,12 +225,16 @@ class Call:
             and bool(self.brackets)
         )
 
-    def schedule_step(self, token_ids: Sequence[int]) -> None:
+    def schedule_step(self, passed: Sequence[int] | PassedStep) -> None:
         """`prepare` and `schedule` where each row only goes on, by one token: it runs for every token.
 
         Args:
-            token_ids: one for each row.
+            passed: a token for each row; or what holds them, to be read when a block is complete.
+        Raises:
+            CacheArgumentError: see `catch_up`.
         """
+        if self._held.must_be_read(self.rows):
+            self.catch_up()
         with self.store.lock:
             self.store.settle()
             rows, before = self.rows, self.rows.num_columns
@@ -235,7 +245,8 @@ class Call:
             self._writes.start()
             self.state = CallState.SCHEDULED
             try:
-                num_taken, slot_mapping = take_step(self.store, self, rows, token_ids, self.limits)
+                token_ids = self._held.hold(rows, passed)
+                num_taken, slot_mapping = take_step(self.store, self, rows, token_ids, self.limits, self._flush)
                 if num_taken:
                     renew_reservation(self.store, self, rows, self.limits, before + 1)
                 self.reader.start_forward(rows.layouts, len(rows), before, before + 1)
@@ -259,6 +270,7 @@ class Call:
         if forward is None:
             raise ForwardMismatchError(f"layer {layer_idx} writes to a cache whose call {self.state.value}")
         with self.store.lock:
+            self._flush()
             return self._writes.write(layer_idx, states, forward)
 
     def write_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -267,7 +279,8 @@ class Call:
         if forward is None or not forward.is_step or torch.is_grad_enabled():
             return None
         with self.store.lock:
-            return self._writes.write_step(layer_idx, key, value, forward.slot_mapping)
+            slot_mapping = None if self._held.are_in_view_alone else forward.slot_mapping
+            return self._writes.write_step(layer_idx, key, value, slot_mapping)
 
     def confirm(self, most_blocks: int | None = None, *, conditions_held: bool | None = True) -> ScheduledForward:
         """The forward has returned: what it wrote counts.
@@ -302,6 +315,34 @@ class Call:
             self.peak_kv_bytes = max(self.peak_kv_bytes, store.kv_bytes_in_use(self.salt) + self.reader.num_bytes)
             return forward
 
+    def catch_up(self, asked: Tensor | None = None) -> list[int]:
+        """Read what held steps were passed, in one transfer. No lock is held: this waits for the device.
+
+        Whatever may end, cut, fork or copy rows does this first.
+
+        Args:
+            asked: integers that are to be read as well.
+        Returns:
+            those.
+        Raises:
+            CacheArgumentError: a step ran on what is not there, or where the rows do not stand; nothing from there on is
+                ever committed.
+        """
+        rows = self.rows
+        steps = self._held.of(rows)
+        tensors = [tensor for step in steps for tensor in step.tensors]
+        if asked is not None:
+            tensors.append(asked)
+        if not tensors:
+            return []
+        numbers = read_together(tensors)
+        if steps:
+            with self.store.lock:
+                error = self._held.learn(rows, steps, numbers, self.limits.end_of_sequence)
+            if error is not None:
+                raise error
+        return [] if asked is None else numbers[-1]
+
     def roll_back(self) -> None:
         """Take back a forward that was never confirmed. Without one: nothing."""
         if self.state is not CallState.SCHEDULED and self.forward is None:
@@ -315,6 +356,7 @@ class Call:
             if forward is not None and self.rows.num_columns == forward.stop:  # `confirm` had come so far
                 self.state = CallState.CONFIRMED
                 return
+            self._held.take_back(self.rows)
             self.reader.drop()  # some layers have the forward's columns and some have not
             self._writes.gradients.crop(self.rows.num_columns)
             if self._is_first:
@@ -335,6 +377,7 @@ class Call:
             CacheArgumentError: a source that is no row; nothing has changed.
             CacheBusyError: a `generate` or a forward of another thread is running on them.
         """
+        self.catch_up()
         rows, reader = self.rows, self.reader
         with self.store.lock:
             self.require_no_generate_elsewhere()
@@ -343,6 +386,8 @@ class Call:
                 return
             if not sources or min(sources) < 0 or max(sources) >= len(rows):
                 raise CacheArgumentError(f"rows {list(sources)} asked for; the cache has rows 0 to {len(rows) - 1}")
+            self._held.flush(rows)
+            self._held.write_at_once()
             try:
                 if rows.is_aliased:
                     origins = rows.separate()
@@ -368,6 +413,8 @@ class Call:
             CacheArgumentError: there are not that many.
             CacheBusyError: a `generate` or a forward of another thread is running on them.
         """
+        if num_columns:
+            self.catch_up()
         rows = self.rows
         with self.store.lock:
             self.require_no_generate_elsewhere()
@@ -378,6 +425,7 @@ class Call:
                 raise CacheArgumentError(
                     f"cannot crop {num_columns} tokens; give 0 to {rows.num_columns}, what there is"
                 )
+            self._held.flush(rows)
             kept, state = rows.num_columns - num_columns, self.state
             rows.num_columns = kept
             self._is_first, self.state = False, CallState.SCHEDULED  # interrupted, the next event cuts all rows alike
@@ -398,6 +446,7 @@ class Call:
         """
         with self.store.lock:
             self.roll_back()
+            self._held.flush(self.rows)
             self._judge(conditions_held=conditions_held)
             if failed:
                 for row in self.rows.distinct:
@@ -434,6 +483,7 @@ class Call:
         Raises:
             CacheArgumentError: gradients flow through the rows, and would not through their copies.
         """
+        self.catch_up()
         with self.store.lock:
             self.roll_back()
             if self._writes.gradients:
@@ -441,6 +491,7 @@ class Call:
                     "gradients flow through the rows of this cache, and would not through a copy of them; copy it "
                     "after forwards in torch.no_grad()"
                 )
+            self._held.flush(self.rows)
             self.rows.commit()
             return self.rows.fork()
 
@@ -470,6 +521,7 @@ class Call:
         with self.store.lock:
             if not self.rows.alias or not self.store.pool.has_layer(layer_idx):
                 return {}
+            self._flush()
             read = gather_rows(self.store.pool, layer_idx, self.rows)
             return self._writes.gradients.in_place_of(layer_idx, read, self.rows.alias)
 
@@ -489,6 +541,8 @@ class Call:
     def lose_threads(self, idents: frozenset[int]) -> None:
         """These threads ended with a fork: drop the rows of a call that ran in one of them. The store's lock is held."""
         if self.brackets.lose_threads(idents) or self._thread in idents:
+            self._held.give_up(self.rows)  # a forked child computes nothing before it runs
+            self._held.forget()
             self.drop_rows()
 
     def num_previous_blocks(self) -> int:
@@ -520,6 +574,11 @@ class Call:
                 self.rows, found = begin_rows(store, request, ())
                 self._demand = demand_of(store, self.rows, self.limits, request.num_new_columns, previous)
         self.counters.begin_rows(found)
+
+    def _flush(self) -> None:
+        """Let the pool have the confirmed columns of held steps."""
+        if self._held.are_in_view_alone:
+            self._held.flush(self.rows, is_scheduled=self.state is CallState.SCHEDULED)
 
     def _require_prepared(self) -> None:
         if self.state is not CallState.SCHEDULED:
@@ -601,11 +660,13 @@ class Call:
         """The running rows become the previous ones; those before them are dropped."""
         if not self.rows.alias:
             return
+        self._held.give_up(self.rows)
         self.previous.free()
         self.rows.commit()
         self.reader.keep([row.layout()._replace(token_ids=row.true_token_ids) for row in self.rows.distinct])
         self.previous, self.rows = self.rows, Rows([], [], 0)
         self.state = CallState.IDLE
+        self._held.forget()
 
     def _restore_previous(self) -> None:
         """Where a call ends before it ran anything, the rows of the call before are there as they were."""

@@ -55,15 +55,22 @@ class LayerWrites:
         return self.gradients.join(layer_idx, states, self._reader.read(layer_idx, states), forward.start)
 
     def write_step(
-        self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: SlotMapping
+        self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: SlotMapping | None
     ) -> tuple[Tensor, Tensor] | None:
         """The fast path of `write`, for a "key" and a "value" of one token a row, without gradients.
 
+        Args:
+            slot_mapping: a slot for each row; None: the reader alone gets them, and the pool later.
         Returns:
             What attention reads; None where `write` must be called, which writes whatever is written by then once more.
         """
         keys = ((layer_idx, "key"), (layer_idx, "value"))
-        if not self.written.isdisjoint(keys) or not self._store.pool.write_step(layer_idx, key, value, slot_mapping):
+        if not self.written.isdisjoint(keys):
+            return None
+        if slot_mapping is None:
+            if key.requires_grad or value.requires_grad:
+                return None
+        elif not self._store.pool.write_step(layer_idx, key, value, slot_mapping):
             return None
         read = self._reader.read_step(layer_idx, key, value)
         if read is not None:

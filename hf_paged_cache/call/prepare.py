@@ -3,7 +3,7 @@
 Functions over `Rows`, in the order in which `Call` uses them. No state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..blocks import BlockTable
 from ..errors import CacheArgumentError
@@ -109,12 +109,19 @@ def take_blocks(store: BlockStore, holder: Holder, rows: Rows, request: ForwardR
 
 
 def take_step(
-    store: BlockStore, holder: Holder, rows: Rows, token_ids: Sequence[int], limits: CallLimits
+    store: BlockStore,
+    holder: Holder,
+    rows: Rows,
+    token_ids: Sequence[int],
+    limits: CallLimits,
+    flush: Callable[[], None],
 ) -> tuple[int, SlotMapping]:
     """What `take_blocks` and `map_slots` do, where each row goes on by one generated token: most have room for it.
 
     Where one has not, its last block is full, and is committed with all that are.
 
+    Args:
+        flush: writes to the pool what it has not got yet, before blocks are committed.
     Returns:
         the number of blocks taken, and the slots of the tokens.
     Raises:
@@ -133,6 +140,7 @@ def take_step(
             row.stop_commits(row.num_confirmed + 1)
     num_taken = 0
     if full:
+        flush()
         rows.commit()
         tables = [rows.distinct[number].table for number in full]
         num_taken = _make_room(store, holder, [(table, 1) for table in tables], len(rows), limits)

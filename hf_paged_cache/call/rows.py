@@ -22,7 +22,17 @@ class Row:
     Of those confirmed, the first `num_trusted` were computed under conditions that were read again and found unchanged.
     """
 
-    __slots__ = ("_num_judged", "commit_end", "first_position", "num_confirmed", "num_known", "pad", "root", "table")
+    __slots__ = (
+        "_num_judged",
+        "commit_end",
+        "first_position",
+        "held_from",
+        "num_confirmed",
+        "num_known",
+        "pad",
+        "root",
+        "table",
+    )
 
     def __init__(self, table: BlockTable, pad: int, root: bytes, first_position: int = 0) -> None:
         self.table = table
@@ -32,13 +42,16 @@ class Row:
         self.num_known = table.num_tokens
         self.num_confirmed = 0  # what is known counts with the first forward that is confirmed
         self.commit_end: int | None = None  # tokens from here on are never committed; None: all may be
+        self.held_from: int | None = (
+            None  # tokens from here on are not committed as long as they are held, see `HeldSteps`
+        )
         self._num_judged = 0
 
     def fork(self) -> "Row":
         """A row with the same tokens in the same blocks."""
         forked = Row(self.table.fork(), self.pad, self.root, self.first_position)
         forked.num_known, forked.num_confirmed, forked.commit_end = self.num_known, self.num_confirmed, self.commit_end
-        forked._num_judged = self._num_judged
+        forked._num_judged, forked.held_from = self._num_judged, self.held_from
         return forked
 
     def with_new(self, tokens: TokenIds) -> TokenIds:
@@ -59,6 +72,8 @@ class Row:
             self.table.truncate(num_tokens)
         if self.commit_end is not None and self.commit_end > num_tokens:
             self.commit_end = None
+        if self.held_from is not None and self.held_from >= num_tokens:
+            self.held_from = None
 
     def stop_commits(self, position: int) -> None:
         """Tokens from `position` on will not be committed."""
@@ -77,7 +92,12 @@ class Row:
     @property
     def num_true_tokens(self) -> int:
         """The confirmed tokens whose keys and values are what root and tokens say; they may be committed."""
-        return self.num_confirmed if self.commit_end is None else min(self.num_confirmed, self.commit_end)
+        num_tokens = self.num_confirmed
+        if self.commit_end is not None and self.commit_end < num_tokens:
+            num_tokens = self.commit_end
+        if self.held_from is not None and self.held_from < num_tokens:
+            num_tokens = self.held_from
+        return num_tokens
 
     @property
     def true_token_ids(self) -> TokenIds:

@@ -5,11 +5,11 @@ is named as the reason why the forward is computed without reuse. Inputs are sho
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
+from ..call.held_steps import PassedStep
 from ..call.rows import Row, Rows
 from ..call.scheduled_forward import ForwardRequest, RowInput, ScheduledForward
 from ..errors import CacheArgumentError
@@ -118,8 +118,10 @@ class ArgumentReader:
             max_position=given.max_position,
         )
 
-    def read_step(self, arguments: Mapping[str, Any], rows: Rows) -> list[int] | None:
+    def read_step(self, arguments: Mapping[str, Any], rows: Rows) -> list[int] | PassedStep | None:
         """The token of each row, where a forward is a plain decode step of `generate`, which extends mask and positions.
+
+        Where to read would be to wait for a device, what was passed: it is a plain step by its shapes.
 
         None for anything unusual; then `read` says what it is.
         """
@@ -129,11 +131,7 @@ class ArgumentReader:
             return None
         num_columns = rows.num_columns + 1
         if mask is not None:
-            if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != num_columns:
-                return None
-            if mask.count_nonzero(dim=1).tolist() != [
-                num_columns - row.pad for row in running
-            ]:  # somebody hides tokens
+            if not isinstance(mask, Tensor) or mask.shape != (len(running), num_columns):
                 return None
         if arguments.get("inputs_embeds") is not None or _unread(arguments) is not None:
             return None
@@ -145,12 +143,13 @@ class ArgumentReader:
         else:
             if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] != 1:
                 return None
-            given = positions.flatten().tolist()
-            if len(given) == 1:
-                given *= len(running)
-            if given != [row.first_position + row.num_confirmed for row in running]:
+            if positions.shape[0] not in (1, len(running)):
                 return None
-        return list(chain.from_iterable(ids.tolist()))
+        shown = None if mask is None else mask.count_nonzero(dim=1)
+        step = PassedStep(rows.num_columns, ids, shown, positions)
+        if step.may_be_held:
+            return step
+        return step.plain_tokens([tensor.flatten().tolist() for tensor in step.tensors], rows)
 
     def _first_positions(
         self, given: PositionValues | None, rows: Rows, pads: Sequence[int], num_new: int, *, is_bypassed: bool

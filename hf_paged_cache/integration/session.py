@@ -114,6 +114,7 @@ class Session:
                 self.records_drafts, self._synced_gpus, self._digest = False, given.synced_gpus, b""
                 self._ranks.is_settled = False
             yield
+            call.catch_up()
             failed = False
         except Exception as error:
             self._ranks.tell_refusal(error, always=bracket not in call.brackets)
@@ -157,10 +158,11 @@ class Session:
         call = self._call
         call.roll_back()
         if call.may_step and self._adapters is None and not self._conditioning.rope.depends_on_length:
-            token_ids = self._reader.read_step(arguments, call.rows)
-            if token_ids is not None:
-                call.schedule_step(token_ids)
+            passed = self._reader.read_step(arguments, call.rows)
+            if passed is not None:
+                call.schedule_step(passed)
                 return arguments
+        call.catch_up()
         if self._was_overtaken and self.is_open:
             raise CacheBusyError(f"another generate ran on this cache inside of this one; {_ANOTHER_CACHE}")
         if self.own_layers.has_rows:

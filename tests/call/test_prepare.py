@@ -282,7 +282,7 @@ def test_a_step_does_what_any_forward_does() -> None:
             known = rows.known_columns()
             assert known == [12] * 4
             if take is take_step:
-                num_taken, mapping = take_step(store, Holder(), rows, new, given)
+                num_taken, mapping = take_step(store, Holder(), rows, new, given, lambda: None)
             else:
                 num_taken = take_blocks(store, Holder(), rows, request(*([token] for token in new)), given)
                 mapping = map_slots(rows, known, 12, 13)
@@ -297,7 +297,7 @@ def test_a_step_that_has_no_room_is_refused_and_can_be_taken_back() -> None:
     store = BlockStore(BLOCK_SIZE, 3)
     rows = make_rows(store, [1, 2, 3, 4], [5, 6, 7, 8])
     with pytest.raises(OutOfBlocksError, match=r"this forward \(2 rows\) may need 2 more blocks"):
-        take_step(store, Holder(), rows, [1, 2], UNLIMITED)
+        take_step(store, Holder(), rows, [1, 2], UNLIMITED, lambda: None)
     rows.roll_back()
     assert tokens_in_batch(rows) == [[1, 2, 3, 4], [5, 6, 7, 8]]
     store.allocator.check()

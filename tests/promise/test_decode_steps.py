@@ -1,4 +1,4 @@
-"""Through a model: each layer of a decode step is written once, by the fast path, and gradients never take it."""
+"""Through a model: each layer of a decode step is written once, by the fast path or a block at a time; with gradients never."""
 
 from __future__ import annotations
 
@@ -48,9 +48,12 @@ def test_a_layer_is_written_once_in_a_step(
     writes.clear()
     given = batch(*[row((10 + number, 20)) for number in range(num_rows)])
     run(model, cache, **given, max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, **options)
-    assert writes.total() == NUM_NEW * num_layers
     num_apart = "num_return_sequences" in options  # samples part in their first step, which is no step yet
-    assert writes["write"] == (1 + num_apart) * num_layers
+    if attention == "contiguous" and "num_beams" not in options:  # the pool gets all steps at the end of the call
+        assert writes == {"write": (2 + num_apart) * num_layers}
+    else:
+        assert writes.total() == NUM_NEW * num_layers
+        assert writes["write"] == (1 + num_apart) * num_layers
 
 
 @pytest.mark.parametrize("trained", ["", "q_proj"], ids=["all weights", "queries alone"])

@@ -1,0 +1,251 @@
+"""Decode steps that the host has not caught up with.
+
+Two things of a step may wait until its block is complete. On an accelerator nobody waits for what it was passed: token
+ids, what the mask shows and positions stay there, and are read for all such steps in one transfer. And where attention
+reads a contiguous view, a step writes keys and values there alone; the pool gets the columns of many steps at once.
+
+columns of the rows: [0, held) in the pool, their token ids known | [held, num_columns) of held steps
+
+Of a held column nothing is committed, matched or gathered: `Row.held_from` stands before it. Whoever commits, cuts, forks
+or gathers rows first lets the host and the pool catch up. Both may be interrupted anywhere, and are then done again.
+"""
+
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+from ..attention.base import Reader
+from ..errors import CacheArgumentError
+from ..kv.block_pool import BlockPool
+from ..kv.slot_mapping import SlotMapping
+from .rows import Rows
+
+UNREAD_TOKEN = -(2**63)  # stands in a table for a token id that is not read yet; no vocabulary has it
+
+
+class PassedStep:
+    """What a decode step was passed, one token a row: tensors of the right shapes, whose numbers nobody has seen.
+
+    They are held, not copied, where torch counts who writes into them: what is there later must be what was run.
+
+    Args:
+        column: of the tokens.
+        token_ids: [R, 1].
+        num_shown: [R], nobody else's: how many columns the mask shows; None: no mask was passed.
+        positions: [R, 1], or [1, 1] for all rows; None: none were passed.
+    """
+
+    __slots__ = ("_num_shown", "_positions", "_token_ids", "_versions", "column")
+
+    def __init__(self, column: int, token_ids: Tensor, num_shown: Tensor | None, positions: Tensor | None) -> None:
+        self.column = column
+        self._token_ids, self._num_shown, self._positions = token_ids, num_shown, positions
+        self._versions: list[int] = []
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is to be read of it."""
+        given = (self._token_ids, self._num_shown, self._positions)
+        return [tensor for tensor in given if tensor is not None]
+
+    @property
+    def may_be_held(self) -> bool:
+        """Whether reading it would wait for a device, from which it can be read as well later."""
+        if self._token_ids.is_cpu:
+            return False
+        device = self._token_ids.device
+        return all(tensor.device == device and not tensor.is_floating_point() for tensor in self.tensors)
+
+    def hold(self) -> None:
+        """Nobody reads it now: make sure that what was passed stays, or is seen to have changed."""
+        self._token_ids = _counted(self._token_ids)
+        if self._positions is not None:
+            self._positions = _counted(self._positions)
+        self._versions = [tensor._version for tensor in self._passed()]
+
+    def plain_tokens(self, numbers: Sequence[list[int]], rows: Rows) -> list[int] | None:
+        """The token of each row; None where the step was no plain one: tokens hidden, or positions that do not count on.
+
+        Args:
+            numbers: of `tensors`.
+        """
+        shown, positions = self._split(numbers)
+        running, column = rows.distinct, self.column
+        if shown is not None and shown != [column + 1 - row.pad for row in running]:
+            return None
+        if positions is not None and positions != [row.first_position + column - row.pad for row in running]:
+            return None
+        return numbers[0]
+
+    def is_as_passed(self) -> bool:
+        """Whether nobody has written since into what is held."""
+        return self._versions == [tensor._version for tensor in self._passed()]
+
+    def why_wrong(self, numbers: Sequence[list[int]], rows: Rows) -> CacheArgumentError | None:
+        """The error of a step that ran on what is not there, or where its rows do not stand."""
+        shown, positions = self._split(numbers)
+        for number, row in enumerate(rows.distinct):
+            num_held = self.column - row.pad
+            if shown is not None and shown[number] > num_held + 1:
+                return CacheArgumentError(
+                    f"the attention mask of a decode step showed {shown[number]} columns of row {number}, which has "
+                    f"{num_held + 1} tokens: padding has no keys and values; pass the mask of all columns, or "
+                    "cache.reset() first"
+                )
+            is_hidden = shown is not None and shown[number] <= num_held
+            if positions is not None and positions[number] < row.first_position + num_held and not is_hidden:
+                return CacheArgumentError(
+                    f"row {number} went on at position {positions[number]}, but the cache holds its first {num_held} "
+                    "tokens: call generate on the model that the cache is attached to, or cache.reset() first"
+                )
+        return None
+
+    def _passed(self) -> list[Tensor]:
+        return [self._token_ids] if self._positions is None else [self._token_ids, self._positions]
+
+    def _split(self, numbers: Sequence[list[int]]) -> tuple[list[int] | None, list[int] | None]:
+        """What the mask shows of each row, and the position of each."""
+        shown = None if self._num_shown is None else numbers[1]
+        positions = None if self._positions is None else numbers[-1]
+        if positions is not None and len(positions) == 1:
+            positions = positions * len(numbers[0])
+        return shown, positions
+
+
+class HeldSteps:
+    """The held steps of a call's rows. The store's lock is held by whoever calls a method, but for `read`.
+
+    Args:
+        pool: what the columns are owed to.
+        reader: whose view has them.
+    """
+
+    def __init__(self, pool: BlockPool, reader: Reader) -> None:
+        self._pool = pool
+        self._reader = reader
+        self._rows: Rows | None = None  # whose steps these are; of others nothing is held
+        self._unread: list[PassedStep] = []  # one a column, up to the last
+        self._view_from: int | None = None  # columns from here on may be in the view alone
+        self._may_write_view_alone = False
+
+    def begin(self) -> None:
+        """A `generate` begins."""
+        self._may_write_view_alone = self._reader.keeps_columns
+
+    def write_at_once(self) -> None:
+        """Rows have forked, or changed places: they do so at each step, so the pool gets each step's columns at once."""
+        self._may_write_view_alone = False
+
+    @property
+    def are_in_view_alone(self) -> bool:
+        """Whether a step writes into the view, and not into the pool."""
+        return self._view_from is not None
+
+    def hold(self, rows: Rows, passed: Sequence[int] | PassedStep) -> Sequence[int]:
+        """A step is scheduled; returns the tokens that the tables get, which may only stand for those that it was passed."""
+        if rows is not self._rows:
+            self._rows, self._unread, self._view_from = rows, [], None
+        if self._may_write_view_alone and self._view_from is None:
+            self._view_from = rows.num_columns
+            self._mark(rows)
+        if not isinstance(passed, PassedStep):
+            return passed
+        passed.hold()
+        self._unread.append(passed)
+        if len(self._unread) == 1:
+            self._mark(rows)
+        return [UNREAD_TOKEN] * len(rows)
+
+    def must_be_read(self, rows: Rows) -> bool:
+        """Whether a row's last block is full, so that the next step would commit it."""
+        size = self._pool.block_size
+        return (
+            self._rows is rows and bool(self._unread) and any(row.table.num_tokens % size == 0 for row in rows.distinct)
+        )
+
+    def of(self, rows: Rows) -> list[PassedStep]:
+        """The steps that are not read yet."""
+        return self._unread[:] if self._rows is rows else []
+
+    def learn(
+        self, rows: Rows, steps: Sequence[PassedStep], numbers: Sequence[list[int]], ends: Collection[int]
+    ) -> CacheArgumentError | None:
+        """The host catches up: tables get the tokens of steps that were read.
+
+        What was computed from a step on that was no plain one is never committed.
+
+        Args:
+            steps: as `of` gave them.
+            numbers: of the steps' tensors, one after the other.
+            ends: token ids that end a row; what follows is never committed.
+        Returns:
+            the first error of a step.
+        """
+        if self._rows is not rows or self._unread[: len(steps)] != steps:  # other rows run, or another thread has read
+            return None
+        error, taken = None, 0
+        for step in steps:
+            number = len(step.tensors)
+            of_step, taken = numbers[taken : taken + number], taken + number
+            token_ids = step.plain_tokens(of_step, rows)
+            is_plain = token_ids is not None and step.is_as_passed()
+            if token_ids is None:
+                error = error or step.why_wrong(of_step, rows)
+            for row, token_id in zip(rows.distinct, of_step[0], strict=True):
+                position = step.column - row.pad
+                row.table.replace_token(position, token_id)
+                if not is_plain or token_id in ends:
+                    row.stop_commits(position + is_plain)
+        del self._unread[: len(steps)]
+        self._mark(rows)
+        return error
+
+    def flush(self, rows: Rows, *, is_scheduled: bool = False) -> None:
+        """The pool catches up: it gets the confirmed columns that are in the view alone.
+
+        Args:
+            is_scheduled: a step is, whose layers may go on writing into the view alone.
+        """
+        if self._rows is not rows:
+            return
+        start, stop = self._view_from, rows.num_columns
+        if start is not None and start < stop:
+            slots: list[int] = []
+            for row in rows.distinct:
+                slots += row.table.writable_slots(start - row.pad, stop - row.pad)
+            mapping = SlotMapping(slots)
+            for layer_idx, states in self._reader.columns(start, stop):
+                self._pool.write(layer_idx, states, mapping)
+        if start is not None:
+            self._view_from = stop if is_scheduled else None
+        self._mark(rows)
+
+    def take_back(self, rows: Rows) -> None:
+        """A scheduled step has died: it is no longer held, and what the view has of those before it is in the pool."""
+        if self._rows is rows:
+            self._unread = [step for step in self._unread if step.column < rows.num_columns]
+            self.flush(rows)
+
+    def give_up(self, rows: Rows) -> None:
+        """The rows end, or their view goes: what is still held of them is never committed."""
+        if self._rows is rows:
+            for row in rows.distinct:
+                if row.held_from is not None:
+                    row.stop_commits(row.held_from)
+
+    def forget(self) -> None:
+        """Those rows have ended."""
+        self._rows, self._unread, self._view_from = None, [], None
+
+    def _mark(self, rows: Rows) -> None:
+        """Say from which token on each row is held."""
+        column = self._unread[0].column if self._unread else None
+        if self._view_from is not None:
+            column = self._view_from if column is None else min(column, self._view_from)
+        for row in rows.distinct:
+            row.held_from = None if column is None else column - row.pad
+
+
+def _counted(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where writes into it may be of others, or are not counted."""
+    return tensor.clone() if tensor.is_inference() or tensor._is_view() else tensor
