@@ -18,7 +18,7 @@ from .counts import COUNTS, Counter, limit_of  # noqa: E402
 
 def main(arguments: list[str]) -> None:
     words = [argument for argument in arguments if not argument.startswith("-")]
-    sys.stdout.write(f"{'':58} DynamicCache  contiguous    gather   at most (contiguous, gather)\n")
+    sys.stdout.write(f"{'':66} DynamicCache  contiguous    gather   at most (contiguous, gather)\n")
     for count in COUNTS:
         if not all(word in count.what for word in words):
             continue
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
         for cell, limit in zip(cells[1:], limits, strict=True):
             failed += " !" if float(cell) > limit else ""
         limit = "  ".join(f"{limit:.4g}" for limit in limits)
-        sys.stdout.write(f"{count.what:58} {cells[0]:>12} {cells[1]:>11} {cells[2]:>9}   {limit}{failed}\n")
+        sys.stdout.write(f"{count.what:66} {cells[0]:>12} {cells[1]:>11} {cells[2]:>9}   {limit}{failed}\n")
         if "--lines" in arguments:
             for counter in counters:
                 for lines in counter.shown:

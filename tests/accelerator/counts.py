@@ -118,6 +118,7 @@ class Counter:
     attention: str | None
     dtype: torch.dtype = torch.float32
     shown: list[str] = field(default_factory=list)  # which lines the last count counted
+    steps: list[Log] = field(default_factory=list)  # of the last count of decode steps
 
     def cache(self, model: PreTrainedModel, **sizes: Any) -> Any:
         if self.attention is None:
@@ -132,7 +133,7 @@ class Counter:
         with deferred_stop_check() if deferred else contextlib.nullcontext():
             logs = decode_steps(model, self.cache(model), num_rows, **arguments)
         usual = sorted(logs, key=lambda log: len(log.of(kind)))[len(logs) // 2]
-        self.shown = [usual.lines(kind)]
+        self.shown, self.steps = [usual.lines(kind)], logs
         return len(usual.of(kind))
 
     def first_call(self) -> int:
@@ -143,6 +144,18 @@ class Counter:
             model.generate(**inputs, past_key_values=cache, max_new_tokens=1, do_sample=False)
         self.shown = [log.lines("wait")]
         return len(log.waits)
+
+    def verifying(self) -> int:
+        """Waits of a call whose prompt is known and that recomputes one block of it, beyond one that does not."""
+        model, inputs, num_waits = model_on(dtype=self.dtype), prompt(), []
+        for verify in (False, True):
+            cache = self.cache(model, verify=verify)
+            for _ in range(2):
+                with recorded() as log:
+                    model.generate(**inputs, past_key_values=cache, max_new_tokens=1, do_sample=False)
+            num_waits.append(len(log.waits))
+        self.shown = [log.lines("wait")]
+        return num_waits[1] - num_waits[0]
 
     def held_kib(self, num_tokens: int = 4000) -> float:
         """KiB held by the cache of a row of `num_tokens` tokens."""
@@ -206,6 +219,7 @@ COUNTS = [
         lambda counter: 0,
         lambda counter: counter.first_call() - Counter(None, counter.dtype).first_call(),
     ),
+    Count("waits, call of a known prompt with verify=True, beyond without", 1, None, Counter.verifying),
     _both("launches, decode step, 2 layers, 1 row", 0, _steps("launch")),
     Count("blocks held after a prompt of 20 tokens, num_blocks=20000", 64, None, Counter.held_blocks),
     Count("peak of growing by half, beyond the new size, x the old", 0.1, None, Counter.growth_peak),
