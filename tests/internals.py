@@ -5,6 +5,7 @@ All else is asked as a user asks it: outputs against `DynamicCache`, `last_call`
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +16,7 @@ from hf_paged_cache.attention.contiguous import ContiguousReader
 from hf_paged_cache.attention.gather import GatherReader
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
 from hf_paged_cache.call.call import Call
+from hf_paged_cache.call.held_steps import HeldSteps, PassedStep
 from hf_paged_cache.call.rows import Rows
 from hf_paged_cache.integration import ambient, shared_prefix
 from hf_paged_cache.kv import recycled_memory
@@ -66,8 +68,9 @@ def written_slots(store: BlockStore) -> set[int]:
         for offset in range(block_size)
     }
     for call in store.holders():
+        view_from = math.inf if call._held._view_from is None else call._held._view_from
         for held in [*call.rows.distinct, *call.previous.distinct]:
-            num_written = max(held.num_known, held.num_confirmed if held.held_from is None else held.held_from)
+            num_written = int(max(held.num_known, min(held.num_confirmed, view_from - held.pad)))
             slots |= set(held.table.slots(0, min(num_written, held.table.num_tokens)))
     return slots
 
@@ -159,6 +162,11 @@ def depends_on_length(model: nn.Module) -> bool:
     return RopeRegime(model.modules()).depends_on_length
 
 
+def hold_all_token_ids(patch: pytest.MonkeyPatch) -> None:
+    """What decode steps are passed is read when a block is complete, as on an accelerator."""
+    patch.setattr(PassedStep, "may_be_held", property(lambda self: True))
+
+
 # What is made to fail, or to be wrong.
 
 LAYER_WRITE = (Call, "write")
@@ -233,6 +241,11 @@ def zero_what_rows_share(patch: pytest.MonkeyPatch, cache: PagedPrefixCache) -> 
         return schedule(request, computed_ahead)
 
     patch.setattr(cache.call, "schedule", zeroed)
+
+
+def never_flush(patch: pytest.MonkeyPatch) -> None:
+    """The pool never gets what steps have written into the view alone."""
+    patch.setattr(HeldSteps, "flush", lambda self, rows, **_: setattr(self, "_view_from", None) or self._mark(rows))
 
 
 def read_zeros(patch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from hf_paged_cache.blocks import PrefixCachingBlockAllocator
 from hf_paged_cache.blocks.ledger import BlockLedger
 from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.counters import PromptCounters
+from hf_paged_cache.call.held_steps import HeldSteps
 from hf_paged_cache.integration.session import Session
 from hf_paged_cache.integration.shared_prefix import SharedPrefixes
 from hf_paged_cache.integration.side_forward import SideForwards
@@ -53,6 +54,7 @@ EXEMPT: dict[type, dict[str, str]] = {
 GUARDED_WRITES: dict[type, Callable[[str], bool]] = {
     BlockStore: lambda name: True,
     Call: lambda name: True,
+    HeldSteps: lambda name: True,
     Session: lambda name: name == "_was_overtaken",
 }
 

@@ -22,6 +22,7 @@ from hf_paged_cache import PagedPrefixCache
 
 from . import lock_guard
 from .call.bench import Bench, limits, request
+from .internals import hold_all_token_ids, make_forwards_cheap
 from .lock_guard import LockError
 from .reference import AtStep, batch, row, run
 from .tiny_models import build
@@ -171,8 +172,6 @@ def bypass() -> None:
 def share_a_prefix() -> None:
     cache = fresh()
     with pytest.MonkeyPatch.context() as patch:
-        from .internals import make_forwards_cheap
-
         make_forwards_cheap(patch)
         run(cache.store.model, cache, **batch(row((1, 20), (2, 4)), row((1, 20), (3, 4))))
 
@@ -180,6 +179,13 @@ def share_a_prefix() -> None:
 def verify() -> None:
     cache = fresh(verify=True)
     for _ in range(2):
+        run(cache.store.model, cache, input_ids=torch.tensor([row((1, 18))]))
+
+
+def hold_token_ids() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        hold_all_token_ids(patch)
+        cache = fresh()
         run(cache.store.model, cache, input_ids=torch.tensor([row((1, 18))]))
 
 
@@ -231,7 +237,15 @@ def roll_back(bench: Bench) -> None:
     bench.call.roll_back()
 
 
-SCENES = [generate_and_ask, pin_where_rope_depends_on_length, bypass, share_a_prefix, verify, fail_in_a_layer]
+SCENES = [
+    generate_and_ask,
+    pin_where_rope_depends_on_length,
+    bypass,
+    share_a_prefix,
+    verify,
+    hold_token_ids,
+    fail_in_a_layer,
+]
 SCENES += [ask_a_call(deed) for deed in (run_and_end, admit, release, roll_back)]
 
 

@@ -81,7 +81,7 @@ class Call:
         self.brackets = Brackets()
         self.kept_by: Callable[[], object | None] = lambda: None  # who needs the rows between two of their forwards
         self._writes = LayerWrites(store, reader)
-        self._held = HeldSteps(store.pool, reader)
+        self._held = HeldSteps(store, reader)
         self._is_forward = is_forward
         self._thread = 0  # that began or went on with the rows, but for decode steps
         self._is_first = False  # the scheduled forward is the first of its rows

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..attention.base import Reader
 from ..errors import CacheArgumentError
-from ..kv.block_pool import BlockPool
 from ..kv.slot_mapping import SlotMapping
+from ..store.block_store import BlockStore
 from .rows import Rows
 
 UNREAD_TOKEN = -(2**63)  # stands in a table for a token id that is not read yet; no vocabulary has it
@@ -35,12 +35,12 @@ class PassedStep:
         positions: [R, 1], or [1, 1] for all rows; None: none were passed.
     """
 
-    __slots__ = ("_num_shown", "_positions", "_token_ids", "_versions", "column")
+    __slots__ = ("_num_shown", "_positions", "_token_ids", "_watched", "column")
 
     def __init__(self, column: int, token_ids: Tensor, num_shown: Tensor | None, positions: Tensor | None) -> None:
         self.column = column
         self._token_ids, self._num_shown, self._positions = token_ids, num_shown, positions
-        self._versions: list[int] = []
+        self._watched: list[tuple[Tensor, int]] = []  # what is held, and how often it had been written then
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -58,10 +58,9 @@ class PassedStep:
 
     def hold(self) -> None:
         """Nobody reads it now: make sure that what was passed stays, or is seen to have changed."""
-        self._token_ids = _counted(self._token_ids)
+        self._token_ids = self._kept(self._token_ids)
         if self._positions is not None:
-            self._positions = _counted(self._positions)
-        self._versions = [tensor._version for tensor in self._passed()]
+            self._positions = self._kept(self._positions)
 
     def plain_tokens(self, numbers: Sequence[list[int]], rows: Rows) -> list[int] | None:
         """The token of each row; None where the step was no plain one: tokens hidden, or positions that do not count on.
@@ -79,7 +78,7 @@ class PassedStep:
 
     def is_as_passed(self) -> bool:
         """Whether nobody has written since into what is held."""
-        return self._versions == [tensor._version for tensor in self._passed()]
+        return all(tensor._version == version for tensor, version in self._watched)
 
     def why_wrong(self, numbers: Sequence[list[int]], rows: Rows) -> CacheArgumentError | None:
         """The error of a step that ran on what is not there, or where its rows do not stand."""
@@ -100,8 +99,12 @@ class PassedStep:
                 )
         return None
 
-    def _passed(self) -> list[Tensor]:
-        return [self._token_ids] if self._positions is None else [self._token_ids, self._positions]
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """The tensor; a copy where it is a part of another, or torch does not count writes."""
+        if tensor.is_inference() or tensor._is_view():
+            return tensor.clone()
+        self._watched.append((tensor, tensor._version))
+        return tensor
 
     def _split(self, numbers: Sequence[list[int]]) -> tuple[list[int] | None, list[int] | None]:
         """What the mask shows of each row, and the position of each."""
@@ -113,15 +116,15 @@ class PassedStep:
 
 
 class HeldSteps:
-    """The held steps of a call's rows. The store's lock is held by whoever calls a method, but for `read`.
+    """The held steps of a call's rows. The store's lock is held by whoever changes them.
 
     Args:
-        pool: what the columns are owed to.
+        store: whose pool gets the columns.
         reader: whose view has them.
     """
 
-    def __init__(self, pool: BlockPool, reader: Reader) -> None:
-        self._pool = pool
+    def __init__(self, store: BlockStore, reader: Reader) -> None:
+        self._store = store
         self._reader = reader
         self._rows: Rows | None = None  # whose steps these are; of others nothing is held
         self._unread: list[PassedStep] = []  # one a column, up to the last
@@ -158,7 +161,7 @@ class HeldSteps:
 
     def must_be_read(self, rows: Rows) -> bool:
         """Whether a row's last block is full, so that the next step would commit it."""
-        size = self._pool.block_size
+        size = self._store.block_size
         return (
             self._rows is rows and bool(self._unread) and any(row.table.num_tokens % size == 0 for row in rows.distinct)
         )
@@ -196,7 +199,7 @@ class HeldSteps:
                 row.table.replace_token(position, token_id)
                 if not is_plain or token_id in ends:
                     row.stop_commits(position + is_plain)
-        del self._unread[: len(steps)]
+        self._unread = self._unread[len(steps) :]
         self._mark(rows)
         return error
 
@@ -215,7 +218,7 @@ class HeldSteps:
                 slots += row.table.writable_slots(start - row.pad, stop - row.pad)
             mapping = SlotMapping(slots)
             for layer_idx, states in self._reader.columns(start, stop):
-                self._pool.write(layer_idx, states, mapping)
+                self._store.pool.write(layer_idx, states, mapping)
         if start is not None:
             self._view_from = stop if is_scheduled else None
         self._mark(rows)
@@ -244,8 +247,3 @@ class HeldSteps:
             column = self._view_from if column is None else min(column, self._view_from)
         for row in rows.distinct:
             row.held_from = None if column is None else column - row.pad
-
-
-def _counted(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where writes into it may be of others, or are not counted."""
-    return tensor.clone() if tensor.is_inference() or tensor._is_view() else tensor

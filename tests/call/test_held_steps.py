@@ -1,0 +1,394 @@
+"""Held steps of a call without a model: what the view alone has, what is not read yet, and when either ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged_cache import CacheArgumentError
+from hf_paged_cache.attention.contiguous import ContiguousReader
+from hf_paged_cache.attention.gather import GatherReader
+from hf_paged_cache.call import call as call_module
+from hf_paged_cache.call.held_steps import UNREAD_TOKEN, PassedStep
+from hf_paged_cache.call.rows import Row
+from hf_paged_cache.store.block_store import BlockStore
+
+from .bench import BLOCK_SIZE, LAYERS, Bench, limits, make_rows
+
+PROMPT = range(1, 10)
+
+
+def begun(
+    *rows: Any, make_reader: Any = ContiguousReader, pads: list[int] | None = None, end: tuple[int, ...] = ()
+) -> Bench:
+    """A call inside `generate`, behind the forward of its prompts."""
+    bench = Bench(BlockStore(BLOCK_SIZE, 400), make_reader)
+    bench.begin(limits(300, num_prompt=len(PROMPT), num_rows=len(rows) or 1, end=end))
+    bench.forward(*(rows or (PROMPT,)), pads=pads, num_new=len(PROMPT))
+    return bench
+
+
+def passed(
+    bench: Bench, *token_ids: int, shown: list[int] | None = None, positions: list[int] | None = None
+) -> PassedStep:
+    """The next step, unread; without `shown` a plain one without a mask, and so without `positions`."""
+    return PassedStep(
+        bench.call.num_columns,
+        torch.tensor(token_ids)[:, None],
+        None if shown is None else torch.tensor(shown),
+        None if positions is None else torch.tensor(positions)[:, None],
+    )
+
+
+def step(bench: Bench, *token_ids: int, **given: Any) -> None:
+    """A decode step whose token ids nobody reads now. What is written does not matter."""
+    bench.call.schedule_step(passed(bench, *token_ids, **given))
+    with torch.no_grad():
+        for layer_idx in LAYERS:
+            new = torch.ones(len(token_ids), 1, 1, 1)
+            assert bench.call.write_step(layer_idx, new, new) is not None
+    bench.call.confirm()
+
+
+def in_pool(bench: Bench, layer_idx: int = 0) -> list[list[float]]:
+    """The key of each token of each row, read from the pool's own tensor."""
+    held = bench.store.pool._tensors[layer_idx]["key"]
+    return [
+        [float(held[slot // BLOCK_SIZE, 0, slot % BLOCK_SIZE, 0]) for slot in row.table.slots(0, row.table.num_tokens)]
+        for row in bench.call.rows.distinct
+    ]
+
+
+def make_view_anew(bench: Bench) -> None:
+    """Whatever a forward reads from here on comes from the pool; `Bench.write` compares it."""
+    bench.call.crop(1)
+    bench.call.reader.drop()
+
+
+# In the view alone.
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 4, 5, 140], ids=lambda number: f"{number} steps")
+@pytest.mark.parametrize("rows", [(PROMPT,), (PROMPT, range(11, 17), range(20, 25))], ids=["1 row", "3 rows"])
+def test_the_pool_gets_what_steps_have_written(rows: tuple[Any, ...], num_steps: int) -> None:
+    """140 steps make the view grow."""
+    bench = begun(*rows, pads=[len(PROMPT) - len(row) for row in rows])
+    for number in range(num_steps):
+        bench.step(*[100 * row + number for row in range(len(rows))])
+    make_view_anew(bench)
+    bench.step(*range(7, 7 + len(rows)))
+    bench.end()
+    assert bench.call.rows.distinct[0].held_from is None
+
+
+def test_a_step_writes_nothing_to_the_pool_before_its_block_is_full() -> None:
+    bench = begun()  # 9 tokens: the third block gets three more
+    for number in range(3):
+        bench.step(20 + number)
+        assert in_pool(bench)[0][9:] == [0.0] * (number + 1)
+    assert bench.call.rows.distinct[0].held_from == 9
+    bench.step(30)
+    assert 0.0 not in in_pool(bench)[0][:12]
+    assert in_pool(bench)[0][12:] == [0.0]
+    assert bench.num_hit([*PROMPT, 20, 21, 22]) == 12
+    bench.end()
+    assert 0.0 not in in_pool(bench)[0]
+
+
+def test_a_gather_finds_each_step_in_the_pool() -> None:
+    bench = begun(make_reader=GatherReader)
+    bench.step(20)
+    assert 0.0 not in in_pool(bench)[0]
+    assert bench.call.rows.distinct[0].held_from is None
+
+
+def test_rows_that_have_changed_places_are_written_at_once_until_the_next_call() -> None:
+    bench = begun(PROMPT, range(11, 20))
+    bench.call.reorder([1, 0])
+    bench.step(20, 21)
+    assert 0.0 not in in_pool(bench)[0]
+    assert bench.call.rows.distinct[0].held_from is None
+    bench.end()
+    bench.begin(limits(300, num_prompt=len(PROMPT), num_rows=2))
+    bench.forward(PROMPT, range(11, 20))
+    bench.step(22, 23)
+    assert bench.call.rows.distinct[0].held_from == 9
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [
+        lambda bench: bench.call.crop(1),
+        lambda bench: bench.call.reorder([0, 0]),
+        lambda bench: bench.call.fork_rows(),
+        lambda bench: bench.call.read_layer(0),
+        lambda bench: bench.schedule([5, 6]),
+        lambda bench: bench.end(failed=True),
+        lambda bench: bench.begin(keep_rows=True),
+    ],
+    ids=["crop", "reorder", "fork", "read", "a forward of more", "a failed end", "another generate"],
+)
+def test_the_pool_has_all_columns_whatever_comes_behind_a_step(deed: Callable[[Bench], Any]) -> None:
+    bench = begun()
+    bench.step(20)
+    bench.step(21)
+    num_tokens = len(bench.call.rows.distinct[0].table.token_ids)
+    deed(bench)
+    assert 0.0 not in in_pool(bench)[0][: min(num_tokens, bench.call.rows.num_columns)]
+
+
+@pytest.mark.parametrize("layers", [(), (0,), LAYERS], ids=["no layer", "one layer", "all layers"])
+def test_a_step_that_dies_takes_none_before_it_along(layers: tuple[int, ...]) -> None:
+    bench = begun()
+    bench.step(20)
+    bench.call.schedule_step([21])
+    bench.write(bench.open_forward, layers)
+    bench.call.roll_back()
+    assert bench.tokens() == [[*PROMPT, 20]]
+    bench.step(22)
+    make_view_anew(bench)
+    bench.step(23)
+
+
+def test_a_layer_that_takes_the_long_way_finds_all_columns_in_the_pool() -> None:
+    """Where its dtype changes, the view is made again from the pool; other layers of the step are in the view alone."""
+    bench = begun()
+    bench.step(20)
+    bench.call.schedule_step([21])
+    with torch.no_grad():
+        one = torch.ones(1, 1, 1, 1)
+        assert bench.call.write_step(0, one, one) is not None
+        assert bench.call.write_step(1, one.double(), one.double()) is None
+        read = bench.call.write(1, {"key": one.double(), "value": one.double()})
+    bench.call.confirm()
+    assert 0.0 not in read["key"].flatten().tolist()
+    assert 0.0 not in in_pool(bench)[0][:10]
+    bench.call.crop(0)
+    assert in_pool(bench)[0][10] == 0.0
+    bench.end()
+    assert in_pool(bench)[0][10] == 1.0
+    assert 0.0 not in in_pool(bench, 1)[0]
+
+
+def test_a_forked_child_that_has_lost_the_calls_thread_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = begun()
+    for number in range(3):
+        bench.step(20 + number)
+    monkeypatch.setattr(bench.store.pool, "write", lambda *_: pytest.fail("a write in the child"))
+    bench.call.lose_threads(frozenset([bench.call._thread]))
+    assert len(bench.call.rows) == 0
+    assert bench.num_hit([*PROMPT, 20, 21, 22]) == 8
+    bench.store.allocator.check()
+
+
+# Not read yet.
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tensors each wait read."""
+    counts: list[int] = []
+    read = call_module.read_together
+
+    def counting(tensors: Any) -> Any:
+        counts.append(len(tensors))
+        return read(tensors)
+
+    monkeypatch.setattr(call_module, "read_together", counting)
+    return counts
+
+
+@pytest.mark.parametrize("make_reader", [ContiguousReader, GatherReader])
+def test_steps_are_read_together_when_a_block_is_full(reads: list[int], make_reader: Any) -> None:
+    bench = begun(make_reader=make_reader)
+    for number in range(3):
+        step(bench, 20 + number)
+    assert bench.tokens() == [[*PROMPT, *[UNREAD_TOKEN] * 3]]
+    assert bench.num_hit([*PROMPT, 20, 21, 22]) == 8
+    assert reads == []
+    step(bench, 23)
+    assert reads == [3]
+    assert bench.tokens() == [[*PROMPT, 20, 21, 22, UNREAD_TOKEN]]
+    assert bench.num_hit([*PROMPT, 20, 21, 22]) == 12
+    assert bench.call.catch_up(torch.tensor([[7, 8]])) == [7, 8]
+    assert reads == [3, 2]
+    assert bench.tokens() == [[*PROMPT, 20, 21, 22, 23]]
+    bench.call.catch_up()
+    assert reads == [3, 2]
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [lambda call: call.crop(1), lambda call: call.reorder([0, 0]), lambda call: call.fork_rows()],
+    ids=["crop", "reorder", "fork"],
+)
+def test_who_changes_rows_reads_first(deed: Callable[[Any], Any], reads: list[int]) -> None:
+    bench = begun()
+    step(bench, 20)
+    bench.call.crop(0)
+    assert reads == []
+    deed(bench.call)
+    assert reads == [1]
+    assert UNREAD_TOKEN not in bench.tokens()[0]
+
+
+def test_a_step_that_died_is_not_read(reads: list[int]) -> None:
+    bench = begun(make_reader=GatherReader)
+    step(bench, 20)
+    bench.call.schedule_step(passed(bench, 21))
+    bench.call.roll_back()
+    step(bench, 22)
+    bench.call.catch_up()
+    assert reads == [2]
+    assert bench.tokens() == [[*PROMPT, 20, 22]]
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_reading_that_is_interrupted_is_done_again(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = begun(PROMPT, range(11, 20))
+    for number in range(2):
+        step(bench, 20 + number, 30 + number)
+    with monkeypatch.context() as patch:
+        tables, done = [row.table for row in bench.call.rows.distinct], []
+        replace = type(tables[0]).replace_token
+
+        def interrupted(*given: Any) -> None:
+            if len(done) == at:
+                raise KeyboardInterrupt
+            done.append(replace(*given))
+
+        patch.setattr(type(tables[0]), "replace_token", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            bench.call.catch_up()
+    bench.call.catch_up()
+    assert bench.tokens() == [[*PROMPT, 20, 21], [*range(11, 20), 30, 31]]
+    bench.end()
+    bench.store.allocator.check()
+
+
+def test_rows_that_end_unread_are_found_up_to_there() -> None:
+    """A `generate` that failed did not wait for the device."""
+    bench = begun()
+    for number in range(5):
+        step(bench, 20 + number)
+    bench.end(failed=True)
+    bench.call.drop_rows()
+    assert bench.num_hit([*PROMPT, 20, 21, 22, 23]) == 12
+    assert bench.num_hit([*PROMPT, 20, 21, 22, UNREAD_TOKEN]) == 12
+    again = begun()
+    for number in range(3):
+        step(again, 20 + number)
+    again.end(failed=True)
+    assert again.call.rows.distinct[0].true_token_ids.tolist() == [*PROMPT]
+    again.begin(limits(300, num_prompt=12))
+    again.forward([*PROMPT, 20, 21, 22])
+    assert again.call.counters.rows[0].matched_tokens == 9
+    assert again.num_hit([*PROMPT, UNREAD_TOKEN, UNREAD_TOKEN, UNREAD_TOKEN]) == 8
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"shown": [10]}, {"positions": [9]}, {"shown": [10], "positions": [9]}, {}],
+    ids=["mask", "positions", "both", "neither"],
+)
+def test_a_plain_step_is_stored(given: dict[str, Any]) -> None:
+    bench = begun(make_reader=GatherReader)
+    step(bench, 20, **given)
+    bench.call.catch_up()
+    assert bench.call.rows.distinct[0].num_true_tokens == 10
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"shown": [9]}, None),
+        ({"positions": [11]}, None),
+        ({"shown": [9], "positions": [8]}, None),
+        ({"shown": [11]}, "padding has no keys and values"),
+        ({"positions": [8]}, "went on at position 8, but the cache holds its first 9 tokens"),
+    ],
+    ids=["hides a token", "skips a position", "counts shown tokens", "shows padding", "falls back"],
+)
+def test_what_an_unusual_step_computed_is_not_stored_nor_what_follows(given: dict[str, Any], why: str | None) -> None:
+    bench = begun(make_reader=GatherReader)
+    step(bench, 19)
+    later = {name: [numbers[0] + 1] for name, numbers in given.items()}
+    step(bench, 20, **later)
+    step(bench, 21)
+    if why is None:
+        bench.call.catch_up()
+    else:
+        with pytest.raises(
+            CacheArgumentError, match=why.replace("position 8", "position 9").replace("first 9", "first 10")
+        ):
+            bench.call.catch_up()
+    bench.call.catch_up()  # said once
+    assert bench.tokens() == [[*PROMPT, 19, 20, 21]]
+    assert bench.call.rows.distinct[0].num_true_tokens == 10
+
+
+def test_what_follows_an_end_of_sequence_is_not_stored() -> None:
+    bench = begun(PROMPT, range(11, 20), make_reader=GatherReader, end=(7,))
+    for tokens in [(20, 30), (7, 31), (0, 32)]:
+        step(bench, *tokens)
+    bench.call.catch_up()
+    assert [row.num_true_tokens for row in bench.call.rows.distinct] == [11, 12]
+
+
+# What a step was passed.
+
+
+def held(tensor: torch.Tensor, positions: torch.Tensor | None = None) -> PassedStep:
+    made = PassedStep(9, tensor, None, positions)
+    made.hold()
+    return made
+
+
+def test_writes_into_what_is_held_are_seen() -> None:
+    ids, positions = torch.tensor([[1]]), torch.tensor([[2]])
+    for written in (ids, positions):
+        made = held(ids, positions)
+        assert made.is_as_passed()
+        assert made.tensors[0] is ids
+        written += 1
+        assert not made.is_as_passed()
+
+
+def test_what_others_may_write_unseen_is_copied() -> None:
+    """A part of another tensor, which would be held as a whole; and inference tensors, whose writes torch does not count."""
+    whole = torch.tensor([[1, 2, 3]])
+    made = held(whole[:, -1:], whole[:, :1])
+    whole.zero_()
+    assert made.is_as_passed()
+    assert [tensor.tolist() for tensor in made.tensors] == [[[3]], [[1]]]
+    with torch.inference_mode():
+        ids = torch.tensor([[1]])
+        made = held(ids)
+        ids.zero_()
+        assert made.is_as_passed()
+        assert made.tensors[0].tolist() == [[1]]
+
+
+def test_on_a_cpu_nothing_is_held() -> None:
+    assert not PassedStep(9, torch.tensor([[1]]), None, None).may_be_held
+
+
+def test_positions_that_are_no_integers_are_not_held() -> None:
+    ids, positions = torch.zeros(1, 1, dtype=torch.int64, device="meta"), torch.zeros(1, 1, device="meta")
+    assert PassedStep(9, ids, None, None).may_be_held
+    assert not PassedStep(9, ids, None, positions).may_be_held
+    assert not PassedStep(9, ids, None, torch.zeros(1, 1, dtype=torch.int64)).may_be_held
+
+
+def test_a_row_says_nothing_of_what_is_held() -> None:
+    row: Row = make_rows(Bench().store, range(8)).distinct[0]
+    row.held_from = 5
+    assert (row.num_true_tokens, row.true_token_ids.tolist()) == (5, [*range(5)])
+    row.stop_commits(3)
+    assert row.num_true_tokens == 3
+    assert row.fork().held_from == 5
+    row.truncate(5)
+    assert row.held_from is None
