@@ -212,7 +212,7 @@ class PagedPrefixCache(Cache):
         if self._own_layers.settle():
             super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # a LongTensor is a Tensor
             return
-        self.call.reorder(self.call.catch_up(beam_idx))
+        self.call.reorder(self.call.catch_up(beam_idx), beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens; 0 changes nothing.

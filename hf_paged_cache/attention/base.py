@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..kv.slot_mapping import RowLayout
+from ..kv.transfers import Transfer
 
 
 class Reader(Protocol):
@@ -30,8 +31,19 @@ class Reader(Protocol):
             max_rows, max_columns: the most there will be, as far as the call says; else infinite.
         """
 
-    def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:
-        """A forward of columns `[start, stop)` of `num_rows` rows begins; `rows` is called only if they are gathered."""
+    def start_forward(
+        self,
+        rows: Callable[[], Sequence[RowLayout]],
+        num_rows: int,
+        start: int,
+        stop: int,
+        transfer: Transfer | None = None,
+    ) -> None:
+        """A forward of columns `[start, stop)` of `num_rows` rows begins; `rows` is called only if they are gathered.
+
+        Args:
+            transfer: that goes to the devices of this forward; None: nothing else does.
+        """
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """name -> [R, H, stop, D]: the columns `[0, start)` of the rows, then `new`, which is in the pool already.
@@ -53,8 +65,12 @@ class Reader(Protocol):
     def expand_rows(self, sources: Sequence[int]) -> None:
         """Row `i` goes on as a copy of row `sources[i] <= i`."""
 
-    def reorder_rows(self, sources: Sequence[int], shared_columns: int) -> None:
-        """Row `i` goes on as a copy of row `sources[i]`; the first `shared_columns` columns of the two are equal."""
+    def reorder_rows(self, sources: Sequence[int], shared_columns: int, index: Tensor | None = None) -> None:
+        """Row `i` goes on as a copy of row `sources[i]`; the first `shared_columns` columns of the two are equal.
+
+        Args:
+            index: [R] integers, the sources as a tensor on some device, if there is one.
+        """
 
     def crop(self, num_columns: int) -> None:
         """Columns from `num_columns` on are taken back."""

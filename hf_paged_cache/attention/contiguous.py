@@ -7,8 +7,10 @@ from torch import Tensor
 
 from ..blocks.tokens import common_prefix_length
 from ..kv.block_pool import BlockPool, copy_rows
+from ..kv.block_tables import read_source
 from ..kv.recycled_memory import RecycledMemory, zeros
-from ..kv.slot_mapping import ReadSource, RowLayout, read_source
+from ..kv.slot_mapping import ReadSource, RowLayout
+from ..kv.transfers import Transfer
 from .base import Reader
 
 _MIN_SPARE_COLUMNS = 128  # that a grown buffer has at least: few decode steps have to grow it
@@ -45,7 +47,14 @@ class ContiguousReader(Reader):
         self._valid = [self._num_columns_kept(row, layout) for row, layout in enumerate(rows)]
         self._kept = []
 
-    def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:
+    def start_forward(
+        self,
+        rows: Callable[[], Sequence[RowLayout]],
+        num_rows: int,
+        start: int,
+        stop: int,
+        transfer: Transfer | None = None,
+    ) -> None:
         self._num_rows, self._start, self._stop, self._layouts = num_rows, start, stop, rows
         self._valid += [0] * (num_rows - len(self._valid))  # rows taken over from another cache, or multiplied
         if self._missing:
@@ -53,10 +62,11 @@ class ContiguousReader(Reader):
             self._memory.drop()
         valid = self._valid
         if min(valid[:num_rows]) < start:
+            transfer = Transfer() if transfer is None else transfer
             for row, layout in enumerate(rows()):
                 first = valid[row]  # 0 gathers the padding, too: what the buffer holds there may not be finite
                 if first < start:
-                    source = read_source([layout], first, start, self._pool.block_size)
+                    source = read_source([layout], first, start, self._pool.block_size, transfer)
                     self._missing.append((row, first, start, source))
         valid[:num_rows] = [stop] * num_rows
 
@@ -132,13 +142,17 @@ class ContiguousReader(Reader):
                     if sources[row] != row:
                         held[row, :, :columns] = held[sources[row], :, :columns]
 
-    def reorder_rows(self, sources: Sequence[int], shared_columns: int) -> None:
+    def reorder_rows(self, sources: Sequence[int], shared_columns: int, index: Tensor | None = None) -> None:
         columns = self._stop
         moved = [row for row, source in enumerate(sources) if source != row]
         if not moved or shared_columns >= columns:
             return
         spans = (held[:, :, shared_columns:columns] for layer in self._buffers.values() for held in layer.values())
-        copy_rows(spans, [sources[row] for row in moved], moved)
+        if index is None or index.is_cpu:
+            copy_rows(spans, [sources[row] for row in moved], moved)
+            return
+        for span in spans:  # rows that stay are copied, too: which those are is not known there
+            span[: len(sources)] = span.index_select(0, index.to(span.device))
 
     def crop(self, num_columns: int) -> None:
         self._stop = min(self._stop, num_columns)

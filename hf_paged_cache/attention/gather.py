@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from ..kv.block_pool import BlockPool
+from ..kv.block_tables import BlockTables
 from ..kv.recycled_memory import RecycledMemory
-from ..kv.slot_mapping import ReadSource, RowLayout, read_source
+from ..kv.slot_mapping import ReadSource, RowLayout
+from ..kv.transfers import Transfer
 from .base import Reader
 
 
@@ -18,19 +20,25 @@ class GatherReader(Reader):
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._memory = RecycledMemory()
-        self._layouts: Callable[[], Sequence[RowLayout]] = list  # of the rows of the forward
-        self._start = self._stop = 0  # columns of the forward
-        self._source: ReadSource | None = None  # of all columns; made by the first layer that reads them
+        self._tables = BlockTables(pool.block_size)  # of the rows of the forward
+        self._source: ReadSource | None = None  # of all columns; None where a forward reads only what it writes
 
-    def start_forward(self, rows: Callable[[], Sequence[RowLayout]], num_rows: int, start: int, stop: int) -> None:
-        self._layouts, self._start, self._stop = rows, start, stop
+    def start_forward(
+        self,
+        rows: Callable[[], Sequence[RowLayout]],
+        num_rows: int,
+        start: int,
+        stop: int,
+        transfer: Transfer | None = None,
+    ) -> None:
         self._source = None
+        if start:
+            self._tables.update(rows(), Transfer() if transfer is None else transfer)
+            self._source = self._tables.columns(0, stop)
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if not self._start:
-            return {name: states.contiguous() for name, states in new.items()}  # as `DynamicCache` gives them
         if self._source is None:
-            self._source = read_source(self._layouts(), 0, self._stop, self._pool.block_size)
+            return {name: states.contiguous() for name, states in new.items()}  # as `DynamicCache` gives them
         gathered = self._pool.gather(layer_idx, self._source, new, self._memory)
         return {name: gathered[name].to(states.dtype) for name, states in new.items()}
 
@@ -48,8 +56,8 @@ class GatherReader(Reader):
         self.drop()
 
     def drop(self) -> None:
-        self._layouts, self._source = list, None
-        self._start = self._stop = 0
+        self._source = None
+        self._tables.drop()
         self._memory.drop()
 
     @property

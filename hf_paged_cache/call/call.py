@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..attention.base import Reader
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
-from ..kv.transfers import read_together
+from ..kv.transfers import Transfer, read_together
 from ..store.block_store import BlockStore
 from .admission import UNLIMITED, CallLimits, Demand, admit, demand_of, num_blocks_held_only_by, renew_reservation
 from .counters import PromptCounters
@@ -246,10 +246,14 @@ class Call:
             self.state = CallState.SCHEDULED
             try:
                 token_ids = self._held.hold(rows, passed)
-                num_taken, slot_mapping = take_step(self.store, self, rows, token_ids, self.limits, self._flush)
+                transfer = Transfer() if len(rows) > 1 else None
+                num_taken, slot_mapping = take_step(
+                    self.store, self, rows, token_ids, self.limits, self._flush, transfer
+                )
+                self.reader.start_forward(rows.layouts, len(rows), before, before + 1, transfer)
                 if num_taken:
                     renew_reservation(self.store, self, rows, self.limits, before + 1)
-                self.reader.start_forward(rows.layouts, len(rows), before, before + 1)
+                    self.store.make_copies(transfer)  # last: with their ids goes all that the step needs
                 self.forward = ScheduledForward(
                     before, before + 1, tuple(range(len(rows))), None, slot_mapping, is_step=True
                 )
@@ -370,9 +374,11 @@ class Call:
                 if not self.limits.are_known:
                     self.store.reserve(self, 0)
 
-    def reorder(self, sources: Sequence[int]) -> None:
+    def reorder(self, sources: Sequence[int], index: Tensor | None = None) -> None:
         """Batch row `i` goes on as batch row `sources[i]` (beam search); there may be more or fewer rows than before.
 
+        Args:
+            index: [R] integers, the sources where the model has them, which need not be sent there again.
         Raises:
             CacheArgumentError: a source that is no row; nothing has changed.
             CacheBusyError: a `generate` or a forward of another thread is running on them.
@@ -398,7 +404,7 @@ class Call:
                 shared_columns = rows.select(sources)
                 self._writes.gradients.select_rows(sources)
                 if same_number:
-                    reader.reorder_rows(sources, shared_columns)
+                    reader.reorder_rows(sources, shared_columns, index)
                 else:
                     reader.drop()
             except BaseException:
@@ -628,9 +634,12 @@ class Call:
             self.reader.start_rows(
                 rows.layouts(), stop, max_rows=max(len(rows), limits.num_rows), max_columns=limits.max_columns
             )
-        self.reader.start_forward(rows.layouts, len(rows.distinct), start, stop)
+        transfer = Transfer()
+        self.reader.start_forward(rows.layouts, len(rows.distinct), start, stop, transfer)
+        slot_mapping = map_slots(rows, known, start, stop, transfer)
+        store.make_copies(transfer)  # last: with their ids goes all that the forward needs
         copies = tuple(rows.alias) if rows.is_aliased else None
-        self.forward = ScheduledForward(start, stop, tuple(members), copies, map_slots(rows, known, start, stop))
+        self.forward = ScheduledForward(start, stop, tuple(members), copies, slot_mapping)
         self._may_step = limits.are_known and request.bypass is None and self._runs_as_asked(request)
         self._must_commit = True
         self.num_scheduled += 1

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from ..blocks import BlockTable
 from ..errors import CacheArgumentError
 from ..kv.slot_mapping import SlotMapping
+from ..kv.transfers import Transfer
 from ..store.block_store import BlockStore, Holder
 from .admission import CallLimits, Demand, require, rows_in_words
 from .prefix_match import Found, PreviousRows, hold_longer, match_row
@@ -88,7 +89,7 @@ def reserve_forward(store: BlockStore, holder: Holder, rows: Rows, request: Forw
 
 
 def take_blocks(store: BlockStore, holder: Holder, rows: Rows, request: ForwardRequest, limits: CallLimits) -> int:
-    """Append each running row's new tokens to its table, with blocks to write them into, and make the copies due.
+    """Append each running row's new tokens to its table, with blocks to write them into; copies on write become due.
 
     Returns:
         the number of blocks taken.
@@ -104,7 +105,6 @@ def take_blocks(store: BlockStore, holder: Holder, rows: Rows, request: ForwardR
         row.table.append_tokens(tokens)
         if limits.end_of_sequence:
             _stop_at_end_of_sequence(row, limits)
-    store.make_copies()
     return num_taken
 
 
@@ -115,6 +115,7 @@ def take_step(
     token_ids: Sequence[int],
     limits: CallLimits,
     flush: Callable[[], None],
+    transfer: Transfer | None = None,
 ) -> tuple[int, SlotMapping]:
     """What `take_blocks` and `map_slots` do, where each row goes on by one generated token: most have room for it.
 
@@ -147,11 +148,12 @@ def take_step(
         for number, table in zip(full, tables, strict=True):
             table.append_tokens([token_ids[number]])
             (slots[number],) = table.writable_slots(table.num_tokens - 1, table.num_tokens)
-        store.make_copies()
-    return num_taken, SlotMapping(slots)
+    return num_taken, SlotMapping(slots, transfer=transfer)
 
 
-def map_slots(rows: Rows, known_columns: Sequence[int], start: int, stop: int) -> SlotMapping:
+def map_slots(
+    rows: Rows, known_columns: Sequence[int], start: int, stop: int, transfer: Transfer | None = None
+) -> SlotMapping:
     """Slots of all tokens that are not in the pool yet, and which of the forward's tokens they take."""
     slots: list[int] = []
     sources: list[int] = []
@@ -159,7 +161,7 @@ def map_slots(rows: Rows, known_columns: Sequence[int], start: int, stop: int) -
     for number, (row, known) in enumerate(zip(rows.distinct, known_columns, strict=True)):
         slots.extend(row.table.writable_slots(known - row.pad, row.table.num_tokens))
         sources.extend(range(number * num_columns + known - start, (number + 1) * num_columns))
-    return SlotMapping(slots, None if len(sources) == num_columns * len(rows.distinct) else sources)
+    return SlotMapping(slots, None if len(sources) == num_columns * len(rows.distinct) else sources, transfer)
 
 
 def _make_room(

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..blocks import BlockHash, BlockTable
 from ..blocks.tokens import TokenIds
 from ..kv.block_pool import BlockPool
-from ..kv.slot_mapping import RowLayout, read_source
+from ..kv.block_tables import read_source
+from ..kv.slot_mapping import RowLayout
 
 
 class Row:

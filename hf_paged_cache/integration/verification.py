@@ -13,7 +13,8 @@ from ..blocks import BlockTable
 from ..call.rows import Row, Rows
 from ..call.scheduled_forward import RowInput
 from ..errors import OutOfBlocksError
-from ..kv.slot_mapping import RowLayout, read_source
+from ..kv.block_tables import read_source
+from ..kv.slot_mapping import RowLayout
 from ..model.conditioning import Conditioning
 from ..model.probing import eps_computed_in
 from ..store.block_store import BlockStore

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import PoolArgumentError
 from .recycled_memory import RecycledMemory, zeros
 from .slot_mapping import ReadSource, SlotMapping
+from .transfers import Transfer
 
 # An untouched page of host memory costs nothing, so a pool there grows in few, large steps. On an accelerator every byte
 # is taken when it is asked for.
@@ -194,13 +195,17 @@ class BlockPool:
             gathered[name] = copied.as_strided(shape, strides, source.skipped * head_dim)
         return gathered
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks in all layers, as if one `(source, destination)` after the other."""
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], transfer: Transfer | None = None) -> None:
+        """Copy whole blocks in all layers, as if one `(source, destination)` after the other.
+
+        Args:
+            transfer: that their ids go with, where a device needs them; None: one of their own.
+        """
         sources, destinations = [source for source, _ in copies], [destination for _, destination in copies]
         self.num_blocks_used = max(self.num_blocks_used, 1 + max(destinations, default=-1))
         in_any_order = len({*sources, *destinations}) == len(set(sources)) + len(destinations)
         if len(copies) > 1 and in_any_order:
-            copy_rows(self._all_tensors(), sources, destinations)
+            copy_rows(self._all_tensors(), sources, destinations, transfer)
             return
         for source, destination in copies:
             for tensor in self._all_tensors():
@@ -254,11 +259,12 @@ class BlockPool:
         return resized
 
 
-def copy_rows(tensors: Iterable[Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
+def copy_rows(
+    tensors: Iterable[Tensor], sources: Sequence[int], destinations: Sequence[int], transfer: Transfer | None = None
+) -> None:
     """In each tensor, `[destinations[i]]` becomes what `[sources[i]]` was; no destination comes twice."""
-    index: dict[torch.device, list[Tensor]] = {}
+    transfer = Transfer() if transfer is None else transfer
+    of, to = transfer.add(sources), transfer.add(destinations)
     for tensor in tensors:
-        if tensor.device not in index:
-            index[tensor.device] = [torch.tensor(ids, device=tensor.device) for ids in (destinations, sources)]
-        to, of = index[tensor.device]
-        tensor.index_copy_(0, to, tensor.index_select(0, of))
+        device = tensor.device
+        tensor.index_copy_(0, transfer.on(device, to), tensor.index_select(0, transfer.on(device, of)))

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from ..blocks import PrefixCachingBlockAllocator
 from ..errors import CacheArgumentError, CacheBusyError
 from ..kv.block_pool import BlockPool
+from ..kv.transfers import Transfer
 from ..locks import new_lock
 from ..stats import CacheStats
 from .call_totals import CallTotals
@@ -163,11 +164,15 @@ class BlockStore:
         if self.allocator.num_blocks < managed:
             self.allocator.grow(managed)
 
-    def make_copies(self) -> None:
-        """Make the pending copies of copy on write; to be called before the next write."""
+    def make_copies(self, transfer: Transfer | None = None) -> None:
+        """Make the pending copies of copy on write; to be called before the next write.
+
+        Args:
+            transfer: see `BlockPool.copy_blocks`.
+        """
         copies = self.allocator.pending_copies
         if copies:
-            self.pool.copy_blocks(copies)
+            self.pool.copy_blocks(copies, transfer)
             self.allocator.drop_copies(len(copies))
 
     def affordable_blocks(self) -> float:

@@ -529,7 +529,7 @@ class RecordingReader(GatherReader):
     def expand_rows(self, sources: Sequence[int]) -> None:
         self._move("expand_rows", sources)
 
-    def reorder_rows(self, sources: Sequence[int], shared_columns: int) -> None:
+    def reorder_rows(self, sources: Sequence[int], shared_columns: int, index: torch.Tensor | None = None) -> None:
         self.shared_columns = shared_columns
         self._move("reorder_rows", sources)
 

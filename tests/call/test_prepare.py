@@ -194,11 +194,11 @@ def test_a_forward_for_which_nothing_is_reserved_is_refused_with_its_rows_unchan
     assert take_blocks(store, Holder(), rows, request([7], [9]), UNLIMITED) == 0
 
 
-def test_a_shared_partial_block_is_copied_before_it_is_written(store: BlockStore) -> None:
+def test_a_copy_of_a_shared_partial_block_is_due_once_it_is_to_be_written(store: BlockStore) -> None:
     rows = make_rows(store, [1, 2, 3], alias=[0, 0])
     rows.separate()
     assert take_blocks(store, Holder(), rows, request([7], [9]), UNLIMITED) >= 1
-    assert store.allocator.pending_copies == ()
+    assert store.allocator.pending_copies == ((1, 2),)
     assert rows.distinct[0].table.block_ids != rows.distinct[1].table.block_ids
 
 
