@@ -245,7 +245,7 @@ def contrastive_loop(model: Any, input_ids: torch.Tensor, generation_config: Any
         likeness = torch.cosine_similarity(hidden, past.repeat_interleave(num_candidates, 0), dim=-1).amax(-1)
         chosen = ((1 - alpha) * best.values - alpha * likeness.view(best.values.shape)).argmax(-1)
         rows = torch.arange(len(chosen), device=chosen.device) * num_candidates + chosen
-        kept.batch_select_indices(rows)
+        kept.batch_select_indices(rows.cpu())  # `DynamicCache` indexes the layers of all devices with them
         past = torch.cat((past, hidden[rows]), dim=1)
         last = output.logits[rows, -1]
         input_ids = torch.cat((input_ids, best.indices.gather(1, chosen[:, None])), dim=1)
