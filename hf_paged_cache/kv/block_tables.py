@@ -74,7 +74,7 @@ class BlockTables:
         if not changes:
             return
         needed = self._num_needed()
-        if self._version == 1 or needed > self._num_entries:
+        if needed > self._num_entries:
             self._num_entries = needed + max(_MIN_SPARE_ENTRIES, needed // 4)
         self._version += 1
         if len(changes) > _MAX_FILLED:

@@ -154,9 +154,10 @@ def test_a_row_alone_sends_its_table_once() -> None:
         row.block_ids.append(block_id)
 
 
-def test_tables_that_were_made_in_inference_mode_are_written_outside_of_it() -> None:
+@pytest.mark.parametrize("second", [[4], [1, 2]])
+def test_tables_that_were_made_in_inference_mode_are_written_outside_of_it(second: list[int]) -> None:
     tables, row = BlockTables(BLOCK_SIZE), row_of(0, 1)
-    for block_ids, is_inference in [([1], True), ([1, 2], True), ([1, 2, 3], False), ([4, 5, 6], False)]:
+    for block_ids, is_inference in [([1], True), (second, False), ([5, 2, 3], True), ([4, 5, 6], False)]:
         row.block_ids[:] = block_ids
         with torch.inference_mode(is_inference):
             tables.update([row], Transfer())
