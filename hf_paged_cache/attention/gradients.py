@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..kv.transfers import Transfer, to_device
+
 
 class GradientPath:
     """What attention reads of the running rows where a gradient flows through it."""
@@ -46,13 +48,15 @@ class GradientPath:
         for name, states in read.items():
             held = self._held.get((layer_idx, name))
             if held is not None and held.shape[2] == states.shape[2]:
-                read[name] = held.index_select(0, torch.tensor(alias, device=held.device))
+                read[name] = held.index_select(0, to_device(alias, held.device))
         return read
 
     def select_rows(self, sources: Sequence[int]) -> None:
         """Row `i` goes on as row `sources[i]`."""
+        transfer = Transfer()
+        rows = transfer.add(sources)
         for key, states in self._held.items():
-            self._held[key] = states.index_select(0, torch.tensor(sources, device=states.device))
+            self._held[key] = states.index_select(0, transfer.on(states.device, rows))
 
     def crop(self, num_columns: int) -> None:
         """Columns from `num_columns` on are taken back."""

@@ -17,6 +17,7 @@ from ..call.call import Call
 from ..call.counters import PromptCounters
 from ..call.rows import Rows
 from ..call.running import Bracket
+from ..kv.transfers import to_device
 from ..model.probing import input_device
 from .forward_arguments import ArgumentReader
 from .generate_arguments import GenerateArguments
@@ -95,10 +96,11 @@ class SideForwards:
         num_held, num_new = call.num_columns, max(map(len, rows))
         num_pads = 0 if num_held else pad  # of the columns passed
         stop = num_held + num_pads + num_new
-        ids = [[0] * num_pads + [*row, *[row[-1]] * (num_new - len(row))] for row in rows]
+        ids = [token for row in rows for token in [*[0] * num_pads, *row, *[row[-1]] * (num_new - len(row))]]
         mask = torch.ones((len(rows), stop), dtype=torch.int64, device=device)
         mask[:, :pad] = 0
-        arguments = {**(options or {}), "input_ids": torch.tensor(ids, device=device), "attention_mask": mask}
+        arguments = {**(options or {}), "attention_mask": mask}
+        arguments["input_ids"] = to_device(ids, device).view(len(rows), -1)
         arguments |= {"past_key_values": cache, "use_cache": True, "return_dict": True}
         if self.takes_positions:
             arguments["position_ids"] = torch.arange(num_held, stop, device=device)[None] + first_position

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
+from torch import Tensor
 
 from ..blocks import BlockTable
 from ..call.rows import Row, Rows
@@ -15,6 +16,7 @@ from ..call.scheduled_forward import RowInput
 from ..errors import OutOfBlocksError
 from ..kv.block_tables import read_source
 from ..kv.slot_mapping import RowLayout
+from ..kv.transfers import Transfer, read_together
 from ..model.conditioning import Conditioning
 from ..model.probing import eps_computed_in
 from ..store.block_store import BlockStore
@@ -112,25 +114,30 @@ class Verifier:
         self._side.run(cache, [new.token_ids[start:stop]], first_position=new.first_position, commits=False)
         stored = RowLayout(new.root, 0, known.token_ids, known.block_ids)
         computed = cache.call.rows.distinct[0].layout()
-        sources = [read_source([layout], start, stop, blocks.block_size) for layout in (stored, computed)]
+        transfer = Transfer()
+        sources = [read_source([layout], start, stop, blocks.block_size, transfer) for layout in (stored, computed)]
         eps = eps_computed_in(self._side.model)
         with blocks.lock:
             layers = blocks.pool.layer_indices
+        agree: list[Tensor] = []
         for layer in layers:
             with blocks.lock:
                 states = [blocks.pool.gather(layer, source) for source in sources]
-            if not _agree(eps, *states):
-                return False
-        return True
+            agree += _agree(eps, *states)
+        return all(answer == [1] for answer in read_together(agree))
 
 
-def _agree(eps: float, stored: dict[str, torch.Tensor], computed: dict[str, torch.Tensor]) -> bool:
-    """Whether K/V of a layer are equal but for rounding; some may be held in a finer type than they were computed in."""
+def _agree(eps: float, stored: dict[str, Tensor], computed: dict[str, Tensor]) -> list[Tensor]:
+    """Whether K/V of a layer are equal but for rounding; some may be held in a finer type than they were computed in.
+
+    Returns:
+        for each of its tensors a boolean, where the tensor is: they are read together.
+    """
     eps = max(eps, *(torch.finfo(new.dtype).eps for new in computed.values()))
     tolerance = max(_MIN_TOLERANCE, _TOLERANCE_IN_EPS * eps)
+    answers = []
     for name, old in stored.items():
         new = computed[name]
-        scale = float(new.abs().max())
-        if not float((new - old).abs().max()) <= tolerance * scale:  # a NaN disagrees, too
-            return False
-    return True
+        scale, difference = new.abs().max(), (new - old).abs().max()
+        answers.append(difference.float() <= tolerance * scale.float())  # a NaN disagrees, too
+    return answers
