@@ -212,6 +212,8 @@ class HeldSteps:
         if self._rows is not rows:
             return
         start, stop = self._view_from, rows.num_columns
+        if is_scheduled and start == stop:  # nothing is owed: asked for each layer that takes the long way
+            return
         if start is not None and start < stop:
             slots: list[int] = []
             for row in rows.distinct:

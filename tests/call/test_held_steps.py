@@ -173,10 +173,24 @@ def test_a_layer_that_takes_the_long_way_finds_all_columns_in_the_pool() -> None
     assert 0.0 not in in_pool(bench, 1)[0]
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2), (2, 1, 1)])
+def test_states_of_another_shape_take_the_long_way(shape: tuple[int, ...]) -> None:
+    """Where they are refused, or say what is wrong."""
+    bench = begun(PROMPT, range(11, 20))
+    bench.call.schedule_step([20, 21])
+    right, wrong = torch.ones(2, 1, 1, 1), torch.ones(shape)
+    with torch.no_grad():
+        assert bench.call.write_step(0, wrong, right) is None
+        assert bench.call.write_step(0, right, wrong) is None
+        assert bench.call.write_step(0, right.requires_grad_(), right) is None
+        assert bench.call.write_step(0, torch.ones(2, 1, 1, 1), torch.ones(2, 1, 1, 1)) is not None
+
+
 def test_a_forked_child_that_has_lost_the_calls_thread_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = begun()
-    for number in range(3):
+    for number in range(2):
         bench.step(20 + number)
+    bench.call.schedule_step([22])  # under way in that thread
     monkeypatch.setattr(bench.store.pool, "write", lambda *_: pytest.fail("a write in the child"))
     bench.call.lose_threads(frozenset([bench.call._thread]))
     assert len(bench.call.rows) == 0
@@ -287,6 +301,25 @@ def test_rows_that_end_unread_are_found_up_to_there() -> None:
     again.forward([*PROMPT, 20, 21, 22])
     assert again.call.counters.rows[0].matched_tokens == 9
     assert again.num_hit([*PROMPT, UNREAD_TOKEN, UNREAD_TOKEN, UNREAD_TOKEN]) == 8
+
+
+def test_rows_that_come_back_with_tokens_that_nobody_has_read_are_not_stored_from_there_on() -> None:
+    """The call between ends before it runs anything."""
+    bench = begun()
+    for number in range(3):
+        step(bench, 20 + number)
+    bench.end()  # which does not wait
+    bench.begin(limits(300))
+    bench.end(failed=True)
+    assert bench.tokens() == [[*PROMPT, *[UNREAD_TOKEN] * 3]]
+    bench.begin(limits(300), keep_rows=True)
+    for number in range(6):
+        bench.call.schedule_step([30 + number])
+        for layer_idx in LAYERS:
+            bench._written(layer_idx, {"key": torch.ones(1, 1, 1, 1), "value": torch.ones(1, 1, 1, 1)})
+        bench.call.confirm()
+    bench.end()
+    assert bench.num_hit([*PROMPT, *[UNREAD_TOKEN] * 3, *range(30, 36)]) == 8
 
 
 @pytest.mark.parametrize(
