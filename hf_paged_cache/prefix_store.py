@@ -29,8 +29,9 @@ class PrefixStore:
         block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
         num_blocks: the most blocks, one of which is reserved.
         max_bytes: instead of `num_blocks`, the most bytes of keys and values; a forward of one token measures what a
-            block needs. Without either: at most half of the memory that is free on the model's device after the first
-            forward (on a host: available, or left of the container's limit).
+            block needs. Without either: blocks, and the copies of running rows that attention reads, take at most half of the
+            memory that is free after the first forward on each device with layers of the model (on a host: available, or left
+            of the container's limit), less what other stores of this process may still take.
     Raises:
         UnsupportedModelError: the model's cache cannot be held right; the message names what is in the way.
         CacheArgumentError: a size is out of range, or both sizes are given.
@@ -65,7 +66,7 @@ class PrefixStore:
         elif num_blocks is not None:
             _require_size("num_blocks", num_blocks, 2, "blocks: one is reserved, and a call needs at least one")
         self.model = model
-        self.blocks = BlockStore(block_size, num_blocks)
+        self.blocks = BlockStore(block_size, num_blocks, lambda: model.device)
         self.conditioning = Conditioning(model)
         self.argument_reader = ArgumentReader(
             model.config,

@@ -43,6 +43,8 @@ EXEMPT: dict[type, dict[str, str]] = {
     BlockStore: {
         "block_size": "never changes",
         "add_holder": "takes the lock",
+        "bytes_to_come": "takes the lock",
+        "is_settled": "one look at what is written once",
         "read_budget": "takes the lock, but for the time in which it reads files",
     },
     PromptCounters: {

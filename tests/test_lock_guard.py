@@ -39,6 +39,7 @@ OTHERWISE_TESTED = {
     "model.conditioning:Conditioning.digest": "test_conditions_read_by_many_threads_are_the_same",
     "integration.session:Session._schedule_on_all_ranks": "runs only where processes share a model",
     "store.block_store:BlockStore.read_budget": "before the first forward is confirmed; a look at devices, and one number",
+    "store.block_store:BlockStore.bytes_to_come": "asked by another store before its first forward is confirmed; numbers",
     "integration.ranks:Ranks.settled_budget": "runs only where processes share a model",
 }
 

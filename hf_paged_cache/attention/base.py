@@ -19,9 +19,11 @@ class Reader(Protocol):
 
     Attributes:
         keeps_columns: what a step writes is read from the reader's own memory, so the pool may get it later.
+        most_copies: of all columns of the rows, held at a time.
     """
 
     keeps_columns: bool
+    most_copies: int
 
     def start_rows(self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float) -> None:
         """Other rows run from here on.
@@ -83,6 +85,9 @@ class Reader(Protocol):
 
     def drop(self) -> None:
         """Forget all copies."""
+
+    def do_without_copies(self) -> None:
+        """Memory has run out: forget all copies, also in the middle of a forward, and hold none until other rows start."""
 
     @property
     def num_bytes(self) -> int:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from ..blocks.tokens import common_prefix_length
@@ -12,7 +13,9 @@ from ..kv.recycled_memory import RecycledMemory, zeros
 from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer
 from .base import Reader
+from .gather import GatherReader
 
+_GATHERING: Callable[[BlockPool], Reader] = GatherReader
 _MIN_SPARE_COLUMNS = 128  # that a grown buffer has at least: few decode steps have to grow it
 
 
@@ -22,9 +25,11 @@ class ContiguousReader(Reader):
     Buffers: layer index -> name -> [row capacity, H, column capacity, D].
         columns of a row: [0, valid) a copy of the pool, but for held steps | [valid, capacity) unspecified, finite
     Columns that are missing are gathered when a layer is read; which they are is the same for all layers of a forward.
+    Where there is no memory for the copy, rows are gathered from the pool until other rows start.
     """
 
     keeps_columns = True
+    most_copies = 1
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -39,9 +44,10 @@ class ContiguousReader(Reader):
         self._missing: list[tuple[int, int, int, ReadSource]] = []  # to gather: (row, first column, end, source)
         self._valid: list[int] = []  # row -> columns that are in the buffers
         self._layouts: Callable[[], Sequence[RowLayout]] = list  # of the rows of the forward
+        self._gathering: Reader | None = None  # reads in place of the copy
 
     def start_rows(self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float) -> None:
-        self._max_rows, self._max_columns = max(max_rows, len(rows)), max_columns
+        self._max_rows, self._max_columns, self._gathering = max(max_rows, len(rows)), max_columns, None
         if self._oversized(num_columns):
             self.drop()
         self._valid = [self._num_columns_kept(row, layout) for row, layout in enumerate(rows)]
@@ -56,6 +62,9 @@ class ContiguousReader(Reader):
         transfer: Transfer | None = None,
     ) -> None:
         self._num_rows, self._start, self._stop, self._layouts = num_rows, start, stop, rows
+        if self._gathering is not None:
+            self._gathering.start_forward(rows, num_rows, start, stop, transfer)
+            return
         self._valid += [0] * (num_rows - len(self._valid))  # rows taken over from another cache, or multiplied
         if self._missing:
             self._missing = []
@@ -71,6 +80,8 @@ class ContiguousReader(Reader):
         valid[:num_rows] = [stop] * num_rows
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self._gathering is not None:
+            return self._gathering.read(layer_idx, new)
         buffers = self._buffers.setdefault(layer_idx, {})
         start, stop, num_rows = self._start, self._stop, self._num_rows
         recast = []
@@ -128,6 +139,12 @@ class ContiguousReader(Reader):
             yield layer_idx, states
 
     def expand_rows(self, sources: Sequence[int]) -> None:
+        try:
+            self._expand_rows(sources)
+        except torch.OutOfMemoryError:
+            self._go_without()
+
+    def _expand_rows(self, sources: Sequence[int]) -> None:
         columns = self._stop
         self._num_rows = len(sources)
         self._valid = [self._valid[source] for source in sources] if self._buffers else [0] * len(sources)
@@ -148,11 +165,14 @@ class ContiguousReader(Reader):
         if not moved or shared_columns >= columns:
             return
         spans = (held[:, :, shared_columns:columns] for layer in self._buffers.values() for held in layer.values())
-        if index is None or index.is_cpu:
-            copy_rows(spans, [sources[row] for row in moved], moved)
-            return
-        for span in spans:  # rows that stay are copied, too: which those are is not known there
-            span[: len(sources)] = span.index_select(0, index.to(span.device))
+        try:
+            if index is None or index.is_cpu:
+                copy_rows(spans, [sources[row] for row in moved], moved)
+                return
+            for span in spans:  # rows that stay are copied, too: which those are is not known there
+                span[: len(sources)] = span.index_select(0, index.to(span.device))
+        except torch.OutOfMemoryError:
+            self._go_without()
 
     def crop(self, num_columns: int) -> None:
         self._stop = min(self._stop, num_columns)
@@ -166,15 +186,27 @@ class ContiguousReader(Reader):
 
     def pause(self) -> None:
         self._memory.drop()
+        if self._gathering is not None:
+            self._gathering.pause()
 
     def drop(self) -> None:
         self._buffers, self._buffer_bytes, self._kept, self._missing = {}, 0, [], []
         self._valid, self._stop, self._layouts = [], 0, list
-        self._memory.drop()
+        self.pause()
+
+    def do_without_copies(self) -> None:
+        layouts, num_rows, start, stop = self._layouts, self._num_rows, self._start, self._stop
+        self._go_without().start_forward(layouts, num_rows, start, stop)
+
+    def _go_without(self) -> Reader:
+        """From the next forward on; what reads in place of the copy."""
+        self.drop()
+        self._gathering = _GATHERING(self._pool)
+        return self._gathering
 
     @property
     def num_bytes(self) -> int:
-        return self._buffer_bytes + self._memory.num_bytes
+        return self._buffer_bytes + self._memory.num_bytes + (self._gathering.num_bytes if self._gathering else 0)
 
     def _num_columns_kept(self, row: int, layout: RowLayout) -> int:
         """How many columns of a new row the buffers hold, padding included."""

@@ -16,6 +16,7 @@ class GatherReader(Reader):
     """Gathers a layer's rows from the pool whenever the layer reads. Holds no copies, so rows may change as they like."""
 
     keeps_columns = False
+    most_copies = 0
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -58,6 +59,9 @@ class GatherReader(Reader):
     def drop(self) -> None:
         self._source = None
         self._tables.drop()
+        self._memory.drop()
+
+    def do_without_copies(self) -> None:
         self._memory.drop()
 
     @property

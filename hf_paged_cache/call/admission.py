@@ -87,8 +87,15 @@ def admit(store: BlockStore, holder: Holder, num_rows: int, limits: CallLimits, 
     Raises:
         OutOfBlocksError: nothing has changed.
     """
+    grow_anew_for(store, holder, demand)
     require(store, holder, demand, f"this call ({rows_in_words(num_rows)} of up to {limits.max_columns} tokens)")
     store.reserve(holder, demand.num_blocks)
+
+
+def grow_anew_for(store: BlockStore, holder: Holder, demand: Demand) -> None:
+    """Where memory ran out, and what would be refused for it comes now: let the pool try to grow once more."""
+    if store.ran_out_of_memory and demand.num_blocks > store.num_obtainable_blocks(holder) + demand.num_released:
+        store.grow_anew()
 
 
 def renew_reservation(store: BlockStore, holder: Holder, rows: Rows, limits: CallLimits, num_columns: int) -> None:
@@ -122,14 +129,22 @@ def require(store: BlockStore, holder: Holder, demand: Demand, what: str) -> Non
     details = ", ".join(f"{number} {how}" for number, how in used if number)
     in_use = f"{store.allocator.num_blocks_in_use - num_released} are in use" + (f" ({details})" if details else "")
     reserved = store.num_reserved_blocks(holder)
+    if store.ran_out_of_memory:
+        most = f"the {store.max_num_blocks} that there was memory for"
+        or_else = "or free memory of the device"
+    else:
+        most, lacking = f"num_blocks={store.max_num_blocks}", num_blocks - int(obtainable)
+        or_else = (
+            f"or build the cache with num_blocks={(store.max_num_blocks or 0) + lacking} or more (or with max_bytes for so "
+            "many)"
+        )
     raise OutOfBlocksError(
         f"{what} may need {num_blocks} more blocks of {store.block_size} tokens, but {max(0, int(obtainable))} can be "
-        f"had: of num_blocks={store.max_num_blocks} one is the null block, {in_use}"
+        f"had: of {most} one is the null block, {in_use}"
         + (f" and {reserved} are reserved for running calls" if reserved else "")
         + ". Ask for fewer new tokens or rows, "
         + ("unpin() what you can, " if store.pins.num_blocks else "")
-        + f"or build the cache with num_blocks={(store.max_num_blocks or 0) + num_blocks - int(obtainable)} or more (or "
-        "with max_bytes for so many)"
+        + or_else
     )
 
 

@@ -147,6 +147,7 @@ class Call:
                     "row; a generate that is not the attached one needs cache.reset() first"
                 )
             store.settle()
+            store.give_back()
             if not self.brackets:
                 self.brackets.forget_closed()
                 self._judge(conditions_held=False)

@@ -10,8 +10,9 @@ Of a held column nothing is committed, matched or gathered: `Row.held_from` stan
 or gathers rows first lets the host and the pool catch up. Both may be interrupted anywhere, and are then done again.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from ..attention.base import Reader
@@ -220,10 +221,22 @@ class HeldSteps:
                 slots += row.table.writable_slots(start - row.pad, stop - row.pad)
             mapping = SlotMapping(slots)
             for layer_idx, states in self._reader.columns(start, stop):
-                self._store.pool.write(layer_idx, states, mapping)
+                try:
+                    self._store.pool.write(layer_idx, states, mapping)
+                except torch.OutOfMemoryError:  # nobody else has these columns
+                    self._write_one_by_one(layer_idx, states, slots, stop - start)
         if start is not None:
             self._view_from = stop if is_scheduled else None
         self._mark(rows)
+
+    def _write_one_by_one(
+        self, layer_idx: int, states: Mapping[str, Tensor], slots: Sequence[int], num_columns: int
+    ) -> None:
+        """What takes no memory of a device, as a column of a row is where it is written: there is none for an index."""
+        for number, slot in enumerate(slots):
+            row, column = divmod(number, num_columns)
+            one = {name: new[row : row + 1, :, column : column + 1] for name, new in states.items()}
+            self._store.pool.write(layer_idx, one, SlotMapping([slot]))
 
     def take_back(self, rows: Rows) -> None:
         """A scheduled step has died: it is no longer held, and what the view has of those before it is in the pool."""

@@ -5,11 +5,12 @@ Owns the list of what was written. The store's lock is held by whoever calls `wr
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from ..attention.base import Reader
 from ..attention.gradients import GradientPath
-from ..errors import ForwardMismatchError
+from ..errors import ForwardMismatchError, OutOfBlocksError
 from ..kv.slot_mapping import SlotMapping
 from ..store.block_store import BlockStore
 from .scheduled_forward import ScheduledForward
@@ -35,7 +36,11 @@ class LayerWrites:
         self.gradients.start_forward()
 
     def write(self, layer_idx: int, states: Mapping[str, Tensor], forward: ScheduledForward) -> dict[str, Tensor]:
-        """`Call.write`; where it raises ForwardMismatchError, the pool is unchanged."""
+        """`Call.write`; where it raises ForwardMismatchError, the pool is unchanged.
+
+        Raises:
+            OutOfBlocksError: there is no memory for the layer, nor any that could be given up for it.
+        """
         num_rows, num_columns = forward.num_rows, forward.num_columns
         for name, new in states.items():
             shape = new.shape
@@ -50,9 +55,43 @@ class LayerWrites:
             raise ForwardMismatchError(
                 f"layer {layer_idx} writes twice in one forward; switch gradient checkpointing off"
             )
-        self._store.pool.write(layer_idx, states, forward.slot_mapping)
+        read = None
+        try:
+            self._store.pool.write(layer_idx, states, forward.slot_mapping)
+            read = self._reader.read(layer_idx, states)
+        except torch.OutOfMemoryError:  # while it is handled, it holds what the frames hold that it came through
+            pass
+        if read is None:
+            read = self._write_without_copies(layer_idx, states, forward)
         self.written |= keys
-        return self.gradients.join(layer_idx, states, self._reader.read(layer_idx, states), forward.start)
+        return self.gradients.join(layer_idx, states, read, forward.start)
+
+    def _write_without_copies(
+        self, layer_idx: int, states: Mapping[str, Tensor], forward: ScheduledForward
+    ) -> dict[str, Tensor]:
+        """Memory has run out: the pool grows no more, and this call's rows are gathered from it.
+
+        Raises:
+            OutOfBlocksError: that is not enough.
+        """
+        store = self._store
+        store.stop_growing()
+        try:
+            if forward.is_step:  # layers above may have written into the view alone
+                for above, in_view in self._reader.columns(forward.start, forward.stop):
+                    written = {name: new for name, new in in_view.items() if (above, name) in self.written}
+                    store.pool.write(above, written, forward.slot_mapping)
+            self._reader.do_without_copies()
+            store.pool.write(layer_idx, states, forward.slot_mapping)
+            return self._reader.read(layer_idx, states)
+        except torch.OutOfMemoryError as error:
+            store.give_back_later()
+            raise OutOfBlocksError(
+                f"out of memory in layer {layer_idx} of a forward of {forward.num_rows} rows up to column {forward.stop}, on "
+                f"{next(iter(states.values())).device}: the pool has {store.allocator.num_blocks} blocks of "
+                f"{store.block_size} tokens and takes {store.pool.pool_bytes} bytes, and there is no copy beside it. Ask for "
+                "fewer rows or tokens, build the cache with a smaller num_blocks or max_bytes, or free memory"
+            ) from error
 
     def write_step(
         self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: SlotMapping | None
@@ -67,12 +106,15 @@ class LayerWrites:
         keys = ((layer_idx, "key"), (layer_idx, "value"))
         if not self.written.isdisjoint(keys):
             return None
-        if slot_mapping is None:
-            if key.requires_grad or value.requires_grad:
+        try:
+            if slot_mapping is None:
+                if key.requires_grad or value.requires_grad:
+                    return None
+            elif not self._store.pool.write_step(layer_idx, key, value, slot_mapping):
                 return None
-        elif not self._store.pool.write_step(layer_idx, key, value, slot_mapping):
+            read = self._reader.read_step(layer_idx, key, value)
+        except torch.OutOfMemoryError:
             return None
-        read = self._reader.read_step(layer_idx, key, value)
         if read is not None:
             self.written.update(keys)
         return read

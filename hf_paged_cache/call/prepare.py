@@ -10,7 +10,7 @@ from ..errors import CacheArgumentError
 from ..kv.slot_mapping import SlotMapping
 from ..kv.transfers import Transfer
 from ..store.block_store import BlockStore, Holder
-from .admission import CallLimits, Demand, require, rows_in_words
+from .admission import CallLimits, Demand, grow_anew_for, require, rows_in_words
 from .prefix_match import Found, PreviousRows, hold_longer, match_row
 from .rows import Row, Rows
 from .schedule import each_alone, group_equal
@@ -84,7 +84,9 @@ def reserve_forward(store: BlockStore, holder: Holder, rows: Rows, request: Forw
     needed = sum(
         row.table.num_new_blocks_for_append(len(row.unseen(request.rows[member].token_ids))) for row, member in members
     )
-    require(store, holder, Demand(needed, 0), f"this forward ({rows_in_words(len(rows.distinct))})")
+    demand = Demand(needed, 0)
+    grow_anew_for(store, holder, demand)
+    require(store, holder, demand, f"this forward ({rows_in_words(len(rows.distinct))})")
     store.reserve(holder, needed)
 
 
@@ -98,9 +100,7 @@ def take_blocks(store: BlockStore, holder: Holder, rows: Rows, request: ForwardR
     """
     members = zip(rows.distinct, rows.members(), strict=True)
     unseen = [(row, row.unseen(request.rows[member].token_ids)) for row, member in members]
-    num_taken = _make_room(
-        store, holder, [(row.table, len(tokens)) for row, tokens in unseen], len(rows.distinct), limits
-    )
+    num_taken = _make_room(store, holder, [(row.table, len(tokens)) for row, tokens in unseen], rows, limits)
     for row, tokens in unseen:
         row.table.append_tokens(tokens)
         if limits.end_of_sequence:
@@ -144,7 +144,7 @@ def take_step(
         flush()
         rows.commit()
         tables = [rows.distinct[number].table for number in full]
-        num_taken = _make_room(store, holder, [(table, 1) for table in tables], len(rows), limits)
+        num_taken = _make_room(store, holder, [(table, 1) for table in tables], rows, limits)
         for number, table in zip(full, tables, strict=True):
             table.append_tokens([token_ids[number]])
             (slots[number],) = table.writable_slots(table.num_tokens - 1, table.num_tokens)
@@ -165,13 +165,23 @@ def map_slots(
 
 
 def _make_room(
-    store: BlockStore, holder: Holder, appended: Sequence[tuple[BlockTable, int]], num_rows: int, limits: CallLimits
+    store: BlockStore, holder: Holder, appended: Sequence[tuple[BlockTable, int]], rows: Rows, limits: CallLimits
 ) -> int:
-    """Have the blocks that appending so many tokens to each table takes; says how many."""
+    """Have the blocks that appending so many tokens to each table takes; says how many.
+
+    Where memory runs out, rows that begin need all that was reserved for them, and rows that go on, what they take now.
+    """
     needed = sum(table.num_new_blocks_for_append(num_tokens) for table, num_tokens in appended)
+    what = f"this forward ({rows_in_words(len(rows.distinct))})"
+    grow_anew_for(store, holder, Demand(needed, 0))
     if needed and not limits.are_known:  # nothing was reserved
-        require(store, holder, Demand(needed, 0), f"this forward ({rows_in_words(num_rows)})")
+        require(store, holder, Demand(needed, 0), what)
     store.make_room(needed)
+    if store.ran_out_of_memory:
+        whole = needed if rows.num_columns else max(needed, store.num_blocks_reserved_for(holder))
+        require(
+            store, holder, Demand(whole, 0), what if rows.num_columns else f"this call ({rows_in_words(len(rows))})"
+        )
     return needed
 
 

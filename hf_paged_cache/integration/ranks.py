@@ -96,7 +96,7 @@ class Ranks:
         for at, number in enumerate(numbers):
             slots[at % _NUM_NUMBERS] = min(slots[at % _NUM_NUMBERS], number)
         marks = [_mark(value) for value in fields.values()] + [0] * (_NUM_FIELDS - len(fields))
-        is_budget_settled = int(self._store.max_num_blocks is not None)
+        is_budget_settled = int(self._store.is_settled)
         sent = [_MOST, is_budget_settled, *marks, *(-mark for mark in marks), *slots]
         least = self._exchange(sent, mine=None)
         lows, highs = least[2 : 2 + _NUM_FIELDS], [-low for low in least[2 + _NUM_FIELDS : 2 + 2 * _NUM_FIELDS]]

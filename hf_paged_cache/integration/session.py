@@ -104,7 +104,7 @@ class Session:
             CacheArgumentError: another model's, or one that asks for a cache of its own.
             UnsupportedModelError: adapters that do more than change layers have been put round the model.
         """
-        call, failed = self._call, True
+        call, failed, ran_out_of_memory = self._call, True, False
         try:
             with self._store.lock:
                 self._require_may_begin(model, given)
@@ -117,6 +117,7 @@ class Session:
             call.catch_up()
             failed = False
         except Exception as error:
+            ran_out_of_memory = isinstance(error, torch.OutOfMemoryError)
             self._ranks.tell_refusal(error, always=bracket not in call.brackets)
             raise
         finally:
@@ -130,6 +131,9 @@ class Session:
                 with self._store.lock:  # ended and closed in one: no other thread begins in between
                     self._digest, self._synced_gpus = b"", False
                     call.end(failed=failed, conditions_held=held)
+                    if ran_out_of_memory:
+                        call.drop_rows()
+                        self._store.make_way()
                     call.brackets.close(bracket)  # last: where the end is interrupted, it was left open
                     self._was_overtaken = self.is_open  # by a generate inside of another
                 self._log()

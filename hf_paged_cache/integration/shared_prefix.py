@@ -60,7 +60,6 @@ class SharedPrefixes:
     def weigh(self, request: ForwardRequest, call: Call, num_known: Sequence[int]) -> SharedPrefixPlan:
         """The shared prefixes that pay, where they fit. Follows from the request and `num_known`, tokens of each running row."""
         rows, pool = call.rows, self._blocks.pool
-        on_host = pool.is_on_host if pool.layer_indices else self._conditioning.model.device.type == "cpu"
         stop = rows.num_columns + request.num_new_columns
         inputs = _inputs(request, rows)
         numbers: dict[bytes, int] = {}  # roots by number: their order is another in each process
@@ -73,7 +72,7 @@ class SharedPrefixes:
             stop=stop,
             num_needed=request.num_logits_needed,
             block_size=self._blocks.block_size,
-            forward_cost=FORWARD_COST_ON_HOST if on_host else FORWARD_COST_ON_ACCELERATOR,
+            forward_cost=FORWARD_COST_ON_HOST if pool.is_on_host else FORWARD_COST_ON_ACCELERATOR,
         )
 
     @contextmanager

@@ -4,7 +4,9 @@ Knows nothing of tokens, hashes, rows or who holds a block. Block ids and slots 
 synchronise an accelerator.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,10 +16,7 @@ from .recycled_memory import RecycledMemory, zeros
 from .slot_mapping import ReadSource, SlotMapping
 from .transfers import Transfer
 
-# An untouched page of host memory costs nothing, so a pool there grows in few, large steps. On an accelerator every byte
-# is taken when it is asked for.
-_GROWTH_ON_HOST = 8
-_GROWTH_ON_ACCELERATOR = 2
+_HOST = torch.device("cpu")
 
 
 class BlockPool:
@@ -28,6 +27,8 @@ class BlockPool:
     in head size, layers in anything. New tensors are zeroed: masked attention multiplies an unwritten slot by zero, and
     it must not be a NaN.
 
+    Args:
+        first_device: where the first write will be, asked as long as there was none.
     Example:
         >>> pool = BlockPool(block_size=4)
         >>> pool.ensure_capacity(3)
@@ -39,11 +40,12 @@ class BlockPool:
     Source: block-table indirection, Kwon et al. 2023 (arXiv:2309.06180).
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, first_device: Callable[[], torch.device] = lambda: _HOST) -> None:
         self.block_size = block_size
-        self.capacity = 0  # blocks the tensors hold
+        self.capacity = 0  # blocks that every tensor holds; where growing was cut short, some hold more
         self.bytes_per_block = 0  # in all layers written so far
         self.num_blocks_used = 0  # 1 + the highest block id written so far
+        self._first_device = first_device
         self._tensors: dict[int, dict[str, Tensor]] = {}  # layer index -> name -> tensor
 
     @property
@@ -58,35 +60,49 @@ class BlockPool:
     @property
     def pool_bytes(self) -> int:
         """Bytes that the pool takes; on a host, those of the blocks used so far, as untouched pages cost nothing."""
-        return sum(
-            (tensor[: self.num_blocks_used] if tensor.device.type == "cpu" else tensor).nbytes
-            for tensor in self._all_tensors()
-        )
+        return sum(map(self._bytes_taken, self._all_tensors()))
 
-    def devices(self) -> set[torch.device]:
-        """Where the tensors written so far are."""
-        return {tensor.device for tensor in self._all_tensors()}
+    def bytes_per_block_on(self) -> dict[torch.device, int]:
+        """Bytes that a block takes of each device, in the layers written so far."""
+        return self._bytes_on(lambda tensor: tensor[:1].nbytes)
+
+    def bytes_on(self) -> dict[torch.device, int]:
+        """Bytes that the pool takes of each device; of a host, as `pool_bytes` counts them."""
+        return self._bytes_on(self._bytes_taken)
+
+    def bytes_to_grow(self, num_blocks: int) -> dict[torch.device, int]:
+        """Bytes that `ensure_capacity` needs free on each device: the new blocks, and for a moment one tensor twice."""
+        new = self._bytes_on(lambda tensor: max(0, num_blocks - tensor.shape[0]) * tensor[:1].nbytes)
+        return {
+            device: extra + max(tensor.nbytes for tensor in self._all_tensors() if tensor.device == device)
+            for device, extra in new.items()
+        }
 
     @property
     def is_on_host(self) -> bool:
-        """Whether all tensors are in host memory, where capacity that is not used costs nothing."""
-        return all(device.type == "cpu" for device in self.devices())
-
-    def growth(self) -> int:
-        """The factor by which a pool on these devices should grow at a time."""
-        return _GROWTH_ON_HOST if self.is_on_host else _GROWTH_ON_ACCELERATOR
+        """Whether all tensors are, or the first one will be, in host memory, where capacity that is not used costs nothing."""
+        devices = [tensor.device for tensor in self._all_tensors()] or [self._first_device()]
+        return all(device.type == "cpu" for device in devices)
 
     def ensure_capacity(self, num_blocks: int) -> None:
-        """Hold at least `num_blocks` blocks.  Cost: a copy of the blocks used so far, when the tensors must grow."""
+        """Hold at least `num_blocks` blocks, all those used so far with their content.
+
+        One tensor after the other, each of which gives its old memory back before the next one grows.
+
+        Cost: a copy of the blocks used so far, when the tensors must grow.
+        Raises:
+            torch.OutOfMemoryError: the content and `capacity` are as before. Tensors that had grown keep their new memory
+                where there is none for a smaller one.
+        """
         if num_blocks <= self.capacity:
             return
-        grown = {
-            layer_idx: {
-                name: self._resized(tensor, num_blocks, tensor.dtype, tensor.device) for name, tensor in layer.items()
-            }
-            for layer_idx, layer in self._tensors.items()
-        }
-        self._tensors, self.capacity = grown, num_blocks
+        try:
+            self._resize_tensors(lambda held: held < num_blocks, num_blocks)
+        except torch.OutOfMemoryError:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self._resize_tensors(lambda held: held > self.capacity, self.capacity)
+            raise
+        self.capacity = num_blocks
 
     def clear(self) -> None:
         """Give all memory back; the next write may have other shapes."""
@@ -205,14 +221,31 @@ class BlockPool:
         self.num_blocks_used = max(self.num_blocks_used, 1 + max(destinations, default=-1))
         in_any_order = len({*sources, *destinations}) == len(set(sources)) + len(destinations)
         if len(copies) > 1 and in_any_order:
-            copy_rows(self._all_tensors(), sources, destinations, transfer)
-            return
+            with contextlib.suppress(torch.OutOfMemoryError):  # one by one takes no memory
+                copy_rows(self._all_tensors(), sources, destinations, transfer)
+                return
         for source, destination in copies:
             for tensor in self._all_tensors():
                 tensor[destination].copy_(tensor[source])
 
     def _all_tensors(self) -> Iterator[Tensor]:
         return (tensor for layer in self._tensors.values() for tensor in layer.values())
+
+    def _bytes_taken(self, tensor: Tensor) -> int:
+        return (tensor[: self.num_blocks_used] if tensor.is_cpu else tensor).nbytes
+
+    def _bytes_on(self, count: Callable[[Tensor], int]) -> dict[torch.device, int]:
+        total: Counter[torch.device] = Counter()
+        for tensor in self._all_tensors():
+            total[tensor.device] += count(tensor)
+        return dict(total)
+
+    def _resize_tensors(self, is_due: Callable[[int], bool], num_blocks: int) -> None:
+        """Give the tensors whose number of blocks is due `num_blocks` blocks, one after the other."""
+        for layer in self._tensors.values():
+            for name in layer:
+                if is_due(layer[name].shape[0]):  # no name for it here: it goes when the new one takes its place
+                    layer[name] = self._resized(layer[name], num_blocks, layer[name].dtype, layer[name].device)
 
     def _write_run(self, held: Tensor, new: Tensor, first_slot: int) -> None:
         """Store `new`, [H, T, D], in slots side by side: the rest of a block, then whole blocks, then part of a block."""

@@ -16,6 +16,7 @@ _MIN_MAPPED_BYTES = 2**20  # below, a mapping of its own costs more than writing
 _MIN_RECYCLED_BYTES = 2**17  # below, malloc recycles by itself
 _MAX_FREE = 4  # free mappings kept when one of them is used again: keys and values of two sizes
 SPARE_PART = 4  # a mapping is a fourth larger than asked for: at the next step rows are a little longer
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # what torch says of it, by platform
 _MAX_HELD = 16  # mappings held, used ones included; older ones live on in the tensors over them
 
 
@@ -27,13 +28,20 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, h
     Args:
         huge_pages: ask the kernel for them. For memory that is used as a whole, and again; where memory fills up bit by
             bit, each huge page is waited for, in a virtual machine several times as long as for its small pages.
+    Raises:
+        torch.OutOfMemoryError: on whatever device; torch raises others of a host and of some accelerators.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     with torch.inference_mode(False), torch.no_grad():
         if device.type == "cpu" and num_bytes >= _MIN_MAPPED_BYTES:
             with contextlib.suppress(OSError):  # no address space: let torch say so
                 return torch.frombuffer(_mapped(num_bytes, huge_pages=huge_pages), dtype=dtype).view(shape)
-        return torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            if any(words in str(error) for words in _OUT_OF_MEMORY) and not isinstance(error, torch.OutOfMemoryError):
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
 
 
 class RecycledMemory:

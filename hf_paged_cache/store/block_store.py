@@ -5,9 +5,11 @@ Shared by many caches, and outlives them. Knows no rows and no forwards. Whoever
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
+
+import torch
 
 from ..blocks import PrefixCachingBlockAllocator
 from ..errors import CacheArgumentError, CacheBusyError
@@ -16,10 +18,14 @@ from ..kv.transfers import Transfer
 from ..locks import new_lock
 from ..stats import CacheStats
 from .call_totals import CallTotals
-from .memory_budget import default_budget_bytes
+from .memory_budget import add_store, default_budget_bytes, lacks_room
 from .pins import Pins
 
-_CAPACITY_FACTOR_ON_HOST = 64  # of the blocks managed: there, capacity that is not used costs nothing
+# An untouched page of host memory costs nothing, so a pool there grows in few, large steps. On an accelerator every byte
+# is taken when it is asked for.
+_GROWTH_ON_HOST = 8
+_CAPACITY_FACTOR_ON_HOST = 64  # of the blocks managed
+_SPARE_PART_ON_ACCELERATOR = 8  # there a pool grows by an eighth, or by what is missing
 _FIRST_NUM_BLOCKS = 64  # managed before the first call says how many it needs
 
 
@@ -40,6 +46,9 @@ class CopiedRows(Protocol):
 
     @property
     def num_bytes(self) -> int: ...
+
+    @property
+    def most_copies(self) -> int: ...  # of all columns of the rows, at a time
 
 
 class Holder(Protocol):
@@ -76,9 +85,19 @@ class BlockStore:
     Args:
         block_size: tokens of a block, at least 1.
         num_blocks: the most blocks, with the null block; None: as `memory_budget` allows.
+        first_device: where the model's first keys and values will be.
+    Attributes:
+        max_num_blocks: the most blocks there can be; None until a forward shows what the budget holds. Where memory ran
+            out, what was managed by then.
+        ran_out_of_memory: there was none for more blocks, or beside them; until something would be refused for it.
     """
 
-    def __init__(self, block_size: int, num_blocks: int | None = None) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        num_blocks: int | None = None,
+        first_device: Callable[[], torch.device] = lambda: torch.device("cpu"),
+    ) -> None:
         if num_blocks is not None and num_blocks < 2:
             raise CacheArgumentError(
                 f"num_blocks is {num_blocks}; it must be at least 2: block 0 is reserved, and a call needs at least one"
@@ -87,20 +106,30 @@ class BlockStore:
         first = _FIRST_NUM_BLOCKS if num_blocks is None else min(num_blocks, _FIRST_NUM_BLOCKS)
         self.allocator = PrefixCachingBlockAllocator(first, block_size)
         self.pins = Pins(self.allocator)
-        self.pool = BlockPool(block_size)
+        self.pool = BlockPool(block_size, first_device)
         self.call_totals = CallTotals()
-        self._budget_bytes: int | None = None  # of keys and values, by the memory that was free
-        self.max_num_blocks = num_blocks  # with the null block; None until a forward shows what the budget holds
+        self.max_num_blocks = num_blocks
+        self.ran_out_of_memory = False
+        self._promised_num_blocks = num_blocks  # given, or settled
+        self._budget_bytes: dict[torch.device, int] = {}  # of keys and values and copies of them, by what was free
+        self._copies = 0  # of a running row's columns, beside the pool
+        self._must_give_back = False  # not even one forward had the memory that it needed
         # (layer, name) of what every forward writes; empty before the first
         self.writing_layers: frozenset[tuple[int, str]] = frozenset()
         self.left_behind: deque[LeftBehind] = deque()  # appended to by finalizers, which may run in any line of ours
         self._holders: WeakSet[Holder] = WeakSet()
         self._reserved: WeakKeyDictionary[Holder, int] = WeakKeyDictionary()  # call -> blocks that it may still take
+        add_store(self)
 
     @property
     def block_size(self) -> int:
         """Tokens of a block."""
         return self.allocator.block_size
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the most blocks were given, or a forward has shown what the budget holds."""
+        return self._promised_num_blocks is not None
 
     @property
     def num_free_blocks(self) -> int | None:
@@ -119,6 +148,7 @@ class BlockStore:
         """From here on, the call may take blocks."""
         with self.lock:
             self._holders.add(holder)
+            self._copies = max(self._copies, holder.reader.most_copies)
 
     def holders(self) -> Iterable[Holder]:
         """The calls that may hold blocks."""
@@ -144,25 +174,87 @@ class BlockStore:
         else:
             self._reserved.pop(holder, None)
 
+    def num_blocks_reserved_for(self, holder: Holder) -> int:
+        """Blocks reserved for `holder`."""
+        return self._reserved.get(holder, 0)
+
     def num_reserved_blocks(self, holder: Holder | None) -> int:
         """Blocks reserved for others than `holder`; None: for anybody."""
         return sum(number for other, number in self._reserved.items() if other is not holder)
 
     def make_room(self, num_blocks: int) -> None:
-        """Grow within the budget until `num_blocks` blocks are free, so that nothing is evicted for them."""
+        """Grow within the budget until `num_blocks` blocks are free, so that nothing is evicted for them.
+
+        Where memory runs out, what is managed becomes the most there is: fewer may be there than were reserved.
+        """
         managed = self.allocator.num_blocks
         missing = num_blocks - self.allocator.num_free_blocks
         if missing > 0 and managed != self.max_num_blocks:
-            managed = max(managed * self.pool.growth(), managed + missing)
+            managed += self._growth(missing)
             if self.max_num_blocks is not None:
                 managed = min(managed, self.max_num_blocks)
         if self.pool.capacity < managed:
             capacity = managed
             if self.max_num_blocks is not None and self.pool.is_on_host:
                 capacity = min(self.max_num_blocks, managed * _CAPACITY_FACTOR_ON_HOST)  # growing again would copy
-            self.pool.ensure_capacity(capacity)
+            if not any(self._grow_pool(most) for most in dict.fromkeys((capacity, managed))):
+                self.stop_growing()
+                return
         if self.allocator.num_blocks < managed:
             self.allocator.grow(managed)
+
+    def stop_growing(self) -> None:
+        """There is no memory for more blocks, or beside them: what is managed now is the most there is, until `grow_anew`."""
+        self.ran_out_of_memory = True
+        self.max_num_blocks = self.allocator.num_blocks
+
+    def grow_anew(self) -> None:
+        """There may be memory again: the most there can be is what was given, or settled."""
+        self.max_num_blocks = self._promised_num_blocks
+        self.ran_out_of_memory = False
+
+    def make_way(self) -> None:
+        """A model's forward ran out of memory: it gets the pool's, where nobody holds a block.
+
+        From then on a quarter less is the most, so that blocks are evicted before the forward lacks their memory again.
+        """
+        most = self.allocator.num_blocks - self.allocator.num_blocks // 4
+        self.stop_growing()
+        if self.pool.capacity > _FIRST_NUM_BLOCKS and not self.allocator.num_blocks_in_use:
+            self.reset_prefix_cache()
+            self.stop_growing()
+            self.max_num_blocks = max(most, self.allocator.num_blocks)
+
+    def give_back_later(self) -> None:
+        """The memory does not even hold one forward: `give_back` is to give up all that nobody holds."""
+        self._must_give_back = True
+
+    def give_back(self) -> None:
+        """Where `give_back_later` was called, and nobody holds a block, forget all of them and give their memory back."""
+        if self._must_give_back and not self.allocator.num_blocks_in_use:
+            self.reset_prefix_cache()
+
+    def _growth(self, missing: int) -> int:
+        """The blocks to manage more where so many are missing.
+
+        On an accelerator an eighth at least, so that all growth copies 8 times at most what the pool ends with; and beside
+        what is missing, what running calls have reserved, up to an eighth.
+        """
+        managed, part = self.allocator.num_blocks, _SPARE_PART_ON_ACCELERATOR
+        if self.pool.is_on_host:
+            return max(missing, managed * (_GROWTH_ON_HOST - 1))
+        reserved = self.num_reserved_blocks(None) - self.allocator.num_free_blocks - missing
+        return max(managed // part, missing + max(0, min(reserved, (managed + missing) // part)))
+
+    def _grow_pool(self, num_blocks: int) -> bool:
+        """Whether there was memory for it. Looks first: tensors that had grown before one could not might stay large."""
+        if lacks_room(self.pool.bytes_to_grow(num_blocks)):
+            return False
+        try:
+            self.pool.ensure_capacity(num_blocks)
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def make_copies(self, transfer: Transfer | None = None) -> None:
         """Make the pending copies of copy on write; to be called before the next write.
@@ -176,18 +268,34 @@ class BlockStore:
             self.allocator.drop_copies(len(copies))
 
     def affordable_blocks(self) -> float:
-        """The most blocks there can be: what was given, or what the memory budget holds; infinite before any was written."""
-        if self.max_num_blocks is not None:
+        """The most blocks there can be: what was given, or what the memory budget holds; infinite before any was written.
+
+        Each device holds its own layers, and a copy of those of all running rows where a reader makes one.
+        """
+        if self.is_settled and self.max_num_blocks is not None:
             return self.max_num_blocks
-        if self._budget_bytes is None or not self.pool.bytes_per_block:
-            return math.inf
-        return 1 + self._budget_bytes // self.pool.bytes_per_block
+        bytes_per_block = self.pool.bytes_per_block_on()
+        return 1 + min(
+            (
+                self._budget_bytes.get(device, math.inf) // (num_bytes * (1 + self._copies))
+                for device, num_bytes in bytes_per_block.items()
+            ),
+            default=math.inf,
+        )
+
+    def bytes_to_come(self, device: torch.device) -> int:
+        """Bytes of `device` that the most blocks, and copies of them, take beyond what the pool has taken."""
+        with self.lock:
+            most, num_bytes = self.max_num_blocks, self.pool.bytes_per_block_on().get(device, 0)
+            if most is None or not num_bytes:
+                return 0
+            return most * num_bytes * (1 + self._copies) - self.pool.bytes_on()[device]
 
     def read_budget(self) -> None:
         """Look how much memory is free where blocks were written. No lock is held meanwhile: files are read."""
         with self.lock:
-            devices = self.pool.devices() if self.max_num_blocks is None else set()
-        budget = min(map(default_budget_bytes, devices), default=None)
+            devices = list(self.pool.bytes_per_block_on()) if not self.is_settled else []
+        budget = {device: default_budget_bytes(device, self) for device in devices}
         with self.lock:
             self._budget_bytes = budget
 
@@ -197,9 +305,12 @@ class BlockStore:
         Args:
             most: that other processes can have, too.
         """
-        if self.max_num_blocks is None and (affordable := self.affordable_blocks()) < math.inf:
+        if not self.is_settled and (affordable := self.affordable_blocks()) < math.inf:
             admitted = self.allocator.num_blocks + sum(self._reserved.values())
-            self.max_num_blocks = max(admitted, int(affordable) if most is None else most)
+            promised = max(admitted, int(affordable) if most is None else most)
+            if not self.ran_out_of_memory:
+                self.max_num_blocks = promised
+            self._promised_num_blocks = promised  # last: settled
 
     def lose_threads(self, idents: frozenset[int]) -> None:
         """These threads are not there, as in a forked child: nothing that they ran holds blocks."""
@@ -265,13 +376,16 @@ class BlockStore:
             self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block, drop all pins and give the pool's memory back.
+        """Forget every cached block, drop all pins and give the pool's memory back. It may grow anew where it ran out.
 
         Raises:
             BlockStateError: rows hold blocks; nothing has changed.
         """
         if self.allocator.num_blocks_in_use == self.pins.num_blocks_held_alone:
             self.pins.clear()
-        num_blocks = _FIRST_NUM_BLOCKS if self.max_num_blocks is None else min(self.max_num_blocks, _FIRST_NUM_BLOCKS)
+        most = self._promised_num_blocks
+        num_blocks = _FIRST_NUM_BLOCKS if most is None else min(most, _FIRST_NUM_BLOCKS)
         self.allocator.reset_prefix_cache(num_blocks)
         self.pool.clear()
+        self.grow_anew()
+        self._must_give_back = False

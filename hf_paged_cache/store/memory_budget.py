@@ -1,9 +1,17 @@
-"""Owns how much memory a pool may take by default: a share of what its device has free. Refuses nothing and keeps nothing."""
+"""Owns how much memory a pool may take by default: a share of what its device has free, beside what others were promised.
 
+Keeps the promises of the stores that live. Refuses nothing.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
+from weakref import WeakSet
 
 import psutil
 import torch
+
+from ..locks import new_lock
 
 DEFAULT_SHARE = 0.5  # of the free memory, when neither num_blocks nor max_bytes is given
 
@@ -16,20 +24,68 @@ _CONTROL_GROUPS = (
 _CONTROL_GROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-def default_budget_bytes(device: torch.device) -> int:
-    """`DEFAULT_SHARE` of what `device` has free now; in a container, at most of what its limit leaves."""
-    return int(_free_bytes(device) * DEFAULT_SHARE)
+class Promised(Protocol):
+    """A store."""
+
+    def bytes_to_come(self, device: torch.device) -> int:
+        """Bytes of `device` that it was promised and has not taken. Takes its lock."""
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+_stores: WeakSet[Promised] = WeakSet()
+_lock = new_lock()  # of `_stores`
+
+
+def add_store(store: Promised) -> None:
+    """As long as the store lives, what it may still take is not promised to others."""
+    with _lock:
+        _stores.add(store)
+
+
+def default_budget_bytes(device: torch.device, store: Promised | None = None) -> int:
+    """`DEFAULT_SHARE` of what `device` has free now and nobody else in this process was promised.
+
+    Of several stores each gets at least an equal part of `DEFAULT_SHARE`, whatever the others were promised: most never
+    take all of it. In a container, it is at most a share of what its limit leaves.
+
+    Args:
+        store: whose budget it is. No lock may be held: others' are taken, one after the other.
+    """
+    free = free_bytes(device)
+    with _lock:
+        stores = list(_stores)
+    to_come = [other.bytes_to_come(device) for other in stores if other is not store]
+    others = [num_bytes for num_bytes in to_come if num_bytes > 0]
+    return int(max(free - sum(others), free // (1 + len(others))) * DEFAULT_SHARE)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What `device` has free now; in a container, what its limit leaves. Of an accelerator that does not tell, the host's."""
+    free = _free_bytes_of_accelerator(device)
+    if free is not None:
         return free
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
     available = int(psutil.virtual_memory().available)
     in_container = _free_bytes_in_container()
     return available if in_container is None else min(available, in_container)
+
+
+def lacks_room(needed: Mapping[torch.device, int]) -> bool:
+    """Whether an accelerator tells that it has less free than is needed of it. A host gives memory where it is touched."""
+    free = ((_free_bytes_of_accelerator(device), num_bytes) for device, num_bytes in needed.items())
+    return any(num_free is not None and num_free < num_bytes for num_free, num_bytes in free)
+
+
+def _free_bytes_of_accelerator(device: torch.device) -> int | None:
+    """What the driver says is free, and what torch's allocator holds and nobody uses; None: a host, or it does not tell."""
+    if device.type == "cpu":
+        return None
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    accelerator = torch.accelerator
+    try:
+        free, _ = accelerator.get_memory_info(device)
+        return free + accelerator.memory_reserved(device) - accelerator.memory_allocated(device)
+    except (AttributeError, RuntimeError, ValueError):  # not this torch, not this device, not the one accelerator here
+        return None
 
 
 def _free_bytes_in_container() -> int | None:

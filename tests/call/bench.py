@@ -13,12 +13,14 @@ from weakref import ref
 import torch
 
 from hf_paged_cache.attention.contiguous import ContiguousReader
+from hf_paged_cache.attention.gather import GatherReader
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, root_hash
 from hf_paged_cache.call.admission import CallLimits
 from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.rows import Row, Rows
 from hf_paged_cache.call.running import Bracket
 from hf_paged_cache.call.scheduled_forward import ForwardRequest, RowInput, ScheduledForward
+from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.store.block_store import BlockStore
 
 ROOT, OTHER_ROOT = root_hash(b"model"), root_hash(b"another model")
@@ -109,6 +111,7 @@ class Holder:
 
     def __init__(self, num_previous: int = 0, salt: bytes = b"") -> None:
         self._num_previous, self.salt = num_previous, salt
+        self.reader = GatherReader(BlockPool(4))
 
     def drop_rows(self) -> None:
         """Nothing to drop."""

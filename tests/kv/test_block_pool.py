@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 from hf_paged_cache import PoolArgumentError
-from hf_paged_cache.kv import recycled_memory
+from hf_paged_cache.kv import block_pool, recycled_memory
 from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.kv.recycled_memory import RecycledMemory, zeros
 from hf_paged_cache.kv.slot_mapping import ReadSource, SlotMapping
@@ -395,14 +396,106 @@ def test_clearing_gives_the_memory_back_and_forgets_the_shapes(rng: torch.Genera
     assert pool.pool_bytes == 3 * pool.bytes_per_block  # of the blocks written since, with the null block
 
 
-def test_a_pool_on_a_host_grows_in_large_steps_and_one_on_an_accelerator_in_small_ones() -> None:
-    pool = make_pool()
-    assert pool.growth() > 2
-    pool.write(0, {"key": torch.ones(1, 1, 4, 1, device="meta")}, SlotMapping([4, 5, 6, 7]))  # stands for one
-    assert pool.growth() == 2
+def test_a_pool_is_where_its_tensors_are_and_an_empty_one_where_the_first_will_be() -> None:
+    where = torch.device("cpu")
+    pool = BlockPool(BLOCK_SIZE, lambda: where)
+    pool.ensure_capacity(8)
+    assert pool.is_on_host
+    where = torch.device("meta")  # stands for an accelerator
+    assert not pool.is_on_host
+    pool.write(0, {"key": torch.ones(1, 1, 4, 1)}, SlotMapping([4, 5, 6, 7]))
+    assert pool.is_on_host
+    pool.write(1, {"key": torch.ones(1, 3, 4, 1, device="meta")}, SlotMapping([4, 5, 6, 7]))
+    assert not pool.is_on_host
+    one = BLOCK_SIZE * 4
+    assert pool.bytes_per_block_on() == {torch.device("cpu"): one, torch.device("meta"): 3 * one}
+    assert pool.bytes_on() == {torch.device("cpu"): 2 * one, torch.device("meta"): 8 * 3 * one}
     memory = RecycledMemory()  # of the host
-    assert pool.gather(0, ReadSource(torch.tensor([[4]])), memory=memory)["key"].device.type == "meta"
-    assert pool.devices() == {torch.device("meta")}
+    assert pool.gather(1, ReadSource(torch.tensor([[4]])), memory=memory)["key"].device.type == "meta"
+
+
+# Growing where memory is short
+
+
+class Memory:
+    """In place of `zeros`: counts the bytes that live, and fails where it is told to."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.live = self.peak = 0
+        self.error: BaseException | None = None
+        self.fails_in = 0  # allocations from now
+        patch.setattr(block_pool, "zeros", self.zeros)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.fails_in -= 1
+        if self.error is not None and self.fails_in == 0:
+            raise self.error
+        made = torch.zeros(shape, dtype=dtype, device=device)
+        self.live += made.nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(made, self.give_back, made.nbytes)
+        return made
+
+    def give_back(self, num_bytes: int) -> None:
+        self.live -= num_bytes
+
+
+def make_layers(num_layers: int, rng: torch.Generator) -> tuple[BlockPool, list[dict[str, torch.Tensor]]]:
+    pool, new = make_pool(), [states(rng, 1, 6) for _ in range(num_layers)]
+    for layer_idx, of_layer in enumerate(new):
+        pool.write(layer_idx, of_layer, SlotMapping(RUN))
+    return pool, new
+
+
+def test_a_pool_grows_one_tensor_after_the_other(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(monkeypatch)
+    pool, new = make_layers(8, rng)
+    largest = 8 * BLOCK_SIZE * HEADS * VALUE_DIM * 4
+    before = memory.live
+    expected = pool.bytes_to_grow(12)
+    pool.ensure_capacity(12)
+    assert memory.live == before * 12 // 8
+    assert memory.peak - memory.live <= largest < 0.1 * before
+    assert expected == {torch.device("cpu"): memory.live - before + largest}
+    for layer_idx, of_layer in enumerate(new):
+        assert_holds(pool, layer_idx, RUN, of_layer)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("on purpose"), KeyboardInterrupt()], ids=["memory", "Ctrl-C"])
+@pytest.mark.parametrize("at", [1, 2, 5, 6])
+def test_a_pool_whose_growth_was_cut_short_is_as_before_and_grows_again(
+    at: int, error: BaseException, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory(monkeypatch)
+    pool, new = make_layers(3, rng)
+    before = memory.live
+    memory.error, memory.fails_in = error, at
+    with pytest.raises(type(error)):
+        pool.ensure_capacity(12)
+    error.__traceback__ = None
+    assert pool.capacity == 8
+    assert (memory.live == before) is (at == 1 or isinstance(error, torch.OutOfMemoryError))  # those grown shrank again
+    memory.error = None
+    late = states(rng, 1, 4)
+    pool.write(1, late, SlotMapping([28, 29, 30, 31]))
+    pool.copy_blocks([(7, 6)])
+    pool.ensure_capacity(20)
+    assert (pool.capacity, memory.live) == (20, before * 20 // 8)
+    for layer_idx, of_layer in enumerate(new):
+        assert_holds(pool, layer_idx, RUN, of_layer)
+    assert_holds(pool, 1, [24, 25, 26, 27], late)
+
+
+def test_blocks_are_copied_one_by_one_where_there_is_no_memory_for_all(
+    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy_rows(*args: Any) -> None:
+        raise torch.OutOfMemoryError("on purpose")
+
+    monkeypatch.setattr(block_pool, "copy_rows", copy_rows)
+    pool, (new,) = make_layers(1, rng)
+    pool.copy_blocks([(1, 4), (2, 5)])
+    assert_holds(pool, 0, [slot + 12 for slot in RUN], new)
 
 
 # Types

@@ -111,3 +111,19 @@ def test_without_address_space_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -
     assert memory.take(SHAPE, torch.float32).fill_(1).sum() == 2 * 3 * 1000 * 8
     assert memory.num_bytes == 0
     assert not zeros((2**20,), torch.float32, torch.device("cpu")).any()
+
+
+@pytest.mark.parametrize(
+    "text", ["[...] DefaultCPUAllocator: can't allocate memory: you tried ...", "MPS backend out of memory"]
+)
+def test_memory_runs_out_with_one_kind_of_error_everywhere(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(torch, "zeros", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="emory"):
+        zeros((1, 1), torch.float32, torch.device("cpu"))
+    text = "something else"
+    with pytest.raises(RuntimeError, match="something else") as raised:
+        zeros((1, 1), torch.float32, torch.device("cpu"))
+    assert not isinstance(raised.value, torch.OutOfMemoryError)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import math
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 
-from hf_paged_cache import BlockStateError, CacheArgumentError
+from hf_paged_cache import BlockStateError, CacheArgumentError, OutOfBlocksError
 from hf_paged_cache.blocks import BlockTable, root_hash
+from hf_paged_cache.call.admission import Demand, grow_anew_for
 from hf_paged_cache.kv.slot_mapping import ReadSource, SlotMapping
-from hf_paged_cache.store import block_store
+from hf_paged_cache.store import block_store, memory_budget
 from hf_paged_cache.store.block_store import BlockStore
 
 ROOT = root_hash(b"model")
@@ -24,6 +27,9 @@ class IdleHolder:
 
     is_running = False
     salt = b""
+
+    def __init__(self, most_copies: int = 0) -> None:
+        self.reader = SimpleNamespace(most_copies=most_copies, num_bytes=0)
 
     def drop_rows(self) -> None:
         """Nothing to drop."""
@@ -102,7 +108,7 @@ def test_a_store_grows_by_a_factor_and_by_more_where_more_is_asked_for() -> None
     store.make_room(first - 1)  # there is room
     assert store.allocator.num_blocks == first
     store.make_room(first)
-    assert store.allocator.num_blocks == first * store.pool.growth()
+    assert store.allocator.num_blocks == first * 8
     store.make_room(50_000)
     assert store.allocator.num_free_blocks == 50_000
 
@@ -208,12 +214,14 @@ def test_without_a_number_the_budget_is_settled_once_a_forward_has_shown_what_a_
     store.settle_budget()  # nothing was written yet
     assert store.max_num_blocks is store.num_free_blocks is None
     table = fill(store, 10)
-    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device: 1000 * store.pool.bytes_per_block + 5)
+    monkeypatch.setattr(
+        block_store, "default_budget_bytes", lambda device, store: 1000 * store.pool.bytes_per_block + 5
+    )
     store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == 1001  # and the null block
     assert store.num_free_blocks == 1000 - len(table.block_ids)
-    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device: 5)
+    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device, store: 5)
     store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == 1001
@@ -222,7 +230,7 @@ def test_without_a_number_the_budget_is_settled_once_a_forward_has_shown_what_a_
 def test_a_budget_smaller_than_what_is_managed_takes_nothing_away(monkeypatch: pytest.MonkeyPatch) -> None:
     store = BlockStore(BLOCK_SIZE)
     fill(store, 10)
-    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device: 0)
+    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device, store: 0)
     store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == store.allocator.num_blocks
@@ -232,7 +240,7 @@ def test_a_budget_leaves_what_the_first_call_has_reserved(monkeypatch: pytest.Mo
     store, holder = BlockStore(BLOCK_SIZE), IdleHolder()
     fill(store, 10)
     store.reserve(holder, 500)
-    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device: 0)
+    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device, store: 0)
     store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == store.allocator.num_blocks + 500
@@ -245,6 +253,191 @@ def test_a_number_that_was_given_is_the_budget() -> None:
     store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == 11
+
+
+def test_each_device_holds_its_own_layers_and_the_copy_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {torch.device("cpu"): 1000, torch.device("meta"): 10_000}
+    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device, store: free[device])
+    most = []
+    for copies in (0, 1):
+        store, holder = BlockStore(BLOCK_SIZE), IdleHolder(copies)
+        store.add_holder(holder)
+        store.pool.ensure_capacity(4)
+        store.pool.write(0, {"key": torch.ones(1, 1, 4, 1)}, SlotMapping(range(4)))  # 16 bytes a block
+        store.pool.write(1, {"key": torch.ones(1, 3, 4, 1, device="meta")}, SlotMapping(range(4)))  # 48
+        store.read_budget()
+        most.append(store.affordable_blocks())
+    assert most == [1 + 1000 // 16, 1 + 1000 // 32]
+    free[torch.device("meta")] = 960
+    store.read_budget()
+    assert store.affordable_blocks() == 1 + 960 // 96
+
+
+def test_a_store_tells_others_what_it_may_still_take() -> None:
+    store, holder = BlockStore(BLOCK_SIZE, 100), IdleHolder()
+    store.add_holder(holder)
+    device = torch.device("cpu")
+    assert store.bytes_to_come(device) == 0  # not known yet
+    table = fill(store, 3 * BLOCK_SIZE)
+    assert store.bytes_to_come(device) == (100 - 4) * store.pool.bytes_per_block  # with the null block
+    assert store.bytes_to_come(torch.device("meta")) == 0
+    copying = IdleHolder(1)
+    store.add_holder(copying)
+    assert store.bytes_to_come(device) == (200 - 4) * store.pool.bytes_per_block
+    table.free()
+
+
+def test_of_two_stores_in_a_process_one_leaves_what_the_other_was_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_budget, "_stores", WeakSet())
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 1000 * 16)
+    most = []
+    stores = [BlockStore(BLOCK_SIZE) for _ in range(3)]
+    for store in stores:
+        with fill(store, BLOCK_SIZE):
+            store.read_budget()
+            store.settle_budget()
+            most.append(store.max_num_blocks)
+    assert most == [501, 1 + (1000 - 499) // 2, 1 + 1000 // 3 // 2]
+
+
+# On an accelerator, for which "meta" stands: every block is taken when it is asked for
+
+
+def on_accelerator(num_blocks: int | None = None) -> BlockStore:
+    """A store on a device with memory of its own, whose first forward has written a layer."""
+    store = BlockStore(BLOCK_SIZE, num_blocks, lambda: torch.device("meta"))
+    store.make_room(5)
+    store.pool.write(0, {"key": torch.ones(1, 1, 20, 1, device="meta")}, SlotMapping(range(4, 24)))
+    return store
+
+
+@pytest.mark.parametrize("num_blocks", [None, 20_000])
+def test_on_an_accelerator_a_short_prompt_takes_few_blocks(num_blocks: int | None) -> None:
+    store = on_accelerator(num_blocks)
+    assert store.pool.capacity == store.allocator.num_blocks == 64
+    assert store.pool.pool_bytes == 64 * store.pool.bytes_per_block
+
+
+def test_on_an_accelerator_a_store_grows_by_what_is_missing_and_reserved_and_by_an_eighth_at_least() -> None:
+    store, holder = on_accelerator(20_000), IdleHolder()
+    tables = []
+
+    def take(num_tokens: int) -> int:
+        table = BlockTable(store.allocator, ROOT)
+        store.make_room(table.num_new_blocks_for_append(num_tokens))
+        table.append_tokens(range(num_tokens))
+        tables.append(table)
+        assert store.pool.capacity == store.allocator.num_blocks
+        return store.pool.capacity
+
+    assert take(62 * BLOCK_SIZE) == 64
+    assert take(3 * BLOCK_SIZE) == 64 + 8  # an eighth; 2 are missing
+    store.reserve(holder, 60)
+    assert take(57 * BLOCK_SIZE) == 72 + 51 + 3  # missing, and what is reserved beside
+    store.reserve(holder, 1000)
+    assert take(103 * BLOCK_SIZE) == 226 + 226 // 8  # missing, and of what is reserved an eighth
+    assert store.allocator.num_evictions == 0
+
+
+class NoMemory:
+    """No memory for a larger pool from here on, as long as it is set."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, store: BlockStore) -> None:
+        self.is_set, self._grow = True, store.pool.ensure_capacity
+        patch.setattr(store.pool, "ensure_capacity", self)
+
+    def __call__(self, num_blocks: int) -> None:
+        if self.is_set and num_blocks > 64:
+            raise torch.OutOfMemoryError("on purpose")
+        self._grow(num_blocks)
+
+
+def test_where_memory_runs_out_what_is_managed_is_the_most_there_is_until_a_reset(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, holder = BlockStore(BLOCK_SIZE, 1000, lambda: torch.device("meta")), IdleHolder()
+    memory = NoMemory(monkeypatch, store)
+    fill(store, 50 * BLOCK_SIZE).free()
+    assert (store.max_num_blocks, store.num_obtainable_blocks(holder)) == (1000, 999)
+    with fill(store, 40 * BLOCK_SIZE, first=1000) as table:  # evicts
+        assert (store.max_num_blocks, store.ran_out_of_memory) == (64, True)
+        assert (store.allocator.num_blocks, store.allocator.num_evictions) == (64, 27)
+        assert store.num_obtainable_blocks(holder) == 63 - 40
+        assert read(store, table)[:3] == [1000, 1001, 1002]
+        with pytest.raises(OutOfBlocksError, match="need 24 blocks: 0 free \\+ 23 cached of 63"):
+            fill(store, 24 * BLOCK_SIZE, first=5000)
+    store.allocator.check()
+    memory.is_set = False
+    store.reset_prefix_cache()
+    assert (store.max_num_blocks, store.ran_out_of_memory) == (1000, False)
+    with fill(store, 100 * BLOCK_SIZE) as table:
+        assert read(store, table) == list(range(100 * BLOCK_SIZE))
+
+
+def test_a_budget_is_settled_also_where_memory_has_run_out_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BlockStore(BLOCK_SIZE)
+    fill(store, 10).free()
+    store.stop_growing()
+    assert store.max_num_blocks == 64
+    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device, store: 1000 * 16)
+    store.read_budget()
+    store.settle_budget()
+    assert store.max_num_blocks == 64
+    store.reset_prefix_cache()
+    assert store.max_num_blocks == 1001
+
+
+def test_growing_is_tried_once_more_where_something_would_be_refused_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, holder = BlockStore(BLOCK_SIZE, 1000, lambda: torch.device("meta")), IdleHolder()
+    memory = NoMemory(monkeypatch, store)
+    fill(store, 50 * BLOCK_SIZE).free()
+    store.make_room(40)
+    assert store.max_num_blocks == 64
+    memory.is_set = False
+    grow_anew_for(store, holder, Demand(63, 0))  # fits
+    assert (store.max_num_blocks, store.ran_out_of_memory) == (64, True)
+    grow_anew_for(store, holder, Demand(64, 0))
+    assert (store.max_num_blocks, store.ran_out_of_memory) == (1000, False)
+    store.make_room(100)
+    assert store.allocator.num_free_blocks >= 100
+
+
+def test_a_pool_makes_way_for_a_model_where_nobody_holds_a_block_and_is_smaller_from_then_on() -> None:
+    store = BlockStore(BLOCK_SIZE, 1000)
+    table = fill(store, 100 * BLOCK_SIZE)
+    managed = store.allocator.num_blocks
+    store.make_way()
+    assert (store.max_num_blocks, store.ran_out_of_memory) == (managed, True)
+    assert read(store, table) == list(range(100 * BLOCK_SIZE))  # somebody holds it
+    table.free()
+    store.make_way()
+    assert (store.pool.pool_bytes, store.allocator.num_blocks) == (0, 64)
+    assert (store.max_num_blocks, store.ran_out_of_memory) == (managed - managed // 4, True)
+    store.make_way()  # there is no more to give
+    assert store.allocator.num_blocks == store.max_num_blocks == 64
+
+
+def test_an_accelerator_that_tells_that_it_has_too_little_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = on_accelerator(1000)
+    asked = []
+    monkeypatch.setattr(block_store, "lacks_room", lambda needed: asked.append(needed) or True)
+    store.make_room(100)
+    assert asked == [{torch.device("meta"): (101 - 64 + 64) * store.pool.bytes_per_block}]
+    assert (store.pool.capacity, store.max_num_blocks) == (64, 64)
+
+
+def test_memory_that_holds_no_forward_is_given_back_once_nobody_holds_a_block() -> None:
+    store = BlockStore(BLOCK_SIZE, 1000)
+    table = fill(store, 10)
+    store.give_back()
+    assert store.pool.layer_indices == [0]
+    store.stop_growing()
+    store.give_back_later()
+    store.give_back()
+    assert read(store, table) == list(range(10))  # somebody does
+    table.free()
+    store.give_back()
+    assert (store.pool.layer_indices, store.max_num_blocks, store.allocator.num_cached_blocks) == ([], 1000, 0)
 
 
 # Copies, left-behind rows, reset
