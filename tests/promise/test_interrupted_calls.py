@@ -506,6 +506,32 @@ def test_out_of_memory_anywhere_leaves_the_cache_right(
     assert struck
 
 
+def test_a_view_that_memory_does_not_hold_in_the_middle_of_a_step_loses_nothing(
+    references: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step's columns of the layers above, which the view alone had, are in the pool then: the next call finds them."""
+    model = tiny("llama")
+    expected = run(model, max_new_tokens=12, **CALLS["greedy"])
+    for step in (2, 5):
+        cache, steps = PagedPrefixCache(PrefixStore(model, block_size=4)), 0
+        reader, read_step = cache.call.reader, cache.call.reader.read_step
+
+        def failing(layer_idx: int, *states: Any, step: int = step, read_step: Any = read_step) -> Any:
+            nonlocal steps
+            steps += layer_idx == 1
+            return None if layer_idx == 1 and steps == step else read_step(layer_idx, *states)
+
+        reads = OutOfMemoryAt(reader.read, 3)  # two layers of the prompt, then that step
+        monkeypatch.setattr(reader, "read_step", failing)
+        monkeypatch.setattr(reader, "read", reads)
+        assert_same(expected, run(model, cache, max_new_tokens=12, **CALLS["greedy"]))
+        assert reads.has_struck
+        longer = row((1, 9), (2, 6)) + [int(token) for token in expected.sequences[0, -12:-1]]
+        found = run(model, cache, max_new_tokens=4, **batch(longer))
+        assert_same(run(model, max_new_tokens=4, **batch(longer)), found)
+        assert cache.last_call.reused_tokens >= len(longer) - 4
+
+
 def test_a_call_that_does_not_fit_is_refused_before_it_computes_anything(references: dict[str, Any]) -> None:
     model = build("llama")
     cache = PagedPrefixCache(model, block_size=4, num_blocks=10)
