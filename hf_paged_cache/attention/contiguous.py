@@ -190,6 +190,7 @@ class ContiguousReader(Reader):
             self._gathering.pause()
 
     def drop(self) -> None:
+        self._pool.release(held for layer in self._buffers.values() for held in layer.values())
         self._buffers, self._buffer_bytes, self._kept, self._missing = {}, 0, [], []
         self._valid, self._stop, self._layouts = [], 0, list
         self.pause()
@@ -239,5 +240,7 @@ class ContiguousReader(Reader):
     def _put(self, buffers: dict[str, Tensor], name: str, made: Tensor) -> None:
         """Let `made` take the place of a layer's buffer."""
         replaced = buffers.get(name)
+        if replaced is not None:
+            self._pool.release([replaced])
         self._buffer_bytes += made.nbytes - (0 if replaced is None else replaced.nbytes)
         buffers[name] = made

@@ -246,6 +246,7 @@ class Call:
             self._writes.start()
             self.state = CallState.SCHEDULED
             try:
+                self.store.pool.join_streams()
                 token_ids = self._held.hold(rows, passed)
                 transfer = Transfer() if len(rows) > 1 else None
                 num_taken, slot_mapping = take_step(
@@ -626,6 +627,7 @@ class Call:
             computed_ahead=computed_ahead,
             held_back_by=held_back_by,
         )
+        store.pool.join_streams()
         if take_blocks(store, self, rows, request, limits):
             renew_reservation(store, self, rows, limits, stop)
         if not limits.are_known:

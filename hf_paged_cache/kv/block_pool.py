@@ -14,9 +14,11 @@ from torch import Tensor
 from ..errors import PoolArgumentError
 from .recycled_memory import RecycledMemory, zeros
 from .slot_mapping import ReadSource, SlotMapping
+from .streams import StreamOrder
 from .transfers import Transfer
 
 _HOST = torch.device("cpu")
+_WITHOUT_STREAMS = ("cpu", "meta")
 
 
 class BlockPool:
@@ -46,6 +48,8 @@ class BlockPool:
         self.bytes_per_block = 0  # in all layers written so far
         self.num_blocks_used = 0  # 1 + the highest block id written so far
         self._first_device = first_device
+        self._streams = StreamOrder()
+        self._accelerators: set[torch.device] = set()  # that hold tensors
         self._tensors: dict[int, dict[str, Tensor]] = {}  # layer index -> name -> tensor
 
     @property
@@ -84,6 +88,17 @@ class BlockPool:
         devices = [tensor.device for tensor in self._all_tensors()] or [self._first_device()]
         return all(device.type == "cpu" for device in devices)
 
+    def join_streams(self) -> None:
+        """Blocks may have passed from one call to another: what those launched comes before what this thread launches."""
+        if self._accelerators:
+            self._streams.join(self._accelerators)
+
+    def release(self, tensors: Iterable[Tensor]) -> None:
+        """The pool's tensors, or copies of what is in them, are about to be let go: see `StreamOrder.release`."""
+        if self._accelerators:
+            for tensor in tensors:
+                self._streams.release(tensor)
+
     def ensure_capacity(self, num_blocks: int) -> None:
         """Hold at least `num_blocks` blocks, all those used so far with their content.
 
@@ -106,6 +121,7 @@ class BlockPool:
 
     def clear(self) -> None:
         """Give all memory back; the next write may have other shapes."""
+        self.release(self._all_tensors())
         self._tensors = {}
         self.capacity = self.num_blocks_used = self.bytes_per_block = 0
 
@@ -283,12 +299,16 @@ class BlockPool:
                 return held
             tensor = self._resized(held, self.capacity, dtype, new.device)
         self.bytes_per_block += tensor[:1].nbytes - (0 if held is None else held[:1].nbytes)
+        if tensor.device.type not in _WITHOUT_STREAMS and tensor.device not in self._accelerators:
+            self._accelerators.add(tensor.device)
+            self.join_streams()  # this thread's is the first
         self._tensors.setdefault(layer_idx, {})[name] = tensor
         return tensor
 
     def _resized(self, tensor: Tensor, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         resized = zeros((num_blocks, *tensor.shape[1:]), dtype, device)
         resized[: self.num_blocks_used].copy_(tensor[: self.num_blocks_used])
+        self.release([tensor])
         return resized
 
 
