@@ -212,7 +212,7 @@ class PagedPrefixCache(Cache):
         if self._own_layers.settle():
             super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # a LongTensor is a Tensor
             return
-        self.call.reorder(self.call.catch_up(beam_idx), beam_idx)
+        self.call.reorder(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens; 0 changes nothing.
@@ -242,7 +242,7 @@ class PagedPrefixCache(Cache):
             super().batch_select_indices(indices)
             return
         chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-        self.call.reorder([row + len(self.call.rows) if row < 0 else row for row in chosen.tolist()])
+        self.call.reorder(torch.where(chosen < 0, chosen + len(self.call.rows), chosen))
 
     def reset(self) -> None:
         """Drop the running rows and their contiguous copy, as transformers means it; full blocks stay in the prefix cache."""

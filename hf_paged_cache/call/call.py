@@ -335,7 +335,7 @@ class Call:
                 ever committed.
         """
         rows = self.rows
-        steps = self._held.of(rows)
+        steps = self._held.unread(rows)
         tensors = [tensor for step in steps for tensor in step.tensors]
         if asked is not None:
             tensors.append(asked)
@@ -376,16 +376,22 @@ class Call:
                 if not self.limits.are_known:
                     self.store.reserve(self, 0)
 
-    def reorder(self, sources: Sequence[int], index: Tensor | None = None) -> None:
+    def reorder(self, sources: Sequence[int] | Tensor) -> None:
         """Batch row `i` goes on as batch row `sources[i]` (beam search); there may be more or fewer rows than before.
 
         Args:
-            index: [R] integers, the sources where the model has them, which need not be sent there again.
+            sources: where they are a tensor, it is read together with held steps, and need not be sent to its device again.
         Raises:
             CacheArgumentError: a source that is no row; nothing has changed.
             CacheBusyError: a `generate` or a forward of another thread is running on them.
         """
-        self.catch_up()
+        if isinstance(sources, Tensor):
+            self._reorder(self.catch_up(sources), sources)
+        else:
+            self.catch_up()
+            self._reorder(sources, None)
+
+    def _reorder(self, sources: Sequence[int], index: Tensor | None) -> None:
         rows, reader = self.rows, self.reader
         with self.store.lock:
             self.require_no_generate_elsewhere()

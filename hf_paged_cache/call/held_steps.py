@@ -6,7 +6,7 @@ reads a contiguous view, a step writes keys and values there alone; the pool get
 
 columns of the rows: [0, held) in the pool, their token ids known | [held, num_columns) of held steps
 
-Of a held column nothing is committed, matched or gathered: `Row.held_from` stands before it. Whoever commits, cuts, forks
+`Row.held_from` is the first held token: from there on nothing is committed, matched or gathered. Whoever commits, cuts, forks
 or gathers rows first lets the host and the pool catch up. Both may be interrupted anywhere, and are then done again.
 """
 
@@ -27,7 +27,7 @@ UNREAD_TOKEN = -(2**63)  # stands in a table for a token id that is not read yet
 class PassedStep:
     """What a decode step was passed, one token a row: tensors of the right shapes, whose numbers nobody has seen.
 
-    They are held, not copied, where torch counts who writes into them: what is there later must be what was run.
+    They are held, not copied, where torch counts writes: a write shows that what is there is no longer what was run.
 
     Args:
         column: of the tokens.
@@ -58,7 +58,7 @@ class PassedStep:
         return all(tensor.device == device and not tensor.is_floating_point() for tensor in self.tensors)
 
     def hold(self) -> None:
-        """Nobody reads it now: make sure that what was passed stays, or is seen to have changed."""
+        """Not read now: keep what was passed, and see whether it is written to."""
         self._token_ids = self._kept(self._token_ids)
         if self._positions is not None:
             self._positions = self._kept(self._positions)
@@ -146,7 +146,7 @@ class HeldSteps:
         return self._view_from is not None
 
     def hold(self, rows: Rows, passed: Sequence[int] | PassedStep) -> Sequence[int]:
-        """A step is scheduled; returns the tokens that the tables get, which may only stand for those that it was passed."""
+        """Hold what a scheduled step was passed; returns the token of each row, or `UNREAD_TOKEN` in its place."""
         if rows is not self._rows:
             self._rows, self._unread, self._view_from = rows, [], None
         if self._may_write_view_alone and self._view_from is None:
@@ -167,7 +167,7 @@ class HeldSteps:
             self._rows is rows and bool(self._unread) and any(row.table.num_tokens % size == 0 for row in rows.distinct)
         )
 
-    def of(self, rows: Rows) -> list[PassedStep]:
+    def unread(self, rows: Rows) -> list[PassedStep]:
         """The steps that are not read yet."""
         return self._unread[:] if self._rows is rows else []
 
@@ -179,7 +179,7 @@ class HeldSteps:
         What was computed from a step on that was no plain one is never committed.
 
         Args:
-            steps: as `of` gave them.
+            steps: as `unread` gave them.
             numbers: of the steps' tensors, one after the other.
             ends: token ids that end a row; what follows is never committed.
         Returns:
@@ -189,8 +189,8 @@ class HeldSteps:
             return None
         error, taken = None, 0
         for step in steps:
-            number = len(step.tensors)
-            of_step, taken = numbers[taken : taken + number], taken + number
+            num_tensors = len(step.tensors)
+            of_step, taken = numbers[taken : taken + num_tensors], taken + num_tensors
             token_ids = step.plain_tokens(of_step, rows)
             is_plain = token_ids is not None and step.is_as_passed()
             if token_ids is None:
@@ -199,7 +199,7 @@ class HeldSteps:
                 position = step.column - row.pad
                 row.table.replace_token(position, token_id)
                 if not is_plain or token_id in ends:
-                    row.stop_commits(position + is_plain)
+                    row.stop_commits(position + 1 if is_plain else position)
         self._unread = self._unread[len(steps) :]
         self._mark(rows)
         return error
@@ -232,7 +232,7 @@ class HeldSteps:
     def _write_one_by_one(
         self, layer_idx: int, states: Mapping[str, Tensor], slots: Sequence[int], num_columns: int
     ) -> None:
-        """What takes no memory of a device, as a column of a row is where it is written: there is none for an index."""
+        """Write column by column: what is contiguous in the pool takes no index, and there is no memory for one."""
         for number, slot in enumerate(slots):
             row, column = divmod(number, num_columns)
             one = {name: new[row : row + 1, :, column : column + 1] for name, new in states.items()}

@@ -169,19 +169,19 @@ def _make_room(
 ) -> int:
     """Have the blocks that appending so many tokens to each table takes; says how many.
 
-    Where memory runs out, rows that begin need all that was reserved for them, and rows that go on, what they take now.
+    Where memory has run out, a first forward needs all that was reserved for its call, a later one only what it takes now.
     """
     needed = sum(table.num_new_blocks_for_append(num_tokens) for table, num_tokens in appended)
-    what = f"this forward ({rows_in_words(len(rows.distinct))})"
-    grow_anew_for(store, holder, Demand(needed, 0))
+    demand, what = Demand(needed, 0), f"this forward ({rows_in_words(len(rows.distinct))})"
+    grow_anew_for(store, holder, demand)
     if needed and not limits.are_known:  # nothing was reserved
-        require(store, holder, Demand(needed, 0), what)
+        require(store, holder, demand, what)
     store.make_room(needed)
-    if store.ran_out_of_memory:
-        whole = needed if rows.num_columns else max(needed, store.num_blocks_reserved_for(holder))
-        require(
-            store, holder, Demand(whole, 0), what if rows.num_columns else f"this call ({rows_in_words(len(rows))})"
-        )
+    if store.ran_out_of_memory:  # fewer blocks may be there than were reserved
+        if not rows.num_columns:  # a first forward: its call must have all that it reserved
+            demand = Demand(max(needed, store.num_blocks_reserved_for(holder)), 0)
+            what = f"this call ({rows_in_words(len(rows))})"
+        require(store, holder, demand, what)
     return needed
 
 

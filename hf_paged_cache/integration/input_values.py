@@ -28,7 +28,7 @@ class MaskValues(NamedTuple):
 
 
 class PositionValues(NamedTuple):
-    """The position of each row's last token, or one for all rows, and why positions are no numbers of tokens."""
+    """The position of each row's last token, or one for all rows, and why they do not number tokens."""
 
     last: Sequence[int] = ()
     run_starts: Sequence[int] = ()  # the new column from which on positions count up by one

@@ -49,7 +49,7 @@ class BlockPool:
         self.num_blocks_used = 0  # 1 + the highest block id written so far
         self._first_device = first_device
         self._streams = StreamOrder()
-        self._accelerators: set[torch.device] = set()  # that hold tensors
+        self._accelerators: set[torch.device] = set()  # that hold tensors, or have
         self._tensors: dict[int, dict[str, Tensor]] = {}  # layer index -> name -> tensor
 
     @property

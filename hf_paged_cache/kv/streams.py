@@ -1,4 +1,4 @@
-"""Owns the order between streams of one device on which calls of one store launch. Costs nothing where nobody uses a second one.
+"""Owns the order between streams of one device on which calls of one store launch. Nothing waits where nobody uses a second one.
 
 Blocks pass from call to call: what one has launched on its stream must be done before another reads the block, or writes it
 anew. The host waits for nothing. The memory of a tensor that is let go is used again only when all these streams are done with it.

@@ -18,7 +18,7 @@ def read_together(tensors: Sequence[Tensor]) -> list[list[int]]:
     """The integers of each tensor, in order, whatever its shape.  Cost: one wait for each device.
 
     Args:
-        tensors: of integers or booleans; of other numbers what is before the point is read.
+        tensors: of integers or booleans; floats are cut to integers.
     """
     found: list[list[int]] = [[] for _ in tensors]
     for device in dict.fromkeys(tensor.device for tensor in tensors):

@@ -214,16 +214,16 @@ class BlockStore:
         self.ran_out_of_memory = False
 
     def make_way(self) -> None:
-        """A model's forward ran out of memory: it gets the pool's, where nobody holds a block.
+        """A model's forward ran out of memory: the pool grows no more, and where nobody holds a block, its memory is given back.
 
-        From then on a quarter less is the most, so that blocks are evicted before the forward lacks their memory again.
+        Then three quarters of what was managed is the most, so that blocks are evicted before a forward lacks memory again.
         """
-        most = self.allocator.num_blocks - self.allocator.num_blocks // 4
+        managed = self.allocator.num_blocks
         self.stop_growing()
         if self.pool.capacity > _FIRST_NUM_BLOCKS and not self.allocator.num_blocks_in_use:
             self.reset_prefix_cache()
             self.stop_growing()
-            self.max_num_blocks = max(most, self.allocator.num_blocks)
+            self.max_num_blocks = max(managed - managed // 4, self.allocator.num_blocks)
 
     def give_back_later(self) -> None:
         """The memory does not even hold one forward: `give_back` is to give up all that nobody holds."""
@@ -237,14 +237,15 @@ class BlockStore:
     def _growth(self, missing: int) -> int:
         """The blocks to manage more where so many are missing.
 
-        On an accelerator an eighth at least, so that all growth copies 8 times at most what the pool ends with; and beside
-        what is missing, what running calls have reserved, up to an eighth.
+        On an accelerator an eighth of the pool at least, so that all growth copies at most 8 times what the pool ends with.
+        Beyond what is missing it takes what running calls have reserved, up to an eighth.
         """
-        managed, part = self.allocator.num_blocks, _SPARE_PART_ON_ACCELERATOR
+        managed = self.allocator.num_blocks
         if self.pool.is_on_host:
             return max(missing, managed * (_GROWTH_ON_HOST - 1))
-        reserved = self.num_reserved_blocks(None) - self.allocator.num_free_blocks - missing
-        return max(managed // part, missing + max(0, min(reserved, (managed + missing) // part)))
+        reserved = max(0, self.num_reserved_blocks(None) - self.allocator.num_free_blocks - missing)
+        spare = min(reserved, (managed + missing) // _SPARE_PART_ON_ACCELERATOR)
+        return max(managed // _SPARE_PART_ON_ACCELERATOR, missing + spare)
 
     def _grow_pool(self, num_blocks: int) -> bool:
         """Whether there was memory for it. Looks first: tensors that had grown before one could not might stay large."""

@@ -25,7 +25,7 @@ _CONTROL_GROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 class Promised(Protocol):
-    """A store."""
+    """A store that was promised memory."""
 
     def bytes_to_come(self, device: torch.device) -> int:
         """Bytes of `device` that it was promised and has not taken. Takes its lock."""

@@ -315,7 +315,7 @@ def _budget(model: PreTrainedModel) -> Any:
         sizes = [store.blocks.max_num_blocks]
         store = PrefixStore(model)
         if is_first():
-            store.blocks.max_num_blocks = 50  # it has been settled before
+            store.blocks.max_num_blocks = store.blocks._promised_num_blocks = 50  # it has been settled before
         run(model, PagedPrefixCache(store), input_ids=IDS)
         return [*sizes, store.blocks.max_num_blocks]
 
