@@ -151,6 +151,8 @@ def _runs_of(positions: Any, num_rows: int, num_new: int) -> tuple[Tensor | None
         return None, "positions are not one number a token"
     if positions.shape[1] != num_new:
         return None, "positions of another length than the token ids"
+    if positions.is_floating_point():
+        return None, "positions are no integers"
     if not num_new:
         return None, None
     columns = torch.arange(num_new, device=positions.device)

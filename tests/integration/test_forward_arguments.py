@@ -211,6 +211,7 @@ def test_without_positions_columns_are_counted_whatever_the_padding() -> None:
         (torch.tensor([[0, 1, 3, 4]]), "positions do not count up by one"),
         (torch.tensor([[0, 1, 2, 2]]), "positions do not count up by one"),
         (torch.tensor([[3, 2, 1, 0]]), "positions do not count up by one"),
+        (torch.tensor([[0.5, 1.5, 2.5, 3.5]]), "positions are no integers"),
         (torch.zeros(3, 2, 4, dtype=torch.long), "positions are not one number a token"),
         (torch.tensor([[0, 1, 2]]), "positions of another length than the token ids"),
         ([0, 1, 2, 3], "positions are not one number a token"),
