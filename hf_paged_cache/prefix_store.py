@@ -12,7 +12,7 @@ from .integration.forward_arguments import ArgumentReader
 from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
 from .model.conditioning import Conditioning
-from .model.probing import measure_bytes_per_token
+from .model.probing import input_device, measure_bytes_per_token
 from .model.support import is_tested_version, leaves_doubt, require_supported, takes, unwrapped
 from .model.trial import require_continuable
 from .stats import CacheStats
@@ -66,7 +66,7 @@ class PrefixStore:
         elif num_blocks is not None:
             _require_size("num_blocks", num_blocks, 2, "blocks: one is reserved, and a call needs at least one")
         self.model = model
-        self.blocks = BlockStore(block_size, num_blocks, lambda: model.device)
+        self.blocks = BlockStore(block_size, num_blocks, lambda: input_device(model))
         self.conditioning = Conditioning(model)
         self.argument_reader = ArgumentReader(
             model.config,

@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import LogitsProcessor
 
+from hf_paged_cache.model.probing import input_device
+
 from .internals import zero_blocks as zero_blocks  # what every check of a hit is proved with
 
 if TYPE_CHECKING:
@@ -30,8 +32,9 @@ def run(model: PreTrainedModel, cache: PagedPrefixCache | None = None, *, seed: 
 
     Without a mask all ids count as tokens: `generate` would otherwise guess padding from the ids.
     """
+    device = input_device(model)
     arguments = {
-        name: value.to(model.device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
+        name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
     }
     ids = arguments.get("input_ids")
     if ids is not None and "attention_mask" not in arguments:
