@@ -3,7 +3,8 @@
 Complete on its own, for a scheduler or an engine that runs its own forwards. This package's cache does not use
 `allocate_immutable` and `mark_computed` (blocks whose content comes later), `get_common_computed_block_ids` (what a
 batch can read once), `mark_accessed`, `forget_cached_blocks`, extra keys, `BlockTable.allocate` with its lookahead
-slots, and `BlockTable.unseen_token_ids`; they are held to the same invariants and tests.
+slots, `BlockTable.unseen_token_ids`, and `allocate` with a window (a ring of blocks); they are held to the same
+invariants and tests.
 """
 
 from .allocation import Allocation

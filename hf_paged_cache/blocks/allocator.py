@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..errors import BlockStateError, CacheArgumentError
-from .allocation import Allocation
+from .allocation import Allocation, num_blocks_of_ring
 from .block_states import BlockStates
 from .hashing import BlockHash
-from .ledger import BlockLedger, check_not_negative
+from .ledger import BlockLedger, check_not_negative, int_of_at_least
 
 
 class PrefixCachingBlockAllocator(BlockLedger):
@@ -44,6 +44,8 @@ class PrefixCachingBlockAllocator(BlockLedger):
         *,
         num_blocks: int | None = None,
         namespace: bytes = b"",
+        num_tokens: int | None = None,
+        window: int | None = None,
     ) -> Allocation:
         """Hold the prefix hit of `block_hashes`, then fresh blocks to write into. No block of the hit is evicted for them.
 
@@ -51,11 +53,23 @@ class PrefixCachingBlockAllocator(BlockLedger):
             num_mutable_blocks: fresh blocks after the hit.
             num_blocks: in its place, the number of blocks with the hit; a longer hit is held whole.
             namespace: whose blocks they are; only blocks of the same are hit, and each is counted by itself.
+            num_tokens, window: in place of hashes and numbers of blocks, a ring of fresh blocks for layers that see the
+                last `window` of `num_tokens` tokens, `ceil(min(num_tokens, window) / block_size)`; see `Allocation`.
         Raises:
             OutOfBlocksError: nothing has changed.
-            CacheArgumentError: a negative number, or a hash given twice.
+            CacheArgumentError: a negative number, or a hash given twice; one of `num_tokens` and `window` alone, no
+                int or too small, or beside what they replace.
         """
         check_not_negative("num_mutable_blocks", num_mutable_blocks)
+        if num_tokens is not None or window is not None:
+            if block_hashes or num_mutable_blocks or num_blocks is not None:
+                raise CacheArgumentError(
+                    "block_hashes, num_mutable_blocks or num_blocks is given beside a window; its blocks follow from "
+                    "num_tokens and window alone, and are never hashed"
+                )
+            num_tokens = int_of_at_least("num_tokens", num_tokens, 0, "positions in all, given with window")
+            window = int_of_at_least("window", window, 1, "tokens that a layer sees, given with num_tokens")
+            num_blocks = num_blocks_of_ring(num_tokens, window, self.block_size)
         hits = self.match_prefix(block_hashes, namespace)
         num_fresh = num_mutable_blocks if num_blocks is None else max(0, num_blocks - len(hits))
         if len(set(hits)) < len(hits):
@@ -64,15 +78,16 @@ class PrefixCachingBlockAllocator(BlockLedger):
         states = self._states
         self._dirty = True
         states.hold(hits)
-        allocation = Allocation(self, hits + states.take(num_fresh, namespace), len(hits), namespace)
-        self._held[allocation.key] = allocation.block_ids
+        block_ids = hits + states.take(num_fresh, namespace)
+        allocation = Allocation(self, block_ids, len(hits), namespace, num_tokens, window)
+        self._held[allocation.key] = block_ids
         self._dirty = False
         return allocation
 
     def allocate_mutable(self, allocation: Allocation, num_blocks: int) -> None:
         """Append fresh blocks. Raises OutOfBlocksError with nothing changed; CacheArgumentError for a negative number."""
         check_not_negative("num_blocks", num_blocks)
-        block_ids = self._list_of(allocation)
+        block_ids = self._windowless_list_of(allocation)
         self.require(num_blocks, (), allocation.namespace)
         self._dirty = True
         block_ids.extend(self._states.take(num_blocks, allocation.namespace))
@@ -88,7 +103,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
             OutOfBlocksError: nothing has changed.
             CacheArgumentError: a hash twice, or of a block that `allocation` holds.
         """
-        block_ids, index, hashes = self._list_of(allocation), self._states.index, list(block_hashes)
+        block_ids, index, hashes = self._windowless_list_of(allocation), self._states.index, list(block_hashes)
         namespace = allocation.namespace
         found = [index.get(block_hash, namespace) for block_hash in hashes]
         hits = [block_id for block_id in found if block_id is not None]
@@ -110,17 +125,20 @@ class PrefixCachingBlockAllocator(BlockLedger):
     def fork(self, allocation: Allocation, num_blocks: int | None = None) -> Allocation:
         """A second holder of the same blocks, or of the first `num_blocks`. Takes no fresh block."""
         check_not_negative("num_blocks", num_blocks or 0)
-        block_ids = self._list_of(allocation)[:num_blocks]
+        list_of = self._list_of if num_blocks is None else self._windowless_list_of
+        block_ids = list_of(allocation)[:num_blocks]
+        num_prefix_blocks = min(allocation.num_prefix_blocks, len(block_ids))
+        namespace, num_tokens, window = allocation.namespace, allocation.num_tokens, allocation.window
         self._dirty = True
         self._states.hold(block_ids)
-        forked = Allocation(self, block_ids, min(allocation.num_prefix_blocks, len(block_ids)), allocation.namespace)
+        forked = Allocation(self, block_ids, num_prefix_blocks, namespace, num_tokens, window)
         self._held[forked.key] = block_ids
         self._dirty = False
         return forked
 
     def truncate(self, allocation: Allocation, num_blocks: int) -> None:
         """Keep the first `num_blocks` blocks, free the last one first. Raises CacheArgumentError if fewer are held."""
-        block_ids = self._list_of(allocation)
+        block_ids = self._windowless_list_of(allocation)
         if not 0 <= num_blocks <= len(block_ids):
             raise CacheArgumentError(f"cannot keep {num_blocks} blocks; give 0 to {len(block_ids)}, the number held")
         self._dirty = True
@@ -159,7 +177,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
             CacheArgumentError: more hashes than blocks from `start`.
             BlockStateError: a block has another hash already.
         """
-        block_ids, hashes = self._list_of(allocation), list(block_hashes)
+        block_ids, hashes = self._windowless_list_of(allocation), list(block_hashes)
         if not 0 <= start <= start + len(hashes) <= len(block_ids):
             raise CacheArgumentError(f"{len(hashes)} blocks to commit from {start}; there are {len(block_ids)} blocks")
         states, index = self._states, self._states.index

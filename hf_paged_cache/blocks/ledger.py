@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from weakref import ReferenceType
 
 from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
-from .allocation import Allocation
+from .allocation import Allocation, num_blocks_of_ring
 from .block_states import BlockStates
 from .hashing import BlockHash
 
@@ -165,7 +165,8 @@ class BlockLedger:
         2. a block's ref_count is the number of live allocations that hold it;
         3. no allocation holds a block twice;
         4. index and hashes are inverse; cached blocks are computed and queued after the free ones, oldest first;
-        5. all blocks of an allocation are of its namespace, and what is counted of each namespace is what there is.
+        5. all blocks of an allocation are of its namespace, and what is counted of each namespace is what there is;
+        6. an allocation with a window holds the blocks of its ring, and none of them has a hash.
 
         Raises:
             BlockStateError: one does not hold; with the whole state.
@@ -178,6 +179,12 @@ class BlockLedger:
                 allocation = key()
                 if allocation and any(states.index.namespaces[i] != allocation.namespace for i in block_ids):
                     raise BlockStateError(f"{allocation!r} has blocks of another namespace: {block_ids}")
+                if allocation and allocation.num_tokens is not None and allocation.window is not None:
+                    num_blocks = num_blocks_of_ring(allocation.num_tokens, allocation.window, self.block_size)
+                    if len(block_ids) != num_blocks or any(states.index.digests[i] for i in block_ids):
+                        raise BlockStateError(
+                            f"{allocation!r} must hold {num_blocks} blocks without a hash: {block_ids}"
+                        )
         except BlockStateError as error:
             hashes = {i: digest.hex()[:8] for i, digest in enumerate(states.index.digests) if digest is not None}
             raise BlockStateError(
@@ -211,6 +218,13 @@ class BlockLedger:
             raise BlockStateError(f"{allocation!r} has ref_count 0: it was freed, or is another allocator's")
         return block_ids
 
+    def _windowless_list_of(self, allocation: Allocation) -> list[int]:
+        """`_list_of`, for what hashes, adds or cuts blocks. Raises CacheArgumentError for an allocation with a window."""
+        block_ids = self._list_of(allocation)
+        if allocation.window is not None:
+            raise CacheArgumentError(f"{allocation!r} is a ring; it keeps its length, and its blocks are never hashed")
+        return block_ids
+
     def _check_ids(self, block_ids: Iterable[int]) -> None:
         """Settle; raises CacheArgumentError if one is no block."""
         self._settle()
@@ -223,3 +237,10 @@ def check_not_negative(name: str, number: int) -> None:
     """Raises CacheArgumentError if `number` is below 0."""
     if number < 0:
         raise CacheArgumentError(f"{name} is {number}; it must be 0 or more")
+
+
+def int_of_at_least(name: str, value: object, least: int, what: str) -> int:
+    """Return `value`. Raises CacheArgumentError unless it is an int, and no bool, of `least` or more."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise CacheArgumentError(f"{name} is {value!r}; it must be an int, {least} or more ({what})")
+    return value

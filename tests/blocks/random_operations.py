@@ -36,6 +36,8 @@ def run_operations(num_blocks: int, num_operations: int, seed: str) -> Driver:
         driver.free(0, collected=False)
     while driver.awaiting:
         driver.end_immutable(0, computed=False)
+    while driver.rings:
+        driver.end_ring(0, collected=False)
     driver.compare()
     assert driver.allocator.num_blocks_in_use == 0  # scenario 62: nothing leaks
     assert driver.allocator.num_available_blocks == driver.model.num_blocks - 1

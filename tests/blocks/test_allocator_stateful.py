@@ -4,7 +4,8 @@ The model (`NaiveModel`) is lists and dicts and searches; it imports nothing of 
 is written into a slot is the whole prefix up to that token, which is what keys and values depend on. So a wrong hit, a
 missing copy on write or a write into a shared block shows as a wrong prefix in some table's slots.
 
-Tables are of two namespaces, which share nothing.
+Tables are of two namespaces, which share nothing. Rings (allocations with a window) are written a token at a time, among the
+other operations, and read what their window shows after each.
 
 Scenarios 9, 12, 24, 25, 31, 32, 34, 39, 42, 47, 50, 53, 60, 62 and 70 (vocabulary 2).
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 
 import pytest
 from hypothesis import settings
@@ -35,6 +37,8 @@ class NaiveTable:
     blocks: list[int] = field(default_factory=list)
     num_committed: int = 0
     namespace: bytes = b""
+    num_positions: int = 0  # of a ring
+    window: int = 0  # of a ring
 
     def prefix(self, end: int) -> Prefix:
         """What a block's hash covers, and what keys and values depend on."""
@@ -184,6 +188,35 @@ class NaiveModel:
         self.tables = [other for other in self.tables if other is not table]
         self.settle(table.blocks[::-1])
 
+    def allocate_ring(self, ring: NaiveTable) -> None:
+        number = len({position // BLOCK_SIZE for position in range(min(ring.num_positions, ring.window))})
+        self.check_room(number, [])
+        ring.blocks = self.take(number)
+        self.tables.append(ring)
+
+    def slots_of_ring(self, ring: NaiveTable) -> list[int]:
+        """One for each position: the slots of the blocks, again and again."""
+        once = [block * BLOCK_SIZE + offset for block in ring.blocks for offset in range(BLOCK_SIZE)]
+        return list(islice(cycle(once), ring.num_positions))
+
+    def write_ring(self, ring: NaiveTable, token: int) -> None:
+        """Into a block of its own, else into a copy."""
+        block, offset = divmod(self.slots_of_ring(ring)[len(ring.tokens)], BLOCK_SIZE)
+        if self.refs(block) > 1:
+            self.check_room(1, [])
+            source = block
+            (block,) = self.take(1)
+            ring.blocks[ring.blocks.index(source)] = block
+            self.settle([source])
+            self.content[block] = list(self.content[source])
+        ring.tokens.append(token)
+        self.content[block][offset] = ring.prefix(len(ring.tokens))
+
+    def fork_ring(self, ring: NaiveTable) -> NaiveTable:
+        forked = NaiveTable(list(ring.tokens), list(ring.blocks), 0, ring.namespace, ring.num_positions, ring.window)
+        self.tables.append(forked)
+        return forked
+
     def allocate_immutable(self, tokens: list[int], namespace: bytes) -> NaiveTable:
         table = NaiveTable(list(tokens), namespace=namespace)
         keys = [table.prefix(end) for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)]
@@ -241,7 +274,9 @@ class Driver:
         self.max_blocks = num_blocks + 8
         self.tables: list[tuple[BlockTable, NaiveTable]] = []
         self.awaiting: list[tuple[Allocation, NaiveTable]] = []  # of allocate_immutable
+        self.rings: list[tuple[Allocation, NaiveTable]] = []
         self.num_refused = 0
+        self.num_overwritten = 0  # tokens of rings
 
     def both(self, real, naive):
         """Both must return the same, or both refuse; a refusal must change nothing."""
@@ -344,6 +379,46 @@ class Driver:
         self.model.drop(naive)
         allocation.free()
 
+    def allocate_ring(self, num_tokens: int, window: int, namespace: bytes) -> None:
+        if len(self.rings) >= 3:
+            return
+        ring = NaiveTable(namespace=namespace, num_positions=num_tokens, window=window)
+        made: list[Allocation] = []
+
+        def real() -> None:
+            made.append(self.allocator.allocate(num_tokens=num_tokens, window=window, namespace=namespace))
+
+        if self.both(real, lambda: self.model.allocate_ring(ring)):
+            self.rings.append((made[0], ring))
+
+    def write_ring(self, which: int, token: int) -> None:
+        allocation, ring = self.rings[which]
+        position = len(ring.tokens)
+        if position == ring.num_positions:
+            return
+        index = position // BLOCK_SIZE % len(ring.blocks)
+        source = ring.blocks[index]
+
+        def real() -> None:
+            self.allocator.make_writable(allocation, index)
+
+        if self.both(real, lambda: self.model.write_ring(ring, token)):
+            copied = [(source, ring.blocks[index])] if ring.blocks[index] != source else []
+            assert self.allocator.take_copies() == copied
+            assert self.allocator.is_writable(allocation.slots(position, position + 1)[0] // BLOCK_SIZE)
+            self.num_overwritten += position >= allocation.num_slots
+
+    def fork_ring(self, which: int) -> None:
+        if len(self.rings) < 3:
+            allocation, ring = self.rings[which]
+            self.rings.append((self.allocator.fork(allocation), self.model.fork_ring(ring)))
+
+    def end_ring(self, which: int, *, collected: bool) -> None:
+        allocation, ring = self.rings.pop(which)
+        self.model.drop(ring)
+        if not collected:
+            allocation.free()
+
     def mark_accessed(self, which: int) -> None:
         if self.model.cached:
             block = self.model.cached[which % len(self.model.cached)]
@@ -385,6 +460,13 @@ class Driver:
                 assert model.content[block][offset] == naive.prefix(position + 1)
         for allocation, naive in self.awaiting:
             assert allocation.block_ids == naive.blocks
+        for allocation, ring in self.rings:
+            assert allocation.block_ids == ring.blocks
+            slots = allocation.slots(0, ring.num_positions)
+            assert slots == model.slots_of_ring(ring)
+            for position in range(max(0, len(ring.tokens) - ring.window), len(ring.tokens)):
+                block, offset = divmod(slots[position], BLOCK_SIZE)
+                assert model.content[block][offset] == ring.prefix(position + 1)
         queue = allocator.snapshot()[1]
         assert queue == model.free + model.cached
         assert allocator.num_free_blocks == len(model.free)
@@ -399,6 +481,7 @@ class Driver:
 
 
 OPERATIONS = ["allocate"] * 5 + ["append"] * 8 + ["commit"] * 5 + ["truncate"] * 2 + ["fork"] * 2 + ["free"] * 3
+OPERATIONS += ["ring"] * 2 + ["write_ring"] * 8 + ["fork_ring", "free_ring", "collect_ring"]
 OPERATIONS += ["collect", "immutable", "end_immutable", "touch", "touch", "grow", "forget", "forget_cached", "reset"]
 
 
@@ -409,6 +492,17 @@ def random_step(driver: Driver, rng: random.Random) -> None:
         driver.allocate(tokens, rng.randrange(3), namespace)
     elif operation == "immutable":
         driver.allocate_immutable(tokens, namespace)
+    elif operation == "ring":
+        driver.allocate_ring(rng.randrange(20), rng.randrange(1, 9), namespace)
+    elif operation.endswith("_ring"):
+        if driver.rings:
+            which = rng.randrange(len(driver.rings))
+            if operation == "write_ring":
+                driver.write_ring(which, rng.randrange(2))
+            elif operation == "fork_ring":
+                driver.fork_ring(which)
+            else:
+                driver.end_ring(which, collected=operation == "collect_ring")
     elif operation == "touch":
         driver.mark_accessed(rng.randrange(100))
     elif operation == "grow" and rng.random() < 0.01:
@@ -486,6 +580,26 @@ class AllocatorMachine(RuleBasedStateMachine):
     def end_immutable(self, computed):
         if self.driver.awaiting:
             self.driver.end_immutable(0, computed=computed)
+
+    @rule(num_tokens=st.integers(0, 12), window=st.integers(1, 8), namespace=namespaces)
+    def allocate_ring(self, num_tokens, window, namespace):
+        self.driver.allocate_ring(num_tokens, window, namespace)
+
+    @rule(number=some, tokens=tokens)
+    def write_ring(self, number, tokens):
+        for token in tokens if self.driver.rings else ():
+            self.driver.write_ring(number % len(self.driver.rings), token)
+            self.driver.compare()
+
+    @rule(number=some)
+    def fork_ring(self, number):
+        if self.driver.rings:
+            self.driver.fork_ring(number % len(self.driver.rings))
+
+    @rule(number=some, collected=st.booleans())
+    def end_ring(self, number, collected):
+        if self.driver.rings:
+            self.driver.end_ring(number % len(self.driver.rings), collected=collected)
 
     @rule(number=some)
     def touch(self, number):

@@ -87,6 +87,7 @@ def reset(world):
 
 OPERATIONS = {
     "allocate a hit, evicting": lambda w: setattr(w, "made", w.allocator.allocate(hashes(range(4)), 5)),
+    "allocate a window, evicting": lambda w: setattr(w, "made", w.allocator.allocate(num_tokens=20, window=8)),
     "allocate fresh blocks": lambda w: w.allocator.allocate_mutable(w.table.allocation, 6),
     "allocate immutable ones": lambda w: w.allocator.allocate_immutable(w.awaiting, hashes([8, 8, 9, 9, 5, 5])),
     "commit": lambda w: w.allocator.commit_many(w.table.allocation, 0, hashes([0, 1, 7, 7])),
@@ -141,7 +142,7 @@ def interrupt(operation, world, instruction):
 
 REPEATABLE = (
     set(OPERATIONS)
-    - {"allocate a hit, evicting", "fork", "take copies", "reset"}
+    - {"allocate a hit, evicting", "allocate a window, evicting", "fork", "take copies", "reset"}
     - {"collect", "collect what is committed", "allocate in a namespace"}
 )
 

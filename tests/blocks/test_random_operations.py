@@ -12,3 +12,4 @@ def test_random_operations_agree_with_a_naive_model(num_blocks: int, num_operati
     driver = run_operations(num_blocks, num_operations, str(num_blocks))
     assert driver.num_refused > 100  # refusals were seen, too
     assert driver.model.evictions > 100 or num_blocks == 2
+    assert driver.num_overwritten > 100 or num_blocks == 2  # rings ran round
