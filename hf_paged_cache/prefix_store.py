@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from transformers import PreTrainedModel
 
+from .blocks.ledger import int_of_at_least
 from .errors import CacheArgumentError
 from .integration.forward_arguments import ArgumentReader
 from .integration.generate_arguments import cross_inputs
@@ -52,11 +53,11 @@ class PrefixStore:
         in_doubt = leaves_doubt(model)
         if in_doubt or not is_tested_version():
             require_continuable(model, if_it_runs=not in_doubt)
-        _require_size("block_size", block_size, 1, "tokens; 16 suits most models")
+        int_of_at_least("block_size", block_size, 1, "tokens; 16 suits most models")
         if num_blocks is not None and max_bytes is not None:
             raise CacheArgumentError(f"give num_blocks or max_bytes, not both (got {num_blocks} and {max_bytes})")
         if max_bytes is not None:
-            _require_size("max_bytes", max_bytes, 1, "bytes")
+            int_of_at_least("max_bytes", max_bytes, 1, "bytes")
             bytes_per_block = measure_bytes_per_token(model) * block_size
             num_blocks = max_bytes // bytes_per_block
             if num_blocks < 2:
@@ -64,7 +65,7 @@ class PrefixStore:
                     f"max_bytes is {max_bytes}, but two blocks of {block_size} tokens need {2 * bytes_per_block} bytes"
                 )
         elif num_blocks is not None:
-            _require_size("num_blocks", num_blocks, 2, "blocks: one is reserved, and a call needs at least one")
+            int_of_at_least("num_blocks", num_blocks, 2, "blocks: one is reserved, and a call needs at least one")
         self.model = model
         self.blocks = BlockStore(block_size, num_blocks, lambda: input_device(model))
         self.conditioning = Conditioning(model)
@@ -116,8 +117,3 @@ class PrefixStore:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a PrefixStore cannot be copied or pickled: its blocks are shared; build a new one")
-
-
-def _require_size(name: str, value: object, least: int, what: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise CacheArgumentError(f"{name} is {value!r}; it must be an int, {least} or more ({what})")
