@@ -139,7 +139,10 @@ def before_each_write(patch: pytest.MonkeyPatch, act: Callable[[BlockStore, int]
 
 
 def count_writes(patch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often layers are written from here on: "write", or "write_step" by the fast path of a decode step."""
+    """How often layers are written from here on: "write", or "write_step" by the fast path of a decode step.
+
+    "write_blocks" counts once for all layers.
+    """
     counts: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
@@ -152,7 +155,7 @@ def count_writes(patch: pytest.MonkeyPatch) -> Counter[str]:
 
         return counting
 
-    for name in ("write", "write_step"):
+    for name in ("write", "write_step", "write_blocks"):
         patch.setattr(BlockPool, name, counted(name))
     return counts
 
@@ -187,7 +190,7 @@ FAULT_POINTS: list[tuple[type, str, str]] = [
     (BlockTable, "append_tokens", "contiguous"),
     (BlockStore, "make_room", "contiguous"),
     (BlockStore, "make_copies", "contiguous"),
-    *((BlockPool, name, "contiguous") for name in ("write", "write_step", "copy_blocks")),
+    *((BlockPool, name, "contiguous") for name in ("write", "write_step", "write_blocks", "copy_blocks")),
     (BlockPool, "gather", "gather"),  # a contiguous copy gathers nothing there
     (Rows, "regroup", "contiguous"),
     (Rows, "select", "contiguous"),
@@ -199,6 +202,7 @@ FAULT_POINTS: list[tuple[type, str, str]] = [
 # Where memory runs out: methods of a cache's own pool and reader.
 MEMORY_PLACES = [
     "pool.write",
+    "pool.write_blocks",
     "pool.ensure_capacity",
     "pool.copy_blocks",
     "reader.read",

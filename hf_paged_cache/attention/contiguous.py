@@ -132,11 +132,16 @@ class ContiguousReader(Reader):
         return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
     def columns(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        num_rows, num_columns = self._num_rows, stop - start
         for layer_idx, layer in self._buffers.items():
-            states = {
-                name: held[: self._num_rows, :, start:stop] for name, held in layer.items() if held.shape[2] >= stop
-            }
-            yield layer_idx, states
+            yield (
+                layer_idx,
+                {
+                    name: held.narrow(0, 0, num_rows).narrow(2, start, num_columns)
+                    for name, held in layer.items()
+                    if held.shape[2] >= stop
+                },
+            )
 
     def expand_rows(self, sources: Sequence[int]) -> None:
         try:

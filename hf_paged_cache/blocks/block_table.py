@@ -183,6 +183,21 @@ class BlockTable:
         token_ids.append(token_id)
         return block_ids[block_index] * block_size + offset
 
+    def append_token(self, token_id: int) -> int:
+        """Append one token, an integer of 64 bits, and return its slot, in a block that may be written.
+
+        Raises:
+            OutOfBlocksError: nothing has changed.
+        """
+        token_ids, block_ids, block_size = self._chain.token_ids, self._allocation.block_ids, self._block_size
+        block_index, offset = divmod(len(token_ids), block_size)
+        if block_index < len(block_ids):
+            self._allocator.make_writable(self._allocation, block_index)
+        else:
+            self._allocator.allocate_mutable(self._allocation, 1)
+        token_ids.append(token_id)
+        return block_ids[block_index] * block_size + offset
+
     def replace_token(self, position: int, token_id: int) -> None:
         """Say which token one is that was appended before anybody knew, an integer of 64 bits.
 
@@ -216,6 +231,23 @@ class BlockTable:
 
     def slots(self, start: int, stop: int) -> list[int]:
         return self._allocation.slots(start, stop)
+
+    def writable_block(self, start: int, stop: int) -> tuple[int, int]:
+        """The block of positions `[start, stop)`, which are about to be written, and the offset of the first one in it.
+
+        Raises:
+            BlockStateError: others hold the block or can hit it, or the positions do not lie in one block.
+        """
+        block_index, offset = divmod(start, self._block_size)
+        block_ids = self._allocation.block_ids
+        if not start < stop <= (block_index + 1) * self._block_size or block_index >= len(block_ids):
+            raise BlockStateError(f"positions {start} to {stop - 1} of a table do not lie in one of its blocks")
+        block_id = block_ids[block_index]
+        if not self._allocator.is_writable(block_id):
+            raise BlockStateError(
+                f"positions {start} to {stop - 1} would be written into block {block_id}, which others hold or can hit"
+            )
+        return block_id, offset
 
     def writable_slots(self, start: int, stop: int) -> list[int]:
         """`slots` of positions that are about to be written.
@@ -254,7 +286,7 @@ class BlockTable:
         start, stop = self._num_committed, num_computed_tokens // self._block_size
         if start >= stop:
             return ()
-        hashes = list(self._chain.hashes(start, stop))
+        hashes = self._chain.hashes_of(start, stop)
         self._allocator.commit_many(self._allocation, start, hashes)
         self._num_committed = stop
         return hashes

@@ -138,6 +138,12 @@ class HashChain:
                 yield block_hash
                 index += 1
 
+    def hashes_of(self, start: int, stop: int) -> list[BlockHash]:
+        """The hashes of full blocks `[start, stop)`, all at once."""
+        if len(self._hashes) < stop:
+            self._hash_until(stop)
+        return self._hashes[start:stop]
+
     def _hash_until(self, stop: int) -> None:
         """Hash all blocks before `stop` that have no hash yet."""
         # Hot: most of the time should be SHA-256's. Hence local names and tuple.__new__; tokens are copied in portions

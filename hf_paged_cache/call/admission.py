@@ -64,13 +64,16 @@ def num_blocks_to_take(rows: Rows, *, num_columns: int, max_columns: int, block_
     Aliases share the full blocks of their first `num_columns` columns and nothing else; a partial block that is held
     by others, too, is copied once more.
     """
-    uses = Counter(rows.alias)
+    uses = Counter(rows.alias) if rows.is_aliased else None
     total = 0
     for index, row in enumerate(rows.distinct):
+        table = row.table
         num_blocks = -(-max(0, max_columns - row.pad) // block_size)
-        num_shared = max(0, min(num_columns, max_columns) - row.pad) // block_size
-        total += max(0, num_blocks - len(row.table.block_ids)) + (uses[index] - 1) * (num_blocks - num_shared)
-        if row.table.num_tokens % block_size and row.table.num_new_blocks_for_append(1):
+        total += max(0, num_blocks - len(table.block_ids))
+        if uses is not None:
+            num_shared = max(0, min(num_columns, max_columns) - row.pad) // block_size
+            total += (uses[index] - 1) * (num_blocks - num_shared)
+        if table.num_tokens % block_size and table.num_new_blocks_for_append(1):
             total += 1
     return total
 

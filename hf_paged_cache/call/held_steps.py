@@ -10,7 +10,7 @@ columns of the rows: [0, held) in the pool, their token ids known | [held, num_c
 or gathers rows first lets the host and the pool catch up. Both may be interrupted anywhere, and are then done again.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -216,27 +216,29 @@ class HeldSteps:
         if is_scheduled and start == stop:  # nothing is owed: asked for each layer that takes the long way
             return
         if start is not None and start < stop:
-            slots: list[int] = []
-            for row in rows.distinct:
-                slots += row.table.writable_slots(start - row.pad, stop - row.pad)
-            mapping = SlotMapping(slots)
-            for layer_idx, states in self._reader.columns(start, stop):
-                try:
-                    self._store.pool.write(layer_idx, states, mapping)
-                except torch.OutOfMemoryError:  # nobody else has these columns
-                    self._write_one_by_one(layer_idx, states, slots, stop - start)
+            self._write(rows, start, stop)
         if start is not None:
             self._view_from = stop if is_scheduled else None
         self._mark(rows)
 
-    def _write_one_by_one(
-        self, layer_idx: int, states: Mapping[str, Tensor], slots: Sequence[int], num_columns: int
-    ) -> None:
-        """Write column by column: what is contiguous in the pool takes no index, and there is no memory for one."""
-        for number, slot in enumerate(slots):
-            row, column = divmod(number, num_columns)
-            one = {name: new[row : row + 1, :, column : column + 1] for name, new in states.items()}
-            self._store.pool.write(layer_idx, one, SlotMapping([slot]))
+    def _write(self, rows: Rows, start: int, stop: int) -> None:
+        """Write the columns `[start, stop)` from the view to the pool: of each row they lie in one block, its last."""
+        pool, columns = self._store.pool, self._reader.columns
+        places = [row.table.writable_block(start - row.pad, stop - row.pad) for row in rows.distinct]
+        first_offset = places[0][1]
+        try:
+            if all(offset == first_offset for _, offset in places):
+                pool.write_blocks(columns(start, stop), [block_id for block_id, _ in places], first_offset)
+                return
+            firsts = [block_id * pool.block_size + offset for block_id, offset in places]
+            mapping = SlotMapping([slot for first in firsts for slot in range(first, first + stop - start)])
+            for layer_idx, states in columns(start, stop):
+                pool.write(layer_idx, states, mapping)
+        except torch.OutOfMemoryError:  # row by row takes no memory, and nobody else has these columns
+            for number, (block_id, offset) in enumerate(places):
+                for layer_idx, states in columns(start, stop):
+                    one = {name: new[number : number + 1] for name, new in states.items()}
+                    pool.write_blocks([(layer_idx, one)], [block_id], offset)
 
     def take_back(self, rows: Rows) -> None:
         """A scheduled step has died: it is no longer held, and what the view has of those before it is in the pool."""

@@ -100,7 +100,8 @@ def take_blocks(store: BlockStore, holder: Holder, rows: Rows, request: ForwardR
     """
     members = zip(rows.distinct, rows.members(), strict=True)
     unseen = [(row, row.unseen(request.rows[member].token_ids)) for row, member in members]
-    num_taken = _make_room(store, holder, [(row.table, len(tokens)) for row, tokens in unseen], rows, limits)
+    num_taken = sum(row.table.num_new_blocks_for_append(len(tokens)) for row, tokens in unseen)
+    _make_room(store, holder, num_taken, rows, limits)
     for row, tokens in unseen:
         row.table.append_tokens(tokens)
         if limits.end_of_sequence:
@@ -128,26 +129,21 @@ def take_step(
     Raises:
         OutOfBlocksError: tables may have grown; the caller rolls back.
     """
-    slots: list[int] = []
-    full: list[int] = []  # rows without room
-    ends = limits.end_of_sequence
-    for number, (row, token_id) in enumerate(zip(rows.distinct, token_ids, strict=True)):
-        slot = row.table.append_in_place(token_id)
-        if slot is None:
-            slot = -1
-            full.append(number)
-        slots.append(slot)
-        if token_id in ends:
-            row.stop_commits(row.num_confirmed + 1)
-    num_taken = 0
-    if full:
+    running, ends = rows.distinct, limits.end_of_sequence
+    found = [row.table.append_in_place(token_id) for row, token_id in zip(running, token_ids, strict=True)]
+    if not ends.isdisjoint(token_ids):
+        for row, token_id in zip(running, token_ids, strict=True):
+            if token_id in ends:
+                row.stop_commits(row.num_confirmed + 1)
+    num_taken = found.count(None)
+    if num_taken:
         flush()
         rows.commit()
-        tables = [rows.distinct[number].table for number in full]
-        num_taken = _make_room(store, holder, [(table, 1) for table in tables], rows, limits)
-        for number, table in zip(full, tables, strict=True):
-            table.append_tokens([token_ids[number]])
-            (slots[number],) = table.writable_slots(table.num_tokens - 1, table.num_tokens)
+        _make_room(store, holder, num_taken, rows, limits)
+    slots = [
+        running[number].table.append_token(token_ids[number]) if slot is None else slot
+        for number, slot in enumerate(found)
+    ]
     return num_taken, SlotMapping(slots, transfer=transfer)
 
 
@@ -164,14 +160,11 @@ def map_slots(
     return SlotMapping(slots, None if len(sources) == num_columns * len(rows.distinct) else sources, transfer)
 
 
-def _make_room(
-    store: BlockStore, holder: Holder, appended: Sequence[tuple[BlockTable, int]], rows: Rows, limits: CallLimits
-) -> int:
-    """Have the blocks that appending so many tokens to each table takes; says how many.
+def _make_room(store: BlockStore, holder: Holder, needed: int, rows: Rows, limits: CallLimits) -> None:
+    """Have the blocks that a forward takes.
 
     Where memory has run out, a first forward needs all that was reserved for its call, a later one only what it takes now.
     """
-    needed = sum(table.num_new_blocks_for_append(num_tokens) for table, num_tokens in appended)
     demand, what = Demand(needed, 0), f"this forward ({rows_in_words(len(rows.distinct))})"
     grow_anew_for(store, holder, demand)
     if needed and not limits.are_known:  # nothing was reserved
@@ -182,7 +175,6 @@ def _make_room(
             demand = Demand(max(needed, store.num_blocks_reserved_for(holder)), 0)
             what = f"this call ({rows_in_words(len(rows))})"
         require(store, holder, demand, what)
-    return needed
 
 
 def _stop_at_end_of_sequence(row: Row, limits: CallLimits) -> None:

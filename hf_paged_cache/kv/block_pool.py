@@ -186,6 +186,31 @@ class BlockPool:
             values.view(-1, value_dim).index_copy_(0, index, value.reshape(-1, value_dim))
         return True
 
+    def write_blocks(
+        self, columns: Iterable[tuple[int, Mapping[str, Tensor]]], block_ids: Sequence[int], offset: int
+    ) -> None:
+        """Store columns of many layers that lie in one block of each row, at the same place: the blocks are all the index.
+
+        Shapes: R rows, H heads, T columns, D head size.
+        Args:
+            columns: layer index -> name -> [R, H, T, D], of the sizes that the layer was made with.
+            block_ids: row -> its block, no block twice.
+            offset: of the first column in all these blocks; `offset + T` is at most a block.
+        Raises:
+            torch.OutOfMemoryError: some are stored and some are not.
+        """
+        self.num_blocks_used = max(self.num_blocks_used, 1 + max(block_ids))
+        transfer = Transfer()
+        blocks = transfer.add(block_ids)
+        for layer_idx, states in columns:
+            for name, new in states.items():
+                held = self._tensor_for(layer_idx, name, new)
+                part = held.narrow(2, offset, new.shape[2])
+                if len(block_ids) == 1:
+                    part.narrow(0, block_ids[0], 1).copy_(new)
+                else:
+                    part.index_copy_(0, transfer.on(held.device, blocks), new.to(held.dtype))
+
     def gather(
         self,
         layer_idx: int,

@@ -442,6 +442,48 @@ def test_a_token_that_would_take_a_block_is_not_appended_in_place(allocator, new
     allocator.check()
 
 
+def test_a_token_is_appended_with_the_block_that_it_takes(allocator, new_table):
+    full, shared, hit = new_table([1, 2]), new_table([3]), new_table([4, 5], commit=True)
+    forked = shared.fork()
+    hit.truncate(1)
+    for table, num_taken in ((full, 1), (full, 0), (shared, 1), (forked, 0), (hit, 1)):
+        before, tokens = allocator.num_free_blocks, list(table.token_ids)
+        slot = table.append_token(9)
+        assert list(table.token_ids) == [*tokens, 9]
+        assert table.writable_slots(len(tokens), len(tokens) + 1) == [slot]
+        assert before - allocator.num_free_blocks == num_taken
+    assert len(allocator.take_copies()) == 2
+    allocator.check()
+
+
+def test_a_token_for_which_there_is_no_block_is_not_appended(allocator, new_table):
+    table = new_table([1, 2])
+    with allocator.allocate([], num_mutable_blocks=allocator.num_free_blocks):
+        before = allocator.snapshot()
+        with pytest.raises(OutOfBlocksError):
+            table.append_token(3)
+        assert allocator.snapshot() == before
+    assert list(table.token_ids) == [1, 2]
+
+
+def test_positions_that_are_written_lie_in_a_block_of_the_tables_own(allocator, new_table):
+    own, hit, shared = new_table([1, 2, 3]), new_table([4, 5], commit=True), new_table([7, 8])
+    forked = shared.fork()
+    first, last = own.block_ids
+    assert [own.writable_block(*span) for span in ((0, 2), (0, 1), (1, 2), (2, 3))] == [
+        (first, 0),
+        (first, 0),
+        (first, 1),
+        (last, 0),
+    ]
+    for table in (hit, shared, forked):
+        with pytest.raises(BlockStateError, match="which others hold or can hit"):
+            table.writable_block(0, 1)
+    for span in ((1, 3), (2, 2), (4, 5)):
+        with pytest.raises(BlockStateError, match="do not lie in one of its blocks"):
+            own.writable_block(*span)
+
+
 def test_positions_of_blocks_that_others_hold_or_can_hit_are_not_written(allocator, new_table):
     own, hit, shared = new_table([1, 2, 3]), new_table([4, 5, 6], commit=True), new_table([7, 8, 9])
     forked = shared.fork()

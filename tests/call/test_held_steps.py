@@ -191,7 +191,8 @@ def test_a_forked_child_that_has_lost_the_calls_thread_computes_nothing(monkeypa
     for number in range(2):
         bench.step(20 + number)
     bench.call.schedule_step([22])  # under way in that thread
-    monkeypatch.setattr(bench.store.pool, "write", lambda *_: pytest.fail("a write in the child"))
+    for name in ("write", "write_blocks"):
+        monkeypatch.setattr(bench.store.pool, name, lambda *_: pytest.fail("a write in the child"))
     bench.call.lose_threads(frozenset([bench.call._thread]))
     assert len(bench.call.rows) == 0
     assert bench.num_hit([*PROMPT, 20, 21, 22]) == 8

@@ -163,6 +163,28 @@ def test_a_run_may_begin_and_end_anywhere_in_a_block(first: int, num_tokens: int
     assert_holds(pool, 0, others, {name: tensor[:, :, others] for name, tensor in everything.items()})
 
 
+@pytest.mark.parametrize("block_ids", [[5], [5, 1, 7]], ids=["1 row", "3 rows"])
+@pytest.mark.parametrize(("offset", "num_columns"), [(0, BLOCK_SIZE), (0, 1), (1, 2), (3, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_columns_in_a_block_of_each_row_are_written_there(
+    block_ids: list[int], offset: int, num_columns: int, dtype: torch.dtype, rng: torch.Generator
+) -> None:
+    pool, plain = make_pool(), make_pool()
+    for each in (pool, plain):
+        for layer_idx in (0, 3):
+            each.write(layer_idx, states(torch.Generator().manual_seed(0), 1, 16, dtype), SlotMapping(range(16)))
+    new = {layer_idx: states(rng, len(block_ids), num_columns) for layer_idx in (0, 3)}
+    pool.write_blocks(new.items(), block_ids, offset)
+    slots = [block_id * BLOCK_SIZE + offset + i for block_id in block_ids for i in range(num_columns)]
+    for layer_idx, of_layer in new.items():
+        plain.write(layer_idx, of_layer, SlotMapping(slots))
+        everything = ReadSource(all_slots(pool))
+        for name, tensor in pool.gather(layer_idx, everything).items():
+            assert tensor.dtype == torch.float32
+            assert tensor.equal(plain.gather(layer_idx, everything)[name])
+    assert pool.num_blocks_used == plain.num_blocks_used
+
+
 @pytest.mark.parametrize("slots", [[9], [9, 4, 22], [29]], ids=["1 row", "3 rows", "a further block"])
 def test_a_step_is_written_as_any_other_tokens_are(slots: list[int], rng: torch.Generator) -> None:
     pool, plain = make_pool(), make_pool()
