@@ -238,7 +238,7 @@ class Call:
             self.catch_up()
         with self.store.lock:
             self.store.settle()
-            rows, before = self.rows, self.rows.num_columns
+            rows, before, num_rows = self.rows, self.rows.num_columns, len(self.rows)
             if self._must_commit:
                 rows.commit()
                 self._must_commit = False
@@ -248,16 +248,16 @@ class Call:
             try:
                 self.store.pool.join_streams()
                 token_ids = self._held.hold(rows, passed)
-                transfer = Transfer() if len(rows) > 1 else None
+                transfer = None if num_rows == 1 or self._held.are_in_view_alone else Transfer()
                 num_taken, slot_mapping = take_step(
                     self.store, self, rows, token_ids, self.limits, self._flush, transfer
                 )
-                self.reader.start_forward(rows.layouts, len(rows), before, before + 1, transfer)
+                self.reader.start_forward(rows.layouts, num_rows, before, before + 1, transfer)
                 if num_taken:
                     renew_reservation(self.store, self, rows, self.limits, before + 1)
                     self.store.make_copies(transfer)  # last: with their ids goes all that the step needs
                 self.forward = ScheduledForward(
-                    before, before + 1, tuple(range(len(rows))), None, slot_mapping, is_step=True
+                    before, before + 1, tuple(range(num_rows)), None, slot_mapping, is_step=True
                 )
             except BaseException:
                 self.roll_back()

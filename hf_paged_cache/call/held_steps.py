@@ -49,13 +49,15 @@ class PassedStep:
         given = (self._token_ids, self._num_shown, self._positions)
         return [tensor for tensor in given if tensor is not None]
 
-    @property
-    def may_be_held(self) -> bool:
-        """Whether reading it would wait for a device, from which it can be read as well later."""
-        if self._token_ids.is_cpu:
+    @staticmethod
+    def may_be_held(token_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> bool:
+        """Whether reading what a step was passed would wait for a device, from which it can be read as well later."""
+        if token_ids.is_cpu:
             return False
-        device = self._token_ids.device
-        return all(tensor.device == device and not tensor.is_floating_point() for tensor in self.tensors)
+        device = token_ids.device
+        if token_ids.is_floating_point() or (mask is not None and mask.device != device):
+            return False
+        return positions is None or (positions.device == device and not positions.is_floating_point())
 
     def hold(self) -> None:
         """Not read now: keep what was passed, and see whether it is written to."""
@@ -70,12 +72,9 @@ class PassedStep:
             numbers: of `tensors`.
         """
         shown, positions = self._split(numbers)
-        running, column = rows.distinct, self.column
-        if shown is not None and shown != [column + 1 - row.pad for row in running]:
+        if shown is not None and shown != [self.column + 1 - row.pad for row in rows.distinct]:
             return None
-        if positions is not None and positions != [row.first_position + column - row.pad for row in running]:
-            return None
-        return numbers[0]
+        return numbers[0] if positions is None or count_on(positions, rows, self.column) else None
 
     def is_as_passed(self) -> bool:
         """Whether nobody has written since into what is held."""
@@ -93,9 +92,10 @@ class PassedStep:
                     "cache.reset() first"
                 )
             is_hidden = shown is not None and shown[number] <= num_held
-            if positions is not None and positions[number] < row.first_position + num_held and not is_hidden:
+            position = None if positions is None else positions[number if len(positions) > 1 else 0]
+            if position is not None and position < row.first_position + num_held and not is_hidden:
                 return CacheArgumentError(
-                    f"row {number} went on at position {positions[number]}, but the cache holds its first {num_held} "
+                    f"row {number} went on at position {position}, but the cache holds its first {num_held} "
                     "tokens: call generate on the model that the cache is attached to, or cache.reset() first"
                 )
         return None
@@ -108,12 +108,21 @@ class PassedStep:
         return tensor
 
     def _split(self, numbers: Sequence[list[int]]) -> tuple[list[int] | None, list[int] | None]:
-        """What the mask shows of each row, and the position of each."""
+        """What the mask shows of each row, and the position of each, or one for all."""
         shown = None if self._num_shown is None else numbers[1]
-        positions = None if self._positions is None else numbers[-1]
-        if positions is not None and len(positions) == 1:
-            positions = positions * len(numbers[0])
-        return shown, positions
+        return shown, None if self._positions is None else numbers[-1]
+
+
+def count_on(positions: list[int], rows: Rows, column: int) -> bool:
+    """Whether the tokens of a column have the positions at which their rows go on.
+
+    Args:
+        positions: of each row, or one for all.
+    """
+    running = rows.distinct
+    if len(positions) == 1:
+        positions = positions * len(running)
+    return positions == [row.first_position + column - row.pad for row in running]
 
 
 class HeldSteps:
@@ -215,7 +224,7 @@ class HeldSteps:
         start, stop = self._view_from, rows.num_columns
         if is_scheduled and start == stop:  # nothing is owed: asked for each layer that takes the long way
             return
-        if start is not None and start < stop:
+        if start is not None and start < stop and rows.distinct:
             self._write(rows, start, stop)
         if start is not None:
             self._view_from = stop if is_scheduled else None

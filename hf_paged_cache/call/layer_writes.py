@@ -125,8 +125,8 @@ class LayerWrites:
         Raises:
             ForwardMismatchError: such a layer, or every layer, did not write.
         """
-        missing = self._store.writing_layers - self.written
-        if missing or not self.written:
+        if not self.written or not self._store.writing_layers <= self.written:
+            missing = self._store.writing_layers - self.written
             layers = f"layers {sorted({layer for layer, _ in missing})}" if missing else "any layer"
             raise ForwardMismatchError(
                 f"the forward did not write {layers}: gradient "

@@ -238,7 +238,7 @@ class Rows:
     def confirm(self, num_columns: int) -> None:
         """All columns up to `num_columns` are written. Interrupted, it leaves what `roll_back` takes back."""
         for row in self.distinct:
-            row.num_confirmed = row.table.num_tokens
+            row.num_confirmed = num_columns - row.pad
         self.num_columns = num_columns
 
     def commit(self) -> None:

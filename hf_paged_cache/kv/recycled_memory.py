@@ -70,7 +70,7 @@ class RecycledMemory:
     @property
     def num_bytes(self) -> int:
         """Bytes of the mappings held, free or used."""
-        return sum(len(mapping) for mapping in self._mappings)
+        return sum(map(len, self._mappings))
 
     def _mapping_of(self, num_bytes: int) -> mmap.mmap:
         """A free mapping of at least `num_bytes` and at most 4 times that, or a new one."""

@@ -5,6 +5,7 @@ of a row holds its token `i`. Values are trusted.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -35,21 +36,30 @@ class SlotMapping:
         transfer: that the slots go with, where their index is needed; None: one of their own.
     """
 
-    __slots__ = ("_added", "_index", "_transfer", "end_slot", "first_slot", "num_slots", "slots", "sources")
-
     def __init__(
         self, slots: Sequence[int], sources: Sequence[int] | None = None, transfer: Transfer | None = None
     ) -> None:
         self.slots = slots
         self.sources = sources
         self.num_slots = len(slots)
-        self.end_slot = 1 + max(slots, default=-1)
-        self.first_slot = _start_of_run(slots)  # None: the slots do not lie side by side
         self._index: dict[tuple[int, int, torch.device], Tensor] = {}  # heads, block size, device -> see `index_for`
         self._transfer = transfer
         self._added: tuple[int, int] | None = None  # lists in the transfer: slots, and sources
         if transfer is not None and (sources is not None or self.first_slot is None):  # else it may take no index
             self._added = self._add(transfer)
+
+    @cached_property
+    def end_slot(self) -> int:
+        """One above the highest slot."""
+        return 1 + max(self.slots, default=-1)
+
+    @cached_property
+    def first_slot(self) -> int | None:
+        """The first slot if they count up by one, else None."""
+        slots = self.slots
+        if not slots or slots[-1] - slots[0] != len(slots) - 1:
+            return None
+        return slots[0] if [*slots] == [*range(slots[0], slots[0] + len(slots))] else None
 
     def index_for(self, num_heads: int, block_size: int, device: torch.device) -> Tensor:
         """[num_slots * H] int64 on `device`: the vectors of a layer's tensor that are written, see `vectors_of`."""
@@ -142,10 +152,3 @@ class ReadSource:
 def vectors_of(slots: Tensor, heads: Tensor, num_heads: int, block_size: int) -> Tensor:
     """Where a slot's vector of a head lies in a layer's tensor [num_blocks * H * block_size, D]."""
     return (slots // block_size * num_heads + heads) * block_size + slots % block_size
-
-
-def _start_of_run(slots: Sequence[int]) -> int | None:
-    """The first slot if `slots` count up by one, else None."""
-    if not slots or slots[-1] - slots[0] != len(slots) - 1:
-        return None
-    return slots[0] if all(slot == slots[0] + i for i, slot in enumerate(slots)) else None

@@ -407,14 +407,15 @@ def test_what_others_may_write_unseen_is_copied() -> None:
 
 
 def test_on_a_cpu_nothing_is_held() -> None:
-    assert not PassedStep(9, torch.tensor([[1]]), None, None).may_be_held
+    assert not PassedStep.may_be_held(torch.tensor([[1]]), None, None)
 
 
 def test_positions_that_are_no_integers_are_not_held() -> None:
     ids, positions = torch.zeros(1, 1, dtype=torch.int64, device="meta"), torch.zeros(1, 1, device="meta")
-    assert PassedStep(9, ids, None, None).may_be_held
-    assert not PassedStep(9, ids, None, positions).may_be_held
-    assert not PassedStep(9, ids, None, torch.zeros(1, 1, dtype=torch.int64)).may_be_held
+    assert PassedStep.may_be_held(ids, None, None)
+    assert not PassedStep.may_be_held(ids, None, positions)
+    assert not PassedStep.may_be_held(ids, None, torch.zeros(1, 1, dtype=torch.int64))
+    assert not PassedStep.may_be_held(ids, torch.ones(1, 9), None)
 
 
 def test_a_row_says_nothing_of_what_is_held() -> None:

@@ -353,6 +353,22 @@ def test_a_plain_step_is_the_token_of_each_row(changes: dict[str, Any]) -> None:
     assert reader().read_step(*step(**changes)) == [8, 9]
 
 
+def test_a_step_whose_mask_hides_a_token_or_shows_padding_is_not_plain() -> None:
+    plain = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+    for places in (((1, 3),), ((0, 1),), ((0, 1), (1, 3))):  # the last one shows as many columns as a plain one
+        arguments, rows = step()
+        arguments["attention_mask"] = plain.clone()
+        for row, column in places:
+            arguments["attention_mask"][row, column] ^= 1
+        assert reader().read_step(arguments, rows) is None
+    for pad in (0, 2):  # alone
+        arguments = {"input_ids": torch.tensor([[8]]), "position_ids": torch.tensor([[6 - pad]])}
+        arguments["attention_mask"] = (torch.arange(7) >= pad).long()[None]
+        assert reader().read_step(arguments, running((pad, 6 - pad))) == [8]
+        arguments["attention_mask"][0, 3] = 0
+        assert reader().read_step(arguments, running((pad, 6 - pad))) is None
+
+
 def test_a_step_without_positions_is_plain_where_the_model_numbers_the_rows_columns() -> None:
     arguments, _ = step(position_ids=None, attention_mask=None)
     assert reader().read_step(arguments, running((0, 6), (0, 6))) == [8, 9]
