@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..attention.base import Reader
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
-from ..kv.transfers import Transfer, read_together
+from ..kv.transfers import Transfer
 from ..store.block_store import BlockStore
 from .admission import UNLIMITED, CallLimits, Demand, admit, demand_of, num_blocks_held_only_by, renew_reservation
 from .counters import PromptCounters
@@ -334,20 +334,7 @@ class Call:
             CacheArgumentError: a step ran on what is not there, or where the rows do not stand; nothing from there on is
                 ever committed.
         """
-        rows = self.rows
-        steps = self._held.unread(rows)
-        tensors = [tensor for step in steps for tensor in step.tensors]
-        if asked is not None:
-            tensors.append(asked)
-        if not tensors:
-            return []
-        numbers = read_together(tensors)
-        if steps:
-            with self.store.lock:
-                error = self._held.learn(rows, steps, numbers, self.limits.end_of_sequence)
-            if error is not None:
-                raise error
-        return [] if asked is None else numbers[-1]
+        return self._held.catch_up(self.rows, self.limits.end_of_sequence, asked)
 
     def roll_back(self) -> None:
         """Take back a forward that was never confirmed. Without one: nothing."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..attention.base import Reader
 from ..errors import CacheArgumentError
 from ..kv.slot_mapping import SlotMapping
+from ..kv.transfers import read_together
 from ..store.block_store import BlockStore
 from .rows import Rows
 
@@ -176,11 +177,23 @@ class HeldSteps:
             self._rows is rows and bool(self._unread) and any(row.table.num_tokens % size == 0 for row in rows.distinct)
         )
 
-    def unread(self, rows: Rows) -> list[PassedStep]:
-        """The steps that are not read yet."""
-        return self._unread[:] if self._rows is rows else []
+    def catch_up(self, rows: Rows, ends: Collection[int], asked: Tensor | None) -> list[int]:
+        """`Call.catch_up`; `ends` are the token ids that end a row. The store's lock is free while the device is waited for."""
+        steps = self._unread[:] if self._rows is rows else []
+        tensors = [tensor for step in steps for tensor in step.tensors]
+        if asked is not None:
+            tensors.append(asked)
+        if not tensors:
+            return []
+        numbers = read_together(tensors)
+        if steps:
+            with self._store.lock:
+                error = self._learn(rows, steps, numbers, ends)
+            if error is not None:
+                raise error
+        return [] if asked is None else numbers[-1]
 
-    def learn(
+    def _learn(
         self, rows: Rows, steps: Sequence[PassedStep], numbers: Sequence[list[int]], ends: Collection[int]
     ) -> CacheArgumentError | None:
         """The host catches up: tables get the tokens of steps that were read.
@@ -188,7 +201,7 @@ class HeldSteps:
         What was computed from a step on that was no plain one is never committed.
 
         Args:
-            steps: as `unread` gave them.
+            steps: those that were unread.
             numbers: of the steps' tensors, one after the other.
             ends: token ids that end a row; what follows is never committed.
         Returns:
