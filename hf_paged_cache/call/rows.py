@@ -86,6 +86,11 @@ class Row:
         """Tokens that were known, or computed under conditions that held."""
         return max(self.num_known, self._num_judged)
 
+    @property
+    def may_commit(self) -> bool:
+        """Whether tokens behind those trusted may ever be committed."""
+        return self.commit_end is None or self.commit_end > self.num_trusted
+
     def trust(self) -> None:
         """All confirmed tokens were computed under the conditions of the row's root."""
         self._num_judged = self.num_confirmed
@@ -255,7 +260,14 @@ class Rows:
     @property
     def are_trusted(self) -> bool:
         """Whether nothing confirmed waits for a look at its conditions."""
-        return all(row.num_trusted >= row.num_confirmed for row in self.distinct)
+        return not self.committed and all(
+            row.num_trusted >= row.num_confirmed or not row.may_commit for row in self.distinct
+        )
+
+    @property
+    def may_commit(self) -> bool:
+        """Whether it matters if the conditions hold for what is computed: some of it may be committed, or was."""
+        return bool(self.committed) or any(row.may_commit for row in self.distinct)
 
     def trust(self) -> None:
         """The conditions have held for all that is confirmed."""

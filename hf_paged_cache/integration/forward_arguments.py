@@ -15,7 +15,7 @@ from ..call.rows import Row, Rows
 from ..call.scheduled_forward import ForwardRequest, RowInput, ScheduledForward
 from ..errors import CacheArgumentError
 from ..kv.transfers import to_device
-from .input_values import PositionValues, num_pads, read_inputs
+from .input_values import KnownInputs, PositionValues, num_pads, read_inputs
 
 # Read here, or without influence on keys and values. Any other argument that is no plain number, flag or name makes
 # the forward one without reuse.
@@ -65,7 +65,13 @@ class ArgumentReader:
         self.takes_logits_to_keep = takes_logits_to_keep
 
     def read(
-        self, arguments: Mapping[str, Any], rows: Rows, *, in_generate: bool, records_drafts: bool
+        self,
+        arguments: Mapping[str, Any],
+        rows: Rows,
+        *,
+        in_generate: bool,
+        records_drafts: bool,
+        known: KnownInputs | None = None,
     ) -> ForwardRequest:
         """Read a forward's arguments. The roots of its rows are the caller's to add.
 
@@ -74,6 +80,7 @@ class ArgumentReader:
             rows: those that go on; none for a first forward.
             in_generate: it is `generate` that calls, and trusts only the last logits.
             records_drafts: drafts are verified, so `generate` may want logits that it does not ask for.
+            known: what is passed, where that is known; else it is read, which waits for its device.
         Raises:
             CacheArgumentError: ids, mask or positions contradict each other or the rows; or a cross attention is used.
         """
@@ -84,7 +91,10 @@ class ArgumentReader:
                 "without past_key_values, or use generate, which then leaves this cache out"
             )
         before, running = rows.num_columns, rows.in_batch()
-        given = read_inputs(arguments, len(running), before, takes_positions=self.takes_positions)
+        if known is not None and known.token_ids is arguments.get("input_ids"):
+            given = known.values
+        else:
+            given = read_inputs(arguments, len(running), before, takes_positions=self.takes_positions)
         num_rows, num_new, mask = given.num_rows, given.num_new_columns, given.mask
         why_no_ids = "embeddings were passed instead of token ids" if given.are_embeddings else None
         bypass = _unread(arguments) or why_no_ids or mask.why_unusual

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..call.admission import UNLIMITED, CallLimits
+from .input_values import KnownInputs
 
 _UNSET_IMPLEMENTATION = "hybrid"  # in older generation configs; transformers reads it as none
 _DEFAULT_NEW_TOKENS = 20  # transformers' own, where neither max_length nor max_new_tokens is set
@@ -23,6 +24,8 @@ class GenerateArguments:
         is_assistant: it drafts for another model's `generate`.
         cross_input: the argument that a cross attention reads, whose keys and values are no tokens'; None without one.
         synced_gpus: it was told that several processes run as many forwards.
+        inputs: of its first forward, where they are known.
+        digest: the model's, where it has just been read, and the model needs no bypass and has no adapters by row; b"": unread.
     """
 
     limits: CallLimits = UNLIMITED
@@ -34,6 +37,8 @@ class GenerateArguments:
     is_assistant: bool = False
     cross_input: str | None = None
     synced_gpus: bool = False
+    inputs: KnownInputs | None = None
+    digest: bytes = b""
 
 
 def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateArguments:

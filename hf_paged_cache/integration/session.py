@@ -30,6 +30,7 @@ from ..model.support import require_layer_adapters
 from .forward_arguments import ArgumentReader, for_scheduled
 from .generate_arguments import GenerateArguments
 from .hooks import is_attached
+from .input_values import KnownInputs
 from .own_layers import OwnLayers
 from .ranks import Ranks, of_all_ranks, tokens_as_bytes
 from .shared_prefix import SharedPrefixes
@@ -83,6 +84,7 @@ class Session:
         self._synced_gpus = False  # with other processes, which run as many forwards
         self._digest = b""  # of the model; read once a `generate`, or at every forward without one
         self._regime = b""  # of the scheduled forward's rotary frequencies
+        self._inputs: KnownInputs | None = None  # of the next forward
         self._bypass: str | None = None
         self._adapters: list[str] | None = None
         self._has_warned = False
@@ -111,7 +113,8 @@ class Session:
                 if not given.only_new_tokens:
                     self.own_layers.end()
                 call.begin(bracket, given.limits, keep_rows=given.only_new_tokens)
-                self.records_drafts, self._synced_gpus, self._digest = False, given.synced_gpus, b""
+                self.records_drafts, self._synced_gpus = False, given.synced_gpus
+                self._digest, self._inputs = given.digest, given.inputs
                 self._ranks.is_settled = False
             yield
             call.catch_up()
@@ -179,7 +182,10 @@ class Session:
             self._read_conditions()
         before = call.rows.num_columns
         previous = [(row.root, row.table.num_tokens) for row in call.previous.distinct]
-        request = self._reader.read(arguments, call.rows, in_generate=self.is_open, records_drafts=self.records_drafts)
+        known, self._inputs = self._inputs, None
+        request = self._reader.read(
+            arguments, call.rows, in_generate=self.is_open, records_drafts=self.records_drafts, known=known
+        )
         if self._adapters is not None:
             many = f"{len(self._adapters)} adapter names were given for {len(request.rows)} rows; pass one for each row"
             bypass = many if len(self._adapters) != len(request.rows) else None
@@ -192,7 +198,7 @@ class Session:
             request = replace(request, keep_columns=_GRADIENTS)
         request = self._with_roots(request, before)
         if self.verifier is not None and not before and request.bypass is None and self._adapters is None:
-            if not self.verifier.verify(request.rows, synced_gpus=self._synced_gpus):
+            if not self.verifier.verify(request.rows, self._digest, synced_gpus=self._synced_gpus):
                 self._conditioning.suspect()
                 self._read_conditions()
                 request = self._with_roots(request, before)
@@ -214,7 +220,7 @@ class Session:
             return output
         if self._regime and self._conditioning.rope.now() != self._regime:
             held = False
-        elif call.num_scheduled == 1 or not self.is_open:
+        elif call.rows.may_commit and (call.num_scheduled == 1 or not self.is_open):
             held = self._conditions_hold()
         copies = call.confirm(self._ranks.settled_budget(), conditions_held=held).copies
         if copies is not None:

@@ -4,8 +4,10 @@ Owns all of such a forward: the rows that the sibling takes over, the arguments,
 sibling's rows are dropped in the end. No cache of a user is touched.
 """
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Protocol
 from weakref import ref
 
@@ -22,6 +24,7 @@ from ..model.probing import input_device
 from .forward_arguments import ArgumentReader
 from .generate_arguments import GenerateArguments
 from .hooks import AttachedCache
+from .input_values import KnownInputs
 
 
 class SiblingCache(AttachedCache, Protocol):
@@ -73,6 +76,7 @@ class SideForwards:
         pad: int = 0,
         first_position: int = 0,
         commits: bool = True,
+        digest: bytes = b"",
         options: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Run tokens after those that the sibling holds, without gradients, and commit the blocks that they fill.
@@ -86,6 +90,7 @@ class SideForwards:
             pad: columns of left padding, of rows that begin as of those held.
             first_position: position of the rows' first token.
             commits: False: nothing is committed, and nothing stored takes the place of what is computed.
+            digest: see `GenerateArguments`.
             options: other arguments of the forward.
         Returns:
             logits of the last columns, [R, num_logits, vocabulary].
@@ -96,11 +101,11 @@ class SideForwards:
         num_held, num_new = call.num_columns, max(map(len, rows))
         num_pads = 0 if num_held else pad  # of the columns passed
         stop = num_held + num_pads + num_new
-        ids = [token for row in rows for token in [*[0] * num_pads, *row, *[row[-1]] * (num_new - len(row))]]
+        filled = [array("q", [*[0] * num_pads, *row, *[row[-1]] * (num_new - len(row))]) for row in rows]
         mask = torch.ones((len(rows), stop), dtype=torch.int64, device=device)
         mask[:, :pad] = 0
         arguments = {**(options or {}), "attention_mask": mask}
-        arguments["input_ids"] = to_device(ids, device).view(len(rows), -1)
+        ids = arguments["input_ids"] = to_device([*chain(*filled)], device).view(len(rows), -1)
         arguments |= {"past_key_values": cache, "use_cache": True, "return_dict": True}
         if self.takes_positions:
             arguments["position_ids"] = torch.arange(num_held, stop, device=device)[None] + first_position
@@ -114,6 +119,8 @@ class SideForwards:
             only_new_tokens=bool(call.rows.alias),
             num_masked=stop,
             num_given=stop - num_held,
+            inputs=KnownInputs.of_columns(ids, filled, pad, num_held, first_position if self.takes_positions else None),
+            digest=digest,
         )
         bracket = Bracket()
         try:

@@ -46,16 +46,20 @@ class Verifier:
         self._ranks = ranks
         self._turn = 0
 
-    def verify(self, rows: Sequence[RowInput], *, synced_gpus: bool) -> bool:
+    def verify(self, rows: Sequence[RowInput], digest: bytes, *, synced_gpus: bool) -> bool:
         """Whether the block whose turn it is holds what the model computes now; True when there is none to look at.
 
         None is looked at where processes with prompts of their own must run as many forwards as each other.
-        Cost: a forward of one block's tokens.
+        Cost: a forward of one block's tokens, and one wait for its answer.
+
+        Args:
+            rows: of the forward that is about to run.
+            digest: of the model, of which their roots are.
         """
         if synced_gpus or not self._ranks.may_run_more or self._conditioning.rope.depends_on_length:
             return True  # where rope depends on length, a shorter forward has other frequencies
         if self._ranks.are_several:
-            return self._verify_on_all_ranks(rows)
+            return self._verify_on_all_ranks(rows, digest)
         for new in rows:
             if new.pad and not self._side.takes_positions:
                 continue  # a forward without the padding numbers its tokens otherwise
@@ -66,12 +70,12 @@ class Verifier:
                     index = self._turn % num_hit
                     self._turn += 1
                     try:
-                        return self._is_equal(held, new, known, index)
+                        return self._is_equal(held, new, known, index, digest)
                     except OutOfBlocksError:
                         return True  # no block is free to compute into
         return True
 
-    def _verify_on_all_ranks(self, rows: Sequence[RowInput]) -> bool:
+    def _verify_on_all_ranks(self, rows: Sequence[RowInput], digest: bytes) -> bool:
         """The same, of a block that all ranks have, in the turn that is least; one that disagrees speaks for all."""
         rows = [new for new in rows if self._side.takes_positions or not new.pad]
         same = {"the token ids": tokens_as_bytes([new.token_ids for new in rows])}
@@ -84,7 +88,7 @@ class Verifier:
                 return True
             self._turn = turn + 1
             try:
-                is_equal = self._is_equal(held, rows[number], tables[number], turn % num_hit[number])
+                is_equal = self._is_equal(held, rows[number], tables[number], turn % num_hit[number], digest)
             except OutOfBlocksError:  # on all ranks
                 return True
             return bool(self._ranks.agree("what a cached block shows", {}, [is_equal])[0])
@@ -102,7 +106,7 @@ class Verifier:
         held.callback(free)
         return table
 
-    def _is_equal(self, held: ExitStack, new: RowInput, known: BlockTable, index: int) -> bool:
+    def _is_equal(self, held: ExitStack, new: RowInput, known: BlockTable, index: int, digest: bytes) -> bool:
         """Whether block `index` of a row is computed as it is stored."""
         blocks = self._blocks
         start, stop = index * blocks.block_size, (index + 1) * blocks.block_size
@@ -111,7 +115,8 @@ class Verifier:
             row.truncate(start)
             row.num_confirmed = start
         cache = held.enter_context(self._side.sibling(Rows([row], [0], start)))
-        self._side.run(cache, [new.token_ids[start:stop]], first_position=new.first_position, commits=False)
+        tokens = new.token_ids[start:stop]
+        self._side.run(cache, [tokens], first_position=new.first_position, commits=False, digest=digest)
         stored = RowLayout(new.root, 0, known.token_ids, known.block_ids)
         computed = cache.call.rows.distinct[0].layout()
         transfer = Transfer()

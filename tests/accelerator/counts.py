@@ -145,12 +145,12 @@ class Counter:
         self.shown = [log.lines("wait")]
         return len(log.waits)
 
-    def verifying(self) -> int:
-        """Waits of a call whose prompt is known and that recomputes one block of it, beyond one that does not."""
-        model, inputs, num_waits = model_on(dtype=self.dtype), prompt(), []
+    def verifying(self, number: int) -> int:
+        """Waits of a call whose prompt is known and that recomputes block `number` of it, beyond one that does not."""
+        model, inputs, num_waits = model_on(dtype=self.dtype), prompt(1, 40), []
         for verify in (False, True):
             cache = self.cache(model, verify=verify)
-            for _ in range(2):
+            for _ in range(2 + number):  # the blocks have their turns from the second call on
                 with recorded() as log:
                     model.generate(**inputs, past_key_values=cache, max_new_tokens=1, do_sample=False)
             num_waits.append(len(log.waits))
@@ -219,8 +219,9 @@ COUNTS = [
         lambda counter: 0,
         lambda counter: counter.first_call() - Counter(None, counter.dtype).first_call(),
     ),
-    # one for what it compares, and those of the forward that recomputes a block
-    Count("waits, call of a known prompt with verify=True, beyond without", 5, None, Counter.verifying),
+    # transformers looks whether a mask hides anything, where no columns are before it
+    Count("waits, verify=True looks at a first block, beyond without", 2, None, lambda counter: counter.verifying(0)),
+    Count("waits, verify=True looks at another block, beyond without", 1, None, lambda counter: counter.verifying(1)),
     _both("launches, decode step, 2 layers, 1 row", 0, _steps("launch")),
     Count("blocks held after a prompt of 20 tokens, num_blocks=20000", 64, None, Counter.held_blocks),
     Count("peak of growing by half, beyond the new size, x the old", 0.1, None, Counter.growth_peak),

@@ -60,6 +60,36 @@ def test_tokens_from_the_end_of_commits_on_are_never_committed(
     assert len(row.true_token_ids) == min(12, 99 if end is None else end)
 
 
+@pytest.mark.parametrize(
+    ("end", "num_trusted", "may"), [(None, 0, True), (0, 0, False), (5, 4, True), (5, 5, False), (5, 12, False)]
+)
+def test_conditions_matter_as_long_as_what_is_not_trusted_may_be_committed(
+    allocator: PrefixCachingBlockAllocator, end: int | None, num_trusted: int, may: bool
+) -> None:
+    row = make_row(allocator, range(12))
+    row.num_known = row._num_judged = num_trusted
+    if end is not None:
+        row.stop_commits(end)
+    rows = Rows([row], [0], 12)
+    assert rows.may_commit is may
+    assert rows.are_trusted is not may
+
+
+def test_conditions_matter_where_blocks_were_committed_that_nobody_trusts(
+    allocator: PrefixCachingBlockAllocator,
+) -> None:
+    row = make_row(allocator, range(12))
+    row.num_known = row._num_judged = 0
+    rows = Rows([row], [0], 12)
+    rows.commit()
+    row.stop_commits(0)
+    assert rows.may_commit
+    assert not rows.are_trusted
+    rows.trust()
+    assert not rows.may_commit
+    assert rows.are_trusted
+
+
 def test_the_end_of_commits_only_moves_towards_the_front(allocator: PrefixCachingBlockAllocator) -> None:
     row = make_row(allocator, range(12))
     row.stop_commits(9)

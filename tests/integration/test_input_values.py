@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
 import torch
 
 from hf_paged_cache import CacheArgumentError
-from hf_paged_cache.integration.input_values import InputValues, read_inputs
+from hf_paged_cache.integration.input_values import InputValues, KnownInputs, read_inputs
 
 IDS = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4], [0, 0, 0, 9]])
 MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]])
@@ -64,3 +65,22 @@ def test_what_has_no_columns_is_read_without_values() -> None:
 def test_ids_that_are_no_integers_are_refused() -> None:
     with pytest.raises(CacheArgumentError, match=r"^input_ids must be integers, got a tensor of torch\.float32$"):
         read(input_ids=IDS.float())
+
+
+@pytest.mark.parametrize("takes_positions", [True, False])
+@pytest.mark.parametrize(
+    ("before", "pad", "first_position"), [(0, 0, 0), (0, 0, 3), (5, 0, 3), (0, 2, 0), (5, 2, 0), (0, 3, 0)]
+)
+def test_what_is_known_ahead_is_what_would_be_read(
+    before: int, pad: int, first_position: int, takes_positions: bool
+) -> None:
+    rows = [array("q", [7, 8, 9]), array("q", [4, 5, 6])]
+    stop = before + 3
+    mask = torch.ones(2, stop, dtype=torch.int64)
+    mask[:, :pad] = 0
+    given = {"input_ids": torch.tensor([list(row) for row in rows]), "attention_mask": mask}
+    if takes_positions:
+        given["position_ids"] = torch.arange(before, stop)[None] + first_position
+    first = first_position if takes_positions else None
+    known = KnownInputs.of_columns(given["input_ids"], rows, pad, before, first)
+    assert known.values == read_inputs(given, 2 if before else 0, before, takes_positions=takes_positions)
