@@ -41,6 +41,7 @@ logger = logging.getLogger("hf_paged_cache")
 _GRADIENTS = (
     "gradients are on and may flow through every token (run the forward in torch.no_grad() where none are needed)"
 )
+_POSITIONS_OF_PADDING = "positions of padding are the largest, and rotary frequencies follow the largest that runs"
 _ANOTHER_CACHE = "use another cache on the same store for this one: PagedPrefixCache(cache.store)"
 
 
@@ -352,7 +353,11 @@ class Session:
             adapter = adapters[number] if number < len(adapters) else ""
             root = _root(self._digest, self._salt, regime, adapter, counted_from, row.first_position)
             rows.append(row._replace(root=root, salt=self._salt))
-        return replace(request, rows=tuple(rows))
+        keep = request.keep_columns
+        if regime and keep is None and request.max_position is not None:
+            largest = max(row.first_position + before + request.num_new_columns - 1 - row.pad for row in rows)
+            keep = _POSITIONS_OF_PADDING if request.max_position > largest else None
+        return replace(request, rows=tuple(rows), keep_columns=keep)
 
     def _require_may_begin(self, model: Any, given: GenerateArguments) -> None:
         self._require_model(model)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from hf_paged_cache import CacheArgumentError, PagedPrefixCache
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
 
 from ..reference import IDS, PROMPT, TOLERANCE, assert_same, batch, is_same, row, run
 from ..tiny_models import build
@@ -271,6 +271,26 @@ def test_prompts_short_and_long_are_right_under_ropes_that_depend_on_length(kind
     run(model, cache, input_ids=short)
     run(model, cache, input_ids=short)
     assert cache.last_call.reused_tokens == 39
+
+
+def test_frequencies_follow_the_largest_position_of_a_forward_and_not_its_columns() -> None:
+    """Of 70 columns of padded rows no token stands beyond position 63; but what numbers its padding may, and is computed."""
+    model = build("llama", rope_parameters=ROPES["longrope"], max_position_embeddings=256)
+    store = PrefixStore(model, block_size=8)
+    padded = batch(row((1, 60)), row((2, 56)), row((3, 70)))
+    ids, mask = padded["input_ids"][:2], padded["attention_mask"][:2]
+    references = []
+    for of_padding in (0, 100):
+        positions = torch.where(mask == 1, mask.cumsum(1) - 1, of_padding)
+        given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": True}
+        with torch.no_grad():
+            references.append(model(**given, past_key_values=DynamicCache(config=model.config)).logits[:, -1])
+            for is_known in (False, True):
+                cache = PagedPrefixCache(store)
+                logits = model(**given, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+                assert (cache.last_call.reused_tokens > 0) is (is_known and not of_padding)
+                assert float((logits - references[-1]).abs().max()) <= TOLERANCE * float(references[-1].abs().max())
+    assert float((references[0] - references[1]).abs().max()) > 0.1  # other frequencies
 
 
 def test_phi3_drops_the_cache_where_its_rope_changes_and_the_result_is_right() -> None:
