@@ -22,6 +22,7 @@ from hf_paged_cache.call.call import Call, CallState
 from hf_paged_cache.call.rows import Rows
 from hf_paged_cache.call.running import Bracket
 from hf_paged_cache.call.scheduled_forward import RowInput
+from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.store.block_store import BlockStore
 
 from .bench import (
@@ -880,3 +881,94 @@ def test_a_forward_starts_no_later_than_it_may_and_writes_what_it_does_not_know(
     )
     bench.call.prepare(more := request([7, 8]))
     assert bench.call.schedule(more, latest_start=0).start == 12
+
+
+# Out of memory
+
+
+class NoMemory:
+    """Wraps a function of a pool that has no memory any more, until `is_there`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, pool: BlockPool, name: str) -> None:
+        self.is_there, self._function = False, getattr(pool, name)
+        patch.setattr(pool, name, self)
+
+    def __call__(self, *args: Any) -> Any:
+        if not self.is_there:
+            raise torch.OutOfMemoryError("on purpose")
+        return self._function(*args)
+
+
+def run_in_generate(bench: Bench, tokens: list[int]) -> None:
+    bench.begin(limits(len(tokens) + 4, len(tokens)))
+    bench.forward(tokens)
+
+
+def run_plainly(bench: Bench, tokens: list[int]) -> None:
+    bench.forward(tokens)
+
+
+def admit_among_ranks(bench: Bench, tokens: list[int]) -> None:
+    bench.call.prepare(given := request(tokens))
+    bench.call.admit(given)
+
+
+@pytest.mark.parametrize("ask", [run_in_generate, run_plainly, admit_among_ranks])
+def test_what_would_be_refused_where_memory_ran_out_lets_the_pool_grow_once_more(ask: Any) -> None:
+    bench = Bench(BlockStore(BLOCK_SIZE, 1000))
+    store = bench.store
+    ask(bench, [*range(20)])
+    bench.end()
+    store.stop_growing()
+    ask(bench, [*range(100, 140)])  # fits into what there is
+    bench.end()
+    assert (store.ran_out_of_memory, store.max_num_blocks) == (True, 64)
+    ask(bench, [*range(1000, 1000 + 70 * BLOCK_SIZE)])
+    assert (store.ran_out_of_memory, store.max_num_blocks) == (False, 1000)
+
+
+def test_a_call_whose_memory_runs_out_as_it_begins_must_have_all_that_it_reserved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it takes now is there, once cached blocks are evicted; what it takes later would not be."""
+    bench = Bench(
+        BlockStore(BLOCK_SIZE, 1000, lambda: torch.device("meta"))
+    )  # so that it holds no more at first than it manages
+    bench.forward([*range(50 * BLOCK_SIZE)])
+    bench.call.drop_rows()
+    assert bench.store.allocator.num_free_blocks == 13
+    memory = NoMemory(monkeypatch, bench.store.pool, "ensure_capacity")
+    prompt = [*range(1000, 1000 + 20 * BLOCK_SIZE)]
+    for num_new, fits in ((80, False), (8, True)):
+        bench.begin(limits(len(prompt) + num_new * BLOCK_SIZE, len(prompt)))
+        if fits:
+            bench.forward(prompt)
+        else:
+            with pytest.raises(OutOfBlocksError, match=r"this call .* of the 64 that there was memory for"):
+                bench.schedule(prompt)
+            bench.store.grow_anew()
+        assert bench.store.ran_out_of_memory is fits
+        bench.end()
+    memory.is_there = True
+    bench.store.allocator.check()
+
+
+def test_where_not_one_forward_has_memory_all_is_given_back_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    bench.forward([1, 2, 3, 4, 5])
+    bench.call.drop_rows()
+    memory = NoMemory(monkeypatch, bench.store.pool, "write")
+    forward = bench.schedule([1, 2, 3, 4, 6])
+    with pytest.raises(OutOfBlocksError, match="out of memory in layer 0 of a forward of 1 rows up to column 5"):
+        bench.write(forward)
+    assert bench.store.ran_out_of_memory
+    assert bench.store.pool.layer_indices == [0, 1]  # its rows hold blocks
+    bench.call.roll_back()
+    memory.is_there = True
+    bench.call.prepare(request([1, 2, 3, 4, 6]))
+    assert bench.store.pool.layer_indices == []
+    assert not bench.store.ran_out_of_memory
+    bench.call.roll_back()
+    assert bench.forward([1, 2, 3, 4, 6]).start == 0
+    bench.call.drop_rows()
+    assert bench.forward([1, 2, 3, 4, 7]).start == 4  # once

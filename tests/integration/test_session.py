@@ -238,3 +238,31 @@ def test_a_prompt_that_is_computed_again_since_the_model_has_changed_does_not_wa
         model.model.layers[0].self_attn.k_proj.weight.mul_(-1)
     assert warned(lambda: run(model, cache, input_ids=IDS)) == []
     assert cache.last_call.reused_tokens == 0
+
+
+# Out of memory
+
+
+def test_a_model_that_runs_out_of_memory_gets_what_nobody_holds(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that end so, and of what is cached; and the pool is smaller from then on."""
+    cache = PagedPrefixCache(model, block_size=4, num_blocks=1000)
+    long = {"input_ids": torch.tensor([row((1, 300))])}
+    run(model, cache, **long)
+    managed = cache.store.blocks.allocator.num_blocks
+    assert managed > 64
+    assert cache.stats().num_cached_blocks + cache.stats().num_blocks_in_use >= 75
+
+    def fail(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[1].mlp, "forward", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            run(model, cache, input_ids=IDS)
+    stats = cache.stats()
+    assert (cache.get_seq_length(), stats.num_blocks_in_use, stats.num_cached_blocks, stats.pool_bytes) == (0, 0, 0, 0)
+    assert stats.num_blocks == managed - managed // 4
+    assert_same(run(model, **long), run(model, cache, **long))
+    cache.check()

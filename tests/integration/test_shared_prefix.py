@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_paged_cache import OutOfBlocksError, PagedPrefixCache
+from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
+from hf_paged_cache.integration.side_forward import SideForwards
 
 from ..internals import make_forwards_cheap
-from ..reference import Forwards, assert_same, batch, is_same, row, run, zero_blocks
+from ..reference import TOLERANCE, Forwards, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
 
 MODELS = ("llama", "gpt2", "gemma3", "bloom", "opt", "mixtral")
@@ -56,6 +58,20 @@ def test_a_common_prompt_is_computed_once(name: str, attention: str) -> None:
         questions = QUESTIONS
     assert compare(model, cache, **batch(*questions)) == [(1, 64), (4, 9)]
     assert cache.last_call.computed_tokens == 64 + 4 * 9
+
+
+@pytest.mark.parametrize("name", ["bloom", "llama"])
+def test_padding_is_in_front_of_rows_that_run_ahead_and_filling_behind(name: str) -> None:
+    model, rows = tiny(name), [row((1, 9)), row((2, 6))]
+    store = PrefixStore(model)
+    side = SideForwards(model, store.argument_reader, partial(PagedPrefixCache, store))
+    pad = 0 if side.takes_positions else 3
+    with side.sibling() as sibling, torch.no_grad():
+        logits = side.run(sibling, rows, num_logits=9, pad=pad)
+        for tokens, got in zip(rows, logits, strict=True):
+            ids, mask = torch.tensor([[0] * pad + tokens]), torch.tensor([[0] * pad + [1] * len(tokens)])
+            wanted = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, pad:]
+            assert float((got[: len(tokens)] - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
 
 
 def test_what_was_computed_ahead_is_seen_by_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
