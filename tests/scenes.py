@@ -19,16 +19,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def play(scene: Callable[[Player], None], model: PreTrainedModel) -> None:
+ATTENTIONS = ("contiguous", "gather")
+
+
+def play(scene: Callable[[Player], None], model: PreTrainedModel, *, zeroes: bool = True) -> None:
     """Play a scene with each kind of attention, and again for each of its hits with zeros in place of what it reuses.
 
     In the end once more on a pool that holds none of its calls, each of which is bypassed.
+
+    Args:
+        zeroes: False: without those with zeros, where another play of the scene has them.
     """
     references: list[Any] = []
-    for attention in ("contiguous", "gather"):
-        whole = Player(model, attention, references, zeroed_hit=None)
+    for attention in ATTENTIONS:
+        whole = Player(model, attention, references)
         scene(whole)
-        for number in range(whole.num_hits):
+        for number in range(whole.num_hits if zeroes else 0):
             with pytest.raises(_BlindEnoughError):
                 scene(Player(model, attention, references, zeroed_hit=number))
     scene(BypassedPlayer(model, references))
@@ -45,7 +51,9 @@ class Player:
         zeroed_hit: number of the hit before which all blocks are zeroed; its check must fail, and the play ends there.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: str, references: list[Any], zeroed_hit: int | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, attention: str, references: list[Any], zeroed_hit: int | None = None
+    ) -> None:
         self.model = model
         self.attention = attention
         self.references = references
@@ -85,7 +93,7 @@ class Player:
             del self.cache
             self.other_cache()
         if self._num_calls == len(self.references):
-            self.references.append(run(self.model, **{**arguments, **(whole_prompt or {})}))
+            self.references.append(self.refer({**arguments, **(whole_prompt or {})}))
         reference = self.references[self._num_calls]
         self._num_calls += 1
         output = run(self.model, self.cache, **arguments)
@@ -100,6 +108,10 @@ class Player:
         if at_least is not None:
             assert counts.reused_tokens >= at_least, counts
         return output
+
+    def refer(self, arguments: dict[str, Any]) -> Any:
+        """What the cache that transformers makes gives."""
+        return run(self.model, **arguments)
 
     def whole(self, **arguments: Any) -> Any:
         """A call that computes all of a known prompt, and shares its blocks; only a gather reads them."""
@@ -117,7 +129,7 @@ class BypassedPlayer(Player):
     """Plays the calls of a scene on a pool of one block, so that all are bypassed, and nothing is ever reused."""
 
     def __init__(self, model: PreTrainedModel, references: list[Any]) -> None:
-        super().__init__(model, "contiguous", references, zeroed_hit=None)
+        super().__init__(model, "contiguous", references)
         self.reuses = False
 
     def build(self, **sizes: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from .memory import NUM_DEVICES, memory
-from .tensor import Event, SimulatedTensor, copy, is_pinned, launch, located, pin, wait
+from .tensor import Event, SimulatedTensor, copy, is_pinned, launch, located, pin, run, wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,11 +38,14 @@ _FACTORIES = (
     "randint.low",
     "randn",
     "randperm",
+    "randperm.generator",
     "scalar_tensor",
     "tril_indices",
     "triu_indices",
     "zeros",
 )
+
+_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 def why_not() -> str | None:
@@ -72,13 +75,15 @@ def start() -> None:
     for name in _FACTORIES:
         packet, _, overload = name.partition(".")
         library.impl(name, _factory(getattr(getattr(torch.ops.aten, packet), overload or "default")), "PrivateUse1")
-    # `torch.tensor(..., device=...)` comes here past every subclass.
+    # `torch.tensor(..., device=...)` comes here past every subclass, and reads numbers among its values so.
+    library.impl("_local_scalar_dense", lambda tensor: run(_NUMBER, (tensor,), {}), "PrivateUse1")
     library.impl("_copy_from", lambda source, out, non_blocking=False: copy(out, source, non_blocking), "PrivateUse1")
     library.impl("is_pinned", lambda tensor, device=None: is_pinned(tensor), "CPU")
     library.impl("_pin_memory", lambda tensor, device=None: pin(tensor.clone()), "CPU")
     for name in ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like"):
         setattr(torch, name, _pinning(getattr(torch, name)))
     torch.Event = Event  # type: ignore[assignment, misc]
+    torch.Generator = _Generator  # type: ignore[misc]
     for name in (*_MEMORY, "device_count", "synchronize", "empty_cache"):
         setattr(torch.accelerator, name, getattr(getattr(torch, NAME), name))
     torch.accelerator.get_memory_info = getattr(torch, NAME).mem_get_info
@@ -105,6 +110,14 @@ def _pinning(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         return pin(out) if pin_memory else out
 
     return made
+
+
+class _Generator(torch.Generator):
+    """Of a simulated device: one of the CPU, where its numbers are drawn. PyTorch would ask for one in C++."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        device = torch.device(device)
+        return super().__new__(cls, device="cpu" if device.type == NAME else device)
 
 
 # -------------------------------------------------------------------------------------------------------- what torch.sim is

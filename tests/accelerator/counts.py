@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -20,11 +22,12 @@ from .log import Log, recorded
 from .memory import memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from transformers import PreTrainedModel
 
 NUM_TOKENS = 20  # of a prompt
+NUM_CHUNK_TOKENS = 250  # of a long prompt: attention over all of it at once takes seconds
 NUM_STEPS = 20  # so that a block is completed on the way
 
 
@@ -40,6 +43,15 @@ def split_model(dtype: torch.dtype = torch.float32, num_layers: int = 2) -> PreT
     device_map |= {f"model.layers.{layer}": f"sim:{2 * layer // num_layers}" for layer in range(num_layers)}
     device_map["model.norm"] = "sim:1"
     return dispatch_model(make_tiny_llama(num_layers).to(dtype), device_map=device_map, force_hooks=True)
+
+
+# name -> a model of two layers there, the same for all tests of a process, which must leave it as it was
+PLACES: dict[str, Callable[[], PreTrainedModel]] = {
+    "fp32 on a device": cache(partial(model_on, "sim")),
+    "bf16 on the second device": cache(partial(model_on, "sim:1", torch.bfloat16)),  # an index that is not the default
+    "fp32 on two devices": cache(split_model),
+    "bf16 on two devices": cache(partial(split_model, torch.bfloat16)),
+}
 
 
 def prompt(num_rows: int = 1, num_tokens: int = NUM_TOKENS) -> dict[str, torch.Tensor]:
@@ -99,7 +111,7 @@ class Count:
     """A row of the table."""
 
     what: str
-    limit: float
+    limit: float | Callable[[str, torch.dtype], float]  # of a paged cache; or what says it by attention and dtype
     plain: Callable[[Counter], float] | None  # with `DynamicCache`
     paged: Callable[[Counter], float]
 
@@ -164,7 +176,9 @@ class Counter:
         inputs = prompt(1, num_tokens)
         gc.collect()
         before = memory("sim").allocated
-        model.generate(**inputs, past_key_values=cache, max_new_tokens=1, do_sample=False)
+        model.generate(
+            **inputs, past_key_values=cache, max_new_tokens=1, do_sample=False, prefill_chunk_size=NUM_CHUNK_TOKENS
+        )
         gc.collect()
         return (memory("sim").allocated - before) / 1024
 
@@ -198,8 +212,17 @@ def _steps(kind: str, **arguments: Any) -> Callable[[Counter], float]:
     return lambda counter: counter.step(kind, **arguments)
 
 
-def _both(what: str, limit: float, count: Callable[[Counter], float]) -> Count:
+def _both(what: str, limit: float | Callable[[str, torch.dtype], float], count: Callable[[Counter], float]) -> Count:
     return Count(what, limit, count, count)
+
+
+def _launches(attention: str, dtype: torch.dtype) -> float:
+    """As many as with `DynamicCache`; a gather copies each layer's keys and values, which is not bounded here."""
+    return _steps("launch")(Counter(None, dtype)) if attention == "contiguous" else float("inf")
+
+
+def _kib(attention: str, dtype: torch.dtype) -> float:
+    return {"contiguous": 4400, "gather": 2300}[attention] * dtype.itemsize / 4
 
 
 _BEAMS: dict[str, Any] = {"num_beams": 4}
@@ -222,18 +245,13 @@ COUNTS = [
     # transformers looks whether a mask hides anything, where no columns are before it
     Count("waits, verify=True looks at a first block, beyond without", 2, None, lambda counter: counter.verifying(0)),
     Count("waits, verify=True looks at another block, beyond without", 1, None, lambda counter: counter.verifying(1)),
-    _both("launches, decode step, 2 layers, 1 row", 0, _steps("launch")),
+    _both("launches, decode step, 2 layers, 1 row", _launches, _steps("launch")),
     Count("blocks held after a prompt of 20 tokens, num_blocks=20000", 64, None, Counter.held_blocks),
     Count("peak of growing by half, beyond the new size, x the old", 0.1, None, Counter.growth_peak),
-    _both("KiB held by 1 row of 4,000 tokens", 0, Counter.held_kib),
+    _both("KiB held by 1 row of 4,000 tokens", _kib, Counter.held_kib),
 ]
 
 
 def limit_of(count: Count, attention: str, dtype: torch.dtype) -> float:
     """The most that a paged cache may count."""
-    if count.what.startswith("launches"):  # no more than `DynamicCache`; a gather copies each layer's keys and values
-        plain = count.paged(Counter(None, dtype))
-        return plain if attention == "contiguous" else float("inf")
-    if count.what.startswith("KiB held"):
-        return {"contiguous": 4400, "gather": 2300}[attention] * dtype.itemsize / 4
-    return count.limit
+    return count.limit(attention, dtype) if callable(count.limit) else count.limit

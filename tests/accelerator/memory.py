@@ -79,7 +79,16 @@ def limited(limit: int, device: torch.device | str | int | None = None) -> Itera
 class Allocation:
     """The bytes of one storage; whoever holds a tensor of that storage holds this."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "_num_bytes", "_of_device")
+
+    def __init__(self, of_device: Memory, num_bytes: int) -> None:
+        if num_bytes:
+            of_device.take(num_bytes)
+        self._of_device, self._num_bytes = of_device, num_bytes  # last: what was refused is not given back
+
+    def __del__(self) -> None:
+        if hasattr(self, "_num_bytes"):
+            self._of_device.give(self._num_bytes)
 
 
 _allocations: weakref.WeakValueDictionary[int, Allocation] = (
@@ -92,10 +101,5 @@ def allocation_of(data: torch.Tensor, device: torch.device) -> Allocation:
     storage = data.untyped_storage()
     allocation = _allocations.get(storage._cdata)
     if allocation is None:
-        of_device, num_bytes = memory(device), storage.nbytes()
-        if num_bytes:
-            of_device.take(num_bytes)
-        allocation = Allocation()
-        weakref.finalize(allocation, of_device.give, num_bytes).atexit = False
-        _allocations[storage._cdata] = allocation
+        allocation = _allocations[storage._cdata] = Allocation(memory(device), storage.nbytes())
     return allocation

@@ -7,6 +7,7 @@ what it printed.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -52,6 +53,9 @@ def _answer() -> None:
     from .backend import start
 
     start()
+    import transformers.generation  # noqa: F401
+
+    gc.freeze()  # tests collect often, and need not look through all that was imported
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else prints
     for line in sys.stdin:

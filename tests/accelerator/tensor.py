@@ -174,12 +174,18 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _HOST = torch.device("cpu")
 
 
+_NUMBERS = frozenset((int, float, bool, str, type(None)))  # no `function` does anything to them
+
+
 def _each(value: Any, function: Any) -> Any:
     """`function` of each value in lists, tuples and dictionaries."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([part if type(part) in _NUMBERS else _each(part, function) for part in value])
     if isinstance(value, list | tuple):
-        return type(value)([_each(part, function) for part in value])
+        return kind([_each(part, function) for part in value])
     if isinstance(value, dict):
-        return {name: _each(part, function) for name, part in value.items()}
+        return {name: _each(part, function) for name, part in value.items()} if value else value
     return function(value)
 
 
@@ -211,7 +217,9 @@ def _widened(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _one_device(func: Any, operation: _Operation, tensors: list[torch.Tensor]) -> torch.device:
     """Where `func` runs; raises what CUDA raises where its tensors lie on several devices."""
-    devices = list(dict.fromkeys(tensor.device for tensor in tensors if isinstance(tensor, SimulatedTensor)))
+    if len(tensors) == 1:
+        return tensors[0].device
+    devices = list({tensor.device: None for tensor in tensors if isinstance(tensor, SimulatedTensor)})
     for position, tensor in enumerate(tensors):
         if isinstance(tensor, SimulatedTensor):
             continue

@@ -60,7 +60,7 @@ def test_a_step_that_completes_a_block_costs_one_more(how: str, attention: str, 
     counter = Counter(attention)
     count.paged(counter)
     worst = max(counter.steps, key=lambda log: len(log.of(kind)))
-    assert len(worst.of(kind)) <= count.limit + 1, worst.lines(kind)
+    assert len(worst.of(kind)) <= limit_of(count, attention, torch.float32) + 1, worst.lines(kind)
 
 
 @pytest.mark.parametrize("attention", ["contiguous", "gather"])

@@ -7,12 +7,14 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from hf_paged_cache import PagedPrefixCache
-from tests.reference import assert_same, batch, row, run
+from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.blocks import BlockTable
+from tests.promise.test_on_an_accelerator import SCENES
+from tests.reference import batch, row, run
+from tests.scenes import ATTENTIONS, Player
 
-from .counts import model_on, split_model
+from .counts import PLACES, model_on
 from .memory import NUM_DEVICES, limited, memory
 
 if TYPE_CHECKING:
@@ -22,64 +24,80 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PLACES: dict[str, Callable[[], PreTrainedModel]] = {
-    "bf16 on the second device": lambda: model_on("sim:1", torch.bfloat16, NUM_LAYERS),
-    "fp32 on two devices": lambda: split_model(num_layers=NUM_LAYERS),
-}
-NUM_LAYERS = 6  # so that keys and values are much of what a call holds
-NUM_PROMPTS = 3
-LEAST_BYTES = 600 << 10  # what a prompt that fills the pool takes, too
-NUM_TOLD = 200  # tokens of each prompt that fills the pool before them
-CALLS: dict[str, dict[str, Any]] = {
-    "1 row": {},
-    "2 padded rows": {},
-    "3 beams": {"num_beams": 3},
-    "3 samples": {"do_sample": True, "num_return_sequences": 3},
-    "chunks": {"prefill_chunk_size": 16},
-    "drafts": {"prompt_lookup_num_tokens": 3},
-}
-
-
-def prompts(how: str) -> list[dict[str, torch.Tensor]]:
-    """Prompts of about 100 tokens that share their first 20."""
-    rows = [[row((1, 20), (seed, 80)), row((1, 20), (seed + 50, 70))] for seed in range(2, 2 + NUM_PROMPTS)]
-    return [batch(*pair[: 2 if how == "2 padded rows" else 1]) for pair in rows]
-
 
 def allocated() -> list[int]:
     gc.collect()
     return [memory(device).allocated for device in range(NUM_DEVICES)]
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("how", CALLS)
-def test_where_memory_ends_blocks_are_evicted_and_calls_go_on(how: str, place: str, attention: Any) -> None:
-    """What is free when the cache is made is twice what one call on a `DynamicCache` takes; what it is told, is more."""
-    model, given = PLACES[place](), prompts(how)
-    before = allocated()
-    for device in range(NUM_DEVICES):
-        memory(device).reset_peak()
-    run(model, **given[0], **CALLS[how])
-    peaks = [memory(device).peak - before[device] for device in range(NUM_DEVICES)]
-    taken = [max(peak, LEAST_BYTES) if peak else 0 for peak in peaks]
-    references = [run(model, **inputs, **CALLS[how]) for inputs in given]
-    num_bytes = (
-        NUM_LAYERS * 2 * 2 * 16 * model.dtype.itemsize * NUM_TOLD // sum(map(bool, taken))
-    )  # of a device, each time
-    before = allocated()
-    with ExitStack() as limits:
+class MeasuringPlayer(Player):
+    """Notes the most bytes that a call with `DynamicCache` takes of each device."""
+
+    peaks = (0,) * NUM_DEVICES
+
+    def refer(self, arguments: dict[str, Any]) -> Any:
+        before = [memory(device).allocated for device in range(NUM_DEVICES)]
         for device in range(NUM_DEVICES):
-            limits.enter_context(limited(before[device] + 2 * taken[device], device))
-        cache = PagedPrefixCache(model, block_size=4, attention=attention)
-        for seed in range(3 * max(taken) // (2 * num_bytes)):
-            run(model, cache, **batch(row((100 + seed, NUM_TOLD))), max_new_tokens=1, prefill_chunk_size=16)
-        for inputs, reference in zip(given, references, strict=True):
-            assert_same(reference, run(model, cache, **inputs, **CALLS[how]))
-            cache.check()
-        assert_same(references[-1], run(model, cache, **given[-1], **CALLS[how]))
-    assert cache.last_call.reused_tokens > 50
-    assert cache.stats().num_evictions > 0
+            memory(device).reset_peak()
+        output = super().refer(arguments)
+        taken = [memory(device).peak - before[device] for device in range(NUM_DEVICES)]
+        self.peaks = tuple(map(max, self.peaks, taken))
+        return output
+
+
+class CrampedPlayer(Player):
+    """Plays a scene on stores that are full of another prompt's blocks, as many as there is memory for."""
+
+    def __init__(self, model: PreTrainedModel, attention: str, references: list[Any]) -> None:
+        self.full: list[PrefixStore] = []
+        super().__init__(model, attention, references)
+
+    def call(self, **arguments: Any) -> Any:
+        if self.store not in self.full:
+            fill(self.store)
+            self.full.append(self.store)
+        return super().call(**arguments)
+
+
+def fill(store: PrefixStore) -> None:
+    """Let the pool grow as far as it may, and every block be cached under tokens that nobody asks for."""
+    run(store.model, PagedPrefixCache(store, attention="gather"), **batch(row((100, 5))), max_new_tokens=1)
+    gc.collect()
+    blocks = store.blocks
+    with blocks.lock:
+        blocks.settle()
+        blocks.make_room(blocks.num_free_blocks or 0)
+        table = BlockTable(blocks.allocator, b"another prompt's" * 2)
+        table.append_tokens(range(blocks.allocator.num_free_blocks * blocks.block_size))
+        table.commit_full_blocks(table.num_tokens)
+        table.free()
+    stats = store.stats()
+    assert stats.num_free_blocks == 0
+    assert stats.num_cached_blocks == stats.num_blocks - 1
+
+
+LEAST_BYTES = 150 << 10  # of each device: what the 64 blocks of a first call, and its forward, take
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_where_memory_ends_blocks_are_evicted_and_a_scene_is_the_same(scene: Callable[[Player], None]) -> None:
+    """What is free is twice what one call on a `DynamicCache` takes, so blocks, and a copy of them, get as much as that."""
+    model, references = PLACES["bf16 on two devices"](), []
+    measured = MeasuringPlayer(model, "contiguous", references)
+    scene(measured)
+    peaks = [max(peak, LEAST_BYTES) for peak in measured.peaks]
+    del measured
+    for attention in ATTENTIONS:
+        before = allocated()
+        with ExitStack() as limits:
+            for device in range(NUM_DEVICES):
+                limits.enter_context(limited(before[device] + 2 * peaks[device], device))
+            player = CrampedPlayer(model, attention, references)
+            scene(player)
+        assert player.full
+        for store in player.full:
+            assert store.stats().num_evictions > 0
+        del player, store
 
 
 @pytest.mark.parametrize("num_stores", [1, 2])
