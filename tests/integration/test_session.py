@@ -243,8 +243,9 @@ def test_a_prompt_that_is_computed_again_since_the_model_has_changed_does_not_wa
 # Out of memory
 
 
+@pytest.mark.parametrize("num_before", [0, 2])
 def test_a_model_that_runs_out_of_memory_gets_what_nobody_holds(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    num_before: int, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of rows that end so, and of what is cached; and the pool is smaller from then on."""
     cache = PagedPrefixCache(model, block_size=4, num_blocks=1000)
@@ -254,11 +255,18 @@ def test_a_model_that_runs_out_of_memory_gets_what_nobody_holds(
     assert managed > 64
     assert cache.stats().num_cached_blocks + cache.stats().num_blocks_in_use >= 75
 
-    def fail(*args: Any) -> Any:
-        raise torch.OutOfMemoryError("on purpose")
+    mlp, num_run = model.model.layers[1].mlp, 0
+    forward = mlp.forward
+
+    def failing(states: torch.Tensor) -> torch.Tensor:
+        nonlocal num_run
+        num_run += 1
+        if num_run > num_before:
+            raise torch.OutOfMemoryError("on purpose")
+        return forward(states)
 
     with monkeypatch.context() as patch:
-        patch.setattr(model.model.layers[1].mlp, "forward", fail)
+        patch.setattr(mlp, "forward", failing)
         with pytest.raises(torch.OutOfMemoryError):
             run(model, cache, input_ids=IDS)
     stats = cache.stats()
