@@ -72,6 +72,12 @@ def test_padding_is_in_front_of_rows_that_run_ahead_and_filling_behind(name: str
             ids, mask = torch.tensor([[0] * pad + tokens]), torch.tensor([[0] * pad + [1] * len(tokens)])
             wanted = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, pad:]
             assert float((got[: len(tokens)] - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
+    with side.sibling() as sibling, torch.no_grad():  # the padding is passed once
+        side.run(sibling, [rows[0][:4]], pad=pad)
+        logits = side.run(sibling, [rows[0][4:]], num_logits=5, pad=pad)
+        ids, mask = torch.tensor([[0] * pad + rows[0]]), torch.tensor([[0] * pad + [1] * 9])
+        wanted = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -5:]
+        assert float((logits - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
 
 
 def test_what_was_computed_ahead_is_seen_by_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
