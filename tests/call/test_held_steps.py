@@ -11,7 +11,7 @@ import torch
 from hf_paged_cache import CacheArgumentError
 from hf_paged_cache.attention.contiguous import ContiguousReader
 from hf_paged_cache.attention.gather import GatherReader
-from hf_paged_cache.call import call as call_module
+from hf_paged_cache.call import held_steps
 from hf_paged_cache.call.held_steps import UNREAD_TOKEN, PassedStep
 from hf_paged_cache.call.rows import Row
 from hf_paged_cache.store.block_store import BlockStore
@@ -206,13 +206,13 @@ def test_a_forked_child_that_has_lost_the_calls_thread_computes_nothing(monkeypa
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tensors each wait read."""
     counts: list[int] = []
-    read = call_module.read_together
+    read = held_steps.read_together
 
     def counting(tensors: Any) -> Any:
         counts.append(len(tensors))
         return read(tensors)
 
-    monkeypatch.setattr(call_module, "read_together", counting)
+    monkeypatch.setattr(held_steps, "read_together", counting)
     return counts
 
 
