@@ -6,7 +6,7 @@ Owns the translation between transformers' `Cache` and a `Call`; decides nothing
 import contextlib
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import FrameType
 from typing import Any, Literal, NoReturn
@@ -17,28 +17,25 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .attention.base import Reader
-from .attention.contiguous import ContiguousReader
-from .attention.gather import GatherReader
+from .attention.grouped import READERS
+from .attention.windows import Windows
 from .call.call import Call, CallState
 from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
 from .integration.hooks import attach, detach
-from .integration.layers import PagedIndexedLayer, PagedLayer
+from .integration.layers import PagedLayer, paged_layer
 from .integration.ranks import Ranks
 from .integration.session import Session
 from .integration.shared_prefix import SharedPrefixes
 from .integration.side_forward import SideForwards
 from .integration.token_input import one_sequence
 from .integration.verification import Verifier
-from .kv.block_pool import BlockPool
 from .model.support import cache_layers, has_index, holds_nothing
 from .prefix_store import PrefixStore
 from .scoring import Score, score
 from .stats import CacheStats, CallStats
 
 _ON_FULL = ("refuse", "bypass")
-_READERS: dict[str, Callable[[BlockPool], Reader]] = {"contiguous": ContiguousReader, "gather": GatherReader}
 
 
 class PagedPrefixCache(Cache):
@@ -101,8 +98,8 @@ class PagedPrefixCache(Cache):
             raise CacheArgumentError(f"cache_salt is of type {type(cache_salt).__name__}; give a str or bytes")
         if cache_salt is not None and not cache_salt:
             raise CacheArgumentError("cache_salt is empty, which is no tenant; leave it out for the store's owner")
-        if attention not in [*_READERS]:
-            raise CacheArgumentError(f"attention is {attention!r}; give {' or '.join(map(repr, _READERS))}")
+        if attention not in [*READERS]:
+            raise CacheArgumentError(f"attention is {attention!r}; give {' or '.join(map(repr, READERS))}")
         if not isinstance(verify, bool):
             raise CacheArgumentError(f"verify is {verify!r}; give True or False")
         if on_full not in [*_ON_FULL]:
@@ -113,7 +110,9 @@ class PagedPrefixCache(Cache):
         self.on_full = on_full
         attach(self.store.model)
         blocks, conditioning, reader = self.store.blocks, self.store.conditioning, self.store.argument_reader
-        self.call = Call(blocks, _READERS[attention](blocks.pool), partial(_runs_on, ref(self)), self.cache_salt)
+        self.windows = Windows(conditioning.windows())
+        view = READERS[attention](blocks.pool, self.windows)
+        self.call = Call(blocks, view, partial(_runs_on, ref(self)), self.cache_salt)
         sibling = partial(PagedPrefixCache, self.store, cache_salt=cache_salt, attention="gather")
         side = SideForwards(self.store.model, reader, sibling)
         ranks = Ranks(conditioning, blocks, verifies=verify)
@@ -127,13 +126,14 @@ class PagedPrefixCache(Cache):
             shared_prefixes,
             verifier,
             ranks,
+            self.windows,
             bypasses=on_full == "bypass",
         )
         self._own_layers = session.own_layers
         self.generating, self.before_forward = session.generating, session.before_forward  # what the hooks ask
         self.after_forward, self.read_layer = session.after_forward, self.call.read_layer
         layers: list[Any] = [
-            layer if holds_nothing(layer) else (PagedIndexedLayer if has_index(layer) else PagedLayer)(self, index)
+            layer if holds_nothing(layer) else paged_layer(self, index, is_indexed=has_index(layer))
             for index, layer in enumerate(cache_layers(self.store.model))
         ]
         super().__init__(layers=layers)

@@ -2,6 +2,7 @@
 
 A reader holds copies of what is in the pool. They may be dropped between any two forwards, and are made again; but for
 the columns of held steps, see `call/held_steps.py`, which must have been written to the pool first.
+A layer reads all columns, or with a window the last ones; `Windows` says from which on.
 Columns of padding hold finite values; they are not attended to.
 """
 
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from ..kv.slot_mapping import RowLayout
 from ..kv.transfers import Transfer
+
+MIN_SPARE_COLUMNS = 128  # that a buffer of columns has at least when it grows: few decode steps have to grow it
 
 
 class Reader(Protocol):
@@ -48,10 +51,10 @@ class Reader(Protocol):
         """
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """name -> [R, H, stop, D]: the columns `[0, start)` of the rows, then `new`, which is in the pool already.
+        """name -> [R, H, stop - first, D]: the columns `[first, start)` of the rows, then `new`, which is in the pool already.
 
-        Valid until the next forward, and read only: it may be the reader's own memory. Without a graph where `start`
-        is not 0: `GradientPath.join` puts `new` itself there.
+        The first column is 0, or that of the layer's window. Valid until the next forward, and read only: it may be the
+        reader's own memory. Without a graph where `start` is not 0: `GradientPath.join` puts `new` itself there.
         """
 
     def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:

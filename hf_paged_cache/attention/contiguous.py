@@ -6,21 +6,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..blocks.tokens import common_prefix_length
 from ..kv.block_pool import BlockPool, copy_rows
 from ..kv.block_tables import read_source
 from ..kv.recycled_memory import RecycledMemory, zeros
 from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer
-from .base import Reader
+from .base import MIN_SPARE_COLUMNS, Reader
 from .gather import GatherReader
-
-_GATHERING: Callable[[BlockPool], Reader] = GatherReader
-_MIN_SPARE_COLUMNS = 128  # that a grown buffer has at least: few decode steps have to grow it
+from .windows import Windows
 
 
 class ContiguousReader(Reader):
-    """A contiguous copy of the rows' columns. The columns that the next rows have in common are kept.
+    """A contiguous copy of all columns of the rows. Those that the next rows have in common are kept.
 
     Buffers: layer index -> name -> [row capacity, H, column capacity, D].
         columns of a row: [0, valid) a copy of the pool, but for held steps | [valid, capacity) unspecified, finite
@@ -185,8 +182,7 @@ class ContiguousReader(Reader):
 
     def keep(self, rows: Sequence[RowLayout]) -> None:
         self._kept = [  # no more than is valid: nothing of what was dropped
-            layout._replace(token_ids=layout.token_ids[: max(0, valid - layout.pad)], block_ids=())
-            for layout, valid in zip(rows, self._valid, strict=False)
+            layout.cut(valid) for layout, valid in zip(rows, self._valid, strict=False)
         ]
 
     def pause(self) -> None:
@@ -207,7 +203,7 @@ class ContiguousReader(Reader):
     def _go_without(self) -> Reader:
         """From the next forward on; what reads in place of the copy."""
         self.drop()
-        self._gathering = _GATHERING(self._pool)
+        self._gathering = GatherReader(self._pool, Windows({}))
         return self._gathering
 
     @property
@@ -216,15 +212,12 @@ class ContiguousReader(Reader):
 
     def _num_columns_kept(self, row: int, layout: RowLayout) -> int:
         """How many columns of a new row the buffers hold, padding included."""
-        kept = self._kept[row] if row < len(self._kept) else None
-        if kept is None or (kept.root, kept.pad) != (layout.root, layout.pad):
-            return 0
-        return layout.pad + common_prefix_length(kept.token_ids, layout.token_ids)
+        return self._kept[row].num_columns_in_common(layout) if row < len(self._kept) else 0
 
     def _oversized(self, num_columns: int) -> bool:
         """Whether the buffers are more than 4 times as large as what comes may need."""
         most = num_columns if math.isinf(self._max_columns) else max(num_columns, self._max_columns)
-        needed = 4 * self._max_rows * (most + _MIN_SPARE_COLUMNS)
+        needed = 4 * self._max_rows * (most + MIN_SPARE_COLUMNS)
         return any(
             held.shape[0] * held.shape[2] > needed for layer in self._buffers.values() for held in layer.values()
         )
@@ -232,7 +225,7 @@ class ContiguousReader(Reader):
     def _grown(self, held: Tensor | None, states: Tensor) -> Tensor:
         """A buffer with room for the forward's columns and some more; `held` is copied into it."""
         stop = self._stop
-        columns = max(stop, int(min(stop + max(_MIN_SPARE_COLUMNS, stop // 4), self._max_columns)))
+        columns = max(stop, int(min(stop + max(MIN_SPARE_COLUMNS, stop // 4), self._max_columns)))
         num_rows = max(self._max_rows, self._num_rows)
         grown = zeros(
             (num_rows, states.shape[1], columns, states.shape[3]), states.dtype, states.device, huge_pages=True

@@ -16,11 +16,12 @@ class GradientPath:
     """What attention reads of the running rows where a gradient flows through it."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, str], Tensor] = {}  # (layer, name) -> [R, H, columns, D]
+        # (layer, name) -> [R, H, columns, D], and the first of these columns
+        self._held: dict[tuple[int, str], tuple[Tensor, int]] = {}
 
     def __bool__(self) -> bool:
         """Whether a gradient flows through the rows."""
-        return any(states.requires_grad for states in self._held.values())
+        return any(states.requires_grad for states, _ in self._held.values())
 
     def clear(self) -> None:
         """Other rows run from here on, or none."""
@@ -32,33 +33,36 @@ class GradientPath:
             self.clear()
 
     def join(self, layer_idx: int, new: Mapping[str, Tensor], read: dict[str, Tensor], start: int) -> dict[str, Tensor]:
-        """With gradients on, put in place of what a reader gave: the columns `[0, start)`, held or read, then `new`."""
+        """With gradients on, put in place of what a reader gave: the columns before `start`, held or read, then `new`."""
         if torch.is_grad_enabled():
             for name, states in new.items():
-                past = self._held.get((layer_idx, name))
-                if past is None or past.shape[2] != start:
-                    past = read[name].narrow(2, 0, start)
-                read[name] = torch.cat((past, states), dim=2) if start else states.contiguous()
-                if read[name].requires_grad:
-                    self._held[layer_idx, name] = read[name]
+                num_past = read[name].shape[2] - states.shape[2]
+                past, first = self._held.get((layer_idx, name), (None, 0))
+                if past is None or first + past.shape[2] != start or first > start - num_past:
+                    past, first = read[name].narrow(2, 0, num_past), start - num_past
+                whole = torch.cat((past, states), dim=2) if start else states.contiguous()
+                if whole.requires_grad:
+                    self._held[layer_idx, name] = whole, first
+                read[name] = whole[:, :, start - num_past - first :]
         return read
 
     def in_place_of(self, layer_idx: int, read: dict[str, Tensor], alias: Sequence[int]) -> dict[str, Tensor]:
-        """Put what is held of a layer in place of all columns of what was read of it; row `i` of that is row `alias[i]`."""
+        """Put what is held of a layer in place of those columns of all that were read; row `i` of them is row `alias[i]`."""
         for name, states in read.items():
-            held = self._held.get((layer_idx, name))
-            if held is not None and held.shape[2] == states.shape[2]:
-                read[name] = held.index_select(0, to_device(alias, held.device))
+            held, first = self._held.get((layer_idx, name), (None, 0))
+            if held is not None and first + held.shape[2] == states.shape[2]:
+                with_graph = held.index_select(0, to_device(alias, held.device))
+                read[name] = torch.cat((states[:, :, :first], with_graph), dim=2) if first else with_graph
         return read
 
     def select_rows(self, sources: Sequence[int]) -> None:
         """Row `i` goes on as row `sources[i]`."""
         transfer = Transfer()
         rows = transfer.add(sources)
-        for key, states in self._held.items():
-            self._held[key] = states.index_select(0, transfer.on(states.device, rows))
+        for key, (states, first) in self._held.items():
+            self._held[key] = states.index_select(0, transfer.on(states.device, rows)), first
 
     def crop(self, num_columns: int) -> None:
         """Columns from `num_columns` on are taken back."""
-        for key, states in self._held.items():
-            self._held[key] = states[:, :, :num_columns]
+        for key, (states, first) in self._held.items():
+            self._held[key] = states[:, :, : max(0, num_columns - first)], first

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from ..attention.windows import Windows
 from ..errors import CacheArgumentError
 
 
 class LayeredCache(Protocol):
     """What a layer asks of its cache; `PagedPrefixCache` says what each does."""
+
+    windows: Windows
 
     def get_seq_length(self, layer_idx: int = 0) -> int: ...
     def holds_layer(self, layer_idx: int) -> bool: ...
@@ -22,10 +25,7 @@ class LayeredCache(Protocol):
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
-    """One layer of a `PagedPrefixCache`, as transformers sees it. Holds nothing: the pool does.
-
-    A sliding window is held whole, as `is_sliding = False` says; the model's mask hides what is outside.
-    """
+    """One layer of a `PagedPrefixCache`, as transformers sees it. Holds nothing: the pool does."""
 
     is_compileable = False
     is_croppable = True
@@ -104,6 +104,45 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         return self._cache.write_layer(self._layer_idx, states)
 
 
+class PagedWindowLayer(PagedLayer):  # type: ignore[no-untyped-call]
+    """A layer whose attention sees a window: it hands over what `DynamicSlidingWindowLayer` does. The pool holds all tokens."""
+
+    @property
+    def _window(self) -> int | None:
+        return self._cache.windows.of_layer.get(self._layer_idx)
+
+    @property
+    def is_sliding(self) -> bool:  # type: ignore[override]
+        """Whether there is a window; the config may have lost it since the cache was built."""
+        return self._window is not None
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """The keys that the next token sees of the rows, [R, H, columns, D]: a copy. None without rows."""
+        return self._seen(super().keys)
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """The values that the next token sees of the rows, [R, H, columns, D]: a copy. None without rows."""
+        return self._seen(super().values)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that attention reads, and the first of them."""
+        num_columns = self._cache.get_seq_length()
+        first = self._cache.windows.first_column(self._layer_idx, num_columns)
+        return num_columns - first + query_length, first
+
+    def get_max_length(self) -> int:
+        """The window: more columns are not handed over to a token."""
+        window = self._window
+        return super().get_max_length() if window is None else window
+
+    def _seen(self, states: Tensor | None) -> Tensor | None:
+        if states is None:
+            return None
+        return states[:, :, self._cache.windows.first_column(self._layer_idx, states.shape[2]) :]
+
+
 class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
     """A layer of sparse attention that chooses its keys by an index: it writes a third tensor, or another layer's is used."""
 
@@ -122,3 +161,10 @@ class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
 def _write_outside_graphs(cache: LayeredCache, layer_idx: int, states: dict[str, Tensor]) -> dict[str, Tensor]:
     """What a compiled forward calls: blocks and locks are nothing to trace. Decorated, it would cost every other one."""
     return cache.write_layer(layer_idx, states)
+
+
+def paged_layer(cache: LayeredCache, layer_idx: int, *, is_indexed: bool) -> PagedLayer:
+    """The layer of this index, which may hold index keys, or have a window."""
+    if layer_idx in cache.windows.of_layer:
+        return PagedWindowLayer(cache, layer_idx)
+    return (PagedIndexedLayer if is_indexed else PagedLayer)(cache, layer_idx)

@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from ..attention.windows import Windows
 from ..blocks import root_hash
 from ..call.call import Call
 from ..call.running import Bracket
@@ -56,6 +57,7 @@ class Session:
         shared_prefixes: computes first, and once, what rows of a forward share.
         verifier: looks at one cached block of a hit a call; None does not.
         ranks: other processes that run the same forwards.
+        windows: of the layers; as the config says when rows begin.
         bypasses: a call that does not fit runs in layers of its own; otherwise it is refused.
     """
 
@@ -68,6 +70,7 @@ class Session:
         shared_prefixes: SharedPrefixes,
         verifier: Verifier | None,
         ranks: Ranks,
+        windows: Windows,
         *,
         bypasses: bool = False,
     ) -> None:
@@ -82,6 +85,7 @@ class Session:
         self._salt = salt
         self._shared_prefixes = shared_prefixes
         self._ranks = ranks
+        self._windows = windows
         self._synced_gpus = False  # with other processes, which run as many forwards
         self._digest = b""  # of the model; read once a `generate`, or at every forward without one
         self._regime = b""  # of the scheduled forward's rotary frequencies
@@ -182,6 +186,8 @@ class Session:
         if not self._digest or not self.is_open:
             self._read_conditions()
         before = call.rows.num_columns
+        if not before:
+            self._windows.of_layer = self._conditioning.windows()
         previous = [(row.root, row.table.num_tokens) for row in call.previous.distinct]
         known, self._inputs = self._inputs, None
         request = self._reader.read(

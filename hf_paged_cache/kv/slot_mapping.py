@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..blocks.tokens import TokenIds
+from ..blocks.tokens import TokenIds, common_prefix_length
 from ..errors import PoolArgumentError
 from .transfers import Transfer
 
@@ -23,6 +23,16 @@ class RowLayout(NamedTuple):
     pad: int  # columns of left padding
     token_ids: TokenIds  # all of the row, the scheduled forward's included
     block_ids: Sequence[int]  # logical block index -> block id
+
+    def cut(self, num_columns: int) -> "RowLayout":
+        """What is in its first columns, wherever it lies in the pool."""
+        return self._replace(token_ids=self.token_ids[: max(0, num_columns - self.pad)], block_ids=())
+
+    def num_columns_in_common(self, other: "RowLayout") -> int:
+        """How many leading columns have the same keys and values in both, padding included."""
+        if (self.root, self.pad) != (other.root, other.pad):
+            return 0
+        return self.pad + common_prefix_length(self.token_ids, other.token_ids)
 
 
 class SlotMapping:

@@ -19,6 +19,7 @@ from ..locks import new_lock
 from .distributed import RankGroup, rank_groups, world
 from .fingerprint import Listing, WeightFingerprint
 from .rope import RopeRegime
+from .support import cache_layers, windows_of
 
 # Hooks and replaced forwards of these packages do not change what a layer computes: they move tensors or record. Of
 # accelerate only the hooks, since its mixed precision replaces a forward, too. What PEFT's carry is read below.
@@ -45,6 +46,7 @@ class Conditioning:
         self._numbers: dict[tuple[int, int], tuple[int, Any]] = {}  # ids of objects -> number, references to them
         self._num_numbers = 0
         self._num_suspicions = 0
+        self._windows: tuple[object, dict[int, int]] = (None, {})  # settings, and the windows of then
         self._rank_groups: tuple[RankGroup, ...] = ()
         self._ranked: tuple[Listing | None, Any] = (None, None)  # listing and processes that those are of
 
@@ -79,6 +81,13 @@ class Conditioning:
         return root_hash(
             listing.structure, held, listing.files_now(), changes.tobytes(), rope.scales(), repr(state).encode()
         )
+
+    def windows(self) -> dict[int, int]:
+        """Layer index -> its window, for the layers that have one by the model's config as it is now."""
+        settings = _settings(self.model.config)
+        if self._windows[0] != settings:
+            self._windows = settings, windows_of(cache_layers(self.model))
+        return self._windows[1]
 
     def bypass(self) -> str | None:
         """Why a forward may neither reuse nor commit blocks, as of the last `digest`; None if it may."""
@@ -191,11 +200,11 @@ def _module_name(function: Any) -> str:
 
 
 def _settings(config: Any) -> list[tuple[str, object]]:
-    """Numbers, flags and strings of a model's config, and of the text config inside it, that forwards may read."""
+    """Numbers, flags, strings and lists of a model's config, and of the text config inside it, that forwards may read."""
     text = config.get_text_config(decoder=True)
     return [
         (name, value)
         for part in ((config,) if text is config else (config, text))
         for name, value in part.__dict__.items()
-        if isinstance(value, bool | int | float | str) and not name.startswith(_NO_CONDITION)
+        if isinstance(value, bool | int | float | str | list | tuple) and not name.startswith(_NO_CONDITION)
     ]

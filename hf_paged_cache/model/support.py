@@ -14,8 +14,7 @@ from ..errors import UnsupportedModelError
 
 # The version of transformers whose model types all ran in tests/conformance; results.json has the results.
 TESTED_VERSION = "5.23.0"
-# Exact types: a subclass may hold more than keys and values. A layer with a window keeps all tokens here; the model's
-# mask hides those outside the window.
+# Exact types: a subclass may hold more than keys and values.
 _HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
 _MAX_QUOTED = 200
 _WHICH_ADAPTERS = "only adapters that change layers, such as LoRA, are supported"
@@ -101,7 +100,7 @@ def require_supported(model: object) -> None:
                 f"{name}: layer {index} is a {type(layer).__name__}, which carries more than keys and values; use "
                 "transformers' DynamicCache for this model"
             )
-    windows = [layer.sliding_window for layer in layers if type(layer) is DynamicSlidingWindowLayer]
+    windows = windows_of(layers).values()
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     is_reached = windows and (not isinstance(longest, int) or min(windows) < longest)
     if is_reached and not _mask_knows_windows(model):
@@ -153,6 +152,15 @@ def leaves_doubt(model: PreTrainedModel) -> bool:
 def cache_layers(model: PreTrainedModel) -> Sequence[Any]:
     """The layers that `DynamicCache` has for the model, in order; none where it adds each at its first write."""
     return DynamicCache(config=model.config).layers
+
+
+def windows_of(layers: Sequence[Any]) -> dict[int, int]:
+    """Index of a layer of `DynamicCache` -> its window, where it has one; attention in chunks is held as a window, too."""
+    return {
+        index: int(layer.sliding_window)
+        for index, layer in enumerate(layers)
+        if type(layer) is DynamicSlidingWindowLayer
+    }
 
 
 def holds_nothing(layer: Any) -> bool:
