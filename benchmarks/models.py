@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from hf_paged_cache.cli.demo_model import load_demo_model
 
@@ -30,6 +38,40 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 16_384,
         "initializer_range": 0.2,  # large enough that other keys and values give other tokens
     },
+    # Gemma 3's layers, twelve of them: five with a window, one without, and so on. The vocabulary is small: it is not what is timed.
+    "gemma-3": {
+        "vocab_size": 1024,
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2,
+        "max_position_embeddings": 131_072,
+        "initializer_range": 0.1,
+    },
+    # gpt-oss's: every other layer has a window, all have attention sinks.
+    "gpt-oss": {
+        "vocab_size": 1024,
+        "hidden_size": 512,
+        "intermediate_size": 512,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 6,
+        "max_position_embeddings": 131_072,
+        "initializer_range": 0.1,
+    },
+}
+_CLASSES: dict[str, tuple[Any, Any]] = {
+    "gemma-3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gpt-oss": (GptOssConfig, GptOssForCausalLM),
 }
 
 
@@ -49,15 +91,16 @@ def load(name: str | None, device: torch.device, dtype: torch.dtype) -> tuple[Pr
     return model, tokenizer
 
 
-def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """Seeded random weights in one of `SHAPES`, made on the device: good for times, not for text."""
-    settings = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, **SHAPES[shape]}
+def random_model(shape: str, device: torch.device, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
+    """Seeded random weights in one of `SHAPES`, made on the device: good for times, not for text; `changes` of its settings."""
+    settings = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, **SHAPES[shape], **changes}
+    config_class, model_class = _CLASSES.get(shape, (LlamaConfig, LlamaForCausalLM))
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(0)
-            model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+            model = model_class(config_class(**settings)).eval()
     finally:
         torch.set_default_dtype(before)
     model.generation_config.pad_token_id = 0

@@ -1,0 +1,100 @@
+"""Models whose layers see a window, in the shapes of Gemma 3 and gpt-oss, with random weights: steps, prompts, and bytes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import models
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_paged_cache import PagedPrefixCache
+
+from .line import BASELINE, GATHER, LIMIT, OURS
+from .registry import Lines, Repeat, scene
+from .ways import Way, from_scratch, measure_rounds, measure_steps, on_ours
+from .workbench import Bench
+
+WINDOWS = "Layers with a window"
+# shape -> its window, as a part of the usual prefix of 1,024 tokens
+_SHAPES = {"gemma-3": 2, "gpt-oss": 8}
+
+
+@scene(WINDOWS, minutes=25)
+def windows(bench: Bench, repeat: Repeat) -> Lines:
+    """12 layers, of which 10 see 512 tokens (Gemma 3's shape), or every other one 128 (gpt-oss's): steps, prompts and bytes."""
+    for shape, part in _SHAPES.items():
+        model = models.random_model(
+            shape, bench.model.device, bench.model.dtype, sliding_window=bench.sizes.shared // part
+        )
+        windowed = Bench(model, bench.sizes, has_bars=bench.has_bars, is_quick=not bench.warmups)
+        yield from _prompts(windowed, shape, repeat)
+        yield from _steps(windowed, shape, repeat)
+
+
+def _prompts(bench: Bench, shape: str, repeat: Repeat) -> Lines:
+    """A prompt that nobody knows, and 16 tokens behind one that is known."""
+    cache, length = PagedPrefixCache(bench.model), bench.sizes.long
+
+    def unknown(cache=cache) -> dict[str, Way]:
+        ids = bench.tokens(1, length)
+        return {BASELINE: from_scratch(bench, ids), OURS: on_ours(bench, cache, ids)}
+
+    measured = measure_rounds(bench, unknown, rounds=repeat(5), baseline_warms_up=True)
+    yield (
+        f"{shape}, nohit {length:,}",
+        measured.line(f"{shape}: {length:,} tokens, nothing known", at_least=bench.bar(0.98)),
+    )
+    length = bench.sizes.shared
+    knowing, ready = bench.knowing(length), _ready(bench, bench.text(length))
+
+    def known() -> dict[str, Way]:
+        ids = bench.behind(bench.text(length), 1)
+        return {LIMIT: _on_prepared_copy(bench, ready, ids), OURS: on_ours(bench, knowing, ids)}
+
+    measured = measure_rounds(bench, known, rounds=repeat(31))
+    what = f"{shape}: {length:,} tokens known, against a ready DynamicCache of them"
+    yield f"{shape}, warm {length:,}", measured.line(what, against=LIMIT, at_least=bench.bar(0.97))
+
+
+def _steps(bench: Bench, shape: str, repeat: Repeat) -> Lines:
+    """A step behind a long prefix, and the bytes that are held meanwhile."""
+    for length, rounds in ((bench.sizes.long, 5), (4 * bench.sizes.long, 4), (8 * bench.sizes.long, 1)):
+        text = bench.text(length)
+        cache, gather, ready = bench.knowing(length), bench.knowing(length, attention="gather"), _ready(bench, text)
+        given = {"new_tokens": 17}
+
+        def prepare(text=text, cache=cache, gather=gather, ready=ready, given=given) -> dict[str, Way]:
+            ids = bench.behind(text, 1)
+            return {
+                BASELINE: _on_prepared_copy(bench, ready, ids, **given),
+                OURS: on_ours(bench, cache, ids, **given),
+                GATHER: on_ours(bench, gather, ids, **given),
+            }
+
+        measured = measure_rounds(
+            bench,
+            prepare,
+            rounds=repeat(rounds),
+            warmups=min(1, bench.warmups),
+            baseline_warms_up=True,
+            measure=lambda way: measure_steps(bench, way),
+        )
+        bar = bench.bar(0.99) if rounds > 1 else None
+        name, what = f"{shape}, decode {length:,}", f"{shape}: a step at {length:,} tokens"
+        yield name, measured.line(what, at_least=bar, point={"tokens": length})
+        yield f"{name}, gather", measured.line(f"{what}, gather", subject=GATHER)
+
+
+def _ready(bench: Bench, ids: Tensor) -> DynamicCache:
+    """A DynamicCache of the model's config that holds `ids`."""
+    cache = DynamicCache(config=bench.model.config)
+    bench.prefill(ids, cache)
+    return cache
+
+
+def _on_prepared_copy(bench: Bench, ready: DynamicCache, ids: Tensor, **given: Any) -> Way:
+    """`generate` on a copy, which is not timed: what a window has let go cannot be cropped back."""
+    made = copy.deepcopy(ready)
+    return Way(lambda **options: bench.generate(ids, past_key_values=made, **given, **options), lambda: made)
