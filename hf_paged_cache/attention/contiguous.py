@@ -198,13 +198,13 @@ class ContiguousReader(Reader):
 
     def do_without_copies(self) -> None:
         layouts, num_rows, start, stop = self._layouts, self._num_rows, self._start, self._stop
-        self._go_without().start_forward(layouts, num_rows, start, stop)
+        self._go_without()
+        self.start_forward(layouts, num_rows, start, stop)
 
-    def _go_without(self) -> Reader:
-        """From the next forward on; what reads in place of the copy."""
+    def _go_without(self) -> None:
+        """Gather the rows, from the next forward on."""
         self.drop()
         self._gathering = GatherReader(self._pool, Windows({}))
-        return self._gathering
 
     @property
     def num_bytes(self) -> int:

@@ -88,12 +88,14 @@ class WindowReader(Reader):
         stop: int,
         transfer: Transfer | None = None,
     ) -> None:
+        has_more_rows = num_rows > self._num_rows
+        self._num_rows, self._start, self._stop, self._layouts = num_rows, start, stop, rows
         if self._gathering is not None:
             self._gathering.start_forward(rows, num_rows, start, stop, transfer)
             return
         first, base = first_column(self._window, start), self._base
         self._missing = None
-        if self._valid < start or base > first or num_rows > self._num_rows:  # rows taken over, multiplied or cut
+        if self._valid < start or base > first or has_more_rows:  # rows taken over, multiplied or cut
             base = first
             if start:
                 self._missing = read_source(rows(), first, start, self._pool.block_size, transfer)
@@ -101,7 +103,6 @@ class WindowReader(Reader):
             base = max(base, start - self._num_kept)
         if stop - base > self._capacity:  # more than there is room for
             base = stop - self._num_kept
-        self._num_rows, self._start, self._stop, self._layouts = num_rows, start, stop, rows
         self._first, self._base, self._valid = first, base, stop
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -229,13 +230,13 @@ class WindowReader(Reader):
 
     def do_without_copies(self) -> None:
         layouts, num_rows, start, stop = self._layouts, self._num_rows, self._start, self._stop
-        self._go_without().start_forward(layouts, num_rows, start, stop)
+        self._go_without()
+        self.start_forward(layouts, num_rows, start, stop)
 
-    def _go_without(self) -> Reader:
-        """From the next forward on; what reads in place of the copy."""
+    def _go_without(self) -> None:
+        """Gather the rows, from the next forward on."""
         self.drop()
         self._gathering = GatherReader(self._pool, self._windows)
-        return self._gathering
 
     @property
     def num_bytes(self) -> int:

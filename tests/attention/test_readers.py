@@ -6,16 +6,17 @@ import math
 import random
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.attention.contiguous import ContiguousReader
-from hf_paged_cache.attention.gather import GatherReader
+from hf_paged_cache.attention.base import Reader
 from hf_paged_cache.attention.gradients import GradientPath
+from hf_paged_cache.attention.grouped import READERS
+from hf_paged_cache.attention.windows import Windows
 from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.kv.slot_mapping import ReadSource, RowLayout, SlotMapping
 
@@ -28,7 +29,8 @@ BLOCK_SIZE = 4
 HEADS = 2
 SIZES = {"key": 3, "value": 2}
 LAYERS = (0, 1)
-READERS = pytest.mark.parametrize("make_reader", [ContiguousReader, GatherReader])
+CONTIGUOUS, GATHER = READERS["contiguous"], READERS["gather"]
+BOTH = pytest.mark.parametrize("make_reader", [CONTIGUOUS, GATHER], ids=["contiguous", "gather"])
 
 
 class NaiveRow(NamedTuple):
@@ -47,15 +49,28 @@ def states_of(row: NaiveRow, layer_idx: int, name: str, start: int, stop: int) -
 class Bench:
     """A pool that holds rows, each in scattered blocks of its own, and the reader that is tried on it."""
 
-    def __init__(self, make_reader: Any, seed: int = 0, *, in_parts: bool = False, in_steps: bool = False) -> None:
+    def __init__(
+        self,
+        make_reader: Any,
+        seed: int = 0,
+        *,
+        in_parts: bool = False,
+        in_steps: bool = False,
+        windows: Mapping[int, int] | None = None,
+        layers: Sequence[int] = LAYERS,
+    ) -> None:
         self.in_parts = in_parts  # a layer reads each of its tensors by itself
         self.in_steps = in_steps  # a column alone is read by `read_step` where that will do, without gradients
         self.num_steps = 0  # layers that were read so
         self.pool = BlockPool(BLOCK_SIZE)
         self.pool.ensure_capacity(400)
-        self.reader = make_reader(self.pool)
+        self.windows = windows or {}  # layer index -> its window
+        self.layers = layers
+        self.reader: Reader = make_reader(self.pool, Windows(self.windows))
         self.rows: list[NaiveRow] = []
         self.num_columns = 0
+        self.dtype = torch.float32  # of what the layers write; the pool is float32
+        self.held_from: int | None = None  # columns from here on are of steps, which the pool may not have
         self.gathers: list[tuple[int, int]] = []  # (layer, columns of all rows) of each call of the pool's `gather`
         gather = self.pool.gather
 
@@ -74,7 +89,7 @@ class Bench:
     def _put(self, row: NaiveRow, free: list[int]) -> list[int]:
         block_ids = [free.pop() for _ in range(-(-len(row.tokens) // BLOCK_SIZE))]
         slots = [block_ids[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(len(row.tokens))]
-        for layer_idx in LAYERS:
+        for layer_idx in self.layers:
             states = {name: states_of(row, layer_idx, name, 0, len(row.tokens))[None] for name in SIZES}
             self.pool.write(layer_idx, states, SlotMapping(slots))
         return block_ids
@@ -88,20 +103,37 @@ class Bench:
                 first = max(start, row.pad)
                 if first < stop:
                     new[name][i, :, first - start :] = states_of(row, layer_idx, name, first - row.pad, stop - row.pad)
-        return new
+        return {name: states.to(self.dtype) for name, states in new.items()}
 
     def start(self, rows: list[NaiveRow], *, max_rows: int = 1, max_columns: float = math.inf) -> None:
         """Other rows run from here on."""
-        self.rows, self.num_columns = rows, 0
+        self.rows, self.num_columns, self.held_from = rows, 0, None
         stop = rows[0].pad + len(rows[0].tokens)
         self.reader.start_rows(self.layouts(rows), stop, max_rows=max_rows, max_columns=max_columns)
 
-    def forward(self, start: int, layers: Sequence[int] = LAYERS) -> None:
-        """A forward of the columns `[start, all)`, of which only `layers` come to be read; checks what they read."""
+    def forward(self, start: int, layers: Sequence[int] | None = None, without: Sequence[int] = ()) -> None:
+        """A forward of the columns `[start, all)`, of which only `layers` come to be read; checks what they read.
+
+        Args:
+            without: layers at which memory runs out.
+        """
         stop = self.rows[0].pad + len(self.rows[0].tokens)
-        self.reader.start_forward(lambda: self.layouts(self.rows), len(self.rows), start, stop)
-        for layer_idx in layers:
+        layouts: list[list[RowLayout]] = []  # once, if at all: other blocks may lie where these do
+
+        def ask() -> list[RowLayout]:
+            if not layouts:
+                layouts.append(self.layouts(self.rows))
+            return layouts[0]
+
+        self.reader.start_forward(ask, len(self.rows), start, stop)
+        if not self._goes_on_by_a_step(start, stop):
+            self.held_from = None
+        self.require_held(start)
+        for layer_idx in self.layers if layers is None else layers:
             new = self.new_states(layer_idx, start, stop)
+            if layer_idx in without:
+                self.reader.do_without_copies()
+                self.held_from = None
             got = self._read_step(layer_idx, new) if self.in_steps and stop - start == 1 else None
             if got is not None:
                 self.num_steps += 1
@@ -109,16 +141,52 @@ class Bench:
                 got = {name: self.reader.read(layer_idx, {name: new[name]})[name] for name in new}
             else:
                 got = self.reader.read(layer_idx, new)
-            for name, size in SIZES.items():
-                assert got[name].shape == (len(self.rows), HEADS, stop, size)
-                assert got[name].isfinite().all()
-                for i, row in enumerate(self.rows):
-                    expected = states_of(row, layer_idx, name, 0, len(row.tokens))
-                    assert got[name][i, :, row.pad :].equal(expected), (layer_idx, name, i)
+            self._require(got, layer_idx, start, stop)
+            self.require_held(start)
+        if self._goes_on_by_a_step(start, stop):
+            self.held_from = start if self.held_from is None else max(self.held_from, stop - BLOCK_SIZE)
         self.num_columns = stop
-        if isinstance(self.reader, ContiguousReader):
-            held = sum(buffer.nbytes for layer in self.reader._buffers.values() for buffer in layer.values())
-            assert self.reader.num_bytes == held + self.reader._memory.num_bytes
+        if layers is None:
+            self.require_held(stop)
+        self._require_bytes()
+
+    def _goes_on_by_a_step(self, start: int, stop: int) -> bool:
+        return stop - start == 1 and start == self.num_columns > 0
+
+    @property
+    def keeps_columns(self) -> bool:
+        """Whether the reader holds copies, which it may have been told to do without."""
+        return self.reader.keeps_columns and all(one._gathering is None for one in readers_of(self.reader))
+
+    def _require(self, got: Mapping[str, torch.Tensor], layer_idx: int, start: int, stop: int) -> None:
+        """What a layer read is what its window shows of the rows."""
+        first = first_of(self.windows.get(layer_idx), start)
+        for name, size in SIZES.items():
+            assert got[name].shape == (len(self.rows), HEADS, stop - first, size)
+            assert got[name].dtype == self.dtype
+            assert got[name].isfinite().all()
+            for i, row in enumerate(self.rows):
+                expected = states_of(row, layer_idx, name, max(0, first - row.pad), len(row.tokens)).to(self.dtype)
+                assert got[name][i, :, max(0, row.pad - first) :].equal(expected), (layer_idx, name, i)
+
+    def require_held(self, stop: int) -> None:
+        """Columns of up to a block of steps, as they were written: the pool may not have them."""
+        if not self.keeps_columns or self.held_from is None or self.held_from == stop:
+            return
+        start = self.held_from
+        found = dict(self.reader.columns(start, stop))
+        assert sorted(found) == sorted(self.layers)
+        for layer_idx, states in found.items():
+            for name in SIZES:
+                for i, row in enumerate(self.rows):
+                    first = max(start, row.pad)
+                    expected = states_of(row, layer_idx, name, first - row.pad, stop - row.pad).to(self.dtype)
+                    assert states[name][i, :, first - start :].equal(expected), (layer_idx, name, i, start, stop)
+
+    def _require_bytes(self) -> None:
+        if self.keeps_columns:
+            held = sum(tensor.nbytes for tensor in buffers_of(self.reader))
+            assert self.reader.num_bytes == held + sum(memory.num_bytes for memory in memories_of(self.reader))
 
     def _read_step(self, layer_idx: int, new: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
         with torch.no_grad():
@@ -136,6 +204,26 @@ class Bench:
         return number
 
 
+def first_of(window: int | None, start: int) -> int:
+    """The first column that a token at `start` sees: itself, and `window - 1` before it."""
+    return 0 if window is None else max(0, start + 1 - window)
+
+
+def readers_of(reader: Any) -> list[Any]:
+    """The readers that share the layers, or the one that there is."""
+    return list(getattr(reader, "_readers", [reader]))
+
+
+def buffers_of(reader: Any) -> list[torch.Tensor]:
+    """All tensors that hold copies of columns."""
+    held = [held for one in readers_of(reader) for layer in one._buffers.values() for held in layer.values()]
+    return [getattr(buffer, "states", buffer) for buffer in held]
+
+
+def memories_of(reader: Any) -> list[Any]:
+    return [one._memory for one in readers_of(reader) if hasattr(one, "_memory")]
+
+
 def row_of(num_tokens: int, pad: int = 0, root: bytes = b"root", first: int = 0) -> NaiveRow:
     return NaiveRow(root, pad, tuple(range(first, first + num_tokens)))
 
@@ -143,11 +231,41 @@ def row_of(num_tokens: int, pad: int = 0, root: bytes = b"root", first: int = 0)
 # Random sequences
 
 
-@READERS
+SOME_WINDOWS = (2, 3, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 1, 100)
+
+
+def some_windows(chance: random.Random) -> tuple[dict[int, int], tuple[int, ...]]:
+    """Windows, and the layers: in some a window, or two that differ; or in all."""
+    first, second = chance.choice(SOME_WINDOWS), chance.choice((1, *SOME_WINDOWS))
+    return chance.choice(
+        [
+            ({1: first}, (0, 1)),
+            ({1: first, 2: second}, (0, 1, 2)),
+            ({0: first, 2: first}, (0, 1, 2)),
+            ({0: first, 1: first}, (0, 1)),
+            ({0: first, 1: second}, (0, 1)),
+        ]
+    )
+
+
+@BOTH
 @pytest.mark.parametrize("seed", range(12))
 def test_a_forward_reads_what_its_rows_hold_whatever_came_before_it(make_reader: Any, seed: int) -> None:
-    chance = random.Random(seed)
     bench = Bench(make_reader, seed, in_parts=seed % 3 == 0, in_steps=seed % 3 == 1)
+    play_random_events(bench, random.Random(seed))
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(36))
+def test_a_layer_with_a_window_reads_the_window_whatever_came_before_it(make_reader: Any, seed: int) -> None:
+    chance = random.Random(seed)
+    windows, layers = some_windows(chance)
+    bench = Bench(make_reader, seed, in_parts=seed % 3 == 0, in_steps=seed % 3 == 1, windows=windows, layers=layers)
+    play_random_events(bench, chance)
+
+
+def play_random_events(bench: Bench, chance: random.Random) -> None:
+    """60 of what happens to rows, in any order."""
 
     def new_rows() -> list[NaiveRow]:
         """Rows of one number of columns, often going on like the rows before."""
@@ -174,11 +292,18 @@ def test_a_forward_reads_what_its_rows_hold_whatever_came_before_it(make_reader:
     bench.start(new_rows())
     bench.forward(0)
     for _ in range(60):
-        event = chance.choice(["again", "extend", "extend", "extend", "reorder", "expand", "crop", "drop", "fault"])
+        events = ["again", "steps", "extend", "extend", "extend", "reorder", "expand", "crop", "drop", "fault"]
+        event = chance.choice([*events, "type", "without"])
+        if event not in ("extend", "steps"):  # the pool catches up first
+            bench.held_from = None
         if event == "again" or len(bench.rows[0].tokens) > 50:
             start_again()
+        elif event == "steps":
+            for _ in range(chance.randint(1, 2 * BLOCK_SIZE)):
+                bench.extend([[chance.randint(0, 1)] for _ in bench.rows])
+                bench.forward(bench.num_columns)
         elif event == "extend":
-            num_new = chance.choice([1, 1, 1, 3])
+            num_new = chance.choice([1, 1, 3, 2 * BLOCK_SIZE + 3])
             bench.extend([[chance.randint(0, 1) for _ in range(num_new)] for _ in bench.rows])
             more_known = chance.choice([0, 0, num_new - 1])  # a later chunk of a prompt may be known, too
             bench.forward(bench.num_columns + more_known)
@@ -196,7 +321,8 @@ def test_a_forward_reads_what_its_rows_hold_whatever_came_before_it(make_reader:
                 else 0
                 for old, new in pairs
             )
-            bench.reader.reorder_rows(sources, chance.choice([0, shared]))
+            index = chance.choice([None, torch.tensor(sources)])
+            bench.reader.reorder_rows(sources, chance.choice([0, shared]), index)
             bench.rows = [bench.rows[source] for source in sources]
         elif event == "expand" and len(bench.rows) < 4:
             number = chance.randint(len(bench.rows), 5)
@@ -211,16 +337,22 @@ def test_a_forward_reads_what_its_rows_hold_whatever_came_before_it(make_reader:
             bench.num_columns = num_columns
         elif event == "drop":
             bench.reader.drop()
-        elif event == "fault":  # a forward of which only the first layer ran is taken back
+        elif event == "type":
+            bench.dtype = chance.choice([torch.float32, torch.bfloat16])
+        elif event == "without":
+            bench.extend([[chance.randint(0, 1)] for _ in bench.rows])
+            bench.forward(bench.num_columns, without=chance.sample(bench.layers, 2))
+            start_again()  # what ran without copies does so to the end of its rows
+        elif event == "fault":  # a forward of which only some layers ran is taken back
             before, columns = bench.rows, bench.num_columns
             bench.extend([[chance.randint(0, 1)] for _ in bench.rows])
-            bench.forward(columns, layers=[0])
+            bench.forward(columns, layers=[chance.choice(bench.layers)])
             bench.reader.drop()
             bench.rows, bench.num_columns = before, columns
     assert (bench.num_steps > 0) == bench.in_steps
 
 
-@READERS
+@BOTH
 @pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize("max_rows", [3, 5])
 def test_steps_of_rows_that_only_go_on_are_read_in_fewer_lines(make_reader: Any, num_rows: int, max_rows: int) -> None:
@@ -235,7 +367,7 @@ def test_steps_of_rows_that_only_go_on_are_read_in_fewer_lines(make_reader: Any,
 
 @pytest.mark.parametrize("name", ["key", "value"])
 def test_a_step_in_another_type_is_left_to_read(name: str) -> None:
-    bench = Bench(ContiguousReader)
+    bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)])
     bench.forward(0)
     bench.extend([[1]])
@@ -251,7 +383,7 @@ def test_a_step_in_another_type_is_left_to_read(name: str) -> None:
 
 
 def test_a_contiguous_reader_gathers_nothing_while_rows_go_on() -> None:
-    bench = Bench(ContiguousReader)
+    bench = Bench(CONTIGUOUS)
     bench.start([row_of(9), row_of(7, pad=2, first=50)])
     bench.forward(0)
     for token in range(5):
@@ -269,7 +401,7 @@ def test_a_contiguous_reader_gathers_nothing_while_rows_go_on() -> None:
 def test_a_contiguous_reader_gathers_of_the_next_row_only_what_it_has_not_in_common_with_the_last(
     common: int, pad: int
 ) -> None:
-    bench = Bench(ContiguousReader)
+    bench = Bench(CONTIGUOUS)
     bench.start([row_of(9, pad)])
     bench.forward(0)
     bench.reader.keep(bench.layouts(bench.rows))
@@ -279,7 +411,7 @@ def test_a_contiguous_reader_gathers_of_the_next_row_only_what_it_has_not_in_com
 
 
 def test_a_contiguous_reader_keeps_nothing_of_rows_that_ran_before_the_last() -> None:
-    bench = Bench(ContiguousReader)
+    bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)])
     bench.forward(0)
     bench.reader.keep(bench.layouts(bench.rows))
@@ -292,7 +424,7 @@ def test_a_contiguous_reader_keeps_nothing_of_rows_that_ran_before_the_last() ->
 
 @pytest.mark.parametrize("other", [row_of(12, root=b"other"), row_of(11, pad=1)], ids=["root", "padding"])
 def test_a_contiguous_reader_keeps_nothing_for_a_row_of_another_root_or_padding(other: NaiveRow) -> None:
-    bench = Bench(ContiguousReader)
+    bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)])
     bench.forward(0)
     bench.reader.keep(bench.layouts(bench.rows))
@@ -302,7 +434,7 @@ def test_a_contiguous_reader_keeps_nothing_for_a_row_of_another_root_or_padding(
 
 
 def test_a_contiguous_reader_keeps_only_the_tokens_it_was_told() -> None:
-    bench = Bench(ContiguousReader)
+    bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)])
     bench.forward(0)
     bench.reader.keep(bench.layouts([row_of(4)]))
@@ -314,7 +446,7 @@ def test_a_contiguous_reader_keeps_only_the_tokens_it_was_told() -> None:
 @pytest.mark.parametrize("when", ["before keep", "after keep"])
 def test_a_contiguous_reader_keeps_nothing_that_was_dropped(when: str) -> None:
     """Rows that were rolled back or chosen among live on in the pool alone."""
-    bench = Bench(ContiguousReader)
+    bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)])
     bench.forward(0)
     if when == "before keep":
@@ -328,7 +460,7 @@ def test_a_contiguous_reader_keeps_nothing_that_was_dropped(when: str) -> None:
 
 
 def test_a_contiguous_reader_keeps_no_columns_that_were_taken_back() -> None:
-    bench = Bench(ContiguousReader)
+    bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)])
     bench.forward(0)
     bench.reader.crop(4)
@@ -341,7 +473,7 @@ def test_a_contiguous_reader_keeps_no_columns_that_were_taken_back() -> None:
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_a_reader_that_never_saw_its_rows_begin_gathers_them(num_rows: int) -> None:
     """A copied cache takes over rows in the middle of their life."""
-    for make_reader in (ContiguousReader, GatherReader):
+    for make_reader in (CONTIGUOUS, GATHER):
         bench = Bench(make_reader)
         bench.rows = [row_of(9, first=10 * i) for i in range(num_rows)]
         bench.forward(8)
@@ -349,7 +481,7 @@ def test_a_reader_that_never_saw_its_rows_begin_gathers_them(num_rows: int) -> N
 
 def test_a_contiguous_reader_that_was_dropped_can_take_more_rows_than_it_had() -> None:
     """Rows multiplied by `batch_repeat_interleave`."""
-    bench = Bench(ContiguousReader)
+    bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)])
     bench.forward(0)
     bench.reader.drop()
@@ -360,7 +492,7 @@ def test_a_contiguous_reader_that_was_dropped_can_take_more_rows_than_it_had() -
 
 def test_a_contiguous_reader_that_was_dropped_is_gathered_again_for_rows_that_part() -> None:
     """A later chunk of equal rows was rolled back, and then the rows part."""
-    bench = Bench(ContiguousReader)
+    bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)])
     bench.forward(0)
     bench.extend([[1, 2, 3]])
@@ -373,7 +505,7 @@ def test_a_contiguous_reader_that_was_dropped_is_gathered_again_for_rows_that_pa
 
 
 def test_a_contiguous_reader_gathers_once_for_all_layers_what_a_column_lacks_and_never_again() -> None:
-    bench = Bench(ContiguousReader)
+    bench = Bench(CONTIGUOUS)
     bench.start([row_of(9), row_of(9, first=50)])
     bench.forward(8)
     assert sorted(bench.gathers) == [(0, 8), (0, 8), (1, 8), (1, 8)]
@@ -386,7 +518,7 @@ def test_a_contiguous_reader_gathers_once_for_all_layers_what_a_column_lacks_and
 @pytest.mark.parametrize("end", ["pause", "drop"])
 def test_a_gathering_reader_gives_the_memory_of_its_copies_back(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_paged_cache.kv.recycled_memory._MIN_RECYCLED_BYTES", 1)
-    bench = Bench(GatherReader)
+    bench = Bench(GATHER)
     bench.start([row_of(9)])
     with torch.no_grad():
         bench.forward(8)
@@ -396,7 +528,7 @@ def test_a_gathering_reader_gives_the_memory_of_its_copies_back(end: str, monkey
 
 
 def test_a_gathering_reader_keeps_no_bytes_and_a_contiguous_reader_says_how_many_it_holds() -> None:
-    for make_reader, holds in ((GatherReader, False), (ContiguousReader, True)):
+    for make_reader, holds in ((GATHER, False), (CONTIGUOUS, True)):
         bench = Bench(make_reader)
         bench.start([row_of(9)])
         assert bench.reader.num_bytes == 0
@@ -407,7 +539,7 @@ def test_a_gathering_reader_keeps_no_bytes_and_a_contiguous_reader_says_how_many
 
 
 def test_a_contiguous_reader_that_knows_how_far_its_rows_go_is_made_no_larger_and_does_not_move() -> None:
-    bench = Bench(ContiguousReader)
+    bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)], max_rows=1, max_columns=12)
     bench.forward(0)
     expected = len(LAYERS) * HEADS * sum(SIZES.values()) * 12 * 4
@@ -421,7 +553,7 @@ def test_a_contiguous_reader_that_knows_how_far_its_rows_go_is_made_no_larger_an
 
 
 def test_a_contiguous_reader_far_larger_than_what_comes_is_given_up() -> None:
-    bench = Bench(ContiguousReader)
+    bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)], max_rows=300, max_columns=100)
     bench.forward(0)
     large = bench.reader.num_bytes
@@ -438,7 +570,7 @@ def attended(bench: Bench, new: dict[str, torch.Tensor], start: int) -> dict[str
     return GradientPath().join(0, new, bench.reader.read(0, new), start)
 
 
-@READERS
+@BOTH
 @pytest.mark.parametrize("start", [0, 5])
 def test_gradients_flow_to_the_new_states_and_the_past_is_constant(make_reader: Any, start: int) -> None:
     bench = Bench(make_reader)
@@ -456,7 +588,7 @@ def test_gradients_flow_to_the_new_states_and_the_past_is_constant(make_reader: 
 
 def test_what_a_contiguous_reader_gave_with_gradients_is_not_changed_by_the_next_forward() -> None:
     """Autograd saved it: an in-place write would make `backward` fail or, worse, wrong."""
-    bench = Bench(ContiguousReader)
+    bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)])
     bench.reader.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), 5, 9)
     new = {name: tensor.requires_grad_() for name, tensor in bench.new_states(0, 5, 9).items()}
@@ -469,7 +601,7 @@ def test_what_a_contiguous_reader_gave_with_gradients_is_not_changed_by_the_next
     assert new["key"].grad.equal(2 * new["key"].detach())
 
 
-@READERS
+@BOTH
 def test_a_later_forward_sends_no_gradient_into_states_that_were_copied_before(make_reader: Any) -> None:
     bench = Bench(make_reader)
     bench.start([row_of(9)])
@@ -483,9 +615,7 @@ def test_a_later_forward_sends_no_gradient_into_states_that_were_copied_before(m
     assert all(tensor.grad is not None for tensor in given[1].values())
 
 
-@pytest.mark.parametrize(
-    ("make_reader", "gradients"), [(ContiguousReader, True), (GatherReader, True), (GatherReader, False)]
-)
+@pytest.mark.parametrize(("make_reader", "gradients"), [(CONTIGUOUS, True), (GATHER, True), (GATHER, False)])
 def test_what_a_first_forward_reads_is_contiguous_as_a_dynamic_cache_leaves_it(
     make_reader: Any, gradients: bool
 ) -> None:
@@ -503,7 +633,7 @@ def test_what_a_first_forward_reads_is_contiguous_as_a_dynamic_cache_leaves_it(
         assert got[name].equal(states)
 
 
-@READERS
+@BOTH
 @pytest.mark.parametrize("gradients", [True, False])
 def test_a_reader_gives_the_type_of_what_is_new_whatever_the_pool_holds(make_reader: Any, gradients: bool) -> None:
     bench = Bench(make_reader)  # its pool is float32
@@ -537,7 +667,7 @@ def test_a_model_whose_type_changes_between_calls_computes_what_it_would_without
     cache.check()
 
 
-@READERS
+@BOTH
 def test_a_reader_works_across_the_border_of_inference_mode(make_reader: Any) -> None:
     bench = Bench(make_reader)
     with torch.inference_mode():
@@ -554,7 +684,7 @@ def test_what_somebody_keeps_of_a_layer_is_not_overwritten_by_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("hf_paged_cache.kv.recycled_memory._MIN_RECYCLED_BYTES", 1)  # small memory, too
-    bench = Bench(GatherReader)
+    bench = Bench(GATHER)
     bench.start([row_of(40)])
     bench.forward(0)
     bench.reader.start_forward(lambda: bench.layouts(bench.rows), 1, 39, 40)
