@@ -23,7 +23,7 @@ from .call.call import Call, CallState
 from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
 from .integration.hooks import attach, detach
-from .integration.layers import PagedLayer, paged_layer
+from .integration.layers import PagedIndexedLayer, PagedLayer
 from .integration.ranks import Ranks
 from .integration.session import Session
 from .integration.shared_prefix import SharedPrefixes
@@ -133,7 +133,7 @@ class PagedPrefixCache(Cache):
         self.generating, self.before_forward = session.generating, session.before_forward  # what the hooks ask
         self.after_forward, self.read_layer = session.after_forward, self.call.read_layer
         layers: list[Any] = [
-            layer if holds_nothing(layer) else paged_layer(self, index, is_indexed=has_index(layer))
+            layer if holds_nothing(layer) else (PagedIndexedLayer if has_index(layer) else PagedLayer)(self, index)
             for index, layer in enumerate(cache_layers(self.store.model))
         ]
         super().__init__(layers=layers)
@@ -193,6 +193,14 @@ class PagedPrefixCache(Cache):
         if layer_idx and not self.store.blocks.pool.has_layer(layer_idx):
             return 0
         return self.call.num_columns
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Whether attention sees a window, for each layer; masks are made by it in every forward."""
+        if self._own_layers.layers is not None:
+            return [layer.is_sliding for layer in self._own_layers.layers]
+        of_layer = self.windows.of_layer
+        return [layer_idx in of_layer for layer_idx in range(len(self.layers))]
 
     @property
     def is_initialized(self) -> bool:

@@ -88,14 +88,13 @@ class WindowReader(Reader):
         stop: int,
         transfer: Transfer | None = None,
     ) -> None:
-        has_more_rows = num_rows > self._num_rows
         self._num_rows, self._start, self._stop, self._layouts = num_rows, start, stop, rows
         if self._gathering is not None:
             self._gathering.start_forward(rows, num_rows, start, stop, transfer)
             return
         first, base = first_column(self._window, start), self._base
         self._missing = None
-        if self._valid < start or base > first or has_more_rows:  # rows taken over, multiplied or cut
+        if self._valid < start or base > first:  # rows new here, or cut
             base = first
             if start:
                 self._missing = read_source(rows(), first, start, self._pool.block_size, transfer)

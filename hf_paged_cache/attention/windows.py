@@ -9,7 +9,7 @@ from collections.abc import Mapping
 class Windows:
     """Layer index -> its window, in tokens: a query sees itself and the `window - 1` columns before it.
 
-    Shared by a cache's layers and its reader; `of_layer` is replaced only before rows begin.
+    Shared by a cache's layers and its reader; they change only before rows begin.
 
     Example:
         >>> windows = Windows({1: 8})
@@ -19,6 +19,12 @@ class Windows:
 
     def __init__(self, of_layer: Mapping[int, int]) -> None:
         self.of_layer = of_layer
+        self._may_change = bool(of_layer)
+
+    def follow(self, of_layer: Mapping[int, int]) -> None:
+        """Rows begin, and these are the windows by then. Without any at first, all columns go on being read: the mask hides more."""
+        if self._may_change:
+            self.of_layer = of_layer
 
     def first_column(self, layer_idx: int, start: int) -> int:
         """The first column that the layer reads in a forward from column `start` on."""

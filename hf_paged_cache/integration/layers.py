@@ -29,7 +29,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
 
     is_compileable = False
     is_croppable = True
-    is_sliding = False
     supports_early_init = False
 
     def __init__(self, cache: LayeredCache, layer_idx: int) -> None:
@@ -50,14 +49,19 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         return self._cache.holds_layer(self._layer_idx)
 
     @property
+    def is_sliding(self) -> bool:
+        """Whether attention sees a window here, as the model's config said when the rows began."""
+        return self._layer_idx in self._cache.windows.of_layer
+
+    @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """The rows' keys, [R, H, columns, D]: a copy. None without rows."""
-        return self._cache.read_layer(self._layer_idx).get("key")
+        """The rows' keys, [R, H, columns, D], as far back as the next token sees: a copy. None without rows."""
+        return self._seen("key")
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        """The rows' values, [R, H, columns, D]: a copy. None without rows."""
-        return self._cache.read_layer(self._layer_idx).get("value")
+        """The rows' values, [R, H, columns, D], as far back as the next token sees: a copy. None without rows."""
+        return self._seen("value")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: the pool takes its shapes from the first write."""
@@ -72,15 +76,18 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns that attention reads, and the first of them."""
-        return self._cache.get_seq_length() + query_length, 0
+        cache = self._cache
+        num_columns = cache.get_seq_length()
+        first = cache.windows.first_column(self._layer_idx, num_columns)
+        return num_columns - first + query_length, first
 
     def get_seq_length(self) -> int:
         """Columns of the rows, padding included; 0 where the layer holds none, unless it is the first."""
         return self._cache.get_seq_length(self._layer_idx)
 
     def get_max_length(self) -> int:
-        """-1: there is no maximum but the pool's."""
-        return -1
+        """The window, as `DynamicSlidingWindowLayer` says; else -1: there is no maximum but the pool's."""
+        return self._cache.windows.of_layer.get(self._layer_idx, -1)
 
     def offload(self) -> None:
         """Nothing: the pool stays where it is."""
@@ -96,51 +103,20 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         """Refused: rows are reordered in all layers at once."""
         raise CacheArgumentError("reorder the cache, not a layer: rows are the same in all layers")
 
+    def _seen(self, name: str) -> Tensor | None:
+        """The columns of a tensor that the next token sees; as for `DynamicSlidingWindowLayer`, all others are left out."""
+        cache = self._cache
+        states = cache.read_layer(self._layer_idx).get(name)
+        if states is None:
+            return None
+        return states[:, :, cache.windows.first_column(self._layer_idx, states.shape[2]) :]
+
     def _write(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
         """Store new states and return those of all columns."""
         if torch.compiler.is_compiling():
             written: dict[str, Tensor] = _write_outside_graphs(self._cache, self._layer_idx, states)
             return written
         return self._cache.write_layer(self._layer_idx, states)
-
-
-class PagedWindowLayer(PagedLayer):  # type: ignore[no-untyped-call]
-    """A layer whose attention sees a window: it hands over what `DynamicSlidingWindowLayer` does. The pool holds all tokens."""
-
-    @property
-    def _window(self) -> int | None:
-        return self._cache.windows.of_layer.get(self._layer_idx)
-
-    @property
-    def is_sliding(self) -> bool:  # type: ignore[override]
-        """Whether there is a window; the config may have lost it since the cache was built."""
-        return self._window is not None
-
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """The keys that the next token sees of the rows, [R, H, columns, D]: a copy. None without rows."""
-        return self._seen(super().keys)
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        """The values that the next token sees of the rows, [R, H, columns, D]: a copy. None without rows."""
-        return self._seen(super().values)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns that attention reads, and the first of them."""
-        num_columns = self._cache.get_seq_length()
-        first = self._cache.windows.first_column(self._layer_idx, num_columns)
-        return num_columns - first + query_length, first
-
-    def get_max_length(self) -> int:
-        """The window: more columns are not handed over to a token."""
-        window = self._window
-        return super().get_max_length() if window is None else window
-
-    def _seen(self, states: Tensor | None) -> Tensor | None:
-        if states is None:
-            return None
-        return states[:, :, self._cache.windows.first_column(self._layer_idx, states.shape[2]) :]
 
 
 class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
@@ -161,10 +137,3 @@ class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
 def _write_outside_graphs(cache: LayeredCache, layer_idx: int, states: dict[str, Tensor]) -> dict[str, Tensor]:
     """What a compiled forward calls: blocks and locks are nothing to trace. Decorated, it would cost every other one."""
     return cache.write_layer(layer_idx, states)
-
-
-def paged_layer(cache: LayeredCache, layer_idx: int, *, is_indexed: bool) -> PagedLayer:
-    """The layer of this index, which may hold index keys, or have a window."""
-    if layer_idx in cache.windows.of_layer:
-        return PagedWindowLayer(cache, layer_idx)
-    return (PagedIndexedLayer if is_indexed else PagedLayer)(cache, layer_idx)

@@ -187,7 +187,7 @@ class Session:
             self._read_conditions()
         before = call.rows.num_columns
         if not before:
-            self._windows.of_layer = self._conditioning.windows()
+            self._windows.follow(self._conditioning.windows())
         previous = [(row.root, row.table.num_tokens) for row in call.previous.distinct]
         known, self._inputs = self._inputs, None
         request = self._reader.read(

@@ -203,7 +203,7 @@ def _settings(config: Any) -> list[tuple[str, object]]:
     """Numbers, flags, strings and lists of a model's config, and of the text config inside it, that forwards may read."""
     text = config.get_text_config(decoder=True)
     return [
-        (name, value)
+        (name, tuple(value) if isinstance(value, list) else value)  # a list may be written into
         for part in ((config,) if text is config else (config, text))
         for name, value in part.__dict__.items()
         if isinstance(value, bool | int | float | str | list | tuple) and not name.startswith(_NO_CONDITION)

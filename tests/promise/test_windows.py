@@ -1,0 +1,274 @@
+"""Layers whose attention sees a window hand over what `DynamicCache` does there, whatever the call and wherever the window ends."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_paged_cache import PagedPrefixCache, PrefixStore
+
+from ..internals import zero_blocks
+from ..reference import PROMPT, TOLERANCE, assert_same, batch, is_same, row, run
+from ..tiny_models import WINDOW, build, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODELS = ("mistral", "gemma3")  # each layer has a window, or every other
+WAYS = pytest.mark.parametrize("attention", ["contiguous", "gather"])
+NAMES = pytest.mark.parametrize("name", MODELS)
+IDS = torch.tensor([row((1, 150))])
+
+
+def forward(model: PreTrainedModel, cache: Any, start: int, stop: int) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS[:, start:stop], past_key_values=cache).logits  # type: ignore[no-any-return]
+
+
+def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert got.shape == wanted.shape
+    assert float((got - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
+
+
+# What transformers sees of a layer.
+
+
+@WAYS
+@NAMES
+@pytest.mark.parametrize(
+    "stops",
+    [
+        (WINDOW - 2, WINDOW - 1, WINDOW, WINDOW + 1),
+        (WINDOW - 1, WINDOW + 5),
+        (WINDOW,),
+        (WINDOW + 1, WINDOW + 2),
+        (3 * WINDOW, 3 * WINDOW + 1, 5 * WINDOW),
+        (1, 2, 2 * WINDOW + 1),
+    ],
+)
+def test_a_layer_is_to_transformers_what_that_of_a_dynamic_cache_is(
+    stops: tuple[int, ...], name: str, attention: str
+) -> None:
+    model = tiny(name)
+    ours, theirs = PagedPrefixCache(model, attention=attention), DynamicCache(config=model.config)
+    assert ours.is_sliding == theirs.is_sliding
+    assert [layer.get_max_length() for layer in ours.layers] == [layer.get_max_length() for layer in theirs.layers]
+    for start, stop in zip((0, *stops), stops, strict=False):
+        for query_length in (1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW):
+            for index, layer in enumerate(theirs.layers):
+                assert ours.get_mask_sizes(query_length, index) == layer.get_mask_sizes(query_length), (start, index)
+        assert_close(forward(model, ours, start, stop), forward(model, theirs, start, stop))
+        for mine, layer in zip(ours.layers, theirs.layers, strict=True):
+            assert mine.get_seq_length() == layer.get_seq_length() == stop
+            for got, wanted in ((mine.keys, layer.keys), (mine.values, layer.values)):
+                assert_close(got, wanted)
+
+
+@WAYS
+@NAMES
+def test_what_a_layer_hands_over_is_what_a_dynamic_cache_does(
+    name: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many columns in every forward, so attention costs no more; a prompt that fills more than the window among them."""
+    model = tiny(name)
+    shapes: dict[type, list[torch.Size]] = {}
+    for kind in (PagedPrefixCache, DynamicCache):
+
+        def noted(self: Any, *args: Any, _update: Any = kind.update, _kind: type = kind, **kwargs: Any) -> Any:
+            read = _update(self, *args, **kwargs)
+            shapes.setdefault(_kind, []).append(read[0].shape)
+            return read
+
+        monkeypatch.setattr(kind, "update", noted)
+    ours, theirs = PagedPrefixCache(model, attention=attention), DynamicCache(config=model.config)
+    for cache in (ours, theirs):
+        for tokens in (PROMPT[:WINDOW], PROMPT, [*PROMPT, *PROMPT]):
+            cache.reset() if cache is ours else None
+            held = DynamicCache(config=model.config) if cache is theirs else ours
+            model.generate(**batch(tokens), past_key_values=held, max_new_tokens=20, do_sample=False, use_cache=True)
+            if cache is ours:
+                cache.reset_prefix_cache()
+    assert shapes[PagedPrefixCache] == shapes[DynamicCache]
+
+
+# A config that changes between calls.
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "a shorter window": lambda config: setattr(config, "sliding_window", 8),
+    "a longer window": lambda config: setattr(config, "sliding_window", 40),
+    "no window": lambda config: setattr(config, "sliding_window", None),
+    "other layers": lambda config: setattr(
+        config, "layer_types", ["full_attention", "sliding_attention", "sliding_attention"]
+    ),
+    "another layer, in the same list": lambda config: config.layer_types.__setitem__(0, "full_attention"),
+}
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *((name, change) for name in MODELS for change in ("a shorter window", "a longer window")),
+        ("mistral", "no window"),
+        ("gemma3", "other layers"),
+        ("gemma3", "another layer, in the same list"),
+    ],
+)
+def test_a_config_that_changes_between_calls_is_followed(name: str, change: str, attention: str) -> None:
+    model = build(name)
+    if name == "gemma3":
+        model.config.layer_types = [*model.config.layer_types]  # not the list that all models are built with
+    cache = PagedPrefixCache(model, attention=attention)
+    for number, tokens in enumerate((PROMPT, [*PROMPT[:40], *row((5, 30))])):
+        if number:
+            CHANGES[change](model.config)
+        for _ in range(2):
+            wanted = run(model, **batch(tokens), max_new_tokens=30)
+            assert_same(wanted, run(model, cache, **batch(tokens), max_new_tokens=30))
+    assert cache.last_call.reused_tokens == 69
+    assert cache.is_sliding == DynamicCache(config=model.config).is_sliding
+    zero_blocks(cache)
+    assert not is_same(wanted, run(model, cache, **batch(tokens), max_new_tokens=30))
+
+
+@WAYS
+def test_a_window_that_a_config_gets_later_is_in_the_mask(attention: str) -> None:
+    model = build("mistral", sliding_window=None)
+    cache = PagedPrefixCache(model, attention=attention)
+    without = run(model, cache, **batch(PROMPT))
+    model.config.sliding_window = 8
+    wanted = run(model, **batch(PROMPT), max_new_tokens=30)
+    assert not is_same(run(model, **batch(PROMPT)), without)
+    for _ in range(2):
+        assert_same(wanted, run(model, cache, **batch(PROMPT), max_new_tokens=30))
+
+
+# Rows that are cut, copied, multiplied.
+
+
+@WAYS
+@NAMES
+@pytest.mark.parametrize("num_taken", [1, 15, 16, 17, WINDOW, WINDOW + 17, 3 * WINDOW])
+def test_columns_are_taken_back_however_many(num_taken: int, name: str, attention: str) -> None:
+    """`DynamicCache` takes back a window's columns only while they are recorded; here it is always computed anew."""
+    model, cache = tiny(name), PagedPrefixCache(tiny(name), attention=attention)
+    for stop in (2 * WINDOW, 4 * WINDOW, *range(4 * WINDOW + 1, 5 * WINDOW)):
+        forward(model, cache, cache.get_seq_length(), stop)
+    kept = cache.get_seq_length() - num_taken
+    cache.crop(-num_taken)
+    reference = DynamicCache(config=model.config)
+    forward(model, reference, 0, kept)
+    for mine, layer in zip(cache.layers, reference.layers, strict=True):
+        assert_close(mine.keys, layer.keys)
+    for stop in (kept + 1, kept + 2, kept + 20):
+        start = cache.get_seq_length()
+        assert_close(forward(model, cache, start, stop), forward(model, reference, start, stop))
+    cache.check()
+
+
+@WAYS
+@NAMES
+@pytest.mark.parametrize("stop", [10, WINDOW - 1, WINDOW, 3 * WINDOW + 3])
+def test_a_copy_goes_on_where_its_original_stands(stop: int, name: str, attention: str) -> None:
+    model, ours = tiny(name), PagedPrefixCache(tiny(name), attention=attention)
+    theirs = DynamicCache(config=model.config)
+    for cache in (ours, theirs):
+        forward(model, cache, 0, stop)
+    copies = copy.deepcopy(ours), copy.deepcopy(theirs)
+    for pair in ((ours, theirs), copies):
+        for start in range(stop, stop + 20):
+            assert_close(*(forward(model, cache, start, start + 1) for cache in pair))
+    assert_close(*(forward(model, cache, stop + 20, stop + 60) for cache in copies))
+
+
+@WAYS
+@NAMES
+def test_rows_are_multiplied_and_chosen_as_those_of_a_dynamic_cache(name: str, attention: str) -> None:
+    model, ours = tiny(name), PagedPrefixCache(tiny(name), attention=attention)
+    theirs = DynamicCache(config=model.config)
+    ids = torch.tensor([row((seed, 80)) for seed in (1, 2)])
+
+    def both(start: int, stop: int, rows: list[int]) -> None:
+        with torch.no_grad():
+            assert_close(*(model(ids[rows, start:stop], past_key_values=cache).logits for cache in (ours, theirs)))
+
+    both(0, 30, [0, 1])
+    rows = [0, 0, 0, 1, 1, 1]
+    for cache in (ours, theirs):
+        cache.batch_repeat_interleave(3)
+    for start in range(30, 50):
+        both(start, start + 1, rows)
+    for cache in (ours, theirs):
+        cache.batch_select_indices(torch.tensor([4, 0]))
+    both(50, 51, [1, 0])
+    for cache in (ours, theirs):
+        cache.reorder_cache(torch.tensor([1, 0]))
+    both(51, 79, [0, 1])
+    both(79, 80, [0, 1])
+
+
+# What else a call may be.
+
+
+@WAYS
+@NAMES
+def test_a_wrong_block_of_a_window_is_found_out(name: str, attention: str) -> None:
+    """`verify` computes a block in a forward of its own, whose windows end elsewhere."""
+    model = build(name)
+    cache = PagedPrefixCache(model, attention=attention, verify=True)
+    wanted = run(model, **batch([*PROMPT, *PROMPT]), max_new_tokens=2)
+    for _ in range(8):
+        assert_same(wanted, run(model, cache, **batch([*PROMPT, *PROMPT]), max_new_tokens=2))
+    assert cache.last_call.reused_tokens
+    zero_blocks(cache)
+    assert_same(wanted, run(model, cache, **batch([*PROMPT, *PROMPT]), max_new_tokens=2))
+    assert cache.last_call.reused_tokens == 0
+
+
+@WAYS
+@NAMES
+@pytest.mark.parametrize("columns", [20, WINDOW, WINDOW + 1, 60])
+def test_rows_leave_a_full_pool_with_all_that_their_windows_show(columns: int, name: str, attention: str) -> None:
+    model = tiny(name)
+    ours = PagedPrefixCache(model, num_blocks=6, on_full="bypass", attention=attention)
+    theirs = DynamicCache(config=model.config)
+    for cache in (ours, theirs):
+        for start in range(0, columns, 10):
+            forward(model, cache, start, min(start + 10, columns))
+    for start, stop in ((columns, columns + 1), (columns + 1, 100), (100, 101), (101, 140)):
+        assert_close(forward(model, ours, start, stop), forward(model, theirs, start, stop))
+    assert ours.stats().num_bypassed_calls == 1
+
+
+@WAYS
+@NAMES
+def test_scores_are_those_of_whole_sequences(name: str, attention: str) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model, attention=attention)
+    context, continuations = PROMPT, [row((7, 40)), row((8, 3)), row((7, 20), (9, 30))]
+    for _ in range(2):
+        for continuation, score in zip(continuations, cache.score(context, continuations), strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([[*context, *continuation]])).logits[0]
+            told = logits.log_softmax(-1)[len(context) - 1 : -1].gather(1, torch.tensor(continuation)[:, None]).sum()
+            assert abs(float(told) - score.total) <= 1e-4 * abs(float(told))
+
+
+@WAYS
+@NAMES
+def test_a_long_generation_in_small_blocks_is_that_of_a_dynamic_cache(name: str, attention: str) -> None:
+    """Every step's window begins elsewhere in a block, in rows of different padding."""
+    model = tiny(name)
+    for block_size in (1, 7):
+        cache = PagedPrefixCache(PrefixStore(model, block_size=block_size), attention=attention)
+        rows = batch(row((1, 40)), row((2, 27)))
+        wanted = run(model, **rows, max_new_tokens=70)
+        assert_same(wanted, run(model, cache, **rows, max_new_tokens=70))
+        going_on = batch([*wanted.sequences[0].tolist(), 5, 6])
+        assert_same(run(model, **going_on), run(model, cache, **going_on))
+        assert cache.last_call.reused_tokens >= 110 - 16
