@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -38,18 +38,24 @@ WRITE_OUTSIDE_GRAPHS = "_write_outside_graphs"
 # What is held.
 
 
-def held_tensors(cache_or_store: PagedPrefixCache | PrefixStore) -> Iterator[Tensor]:
-    """The tensors of the pool: of each layer its keys and its values."""
-    for layer in _blocks(cache_or_store).pool._tensors.values():
-        yield from layer.values()
+def held_tensors(
+    cache_or_store: PagedPrefixCache | PrefixStore, layers: Collection[int] | None = None
+) -> Iterator[Tensor]:
+    """The tensors of the pool: of each layer, or of some, its keys and its values."""
+    for layer_idx, layer in _blocks(cache_or_store).pool._tensors.items():
+        if layers is None or layer_idx in layers:
+            yield from layer.values()
 
 
-def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
+def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore, layers: Collection[int] | None = None) -> None:
     """Put zeros in place of all keys and values held, and drop the views: whatever is reused from here on is zeros.
 
     What is computed from here on is stored and read as always, so a call that reuses nothing stays right.
+
+    Args:
+        layers: in these alone.
     """
-    for tensor in held_tensors(cache_or_store):
+    for tensor in held_tensors(cache_or_store, layers):
         tensor.zero_()
     for call in _blocks(cache_or_store).holders():
         call.reader.drop()

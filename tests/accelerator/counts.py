@@ -17,6 +17,7 @@ from transformers.generation.utils import DeferredStopCheck
 
 from hf_paged_cache import PagedPrefixCache
 from tests.conftest import make_tiny_llama
+from tests.tiny_models import build
 
 from .log import Log, recorded
 from .memory import memory
@@ -33,6 +34,16 @@ NUM_STEPS = 20  # so that a block is completed on the way
 
 def model_on(device: str = "sim", dtype: torch.dtype = torch.float32, num_layers: int = 2) -> PreTrainedModel:
     return make_tiny_llama(num_layers).to(dtype=dtype, device=device)
+
+
+def plain_model(dtype: torch.dtype) -> PreTrainedModel:
+    """Two layers that see all columns."""
+    return model_on(dtype=dtype)
+
+
+def windowed_model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Three layers, two of them with a window that ends within the steps."""
+    return build("gemma3").to(dtype=dtype, device="sim")
 
 
 def split_model(dtype: torch.dtype = torch.float32, num_layers: int = 2) -> PreTrainedModel:
@@ -138,10 +149,16 @@ class Counter:
         return PagedPrefixCache(model, attention=self.attention, **sizes)  # type: ignore[arg-type]
 
     def step(
-        self, kind: str, num_rows: int = 1, *, split: bool = False, deferred: bool = False, **arguments: Any
+        self,
+        kind: str,
+        num_rows: int = 1,
+        *,
+        make_model: Callable[[torch.dtype], PreTrainedModel] = plain_model,
+        deferred: bool = False,
+        **arguments: Any,
     ) -> int:
         """Entries of a kind in the usual decode step, which completes no block: in the median one."""
-        model = split_model(self.dtype) if split else model_on(dtype=self.dtype)
+        model = make_model(self.dtype)
         with deferred_stop_check() if deferred else contextlib.nullcontext():
             logs = decode_steps(model, self.cache(model), num_rows, **arguments)
         usual = sorted(logs, key=lambda log: len(log.of(kind)))[len(logs) // 2]
@@ -216,9 +233,14 @@ def _both(what: str, limit: float | Callable[[str, torch.dtype], float], count: 
     return Count(what, limit, count, count)
 
 
-def _launches(attention: str, dtype: torch.dtype) -> float:
+def _launches(make_model: Callable[[torch.dtype], PreTrainedModel]) -> Callable[[str, torch.dtype], float]:
     """As many as with `DynamicCache`; a gather copies each layer's keys and values, which is not bounded here."""
-    return _steps("launch")(Counter(None, dtype)) if attention == "contiguous" else float("inf")
+
+    def limit(attention: str, dtype: torch.dtype) -> float:
+        steps = _steps("launch", make_model=make_model)
+        return steps(Counter(None, dtype)) if attention == "contiguous" else float("inf")
+
+    return limit
 
 
 def _kib(attention: str, dtype: torch.dtype) -> float:
@@ -235,7 +257,11 @@ COUNTS = [
     _both("transfers, decode step, 1 row", 0, _steps("transfer")),
     _both("transfers, decode step, 4 padded rows", 1, _steps("transfer", num_rows=4)),
     _both("transfers, decode step, 4 beams", 1, _steps("transfer", **_BEAMS)),
-    _both("transfers, decode step, 4 beams on two devices", 2, _steps("transfer", split=True, **_BEAMS)),
+    _both("transfers, decode step, 4 beams on two devices", 2, _steps("transfer", make_model=split_model, **_BEAMS)),
+    _both("waits, decode step, windows", 1, _steps("wait", make_model=windowed_model)),
+    _both(
+        "transfers, decode step, 4 padded rows, windows", 1, _steps("transfer", num_rows=4, make_model=windowed_model)
+    ),
     Count(
         "waits, first call of 64 padded rows, beyond DynamicCache's",
         3,
@@ -245,7 +271,12 @@ COUNTS = [
     # transformers looks whether a mask hides anything, where no columns are before it
     Count("waits, verify=True looks at a first block, beyond without", 2, None, lambda counter: counter.verifying(0)),
     Count("waits, verify=True looks at another block, beyond without", 1, None, lambda counter: counter.verifying(1)),
-    _both("launches, decode step, 2 layers, 1 row", _launches, _steps("launch")),
+    _both("launches, decode step, 2 layers, 1 row", _launches(plain_model), _steps("launch")),
+    _both(
+        "launches, decode step, 3 layers, windows",
+        _launches(windowed_model),
+        _steps("launch", make_model=windowed_model),
+    ),
     Count("blocks held after a prompt of 20 tokens, num_blocks=20000", 64, None, Counter.held_blocks),
     Count("peak of growing by half, beyond the new size, x the old", 0.1, None, Counter.growth_peak),
     _both("KiB held by 1 row of 4,000 tokens", _kib, Counter.held_kib),

@@ -18,10 +18,11 @@ from hf_paged_cache import PrefixStore, UnsupportedModelError
 
 from .player import CellError, Measured, Player
 from .scenes import SCENES
+from .windows import WINDOWS, build_with, is_seen_by_zeros, short_window, windowed_layers
 from .zoo import CannotBuildError, build
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from transformers import PreTrainedModel
 
@@ -70,18 +71,18 @@ class TypeResult:
         }
 
 
-def examine(name: str) -> TypeResult:
-    """Play all scenes on a tiny model of this type."""
+def examine(name: str, windows: Sequence[int] = WINDOWS) -> TypeResult:
+    """Play all scenes on a tiny model of this type, and where it has windows one more with each of these lengths."""
     started = time.perf_counter()
     result = TypeResult(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _examine(name, result)
+        _examine(name, result, windows)
     result.seconds = round(time.perf_counter() - started, 2)
     return result
 
 
-def _examine(name: str, result: TypeResult) -> None:
+def _examine(name: str, result: TypeResult, windows: Sequence[int]) -> None:
     if name in NO_SCENES:
         result.outcome, result.reason = "not built", NO_SCENES[name]
         return
@@ -114,21 +115,36 @@ def _examine(name: str, result: TypeResult) -> None:
         if scene_name == "cold" and result.cells[scene_name].startswith("uncovered"):
             result.outcome, result.reason = "not built", result.cells[scene_name]
             return
+    for window in windows if windowed_layers(model.config) else ():
+        shorter = build_with(name, window)
+        measured.references.clear()
+        windowed = windowed_layers(shorter.config) if is_seen_by_zeros(shorter.config, window) else None
+        result.cells[f"window of {window} tokens"] = play(name, shorter, short_window, measured, windowed)
     result.distance, result.own_distance = measured.distance, measured.own_distance
     result.notes = sorted(measured.unreused)
     kinds = [cell.split(":")[0] for cell in result.cells.values()]
     result.outcome = next((kind for kind in DEFECTS if kind in kinds), "identical")
 
 
-def play(name: str, model: PreTrainedModel, scene: Callable[[Player], None], measured: Measured) -> str:
-    """One scene, then again with zeros in place of what each hit reuses; how it went."""
+def play(
+    name: str,
+    model: PreTrainedModel,
+    scene: Callable[[Player], None],
+    measured: Measured,
+    windowed: Mapping[int, int] | None = None,
+) -> str:
+    """One scene, then again with zeros in place of what each hit reuses; how it went.
+
+    Args:
+        windowed: layers with a window; a third time with zeros in these alone.
+    """
     reused: list[int] = []
     try:
-        for zeroed in (False, True):
-            if zeroed and not reused:
-                break
+        torch.manual_seed(0)
+        scene(Player(name, model, measured, reused, zeroed=False))
+        for zeroed_layers in (None, *([windowed] if windowed else [])) if reused else ():
             torch.manual_seed(0)
-            scene(Player(name, model, measured, reused, zeroed=zeroed))
+            scene(Player(name, model, measured, reused, zeroed=True, zeroed_layers=zeroed_layers))
     except CellError as error:
         return f"{error.outcome}: {_one_line(error.detail)}"
     except Exception as error:  # noqa: BLE001 (whatever comes out of a call is a defect to report)

@@ -20,6 +20,8 @@ from ..reference import TOLERANCE, run, zero_blocks
 from .zoo import extra_inputs
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from transformers import PreTrainedModel
 
 BLOCK_SIZE = 8
@@ -63,24 +65,35 @@ class Player:
     Args:
         name: of the type or variant, which may pass more than tokens.
         zeroed: every hit is played with zeros in place of all blocks, and must differ; nothing else is compared.
+        zeroed_layers: those whose blocks are zeroed; None: all.
         reused: tokens that each hit of the true play has reused, in order; filled there, read when zeroed.
     """
 
     def __init__(
-        self, name: str, model: PreTrainedModel, measured: Measured, reused: list[int], *, zeroed: bool
+        self,
+        name: str,
+        model: PreTrainedModel,
+        measured: Measured,
+        reused: list[int],
+        *,
+        zeroed: bool,
+        zeroed_layers: Collection[int] | None = None,
     ) -> None:
         self.name = name
         self.model = model
         self.measured = measured
         self.zeroed = zeroed
+        self.zeroed_layers = zeroed_layers
         self.reused = reused
         self._num_hits = 0
         self._rope_changes = depends_on_length(model)
         self.build()
 
-    def build(self, *, num_blocks: int | None = 256, attention: str = "contiguous") -> None:
+    def build(
+        self, *, num_blocks: int | None = 256, attention: str = "contiguous", block_size: int = BLOCK_SIZE
+    ) -> None:
         """Another store, and a cache on it."""
-        self.store = PrefixStore(self.model, block_size=BLOCK_SIZE, num_blocks=num_blocks)
+        self.store = PrefixStore(self.model, block_size=block_size, num_blocks=num_blocks)
         self.cache = PagedPrefixCache(self.store, attention=attention)
 
     @property
@@ -126,7 +139,7 @@ class Player:
         for name in ("reused", "at_least"):
             arguments.pop(name, None)
         reference = self.reference(**arguments)
-        zero_blocks(self.store)
+        zero_blocks(self.store, self.zeroed_layers)
         output = self._run(arguments)
         if self.reused[self._num_hits - 1]:
             distance = distance_of(reference, output)
