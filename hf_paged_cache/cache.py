@@ -195,14 +195,6 @@ class PagedPrefixCache(Cache):
         return self.call.num_columns
 
     @property
-    def is_sliding(self) -> list[bool]:
-        """Whether attention sees a window, for each layer; masks are made by it in every forward."""
-        if self._own_layers.layers is not None:
-            return [layer.is_sliding for layer in self._own_layers.layers]
-        of_layer = self.windows.of_layer
-        return [layer_idx in of_layer for layer_idx in range(len(self.layers))]
-
-    @property
     def is_initialized(self) -> bool:
         """Whether there are rows."""
         if self._own_layers.has_rows:

@@ -34,6 +34,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
     def __init__(self, cache: LayeredCache, layer_idx: int) -> None:
         self._of = ref(cache)  # weak: a cache that nobody holds is collected at once, without a cycle to be found first
         self._layer_idx = layer_idx
+        self._windows = cache.windows
 
     @property
     def _cache(self) -> LayeredCache:
@@ -51,7 +52,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
     @property
     def is_sliding(self) -> bool:
         """Whether attention sees a window here, as the model's config said when the rows began."""
-        return self._layer_idx in self._cache.windows.of_layer
+        return self._layer_idx in self._windows.of_layer
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -76,9 +77,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns that attention reads, and the first of them."""
-        cache = self._cache
-        num_columns = cache.get_seq_length()
-        first = cache.windows.first_column(self._layer_idx, num_columns)
+        num_columns = self._cache.get_seq_length()
+        first = self._windows.first_column(self._layer_idx, num_columns)
         return num_columns - first + query_length, first
 
     def get_seq_length(self) -> int:
@@ -87,7 +87,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
 
     def get_max_length(self) -> int:
         """The window, as `DynamicSlidingWindowLayer` says; else -1: there is no maximum but the pool's."""
-        return self._cache.windows.of_layer.get(self._layer_idx, -1)
+        return self._windows.of_layer.get(self._layer_idx, -1)
 
     def offload(self) -> None:
         """Nothing: the pool stays where it is."""
@@ -105,11 +105,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
 
     def _seen(self, name: str) -> Tensor | None:
         """The columns of a tensor that the next token sees; as for `DynamicSlidingWindowLayer`, all others are left out."""
-        cache = self._cache
-        states = cache.read_layer(self._layer_idx).get(name)
+        states = self._cache.read_layer(self._layer_idx).get(name)
         if states is None:
             return None
-        return states[:, :, cache.windows.first_column(self._layer_idx, states.shape[2]) :]
+        return states[:, :, self._windows.first_column(self._layer_idx, states.shape[2]) :]
 
     def _write(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
         """Store new states and return those of all columns."""
