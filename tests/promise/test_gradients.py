@@ -81,6 +81,22 @@ def cropped(model: PreTrainedModel, cache: Any) -> torch.Tensor:
     return forward(model, cache, 20, 40)
 
 
+def cropped_behind_constants(model: PreTrainedModel, cache: Any) -> torch.Tensor:
+    with torch.no_grad():
+        forward(model, cache, 0, 20)
+    forward(model, cache, 20, 25)
+    cache.crop(-2)
+    return forward(model, cache, 23, 40)
+
+
+def cropped_to_constants(model: PreTrainedModel, cache: Any) -> torch.Tensor:
+    with torch.no_grad():
+        forward(model, cache, 0, 20)
+    forward(model, cache, 20, 25)
+    cache.crop(-8)
+    return forward(model, cache, 17, 40)
+
+
 def multiplied(model: PreTrainedModel, cache: Any) -> torch.Tensor:
     forward(model, cache, 0, 25)
     cache.batch_repeat_interleave(2)
@@ -100,6 +116,8 @@ SCRIPTS = (
     a_draft_without_gradients_taken_back,
     reordered,
     cropped,
+    cropped_behind_constants,
+    cropped_to_constants,
     multiplied,
     equal_rows,
 )

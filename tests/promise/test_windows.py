@@ -261,14 +261,16 @@ def test_scores_are_those_of_whole_sequences(name: str, attention: str) -> None:
 
 @WAYS
 @NAMES
-def test_a_long_generation_in_small_blocks_is_that_of_a_dynamic_cache(name: str, attention: str) -> None:
-    """Every step's window begins elsewhere in a block, in rows of different padding."""
-    model = tiny(name)
-    for block_size in (1, 7):
-        cache = PagedPrefixCache(PrefixStore(model, block_size=block_size), attention=attention)
-        rows = batch(row((1, 40)), row((2, 27)))
-        wanted = run(model, **rows, max_new_tokens=70)
-        assert_same(wanted, run(model, cache, **rows, max_new_tokens=70))
-        going_on = batch([*wanted.sequences[0].tolist(), 5, 6])
-        assert_same(run(model, **going_on), run(model, cache, **going_on))
-        assert cache.last_call.reused_tokens >= 110 - 16
+@pytest.mark.parametrize(("window", "block_size"), [(WINDOW, 1), (WINDOW, 7), (5, 16)])
+def test_a_long_generation_is_that_of_a_dynamic_cache(window: int, block_size: int, name: str, attention: str) -> None:
+    """Every step's window begins elsewhere in a block, in rows of different padding; what it leaves in the pool is whole."""
+    model = build(name, sliding_window=window)
+    store = PrefixStore(model, block_size=block_size)
+    cache = PagedPrefixCache(store, attention=attention)
+    rows = batch(row((1, 40)), row((2, 27)))
+    wanted = run(model, **rows, max_new_tokens=70)
+    assert_same(wanted, run(model, cache, **rows, max_new_tokens=70))
+    other = PagedPrefixCache(store, attention=attention)
+    going_on = batch([*wanted.sequences[0].tolist(), 5, 6])
+    assert_same(run(model, **going_on), run(model, other, **going_on))
+    assert other.last_call.reused_tokens >= 110 - block_size
