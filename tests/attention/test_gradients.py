@@ -21,6 +21,16 @@ def test_what_is_held_of_other_columns_than_those_before_a_forward_is_read_inste
     assert torch.equal(joined, torch.cat((read[:, :, :4], new), dim=2))
 
 
+def test_where_less_is_held_than_a_window_shows_it_is_read_instead() -> None:
+    """Rows were cut to before the forward that the gradient flows from."""
+    path, new = GradientPath(), states(2, requires_grad=True)
+    path.join(0, {"key": new}, {"key": states(5, requires_grad=False)}, 20)  # from column 17 on
+    path.crop(18)
+    read = states(5, requires_grad=False)
+    joined = path.join(0, {"key": new}, {"key": read}, 18)["key"]  # from column 15 on
+    assert torch.equal(joined, torch.cat((read[:, :, :3], new), dim=2))
+
+
 def test_what_no_gradient_flows_through_is_not_held() -> None:
     path, new = GradientPath(), states(3, requires_grad=False)
     joined = path.join(0, {"key": new}, {"key": new}, 0)
