@@ -228,7 +228,7 @@ class Session:
         if self._regime and self._conditioning.rope.now() != self._regime:
             held = False
         elif call.rows.may_commit and (call.num_scheduled == 1 or not self.is_open):
-            held = self._conditions_hold()
+            held = not self._conditioning.may_change_in_a_forward() or self._conditions_hold()
         copies = call.confirm(self._ranks.settled_budget(), conditions_held=held).copies
         if copies is not None:
             output.logits = output.logits.index_select(0, to_device(copies, output.logits.device))

@@ -3,6 +3,7 @@
 The digest is part of each row's root. When it changes, blocks of before are not found, so nobody has to reset a cache.
 """
 
+import sys
 from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,6 +28,7 @@ _NEUTRAL_PACKAGES = ("accelerate.hooks.", "hf_paged_cache.", "peft.", "torch._dy
 _NOISE = ("drop", "jitter", "noise")  # in the names of rates that are attributes of modules
 # Prefixes of settings that keys and values do not depend on.
 _NO_CONDITION = ("output_", "return_", "use_cache", "_output_", "_commit_hash", "_name_or_path", "transformers_version")
+_OF_CLASS = -1
 _ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
 
 
@@ -46,6 +48,7 @@ class Conditioning:
         self._numbers: dict[tuple[int, int], tuple[int, Any]] = {}  # ids of objects -> number, references to them
         self._num_numbers = 0
         self._num_suspicions = 0
+        self._runs_foreign_code = False  # hooks, or forwards put in place of a module's own, as of the last digest
         self._windows: tuple[object, dict[int, int]] = (None, {})  # settings, and the windows of then
         self._rank_groups: tuple[RankGroup, ...] = ()
         self._ranked: tuple[Listing | None, Any] = (None, None)  # listing and processes that those are of
@@ -64,6 +67,7 @@ class Conditioning:
                 self.rope = RopeRegime(listing.modules)
                 self._listing = listing
             rope, adapters, hooks = self.rope, self._adapters, list(self._hook_numbers(listing.modules))
+        self._runs_foreign_code = any(number != _OF_CLASS for number, _ in hooks)
         device_types = sorted(listing.device_types | {"cpu"})
         state = (
             hooks,
@@ -81,6 +85,13 @@ class Conditioning:
         return root_hash(
             listing.structure, held, listing.files_now(), changes.tobytes(), rope.scales(), repr(state).encode()
         )
+
+    def may_change_in_a_forward(self) -> bool:
+        """Whether anybody runs while the model's forward does: another thread, or functions that are not the model's.
+
+        Costs less than another `digest`, which finds the weights' listing gone from the processor's caches.
+        """
+        return self._runs_foreign_code or len(sys._current_frames()) > 1
 
     def windows(self) -> dict[int, int]:
         """Layer index -> its window, for the layers that have one by the model's config as it is now."""
@@ -136,7 +147,7 @@ class Conditioning:
     def _hook_numbers(self, modules: list[nn.Module]) -> Iterator[tuple[int, int]]:
         """(module number, number of the function) for every function that may change what a module computes.
 
-        Module -1 stands for the forward of a class, -2 for hooks of all modules.
+        `_OF_CLASS` stands for the forward of a class, -2 for hooks of all modules.
         """
         for number, module in enumerate(modules):
             attributes = module.__dict__
@@ -146,7 +157,7 @@ class Conditioning:
                     if not _is_neutral(function, module):
                         yield number, self._number(function)
         for kind in dict.fromkeys(type(module) for module in modules):
-            yield -1, self._number(kind.forward)
+            yield _OF_CLASS, self._number(kind.forward)
         for hooks in (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks):
             for function in hooks.values():
                 yield -2, self._number(function)

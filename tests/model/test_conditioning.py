@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
 import functools
 import gc
+import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +19,7 @@ from torch import nn
 from torch.nn.modules import module as everywhere
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 
+from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.model import fingerprint
 from hf_paged_cache.model.conditioning import Conditioning
 
@@ -612,3 +616,74 @@ def test_a_listing_that_was_interrupted_is_made_again(tiny_llama: Model, monkeyp
             with torch.no_grad():
                 weight.add_(0.5)
             assert conditioning.digest() != before
+
+
+# Whether to look again
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no other thread runs; under the tests' runner there may be some."""
+    monkeypatch.setattr(sys, "_current_frames", lambda: {threading.get_ident(): None})
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda model: model.model.layers[1].register_forward_hook(print),
+        lambda model: model.lm_head.register_forward_pre_hook(print),
+        lambda model: setattr(model.lm_head, "forward", functools.partial(print)),
+    ],
+    ids=["hook", "pre-hook", "forward"],
+)
+def test_a_model_may_change_in_a_forward_where_functions_run_that_are_not_its_own(
+    add: Callable[[Model], Any], tiny_llama: Model
+) -> None:
+    conditioning = Conditioning(tiny_llama)
+    conditioning.digest()
+    assert not conditioning.may_change_in_a_forward()
+    add(tiny_llama)
+    conditioning.digest()
+    assert conditioning.may_change_in_a_forward()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_may_change_in_a_forward_where_a_hook_is_for_all_modules(tiny_llama: Model) -> None:
+    conditioning, handle = Conditioning(tiny_llama), everywhere.register_module_forward_hook(lambda *given: None)
+    try:
+        conditioning.digest()
+    finally:
+        handle.remove()
+    assert conditioning.may_change_in_a_forward()
+
+
+def test_a_model_may_change_in_a_forward_while_another_thread_lives(tiny_llama: Model) -> None:
+    conditioning, ends, begun = Conditioning(tiny_llama), threading.Lock(), threading.Lock()
+    conditioning.digest()
+    ends.acquire()
+    begun.acquire()
+
+    def wait() -> None:
+        begun.release()
+        ends.acquire()
+
+    _thread.start_new_thread(wait, ())  # one that the module `threading` does not know
+    with begun:
+        assert conditioning.may_change_in_a_forward()
+    ends.release()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_call_alone_reads_the_conditions_once(tiny_llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bytes] = []
+    digest = Conditioning.digest
+    monkeypatch.setattr(Conditioning, "digest", lambda self: read.append(digest(self)) or read[-1])
+    cache, ids = PagedPrefixCache(tiny_llama), torch.arange(1, 40)[None]
+    read.clear()
+    tiny_llama.generate(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=1)
+    assert len(read) == 1
+    monkeypatch.setattr(sys, "_current_frames", lambda: {1: None, 2: None})
+    tiny_llama.generate(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=1)
+    assert len(read) == 3
+    assert cache.last_call.reused_tokens == 38
