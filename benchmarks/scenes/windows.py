@@ -19,9 +19,10 @@ from .workbench import Bench
 WINDOWS = "Layers with a window"
 # shape -> its window, as a part of the usual prefix of 1,024 tokens
 _SHAPES = {"gemma-3": 2, "gpt-oss": 8}
+_CHUNK = 1024  # of a long prompt: gpt-oss's attention holds a weight for each pair of tokens
 
 
-@scene(WINDOWS, minutes=25)
+@scene(WINDOWS, minutes=40)
 def windows(bench: Bench, repeat: Repeat) -> Lines:
     """12 layers, of which 10 see 512 tokens (Gemma 3's shape), or every other one 128 (gpt-oss's): steps, prompts and bytes."""
     for shape, part in _SHAPES.items():
@@ -62,7 +63,7 @@ def _steps(bench: Bench, shape: str, repeat: Repeat) -> Lines:
     """A step behind a long prefix, and the bytes that are held meanwhile."""
     for length, rounds in ((bench.sizes.long, 5), (4 * bench.sizes.long, 4), (8 * bench.sizes.long, 1)):
         text = bench.text(length)
-        cache, gather, ready = bench.knowing(length), bench.knowing(length, attention="gather"), _ready(bench, text)
+        ready, (cache, gather) = _ready(bench, text), (_knowing(bench, text, how) for how in ("contiguous", "gather"))
         given = {"new_tokens": 17}
 
         def prepare(text=text, cache=cache, gather=gather, ready=ready, given=given) -> dict[str, Way]:
@@ -90,7 +91,15 @@ def _steps(bench: Bench, shape: str, repeat: Repeat) -> Lines:
 def _ready(bench: Bench, ids: Tensor) -> DynamicCache:
     """A DynamicCache of the model's config that holds `ids`."""
     cache = DynamicCache(config=bench.model.config)
-    bench.prefill(ids, cache)
+    for stop in range(_CHUNK, ids.shape[1] + _CHUNK, _CHUNK):
+        bench.prefill(ids[:, :stop], cache)
+    return cache
+
+
+def _knowing(bench: Bench, ids: Tensor, attention: str) -> PagedPrefixCache:
+    """A cache of ours that has just seen `ids`."""
+    cache = PagedPrefixCache(bench.store, attention=attention)
+    bench.generate(ids, past_key_values=cache, prefill_chunk_size=_CHUNK)
     return cache
 
 
