@@ -165,7 +165,7 @@ class PagedPrefixCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values, [R, H, T, D], and return those of all columns.
+        """Store a layer's new keys and values, [R, H, T, D], and return those that its attention reads.
 
         What the base class does by way of its layers, in fewer steps: it is done for each layer of each token.
         """
@@ -388,7 +388,7 @@ class PagedPrefixCache(Cache):
         return self.call.num_columns > 0 and self.store.blocks.pool.has_layer(layer_idx)
 
     def write_layer(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Store a layer's new K/V by name, [R, H, T, D], and return those of all columns."""
+        """Store a layer's new K/V by name, [R, H, T, D], and return those that its attention reads."""
         if self.call.forward is None:
             raise self._session.why_unscheduled(layer_idx)
         return self.call.write(layer_idx, states)

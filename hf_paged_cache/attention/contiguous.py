@@ -13,7 +13,6 @@ from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer
 from .base import MIN_SPARE_COLUMNS, Reader
 from .gather import GatherReader
-from .windows import Windows
 
 
 class ContiguousReader(Reader):
@@ -131,14 +130,12 @@ class ContiguousReader(Reader):
     def columns(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
         num_rows, num_columns = self._num_rows, stop - start
         for layer_idx, layer in self._buffers.items():
-            yield (
-                layer_idx,
-                {
-                    name: held.narrow(0, 0, num_rows).narrow(2, start, num_columns)
-                    for name, held in layer.items()
-                    if held.shape[2] >= stop
-                },
-            )
+            states = {
+                name: held.narrow(0, 0, num_rows).narrow(2, start, num_columns)
+                for name, held in layer.items()
+                if held.shape[2] >= stop and held.shape[0] >= num_rows
+            }
+            yield layer_idx, states
 
     def expand_rows(self, sources: Sequence[int]) -> None:
         try:
@@ -204,7 +201,7 @@ class ContiguousReader(Reader):
     def _go_without(self) -> None:
         """Gather the rows, from the next forward on."""
         self.drop()
-        self._gathering = GatherReader(self._pool, Windows({}))
+        self._gathering = GatherReader(self._pool)
 
     @property
     def num_bytes(self) -> int:
@@ -225,7 +222,8 @@ class ContiguousReader(Reader):
     def _grown(self, held: Tensor | None, states: Tensor) -> Tensor:
         """A buffer with room for the forward's columns and some more; `held` is copied into it."""
         stop = self._stop
-        columns = max(stop, int(min(stop + max(MIN_SPARE_COLUMNS, stop // 4), self._max_columns)))
+        most = self._max_columns if stop <= self._max_columns else math.inf  # rows may go on after the call
+        columns = max(stop, int(min(stop + max(MIN_SPARE_COLUMNS, stop // 4), most)))
         num_rows = max(self._max_rows, self._num_rows)
         grown = zeros(
             (num_rows, states.shape[1], columns, states.shape[3]), states.dtype, states.device, huge_pages=True

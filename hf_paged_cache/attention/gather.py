@@ -19,9 +19,9 @@ class GatherReader(Reader):
     keeps_columns = False
     most_copies = 0
 
-    def __init__(self, pool: BlockPool, windows: Windows) -> None:
+    def __init__(self, pool: BlockPool, windows: Windows | None = None) -> None:
         self._pool = pool
-        self._windows = windows
+        self._windows = Windows({}) if windows is None else windows  # None: no layer has one
         self._memory = RecycledMemory()
         self._tables = BlockTables(pool.block_size)  # of the rows of the forward
         # window, or None -> the columns that such layers read; empty where a forward reads only what it writes

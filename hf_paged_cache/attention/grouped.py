@@ -27,19 +27,23 @@ class GroupedReader(Reader):
 
     def _group(self) -> None:
         """Sort the layers by their windows, as these are now."""
-        self._of_layer: Mapping[int, Reader] = {}
-        self._grouped = self._windows.of_layer
+        of_layer = self._windows.of_layer
         of_window = {
-            window: WindowReader(self._pool, self._windows, window) for window in sorted(set(self._grouped.values()))
+            window: WindowReader(self._pool, self._windows, window) for window in sorted(set(of_layer.values()))
         }
         self._others = ContiguousReader(self._pool)  # of layers without a window, also those that no config names
         self._readers: list[Reader] = [self._others, *of_window.values()]
-        self._of_layer = {layer_idx: of_window[window] for layer_idx, window in self._grouped.items()}
+        self._of_layer: Mapping[int, Reader] = {layer_idx: of_window[window] for layer_idx, window in of_layer.items()}
+        self._grouped = of_layer  # last: interrupted above, the next forward sorts them again
 
-    def start_rows(self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float) -> None:
-        if self._windows.of_layer != self._grouped:
+    def _regroup(self) -> None:
+        """Sort the layers again, where their windows have changed since."""
+        if self._windows.of_layer is not self._grouped:
             self.drop()
             self._group()
+
+    def start_rows(self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float) -> None:
+        self._regroup()
         for reader in self._readers:
             reader.start_rows(rows, num_columns, max_rows=max_rows, max_columns=max_columns)
 
@@ -51,6 +55,7 @@ class GroupedReader(Reader):
         stop: int,
         transfer: Transfer | None = None,
     ) -> None:
+        self._regroup()
         for reader in self._readers:
             reader.start_forward(rows, num_rows, start, stop, transfer)
 

@@ -1,5 +1,6 @@
 """Owns a contiguous copy of the last columns of the running rows, for layers whose attention sees a window of them."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -29,7 +30,11 @@ class _Buffer:
         return self.states[:num_rows, :, start - self.base : stop - self.base]
 
     def move(self, num_rows: int, base: int, stop: int) -> None:
-        """Let the columns `[base, stop)` be the first ones."""
+        """Let the columns `[base, stop)` be the first ones.
+
+        Interrupted, it may have overwritten columns at the front. Held steps are not among them: a step moves only a full
+        buffer, and they are its last block.
+        """
         if base < stop and base != self.base:
             self.states[:num_rows, :, : stop - base] = self.at(num_rows, base, stop).clone()  # the two may overlap
         self.base = base
@@ -60,7 +65,7 @@ class WindowReader(Reader):
         self._kept: list[RowLayout] = []  # row -> what it holds, as of the last `keep`
         self._num_rows = 0
         self._max_rows = 0
-        self._max_columns = 0.0
+        self._max_columns = math.inf
         self._start = self._stop = 0
         self._first = 0  # first column that the forward's layers read
         self._base = 0  # of each buffer, once its layer is read
@@ -146,6 +151,7 @@ class WindowReader(Reader):
         return (
             max_rows >= num_rows
             and columns >= self._stop - self._base
+            and held.base <= self._base
             and new.shape == (num_rows, heads, 1, head_dim)
             and new.dtype == states.dtype
             and new.device == states.device
@@ -167,7 +173,9 @@ class WindowReader(Reader):
             states = {
                 name: held.at(self._num_rows, start, stop)
                 for name, held in layer.items()
-                if held.base <= start and stop - held.base <= held.states.shape[2]
+                if held.base <= start
+                and stop - held.base <= held.states.shape[2]
+                and held.states.shape[0] >= self._num_rows
             }
             yield layer_idx, states
 
@@ -214,7 +222,7 @@ class WindowReader(Reader):
         self._stop, self._valid = min(self._stop, num_columns), min(self._valid, num_columns)
 
     def keep(self, rows: Sequence[RowLayout]) -> None:
-        self._kept = [layout.cut(self._valid) for layout in rows[: self._num_rows]]
+        self._kept = [layout.cut(self._valid) for layout in rows[: self._num_rows]] if self._valid else []
 
     def pause(self) -> None:
         if self._gathering is not None:
@@ -246,7 +254,11 @@ class WindowReader(Reader):
         if self._missing is not None:
             return self._pool.gather(layer_idx, self._missing, new)
         first, start = min(self._base, self._first), self._start
-        lacking = [name for name, states in new.items() if name not in buffers or not self._fits(buffers[name], states)]
+        lacking = [
+            name
+            for name, states in new.items()
+            if name not in buffers or buffers[name].base > first or not self._fits(buffers[name], states)
+        ]
         if not lacking or first == start:
             return {}
         source = read_source(self._layouts(), first, start, self._pool.block_size)
@@ -271,7 +283,8 @@ class WindowReader(Reader):
             held.base = base
             return held
         spare = max(MIN_SPARE_COLUMNS, needed // 4)
-        columns = max(needed, int(min(needed + spare, self._capacity, self._max_columns - base)))
+        most = self._max_columns if self._stop <= self._max_columns else math.inf  # rows may go on after the call
+        columns = max(needed, int(min(needed + spare, self._capacity, most - base)))
         num_rows = max(self._max_rows, self._num_rows)
         made = _Buffer(zeros((num_rows, new.shape[1], columns, new.shape[3]), new.dtype, new.device), base)
         if held is None:

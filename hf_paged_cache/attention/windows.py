@@ -22,8 +22,11 @@ class Windows:
         self._may_change = bool(of_layer)
 
     def follow(self, of_layer: Mapping[int, int]) -> None:
-        """Rows begin, and these are the windows by then. Without any at first, all columns go on being read: the mask hides more."""
-        if self._may_change:
+        """Rows begin, with these windows.
+
+        A cache whose model had none when it was built goes on reading all columns; the mask hides what a window does not show.
+        """
+        if self._may_change and of_layer != self.of_layer:
             self.of_layer = of_layer
 
     def first_column(self, layer_idx: int, start: int) -> int:

@@ -171,20 +171,20 @@ class BlockTable:
         self._chain.token_ids.extend(tokens)
 
     def append_in_place(self, token_id: int) -> int | None:
-        """Append one token, an integer of 64 bits, and return its slot; None, with nothing changed, if that takes a block.
+        """Append one token, an integer of 64 bits, and return its slot; the common case of a decode step.
 
-        The common case of a decode step.
+        None, with nothing changed, where a block begins, even one that the table has already, or may not be written.
         """
         token_ids, block_size = self._chain.token_ids, self._block_size
         block_index, offset = divmod(len(token_ids), block_size)
         block_ids = self._allocation.block_ids
-        if block_index >= len(block_ids) or not self._allocator.is_writable(block_ids[block_index]):
+        if not offset or not self._allocator.is_writable(block_ids[block_index]):
             return None
         token_ids.append(token_id)
         return block_ids[block_index] * block_size + offset
 
     def append_token(self, token_id: int) -> int:
-        """Append one token, an integer of 64 bits, and return its slot, in a block that may be written.
+        """Append one token, an integer of 64 bits, after taking the block that it needs, or a copy; returns its slot.
 
         Raises:
             OutOfBlocksError: nothing has changed.

@@ -267,7 +267,7 @@ class Call:
     def write(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store a layer's new keys and values and return what its attention reads.
 
-        Shapes: [R, H, T, D] with the scheduled rows and columns; returns [R, H, stop, D].
+        Shapes: [R, H, T, D] with the scheduled rows and columns; returns [R, H, columns, D], see `Reader.read`.
         Raises:
             ForwardMismatchError: no forward is scheduled, the shapes are not its, or the layer has written already.
             PoolArgumentError: this layer's states are no [R, H, T, D] of the sizes that it has had.

@@ -127,7 +127,9 @@ def count_on(positions: list[int], rows: Rows, column: int) -> bool:
 
 
 class HeldSteps:
-    """The held steps of a call's rows. The store's lock is held by whoever changes them.
+    """The held steps of a call's rows.
+
+    The store's lock is held by whoever calls, but for `catch_up`, which waits for the device and takes the lock afterwards.
 
     Args:
         store: whose pool gets the columns.
@@ -256,11 +258,13 @@ class HeldSteps:
             mapping = SlotMapping([slot for first in firsts for slot in range(first, first + stop - start)])
             for layer_idx, states in columns(start, stop):
                 pool.write(layer_idx, states, mapping)
-        except torch.OutOfMemoryError:  # row by row takes no memory, and nobody else has these columns
-            for number, (block_id, offset) in enumerate(places):
-                for layer_idx, states in columns(start, stop):
-                    one = {name: new[number : number + 1] for name, new in states.items()}
-                    pool.write_blocks([(layer_idx, one)], [block_id], offset)
+            return
+        except torch.OutOfMemoryError:  # while it is handled, it holds what the frames hold that it came through
+            pass
+        for number, (block_id, offset) in enumerate(places):  # takes no memory, and nobody else has these columns
+            for layer_idx, states in columns(start, stop):
+                one = {name: new[number : number + 1] for name, new in states.items()}
+                pool.write_blocks([(layer_idx, one)], [block_id], offset)
 
     def take_back(self, rows: Rows) -> None:
         """A scheduled step has died: it is no longer held, and what the view has of those before it is in the pool."""

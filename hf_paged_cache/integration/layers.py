@@ -68,7 +68,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         """Nothing: the pool takes its shapes from the first write."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store new keys and values, [R, H, T, D], and return those of all columns; for compiled forwards and direct callers.
+        """Store new keys and values, [R, H, T, D], and return those that attention reads; for compiled forwards and direct callers.
 
         `PagedPrefixCache.update` does without it.
         """
@@ -111,7 +111,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         return states[:, :, self._windows.first_column(self._layer_idx, states.shape[2]) :]
 
     def _write(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Store new states and return those of all columns."""
+        """Store new states and return those that attention reads."""
         if torch.compiler.is_compiling():
             written: dict[str, Tensor] = _write_outside_graphs(self._cache, self._layer_idx, states)
             return written

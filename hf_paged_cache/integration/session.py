@@ -88,6 +88,7 @@ class Session:
         self._windows = windows
         self._synced_gpus = False  # with other processes, which run as many forwards
         self._digest = b""  # of the model; read once a `generate`, or at every forward without one
+        self._was_alone = False  # when it was read here, nobody could change the model
         self._regime = b""  # of the scheduled forward's rotary frequencies
         self._inputs: KnownInputs | None = None  # of the next forward
         self._bypass: str | None = None
@@ -119,7 +120,7 @@ class Session:
                     self.own_layers.end()
                 call.begin(bracket, given.limits, keep_rows=given.only_new_tokens)
                 self.records_drafts, self._synced_gpus = False, given.synced_gpus
-                self._digest, self._inputs = given.digest, given.inputs
+                self._digest, self._inputs, self._was_alone = given.digest, given.inputs, False
                 self._ranks.is_settled = False
             yield
             call.catch_up()
@@ -185,7 +186,7 @@ class Session:
             self._ranks.is_settled = False
         if not self._digest or not self.is_open:
             self._read_conditions()
-        before = call.rows.num_columns
+        before, windows = call.rows.num_columns, self._windows.of_layer
         if not before:
             self._windows.follow(self._conditioning.windows())
         previous = [(row.root, row.table.num_tokens) for row in call.previous.distinct]
@@ -209,7 +210,11 @@ class Session:
                 self._conditioning.suspect()
                 self._read_conditions()
                 request = self._with_roots(request, before)
-        forward = self._schedule(request, arguments)
+        try:
+            forward = self._schedule(request, arguments)
+        except BaseException:
+            self._windows.of_layer = windows  # rows of before may go on
+            raise
         self._ranks.is_settled = self._needs_no_agreement(forward.stop)
         self._warn_of_a_lone_turn(request, previous)
         if forward.start == before and forward.copies is None:
@@ -228,7 +233,9 @@ class Session:
         if self._regime and self._conditioning.rope.now() != self._regime:
             held = False
         elif call.rows.may_commit and (call.num_scheduled == 1 or not self.is_open):
-            held = not self._conditioning.may_change_in_a_forward() or self._conditions_hold()
+            # with one thread before and after, nobody can have begun another that has ended since
+            is_alone = self._was_alone and not self._conditioning.may_change_in_a_forward()
+            held = is_alone or self._conditions_hold()
         copies = call.confirm(self._ranks.settled_budget(), conditions_held=held).copies
         if copies is not None:
             output.logits = output.logits.index_select(0, to_device(copies, output.logits.device))
@@ -339,6 +346,7 @@ class Session:
     def _read_conditions(self) -> None:
         conditioning = self._conditioning
         self._digest = conditioning.digest()
+        self._was_alone = not conditioning.may_change_in_a_forward()
         self._bypass = conditioning.bypass()
         self._adapters = conditioning.adapter_names()
 

@@ -48,7 +48,7 @@ class Conditioning:
         self._numbers: dict[tuple[int, int], tuple[int, Any]] = {}  # ids of objects -> number, references to them
         self._num_numbers = 0
         self._num_suspicions = 0
-        self._runs_foreign_code = False  # hooks, or forwards put in place of a module's own, as of the last digest
+        self._runs_foreign_code = False  # as of the last digest: hooks, replaced forwards, or weights in files
         self._windows: tuple[object, dict[int, int]] = (None, {})  # settings, and the windows of then
         self._rank_groups: tuple[RankGroup, ...] = ()
         self._ranked: tuple[Listing | None, Any] = (None, None)  # listing and processes that those are of
@@ -67,7 +67,7 @@ class Conditioning:
                 self.rope = RopeRegime(listing.modules)
                 self._listing = listing
             rope, adapters, hooks = self.rope, self._adapters, list(self._hook_numbers(listing.modules))
-        self._runs_foreign_code = any(number != _OF_CLASS for number, _ in hooks)
+        self._runs_foreign_code = bool(listing.files) or any(number != _OF_CLASS for number, _ in hooks)
         device_types = sorted(listing.device_types | {"cpu"})
         state = (
             hooks,
@@ -87,9 +87,10 @@ class Conditioning:
         )
 
     def may_change_in_a_forward(self) -> bool:
-        """Whether anybody runs while the model's forward does: another thread, or functions that are not the model's.
+        """Whether another thread runs now, or functions that are not the model's are on its modules, or weights are in files.
 
-        Costs less than another `digest`, which finds the weights' listing gone from the processor's caches.
+        Asked before and after a forward, it costs less than another `digest`, which finds the weights' listing gone from the
+        processor's caches. A process that writes into shared memory of this one is not looked for.
         """
         return self._runs_foreign_code or len(sys._current_frames()) > 1
 
@@ -211,10 +212,10 @@ def _module_name(function: Any) -> str:
 
 
 def _settings(config: Any) -> list[tuple[str, object]]:
-    """Numbers, flags, strings and lists of a model's config, and of the text config inside it, that forwards may read."""
+    """Numbers, flags, strings, lists and tuples of a model's config, and of the text config inside it, that forwards may read."""
     text = config.get_text_config(decoder=True)
     return [
-        (name, tuple(value) if isinstance(value, list) else value)  # a list may be written into
+        (name, tuple(value) if isinstance(value, list) else value)  # one may be written into
         for part in ((config,) if text is config else (config, text))
         for name, value in part.__dict__.items()
         if isinstance(value, bool | int | float | str | list | tuple) and not name.startswith(_NO_CONDITION)

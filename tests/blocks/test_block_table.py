@@ -494,3 +494,15 @@ def test_positions_of_blocks_that_others_hold_or_can_hit_are_not_written(allocat
         with pytest.raises(BlockStateError, match="which others hold or can hit"):
             table.writable_slots(start, 3)
     assert forked.slots(0, 3) == shared.slots(0, 3)
+
+
+def test_a_token_that_begins_a_block_is_not_appended_in_place_even_where_the_block_is_there() -> None:
+    """An interrupt may leave one that no token lies in yet; whoever appends writes full blocks down where one begins."""
+    table = BlockTable(PrefixCachingBlockAllocator(8, 2), root_hash(b"model"))
+    table.append_tokens([1, 2], num_lookahead_slots=2)
+    spare = table.block_ids[1]
+    assert table.append_in_place(3) is None
+    assert table.num_tokens == 2
+    assert table.append_token(3) == 2 * spare
+    assert table.append_in_place(4) == 2 * spare + 1
+    assert len(table.block_ids) == 2

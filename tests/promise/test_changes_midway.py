@@ -6,6 +6,7 @@ again; a weight's count of writes never comes back.
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_paged_cache import CacheBusyError, PagedPrefixCache, PrefixStore
+from hf_paged_cache.call.call import Call
 from hf_paged_cache.model.conditioning import Conditioning
 
 from ..internals import make_forwards_cheap
@@ -250,6 +252,27 @@ def test_no_thread_begins_on_a_cache_between_the_end_of_a_call_and_what_that_doe
         return digest(self)
 
     wanted = run(model, input_ids=IDS)
+    monkeypatch.setattr(Conditioning, "may_change_in_a_forward", lambda self: True)  # as where there are other threads
     monkeypatch.setattr(Conditioning, "digest", reading)
     assert_same(wanted, run(model, cache, input_ids=IDS))
     assert [[type(error) for error in raised] for raised in errors] == [[CacheBusyError]]
+
+
+def test_a_thread_that_ends_during_the_forward_that_it_changes_is_seen(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, change, wanted = PagedPrefixCache(model, block_size=4), Change(model), run(model, input_ids=IDS)
+    threads = [{1: None, 2: None}]  # of the looks: two when the conditions are read, and from then on one
+    monkeypatch.setattr(sys, "_current_frames", lambda: threads.pop() if threads else {1: None})
+    schedule = Call.schedule
+
+    def scheduled(self: Call, *args: Any, **kwargs: Any) -> Any:
+        change.begin()
+        return schedule(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Call, "schedule", scheduled)
+        computed = run(model, cache, input_ids=IDS, max_new_tokens=1)
+    change.end()
+    assert not is_same(run(model, input_ids=IDS, max_new_tokens=1), computed)
+    assert_same(wanted, run(model, cache, input_ids=IDS))

@@ -93,6 +93,8 @@ def test_a_fault_in_a_call_leaves_nothing_wrong_behind(
 ) -> None:
     model = tiny("llama")
     victim = {**batch(PROMPT), "num_beams": 3, "max_new_tokens": 12}
+    if name == "write_blocks":
+        victim["num_beams"] = 1  # with beams, each step is in the pool at once
     with monkeypatch.context() as patch:
         cache = new_cache(attention)
         calls = fail_at(patch, owner, name, 0, after)
