@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..kv.block_pool import BlockPool, copy_rows
+from ..kv.block_pool import BlockPool, reorder_rows
 from ..kv.block_tables import read_source
 from ..kv.recycled_memory import zeros
 from ..kv.slot_mapping import ReadSource, RowLayout
@@ -200,8 +200,7 @@ class WindowReader(Reader):
 
     def reorder_rows(self, sources: Sequence[int], shared_columns: int, index: Tensor | None = None) -> None:
         stop = self._stop
-        moved = [row for row, source in enumerate(sources) if source != row]
-        if not moved or shared_columns >= stop:
+        if list(sources) == list(range(len(sources))) or shared_columns >= stop:
             return
         spans = (
             held.states[:, :, max(0, shared_columns - held.base) : stop - held.base]
@@ -210,11 +209,7 @@ class WindowReader(Reader):
             if held.base < stop
         )
         try:
-            if index is None or index.is_cpu:
-                copy_rows(spans, [sources[row] for row in moved], moved)
-                return
-            for span in spans:  # rows that stay are copied, too: which those are is not known there
-                span[: len(sources)] = span.index_select(0, index.to(span.device))
+            reorder_rows(spans, sources, index)
         except torch.OutOfMemoryError:
             self._go_without()
 

@@ -337,6 +337,21 @@ class BlockPool:
         return resized
 
 
+def reorder_rows(tensors: Iterable[Tensor], sources: Sequence[int], index: Tensor | None = None) -> None:
+    """In each tensor, row `i` becomes what row `sources[i]` was.
+
+    Args:
+        index: the sources as a tensor on some device, if there is one. On an accelerator rows that stay are copied, too:
+            which those are is not known there.
+    """
+    if index is None or index.is_cpu:
+        moved = [row for row, source in enumerate(sources) if source != row]
+        copy_rows(tensors, [sources[row] for row in moved], moved)
+        return
+    for tensor in tensors:
+        tensor[: len(sources)] = tensor.index_select(0, index.to(tensor.device))
+
+
 def copy_rows(
     tensors: Iterable[Tensor], sources: Sequence[int], destinations: Sequence[int], transfer: Transfer | None = None
 ) -> None:

@@ -28,7 +28,7 @@ _NEUTRAL_PACKAGES = ("accelerate.hooks.", "hf_paged_cache.", "peft.", "torch._dy
 _NOISE = ("drop", "jitter", "noise")  # in the names of rates that are attributes of modules
 # Prefixes of settings that keys and values do not depend on.
 _NO_CONDITION = ("output_", "return_", "use_cache", "_output_", "_commit_hash", "_name_or_path", "transformers_version")
-_OF_CLASS = -1
+_OF_CLASS, _OF_ALL_MODULES = -1, -2  # in place of a module's number
 _ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
 
 
@@ -148,7 +148,7 @@ class Conditioning:
     def _hook_numbers(self, modules: list[nn.Module]) -> Iterator[tuple[int, int]]:
         """(module number, number of the function) for every function that may change what a module computes.
 
-        `_OF_CLASS` stands for the forward of a class, -2 for hooks of all modules.
+        `_OF_CLASS` stands for the forward of a class, `_OF_ALL_MODULES` for hooks of all modules.
         """
         for number, module in enumerate(modules):
             attributes = module.__dict__
@@ -161,7 +161,7 @@ class Conditioning:
             yield _OF_CLASS, self._number(kind.forward)
         for hooks in (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks):
             for function in hooks.values():
-                yield -2, self._number(function)
+                yield _OF_ALL_MODULES, self._number(function)
 
     def _number(self, thing: Any) -> int:
         """A number of this object alone. References are weak where they can be: a hook may hold much memory."""
