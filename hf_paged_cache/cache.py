@@ -204,6 +204,8 @@ class PagedPrefixCache(Cache):
     def activate_past_recording(self) -> None:
         """Drafts will be verified: a model that cannot say which logits it needs computes them all."""
         self._session.records_drafts = True
+        with self.store.blocks.lock:
+            self.call.keeps_past = True
         if self._own_layers.has_rows:
             super().activate_past_recording()  # type: ignore[no-untyped-call]
 

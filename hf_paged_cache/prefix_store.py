@@ -14,10 +14,19 @@ from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
 from .model.conditioning import Conditioning
 from .model.probing import input_device, measure_bytes_per_token
-from .model.support import is_tested_version, leaves_doubt, require_supported, takes, unwrapped
+from .model.support import (
+    cache_layers,
+    holds_nothing,
+    is_tested_version,
+    leaves_doubt,
+    require_supported,
+    takes,
+    unwrapped,
+)
 from .model.trial import require_continuable
 from .stats import CacheStats
 from .store.block_store import BlockStore
+from .store.window_groups import SHARE_OF_A_BUDGET
 
 
 class PrefixStore:
@@ -67,8 +76,16 @@ class PrefixStore:
         elif num_blocks is not None:
             int_of_at_least("num_blocks", num_blocks, 2, "blocks: one is reserved, and a call needs at least one")
         self.model = model
-        self.blocks = BlockStore(block_size, num_blocks, lambda: input_device(model))
-        self.conditioning = Conditioning(model)
+        self.conditioning = conditioning = Conditioning(model)
+        window_of, layers = conditioning.windows(), cache_layers(model)
+        self.blocks = BlockStore(
+            block_size,
+            num_blocks,
+            lambda: input_device(model),
+            {} if conditioning.rank_groups() else window_of,
+            are_all_windowed=all(index in window_of or holds_nothing(layer) for index, layer in enumerate(layers)),
+            window_share=1.0 if max_bytes is None and num_blocks is not None else SHARE_OF_A_BUDGET,
+        )
         self.argument_reader = ArgumentReader(
             model.config,
             takes_positions=takes(model, "position_ids"),
@@ -113,7 +130,7 @@ class PrefixStore:
         """Prove the invariants of the blocks, or raise BlockStateError with the whole state."""
         with self.blocks.lock:
             self.blocks.settle()
-            self.blocks.allocator.check()
+            self.blocks.check()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a PrefixStore cannot be copied or pickled: its blocks are shared; build a new one")

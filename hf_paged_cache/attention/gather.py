@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from ..kv.block_pool import BlockPool
@@ -23,9 +24,10 @@ class GatherReader(Reader):
         self._pool = pool
         self._windows = Windows({}) if windows is None else windows  # None: no layer has one
         self._memory = RecycledMemory()
-        self._tables = BlockTables(pool.block_size)  # of the rows of the forward
-        # window, or None -> the columns that such layers read; empty where a forward reads only what it writes
-        self._sources: dict[int | None, ReadSource] = {}
+        # Window, or None -> block tables of the rows of the forward, and the columns that such layers read of the pool.
+        self._tables: dict[int | None, BlockTables] = {}
+        self._sources: dict[int | None, ReadSource] = {}  # empty where a forward reads only what it writes
+        self._is_step = False
 
     def start_forward(
         self,
@@ -35,18 +37,29 @@ class GatherReader(Reader):
         stop: int,
         transfer: Transfer | None = None,
     ) -> None:
-        self._sources = {}
+        self._sources, self._is_step = {}, stop - start == 1
         if start:
-            self._tables.update(rows(), Transfer() if transfer is None else transfer)
-            for window in {None, *self._windows.of_layer.values()}:
-                self._sources[window] = self._tables.columns(first_column(window, start), stop)
+            transfer, layouts = Transfer() if transfer is None else transfer, rows()
+            for window in dict.fromkeys((None, *self._windows.of_layer.values())):
+                first = first_column(window, start)
+                tables = self._tables.setdefault(window, BlockTables(self._pool.block_size))
+                tables.update(self._pool.rows_in(window, layouts, first), transfer)
+                # of a longer forward, the pool may have only what the next one sees in layers with a window
+                end = stop if window is None or self._is_step else start
+                self._sources[window] = tables.columns(first, end)
 
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not self._sources:
             return {name: states.contiguous() for name, states in new.items()}  # as `DynamicCache` gives them
-        source = self._sources[self._windows.of_layer.get(layer_idx)]
-        gathered = self._pool.gather(layer_idx, source, new, self._memory)
-        return {name: gathered[name].to(states.dtype) for name, states in new.items()}
+        window = self._windows.of_layer.get(layer_idx)
+        source = self._sources[window]
+        if window is None or self._is_step:
+            gathered = self._pool.gather(layer_idx, source, new, self._memory)
+            return {name: gathered[name].to(states.dtype) for name, states in new.items()}
+        if not source.num_columns:
+            return {name: states.detach().contiguous() for name, states in new.items()}
+        past = self._pool.gather(layer_idx, source, new, self._memory)
+        return {name: torch.cat((past[name].to(states.dtype), states.detach()), 2) for name, states in new.items()}
 
     def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
         gathered = self.read(layer_idx, {"key": key, "value": value})
@@ -76,8 +89,7 @@ class GatherReader(Reader):
         self.drop()
 
     def drop(self) -> None:
-        self._sources = {}
-        self._tables.drop()
+        self._sources, self._tables = {}, {}
         self._memory.drop()
 
     def do_without_copies(self) -> None:

@@ -46,13 +46,21 @@ class GradientPath:
                 read[name] = whole[:, :, start - num_past - first :]
         return read
 
-    def in_place_of(self, layer_idx: int, read: dict[str, Tensor], alias: Sequence[int]) -> dict[str, Tensor]:
-        """Put what is held of a layer in place of those columns of all that were read; row `i` of them is row `alias[i]`."""
+    def in_place_of(
+        self, layer_idx: int, read: dict[str, Tensor], alias: Sequence[int], stop: int
+    ) -> dict[str, Tensor]:
+        """Put what is held of a layer in place of those columns that were read; row `i` of them is row `alias[i]`.
+
+        Args:
+            read: name -> [R, H, columns, D], the last ones up to column `stop`.
+        """
         for name, states in read.items():
             held, first = self._held.get((layer_idx, name), (None, 0))
-            if held is not None and first + held.shape[2] == states.shape[2]:
+            if held is not None and first + held.shape[2] == stop:
                 with_graph = held.index_select(0, to_device(alias, held.device))
-                read[name] = torch.cat((states[:, :, :first], with_graph), dim=2) if first else with_graph
+                num_without = max(0, states.shape[2] - held.shape[2])
+                with_graph = with_graph[:, :, max(0, held.shape[2] - states.shape[2]) :]
+                read[name] = torch.cat((states[:, :, :num_without], with_graph), dim=2) if num_without else with_graph
         return read
 
     def select_rows(self, sources: Sequence[int]) -> None:

@@ -102,7 +102,7 @@ class WindowReader(Reader):
         if self._valid < start or base > first:  # rows new here, or cut
             base = first
             if start:
-                self._missing = read_source(rows(), first, start, self._pool.block_size, transfer)
+                self._missing = self._source(rows(), first, start, transfer)
         if stop - base > self._capacity:
             base = max(base, start - self._num_kept)
         if stop - base > self._capacity:  # more than there is room for
@@ -256,8 +256,14 @@ class WindowReader(Reader):
         ]
         if not lacking or first == start:
             return {}
-        source = read_source(self._layouts(), first, start, self._pool.block_size)
-        return self._pool.gather(layer_idx, source, lacking)
+        return self._pool.gather(layer_idx, self._source(self._layouts(), first, start), lacking)
+
+    def _source(
+        self, rows: Sequence[RowLayout], first: int, start: int, transfer: Transfer | None = None
+    ) -> ReadSource:
+        """The columns `[first, start)` where the pool holds them for these layers."""
+        placed = self._pool.rows_in(self._window, rows, first)
+        return read_source(placed, first, start, self._pool.block_size, transfer)
 
     def _fits(self, held: _Buffer, new: Tensor) -> bool:
         """Whether a buffer holds such states of all rows. One of another dtype may have been rounded, the pool was not."""

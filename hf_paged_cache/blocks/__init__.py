@@ -14,6 +14,8 @@ from .free_queue import FreeBlockQueue
 from .hashing import BlockHash, HashChain, root_hash
 from .metrics import PrefixCacheMetrics
 from .prefix_index import PrefixIndex
+from .window_blocks import WindowBlocks
+from .windowed_table import WindowedTable
 
 __all__ = [
     "Allocation",
@@ -24,5 +26,7 @@ __all__ = [
     "PrefixCacheMetrics",
     "PrefixCachingBlockAllocator",
     "PrefixIndex",
+    "WindowBlocks",
+    "WindowedTable",
     "root_hash",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 from weakref import ReferenceType, ref
 
 from ..errors import CacheArgumentError
@@ -18,6 +18,18 @@ class BlockOwner(Protocol):
     def holds(self, allocation: Allocation) -> bool: ...
 
     def free(self, allocation: Allocation) -> None: ...
+
+
+class Resumption(NamedTuple):
+    """Where the holder of blocks may go on, in tokens.
+
+    [0, start) go on from here | [start, stop) of the forward that is scheduled, or was the last one
+    When that has returned, the sequence goes on from `cut` or later: further tokens may be taken back.
+    """
+
+    start: int
+    cut: int
+    stop: int
 
 
 class Allocation:
@@ -37,6 +49,7 @@ class Allocation:
         key: names it in the allocator, also after it was collected.
         num_tokens: number of positions that run round the ring; None without a window.
         window: last tokens that are kept; None where all are.
+        resumption: where its holder may go on, as far as layers with a window must know; see `WindowBlocks`.
     Example:
         >>> from . import PrefixCachingBlockAllocator
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=4, block_size=16)
@@ -58,6 +71,7 @@ class Allocation:
         "namespace",
         "num_prefix_blocks",
         "num_tokens",
+        "resumption",
         "window",
     )
 
@@ -78,6 +92,7 @@ class Allocation:
         self.namespace = namespace
         self.num_tokens = num_tokens
         self.window = window
+        self.resumption: Resumption | None = None
 
     def __repr__(self) -> str:
         if self.window is not None:

@@ -7,7 +7,7 @@ forks, copied on write | `[num_tokens, num_slots)` empty, ours alone.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..errors import BlockStateError, CacheArgumentError
 from .allocation import Allocation
@@ -103,6 +103,11 @@ class BlockTable:
         return min(self._allocation.num_prefix_tokens, len(self._chain.token_ids))
 
     @property
+    def num_matched_tokens(self) -> int:
+        """Tokens that the last hit found; here all of them were hit."""
+        return self.num_cached_tokens
+
+    @property
     def num_committed_blocks(self) -> int:
         """Leading blocks that were hit or committed."""
         return self._num_committed
@@ -145,22 +150,32 @@ class BlockTable:
             raise BlockStateError(f"{self!r} is not empty, or was freed; only a fresh table is filled")
         chain = HashChain(self._chain.root, self._block_size, self._chain.extra_keys)
         chain.extend(token_ids)
+        hashes = self._hashes_to_hit(chain)
         if num_lookahead_slots is None:
-            allocation = self._allocator.allocate(chain.hashes(), namespace=self.namespace)
+            allocation = self._allocator.allocate(hashes, namespace=self.namespace)
             chain.truncate(allocation.num_prefix_tokens)
         else:
             num_blocks = -(-(len(chain) + num_lookahead_slots) // self._block_size)
-            allocation = self._allocator.allocate(chain.hashes(), num_blocks=num_blocks, namespace=self.namespace)
+            allocation = self._allocator.allocate(hashes, num_blocks=num_blocks, namespace=self.namespace)
         self._num_committed = allocation.num_prefix_blocks
         self._allocation = allocation
         self._chain = chain
         return allocation.num_prefix_tokens
 
-    def append_tokens(self, token_ids: Sequence[int] | array[int], num_lookahead_slots: int = 0) -> None:
+    def _hashes_to_hit(self, chain: HashChain) -> Iterator[BlockHash]:
+        """Those of the blocks that may be held of a prefix."""
+        return chain.hashes()
+
+    def append_tokens(
+        self, token_ids: Sequence[int] | array[int], num_lookahead_slots: int = 0, *, cut: int | None = None
+    ) -> None:
         """Append tokens, with a slot that may be written for each of them and for the lookahead.
 
         A block that others hold, or that has a hash, is copied on write: see `PrefixCachingBlockAllocator.take_copies`.
 
+        Args:
+            cut: tokens to which the table may be cut again until more are appended; None: no fewer than it has then. Here
+                any number may; see `WindowedTable`.
         Raises:
             OutOfBlocksError: nothing has changed.
             CacheArgumentError: a token that is no 64-bit integer, a negative lookahead.
@@ -291,6 +306,16 @@ class BlockTable:
         self._num_committed = stop
         return hashes
 
+    def num_resumable_tokens(self, num_tokens: int) -> int:
+        """From how many of the first `num_tokens` tokens a sequence can go on: all, where every layer keeps every token."""
+        return num_tokens
+
+    def hold_window(self, num_tokens: int) -> None:
+        """The next forward reads what is before `num_tokens` tokens, and what follows. For layers with a window."""
+
+    def let_pass(self) -> None:
+        """The last forward has returned: what only that had to read may go. For layers with a window."""
+
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens and their blocks; a committed block that is cut is copied on write.
 
@@ -305,7 +330,7 @@ class BlockTable:
 
     def fork(self) -> BlockTable:
         """A second table with the same tokens in the same blocks; blocks without tokens are not shared."""
-        forked = BlockTable.__new__(BlockTable)
+        forked = object.__new__(type(self))
         forked._allocator = self._allocator
         forked._block_size = self._block_size
         forked._chain = self._chain.copy()

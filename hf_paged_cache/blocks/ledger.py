@@ -92,6 +92,11 @@ class BlockLedger:
         self._settle()
         return allocation.key in self._held
 
+    def allocations(self) -> list[Allocation]:
+        """Those that live and have not been freed."""
+        self._settle()
+        return [allocation for key in self._held if (allocation := key()) is not None]
+
     def ref_count(self, block_id: int) -> int:
         """Number of allocations that hold a block."""
         self._check_ids((block_id,))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..errors import OutOfBlocksError
 from ..store.block_store import BlockStore, Holder
+from ..store.window_groups import RowToCome
 from .rows import Row, Rows
 
 
@@ -42,20 +43,43 @@ class Demand(NamedTuple):
 
     num_blocks: int  # to be taken
     num_released: int  # in use, and given back before any is taken
+    windows: tuple[int, ...] = ()  # of each group of layers with a window, window blocks at a time, with those that it has
 
 
 def demand_of(
-    store: BlockStore, rows: Rows, limits: CallLimits, num_columns: int, previous: Sequence[Row] = ()
+    store: BlockStore,
+    rows: Rows,
+    limits: CallLimits,
+    num_columns: int,
+    previous: Sequence[Row] = (),
+    *,
+    keeps_past: bool = False,
 ) -> Demand:
     """The worst case of a call whose limits are known.
 
     Args:
         num_columns: columns once its next forward has run.
         previous: rows that are dropped before any block is taken.
+        keeps_past: drafts will be verified, and taken back.
     """
     max_columns = max(num_columns, int(limits.max_columns))
     needed = num_blocks_to_take(rows, num_columns=num_columns, max_columns=max_columns, block_size=store.block_size)
-    return Demand(needed, num_blocks_held_only_by(previous, store))
+    windows: tuple[int, ...] = ()
+    if store.windows:
+        uses = Counter(rows.alias)
+        in_chunks = num_columns < limits.num_prompt_columns < math.inf
+        to_come = (
+            RowToCome(
+                row.table.num_tokens,
+                max(0, num_columns - row.pad),
+                max(0, max_columns - row.pad),
+                uses[number],
+                in_chunks,
+            )
+            for number, row in enumerate(rows.distinct)
+        )
+        windows = store.windows.of_call(to_come, keeps_past=keeps_past)
+    return Demand(needed, num_blocks_held_only_by(previous, store), windows)
 
 
 def num_blocks_to_take(rows: Rows, *, num_columns: int, max_columns: int, block_size: int) -> int:
@@ -93,12 +117,16 @@ def admit(store: BlockStore, holder: Holder, num_rows: int, limits: CallLimits, 
     grow_anew_for(store, holder, demand)
     require(store, holder, demand, f"this call ({rows_in_words(num_rows)} of up to {limits.max_columns} tokens)")
     store.reserve(holder, demand.num_blocks)
+    if demand.windows:
+        store.windows.reserve(holder, demand.windows)
 
 
 def grow_anew_for(store: BlockStore, holder: Holder, demand: Demand) -> None:
     """Where memory ran out, and what would be refused for it comes now: let the pool try to grow once more."""
-    if store.ran_out_of_memory and demand.num_blocks > store.num_obtainable_blocks(holder) + demand.num_released:
-        store.grow_anew()
+    if store.ran_out_of_memory:
+        are_few = demand.num_blocks > store.num_obtainable_blocks(holder) + demand.num_released
+        if are_few or store.windows.lacking(holder, demand.windows):
+            store.grow_anew()
 
 
 def renew_reservation(store: BlockStore, holder: Holder, rows: Rows, limits: CallLimits, num_columns: int) -> None:
@@ -116,9 +144,14 @@ def require(store: BlockStore, holder: Holder, demand: Demand, what: str) -> Non
         OutOfBlocksError: nothing has changed. With the arithmetic, but for a salted holder: whose the other blocks are,
             and how many, is not told.
     """
-    num_blocks, num_released = demand
+    num_blocks, num_released, windows = demand
     obtainable = store.num_obtainable_blocks(holder) + num_released
     if num_blocks <= obtainable:
+        if windows and (lacking := store.windows.lacking(holder, windows)):
+            raise OutOfBlocksError(
+                f"{what} may need {'more blocks of layers with a window than can be had now' if holder.salt else lacking}. "
+                "Ask for fewer new tokens or rows, or build the cache with a larger num_blocks or max_bytes"
+            )
         return
     if holder.salt:
         raise OutOfBlocksError(

@@ -27,8 +27,8 @@ from .counters import PromptCounters
 from .held_steps import HeldSteps, PassedStep
 from .layer_writes import LayerWrites
 from .prefix_match import hold_longer
-from .prepare import begin_rows, continue_rows, map_slots, reserve_forward, take_blocks, take_step
-from .rows import Rows, gather_rows
+from .prepare import begin_rows, continue_rows, hold_windows, map_slots, reserve_forward, take_blocks, take_step
+from .rows import Row, Rows, gather_rows
 from .running import Bracket, Brackets, is_on_a_stack
 from .schedule import first_column
 from .scheduled_forward import ForwardRequest, ScheduledForward
@@ -52,7 +52,7 @@ class _Reservation:
     def end(self) -> None:
         """Give it back, unless another one has begun since."""
         if not self._call.brackets:
-            self._call.store.reserve(self._call, 0)
+            self._call.store.give_back_reservation(self._call)
 
 
 class Call:
@@ -79,6 +79,7 @@ class Call:
         self.num_scheduled = 0  # forwards since `begin`
         self.peak_kv_bytes = 0
         self.brackets = Brackets()
+        self.keeps_past = False  # drafts will be verified, and taken back by `crop`
         self.kept_by: Callable[[], object | None] = lambda: None  # who needs the rows between two of their forwards
         self._writes = LayerWrites(store, reader)
         self._held = HeldSteps(store, reader)
@@ -123,9 +124,9 @@ class Call:
                 self._end_rows()
             self.brackets.open(bracket)
             self.limits = limits
-            self.store.reserve(self, 0)
+            self.store.give_back_reservation(self)
             self.num_scheduled = 0
-            self._may_step = False
+            self.keeps_past = self._may_step = False
             self._held.begin()
             self._num_columns_before = self.rows.num_columns
             self.counters.start_call()
@@ -152,7 +153,7 @@ class Call:
                 self.brackets.forget_closed()
                 self._judge(conditions_held=False)
                 self.limits = UNLIMITED
-                store.reserve(self, 0)
+                store.give_back_reservation(self)
             self._held.flush(self.rows)
             self.rows.commit()
             self._is_first = not self.rows.alias
@@ -190,7 +191,7 @@ class Call:
     def release(self) -> None:
         """Give back what was reserved by `admit`."""
         with self.store.lock:
-            self.store.reserve(self, 0)
+            self.store.give_back_reservation(self)
 
     def schedule(
         self,
@@ -313,6 +314,8 @@ class Call:
                 store.writing_layers = frozenset(self._writes.written)
             self._num_columns_before = self.rows.num_columns
             self.rows.confirm(forward.stop)
+            if not forward.is_step:
+                self.rows.let_pass()
             self.state = CallState.CONFIRMED
             self.forward = None
             if conditions_held is not None:
@@ -355,13 +358,13 @@ class Call:
             if self._is_first:
                 self.rows.free()
                 self.rows = Rows([], [], 0)
-                self.store.reserve(self, 0)
+                self.store.give_back_reservation(self)
                 self.state = CallState.IDLE
             else:
                 self.rows.roll_back()
                 self.state = CallState.CONFIRMED
                 if not self.limits.are_known:
-                    self.store.reserve(self, 0)
+                    self.store.give_back_reservation(self)
 
     def reorder(self, sources: Sequence[int] | Tensor) -> None:
         """Batch row `i` goes on as batch row `sources[i]` (beam search); there may be more or fewer rows than before.
@@ -411,7 +414,8 @@ class Call:
         """Take the last `num_columns` columns back.
 
         Raises:
-            CacheArgumentError: there are not that many.
+            CacheArgumentError: there are not that many, or a window no longer has what it shows there; nothing has
+                changed.
             CacheBusyError: a `generate` or a forward of another thread is running on them.
         """
         if num_columns:
@@ -426,8 +430,9 @@ class Call:
                 raise CacheArgumentError(
                     f"cannot crop {num_columns} tokens; give 0 to {rows.num_columns}, what there is"
                 )
-            self._held.flush(rows)
             kept, state = rows.num_columns - num_columns, self.state
+            rows.require_resumable(kept)
+            self._held.flush(rows)
             rows.num_columns = kept
             self._is_first, self.state = False, CallState.SCHEDULED  # interrupted, the next event cuts all rows alike
             rows.crop(kept)
@@ -457,7 +462,7 @@ class Call:
             if self.rows.alias:
                 self.state = CallState.ENDED
             self.limits, self._may_step = UNLIMITED, False
-            self.store.reserve(self, 0)
+            self.store.give_back_reservation(self)
             self.reader.pause()
 
     def drop_rows(self) -> None:
@@ -476,7 +481,7 @@ class Call:
             self.limits, self._may_step = UNLIMITED, False
             self.reader.drop()
             self._writes.gradients.clear()
-            self.store.reserve(self, 0)
+            self.store.give_back_reservation(self)
 
     def fork_rows(self) -> Rows:
         """The rows with forked tables, for another call on the same store.
@@ -518,13 +523,16 @@ class Call:
         self.store.left_behind.append(_Reservation(self))
 
     def read_layer(self, layer_idx: int) -> dict[str, Tensor]:
-        """name -> [R, H, columns, D] of a layer's rows, a copy, with its gradients; empty without rows."""
+        """name -> [R, H, columns, D] of a layer's rows, a copy, with its gradients; empty without rows.
+
+        All columns, or in a layer with a window those that the next token sees.
+        """
         with self.store.lock:
             if not self.rows.alias or not self.store.pool.has_layer(layer_idx):
                 return {}
             self._flush()
-            read = gather_rows(self.store.pool, layer_idx, self.rows)
-            return self._writes.gradients.in_place_of(layer_idx, read, self.rows.alias)
+            read = gather_rows(self.store, layer_idx, self.rows)
+            return self._writes.gradients.in_place_of(layer_idx, read, self.rows.alias, self.rows.num_columns)
 
     def check_not_busy(self) -> None:
         """Raises CacheBusyError while a forward of this call runs in another thread that lives."""
@@ -555,8 +563,10 @@ class Call:
         """Whether the worst case of the prepared rows fits, where they will hold so many blocks of each other."""
         if not self.limits.are_known:
             return True
-        demand = self._demand or demand_of(self.store, self.rows, self.limits, num_columns)
-        return demand.num_blocks - num_shared_blocks <= self.store.num_obtainable_blocks(self) + demand.num_released
+        demand, store = self._demand or self._demand_of(num_columns), self.store
+        if demand.num_blocks - num_shared_blocks > store.num_obtainable_blocks(self) + demand.num_released:
+            return False
+        return store.windows.lacking(self, demand.windows) is None
 
     def _begin_rows(self, request: ForwardRequest) -> None:
         """Begin rows with what is known; but where too few blocks would be left, without what only previous rows know.
@@ -569,11 +579,11 @@ class Call:
             self.counters.start_call()
         self.rows, found = begin_rows(store, request, previous)
         if self.limits.are_known:
-            self._demand = demand_of(store, self.rows, self.limits, request.num_new_columns, previous)
+            self._demand = self._demand_of(request.num_new_columns, previous)
             if previous and not self.fits(request.num_new_columns, 0):
                 self.rows.free()
                 self.rows, found = begin_rows(store, request, ())
-                self._demand = demand_of(store, self.rows, self.limits, request.num_new_columns, previous)
+                self._demand = self._demand_of(request.num_new_columns, previous)
         self.counters.begin_rows(found)
 
     def _flush(self) -> None:
@@ -590,8 +600,13 @@ class Call:
             hold_longer(self.store, row, request.rows[member].token_ids)
         self._demand = None
 
+    def _demand_of(self, num_columns: int, previous: Sequence[Row] = ()) -> Demand:
+        return demand_of(
+            self.store, self.rows, self.limits, num_columns, previous, keeps_past=self.keeps_past
+        )
+
     def _admit(self, stop: int) -> None:
-        demand = self._demand or demand_of(self.store, self.rows, self.limits, stop, self.previous.distinct)
+        demand = self._demand or self._demand_of(stop, self.previous.distinct)
         admit(self.store, self, len(self.rows), self.limits, demand)
 
     def _schedule(
@@ -611,6 +626,8 @@ class Call:
             start = first_column(known, start=before, stop=stop, num_needed=request.num_logits_needed)
             if latest_start < start:
                 start, held_back_by = max(before, int(latest_start)), "rank"
+        if store.windows:
+            start = hold_windows(rows, before, start)
         self.counters.schedule(
             request,
             list(zip(members, rows.distinct, strict=True)),
@@ -621,10 +638,10 @@ class Call:
             held_back_by=held_back_by,
         )
         store.pool.join_streams()
-        if take_blocks(store, self, rows, request, limits):
+        if take_blocks(store, self, rows, request, limits, keeps_past=self.keeps_past):
             renew_reservation(store, self, rows, limits, stop)
         if not limits.are_known:
-            store.reserve(self, 0)
+            store.give_back_reservation(self)
         if self._is_first:
             self._writes.gradients.clear()
             self.reader.start_rows(
@@ -632,7 +649,7 @@ class Call:
             )
         transfer = Transfer()
         self.reader.start_forward(rows.layouts, len(rows.distinct), start, stop, transfer)
-        slot_mapping = map_slots(rows, known, start, stop, transfer)
+        slot_mapping = map_slots(store, rows, known, start, stop, transfer)
         store.make_copies(transfer)  # last: with their ids goes all that the forward needs
         copies = tuple(rows.alias) if rows.is_aliased else None
         self.forward = ScheduledForward(start, stop, tuple(members), copies, slot_mapping)

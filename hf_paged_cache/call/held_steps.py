@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..attention.base import Reader
 from ..errors import CacheArgumentError
-from ..kv.slot_mapping import SlotMapping
 from ..kv.transfers import read_together
 from ..store.block_store import BlockStore
 from .rows import Rows
@@ -255,7 +254,7 @@ class HeldSteps:
                 pool.write_blocks(columns(start, stop), [block_id for block_id, _ in places], first_offset)
                 return
             firsts = [block_id * pool.block_size + offset for block_id, offset in places]
-            mapping = SlotMapping([slot for first in firsts for slot in range(first, first + stop - start)])
+            mapping = pool.map_slots([slot for first in firsts for slot in range(first, first + stop - start)])
             for layer_idx, states in columns(start, stop):
                 pool.write(layer_idx, states, mapping)
             return

@@ -62,20 +62,26 @@ def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple
     A full block is found by its hash, whoever computed it. A previous row of the same root is compared token by token,
     so that a prefix need not end at a block; its table is forked and cut.
     """
-    table = BlockTable(store.allocator, new.root, namespace=new.salt)
+    table = store.new_table(new.root, new.salt)
     num_hit = table.hold_prefix(new.token_ids)
     closest, num_common = previous.closest(new)
-    if closest is None or num_common <= num_hit:
+    num_known = 0 if closest is None else closest.table.num_resumable_tokens(num_common)
+    if closest is None or num_known <= num_hit:
+        if num_hit < max(num_common, table.num_matched_tokens):
+            longest = max(num_common, table.num_matched_tokens)
+            return table, Found(num_hit, f"a window no longer shows what is before token {longest}, up to which more is known")
         return table, Found(num_hit, _why_stopped(num_hit, new.token_ids, store.block_size, None))
     table.free()
     table = closest.table.fork()
-    table.truncate(num_common)
+    table.truncate(num_known)
+    if num_known < num_common:
+        return table, Found(num_known, f"a window no longer shows what is before token {num_common}, up to which more is known")
     return table, Found(num_common, _why_stopped(num_common, new.token_ids, store.block_size, closest))
 
 
 def hold_longer(store: BlockStore, row: Row, new: TokenIds) -> bool:
     """Let a row hold what is known by now of its tokens and its new ones, if that is more than it holds."""
-    table = BlockTable(store.allocator, row.root, namespace=row.table.namespace)
+    table = store.new_table(row.root, row.table.namespace)
     if table.hold_prefix(row.with_new(new)) <= row.table.num_tokens:
         table.free()
         return False

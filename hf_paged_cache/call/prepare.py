@@ -5,7 +5,6 @@ Functions over `Rows`, in the order in which `Call` uses them. No state.
 
 from collections.abc import Callable, Sequence
 
-from ..blocks import BlockTable
 from ..errors import CacheArgumentError
 from ..kv.slot_mapping import SlotMapping
 from ..kv.transfers import Transfer
@@ -34,7 +33,7 @@ def begin_rows(store: BlockStore, request: ForwardRequest, previous: Sequence[Ro
         if request.bypass is None:
             table, match = match_row(store, new, kept)
         else:
-            table, match = BlockTable(store.allocator, new.root, namespace=new.salt), Found(0, request.bypass)
+            table, match = store.new_table(new.root, new.salt), Found(0, request.bypass)
         row = Row(table, new.pad, new.root, new.first_position)
         if request.bypass is not None:
             row.stop_commits(0)
@@ -65,7 +64,7 @@ def continue_rows(store: BlockStore, request: ForwardRequest, rows: Rows) -> lis
     for row, member in zip(rows.distinct, rows.members(), strict=True):
         new = inputs[member]
         if not row.table.num_tokens:  # nothing but padding so far; there may be more now
-            row.table = BlockTable(store.allocator, new.root, namespace=new.salt)
+            row.table = store.new_table(new.root, new.salt)
             row.pad, row.root, row.first_position = new.pad, new.root, new.first_position
         if request.bypass is not None or new.root != row.root or new.pad != row.pad:
             row.stop_commits(row.num_confirmed)
@@ -84,15 +83,53 @@ def reserve_forward(store: BlockStore, holder: Holder, rows: Rows, request: Forw
     needed = sum(
         row.table.num_new_blocks_for_append(len(row.unseen(request.rows[member].token_ids))) for row, member in members
     )
-    demand = Demand(needed, 0)
+    demand = Demand(needed, 0, _windows_of(store, rows, request))
     grow_anew_for(store, holder, demand)
     require(store, holder, demand, f"this forward ({rows_in_words(len(rows.distinct))})")
     store.reserve(holder, needed)
 
 
-def take_blocks(store: BlockStore, holder: Holder, rows: Rows, request: ForwardRequest, limits: CallLimits) -> int:
+def _windows_of(store: BlockStore, rows: Rows, request: ForwardRequest) -> tuple[int, ...]:
+    """The window blocks of a forward, of each group."""
+    if not store.windows:
+        return ()
+    members = zip(rows.distinct, rows.members(), strict=True)
+    return store.windows.of_forward(
+        (row.table.num_tokens, row.num_confirmed + len(request.rows[member].token_ids)) for row, member in members
+    )
+
+
+def hold_windows(rows: Rows, before: int, start: int) -> int:
+    """Say from which column each row's layers read on: from `start`, or from the last one before it that all windows allow.
+
+    Args:
+        before: columns from which every row can go on.
+    """
+    column = start + 1
+    while column > start:
+        column = start
+        for row in rows.distinct:
+            num_tokens = max(0, start - row.pad)
+            if (num_resumable := row.table.num_resumable_tokens(num_tokens)) < num_tokens:
+                start = max(before, row.pad + num_resumable)
+    for row in rows.distinct:
+        row.table.hold_window(max(0, start - row.pad))
+    return start
+
+
+def take_blocks(
+    store: BlockStore,
+    holder: Holder,
+    rows: Rows,
+    request: ForwardRequest,
+    limits: CallLimits,
+    *,
+    keeps_past: bool = False,
+) -> int:
     """Append each running row's new tokens to its table, with blocks to write them into; copies on write become due.
 
+    Args:
+        keeps_past: what follows the prompt may be taken back.
     Returns:
         the number of blocks taken.
     Raises:
@@ -101,9 +138,11 @@ def take_blocks(store: BlockStore, holder: Holder, rows: Rows, request: ForwardR
     members = zip(rows.distinct, rows.members(), strict=True)
     unseen = [(row, row.unseen(request.rows[member].token_ids)) for row, member in members]
     num_taken = sum(row.table.num_new_blocks_for_append(len(tokens)) for row, tokens in unseen)
-    _make_room(store, holder, num_taken, rows, limits)
+    windows = () if limits.are_known else _windows_of(store, rows, request)
+    _make_room(store, holder, num_taken, rows, limits, windows)
     for row, tokens in unseen:
-        row.table.append_tokens(tokens)
+        cut = max(row.num_confirmed, int(min(limits.num_prompt_columns, rows.num_columns + request.num_new_columns)) - row.pad)
+        row.table.append_tokens(tokens, cut=cut if keeps_past else None)
         if limits.end_of_sequence:
             _stop_at_end_of_sequence(row, limits)
     return num_taken
@@ -144,11 +183,11 @@ def take_step(
         running[number].table.append_token(token_ids[number]) if slot is None else slot
         for number, slot in enumerate(found)
     ]
-    return num_taken, SlotMapping(slots, transfer=transfer)
+    return num_taken, store.pool.map_slots(slots, transfer=transfer)
 
 
 def map_slots(
-    rows: Rows, known_columns: Sequence[int], start: int, stop: int, transfer: Transfer | None = None
+    store: BlockStore, rows: Rows, known_columns: Sequence[int], start: int, stop: int, transfer: Transfer | None = None
 ) -> SlotMapping:
     """Slots of all tokens that are not in the pool yet, and which of the forward's tokens they take."""
     slots: list[int] = []
@@ -157,15 +196,23 @@ def map_slots(
     for number, (row, known) in enumerate(zip(rows.distinct, known_columns, strict=True)):
         slots.extend(row.table.writable_slots(known - row.pad, row.table.num_tokens))
         sources.extend(range(number * num_columns + known - start, (number + 1) * num_columns))
-    return SlotMapping(slots, None if len(sources) == num_columns * len(rows.distinct) else sources, transfer)
+    are_all = len(sources) == num_columns * len(rows.distinct)
+    return store.pool.map_slots(slots, None if are_all else sources, transfer)
 
 
-def _make_room(store: BlockStore, holder: Holder, needed: int, rows: Rows, limits: CallLimits) -> None:
+def _make_room(
+    store: BlockStore,
+    holder: Holder,
+    needed: int,
+    rows: Rows,
+    limits: CallLimits,
+    windows: tuple[int, ...] = (),
+) -> None:
     """Have the blocks that a forward takes.
 
     Where memory has run out, a first forward needs all that was reserved for its call, a later one only what it takes now.
     """
-    demand, what = Demand(needed, 0), f"this forward ({rows_in_words(len(rows.distinct))})"
+    demand, what = Demand(needed, 0, windows), f"this forward ({rows_in_words(len(rows.distinct))})"
     grow_anew_for(store, holder, demand)
     if needed and not limits.are_known:  # nothing was reserved
         require(store, holder, demand, what)

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..blocks import BlockHash, BlockTable
+from ..blocks import Allocation, BlockHash, BlockTable
 from ..blocks.tokens import TokenIds
-from ..kv.block_pool import BlockPool
+from ..errors import CacheArgumentError
 from ..kv.block_tables import read_source
 from ..kv.slot_mapping import RowLayout
+from ..store.block_store import BlockStore
 
 
 class Row:
@@ -140,6 +141,10 @@ class Rows:
         """Rows of the batch."""
         return len(self.alias)
 
+    def allocations(self) -> list[Allocation]:
+        """Who holds the rows' blocks."""
+        return [row.table.allocation for row in self.distinct]
+
     def block_ids(self) -> set[int]:
         """The blocks that the rows hold."""
         return {block_id for row in self.distinct for block_id in row.table.block_ids}
@@ -246,6 +251,21 @@ class Rows:
             row.num_confirmed = num_columns - row.pad
         self.num_columns = num_columns
 
+    def let_pass(self) -> None:
+        """A forward of several columns is over: what only that had to read may go, where layers have windows."""
+        for row in self.distinct:
+            row.table.let_pass()
+
+    def require_resumable(self, num_columns: int) -> None:
+        """Raises CacheArgumentError unless every layer has what it must read to go on from `num_columns` columns."""
+        for row in self.distinct:
+            num_tokens = max(0, num_columns - row.pad)
+            if row.table.num_resumable_tokens(num_tokens) < num_tokens:
+                raise CacheArgumentError(
+                    f"cannot crop to {num_columns} columns: layers with a window no longer hold what is before them. Call "
+                    "activate_past_recording() before the forward that is to be taken back, or reset()"
+                )
+
     def commit(self) -> None:
         """Give every full block of confirmed tokens its hash: when the next forward is scheduled, rows fork, or their call ends.
 
@@ -295,8 +315,13 @@ class Rows:
         return forked
 
 
-def gather_rows(pool: BlockPool, layer_idx: int, rows: Rows) -> dict[str, Tensor]:
-    """name -> [R, H, columns, D], contiguous: a copy of what the pool holds of a layer's rows, in the order of the batch."""
-    layouts = [row.layout() for row in rows.in_batch()]
-    gathered = pool.gather(layer_idx, read_source(layouts, 0, rows.num_columns, pool.block_size))
+def gather_rows(store: BlockStore, layer_idx: int, rows: Rows) -> dict[str, Tensor]:
+    """name -> [R, H, columns, D], contiguous: a copy of what the pool holds of a layer's rows, in the order of the batch.
+
+    All columns, or in a layer with a window those that the next token sees.
+    """
+    pool, window, stop = store.pool, store.windows.window_of.get(layer_idx), rows.num_columns
+    start = 0 if window is None else max(0, stop - window + 1)
+    layouts = pool.rows_in(window, [row.layout() for row in rows.in_batch()], start)
+    gathered = pool.gather(layer_idx, read_source(layouts, start, stop, pool.block_size))
     return {name: states.contiguous() for name, states in gathered.items()}

@@ -105,10 +105,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
 
     def _seen(self, name: str) -> Tensor | None:
         """The columns of a tensor that the next token sees; as for `DynamicSlidingWindowLayer`, all others are left out."""
-        states = self._cache.read_layer(self._layer_idx).get(name)
-        if states is None:
-            return None
-        return states[:, :, self._windows.first_column(self._layer_idx, states.shape[2]) :]
+        return self._cache.read_layer(self._layer_idx).get(name)
 
     def _write(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
         """Store new states and return those that attention reads."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ..blocks import BlockTable
 from ..blocks.tokens import TokenIds
 from ..call.call import Call
 from ..call.rows import Row, Rows
@@ -118,7 +117,7 @@ class SharedPrefixes:
             self._side.run(cache, [tokens], pad=pad, first_position=new.first_position, options=options)
             return sum(count.computed_tokens for count in cache.call.counters.rows)
         with self._blocks.lock:
-            table = BlockTable(self._blocks.allocator, new.root, namespace=new.salt)
+            table = self._blocks.new_table(new.root, new.salt)
             row = Row(table, pad, new.root, new.first_position)
             known = row.num_known = row.num_confirmed = row.table.hold_prefix(tokens)
         cache = held.enter_context(self._side.sibling(Rows([row], [0], pad + known) if known else None))

@@ -96,7 +96,7 @@ class Verifier:
     def _hold(self, held: ExitStack, new: RowInput) -> BlockTable:
         """The prefix hit of a row, until `held` is left."""
         with self._blocks.lock:
-            table = BlockTable(self._blocks.allocator, new.root, namespace=new.salt)
+            table = self._blocks.new_table(new.root, new.salt)
             table.hold_prefix(new.token_ids)
 
         def free() -> None:

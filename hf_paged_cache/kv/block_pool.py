@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import PoolArgumentError
 from .recycled_memory import RecycledMemory, zeros
-from .slot_mapping import ReadSource, SlotMapping
+from .slot_mapping import ReadSource, RowLayout, SlotMapping
 from .streams import StreamOrder
 from .transfers import Transfer
 
@@ -31,6 +31,7 @@ class BlockPool:
 
     Args:
         first_device: where the first write will be, asked as long as there was none.
+        beside: a pool of the same blocks, used by the same calls.
     Example:
         >>> pool = BlockPool(block_size=4)
         >>> pool.ensure_capacity(3)
@@ -42,14 +43,20 @@ class BlockPool:
     Source: block-table indirection, Kwon et al. 2023 (arXiv:2309.06180).
     """
 
-    def __init__(self, block_size: int, first_device: Callable[[], torch.device] = lambda: _HOST) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        first_device: Callable[[], torch.device] = lambda: _HOST,
+        beside: "BlockPool | None" = None,
+    ) -> None:
         self.block_size = block_size
         self.capacity = 0  # blocks that every tensor holds; where growing was cut short, some hold more
         self.bytes_per_block = 0  # in all layers written so far
         self.num_blocks_used = 0  # 1 + the highest block id written so far
         self._first_device = first_device
-        self._streams = StreamOrder()
-        self._accelerators: set[torch.device] = set()  # that hold tensors, or have
+        self._streams = StreamOrder() if beside is None else beside._streams
+        # that hold tensors, or have
+        self._accelerators: set[torch.device] = set() if beside is None else beside._accelerators
         self._tensors: dict[int, dict[str, Tensor]] = {}  # layer index -> name -> tensor
 
     @property
@@ -124,6 +131,16 @@ class BlockPool:
         self.release(self._all_tensors())
         self._tensors = {}
         self.capacity = self.num_blocks_used = self.bytes_per_block = 0
+
+    def map_slots(
+        self, slots: Sequence[int], sources: Sequence[int] | None = None, transfer: Transfer | None = None
+    ) -> SlotMapping:
+        """The slots that a forward writes, in all layers; see `SlotMapping`."""
+        return SlotMapping(slots, sources, transfer)
+
+    def rows_in(self, window: int | None, rows: Sequence[RowLayout], start: int) -> Sequence[RowLayout]:
+        """The rows, with the ids by which layers with this window, or None, hold their blocks from column `start` on."""
+        return rows
 
     def write(self, layer_idx: int, states: Mapping[str, Tensor], slot_mapping: SlotMapping) -> None:
         """Store new keys and values of one layer.

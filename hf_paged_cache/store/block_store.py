@@ -5,21 +5,24 @@ Shared by many caches, and outlives them. Knows no rows and no forwards. Whoever
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from ..blocks import PrefixCachingBlockAllocator
+from ..blocks import BlockTable, PrefixCachingBlockAllocator, WindowedTable
 from ..errors import CacheArgumentError, CacheBusyError
 from ..kv.block_pool import BlockPool
+from ..kv.grouped_pool import GroupedPool
 from ..kv.transfers import Transfer
 from ..locks import new_lock
 from ..stats import CacheStats
 from .call_totals import CallTotals
 from .memory_budget import add_store, default_budget_bytes, lacks_room
 from .pins import Pins
+from .window_groups import HeldRows, WindowGroups
 
 # An untouched page of host memory costs nothing, so a pool there grows in few, large steps. On an accelerator every byte
 # is taken when it is asked for.
@@ -33,12 +36,6 @@ class LeftBehind(Protocol):
     """Rows of a cache that was collected. Their `end` commits full blocks and gives all blocks back."""
 
     def end(self) -> None: ...
-
-
-class HeldRows(Protocol):
-    """Rows of a call."""
-
-    def block_ids(self) -> set[int]: ...
 
 
 class CopiedRows(Protocol):
@@ -64,6 +61,11 @@ class Holder(Protocol):
 
     def num_previous_blocks(self) -> int: ...  # that only its previous rows hold
 
+    def check(self) -> None:
+        """Prove the invariants of the blocks and window blocks, or raise BlockStateError with the whole state."""
+        self.allocator.check()
+        self.windows.check()
+
     def lose_threads(self, idents: frozenset[int]) -> None: ...  # they ended with a fork: drop what they ran
 
     @property
@@ -86,6 +88,9 @@ class BlockStore:
         block_size: tokens of a block, at least 1.
         num_blocks: the most blocks, with the null block; None: as `memory_budget` allows.
         first_device: where the model's first keys and values will be.
+        window_of: layer index -> its window, for the layers that have one.
+        are_all_windowed: no other layer has keys and values.
+        window_share: of the blocks, how many window blocks there can be; see `WindowGroups`.
     Attributes:
         max_num_blocks: the most blocks there can be; None until a forward shows what the budget holds. Where memory ran
             out, what was managed by then.
@@ -97,6 +102,10 @@ class BlockStore:
         block_size: int,
         num_blocks: int | None = None,
         first_device: Callable[[], torch.device] = lambda: torch.device("cpu"),
+        window_of: Mapping[int, int] = MappingProxyType({}),
+        *,
+        are_all_windowed: bool = False,
+        window_share: float = 1.0,
     ) -> None:
         if num_blocks is not None and num_blocks < 2:
             raise CacheArgumentError(
@@ -105,8 +114,12 @@ class BlockStore:
         self.lock = new_lock(self)
         first = _FIRST_NUM_BLOCKS if num_blocks is None else min(num_blocks, _FIRST_NUM_BLOCKS)
         self.allocator = PrefixCachingBlockAllocator(first, block_size)
-        self.pins = Pins(self.allocator)
+        self.windows = WindowGroups(self.allocator, window_of, are_all=are_all_windowed, share=window_share)
+        self.windows.limit(num_blocks)
+        self.pins = Pins(self.allocator, self.windows, self.new_table)
         self.pool = BlockPool(block_size, first_device)
+        if self.windows:
+            self.pool = GroupedPool(block_size, first_device, window_of, self.windows.groups)
         self.call_totals = CallTotals()
         self.max_num_blocks = num_blocks
         self.ran_out_of_memory = False
@@ -136,13 +149,34 @@ class BlockStore:
         """Blocks that hold nothing, managed already or not; None where the most there can be is not known yet."""
         if self.max_num_blocks is None:
             return None
+        if self.windows.are_all:
+            group = self.windows.groups[0]
+            return group.num_free + self.max_num_blocks - group.num_blocks
         return self.allocator.num_free_blocks + self.max_num_blocks - self.allocator.num_blocks
 
     def kv_bytes_in_use(self, salt: bytes = b"") -> int:
         """Bytes of the blocks that somebody holds; given a salt, of its blocks."""
         allocator = self.allocator
         num_blocks = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
-        return num_blocks * self.pool.bytes_per_block
+        num_bytes = num_blocks * self.pool.bytes_per_block
+        if self.windows:
+            num_bytes += self._window_bytes(self.windows.num_needed(salt or None))
+        return num_bytes
+
+    def _window_bytes(self, num_blocks: Iterable[int]) -> int:
+        """Bytes of so many window blocks of each group."""
+        pool = self.pool
+        assert isinstance(pool, GroupedPool)
+        return sum(
+            pool.of_window(group.window).bytes_per_block * number
+            for group, number in zip(self.windows.groups, num_blocks, strict=True)
+        )
+
+    def new_table(self, root: bytes, salt: bytes) -> BlockTable:
+        """An empty table of this store's blocks."""
+        if self.windows:
+            return WindowedTable(self.allocator, root, namespace=salt, groups=self.windows.groups)
+        return BlockTable(self.allocator, root, namespace=salt)
 
     def add_holder(self, holder: Holder) -> None:
         """From here on, the call may take blocks."""
@@ -159,10 +193,13 @@ class BlockStore:
         while self.left_behind:
             self.left_behind[0].end()
             self.left_behind.popleft()
+        if self.windows and self.allocator.collected:
+            for group in self.windows.groups:
+                group.sweep()
 
     def num_obtainable_blocks(self, holder: Holder | None) -> float:
         """Blocks that `holder` can have now: free, cached or not managed yet, less what others have reserved."""
-        if self.max_num_blocks is None:
+        if self.max_num_blocks is None or self.windows.are_all:  # the windows say what there is
             return math.inf
         unmanaged = self.max_num_blocks - self.allocator.num_blocks
         return self.allocator.num_available_blocks + unmanaged - self.num_reserved_blocks(holder)
@@ -173,6 +210,12 @@ class BlockStore:
             self._reserved[holder] = num_blocks
         else:
             self._reserved.pop(holder, None)
+
+    def give_back_reservation(self, holder: Holder) -> None:
+        """Nothing is reserved for `holder` any more."""
+        self._reserved.pop(holder, None)
+        if self.windows:
+            self.windows.reserve(holder, ())
 
     def num_blocks_reserved_for(self, holder: Holder) -> int:
         """Blocks reserved for `holder`."""
@@ -187,30 +230,45 @@ class BlockStore:
 
         Where memory runs out, what is managed becomes the most there is: fewer may be there than were reserved.
         """
-        managed = self.allocator.num_blocks
-        missing = num_blocks - self.allocator.num_free_blocks
-        if missing > 0 and managed != self.max_num_blocks:
-            managed += self._growth(missing)
-            if self.max_num_blocks is not None:
-                managed = min(managed, self.max_num_blocks)
-        if self.pool.capacity < managed:
-            capacity = managed
-            if self.max_num_blocks is not None and self.pool.is_on_host:
-                capacity = min(self.max_num_blocks, managed * _CAPACITY_FACTOR_ON_HOST)  # growing again would copy
-            if not any(self._grow_pool(most) for most in dict.fromkeys((capacity, managed))):
+        most, allocator = self.max_num_blocks, self.allocator
+        if self.windows.are_all:  # a block costs no memory; one that nobody holds any more is as good as a new one
+            most = max(most or 0, allocator.num_blocks + num_blocks - allocator.num_available_blocks)
+        managed = self._grow(self.pool, allocator.num_blocks, num_blocks - allocator.num_free_blocks, most)
+        if managed > allocator.num_blocks:
+            allocator.grow(managed)
+        for group in self.windows.groups:
+            assert isinstance(self.pool, GroupedPool)
+            pool, most = self.pool.of_window(group.window), None if group.most == math.inf else int(group.most)
+            managed = self._grow(pool, group.num_blocks, num_blocks - group.num_free, most)
+            if managed > group.num_blocks:
+                group.grow(managed)
+
+    def _grow(self, pool: BlockPool, managed: int, missing: int, most: int | None) -> int:
+        """Let a pool hold what is managed, and up to `most` blocks so many more as are missing; returns how many it can."""
+        wanted = managed
+        if missing > 0 and managed != most:
+            wanted += self._growth(managed, missing)
+            if most is not None:
+                wanted = min(wanted, most)
+        if pool.capacity < wanted:
+            capacity = wanted
+            if most is not None and pool.is_on_host:
+                capacity = min(most, wanted * _CAPACITY_FACTOR_ON_HOST)  # growing again would copy
+            if not any(self._grow_pool(pool, number) for number in dict.fromkeys((capacity, wanted))):
                 self.stop_growing()
-                return
-        if self.allocator.num_blocks < managed:
-            self.allocator.grow(managed)
+                return managed
+        return wanted
 
     def stop_growing(self) -> None:
         """There is no memory for more blocks, or beside them: what is managed now is the most there is, until `grow_anew`."""
         self.ran_out_of_memory = True
-        self.max_num_blocks = self.allocator.num_blocks
+        self.windows.stop_growing()
+        self.max_num_blocks = self.windows.groups[0].num_blocks if self.windows.are_all else self.allocator.num_blocks
 
     def grow_anew(self) -> None:
         """There may be memory again: the most there can be is what was given, or settled."""
         self.max_num_blocks = self._promised_num_blocks
+        self.windows.limit(self.max_num_blocks)
         self.ran_out_of_memory = False
 
     def make_way(self) -> None:
@@ -218,12 +276,13 @@ class BlockStore:
 
         Then three quarters of what was managed is the most, so that blocks are evicted before a forward lacks memory again.
         """
-        managed = self.allocator.num_blocks
         self.stop_growing()
-        if self.pool.capacity > _FIRST_NUM_BLOCKS and not self.allocator.num_blocks_in_use:
+        managed = self.max_num_blocks or 0
+        if managed > _FIRST_NUM_BLOCKS and not self.allocator.num_blocks_in_use:
             self.reset_prefix_cache()
             self.stop_growing()
-            self.max_num_blocks = max(managed - managed // 4, self.allocator.num_blocks)
+            self.max_num_blocks = max(managed - managed // 4, self.max_num_blocks or 0)
+            self.windows.limit(self.max_num_blocks)
 
     def give_back_later(self) -> None:
         """The memory does not even hold one forward: `give_back` is to give up all that nobody holds."""
@@ -234,25 +293,24 @@ class BlockStore:
         if self._must_give_back and not self.allocator.num_blocks_in_use:
             self.reset_prefix_cache()
 
-    def _growth(self, missing: int) -> int:
+    def _growth(self, managed: int, missing: int) -> int:
         """The blocks to manage more where so many are missing.
 
         On an accelerator an eighth of the pool at least, so that all growth copies at most 8 times what the pool ends with.
         Beyond what is missing it takes what running calls have reserved, up to an eighth.
         """
-        managed = self.allocator.num_blocks
         if self.pool.is_on_host:
             return max(missing, managed * (_GROWTH_ON_HOST - 1))
         reserved = max(0, self.num_reserved_blocks(None) - self.allocator.num_free_blocks - missing)
         spare = min(reserved, (managed + missing) // _SPARE_PART_ON_ACCELERATOR)
         return max(managed // _SPARE_PART_ON_ACCELERATOR, missing + spare)
 
-    def _grow_pool(self, num_blocks: int) -> bool:
+    def _grow_pool(self, pool: BlockPool, num_blocks: int) -> bool:
         """Whether there was memory for it. Looks first: tensors that had grown before one could not might stay large."""
-        if lacks_room(self.pool.bytes_to_grow(num_blocks)):
+        if lacks_room(pool.bytes_to_grow(num_blocks)):
             return False
         try:
-            self.pool.ensure_capacity(num_blocks)
+            pool.ensure_capacity(num_blocks)
         except torch.OutOfMemoryError:
             return False
         return True
@@ -267,6 +325,12 @@ class BlockStore:
         if copies:
             self.pool.copy_blocks(copies, transfer)
             self.allocator.drop_copies(len(copies))
+        for group in self.windows.groups:
+            if group.copies:
+                assert isinstance(self.pool, GroupedPool)
+                copies = tuple(group.copies)
+                self.pool.of_window(group.window).copy_blocks(copies, transfer)
+                del group.copies[: len(copies)]
 
     def affordable_blocks(self) -> float:
         """The most blocks there can be: what was given, or what the memory budget holds; infinite before any was written.
@@ -275,27 +339,35 @@ class BlockStore:
         """
         if self.is_settled and self.max_num_blocks is not None:
             return self.max_num_blocks
-        bytes_per_block = self.pool.bytes_per_block_on()
         return 1 + min(
             (
                 self._budget_bytes.get(device, math.inf) // (num_bytes * (1 + self._copies))
-                for device, num_bytes in bytes_per_block.items()
+                for device, num_bytes in self._bytes_per_block_on().items()
             ),
             default=math.inf,
         )
 
+    def _bytes_per_block_on(self) -> dict[torch.device, float]:
+        """Bytes that a block takes of each device, with its part of the window blocks."""
+        total: dict[torch.device, float] = {**self.pool.bytes_per_block_on()}
+        for group in self.windows.groups:
+            assert isinstance(self.pool, GroupedPool)
+            for device, num_bytes in self.pool.of_window(group.window).bytes_per_block_on().items():
+                total[device] = total.get(device, 0) + num_bytes * self.windows.share
+        return total
+
     def bytes_to_come(self, device: torch.device) -> int:
         """Bytes of `device` that the most blocks, and copies of them, take beyond what the pool has taken."""
         with self.lock:
-            most, num_bytes = self.max_num_blocks, self.pool.bytes_per_block_on().get(device, 0)
+            most, num_bytes = self.max_num_blocks, self._bytes_per_block_on().get(device, 0)
             if most is None or not num_bytes:
                 return 0
-            return most * num_bytes * (1 + self._copies) - self.pool.bytes_on()[device]
+            return int(most * num_bytes * (1 + self._copies)) - self.pool.bytes_on()[device]
 
     def read_budget(self) -> None:
         """Look how much memory is free where blocks were written. No lock is held meanwhile: files are read."""
         with self.lock:
-            devices = list(self.pool.bytes_per_block_on()) if not self.is_settled else []
+            devices = list(self._bytes_per_block_on()) if not self.is_settled else []
         budget = {device: default_budget_bytes(device, self) for device in devices}
         with self.lock:
             self._budget_bytes = budget
@@ -308,10 +380,18 @@ class BlockStore:
         """
         if not self.is_settled and (affordable := self.affordable_blocks()) < math.inf:
             admitted = self.allocator.num_blocks + sum(self._reserved.values())
+            if self.windows.are_all:
+                admitted = max(group.num_blocks + group.num_reserved for group in self.windows.groups)
             promised = max(admitted, int(affordable) if most is None else most)
             if not self.ran_out_of_memory:
                 self.max_num_blocks = promised
+                self.windows.limit(promised)
             self._promised_num_blocks = promised  # last: settled
+
+    def check(self) -> None:
+        """Prove the invariants of the blocks and window blocks, or raise BlockStateError with the whole state."""
+        self.allocator.check()
+        self.windows.check()
 
     def lose_threads(self, idents: frozenset[int]) -> None:
         """These threads are not there, as in a forked child: nothing that they ran holds blocks."""
@@ -387,6 +467,7 @@ class BlockStore:
         most = self._promised_num_blocks
         num_blocks = _FIRST_NUM_BLOCKS if most is None else min(most, _FIRST_NUM_BLOCKS)
         self.allocator.reset_prefix_cache(num_blocks)
+        self.windows.reset(num_blocks)
         self.pool.clear()
         self.grow_anew()
         self._must_give_back = False

@@ -7,18 +7,32 @@ and outlive the cache that asked for them. The caller holds the store's lock.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain
 
 from ..blocks import BlockTable, HashChain, PrefixCachingBlockAllocator
 from ..blocks.tokens import TokenIds
 from ..errors import OutOfBlocksError
+from .window_groups import WindowGroups
 
 
 class Pins:
-    """The pinned prefixes of one store."""
+    """The pinned prefixes of one store.
 
-    def __init__(self, allocator: PrefixCachingBlockAllocator) -> None:
+    Args:
+        windows: their window blocks are among those that pins hold.
+        new_table: an empty one of a root and a salt.
+    """
+
+    def __init__(
+        self,
+        allocator: PrefixCachingBlockAllocator,
+        windows: WindowGroups,
+        new_table: Callable[[bytes, bytes], BlockTable],
+    ) -> None:
         self._allocator = allocator
+        self._windows = windows
+        self._new_table = new_table
         self._tables: dict[tuple[bytes, bytes], BlockTable] = {}  # (salt, token ids) -> table that holds their blocks
 
     def __repr__(self) -> str:
@@ -66,17 +80,24 @@ class Pins:
                 f"{needs} only {max(0, int(num_obtainable))} are not reserved for running calls; pin when these have "
                 "ended, or build the cache with a larger num_blocks or max_bytes"
             )
+        table = self._new_table(root, salt)
+        num_tokens = table.hold_prefix(token_ids)
+        if self._windows and min(self._windows.num_obtainable(None)) < 0:
+            table.free()
+            raise OutOfBlocksError(
+                f"pinning {num_tokens} tokens takes blocks in layers with a window that running calls have reserved; pin when "
+                "these have ended"
+            )
         key = (salt, token_ids.tobytes())
         replaced = self._tables.get(key)
-        if hits:
-            table = BlockTable(allocator, root, namespace=salt)
-            table.hold_prefix(token_ids)
+        if num_tokens:
             self._tables[key] = table  # if interrupted before or after this line, the other table is collected
         else:
             self._tables.pop(key, None)
+            table.free()
         if replaced is not None:
             replaced.free()
-        return len(hits) * allocator.block_size
+        return num_tokens
 
     def unpin(self, salt: bytes, token_ids: TokenIds | None) -> int:
         """Give back what is pinned for these tokens and this salt, or without tokens for the salt; the blocks stay cached.

@@ -1,0 +1,295 @@
+"""Owns which blocks are kept where attention sees a window: of a running sequence those it can go on from, and what room is left for.
+
+A block has one identity, the allocator's. A group of layers with a window keeps its tokens in a *window block*, a place of
+their own of which there may be far fewer. Blocks behind the window have none, or one that the next sequence may take.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+
+from ..errors import BlockStateError, OutOfBlocksError
+from .allocation import Allocation
+from .allocator import PrefixCachingBlockAllocator
+
+
+class WindowBlocks:
+    """The window blocks of all layers with one window. Numbers are ids in their tensors; 0 is never handed out.
+
+    window block: free | needed, by a live allocation's `resumption` | idle: its block may still be hit, and it is taken when none is free
+    Idle ones *passed* by a sequence are taken before those at an *end* of one, each the least recently used first.
+
+    Every operation finishes or changes nothing. What is free, needed or idle follows from `places`, the allocations and the
+    allocator's states; after an interrupt it is derived again.
+
+    Args:
+        allocator: of the blocks.
+        window: tokens that a query sees, itself included; at least 1.
+        num_blocks: window blocks at first, with number 0.
+    Attributes:
+        places: block id -> window block.
+        copies: (source, destination) window blocks, to be copied in this order before the next write.
+        most: window blocks that there can be.
+        num_reserved: of those, kept for running calls, with what these have already.
+    Example:
+        >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
+        >>> group = WindowBlocks(allocator, window=3, num_blocks=4)
+        >>> group.span(8, 8), group.num_blocks_of_a_row
+        (range(3, 4), 2)
+    """
+
+    def __init__(self, allocator: PrefixCachingBlockAllocator, window: int, num_blocks: int) -> None:
+        self.window = window
+        self.reach = max(1, window - 1)  # tokens before a forward that it sees
+        self.num_blocks = num_blocks
+        self.most: float = num_blocks
+        self.num_reserved = 0
+        self.places: dict[int, int] = {}
+        self.copies: list[tuple[int, int]] = []
+        self._allocator = allocator
+        self._block_size = allocator.block_size
+        self._free = list(range(num_blocks - 1, 0, -1))
+        self._passed: OrderedDict[int, None] = OrderedDict()  # ids of blocks
+        self._ends: OrderedDict[int, None] = OrderedDict()
+        self._dirty = False
+
+    def __repr__(self) -> str:
+        return f"WindowBlocks(window={self.window}, num_blocks={self.num_blocks}, needed={self.num_needed}, free={len(self._free)})"
+
+    @property
+    def num_needed(self) -> int:
+        """Window blocks that cannot be taken."""
+        return len(self.places) - len(self._passed) - len(self._ends)
+
+    @property
+    def num_idle(self) -> int:
+        """Window blocks of blocks that may be hit, and that nobody needs."""
+        return len(self._passed) + len(self._ends)
+
+    @property
+    def num_free(self) -> int:
+        """Window blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_spare(self) -> float:
+        """Window blocks that may be given to what is not needed, so that running calls still get theirs."""
+        return self.most - 1 - self.num_needed - self.num_reserved
+
+    @property
+    def num_blocks_of_a_row(self) -> int:
+        """The most that a row needs which goes on token by token."""
+        return -(-self.reach // self._block_size) + 1
+
+    def span(self, start: int, stop: int) -> range:
+        """Logical indices of the blocks with the tokens `[start, stop)` and with those that the first of them sees."""
+        return range(max(0, start - self.reach) // self._block_size, -(-stop // self._block_size))
+
+    def needed_by(self, allocations: Iterable[Allocation]) -> set[int]:
+        """Ids of the blocks that these allocations need here."""
+        needed: set[int] = set()
+        for allocation in allocations:
+            resumption = allocation.resumption
+            if resumption is not None:
+                span = self.span(resumption.start, resumption.stop)
+                needed.update(filter(self.places.__contains__, allocation.block_ids[span.start : span.stop]))
+        return needed
+
+    def num_missing(self, block_ids: Iterable[int]) -> int:
+        """How many of these blocks have no window block."""
+        return sum(block_id not in self.places for block_id in block_ids)
+
+    def require(self, num_blocks: int) -> None:
+        """Raises OutOfBlocksError unless so many window blocks can be taken."""
+        if num_blocks > len(self._free) + self.num_idle:
+            self.sweep()
+        if num_blocks > len(self._free) + self.num_idle:
+            raise OutOfBlocksError(
+                f"need {num_blocks} blocks of layers with a window of {self.window} tokens: {len(self._free)} free + "
+                f"{self.num_idle} idle of {self.num_blocks - 1}; free what is no longer needed or give the pool more blocks"
+            )
+
+    def begin(self) -> None:
+        """A holder is about to change; until `end`, an interrupt or an exception lets all be derived again."""
+        if self._dirty:
+            self.sweep()
+        self._dirty = True
+
+    def end(self) -> None:
+        """The change has happened."""
+        self._dirty = False
+
+    def attach(self, required: Iterable[int], optional: Iterable[int] = ()) -> None:
+        """Blocks are about to be written, or are gone on from: each required one has a window block from here on, and is needed.
+
+        Args:
+            optional: others that get one, or keep theirs, where that is spare and not at the end of another sequence.
+        Raises:
+            OutOfBlocksError: there are not enough; nothing has changed.
+        """
+        required = list(required)
+        self.require(self.num_missing(required) + sum(block_id in self._passed or block_id in self._ends for block_id in required))
+        self.hold(required)
+        for block_id in required:
+            if block_id not in self.places:
+                self.places[block_id] = self._take()
+        num_spare = self.num_spare
+        for block_id in optional:
+            if block_id in self.places:
+                self.hold((block_id,))
+            elif num_spare > 0 and (self._free or self._passed):
+                num_spare -= 1
+                self.places[block_id] = self._take()
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """Blocks are needed from here on; those without a window block are skipped."""
+        for block_id in block_ids:
+            if block_id in self._passed:
+                del self._passed[block_id]
+            elif block_id in self._ends:
+                del self._ends[block_id]
+
+    def release(self, block_ids: Iterable[int], *, num_own: int, is_end: bool) -> None:
+        """A holder that needed these blocks does so no more: those that nobody needs are idle, or free where they cannot be hit.
+
+        Args:
+            num_own: 1 where it still holds them, else 0.
+            is_end: they are the end of a sequence, where others are likely to go on.
+        """
+        released = [block_id for block_id in block_ids if block_id in self.places]
+        if not released:
+            return
+        needed: set[int] | None = None
+        for block_id in released:
+            num_holders = self._allocator.ref_count(block_id)
+            if num_holders == 0 and self._allocator.block_hash_of(block_id) is None:
+                self._drop(block_id)
+                continue
+            if num_holders > num_own:
+                if needed is None:
+                    needed = self.needed_by(self._allocator.allocations())
+                if block_id in needed:
+                    continue
+            self.hold((block_id,))
+            (self._ends if is_end else self._passed)[block_id] = None
+
+    def share(self, source: int, destination: int) -> bool:
+        """Let a block of equal content have the window block of `source`, too, until `end_share`; whether it had none."""
+        if destination in self.places or source not in self.places:
+            return False
+        self.places[destination] = self.places[source]
+        return True
+
+    def end_share(self, source: int, destination: int, *, replaced: bool, shared: bool) -> None:
+        """One of the two goes on with it: `destination` where it has `replaced` the other."""
+        if not replaced:
+            if shared:
+                del self.places[destination]
+            return
+        if shared:
+            self.hold((source,))
+            del self.places[source]
+        else:
+            self._drop(source)
+
+    def copy(self, source: int, destination: int) -> None:
+        """Both have window blocks: let that of `source` be copied before the next write."""
+        if source in self.places:
+            self.copies.append((self.places[source], self.places[destination]))
+
+    def grow(self, num_blocks: int) -> None:
+        """Raise the number of window blocks; the lowest new one is handed out first."""
+        self.begin()
+        added = range(num_blocks - 1, self.num_blocks - 1, -1)
+        self.num_blocks = num_blocks
+        self._free.extend(added)
+        self.end()
+
+    def reset(self, num_blocks: int) -> None:
+        """Forget all; no block is in use."""
+        self.num_blocks = num_blocks
+        self.places, self._free = {}, list(range(num_blocks - 1, 0, -1))
+        self._passed, self._ends = OrderedDict(), OrderedDict()
+        self.copies.clear()
+
+    def sweep(self) -> None:
+        """Derive what is free, needed and idle from the places, the allocations and the allocator.  Cost: O(num_blocks)."""
+        allocator, kept, taken = self._allocator, {}, {}
+        held = {block_id for allocation in allocator.allocations() for block_id in allocation.block_ids}
+        for block_id in sorted(self.places, key=lambda block_id: block_id not in held):
+            place = self.places[block_id]
+            if place not in taken and (block_id in held or allocator.block_hash_of(block_id) is not None):
+                kept[block_id] = place
+                taken[place] = block_id
+        self.places = kept
+        self._free = [place for place in range(self.num_blocks - 1, 0, -1) if place not in taken]
+        needed = self.needed_by(allocator.allocations())
+        idle = [block_id for block_id in kept if block_id not in needed]
+        ends = OrderedDict.fromkeys(block_id for block_id in self._ends if block_id in kept and block_id not in needed)
+        passed = OrderedDict.fromkeys(block_id for block_id in self._passed if block_id in kept and block_id not in needed)
+        for block_id in idle:
+            if block_id not in ends:
+                passed.setdefault(block_id)
+        self._ends, self._passed = ends, passed
+        for source, destination in allocator.pending_copies:  # interrupted between a copy on write and its window block
+            if destination in held and destination not in kept and source in kept:
+                kept[destination] = self._take()
+                self.copy(source, destination)
+        self._dirty = False
+
+    def check(self) -> None:
+        """Prove the invariants:
+
+        1. each window block but number 0 is free or has one block, which is in use or can be hit;
+        2. needed are those in the spans of live allocations, and no others: none behind a window is held;
+        3. an allocation has all that it must have to go on.
+
+        Raises:
+            BlockStateError: one does not hold; with the whole state.
+        """
+        self.sweep()
+        problem = self._problem()
+        if problem:
+            resumptions = [(allocation.block_ids, allocation.resumption) for allocation in self._allocator.allocations()]
+            raise BlockStateError(
+                f"{problem}\nwindow {self.window}, places: {self.places}\nfree: {self._free}\npassed: {list(self._passed)}, "
+                f"ends: {list(self._ends)}\nallocations: {resumptions}"
+            )
+
+    def _problem(self) -> str | None:
+        used = list(self.places.values())
+        if sorted([*used, *self._free]) != list(range(1, self.num_blocks)):
+            return "each window block must be free or have one block"
+        idle = {*self._passed, *self._ends}
+        needed = self.needed_by(self._allocator.allocations())
+        if len(idle) != len(self._passed) + len(self._ends) or idle | needed != set(self.places) or idle & needed:
+            return f"window blocks must be needed {sorted(needed)} or idle {sorted(idle)}"
+        for allocation in self._allocator.allocations():
+            if allocation.resumption is not None:
+                start, cut, stop = allocation.resumption
+                for span in (self.span(start, start), self.span(cut, stop)):
+                    missing = [i for i in allocation.block_ids[span.start : span.stop] if i not in self.places]
+                    if missing:
+                        return f"blocks {missing} of {allocation!r} have no window block, and it goes on from {start}"
+        return None
+
+    def _take(self) -> int:
+        """A window block: a free one, else that of the first idle block."""
+        if self._free:
+            return self._free.pop()
+        victims = self._passed or self._ends
+        block_id, _ = victims.popitem(last=False)
+        return self.places.pop(block_id)
+
+    def _drop(self, block_id: int) -> None:
+        """Take a block's window block away."""
+        self.hold((block_id,))
+        place = self.places.pop(block_id, None)
+        if place is not None:
+            self._free.append(place)
+
+
+def places_of(places: Mapping[int, int], block_ids: Iterable[int]) -> list[int]:
+    """The window block of each block; 0 where it has none."""
+    return [places.get(block_id, 0) for block_id in block_ids]

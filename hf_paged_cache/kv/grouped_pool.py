@@ -1,0 +1,163 @@
+"""Owns which layer's blocks lie in which tensors: those of layers with a window in window blocks, of which there are fewer.
+
+Whoever asks names blocks by the allocator's ids; where these have window blocks, `WindowBlocks.places` says.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from ..blocks.window_blocks import WindowBlocks
+from .block_pool import BlockPool
+from .recycled_memory import RecycledMemory
+from .slot_mapping import ReadSource, RowLayout, SlotMapping
+from .transfers import Transfer
+
+
+class GroupedSlotMapping(SlotMapping):
+    """A `SlotMapping` with those of the windows' layers, where only what has a window block is written."""
+
+    def __init__(
+        self,
+        slots: Sequence[int],
+        sources: Sequence[int] | None,
+        transfer: Transfer | None,
+        groups: Sequence[WindowBlocks],
+        block_size: int,
+    ) -> None:
+        super().__init__(slots, sources, transfer)
+        self.in_windows: dict[int, SlotMapping] = {}  # window -> what its layers write
+        numbered = slots if sources is None else sources
+        for group in groups:
+            placed: list[int] = []
+            written: list[int] = []
+            for number, slot in enumerate(slots):
+                block_id, offset = divmod(slot, block_size)
+                place = group.places.get(block_id)
+                if place is not None:
+                    placed.append(place * block_size + offset)
+                    written.append(number if sources is None else numbered[number])
+            is_whole = sources is None and len(placed) == len(slots)
+            self.in_windows[group.window] = SlotMapping(placed, None if is_whole else written, transfer)
+
+
+class GroupedPool(BlockPool):
+    """A `BlockPool` for layers without a window, and with it one for each window; to who uses it, one pool.
+
+    Args:
+        window_of: layer index -> its window, for the layers that have one.
+        groups: the window blocks of each window.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        first_device: Callable[[], torch.device],
+        window_of: Mapping[int, int],
+        groups: Iterable[WindowBlocks],
+    ) -> None:
+        super().__init__(block_size, first_device)
+        self.regroup(window_of, groups)
+
+    def regroup(self, window_of: Mapping[int, int], groups: Iterable[WindowBlocks]) -> None:
+        """The layers have these windows from here on. Nothing is in the pool."""
+        self._groups = {group.window: group for group in groups}
+        self._window_of = {layer_idx: window for layer_idx, window in window_of.items() if window in self._groups}
+        self._in_windows = {window: BlockPool(self.block_size, self._first_device, self) for window in self._groups}
+
+    def of_window(self, window: int) -> BlockPool:
+        """The tensors of the layers with this window; their ids are window blocks."""
+        return self._in_windows[window]
+
+    def _pools(self) -> list[BlockPool]:
+        return [*self._in_windows.values()]
+
+    @property
+    def layer_indices(self) -> list[int]:
+        return sorted(chain(super().layer_indices, *(pool.layer_indices for pool in self._pools())))
+
+    def has_layer(self, layer_idx: int) -> bool:
+        pool = self._in_windows.get(self._window_of.get(layer_idx, 0))
+        return super().has_layer(layer_idx) if pool is None else pool.has_layer(layer_idx)
+
+    @property
+    def pool_bytes(self) -> int:
+        return super().pool_bytes + sum(pool.pool_bytes for pool in self._pools())
+
+    def bytes_on(self) -> dict[torch.device, int]:
+        total = Counter(super().bytes_on())
+        for pool in self._pools():
+            total.update(pool.bytes_on())
+        return dict(total)
+
+    @property
+    def is_on_host(self) -> bool:
+        return super().is_on_host and all(pool.is_on_host for pool in self._pools())
+
+    def clear(self) -> None:
+        super().clear()
+        for pool in self._pools():
+            pool.clear()
+
+    def map_slots(
+        self, slots: Sequence[int], sources: Sequence[int] | None = None, transfer: Transfer | None = None
+    ) -> SlotMapping:
+        return GroupedSlotMapping(slots, sources, transfer, [*self._groups.values()], self.block_size)
+
+    def rows_in(self, window: int | None, rows: Sequence[RowLayout], start: int) -> Sequence[RowLayout]:
+        group = self._groups.get(window or 0)
+        if group is None:
+            return rows
+        placed = []
+        for row in rows:
+            first = min(len(row.block_ids), max(0, start - row.pad) // self.block_size)
+            block_ids = [0] * first + [group.places.get(block_id, 0) for block_id in row.block_ids[first:]]
+            placed.append(row._replace(block_ids=block_ids))
+        return placed
+
+    def write(self, layer_idx: int, states: Mapping[str, Tensor], slot_mapping: SlotMapping) -> None:
+        window = self._window_of.get(layer_idx)
+        if window is None:
+            super().write(layer_idx, states, slot_mapping)
+        else:
+            self._in_windows[window].write(layer_idx, states, _in_window(slot_mapping, window))
+
+    def write_step(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: SlotMapping) -> bool:
+        window = self._window_of.get(layer_idx)
+        if window is None:
+            return super().write_step(layer_idx, key, value, slot_mapping)
+        return self._in_windows[window].write_step(layer_idx, key, value, _in_window(slot_mapping, window))
+
+    def write_blocks(
+        self, columns: Iterable[tuple[int, Mapping[str, Tensor]]], block_ids: Sequence[int], offset: int
+    ) -> None:
+        of_window: dict[int | None, list[tuple[int, Mapping[str, Tensor]]]] = {}
+        for layer_idx, states in columns:
+            of_window.setdefault(self._window_of.get(layer_idx), []).append((layer_idx, states))
+        for window, layers in of_window.items():
+            if window is None:
+                super().write_blocks(layers, block_ids, offset)
+            else:
+                places = self._groups[window].places
+                placed = [places[block_id] for block_id in block_ids]
+                self._in_windows[window].write_blocks(layers, placed, offset)
+
+    def gather(
+        self,
+        layer_idx: int,
+        source: ReadSource,
+        names: Iterable[str] | None = None,
+        memory: RecycledMemory | None = None,
+    ) -> dict[str, Tensor]:
+        pool = self._in_windows.get(self._window_of.get(layer_idx, 0))
+        if pool is None:
+            return super().gather(layer_idx, source, names, memory)
+        return pool.gather(layer_idx, source, names, memory)
+
+
+def _in_window(slot_mapping: SlotMapping, window: int) -> SlotMapping:
+    assert isinstance(slot_mapping, GroupedSlotMapping)
+    return slot_mapping.in_windows[window]

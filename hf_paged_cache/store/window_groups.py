@@ -1,0 +1,172 @@
+"""Owns what joins the groups of layers that see a window: how many window blocks there can be, and which calls may have them.
+
+A group of its own for each window. The caller holds the store's lock.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+from ..blocks import Allocation, PrefixCachingBlockAllocator, WindowBlocks
+
+# Window blocks for each block, where a budget in bytes is divided. A sequence needs few of them, however long it is; what
+# there is beyond keeps prompts that may be gone on from anywhere.
+SHARE_OF_A_BUDGET = 0.5
+
+
+class HeldRows(Protocol):
+    """Rows of a call."""
+
+    def block_ids(self) -> set[int]: ...
+
+    def allocations(self) -> list[Allocation]: ...
+
+
+class WindowHolder(Protocol):
+    """A call that may need window blocks."""
+
+    @property
+    def rows(self) -> HeldRows: ...
+
+    @property
+    def previous(self) -> HeldRows: ...  # given back before any is taken
+
+
+class RowToCome(NamedTuple):
+    """A row of a call in its worst case, in tokens."""
+
+    num_known: int
+    num_prompt_tokens: int
+    max_tokens: int
+    num_copies: int  # rows of the batch that it stands for
+    is_in_chunks: bool  # the prompt comes in several forwards
+
+
+class WindowGroups:
+    """The window blocks of a store.
+
+    Args:
+        allocator: of the blocks.
+        window_of: layer index -> its window; without any there are no groups.
+        are_all: no layer is without a window. Then a block costs nothing beside its window blocks, and the most there can
+            be counts these.
+        share: window blocks for each block that there can be.
+    """
+
+    def __init__(
+        self, allocator: PrefixCachingBlockAllocator, window_of: Mapping[int, int], *, are_all: bool, share: float
+    ) -> None:
+        self.are_all = are_all and bool(window_of)
+        self.share = 1.0 if self.are_all else share
+        self._allocator = allocator
+        self._reserved: WeakKeyDictionary[WindowHolder, tuple[int, ...]] = WeakKeyDictionary()  # all that a call may need
+        self._most: int | None = None
+        self.regroup(window_of)
+
+    def regroup(self, window_of: Mapping[int, int]) -> None:
+        """The layers have these windows from here on. No block is in use, or can be hit."""
+        windows = sorted(set(window_of.values()), reverse=True)
+        self.window_of = dict(window_of)
+        self.groups = [WindowBlocks(self._allocator, window, self._allocator.num_blocks) for window in windows]
+        self.limit(self._most)
+
+    def __bool__(self) -> bool:
+        """Whether any layer has a window."""
+        return bool(self.groups)
+
+    @property
+    def are_implied(self) -> bool:
+        """Whether who has blocks can have their window blocks: there are as many."""
+        return not self.are_all and self.share == 1
+
+    def limit(self, num_blocks: int | None) -> None:
+        """There can be so many blocks; None: nobody knows yet."""
+        self._most = num_blocks
+        for group in self.groups:
+            group.most = math.inf if num_blocks is None else max(2, int(num_blocks * self.share))
+
+    def stop_growing(self) -> None:
+        """There is no memory for more window blocks."""
+        for group in self.groups:
+            group.most = group.num_blocks
+
+    def reset(self, num_blocks: int) -> None:
+        """Forget all, and start anew with so many window blocks in each group; no block is in use."""
+        for group in self.groups:
+            group.reset(max(2, int(min(num_blocks, group.most))))
+
+    def num_needed(self, namespace: bytes | None = None) -> list[int]:
+        """Of each group, the window blocks that somebody needs; given a namespace, of its blocks."""
+        if namespace is None:
+            return [group.num_needed for group in self.groups]
+        own = [allocation for allocation in self._allocator.allocations() if allocation.namespace == namespace]
+        return [len(group.needed_by(own)) for group in self.groups]
+
+    def of_forward(self, spans: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+        """Of each group, the window blocks that a forward needs of rows that go on from and to so many tokens."""
+        rows = [*spans]
+        return tuple(
+            sum(len({*group.span(start, start), *group.span(stop, stop)}) for start, stop in rows)
+            for group in self.groups
+        )
+
+    def of_call(self, rows: Iterable[RowToCome], *, keeps_past: bool) -> tuple[int, ...]:
+        """Of each group, the most window blocks that a call needs at a time.
+
+        Args:
+            keeps_past: it may take back any number of its tokens.
+        """
+        rows = [*rows]
+        return tuple(sum(self._of_row(group, row, keeps_past=keeps_past) for row in rows) for group in self.groups)
+
+    def _of_row(self, group: WindowBlocks, row: RowToCome, *, keeps_past: bool) -> int:
+        num_known, num_prompt, max_tokens, num_copies, is_in_chunks = row
+        whole, shared = -(-max_tokens // self._allocator.block_size), num_prompt // self._allocator.block_size
+        if keeps_past:
+            return shared + num_copies * (whole - shared)
+        first = len({*group.span(num_known, num_known), *group.span(num_prompt, num_prompt)})
+        one = min(group.num_blocks_of_a_row, whole)
+        if is_in_chunks:
+            first = min(2 * one, whole)
+        return max(first, one) if num_copies == 1 else first + num_copies * min(one, whole - shared)
+
+    def num_obtainable(self, holder: WindowHolder | None) -> list[float]:
+        """Of each group, the window blocks that `holder` can have now, with those that it has."""
+        own = set() if holder is None else {a.key for rows in (holder.rows, holder.previous) for a in rows.allocations()}
+        others = [allocation for allocation in self._allocator.allocations() if allocation.key not in own]
+        obtainable = []
+        for number, group in enumerate(self.groups):
+            to_come = (
+                max(0, reserved[number] - len(group.needed_by(other.rows.allocations())))
+                for other, reserved in self._reserved.items()
+                if other is not holder
+            )
+            obtainable.append(group.most - 1 - len(group.needed_by(others)) - sum(to_come))
+        return obtainable
+
+    def lacking(self, holder: WindowHolder, demand: Sequence[int]) -> str | None:
+        """Why a demand cannot be met, of each group as many window blocks in all; None where it can."""
+        if self.are_implied or not demand:
+            return None
+        for group, needed, obtainable in zip(self.groups, demand, self.num_obtainable(holder), strict=True):
+            if needed > obtainable:
+                return (
+                    f"{needed} blocks of {self._allocator.block_size} tokens in layers with a window of {group.window}, but "
+                    f"{max(0, int(obtainable))} of {int(group.most) - 1} can be had"
+                )
+        return None
+
+    def reserve(self, holder: WindowHolder, demand: tuple[int, ...]) -> None:
+        """Keep so many window blocks of each group for a call, with those that it has; none: give the reservation back."""
+        if any(demand):
+            self._reserved[holder] = demand
+        else:
+            self._reserved.pop(holder, None)
+        for number, group in enumerate(self.groups):
+            group.num_reserved = sum(reserved[number] for reserved in self._reserved.values())
+
+    def check(self) -> None:
+        """Prove the invariants of each group, or raise BlockStateError."""
+        for group in self.groups:
+            group.check()
