@@ -3,6 +3,7 @@
 Owns the sizes a user gives, and refuses models we cannot hold. Runs no call.
 """
 
+import math
 from typing import NoReturn
 
 from transformers import PreTrainedModel
@@ -63,11 +64,19 @@ class PrefixStore:
         if in_doubt or not is_tested_version():
             require_continuable(model, if_it_runs=not in_doubt)
         int_of_at_least("block_size", block_size, 1, "tokens; 16 suits most models")
+        self.conditioning = conditioning = Conditioning(model)
+        # Ranks settle what each knows in tokens, without a look at windows.
+        window_of = {} if conditioning.rank_groups() else conditioning.windows()
+        layers = {index for index, layer in enumerate(cache_layers(model)) if not holds_nothing(layer)}
+        window_share = 1.0
         if num_blocks is not None and max_bytes is not None:
             raise CacheArgumentError(f"give num_blocks or max_bytes, not both (got {num_blocks} and {max_bytes})")
         if max_bytes is not None:
             int_of_at_least("max_bytes", max_bytes, 1, "bytes")
-            bytes_per_block = measure_bytes_per_token(model) * block_size
+            if layers - window_of.keys():
+                window_share = SHARE_OF_A_BUDGET
+            shares = dict.fromkeys(window_of, window_share)
+            bytes_per_block = math.ceil(measure_bytes_per_token(model, shares) * block_size)
             num_blocks = max_bytes // bytes_per_block
             if num_blocks < 2:
                 raise CacheArgumentError(
@@ -75,16 +84,16 @@ class PrefixStore:
                 )
         elif num_blocks is not None:
             int_of_at_least("num_blocks", num_blocks, 2, "blocks: one is reserved, and a call needs at least one")
+        else:
+            window_share = SHARE_OF_A_BUDGET
         self.model = model
-        self.conditioning = conditioning = Conditioning(model)
-        window_of, layers = conditioning.windows(), cache_layers(model)
         self.blocks = BlockStore(
             block_size,
             num_blocks,
             lambda: input_device(model),
-            {} if conditioning.rank_groups() else window_of,
-            are_all_windowed=all(index in window_of or holds_nothing(layer) for index, layer in enumerate(layers)),
-            window_share=1.0 if max_bytes is None and num_blocks is not None else SHARE_OF_A_BUDGET,
+            window_of,
+            layers,
+            window_share,
         )
         self.argument_reader = ArgumentReader(
             model.config,

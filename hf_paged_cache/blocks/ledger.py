@@ -102,6 +102,11 @@ class BlockLedger:
         self._check_ids((block_id,))
         return self._states.ref_counts[block_id]
 
+    def namespace_of(self, block_id: int) -> bytes:
+        """Whose a block is that somebody holds or can hit."""
+        self._check_ids((block_id,))
+        return self._states.index.namespaces[block_id]
+
     def block_hash_of(self, block_id: int) -> BlockHash | None:
         """The hash of a block, computed or not, or None."""
         self._check_ids((block_id,))

@@ -43,7 +43,9 @@ class Demand(NamedTuple):
 
     num_blocks: int  # to be taken
     num_released: int  # in use, and given back before any is taken
-    windows: tuple[int, ...] = ()  # of each group of layers with a window, window blocks at a time, with those that it has
+    windows: tuple[
+        int, ...
+    ] = ()  # of each group of layers with a window, window blocks at a time, with those that it has
 
 
 def demand_of(
@@ -147,9 +149,9 @@ def require(store: BlockStore, holder: Holder, demand: Demand, what: str) -> Non
     num_blocks, num_released, windows = demand
     obtainable = store.num_obtainable_blocks(holder) + num_released
     if num_blocks <= obtainable:
-        if windows and (lacking := store.windows.lacking(holder, windows)):
+        if why := store.windows.lacking(holder, windows):
             raise OutOfBlocksError(
-                f"{what} may need {'more blocks of layers with a window than can be had now' if holder.salt else lacking}. "
+                f"{what} may need {'more blocks of layers with a window than can be had now' if holder.salt else why}. "
                 "Ask for fewer new tokens or rows, or build the cache with a larger num_blocks or max_bytes"
             )
         return

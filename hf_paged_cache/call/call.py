@@ -601,9 +601,7 @@ class Call:
         self._demand = None
 
     def _demand_of(self, num_columns: int, previous: Sequence[Row] = ()) -> Demand:
-        return demand_of(
-            self.store, self.rows, self.limits, num_columns, previous, keeps_past=self.keeps_past
-        )
+        return demand_of(self.store, self.rows, self.limits, num_columns, previous, keeps_past=self.keeps_past)
 
     def _admit(self, stop: int) -> None:
         demand = self._demand or self._demand_of(stop, self.previous.distinct)

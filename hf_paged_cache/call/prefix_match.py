@@ -69,13 +69,17 @@ def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple
     if closest is None or num_known <= num_hit:
         if num_hit < max(num_common, table.num_matched_tokens):
             longest = max(num_common, table.num_matched_tokens)
-            return table, Found(num_hit, f"a window no longer shows what is before token {longest}, up to which more is known")
+            return table, Found(
+                num_hit, f"a window no longer shows what is before token {longest}, up to which more is known"
+            )
         return table, Found(num_hit, _why_stopped(num_hit, new.token_ids, store.block_size, None))
     table.free()
     table = closest.table.fork()
     table.truncate(num_known)
     if num_known < num_common:
-        return table, Found(num_known, f"a window no longer shows what is before token {num_common}, up to which more is known")
+        return table, Found(
+            num_known, f"a window no longer shows what is before token {num_common}, up to which more is known"
+        )
     return table, Found(num_common, _why_stopped(num_common, new.token_ids, store.block_size, closest))
 
 

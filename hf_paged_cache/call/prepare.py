@@ -141,7 +141,9 @@ def take_blocks(
     windows = () if limits.are_known else _windows_of(store, rows, request)
     _make_room(store, holder, num_taken, rows, limits, windows)
     for row, tokens in unseen:
-        cut = max(row.num_confirmed, int(min(limits.num_prompt_columns, rows.num_columns + request.num_new_columns)) - row.pad)
+        cut = max(
+            row.num_confirmed, int(min(limits.num_prompt_columns, rows.num_columns + request.num_new_columns)) - row.pad
+        )
         row.table.append_tokens(tokens, cut=cut if keeps_past else None)
         if limits.end_of_sequence:
             _stop_at_end_of_sequence(row, limits)

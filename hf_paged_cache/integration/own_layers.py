@@ -76,12 +76,13 @@ class OwnLayers:
         """Bytes of the keys and values held."""
         return sum(states.nbytes for layer in self.layers or () for states in _held(layer).values())
 
-    def take_over(self, refusal: OutOfBlocksError, *, records_past: bool) -> None:
-        """The call's next forward was refused: its rows move here, with their gradients, and give their blocks back.
+    def take_over(self, reason: str, *, records_past: bool) -> None:
+        """The call's next forward does not run on the store: its rows move here, with their gradients, and give their blocks back.
 
         As in every call, the rows of the call before are dropped; what is full of their blocks stays in the store.
 
         Args:
+            reason: why, for `last_call`.
             records_past: drafts will be verified, so windows keep all columns until `crop`.
         """
         call = self._call
@@ -97,10 +98,11 @@ class OwnLayers:
                 states = call.read_layer(index)
                 layers += [self.make_layer() for _ in range(len(layers), index + 1)]
                 layers[index].update(states["key"], states["value"])
+                if _has_window(layers[index]):
+                    layers[index].cumulative_length = call.rows.num_columns
                 if "indexer_key" in states:
                     layers[index].update_indexer(states["indexer_key"].squeeze(1))
-        reason = re.split(": |[.] ", str(refusal))[0]  # without what is in use, and without the advice
-        why = f"the pool is full: {reason}; {_WITHOUT_STORE}"
+        why = f"{reason}; {_WITHOUT_STORE}"
         self._why = why if self._begins else f"then {why}"
         self._before = None
         # From here on the rows are here; what an interrupt leaves to the call, its next event ends.
@@ -109,7 +111,6 @@ class OwnLayers:
             limits = call.limits
             call.drop_rows()
             call.limits = limits
-        logger.info("this call runs without the store: %s", refusal)
 
     def start_forward(self, arguments: Mapping[str, Any]) -> None:
         """A forward begins, with these arguments, by name; it runs as it is.
@@ -196,6 +197,11 @@ class OwnLayers:
         """Raises CacheBusyError while a forward runs on the cache in another thread."""
         if self._before is not None:
             self._call.require_no_forward_elsewhere()
+
+
+def why_full(refusal: OutOfBlocksError) -> str:
+    """What `last_call` says of a call that did not fit."""
+    return f"the pool is full: {re.split(': |[.] ', str(refusal))[0]}"  # without what is in use, and without the advice
 
 
 def _num_columns(layer: Any) -> int:

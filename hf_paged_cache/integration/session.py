@@ -32,7 +32,7 @@ from .forward_arguments import ArgumentReader, for_scheduled
 from .generate_arguments import GenerateArguments
 from .hooks import is_attached
 from .input_values import KnownInputs
-from .own_layers import OwnLayers
+from .own_layers import OwnLayers, why_full
 from .ranks import Ranks, of_all_ranks, tokens_as_bytes
 from .shared_prefix import SharedPrefixes
 from .verification import Verifier
@@ -42,6 +42,7 @@ logger = logging.getLogger("hf_paged_cache")
 _GRADIENTS = (
     "gradients are on and may flow through every token (run the forward in torch.no_grad() where none are needed)"
 )
+_OTHER_WINDOWS = "the config has other windows now, while other calls hold blocks of before"
 _POSITIONS_OF_PADDING = "positions of padding are the largest, and rotary frequencies follow the largest that runs"
 _ANOTHER_CACHE = "use another cache on the same store for this one: PagedPrefixCache(cache.store)"
 
@@ -160,7 +161,8 @@ class Session:
             if not self._bypasses or not isinstance(error, OutOfBlocksError):
                 raise
             # The one place where a refusal, which is all ranks', becomes a bypass.
-            self.own_layers.take_over(error, records_past=self.records_drafts)
+            self.own_layers.take_over(why_full(error), records_past=self.records_drafts)
+            logger.info("this call runs without the store: %s", error)
             self._ranks.is_settled = True
             self.own_layers.start_forward(arguments)
             return arguments
@@ -189,6 +191,12 @@ class Session:
         before, windows = call.rows.num_columns, self._windows.of_layer
         if not before:
             self._windows.follow(self._conditioning.windows())
+            with self._store.lock:
+                can_run = self._store.follow_windows(self._windows.of_layer, call)
+            if not can_run:
+                self.own_layers.take_over(_OTHER_WINDOWS, records_past=self.records_drafts)
+                self.own_layers.start_forward(arguments)
+                return arguments
         previous = [(row.root, row.table.num_tokens) for row in call.previous.distinct]
         known, self._inputs = self._inputs, None
         request = self._reader.read(

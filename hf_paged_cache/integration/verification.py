@@ -65,9 +65,9 @@ class Verifier:
                 continue  # a forward without the padding numbers its tokens otherwise
             with ExitStack() as held:
                 known = self._hold(held, new)
-                num_hit = known.num_tokens // self._blocks.block_size
-                if num_hit:
-                    index = self._turn % num_hit
+                indices = self._comparable(known)
+                if indices:
+                    index = indices[self._turn % len(indices)]
                     self._turn += 1
                     try:
                         return self._is_equal(held, new, known, index, digest)
@@ -106,6 +106,13 @@ class Verifier:
         held.callback(free)
         return table
 
+    def _comparable(self, known: BlockTable) -> list[int]:
+        """Logical indices of the blocks that every layer has, and can go on to."""
+        with self._blocks.lock:
+            ends = range(0, known.num_tokens + 1, self._blocks.block_size)
+            resumable = [known.num_resumable_tokens(num_tokens) == num_tokens for num_tokens in ends]
+        return [index for index in range(len(ends) - 1) if resumable[index] and resumable[index + 1]]
+
     def _is_equal(self, held: ExitStack, new: RowInput, known: BlockTable, index: int, digest: bytes) -> bool:
         """Whether block `index` of a row is computed as it is stored."""
         blocks = self._blocks
@@ -119,15 +126,17 @@ class Verifier:
         self._side.run(cache, [tokens], first_position=new.first_position, commits=False, digest=digest)
         stored = RowLayout(new.root, 0, known.token_ids, known.block_ids)
         computed = cache.call.rows.distinct[0].layout()
-        transfer = Transfer()
-        sources = [read_source([layout], start, stop, blocks.block_size, transfer) for layout in (stored, computed)]
         eps = eps_computed_in(self._side.model)
+        transfer, sources = Transfer(), {}
         with blocks.lock:
-            layers = blocks.pool.layer_indices
+            layers, window_of = blocks.pool.layer_indices, blocks.windows.window_of
+            for window in dict.fromkeys((None, *window_of.values())):
+                placed = [blocks.pool.rows_in(window, [layout], start) for layout in (stored, computed)]
+                sources[window] = [read_source(rows, start, stop, blocks.block_size, transfer) for rows in placed]
         agree: list[Tensor] = []
         for layer in layers:
             with blocks.lock:
-                states = [blocks.pool.gather(layer, source) for source in sources]
+                states = [blocks.pool.gather(layer, source) for source in sources[window_of.get(layer)]]
             agree += _agree(eps, *states)
         return all(answer == [1] for answer in read_together(agree))
 

@@ -54,7 +54,7 @@ class BlockPool:
         self.bytes_per_block = 0  # in all layers written so far
         self.num_blocks_used = 0  # 1 + the highest block id written so far
         self._first_device = first_device
-        self._streams = StreamOrder() if beside is None else beside._streams
+        self._streams: StreamOrder = StreamOrder() if beside is None else beside._streams
         # that hold tensors, or have
         self._accelerators: set[torch.device] = set() if beside is None else beside._accelerators
         self._tensors: dict[int, dict[str, Tensor]] = {}  # layer index -> name -> tensor

@@ -1,7 +1,8 @@
 """What forwards of our own (trials, checks, scores) need: the device of inputs, eval mode, the dtype in use."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,17 +37,23 @@ def eps_computed_in(model: Any, seen: Iterable[torch.dtype] = ()) -> float:
     return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
-def measure_bytes_per_token(model: PreTrainedModel) -> int:
+def measure_bytes_per_token(model: PreTrainedModel, shares: Mapping[int, float] = MappingProxyType({})) -> float:
     """Bytes of keys and values of one token in all layers, measured by a forward of one token.
 
     Configs name shapes in too many ways: latent attention, shared layers, mixed head sizes.
+
+    Args:
+        shares: layer index -> what part of its bytes counts; of others, all.
     """
     cache = DynamicCache()
     ids = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
     with undisturbed(model):
         model(ids, past_key_values=cache, use_cache=True)
-    states = [getattr(layer, name) for layer in cache.layers for name in ("keys", "values")]
-    return sum(tensor.nbytes for tensor in states if tensor is not None)
+    total = 0.0
+    for index, layer in enumerate(cache.layers):
+        states = [getattr(layer, name) for name in ("keys", "values")]
+        total += shares.get(index, 1) * sum(tensor.nbytes for tensor in states if tensor is not None)
+    return total
 
 
 @contextmanager

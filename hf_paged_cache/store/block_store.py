@@ -5,7 +5,7 @@ Shared by many caches, and outlives them. Knows no rows and no forwards. Whoever
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -61,11 +61,6 @@ class Holder(Protocol):
 
     def num_previous_blocks(self) -> int: ...  # that only its previous rows hold
 
-    def check(self) -> None:
-        """Prove the invariants of the blocks and window blocks, or raise BlockStateError with the whole state."""
-        self.allocator.check()
-        self.windows.check()
-
     def lose_threads(self, idents: frozenset[int]) -> None: ...  # they ended with a fork: drop what they ran
 
     @property
@@ -89,7 +84,7 @@ class BlockStore:
         num_blocks: the most blocks, with the null block; None: as `memory_budget` allows.
         first_device: where the model's first keys and values will be.
         window_of: layer index -> its window, for the layers that have one.
-        are_all_windowed: no other layer has keys and values.
+        layers: indices of all layers that have keys and values, with a window or without.
         window_share: of the blocks, how many window blocks there can be; see `WindowGroups`.
     Attributes:
         max_num_blocks: the most blocks there can be; None until a forward shows what the budget holds. Where memory ran
@@ -103,8 +98,7 @@ class BlockStore:
         num_blocks: int | None = None,
         first_device: Callable[[], torch.device] = lambda: torch.device("cpu"),
         window_of: Mapping[int, int] = MappingProxyType({}),
-        *,
-        are_all_windowed: bool = False,
+        layers: Collection[int] = (),
         window_share: float = 1.0,
     ) -> None:
         if num_blocks is not None and num_blocks < 2:
@@ -114,7 +108,7 @@ class BlockStore:
         self.lock = new_lock(self)
         first = _FIRST_NUM_BLOCKS if num_blocks is None else min(num_blocks, _FIRST_NUM_BLOCKS)
         self.allocator = PrefixCachingBlockAllocator(first, block_size)
-        self.windows = WindowGroups(self.allocator, window_of, are_all=are_all_windowed, share=window_share)
+        self.windows = WindowGroups(self.allocator, window_of, layers, window_share)
         self.windows.limit(num_blocks)
         self.pins = Pins(self.allocator, self.windows, self.new_table)
         self.pool = BlockPool(block_size, first_device)
@@ -259,6 +253,27 @@ class BlockStore:
                 return managed
         return wanted
 
+    def follow_windows(self, window_of: Mapping[int, int], holder: Holder) -> bool:
+        """Rows of `holder` begin, and the layers have these windows now: what is cached under others is forgotten.
+
+        Returns:
+            Whether they can run: not while other calls hold blocks of layers with other windows.
+        """
+        if not isinstance(self.pool, GroupedPool) or self.windows.window_of == window_of:
+            return True
+        others = [call for call in self.holders() if call is not holder]
+        if any(call.is_running for call in others):
+            return False
+        for call in others:
+            call.drop_rows()
+        holder.previous.free()
+        if self.allocator.num_blocks_in_use > self.pins.num_blocks_held_alone:
+            return False
+        self.reset_prefix_cache()
+        self.windows.regroup(window_of)
+        self.pool.regroup(window_of, self.windows.groups)
+        return True
+
     def stop_growing(self) -> None:
         """There is no memory for more blocks, or beside them: what is managed now is the most there is, until `grow_anew`."""
         self.ran_out_of_memory = True
@@ -400,7 +415,12 @@ class BlockStore:
 
     def stats(self, totals: CallTotals, salt: bytes, copied_bytes: int, peak_kv_bytes: int | None) -> CacheStats:
         """The calls of `totals`, and the blocks now: all, or given a salt, its own; what others might show in is None."""
-        allocator, metrics = self.allocator, totals.metrics
+        allocator, metrics, windows = self.allocator, totals.metrics, self.windows
+        num_cached = allocator.num_cached_blocks_of(salt) if salt else allocator.num_cached_blocks
+        num_in_use = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
+        if windows.are_all:
+            num_cached = windows.groups[0].num_idle_of(salt) if salt else windows.groups[0].num_idle
+            num_in_use = windows.num_needed(salt or None)[0]
         return CacheStats(
             prompt_tokens=metrics.num_queried_tokens,
             computed_tokens=metrics.num_queried_tokens - metrics.num_hit_tokens,
@@ -411,8 +431,8 @@ class BlockStore:
             num_bypassed_calls=totals.num_bypassed_calls,
             num_blocks=None if salt else self.max_num_blocks,
             num_free_blocks=None if salt else self.num_free_blocks,
-            num_cached_blocks=allocator.num_cached_blocks_of(salt) if salt else allocator.num_cached_blocks,
-            num_blocks_in_use=allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use,
+            num_cached_blocks=num_cached,
+            num_blocks_in_use=num_in_use,
             num_pinned_blocks=len(self.pins.block_ids(salt or None)),
             num_evictions=None if salt else allocator.num_evictions,
             num_copies_on_write=None if salt else allocator.num_copies_on_write,

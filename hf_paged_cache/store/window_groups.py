@@ -4,7 +4,7 @@ A group of its own for each window. The caller holds the store's lock.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,8 @@ class HeldRows(Protocol):
     def block_ids(self) -> set[int]: ...
 
     def allocations(self) -> list[Allocation]: ...
+
+    def free(self) -> None: ...
 
 
 class WindowHolder(Protocol):
@@ -49,23 +51,33 @@ class WindowGroups:
     Args:
         allocator: of the blocks.
         window_of: layer index -> its window; without any there are no groups.
+        layers: indices of all layers that hold keys and values.
+        share: window blocks for each block that there can be, where some layers have no window.
+    Attributes:
         are_all: no layer is without a window. Then a block costs nothing beside its window blocks, and the most there can
             be counts these.
-        share: window blocks for each block that there can be.
     """
 
     def __init__(
-        self, allocator: PrefixCachingBlockAllocator, window_of: Mapping[int, int], *, are_all: bool, share: float
+        self,
+        allocator: PrefixCachingBlockAllocator,
+        window_of: Mapping[int, int],
+        layers: Collection[int],
+        share: float,
     ) -> None:
-        self.are_all = are_all and bool(window_of)
-        self.share = 1.0 if self.are_all else share
         self._allocator = allocator
-        self._reserved: WeakKeyDictionary[WindowHolder, tuple[int, ...]] = WeakKeyDictionary()  # all that a call may need
+        self._layers = layers
+        self._share = share
+        self._reserved: WeakKeyDictionary[WindowHolder, tuple[int, ...]] = (
+            WeakKeyDictionary()
+        )  # all that a call may need
         self._most: int | None = None
         self.regroup(window_of)
 
     def regroup(self, window_of: Mapping[int, int]) -> None:
         """The layers have these windows from here on. No block is in use, or can be hit."""
+        self.are_all = bool(window_of) and all(layer_idx in window_of for layer_idx in self._layers)
+        self.share = 1.0 if self.are_all else self._share
         windows = sorted(set(window_of.values()), reverse=True)
         self.window_of = dict(window_of)
         self.groups = [WindowBlocks(self._allocator, window, self._allocator.num_blocks) for window in windows]
@@ -133,7 +145,9 @@ class WindowGroups:
 
     def num_obtainable(self, holder: WindowHolder | None) -> list[float]:
         """Of each group, the window blocks that `holder` can have now, with those that it has."""
-        own = set() if holder is None else {a.key for rows in (holder.rows, holder.previous) for a in rows.allocations()}
+        own = (
+            set() if holder is None else {a.key for rows in (holder.rows, holder.previous) for a in rows.allocations()}
+        )
         others = [allocation for allocation in self._allocator.allocations() if allocation.key not in own]
         obtainable = []
         for number, group in enumerate(self.groups):

@@ -198,7 +198,7 @@ def test_a_call_has_its_worst_case_reserved_or_is_refused_before_anything_change
 def test_a_forward_that_goes_further_than_the_limits_say_counts_to_its_own_end() -> None:
     store = BlockStore(4, 100)
     rows, _ = begin_rows(store, request(range(10)), [])
-    assert demand_of(store, rows, limits(8), 10) == demand_of(store, rows, limits(10), 10) == (3, 0)
+    assert demand_of(store, rows, limits(8), 10) == demand_of(store, rows, limits(10), 10) == (3, 0, ())
 
 
 def test_blocks_of_previous_rows_that_are_dropped_first_count_as_obtainable() -> None:
