@@ -21,6 +21,7 @@ from hf_paged_cache.call.rows import Rows
 from hf_paged_cache.integration import ambient, shared_prefix
 from hf_paged_cache.kv import recycled_memory
 from hf_paged_cache.kv.block_pool import BlockPool
+from hf_paged_cache.kv.grouped_pool import GroupedPool
 from hf_paged_cache.model.conditioning import Conditioning
 from hf_paged_cache.model.rope import RopeRegime
 from hf_paged_cache.store import block_store
@@ -42,9 +43,21 @@ def held_tensors(
     cache_or_store: PagedPrefixCache | PrefixStore, layers: Collection[int] | None = None
 ) -> Iterator[Tensor]:
     """The tensors of the pool: of each layer, or of some, its keys and its values."""
-    for layer_idx, layer in _blocks(cache_or_store).pool._tensors.items():
-        if layers is None or layer_idx in layers:
-            yield from layer.values()
+    pool = _blocks(cache_or_store).pool
+    for part in (pool, *(pool._in_windows.values() if isinstance(pool, GroupedPool) else ())):
+        for layer_idx, layer in part._tensors.items():
+            if layers is None or layer_idx in layers:
+                yield from layer.values()
+
+
+def tensor_and_block(store: BlockStore, layer_idx: int, name: str, block_id: int) -> tuple[Tensor, int] | None:
+    """The pool's tensor for a layer, and where it has a block; None where a layer with a window has not."""
+    pool, window = store.pool, store.windows.window_of.get(layer_idx)
+    if window is None:
+        return pool._tensors[layer_idx][name], block_id
+    assert isinstance(pool, GroupedPool)
+    place = pool._groups[window].places.get(block_id)
+    return None if place is None else (pool.of_window(window)._tensors[layer_idx][name], place)
 
 
 def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore, layers: Collection[int] | None = None) -> None:
@@ -83,10 +96,15 @@ def written_slots(store: BlockStore) -> set[int]:
 
 def spoil_unwritten_slots(store: BlockStore, layer_idx: int, value: float) -> int:
     """Write `value` into all slots of a layer that hold nothing; returns how many. The null block is left as it is."""
-    layer, size = store.pool._tensors.get(layer_idx, {}), store.block_size
+    pool, size, window = store.pool, store.block_size, store.windows.window_of.get(layer_idx)
+    written = written_slots(store)
+    if window is not None:
+        assert isinstance(pool, GroupedPool)
+        places, pool = pool._groups[window].places, pool.of_window(window)
+        written = {places[slot // size] * size + slot % size for slot in written if slot // size in places}
     empty: list[int] = []
-    for held in layer.values():
-        empty = sorted(set(range(size, held.shape[0] * size)) - written_slots(store))
+    for held in pool._tensors.get(layer_idx, {}).values():
+        empty = sorted(set(range(size, held.shape[0] * size)) - written)
         held.transpose(1, 2)[[slot // size for slot in empty], [slot % size for slot in empty]] = value
     return len(empty)
 
@@ -95,7 +113,10 @@ def spoil_one_written_slot(cache: PagedPrefixCache, value: float) -> None:
     """Write `value` into the first slot that holds something, of layer 1's values."""
     store = _blocks(cache)
     slot, size = min(written_slots(store)), store.block_size
-    store.pool._tensors[1]["value"][slot // size, :, slot % size] = value
+    found = tensor_and_block(store, 1, "value", slot // size)
+    assert found is not None
+    tensor, place = found
+    tensor[place, :, slot % size] = value
 
 
 def num_blocks_in_use(store: PrefixStore) -> int:

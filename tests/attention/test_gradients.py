@@ -44,7 +44,7 @@ def test_rows_take_what_is_held_of_them_along() -> None:
     held = {name: torch.randn(3, 2, 3, 4).requires_grad_() for name in ("key", "value")}
     path.join(0, held, dict(held), 0)
     path.select_rows([2, 0, 0])
-    read = path.in_place_of(0, {name: torch.zeros(3, 2, 3, 4) for name in held}, [0, 1, 2])
+    read = path.in_place_of(0, {name: torch.zeros(3, 2, 3, 4) for name in held}, [0, 1, 2], 3)
     assert all(read[name].equal(states[[2, 0, 0]]) for name, states in held.items())
-    twice = path.in_place_of(0, {"key": torch.zeros(4, 2, 3, 4)}, [1, 0, 1, 2])
+    twice = path.in_place_of(0, {"key": torch.zeros(4, 2, 3, 4)}, [1, 0, 1, 2], 3)
     assert twice["key"].equal(held["key"][[0, 2, 0, 0]])
