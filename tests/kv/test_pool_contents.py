@@ -116,7 +116,7 @@ def plain(model: PreTrainedModel, tokens: Sequence[int]) -> dict[int, dict[str, 
 def stored(cache: PagedPrefixCache, table: BlockTable) -> dict[int, dict[str, Tensor]]:
     """What the pool's tensors have in the slots of a table's tokens: layer -> name -> [tokens, heads, head size].
 
-    NaN where a layer with a window has no block for a token; it has one for each that the next token sees.
+    Infinity where a layer with a window has no block for a token; it has one for each that the next token sees.
     """
     store, size, num_tokens = cache.store.blocks, cache.store.blocks.block_size, table.num_tokens
     found: dict[int, dict[str, Tensor]] = {}
@@ -127,7 +127,7 @@ def stored(cache: PagedPrefixCache, table: BlockTable) -> dict[int, dict[str, Te
             held = [position for position in range(num_tokens) if places[position // size] is not None]
             assert {*range(max(0, num_tokens - seen), num_tokens)} <= {*held}
             tensor = next(place for place in places if place is not None)[0]
-            vectors = tensor.new_full((num_tokens, tensor.shape[1], tensor.shape[3]), torch.nan)
+            vectors = tensor.new_full((num_tokens, tensor.shape[1], tensor.shape[3]), torch.inf)
             blocks = [place[1] for position in held if (place := places[position // size]) is not None]
             vectors[held] = tensor[blocks, :, [position % size for position in held]]
             found.setdefault(layer, {})[name] = vectors
@@ -138,7 +138,7 @@ def assert_equal(got: dict[int, dict[str, Tensor]], wanted: dict[int, dict[str, 
     assert sorted(got) == sorted(wanted)
     for layer, tensors in wanted.items():
         for name, tensor in tensors.items():
-            is_held = ~got[layer][name].isnan().flatten(1).any(1)
+            is_held = ~got[layer][name].isinf().flatten(1).any(1)
             torch.testing.assert_close(
                 got[layer][name][is_held],
                 tensor[is_held],
