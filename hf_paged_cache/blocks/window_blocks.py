@@ -31,7 +31,7 @@ class WindowBlocks:
         places: block id -> window block.
         copies: (source, destination) window blocks, to be copied in this order before the next write.
         most: window blocks that there can be.
-        num_reserved: of those, kept for running calls, with what these have already.
+        num_to_come: of those, kept for running calls that do not need them yet.
     Example:
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
         >>> group = WindowBlocks(allocator, window=3, num_blocks=4)
@@ -44,7 +44,7 @@ class WindowBlocks:
         self.reach = max(1, window - 1)  # tokens before a forward that it sees
         self.num_blocks = num_blocks
         self.most: float = num_blocks
-        self.num_reserved = 0
+        self.num_to_come = 0
         self.places: dict[int, int] = {}
         self.copies: list[tuple[int, int]] = []
         self._allocator = allocator
@@ -80,7 +80,7 @@ class WindowBlocks:
     @property
     def num_spare(self) -> float:
         """Window blocks that may be given to what is not needed, so that running calls still get theirs."""
-        return self.most - 1 - self.num_needed - self.num_reserved
+        return self.most - 1 - self.num_needed - self.num_to_come
 
     @property
     def num_blocks_of_a_row(self) -> int:
@@ -125,15 +125,16 @@ class WindowBlocks:
         """The change has happened."""
         self._dirty = False
 
-    def attach(self, required: Iterable[int], optional: Iterable[int] = ()) -> None:
+    def attach(self, required: Iterable[int], likely: Iterable[int] = (), optional: Iterable[int] = ()) -> None:
         """Blocks are about to be written, or are gone on from: each required one has a window block from here on, and is needed.
 
         Args:
-            optional: others that get one, or keep theirs, where that is spare and not at the end of another sequence.
+            likely: others are likely to go on behind these: they get one, or keep theirs, where that is spare.
+            optional: these, too, but not one from the end of another sequence.
         Raises:
             OutOfBlocksError: there are not enough; nothing has changed.
         """
-        required = list(required)
+        required, num_needed = list(required), self.num_needed
         self.require(
             self.num_missing(required)
             + sum(block_id in self._passed or block_id in self._ends for block_id in required)
@@ -142,13 +143,15 @@ class WindowBlocks:
         for block_id in required:
             if block_id not in self.places:
                 self.places[block_id] = self._take()
+        self.num_to_come = max(0, self.num_to_come - self.num_needed + num_needed)
         num_spare = self.num_spare
-        for block_id in optional:
-            if block_id in self.places:
-                self.hold((block_id,))
-            elif num_spare > 0 and (self._free or self._passed):
-                num_spare -= 1
-                self.places[block_id] = self._take()
+        for block_ids, may_take_ends in ((likely, True), (optional, False)):
+            for block_id in block_ids:
+                if block_id in self.places:
+                    self.hold((block_id,))
+                elif num_spare > 0 and (self._free or self._passed or (may_take_ends and self._ends)):
+                    num_spare -= 1
+                    self.places[block_id] = self._take()
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """Blocks are needed from here on; those without a window block are skipped."""
@@ -202,8 +205,8 @@ class WindowBlocks:
             self._drop(source)
 
     def copy(self, source: int, destination: int) -> None:
-        """Both have window blocks: let that of `source` be copied before the next write."""
-        if source in self.places:
+        """Where both have window blocks, let that of `source` be copied before the next write."""
+        if source in self.places and destination in self.places:
             self.copies.append((self.places[source], self.places[destination]))
 
     def grow(self, num_blocks: int) -> None:

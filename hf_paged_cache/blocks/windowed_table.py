@@ -33,7 +33,7 @@ class WindowedTable(BlockTable):
         (None, None, 6, 1)
     """
 
-    __slots__ = ("_end", "_groups", "_num_matched")
+    __slots__ = ("_end", "_groups", "_num_matched", "_parting")
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class WindowedTable(BlockTable):
         self._groups = groups
         self._end = 0  # tokens when the last forward of several had returned
         self._num_matched = 0
+        self._parting = 0  # tokens up to which blocks were known that a window could not go on from
 
     @property
     def _resumption(self) -> Resumption:
@@ -69,7 +70,7 @@ class WindowedTable(BlockTable):
         self._begin()
         num_hit = super().hold_prefix(token_ids)
         self._go_on(Resumption(num_hit, num_hit, num_hit))
-        self._end = num_hit
+        self._end, self._parting = num_hit, self._num_matched if self._num_matched > num_hit else 0
         self._done()
         return num_hit
 
@@ -121,8 +122,9 @@ class WindowedTable(BlockTable):
         super().append_tokens(token_ids, num_lookahead_slots)
         for group in self._groups:
             span = group.span(cut, stop)
-            needed_from = max(first, span.start)
-            group.attach(block_ids[needed_from:end], block_ids[first:needed_from])
+            needed_from, parting = max(first, span.start), group.span(self._parting, self._parting)
+            likely = block_ids[max(first, parting.start) : min(needed_from, parting.stop)]
+            group.attach(block_ids[needed_from:end], likely, block_ids[first:needed_from])
         self._allocation.resumption = Resumption(min(self._resumption.start, start), cut, stop)
         if partial is not None and partial != block_ids[first]:
             self._copy(partial, block_ids[first])
@@ -169,7 +171,7 @@ class WindowedTable(BlockTable):
         for group, index, other, is_shared in shared:
             group.end_share(own_ids[index], other, replaced=self.block_ids[index] == other, shared=is_shared)
             if is_shared and index not in group.span(self._resumption.start, self._resumption.stop):
-                group.release((other,), num_own=1, is_end=False)
+                group.release((other,), num_own=1, is_end=self._is_end(group, index))
         if equal:
             self._go_on(self._resumption)
         self._done()
@@ -196,7 +198,8 @@ class WindowedTable(BlockTable):
     def fork(self) -> WindowedTable:
         forked = super().fork()
         assert isinstance(forked, WindowedTable)
-        forked._groups, forked._end, forked._num_matched = self._groups, self._end, self._num_matched
+        forked._groups, forked._num_matched = self._groups, self._num_matched
+        forked._end, forked._parting = self._end, self._parting
         forked._allocation.resumption = self._allocation.resumption
         return forked
 
@@ -221,13 +224,16 @@ class WindowedTable(BlockTable):
             now, then = group.span(new.start, new.stop), group.span(old.start, old.stop)
             group.hold(block_ids[now.start : now.stop])
             passed = block_ids[then.start : min(then.stop, now.start)]
-            if passed:
-                end = group.span(self._end, self._end)
-                num_not_end = max(0, end.start - then.start)
-                group.release(passed[:num_not_end], num_own=1, is_end=False)
-                group.release(passed[num_not_end:], num_own=1, is_end=self._end > then.start * self._block_size)
+            for is_end in (False, True):
+                released = [b for i, b in enumerate(passed, then.start) if self._is_end(group, i) == is_end]
+                group.release(released, num_own=1, is_end=is_end)
             if before is not None:
                 group.release(before[len(block_ids) :], num_own=0, is_end=True)
+
+    def _is_end(self, group: WindowBlocks, block_index: int) -> bool:
+        """Whether others are likely to go on behind a block: where the prompt ends, or where it parted from what was known."""
+        places = (self._end, self._parting)
+        return any(block_index in group.span(num_tokens, num_tokens) for num_tokens in places if num_tokens)
 
     def _copy(self, source: int, destination: int) -> None:
         """A block was copied on write."""

@@ -140,6 +140,7 @@ def take_blocks(
     num_taken = sum(row.table.num_new_blocks_for_append(len(tokens)) for row, tokens in unseen)
     windows = () if limits.are_known else _windows_of(store, rows, request)
     _make_room(store, holder, num_taken, rows, limits, windows)
+    store.windows.count_to_come()
     for row, tokens in unseen:
         cut = max(
             row.num_confirmed, int(min(limits.num_prompt_columns, rows.num_columns + request.num_new_columns)) - row.pad

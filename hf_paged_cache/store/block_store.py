@@ -396,7 +396,7 @@ class BlockStore:
         if not self.is_settled and (affordable := self.affordable_blocks()) < math.inf:
             admitted = self.allocator.num_blocks + sum(self._reserved.values())
             if self.windows.are_all:
-                admitted = max(group.num_blocks + group.num_reserved for group in self.windows.groups)
+                admitted = max(group.num_blocks + group.num_to_come for group in self.windows.groups)
             promised = max(admitted, int(affordable) if most is None else most)
             if not self.ran_out_of_memory:
                 self.max_num_blocks = promised

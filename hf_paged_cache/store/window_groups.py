@@ -177,8 +177,15 @@ class WindowGroups:
             self._reserved[holder] = demand
         else:
             self._reserved.pop(holder, None)
+        self.count_to_come()
+
+    def count_to_come(self) -> None:
+        """Tell each group how many of its window blocks running calls may need that they do not need yet."""
         for number, group in enumerate(self.groups):
-            group.num_reserved = sum(reserved[number] for reserved in self._reserved.values())
+            group.num_to_come = sum(
+                max(0, reserved[number] - len(group.needed_by(holder.rows.allocations())))
+                for holder, reserved in self._reserved.items()
+            )
 
     def check(self) -> None:
         """Prove the invariants of each group, or raise BlockStateError."""

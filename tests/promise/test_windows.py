@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.model.probing import measure_bytes_per_token
+from hf_paged_cache.model.support import cache_layers
 
 from ..internals import zero_blocks
 from ..reference import PROMPT, TOLERANCE, assert_same, batch, is_same, row, run
@@ -275,3 +277,80 @@ def test_a_long_generation_is_that_of_a_dynamic_cache(window: int, block_size: i
     going_on = batch([*wanted.sequences[0].tolist(), 5, 6])
     assert_same(run(model, **going_on), run(model, other, **going_on))
     assert other.last_call.reused_tokens >= 110 - block_size
+
+
+# What is held, and what is kept.
+
+
+class EachStep(LogitsProcessor):
+    """Notes something at each step, the number of tokens with it."""
+
+    def __init__(self, look: Callable[[], int]) -> None:
+        self.look, self.seen = look, dict[int, int]()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.seen[input_ids.shape[1]] = self.look()
+        return scores
+
+
+@NAMES
+@pytest.mark.parametrize("window", [16, 17, 63, 64])
+def test_a_row_holds_what_a_dynamic_cache_does_and_two_blocks_a_window_at_most(window: int, name: str) -> None:
+    """In bytes, at each step behind a prompt that is longer; twice that with a copy that attention reads."""
+
+    def allowed(num_tokens: int, window: int) -> int:
+        """Tokens in all layers; of those without a window, the last block may not be full."""
+        has_window = [getattr(layer, "is_sliding", False) for layer in layers]
+        return sum(min(num_tokens, window - 1) + 32 if each else num_tokens + 15 for each in has_window)
+
+    model = build(name, sliding_window=window)
+    layers, prompt = cache_layers(model), row((1, 150))
+    token_bytes = measure_bytes_per_token(model) / len(layers)
+    for attention in ("gather", "contiguous"):
+        cache = PagedPrefixCache(model, attention=attention)
+        in_blocks = EachStep(lambda cache=cache: cache.stats().kv_bytes - cache.call.reader.num_bytes)  # type: ignore[misc]
+        in_all = EachStep(lambda cache=cache: cache.stats().kv_bytes)  # type: ignore[misc]
+        for _ in range(2):
+            run(
+                model,
+                cache,
+                **batch(prompt),
+                max_new_tokens=100,
+                min_new_tokens=100,
+                logits_processor=[in_blocks, in_all],
+            )
+            for num_tokens, held in in_blocks.seen.items():
+                assert held <= allowed(num_tokens, window) * token_bytes, num_tokens
+            if attention == "contiguous":  # a copy of all layers' columns is made for as many as there will be
+                assert all(held <= 2 * allowed(250, window) * token_bytes for held in in_all.seen.values())
+
+
+def test_a_pool_of_a_few_windows_serves_a_long_generation() -> None:
+    model = build("mistral", sliding_window=64, max_position_embeddings=8192)
+    prompt = row((1, 300))
+    wanted = run(model, **batch(prompt), max_new_tokens=4000, min_new_tokens=4000)
+    for attention in ("contiguous", "gather"):
+        cache = PagedPrefixCache(model, num_blocks=12, attention=attention)
+        assert_same(wanted, run(model, cache, **batch(prompt), max_new_tokens=4000, min_new_tokens=4000))
+        assert cache.stats().num_blocks == 12
+        cache.check()
+        assert_same(run(model, **batch(prompt)), run(model, cache, **batch(prompt)))
+        assert cache.last_call.reused_tokens == 299
+
+
+def test_a_place_where_prompts_part_is_kept_when_it_is_seen_a_second_time() -> None:
+    """With room for few windows: what is in the middle of a prompt is not kept, until another prompt parts there."""
+    model = build("mistral", sliding_window=64, max_position_embeddings=1024)
+    cache, shared = PagedPrefixCache(model, num_blocks=14), row((1, 320))
+    reused = []
+    for question in range(2, 5):
+        prompt = batch([*shared, *row((question, 150))])
+        assert_same(run(model, **prompt), run(model, cache, **prompt))
+        reused.append(cache.last_call.reused_tokens)
+        cache.check()
+        if question == 3:
+            assert "a window no longer shows what is before token 320" in cache.last_call.rows[0].stopped
+    assert reused == [0, 128, 320]  # at first the blocks for which there was room
+    zero_blocks(cache)
+    prompt = batch([*shared, *row((5, 30))])  # its last token still sees what is before
+    assert not is_same(run(model, **prompt), run(model, cache, **prompt))
