@@ -220,7 +220,7 @@ class PagedPrefixCache(Cache):
         """Take back the last `-tokens_to_remove` tokens; 0 changes nothing.
 
         Raises:
-            CacheArgumentError: a positive number, or more than there are tokens.
+            CacheArgumentError: a positive number, more than there are tokens, or more than a window lets take back.
         """
         if tokens_to_remove > 0:
             raise CacheArgumentError(

@@ -11,7 +11,7 @@ class CacheStats:
 
     Tokens are those of prompts, of all rows, without padding; those that `generate` makes are not counted. Without
     `generate`, every token passed is. Blocks are counted with the reserved null block, which is never handed out:
-    free + cached + in use is `num_blocks - 1`. A cache with a salt counts the blocks of that salt; what would tell of
+    free + cached + in use is `num_blocks - 1`. Where all layers have a window, blocks of the longest window are counted. A cache with a salt counts the blocks of that salt; what would tell of
     others (`num_blocks`, `num_free_blocks`, `num_evictions`, `num_copies_on_write`, `pool_bytes`) is None.
 
     Attributes:
