@@ -143,7 +143,7 @@ class WindowBlocks:
         """Blocks are about to be written, or are gone on from: each required one has a window block from here on, and is needed.
 
         Args:
-            optional: others that get one, or keep theirs, where that is spare and not at the end of another sequence.
+            optional: others that get one where it is spare, and not at the end of another sequence.
             copied: a block, and one that takes its place for one holder: required, and begins with the same content.
         Raises:
             OutOfBlocksError: there are not enough; nothing has changed.
@@ -161,11 +161,12 @@ class WindowBlocks:
                 self.places[block_id] = self._take()
         num_spare = self.num_spare
         for block_id in optional:
-            if block_id in self.places:
-                self.hold((block_id,))
-            elif num_spare > 0 and (self._free or self._passed):
-                num_spare -= 1
-                self.places[block_id] = self._take()
+            if self.num_to_take((block_id,)):
+                if block_id in self.places:  # of what was in the block before
+                    self._drop(block_id)
+                if num_spare > 0 and (self._free or self._passed):
+                    num_spare -= 1
+                    self.places[block_id] = self._take()
 
     def _copy(self, source: int, destination: int) -> None:
         """A block was copied on write: its window block is copied before the next write, too, or moved where there is no other."""
