@@ -93,17 +93,29 @@ class WindowBlocks:
 
     def needed_by(self, allocations: Iterable[Allocation]) -> set[int]:
         """Ids of the blocks that these allocations need here."""
+        return self._spans_of(allocations) & self.places.keys()
+
+    def _spans_of(self, allocations: Iterable[Allocation]) -> set[int]:
+        """`needed_by`, with those that have no window block."""
         needed: set[int] = set()
         for allocation in allocations:
             resumption = allocation.resumption
             if resumption is not None:
                 span = self.span(resumption.start, resumption.stop)
-                needed.update(filter(self.places.__contains__, allocation.block_ids[span.start : span.stop]))
+                needed.update(allocation.block_ids[span.start : span.stop])
         return needed
 
-    def num_missing(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks have no window block."""
-        return sum(block_id not in self.places for block_id in block_ids)
+    def num_to_take(self, block_ids: Iterable[int]) -> int:
+        """How many of these blocks have no window block that is needed."""
+        return sum(
+            block_id not in self.places or block_id in self._passed or block_id in self._ends for block_id in block_ids
+        )
+
+    def is_needed_by_others(self, block_id: int, allocation: Allocation) -> bool:
+        """Whether anybody but `allocation` needs a block here."""
+        if self._allocator.ref_count(block_id) < 2:
+            return False
+        return block_id in self.needed_by(other for other in self._allocator.allocations() if other is not allocation)
 
     def require(self, num_blocks: int) -> None:
         """Raises OutOfBlocksError unless so many window blocks can be taken."""
@@ -125,21 +137,30 @@ class WindowBlocks:
         """The change has happened."""
         self._dirty = False
 
-    def attach(self, required: Iterable[int], likely: Iterable[int] = (), optional: Iterable[int] = ()) -> None:
+    def attach(
+        self,
+        required: Iterable[int],
+        likely: Iterable[int] = (),
+        optional: Iterable[int] = (),
+        copied: tuple[int, int] | None = None,
+    ) -> None:
         """Blocks are about to be written, or are gone on from: each required one has a window block from here on, and is needed.
 
         Args:
-            likely: others are likely to go on behind these: they get one, or keep theirs, where that is spare.
+            likely: others are likely to go on behind these: they get one where it is spare.
             optional: these, too, but not one from the end of another sequence.
+            copied: a block, and one that takes its place for one holder: required, and begins with the same content.
         Raises:
             OutOfBlocksError: there are not enough; nothing has changed.
         """
         required, num_needed = list(required), self.num_needed
-        self.require(
-            self.num_missing(required)
-            + sum(block_id in self._passed or block_id in self._ends for block_id in required)
-        )
+        num_copied = 0  # that leave their source's window block to others
+        if copied is not None:
+            num_copied = copied[0] in self.needed_by(self._allocator.allocations())
+        self.require(self.num_to_take(required) + num_copied)
         self.hold(required)
+        if copied is not None:
+            self._copy(*copied)
         for block_id in required:
             if block_id not in self.places:
                 self.places[block_id] = self._take()
@@ -147,11 +168,25 @@ class WindowBlocks:
         num_spare = self.num_spare
         for block_ids, may_take_ends in ((likely, True), (optional, False)):
             for block_id in block_ids:
-                if block_id in self.places:
-                    self.hold((block_id,))
-                elif num_spare > 0 and (self._free or self._passed or (may_take_ends and self._ends)):
-                    num_spare -= 1
-                    self.places[block_id] = self._take()
+                if self.num_to_take((block_id,)):
+                    if block_id in self.places:  # of what was in the block before
+                        self._drop(block_id)
+                    if num_spare > 0 and (self._free or self._passed or (may_take_ends and self._ends)):
+                        num_spare -= 1
+                        self.places[block_id] = self._take()
+
+    def _copy(self, source: int, destination: int) -> None:
+        """A block was copied on write: its window block is copied before the next write, too, or moved where there is no other."""
+        self.hold((destination,))
+        if destination not in self.places and not self._free and not self.num_idle:
+            self.places[destination] = self.places[source]
+            del self.places[source]
+            return
+        place = self.places[destination] if destination in self.places else self._take()
+        if source in self.places:  # else it was the one to take
+            self.copies.append((self.places[source], place))  # first: a copy too many does no harm, one too few does
+        self.places[destination] = place
+        self.release((source,), num_own=0, is_end=True)
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """Blocks are needed from here on; those without a window block are skipped."""
@@ -173,11 +208,10 @@ class WindowBlocks:
             return
         needed: set[int] | None = None
         for block_id in released:
-            num_holders = self._allocator.ref_count(block_id)
-            if num_holders == 0 and self._allocator.block_hash_of(block_id) is None:
+            if not self._is_of_use(block_id):
                 self._drop(block_id)
                 continue
-            if num_holders > num_own:
+            if self._allocator.ref_count(block_id) > num_own:
                 if needed is None:
                     needed = self.needed_by(self._allocator.allocations())
                 if block_id in needed:
@@ -185,29 +219,24 @@ class WindowBlocks:
             self.hold((block_id,))
             (self._ends if is_end else self._passed)[block_id] = None
 
+    def drop_lost(self, block_ids: Iterable[int]) -> None:
+        """Blocks were given back: those that nobody holds and nobody can hit have no window block any more."""
+        for block_id in block_ids:
+            if block_id in self.places and not self._is_of_use(block_id):
+                self._drop(block_id)
+
     def share(self, source: int, destination: int) -> bool:
-        """Let a block of equal content have the window block of `source`, too, until `end_share`; whether it had none."""
-        if destination in self.places or source not in self.places:
+        """Let a block of equal content have the window block of `source`, too, until `end_share`; whether it does."""
+        if destination in self.places or source not in self.places or self._allocator.ref_count(source) > 1:
             return False
         self.places[destination] = self.places[source]
         return True
 
-    def end_share(self, source: int, destination: int, *, replaced: bool, shared: bool) -> None:
+    def end_share(self, source: int, destination: int, *, replaced: bool) -> None:
         """One of the two goes on with it: `destination` where it has `replaced` the other."""
-        if not replaced:
-            if shared:
-                del self.places[destination]
-            return
-        if shared:
+        if replaced:
             self.hold((source,))
-            del self.places[source]
-        else:
-            self._drop(source)
-
-    def copy(self, source: int, destination: int) -> None:
-        """Where both have window blocks, let that of `source` be copied before the next write."""
-        if source in self.places and destination in self.places:
-            self.copies.append((self.places[source], self.places[destination]))
+        del self.places[source if replaced else destination]
 
     def grow(self, num_blocks: int) -> None:
         """Raise the number of window blocks; the lowest new one is handed out first."""
@@ -219,10 +248,12 @@ class WindowBlocks:
 
     def reset(self, num_blocks: int) -> None:
         """Forget all; no block is in use."""
+        self._dirty = True
         self.num_blocks = num_blocks
         self.places, self._free = {}, list(range(num_blocks - 1, 0, -1))
         self._passed, self._ends = OrderedDict(), OrderedDict()
         self.copies.clear()
+        self._dirty = False
 
     def sweep(self) -> None:
         """Derive what is free, needed and idle from the places, the allocations and the allocator.  Cost: O(num_blocks)."""
@@ -245,11 +276,10 @@ class WindowBlocks:
             if block_id not in ends:
                 passed.setdefault(block_id)
         self._ends, self._passed = ends, passed
+        missing = self._spans_of(allocator.allocations()) - kept.keys()
         for source, destination in allocator.pending_copies:  # interrupted between a copy on write and its window block
-            if destination in held and destination not in kept and source in kept:
-                kept[destination] = self._take()
-                self.copy(source, destination)
-        self._dirty = False
+            if destination in missing and source in kept:
+                self._copy(source, destination)
 
     def check(self) -> None:
         """Prove the invariants:
@@ -288,6 +318,10 @@ class WindowBlocks:
                     if missing:
                         return f"blocks {missing} of {allocation!r} have no window block, and it goes on from {start}"
         return None
+
+    def _is_of_use(self, block_id: int) -> bool:
+        """Whether somebody holds a block or can hit it."""
+        return self._allocator.ref_count(block_id) > 0 or self._allocator.block_hash_of(block_id) is not None
 
     def _take(self) -> int:
         """A window block: a free one, else that of the first idle block."""

@@ -101,52 +101,71 @@ class WindowedTable(BlockTable):
         return num_tokens
 
     def hold_window(self, num_tokens: int) -> None:
+        _, cut, stop = self._resumption
         self._begin()
-        self._go_on(self._resumption._replace(start=num_tokens))
+        self._go_on(Resumption(num_tokens, max(cut, num_tokens), max(stop, num_tokens)))
         self._done()
 
     def append_tokens(
         self, token_ids: Sequence[int] | array[int], num_lookahead_slots: int = 0, *, cut: int | None = None
     ) -> None:
+        check_not_negative("num_lookahead_slots", num_lookahead_slots)
+        tokens = token_array(token_ids)
         self._begin()
-        start, block_ids = self.num_tokens, self.block_ids
-        stop = start + len(token_ids)
+        start, block_ids, size = self.num_tokens, self.block_ids, self._block_size
+        stop = start + len(tokens)
         cut = stop if cut is None else max(start, min(cut, stop))
-        first, end = start // self._block_size, -(-stop // self._block_size)
-        partial = block_ids[first] if start % self._block_size else None
-        for group in self._groups:
-            span = group.span(cut, stop)
-            held = block_ids[span.start : span.stop]
-            is_copied = partial is not None and stop > start and not self._allocator.is_writable(partial)
-            group.require(group.num_missing(held) + max(0, len(span) - len(held)) + is_copied)
-        super().append_tokens(token_ids, num_lookahead_slots)
-        for group in self._groups:
-            span = group.span(cut, stop)
-            needed_from, parting = max(first, span.start), group.span(self._parting, self._parting)
-            likely = block_ids[max(first, parting.start) : min(needed_from, parting.stop)]
-            group.attach(block_ids[needed_from:end], likely, block_ids[first:needed_from])
+        first, end = start // size, -(-stop // size)
+        source = self._block_to_copy(len(tokens) + num_lookahead_slots)
+        is_copied = source is not None
+        needed_from = [max(first + is_copied, group.span(cut, stop).start) for group in self._groups]
+        for group, needed in zip(self._groups, needed_from, strict=True):
+            self._require(group, block_ids[needed:end], max(0, end - max(len(block_ids), needed)), source)
+        super().ensure_num_empty_slots(len(tokens) + num_lookahead_slots)
+        copied = None if source is None else (source, block_ids[first])
+        for group, needed in zip(self._groups, needed_from, strict=True):
+            parting = group.span(self._parting, self._parting)
+            likely = block_ids[max(first + is_copied, parting.start) : min(needed, parting.stop)]
+            group.attach(block_ids[needed:end], likely, block_ids[first + is_copied : needed], copied)
+        self._chain.token_ids.extend(tokens)
         self._allocation.resumption = Resumption(min(self._resumption.start, start), cut, stop)
-        if partial is not None and partial != block_ids[first]:
-            self._copy(partial, block_ids[first])
         self._done()
+
+    def ensure_num_empty_slots(self, num_empty_slots: int) -> None:
+        self.append_tokens((), num_empty_slots)
 
     def append_token(self, token_id: int) -> int:
         self._begin()
-        num_tokens, block_ids = self.num_tokens, self.block_ids
-        index, offset = divmod(num_tokens, self._block_size)
-        partial = block_ids[index] if offset else None
+        num_tokens, block_ids, before = self.num_tokens, self.block_ids, self._resumption
+        index, source = num_tokens // self._block_size, self._block_to_copy(1)
         self._go_on(Resumption(num_tokens, num_tokens, num_tokens))
+        try:
+            for group in self._groups:
+                held = block_ids[index : index + 1] if source is None else ()
+                self._require(group, held, source is None and not held, source)
+            slot = super().append_token(token_id)
+        except OutOfBlocksError:
+            self._go_on(before)
+            self._done()
+            raise
+        copied = None if source is None else (source, block_ids[index])
         for group in self._groups:
-            group.require(1)
-        slot = super().append_token(token_id)
-        block_id = block_ids[index]
-        for group in self._groups:
-            group.attach((block_id,))
+            group.attach((block_ids[index],) if copied is None else (), copied=copied)
         self._allocation.resumption = Resumption(num_tokens, num_tokens, num_tokens + 1)
-        if partial is not None and partial != block_id:
-            self._copy(partial, block_id)
         self._done()
         return slot
+
+    def _block_to_copy(self, num_tokens: int) -> int | None:
+        """The block that is copied on write where so many tokens are appended: the last one, if others hold or can hit it."""
+        index, offset = divmod(self.num_tokens, self._block_size)
+        if not offset or not num_tokens or self._allocator.is_writable(self.block_ids[index]):
+            return None
+        return self.block_ids[index]
+
+    def _require(self, group: WindowBlocks, held: Sequence[int], num_fresh: int, source: int | None) -> None:
+        """Raises OutOfBlocksError unless a group has what `attach` will take for blocks held, `source` copied, and fresh ones."""
+        is_copied = source is not None and group.is_needed_by_others(source, self._allocation)
+        group.require(group.num_to_take(held) + num_fresh + is_copied)
 
     def let_pass(self) -> None:
         _, cut, stop = self._resumption
@@ -156,26 +175,43 @@ class WindowedTable(BlockTable):
         self._done()
 
     def commit_full_blocks(self, num_computed_tokens: int) -> Sequence[BlockHash]:
+        """As of a `BlockTable`. But a block that forks hold, too, waits, and all behind it, where an equal one would replace it
+        that a window could not go on from.
+        """
         start, stop = self._num_committed, num_computed_tokens // self._block_size
-        if start >= stop:
+        if start >= stop or num_computed_tokens > self.num_tokens:
             return super().commit_full_blocks(num_computed_tokens)
         self._begin()
         equal = self._equal_blocks(start, stop)
-        shared = [
-            (group, index, other, group.share(self.block_ids[index], other))
-            for index, other in equal.items()
+        waiting = next((index for index, other in equal.items() if self._must_wait(index, other)), stop)
+        replaced = {index: (self.block_ids[index], other) for index, other in equal.items() if index < waiting}
+        shared = {
+            (index, group.window): group.share(own, other)
+            for index, (own, other) in replaced.items()
             for group in self._groups
-        ]
-        own_ids = {index: self.block_ids[index] for index in equal}
-        committed = super().commit_full_blocks(num_computed_tokens)
-        for group, index, other, is_shared in shared:
-            group.end_share(own_ids[index], other, replaced=self.block_ids[index] == other, shared=is_shared)
-            if is_shared and index not in group.span(self._resumption.start, self._resumption.stop):
-                group.release((other,), num_own=1, is_end=self._is_end(group, index))
-        if equal:
+        }
+        committed = super().commit_full_blocks(waiting * self._block_size)
+        for group in self._groups:
+            needed = group.span(self._resumption.start, self._resumption.stop)
+            for index, (own, other) in replaced.items():
+                is_replaced = self.block_ids[index] == other
+                if shared[index, group.window]:
+                    group.end_share(own, other, replaced=is_replaced)
+                    if index not in needed:
+                        group.release((other,), num_own=1, is_end=self._is_end(group, index))
+                elif is_replaced:
+                    group.release((own,), num_own=0, is_end=False)
+        if replaced:
             self._go_on(self._resumption)
         self._done()
         return committed
+
+    def _must_wait(self, index: int, other: int) -> bool:
+        """Whether a block, replaced by `other`, would leave this table or a fork without a window block that it needs."""
+        own, (start, _, stop) = self.block_ids[index], self._resumption
+        return self._allocator.ref_count(own) > 1 and any(
+            other not in group.places and index in group.span(start, stop) for group in self._groups
+        )
 
     def _equal_blocks(self, start: int, stop: int) -> dict[int, int]:
         """Logical index -> block that may replace the table's own when it is committed."""
@@ -187,12 +223,18 @@ class WindowedTable(BlockTable):
         return equal
 
     def truncate(self, num_tokens: int) -> None:
+        """As of a `BlockTable`, to where it can go on from: see `num_resumable_tokens`."""
         self._begin()
         before = list(self.block_ids)
+        start, cut, stop = self._resumption
+        start, cut = min(start, num_tokens), min(cut, num_tokens)
+        if 0 <= num_tokens <= self.num_tokens:
+            self._allocation.resumption = Resumption(
+                start, cut, stop
+            )  # interrupted, it needs too much, never too little
         super().truncate(num_tokens)
         self._end = min(self._end, num_tokens)
-        start, cut, _ = self._resumption
-        self._go_on(Resumption(min(start, num_tokens), min(cut, num_tokens), num_tokens), before)
+        self._go_on(Resumption(start, cut, num_tokens), before)
         self._done()
 
     def fork(self) -> WindowedTable:
@@ -210,13 +252,14 @@ class WindowedTable(BlockTable):
         for group in self._groups:
             span = group.span(start, stop)
             group.release(before[span.start : span.stop], num_own=0, is_end=True)
+            group.drop_lost(before)
         self._done()
 
-    def _go_on(self, new: Resumption, before: Sequence[int] | None = None) -> None:
+    def _go_on(self, new: Resumption, before: Sequence[int] = ()) -> None:
         """Need what `new` says, and let go of what is needed no more.
 
         Args:
-            before: the blocks before some were cut off; None: they are the same.
+            before: the blocks, where some were cut off since.
         """
         old, block_ids = self._resumption, self.block_ids
         self._allocation.resumption = new
@@ -227,19 +270,14 @@ class WindowedTable(BlockTable):
             for is_end in (False, True):
                 released = [b for i, b in enumerate(passed, then.start) if self._is_end(group, i) == is_end]
                 group.release(released, num_own=1, is_end=is_end)
-            if before is not None:
-                group.release(before[len(block_ids) :], num_own=0, is_end=True)
+            cut_off = len(block_ids)
+            group.release(before[max(cut_off, then.start) : then.stop], num_own=0, is_end=True)
+            group.drop_lost(before[cut_off:])
 
     def _is_end(self, group: WindowBlocks, block_index: int) -> bool:
         """Whether others are likely to go on behind a block: where the prompt ends, or where it parted from what was known."""
         places = (self._end, self._parting)
         return any(block_index in group.span(num_tokens, num_tokens) for num_tokens in places if num_tokens)
-
-    def _copy(self, source: int, destination: int) -> None:
-        """A block was copied on write."""
-        for group in self._groups:
-            group.copy(source, destination)
-            group.release((source,), num_own=0, is_end=True)
 
     def _begin(self) -> None:
         for group in self._groups:

@@ -75,13 +75,18 @@ class WindowGroups:
         self.regroup(window_of)
 
     def regroup(self, window_of: Mapping[int, int]) -> None:
-        """The layers have these windows from here on. No block is in use, or can be hit."""
+        """The layers have these windows from here on. No block is in use, can be hit, or is reserved."""
         self.are_all = bool(window_of) and all(layer_idx in window_of for layer_idx in self._layers)
         self.share = 1.0 if self.are_all else self._share
         windows = sorted(set(window_of.values()), reverse=True)
         self.window_of = dict(window_of)
-        self.groups = [WindowBlocks(self._allocator, window, self._allocator.num_blocks) for window in windows]
+        first = self._share_of(self._allocator.num_blocks)
+        self.groups = [WindowBlocks(self._allocator, window, first) for window in windows]
         self.limit(self._most)
+
+    def _share_of(self, num_blocks: int) -> int:
+        """Window blocks beside so many blocks."""
+        return max(2, int(num_blocks * self.share))
 
     def __bool__(self) -> bool:
         """Whether any layer has a window."""
@@ -96,7 +101,7 @@ class WindowGroups:
         """There can be so many blocks; None: nobody knows yet."""
         self._most = num_blocks
         for group in self.groups:
-            group.most = math.inf if num_blocks is None else max(2, int(num_blocks * self.share))
+            group.most = math.inf if num_blocks is None else self._share_of(num_blocks)
 
     def stop_growing(self) -> None:
         """There is no memory for more window blocks."""
@@ -104,9 +109,9 @@ class WindowGroups:
             group.most = group.num_blocks
 
     def reset(self, num_blocks: int) -> None:
-        """Forget all, and start anew with so many window blocks in each group; no block is in use."""
+        """Forget all, and start anew with those that go with so many blocks; no block is in use."""
         for group in self.groups:
-            group.reset(max(2, int(min(num_blocks, group.most))))
+            group.reset(self._share_of(num_blocks))
 
     def num_needed(self, namespace: bytes | None = None) -> list[int]:
         """Of each group, the window blocks that somebody needs; given a namespace, of its blocks."""
@@ -144,20 +149,25 @@ class WindowGroups:
         return max(first, one) if num_copies == 1 else first + num_copies * min(one, whole - shared)
 
     def num_obtainable(self, holder: WindowHolder | None) -> list[float]:
-        """Of each group, the window blocks that `holder` can have now, with those that it has."""
-        own = (
+        """Of each group, the window blocks that `holder` can have now, with those that it has.
+
+        What several holders need is counted for each that has reserved: when they part, each needs its own.
+        """
+        counted = (
             set() if holder is None else {a.key for rows in (holder.rows, holder.previous) for a in rows.allocations()}
         )
-        others = [allocation for allocation in self._allocator.allocations() if allocation.key not in own]
-        obtainable = []
-        for number, group in enumerate(self.groups):
-            to_come = (
-                max(0, reserved[number] - len(group.needed_by(other.rows.allocations())))
-                for other, reserved in self._reserved.items()
-                if other is not holder
-            )
-            obtainable.append(group.most - 1 - len(group.needed_by(others)) - sum(to_come))
-        return obtainable
+        kept = [0] * len(self.groups)
+        for other, reserved in self._reserved.items():
+            if other is not holder:
+                allocations = other.rows.allocations()
+                counted.update(allocation.key for allocation in allocations)
+                for number, group in enumerate(self.groups):
+                    kept[number] += max(reserved[number], len(group.needed_by(allocations)))
+        others = [allocation for allocation in self._allocator.allocations() if allocation.key not in counted]
+        return [
+            group.most - 1 - len(group.needed_by(others)) - number
+            for group, number in zip(self.groups, kept, strict=True)
+        ]
 
     def lacking(self, holder: WindowHolder, demand: Sequence[int]) -> str | None:
         """Why a demand cannot be met, of each group as many window blocks in all; None where it can."""
