@@ -53,6 +53,7 @@ class WindowGroups:
         window_of: layer index -> its window; without any there are no groups.
         layers: indices of all layers that hold keys and values.
         share: window blocks for each block that there can be, where some layers have no window.
+        most: blocks that there can be; None: nobody knows yet.
     Attributes:
         are_all: no layer is without a window. Then a block costs nothing beside its window blocks, and the most there can
             be counts these.
@@ -64,6 +65,7 @@ class WindowGroups:
         window_of: Mapping[int, int],
         layers: Collection[int],
         share: float,
+        most: int | None = None,
     ) -> None:
         self._allocator = allocator
         self._layers = layers
@@ -71,7 +73,7 @@ class WindowGroups:
         self._reserved: WeakKeyDictionary[WindowHolder, tuple[int, ...]] = (
             WeakKeyDictionary()
         )  # all that a call may need
-        self._most: int | None = None
+        self._most = most
         self.regroup(window_of)
 
     def regroup(self, window_of: Mapping[int, int]) -> None:
@@ -82,6 +84,7 @@ class WindowGroups:
         self.window_of = dict(window_of)
         self.groups = [WindowBlocks(self._allocator, window, self._allocator.num_blocks) for window in windows]
         self.limit(self._most)
+        self.reset(self._allocator.num_blocks)
 
     def __bool__(self) -> bool:
         """Whether any layer has a window."""
