@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,20 +68,35 @@ def demand_of(
     needed = num_blocks_to_take(rows, num_columns=num_columns, max_columns=max_columns, block_size=store.block_size)
     windows: tuple[int, ...] = ()
     if store.windows:
-        uses = Counter(rows.alias)
         in_chunks = num_columns < limits.num_prompt_columns < math.inf
-        to_come = (
-            RowToCome(
-                row.table.num_tokens,
-                max(0, num_columns - row.pad),
-                max(0, max_columns - row.pad),
-                uses[number],
-                in_chunks,
-            )
-            for number, row in enumerate(rows.distinct)
-        )
+        to_come = _rows_to_come(rows, num_columns, max_columns, is_in_chunks=in_chunks)
         windows = store.windows.of_call(to_come, keeps_past=keeps_past)
     return Demand(needed, num_blocks_held_only_by(previous, store), windows)
+
+
+def windows_of_shared(
+    store: BlockStore, rows: Rows, limits: CallLimits, num_columns: int, num_prefixes: int, *, keeps_past: bool
+) -> tuple[int, ...]:
+    """Of each group, the window blocks of a call whose rows find prefixes that are computed ahead of it, and of these.
+
+    Where a row's prefix ends nobody knows before it is computed: as behind a chunk, it may need one window there and
+    another at the end of the prompt. Each prefix is held until all are computed, the last in a forward that needs two.
+
+    Args:
+        num_columns: as in `demand_of`; also the most there are, where the limits are not known.
+    """
+    max_columns = max(num_columns, int(limits.max_columns)) if limits.are_known else num_columns
+    to_come = _rows_to_come(rows, num_columns, max_columns, is_in_chunks=True)
+    of_rows = store.windows.of_call(to_come, keeps_past=keeps_past)
+    ahead = ((num_prefixes + 1) * group.num_blocks_of_a_row for group in store.windows.groups)
+    return tuple(map(sum, zip(of_rows, ahead, strict=True)))
+
+
+def _rows_to_come(rows: Rows, num_columns: int, max_columns: int, *, is_in_chunks: bool) -> Iterator[RowToCome]:
+    uses = Counter(rows.alias)
+    for number, row in enumerate(rows.distinct):
+        num_prompt, most = max(0, num_columns - row.pad), max(0, max_columns - row.pad)
+        yield RowToCome(row.table.num_tokens, num_prompt, most, uses[number], is_in_chunks)
 
 
 def num_blocks_to_take(rows: Rows, *, num_columns: int, max_columns: int, block_size: int) -> int:
