@@ -43,6 +43,7 @@ class RowToCome(NamedTuple):
     max_tokens: int
     num_copies: int  # rows of the batch that it stands for
     is_in_chunks: bool  # the prompt comes in several forwards
+    is_copied: bool  # its last block is, before it is written
 
 
 class WindowGroups:
@@ -118,11 +119,15 @@ class WindowGroups:
         own = [allocation for allocation in self._allocator.allocations() if allocation.namespace == namespace]
         return [len(group.needed_by(own)) for group in self.groups]
 
-    def of_forward(self, spans: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-        """Of each group, the window blocks that a forward needs of rows that go on from and to so many tokens."""
+    def of_forward(self, spans: Iterable[tuple[int, int, bool]]) -> tuple[int, ...]:
+        """Of each group, the window blocks that a forward needs of rows that go on from and to so many tokens.
+
+        Args:
+            spans: start, stop, and whether the row's last block is copied.
+        """
         rows = [*spans]
         return tuple(
-            sum(len({*group.span(start, start), *group.span(stop, stop)}) for start, stop in rows)
+            sum(len({*group.span(start, start), *group.span(stop, stop)}) + copied for start, stop, copied in rows)
             for group in self.groups
         )
 
@@ -133,10 +138,13 @@ class WindowGroups:
             keeps_past: it may take back any number of its tokens.
         """
         rows = [*rows]
-        return tuple(sum(self._of_row(group, row, keeps_past=keeps_past) for row in rows) for group in self.groups)
+        return tuple(
+            sum(self._of_row(group, row, keeps_past=keeps_past) + row.is_copied for row in rows)
+            for group in self.groups
+        )
 
     def _of_row(self, group: WindowBlocks, row: RowToCome, *, keeps_past: bool) -> int:
-        num_known, num_prompt, max_tokens, num_copies, is_in_chunks = row
+        num_known, num_prompt, max_tokens, num_copies, is_in_chunks, _ = row
         whole, shared = -(-max_tokens // self._allocator.block_size), num_prompt // self._allocator.block_size
         if keeps_past:
             return shared + num_copies * (whole - shared)
