@@ -251,7 +251,7 @@ def test_every_unknown_token_is_written_once_to_its_own_slot(seed: int) -> None:
     known = rows.known_columns()
     start = chance.randint(0, min(num_columns - 1, *known))
     take_blocks(store, Holder(), rows, request(*inputs), UNLIMITED)
-    mapping = map_slots(rows, known, start, num_columns)
+    mapping = map_slots(store, rows, known, start, num_columns)
     sources = list(range((num_columns - start) * len(known))) if mapping.sources is None else list(mapping.sources)
     expected = {}
     for i, (row, before) in enumerate(zip(rows.distinct, known, strict=True)):
@@ -285,7 +285,7 @@ def test_a_step_does_what_any_forward_does() -> None:
                 num_taken, mapping = take_step(store, Holder(), rows, new, given, lambda: None)
             else:
                 num_taken = take_blocks(store, Holder(), rows, request(*([token] for token in new)), given)
-                mapping = map_slots(rows, known, 12, 13)
+                mapping = map_slots(store, rows, known, 12, 13)
             store.allocator.check()
             outcomes.append(
                 (num_taken, mapping.slots, mapping.sources, [(row.layout(), row.commit_end) for row in rows.distinct])
