@@ -65,8 +65,7 @@ class PrefixStore:
             require_continuable(model, if_it_runs=not in_doubt)
         int_of_at_least("block_size", block_size, 1, "tokens; 16 suits most models")
         self.conditioning = conditioning = Conditioning(model)
-        # Ranks settle what each knows in tokens, without a look at windows.
-        window_of = {} if conditioning.rank_groups() else conditioning.windows()
+        window_of = {} if conditioning.rank_groups() else conditioning.windows()  # ranks: see `Session`
         layers = {index for index, layer in enumerate(cache_layers(model)) if not holds_nothing(layer)}
         window_share = 1.0
         if num_blocks is not None and max_bytes is not None:

@@ -191,8 +191,10 @@ class Session:
         before, windows = call.rows.num_columns, self._windows.of_layer
         if not before:
             self._windows.follow(self._conditioning.windows())
+            # Ranks settle what each knows in tokens, without a look at windows.
+            window_of = {} if self._ranks.are_several else self._windows.of_layer
             with self._store.lock:
-                can_run = self._store.follow_windows(self._windows.of_layer, call)
+                can_run = self._store.follow_windows(window_of, call)
             if not can_run:
                 self.own_layers.take_over(_OTHER_WINDOWS, records_past=self.records_drafts)
                 self.own_layers.start_forward(arguments)
