@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 
 def input_device(model: Any) -> torch.device:
@@ -45,13 +46,14 @@ def measure_bytes_per_token(model: PreTrainedModel, shares: Mapping[int, float] 
     Args:
         shares: layer index -> what part of its bytes counts; of others, all.
     """
-    cache = DynamicCache()
+    cache = DynamicCache(config=model.config)
+    cache.layer_class_to_replicate = DynamicLayer  # a model may write more layers than its config names
     ids = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
     with undisturbed(model):
         model(ids, past_key_values=cache, use_cache=True)
     total = 0.0
     for index, layer in enumerate(cache.layers):
-        states = [getattr(layer, name) for name in ("keys", "values")]
+        states = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
         total += shares.get(index, 1) * sum(tensor.nbytes for tensor in states if tensor is not None)
     return total
 
