@@ -119,12 +119,14 @@ class WindowedTable(BlockTable):
             is_copied = partial is not None and stop > start and not self._allocator.is_writable(partial)
             group.require(group.num_missing(held) + max(0, len(span) - len(held)) + is_copied)
         super().append_tokens(token_ids, num_lookahead_slots)
+        is_copied = partial is not None and partial != block_ids[first]
         for group in self._groups:
-            span = group.span(cut, stop)
-            needed_from = max(first, span.start)
-            group.attach(block_ids[needed_from:end], block_ids[first:needed_from])
+            needed_from = max(first, group.span(cut, stop).start)
+            copied = range(first, min(first + is_copied, needed_from))  # read by this forward, whatever it leaves
+            needed = [*(block_ids[index] for index in copied), *block_ids[needed_from:end]]
+            group.attach(needed, block_ids[first + len(copied) : needed_from])
         self._allocation.resumption = Resumption(min(self._resumption.start, start), cut, stop)
-        if partial is not None and partial != block_ids[first]:
+        if partial is not None and is_copied:
             self._copy(partial, block_ids[first])
         self._done()
 

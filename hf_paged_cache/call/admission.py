@@ -2,10 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..blocks import BlockTable
 from ..errors import OutOfBlocksError
 from ..store.block_store import BlockStore, Holder
 from ..store.window_groups import RowToCome
@@ -68,20 +69,44 @@ def demand_of(
     needed = num_blocks_to_take(rows, num_columns=num_columns, max_columns=max_columns, block_size=store.block_size)
     windows: tuple[int, ...] = ()
     if store.windows:
-        uses = Counter(rows.alias)
         in_chunks = num_columns < limits.num_prompt_columns < math.inf
-        to_come = (
-            RowToCome(
-                row.table.num_tokens,
-                max(0, num_columns - row.pad),
-                max(0, max_columns - row.pad),
-                uses[number],
-                in_chunks,
-            )
-            for number, row in enumerate(rows.distinct)
-        )
+        to_come = _rows_to_come(rows, num_columns, max_columns, store.block_size, is_in_chunks=in_chunks)
         windows = store.windows.of_call(to_come, keeps_past=keeps_past)
     return Demand(needed, num_blocks_held_only_by(previous, store), windows)
+
+
+def windows_of_shared(
+    store: BlockStore, rows: Rows, limits: CallLimits, num_columns: int, num_prefixes: int, *, keeps_past: bool
+) -> tuple[int, ...]:
+    """Of each group, the window blocks of a call whose rows find prefixes that are computed ahead of it, and of these.
+
+    Where a row's prefix ends nobody knows before it is computed: as behind a chunk, it may need one window there and
+    another at the end of the prompt. Each prefix is held until all are computed, the last in a forward that needs two.
+
+    Args:
+        num_columns: as in `demand_of`; also the most there are, where the limits are not known.
+    """
+    max_columns = max(num_columns, int(limits.max_columns)) if limits.are_known else num_columns
+    to_come = _rows_to_come(rows, num_columns, max_columns, store.block_size, is_in_chunks=True)
+    of_rows = store.windows.of_call(to_come, keeps_past=keeps_past)
+    ahead = ((num_prefixes + 1) * group.num_blocks_of_a_row for group in store.windows.groups)
+    return tuple(map(sum, zip(of_rows, ahead, strict=True)))
+
+
+def _rows_to_come(
+    rows: Rows, num_columns: int, max_columns: int, block_size: int, *, is_in_chunks: bool
+) -> Iterator[RowToCome]:
+    uses = Counter(rows.alias)
+    for number, row in enumerate(rows.distinct):
+        num_prompt, most = max(0, num_columns - row.pad), max(0, max_columns - row.pad)
+        yield RowToCome(
+            row.table.num_tokens, num_prompt, most, uses[number], is_in_chunks, is_copied(row.table, block_size)
+        )
+
+
+def is_copied(table: BlockTable, block_size: int) -> bool:
+    """Whether the block in which a table ends is copied before more is written into it."""
+    return table.num_tokens % block_size > 0 and table.num_new_blocks_for_append(1) > 0
 
 
 def num_blocks_to_take(rows: Rows, *, num_columns: int, max_columns: int, block_size: int) -> int:
@@ -99,8 +124,7 @@ def num_blocks_to_take(rows: Rows, *, num_columns: int, max_columns: int, block_
         if uses is not None:
             num_shared = max(0, min(num_columns, max_columns) - row.pad) // block_size
             total += (uses[index] - 1) * (num_blocks - num_shared)
-        if table.num_tokens % block_size and table.num_new_blocks_for_append(1):
-            total += 1
+        total += is_copied(table, block_size)
     return total
 
 

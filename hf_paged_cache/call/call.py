@@ -22,7 +22,16 @@ from ..attention.base import Reader
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
 from ..kv.transfers import Transfer
 from ..store.block_store import BlockStore
-from .admission import UNLIMITED, CallLimits, Demand, admit, demand_of, num_blocks_held_only_by, renew_reservation
+from .admission import (
+    UNLIMITED,
+    CallLimits,
+    Demand,
+    admit,
+    demand_of,
+    num_blocks_held_only_by,
+    renew_reservation,
+    windows_of_shared,
+)
 from .counters import PromptCounters
 from .held_steps import HeldSteps, PassedStep
 from .layer_writes import LayerWrites
@@ -559,11 +568,22 @@ class Call:
         rows = [*self.previous.distinct, *(self.rows.distinct if self.state is CallState.ENDED else [])]
         return num_blocks_held_only_by(rows, self.store)
 
-    def fits(self, num_columns: int, num_shared_blocks: int) -> bool:
-        """Whether the worst case of the prepared rows fits, where they will hold so many blocks of each other."""
+    def fits(self, num_columns: int, num_shared_blocks: int, num_prefixes: int = 0) -> bool:
+        """Whether the worst case of the prepared rows fits, where they will hold so many blocks of each other.
+
+        Args:
+            num_prefixes: that are computed ahead, each in a row of its own.
+        """
+        store = self.store
+        if num_prefixes and store.windows:
+            windows = windows_of_shared(
+                store, self.rows, self.limits, num_columns, num_prefixes, keeps_past=self.keeps_past
+            )
+            if store.windows.lacking(self, windows) is not None:
+                return False
         if not self.limits.are_known:
             return True
-        demand, store = self._demand or self._demand_of(num_columns), self.store
+        demand = self._demand or self._demand_of(num_columns)
         if demand.num_blocks - num_shared_blocks > store.num_obtainable_blocks(self) + demand.num_released:
             return False
         return store.windows.lacking(self, demand.windows) is None

@@ -9,7 +9,7 @@ from ..errors import CacheArgumentError
 from ..kv.slot_mapping import SlotMapping
 from ..kv.transfers import Transfer
 from ..store.block_store import BlockStore, Holder
-from .admission import CallLimits, Demand, grow_anew_for, require, rows_in_words
+from .admission import CallLimits, Demand, grow_anew_for, is_copied, require, rows_in_words
 from .prefix_match import Found, PreviousRows, hold_longer, match_row
 from .rows import Row, Rows
 from .schedule import each_alone, group_equal
@@ -95,7 +95,12 @@ def _windows_of(store: BlockStore, rows: Rows, request: ForwardRequest) -> tuple
         return ()
     members = zip(rows.distinct, rows.members(), strict=True)
     return store.windows.of_forward(
-        (row.table.num_tokens, row.num_confirmed + len(request.rows[member].token_ids)) for row, member in members
+        (
+            row.table.num_tokens,
+            row.num_confirmed + len(request.rows[member].token_ids),
+            is_copied(row.table, store.block_size),
+        )
+        for row, member in members
     )
 
 

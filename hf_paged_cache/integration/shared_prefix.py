@@ -54,7 +54,8 @@ class SharedPrefixes:
             return NOTHING_SHARED
         plan = self.weigh(request, call, [row.table.num_tokens for row in call.rows.distinct])
         stop = call.rows.num_columns + request.num_new_columns
-        return plan if call.fits(stop, plan.num_shared_blocks) else NOTHING_SHARED
+        fits = call.fits(stop, plan.num_shared_blocks, len(plan.prefixes))
+        return plan if fits else NOTHING_SHARED
 
     def weigh(self, request: ForwardRequest, call: Call, num_known: Sequence[int]) -> SharedPrefixPlan:
         """The shared prefixes that pay, where they fit. Follows from the request and `num_known`, tokens of each running row."""

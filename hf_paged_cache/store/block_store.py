@@ -108,8 +108,7 @@ class BlockStore:
         self.lock = new_lock(self)
         first = _FIRST_NUM_BLOCKS if num_blocks is None else min(num_blocks, _FIRST_NUM_BLOCKS)
         self.allocator = PrefixCachingBlockAllocator(first, block_size)
-        self.windows = WindowGroups(self.allocator, window_of, layers, window_share)
-        self.windows.limit(num_blocks)
+        self.windows = WindowGroups(self.allocator, window_of, layers, window_share, num_blocks)
         self.pins = Pins(self.allocator, self.windows, self.new_table)
         self.pool = BlockPool(block_size, first_device)
         if self.windows:
@@ -247,7 +246,7 @@ class BlockStore:
         if pool.capacity < wanted:
             capacity = wanted
             if most is not None and pool.is_on_host:
-                capacity = min(most, wanted * _CAPACITY_FACTOR_ON_HOST)  # growing again would copy
+                capacity = max(wanted, min(most, wanted * _CAPACITY_FACTOR_ON_HOST))  # growing again would copy
             if not any(self._grow_pool(pool, number) for number in dict.fromkeys((capacity, wanted))):
                 self.stop_growing()
                 return managed

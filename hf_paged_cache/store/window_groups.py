@@ -43,6 +43,7 @@ class RowToCome(NamedTuple):
     max_tokens: int
     num_copies: int  # rows of the batch that it stands for
     is_in_chunks: bool  # the prompt comes in several forwards
+    is_copied: bool  # its last block is, before it is written
 
 
 class WindowGroups:
@@ -53,6 +54,7 @@ class WindowGroups:
         window_of: layer index -> its window; without any there are no groups.
         layers: indices of all layers that hold keys and values.
         share: window blocks for each block that there can be, where some layers have no window.
+        most: blocks that there can be; None: nobody knows yet.
     Attributes:
         are_all: no layer is without a window. Then a block costs nothing beside its window blocks, and the most there can
             be counts these.
@@ -64,6 +66,7 @@ class WindowGroups:
         window_of: Mapping[int, int],
         layers: Collection[int],
         share: float,
+        most: int | None = None,
     ) -> None:
         self._allocator = allocator
         self._layers = layers
@@ -71,7 +74,7 @@ class WindowGroups:
         self._reserved: WeakKeyDictionary[WindowHolder, tuple[int, ...]] = (
             WeakKeyDictionary()
         )  # all that a call may need
-        self._most: int | None = None
+        self._most = most
         self.regroup(window_of)
 
     def regroup(self, window_of: Mapping[int, int]) -> None:
@@ -82,6 +85,7 @@ class WindowGroups:
         self.window_of = dict(window_of)
         self.groups = [WindowBlocks(self._allocator, window, self._allocator.num_blocks) for window in windows]
         self.limit(self._most)
+        self.reset(self._allocator.num_blocks)
 
     def __bool__(self) -> bool:
         """Whether any layer has a window."""
@@ -115,11 +119,15 @@ class WindowGroups:
         own = [allocation for allocation in self._allocator.allocations() if allocation.namespace == namespace]
         return [len(group.needed_by(own)) for group in self.groups]
 
-    def of_forward(self, spans: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-        """Of each group, the window blocks that a forward needs of rows that go on from and to so many tokens."""
+    def of_forward(self, spans: Iterable[tuple[int, int, bool]]) -> tuple[int, ...]:
+        """Of each group, the window blocks that a forward needs of rows that go on from and to so many tokens.
+
+        Args:
+            spans: start, stop, and whether the row's last block is copied.
+        """
         rows = [*spans]
         return tuple(
-            sum(len({*group.span(start, start), *group.span(stop, stop)}) for start, stop in rows)
+            sum(len({*group.span(start, start), *group.span(stop, stop)}) + copied for start, stop, copied in rows)
             for group in self.groups
         )
 
@@ -130,10 +138,13 @@ class WindowGroups:
             keeps_past: it may take back any number of its tokens.
         """
         rows = [*rows]
-        return tuple(sum(self._of_row(group, row, keeps_past=keeps_past) for row in rows) for group in self.groups)
+        return tuple(
+            sum(self._of_row(group, row, keeps_past=keeps_past) + row.is_copied for row in rows)
+            for group in self.groups
+        )
 
     def _of_row(self, group: WindowBlocks, row: RowToCome, *, keeps_past: bool) -> int:
-        num_known, num_prompt, max_tokens, num_copies, is_in_chunks = row
+        num_known, num_prompt, max_tokens, num_copies, is_in_chunks, _ = row
         whole, shared = -(-max_tokens // self._allocator.block_size), num_prompt // self._allocator.block_size
         if keeps_past:
             return shared + num_copies * (whole - shared)
