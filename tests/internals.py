@@ -74,6 +74,15 @@ def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore, layers: Collecti
         call.reader.drop()
 
 
+def zero_window_blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> set[int]:
+    """As `zero_blocks`, in the tensors of the windows' groups alone; the layers that these hold."""
+    pool = _blocks(cache_or_store).pool
+    assert isinstance(pool, GroupedPool)
+    layers = {layer_idx for in_window in pool._in_windows.values() for layer_idx in in_window._tensors}
+    zero_blocks(cache_or_store, layers)
+    return layers
+
+
 def written_slots(store: BlockStore) -> set[int]:
     """Slots that hold K/V that somebody computed: of cached blocks, and of the confirmed tokens of all rows.
 

@@ -18,11 +18,11 @@ from hf_paged_cache import PrefixStore, UnsupportedModelError
 
 from .player import CellError, Measured, Player
 from .scenes import SCENES
-from .windows import WINDOWS, build_with, is_seen_by_zeros, short_window, windowed_layers
+from .windows import WINDOWS, build_with, short_window, windowed_layers
 from .zoo import CannotBuildError, build
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from transformers import PreTrainedModel
 
@@ -41,6 +41,7 @@ class TypeResult:
         cells: scene -> "same", or how it went: "uncovered: ..." (transformers itself refuses), or a defect.
         distance: the largest of our logits from `DynamicCache`'s, as a share of their scale.
         own_distance: the largest of `DynamicCache` from itself, where more than the usual had to be allowed.
+        num_windows: lengths of the window that were played; 0 for a type without any.
         notes: documented reasons for which some call reused nothing.
     """
 
@@ -51,6 +52,7 @@ class TypeResult:
     cells: dict[str, str] = field(default_factory=dict)
     distance: float = 0.0
     own_distance: float = 0.0
+    num_windows: int = 0
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -118,8 +120,12 @@ def _examine(name: str, result: TypeResult, windows: Sequence[int]) -> None:
     for window in windows if windowed_layers(model.config) else ():
         shorter = build_with(name, window)
         measured.references.clear()
-        windowed = windowed_layers(shorter.config) if is_seen_by_zeros(shorter.config, window) else None
-        result.cells[f"window of {window} tokens"] = play(name, shorter, short_window, measured, windowed)
+        windowed = windowed_layers(shorter.config)
+        cell = play(name, shorter, short_window, measured, {*windowed})
+        if set(windowed.values()) != {window}:
+            cell = f"blind: windows are {sorted(set(windowed.values()))}"
+        result.cells[f"window of {window} tokens"] = cell
+        result.num_windows += 1
     result.distance, result.own_distance = measured.distance, measured.own_distance
     result.notes = sorted(measured.unreused)
     kinds = [cell.split(":")[0] for cell in result.cells.values()]
@@ -131,20 +137,22 @@ def play(
     model: PreTrainedModel,
     scene: Callable[[Player], None],
     measured: Measured,
-    windowed: Mapping[int, int] | None = None,
+    windowed: set[int] | None = None,
 ) -> str:
     """One scene, then again with zeros in place of what each hit reuses; how it went.
 
     Args:
-        windowed: layers with a window; a third time with zeros in these alone.
+        windowed: layers with a window; a third time with zeros in place of their blocks alone.
     """
     reused: list[int] = []
     try:
         torch.manual_seed(0)
         scene(Player(name, model, measured, reused, zeroed=False))
-        for zeroed_layers in (None, *([windowed] if windowed else [])) if reused else ():
+        for in_layers in (None, *([windowed] if windowed else [])) if reused else ():
             torch.manual_seed(0)
-            scene(Player(name, model, measured, reused, zeroed=True, zeroed_layers=zeroed_layers))
+            scene(Player(name, model, measured, reused, zeroed=True, windowed=in_layers))
+        if windowed and not all(reused):
+            raise CellError("no reuse", f"the hits reused {reused} tokens, so zeros are seen in none or some")
     except CellError as error:
         return f"{error.outcome}: {_one_line(error.detail)}"
     except Exception as error:  # noqa: BLE001 (whatever comes out of a call is a defect to report)

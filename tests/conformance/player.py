@@ -15,13 +15,11 @@ from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 
-from ..internals import depends_on_length
+from ..internals import depends_on_length, zero_window_blocks
 from ..reference import TOLERANCE, run, zero_blocks
 from .zoo import extra_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from transformers import PreTrainedModel
 
 BLOCK_SIZE = 8
@@ -65,7 +63,7 @@ class Player:
     Args:
         name: of the type or variant, which may pass more than tokens.
         zeroed: every hit is played with zeros in place of all blocks, and must differ; nothing else is compared.
-        zeroed_layers: those whose blocks are zeroed; None: all.
+        windowed: zeros in place of window blocks alone, which are to be those of these layers; None: of all blocks.
         reused: tokens that each hit of the true play has reused, in order; filled there, read when zeroed.
     """
 
@@ -77,13 +75,13 @@ class Player:
         reused: list[int],
         *,
         zeroed: bool,
-        zeroed_layers: Collection[int] | None = None,
+        windowed: set[int] | None = None,
     ) -> None:
         self.name = name
         self.model = model
         self.measured = measured
         self.zeroed = zeroed
-        self.zeroed_layers = zeroed_layers
+        self.windowed = windowed
         self.reused = reused
         self._num_hits = 0
         self._rope_changes = depends_on_length(model)
@@ -129,8 +127,13 @@ class Player:
             self._require_reuse(reused, at_least)
         return reference
 
-    def hit(self, **arguments: Any) -> Any:
-        """A call that reuses; zeroed, it must differ."""
+    def hit(self, *, sees_windows: bool = True, **arguments: Any) -> Any:
+        """A call that reuses; zeroed, it must differ.
+
+        Args:
+            sees_windows: its new tokens see something of what it reuses in layers with a window; if not, zeros there
+                alone must change nothing.
+        """
         self._num_hits += 1
         if not self.zeroed:
             reference = self.call(**arguments)
@@ -139,13 +142,21 @@ class Player:
         for name in ("reused", "at_least"):
             arguments.pop(name, None)
         reference = self.reference(**arguments)
-        zero_blocks(self.store, self.zeroed_layers)
+        self._zero()
         output = self._run(arguments)
         if self.reused[self._num_hits - 1]:
-            distance = distance_of(reference, output)
-            if distance <= max(TOLERANCE, FACTOR * self.measured.own_distance):
+            changes = distance_of(reference, output) > max(TOLERANCE, FACTOR * self.measured.own_distance)
+            if changes and self.windowed is not None and not sees_windows:
+                raise CellError("different", f"hit {self._num_hits}: new tokens see window blocks behind their window")
+            if not changes and (self.windowed is None or sees_windows):
                 raise CellError("blind", f"hit {self._num_hits}: zeros in place of what is reused change nothing")
         return reference
+
+    def _zero(self) -> None:
+        if self.windowed is None:
+            zero_blocks(self.store)
+        elif (zeroed := zero_window_blocks(self.store)) != self.windowed:
+            raise CellError("blind", f"the layers with window blocks are {sorted(zeroed)}, not {sorted(self.windowed)}")
 
     @property
     def reuses(self) -> bool:

@@ -1,7 +1,7 @@
 """Windows shorter than the prompt, of every length at which they end at a block's border or beside it.
 
-Blocks are of 3 tokens, so a window of 17 blocks takes 51. A hit is seen failing with zeros in all layers, and with
-zeros in those with a window alone.
+Blocks are of 3 tokens, so a window of 17 blocks takes 51. A hit is seen failing with zeros in all blocks, and with
+zeros in the window blocks alone.
 """
 
 from __future__ import annotations
@@ -51,23 +51,25 @@ _SETTINGS = (
 )
 
 
-def is_seen_by_zeros(config: Any, window: int) -> bool:
-    """Whether a new token sees anything of a hit in such layers: not where attention is in chunks of one block."""
-    return window != BLOCK_SIZE or not getattr(config.get_text_config(decoder=True), "attention_chunk_size", None)
+def ends_a_chunk(config: Any, num_tokens: int) -> bool:
+    """Whether attention is in chunks, and the next token starts one: it sees nothing before itself there."""
+    chunk = getattr(config.get_text_config(decoder=True), "attention_chunk_size", None)
+    return bool(chunk) and num_tokens % chunk == 0
 
 
 def short_window(play: Player) -> None:
     """Prompts longer than any window, and hits in a previous row, in whole blocks, and in padded rows; also gathered.
 
-    One token is new: with a window of 2 it sees only one column back. And 57 and 61 tokens fill no chunks of these lengths.
+    One token is new: with a window of 2 it sees only one column back. Where attention is in chunks, 61 tokens fill none,
+    nor 58 and 31 together; whole blocks fill those of one block.
     """
     for attention in ("contiguous", "gather"):
         play.build(block_size=BLOCK_SIZE, attention=attention)
         play.fill(**batch(row((1, 61))))
         play.hit(**batch(row((1, 61), (2, 1))), reused=61)
         play.cache.reset()
-        play.hit(**batch(row((1, 58))), reused=57)
+        play.hit(**batch(row((1, 58))), reused=57, sees_windows=not ends_a_chunk(play.model.config, 57))
         play.cache.reset()
-        rows = row((1, 57)), row((4, 30))
+        rows = row((1, 58)), row((4, 31))
         play.fill(**batch(*rows))
-        play.hit(**batch(*(tokens + row((5, 1)) for tokens in rows)), at_least=57)
+        play.hit(**batch(*(tokens + row((5, 1)) for tokens in rows)), at_least=58)
