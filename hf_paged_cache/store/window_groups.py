@@ -86,6 +86,7 @@ class WindowGroups:
         first = self._share_of(self._allocator.num_blocks)
         self.groups = [WindowBlocks(self._allocator, window, first) for window in windows]
         self.limit(self._most)
+        self.reset(self._allocator.num_blocks)
 
     def _share_of(self, num_blocks: int) -> int:
         """Window blocks beside so many blocks."""

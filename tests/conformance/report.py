@@ -11,6 +11,7 @@ from typing import Any
 
 from .examine import SAME, TypeResult
 from .scenes import SCENES
+from .windows import WINDOWS
 
 STORED = Path(__file__).with_name("results.json")
 
@@ -89,6 +90,8 @@ def table(stored: dict[str, Any]) -> str:
         f"Each of the {sum(numbers.values())} model types that transformers lists for causal language models was built tiny "
         "and seeded, and played the scenes below with `DynamicCache` and with ours: the same tokens, and raw logits of every "
         "step within 1e-4 of their scale. Every scene that reuses was seen to fail with zeros in place of what is reused. "
+        f"Types with a window were played with {len(WINDOWS)} more, from one block less a token to 17 blocks and one, where "
+        "every hit that a window still shows was seen to fail with zeros in place of the windows' blocks alone. "
         + ", ".join(f"{count} {outcome}" for outcome, count in numbers.items())
         + ". A name with `@` is a variant of a type and not counted, except that a type of BERT's kind counts as its "
         "`@decoder`: with `config.is_decoder` false it attends in both directions and is refused.",
@@ -116,6 +119,8 @@ def table(stored: dict[str, Any]) -> str:
             for reason in found:
                 reasons.setdefault(reason.split("computed again: ")[-1], []).append(name)
         lines += [f"- {reason}: {', '.join(dict.fromkeys(names))}" for reason, names in reasons.items()]
+    windowed = [name for name, result in supported.items() if result.get("num_windows")]
+    lines += ["", "Played with other windows:", "", ", ".join(windowed) + "."]
     lines += [
         "",
         "## Refused when the cache is built, or not built",

@@ -1,4 +1,4 @@
-"""A third of the model types in every scene, with 2 of the 15 windows where they have one.
+"""A third of the model types in every scene, those with windows with 4 of the 15 in turn.
 
 `python -m tests.conformance` runs all of them and stores what came out.
 """
@@ -21,7 +21,7 @@ from .windows import WINDOWS
 from .zoo import VARIANTS, model_types
 
 SEED = 1  # of the third that is run; another one with each release
-NUM_WINDOWS = 2  # of each type that has some
+NUM_WINDOWS = 4  # of each type that has some; the next type plays others
 MOST_NOT_BUILT = 4
 LEAST_IDENTICAL = 145
 
@@ -29,6 +29,11 @@ LEAST_IDENTICAL = 145
 def chosen() -> list[str]:
     names = [*model_types(), *VARIANTS]
     return sorted(random.Random(SEED).sample(names, len(names) // 3))
+
+
+def windows_in_turn(number: int) -> list[int]:
+    """Those that the type of this number plays; with each type they begin 4 further, so that 15 types begin at each."""
+    return [WINDOWS[(SEED + 4 * number + step) % len(WINDOWS)] for step in range(NUM_WINDOWS)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,9 +49,11 @@ def stored() -> dict[str, Any]:
     return load()
 
 
-@pytest.mark.parametrize("name", chosen())
-def test_a_type_is_identical_in_every_scene_or_refused_as_stored(name: str, stored: dict[str, Any]) -> None:
-    result = examine(name, random.Random(f"{SEED} {name}").sample(WINDOWS, NUM_WINDOWS))
+@pytest.mark.parametrize(("number", "name"), [*enumerate(chosen())], ids=chosen())
+def test_a_type_is_identical_in_every_scene_or_refused_as_stored(
+    number: int, name: str, stored: dict[str, Any]
+) -> None:
+    result = examine(name, windows_in_turn(number))
     assert not result.is_defect, told(result)
     if stored["versions"]["transformers"] == transformers.__version__:
         kept = stored["types"][name]
@@ -74,7 +81,21 @@ def test_what_is_stored_keeps_the_promise(stored: dict[str, Any]) -> None:
     assert numbers.get("not built", 0) <= MOST_NOT_BUILT
     for name, result in stored["types"].items():
         assert result["outcome"] == "identical" or result["reason"], f"{name} has no reason"
+        assert result.get("num_windows", 0) in (0, len(WINDOWS)), f"{name} was played with some of the windows"
         assert set(result.get("cells", {})) <= {*SCENES, *(f"window of {window} tokens" for window in WINDOWS)}
+
+
+def test_types_with_windows_in_some_layers_and_in_all_are_stored_with_every_window(stored: dict[str, Any]) -> None:
+    """And the part that is played here has each window, too."""
+    assert {"gemma3", "gpt_oss", "llama4", "mistral"} <= {
+        name for name, result in stored["types"].items() if result.get("num_windows") == len(WINDOWS)
+    }
+    played = [
+        windows_in_turn(number)
+        for number, name in enumerate(chosen())
+        if stored["types"].get(name, {}).get("num_windows")
+    ]
+    assert set(WINDOWS) == {window for windows in played for window in windows}
 
 
 def test_every_type_that_transformers_lists_is_stored(stored: dict[str, Any]) -> None:

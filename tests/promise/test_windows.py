@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,12 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 
-from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.model.support import cache_layers
 
-from ..internals import zero_blocks
-from ..reference import PROMPT, TOLERANCE, assert_same, batch, is_same, row, run
+from ..internals import make_forwards_cheap, zero_blocks
+from ..reference import PROMPT, TOLERANCE, Forwards, assert_same, batch, is_same, row, run
 from ..tiny_models import WINDOW, build, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -354,3 +355,73 @@ def test_a_place_where_prompts_part_is_kept_when_it_is_seen_a_second_time() -> N
     zero_blocks(cache)
     prompt = batch([*shared, *row((5, 30))])  # its last token still sees what is before
     assert not is_same(run(model, **prompt), run(model, cache, **prompt))
+
+
+# Pools that hold little more than one call.
+
+
+@pytest.mark.parametrize("num_blocks", range(2, 9))
+@pytest.mark.parametrize(("name", "window"), [("mistral", 2), ("mistral", 24), ("gemma3", 2), ("gemma3", 17)])
+def test_a_call_is_right_or_refused_before_anything_is_computed(
+    name: str, window: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a tight pool: a hit inside a full block, which is copied; rows that share a prefix, or part in their first block."""
+    make_forwards_cheap(monkeypatch)
+    model = build(name, sliding_window=window)
+    max_bytes = math.ceil(num_blocks * 8 * measure_bytes_per_token(model))
+    for sizes in ({"num_blocks": num_blocks}, {"max_bytes": max_bytes}):
+        store = PrefixStore(model, block_size=8, **sizes)
+        caches = [PagedPrefixCache(store) for _ in range(2)]
+        first = row((1, 17))
+        for number, prompts in enumerate(
+            (
+                (first,),
+                ([*first[:12], *row((2, 30))],),
+                ([*first, *row((3, 1))], [*first, *row((4, 1))]),
+                (first,),
+                ([*first[:1], *row((5, 5))], first[:1]),
+                (row((6, 30)),),
+                ([*first[:16], *row((7, 20))],),
+            )
+        ):
+            for cache in caches:
+                arguments = {**batch(*prompts), "max_new_tokens": 12}
+                with Forwards(model) as forwards:
+                    try:
+                        output = run(model, cache, **arguments)
+                    except OutOfBlocksError:
+                        assert not forwards, f"prompts {number}: refused behind {forwards}"
+                        continue
+                assert_same(run(model, **arguments), output)
+                cache.check()
+
+
+@pytest.mark.parametrize("num_blocks", [4, 5, 6, 7])
+@pytest.mark.parametrize("num_new", [1, 12])
+def test_a_prefix_is_shared_only_where_the_windows_of_all_rows_fit_beside_it(
+    num_new: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_forwards_cheap(monkeypatch)
+    model = build("mistral", sliding_window=17)
+    cache = PagedPrefixCache(model, block_size=8, num_blocks=num_blocks)
+    shared = row((1, 16))
+    arguments = {**batch([*shared, 1], [*shared[:12], 2]), "max_new_tokens": num_new}
+    with Forwards(model) as forwards:
+        try:
+            output = run(model, cache, **arguments)
+        except OutOfBlocksError:
+            assert not forwards
+            return
+    assert_same(run(model, **arguments), output)
+
+
+def test_a_block_that_is_copied_in_the_first_step_counts_before_the_call_runs() -> None:
+    """A row that is known to its end, inside a full block: the block that it ends in is not its own."""
+    model = build("mistral", sliding_window=8)
+    store = PrefixStore(model, block_size=8, num_blocks=4)
+    other, cache = PagedPrefixCache(store), PagedPrefixCache(store)
+    run(model, other, **batch(row((9, 6))), max_new_tokens=1)  # its row keeps one of three window blocks
+    run(model, cache, **batch(row((1, 8))), max_new_tokens=2)
+    first = row((1, 1))
+    arguments = {**batch([*first, *row((5, 5))], first), "max_new_tokens": 3}
+    assert_same(run(model, **arguments), run(model, cache, **arguments))
