@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
 from ..errors import BlockStateError, OutOfBlocksError
-from .allocation import Allocation
+from .allocation import Allocation, Resumption
 from .allocator import PrefixCachingBlockAllocator
 
 
@@ -91,18 +91,23 @@ class WindowBlocks:
         """Logical indices of the blocks with the tokens `[start, stop)` and with those that the first of them sees."""
         return range(max(0, start - self.reach) // self._block_size, -(-stop // self._block_size))
 
+    def needed_of(self, resumption: Resumption) -> tuple[range, range]:
+        """Logical indices of the blocks that are needed: those that are seen, and those that are written or gone on from."""
+        start, first, cut, stop = resumption
+        kept = self.span(cut, stop)
+        return self.span(start, start), range(min(kept.start, first // self._block_size), kept.stop)
+
     def needed_by(self, allocations: Iterable[Allocation]) -> set[int]:
         """Ids of the blocks that these allocations need here."""
-        return self._spans_of(allocations) & self.places.keys()
+        return self._needed_by(allocations) & self.places.keys()
 
-    def _spans_of(self, allocations: Iterable[Allocation]) -> set[int]:
+    def _needed_by(self, allocations: Iterable[Allocation]) -> set[int]:
         """`needed_by`, with those that have no window block."""
         needed: set[int] = set()
         for allocation in allocations:
-            resumption = allocation.resumption
-            if resumption is not None:
-                span = self.span(resumption.start, resumption.stop)
-                needed.update(allocation.block_ids[span.start : span.stop])
+            if allocation.resumption is not None:
+                for span in self.needed_of(allocation.resumption):
+                    needed.update(allocation.block_ids[span.start : span.stop])
         return needed
 
     def num_to_take(self, block_ids: Iterable[int]) -> int:
@@ -269,7 +274,7 @@ class WindowBlocks:
             if block_id not in ends:
                 passed.setdefault(block_id)
         self._ends, self._passed = ends, passed
-        missing = self._spans_of(allocator.allocations()) - kept.keys()
+        missing = self._needed_by(allocator.allocations()) - kept.keys()
         for source, destination in allocator.pending_copies:  # interrupted between a copy on write and its window block
             if destination in missing and source in kept:
                 self._copy(source, destination)
@@ -278,7 +283,7 @@ class WindowBlocks:
         """Prove the invariants:
 
         1. each window block but number 0 is free or has one block, which is in use or can be hit;
-        2. needed are those in the spans of live allocations, and no others: none behind a window is held;
+        2. needed are those that live allocations need, and no others: none behind a window is held;
         3. an allocation has all that it must have to go on.
 
         Raises:
@@ -305,7 +310,7 @@ class WindowBlocks:
             return f"window blocks must be needed {sorted(needed)} or idle {sorted(idle)}"
         for allocation in self._allocator.allocations():
             if allocation.resumption is not None:
-                start, cut, stop = allocation.resumption
+                start, _, cut, stop = allocation.resumption
                 for span in (self.span(start, start), self.span(cut, stop)):
                     missing = [i for i in allocation.block_ids[span.start : span.stop] if i not in self.places]
                     if missing:

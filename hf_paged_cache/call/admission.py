@@ -72,7 +72,6 @@ def demand_of(
         in_chunks = num_columns < limits.num_prompt_columns < math.inf
         to_come = (
             RowToCome(
-                row.table.num_tokens,
                 max(0, num_columns - row.pad),
                 max(0, max_columns - row.pad),
                 uses[number],

@@ -38,7 +38,6 @@ class WindowHolder(Protocol):
 class RowToCome(NamedTuple):
     """A row of a call in its worst case, in tokens."""
 
-    num_known: int
     num_prompt_tokens: int
     max_tokens: int
     num_copies: int  # rows of the batch that it stands for
@@ -138,12 +137,13 @@ class WindowGroups:
         return tuple(sum(self._of_row(group, row, keeps_past=keeps_past) for row in rows) for group in self.groups)
 
     def _of_row(self, group: WindowBlocks, row: RowToCome, *, keeps_past: bool) -> int:
-        num_known, num_prompt, max_tokens, num_copies, is_in_chunks = row
+        num_prompt, max_tokens, num_copies, is_in_chunks = row
         whole, shared = -(-max_tokens // self._allocator.block_size), num_prompt // self._allocator.block_size
         if keeps_past:
             return shared + num_copies * (whole - shared)
-        first = len({*group.span(num_known, num_known), *group.span(num_prompt, num_prompt)})
         one = min(group.num_blocks_of_a_row, whole)
+        # What is known may be computed again, from any token on.
+        first = min(one + len(group.span(num_prompt, num_prompt)), -(-num_prompt // self._allocator.block_size))
         if is_in_chunks:
             first = min(2 * one, whole)
         return max(first, one) if num_copies == 1 else first + num_copies * min(one, whole - shared)
@@ -153,7 +153,9 @@ class WindowGroups:
 
         What several holders need is counted for each that has reserved: when they part, each needs its own.
         """
-        counted = set() if holder is None else {a.key for rows in (holder.rows, holder.previous) for a in rows.allocations()}
+        counted = (
+            set() if holder is None else {a.key for rows in (holder.rows, holder.previous) for a in rows.allocations()}
+        )
         kept = [0] * len(self.groups)
         for other, reserved in self._reserved.items():
             if other is not holder:
