@@ -71,6 +71,7 @@ class WindowGroups:
             WeakKeyDictionary()
         )  # all that a call may need
         self._most: int | None = None
+        self._least: list[int] = []  # of each group, window blocks that were promised before the most was known
         self.regroup(window_of)
 
     def regroup(self, window_of: Mapping[int, int]) -> None:
@@ -79,8 +80,10 @@ class WindowGroups:
         self.share = 1.0 if self.are_all else self._share
         windows = sorted(set(window_of.values()), reverse=True)
         self.window_of = dict(window_of)
+        self._reserved.clear()
         first = self._share_of(self._allocator.num_blocks)
         self.groups = [WindowBlocks(self._allocator, window, first) for window in windows]
+        self._least = [2] * len(windows)
         self.limit(self._most)
 
     def _share_of(self, num_blocks: int) -> int:
@@ -97,10 +100,12 @@ class WindowGroups:
         return not self.are_all and self.share == 1
 
     def limit(self, num_blocks: int | None) -> None:
-        """There can be so many blocks; None: nobody knows yet."""
+        """There can be so many blocks; None: nobody knows yet. What was admitted until it is known can be had all the same."""
+        if self._most is None and num_blocks is not None:
+            self._least = [max(g.num_blocks, 1 + g.num_needed + g.num_reserved) for g in self.groups]
         self._most = num_blocks
-        for group in self.groups:
-            group.most = math.inf if num_blocks is None else self._share_of(num_blocks)
+        for group, least in zip(self.groups, self._least, strict=True):
+            group.most = math.inf if num_blocks is None else max(least, self._share_of(num_blocks))
 
     def stop_growing(self) -> None:
         """There is no memory for more window blocks."""

@@ -198,6 +198,9 @@ class Calls:
         for layer in self.store.windows._layers:
             states = torch.ones(1, 1, len(slots), 1)
             self.store.pool.write(layer, {"key": states, "value": states}, mapping)
+        if not self.store.is_settled:
+            self.store._budget_bytes = {torch.device("cpu"): self.budget_bytes}
+            self.store.settle_budget()
         self.num_forwards += 1
 
     def advance(self) -> None:
