@@ -103,7 +103,7 @@ def test_a_copy_has_a_window_block_of_its_own_or_where_there_is_none_the_sources
         assert group.copies == [(group.places[source], group.places[destination])]
         assert len(set(group.places.values())) == 2
         group.copies.clear()
-        group.attach(more[:2] + [other])
+        group.attach([*more[:2], other])
         group.hold([source])
         place = group.places[destination]
         group.attach([], copied=(destination, more[2]))  # nothing is free or idle
