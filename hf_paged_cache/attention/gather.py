@@ -42,7 +42,8 @@ class GatherReader(Reader):
             transfer, layouts = Transfer() if transfer is None else transfer, rows()
             for window in dict.fromkeys((None, *self._windows.of_layer.values())):
                 first = first_column(window, start)
-                tables = self._tables.setdefault(window, BlockTables(self._pool.block_size))
+                if (tables := self._tables.get(window)) is None:
+                    tables = self._tables[window] = BlockTables(self._pool.block_size)
                 tables.update(self._pool.rows_in(window, layouts, first), transfer)
                 # of a longer forward, the pool may have only what the next one sees in layers with a window
                 end = stop if window is None or self._is_step else start

@@ -21,15 +21,21 @@ class BlockOwner(Protocol):
 
 
 class Resumption(NamedTuple):
-    """Where the holder of blocks may go on, in tokens.
+    """Where the holder of blocks may go on, in tokens, of the forward that is scheduled, or was the last one.
 
-    [0, start) go on from here | [start, stop) of the forward that is scheduled, or was the last one
-    When that has returned, the sequence goes on from `cut` or later: further tokens may be taken back.
+    [0, start) seen by it | [start, first) known, computed again | [first, stop) written
+    When it has returned, the sequence goes on from `cut` or later: further tokens may be taken back.
     """
 
     start: int
+    first: int
     cut: int
     stop: int
+
+    @classmethod
+    def at(cls, num_tokens: int) -> Resumption:
+        """No forward: the sequence goes on from so many tokens."""
+        return cls(num_tokens, num_tokens, num_tokens, num_tokens)
 
 
 class Allocation:

@@ -36,6 +36,7 @@ class BlockLedger:
         self.collected: deque[ReferenceType[Allocation]] = deque()  # collected, blocks not yet taken back
         self._held: dict[ReferenceType[Allocation], list[int]] = {}  # live allocation -> its block ids
         self._states = BlockStates(num_blocks)
+        self.num_collected = 0  # allocations whose blocks were taken back so
         self._dirty = False
 
     def __repr__(self) -> str:
@@ -218,6 +219,7 @@ class BlockLedger:
                 self._states.drop(reversed(block_ids))
                 del self._held[key]
                 self._dirty = False
+                self.num_collected += 1
             collected.popleft()
 
     def _list_of(self, allocation: Allocation) -> list[int]:

@@ -7,10 +7,10 @@ their own of which there may be far fewer. Blocks behind the window have none, o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from ..errors import BlockStateError, OutOfBlocksError
-from .allocation import Allocation
+from .allocation import Allocation, Resumption
 from .allocator import PrefixCachingBlockAllocator
 
 
@@ -52,6 +52,8 @@ class WindowBlocks:
         self._free = list(range(num_blocks - 1, 0, -1))
         self._passed: OrderedDict[int, None] = OrderedDict()  # ids of blocks
         self._ends: OrderedDict[int, None] = OrderedDict()
+        self.num_evictions = 0
+        self._num_collected = 0  # allocations that were collected when all was derived last
         self._dirty = False
 
     def __repr__(self) -> str:
@@ -91,18 +93,23 @@ class WindowBlocks:
         """Logical indices of the blocks with the tokens `[start, stop)` and with those that the first of them sees."""
         return range(max(0, start - self.reach) // self._block_size, -(-stop // self._block_size))
 
+    def needed_of(self, resumption: Resumption) -> tuple[range, range]:
+        """Logical indices of the blocks that are needed: those that are seen, and those that are written or gone on from."""
+        start, first, cut, stop = resumption
+        kept = self.span(cut, stop)
+        return self.span(start, start), range(min(kept.start, first // self._block_size), kept.stop)
+
     def needed_by(self, allocations: Iterable[Allocation]) -> set[int]:
         """Ids of the blocks that these allocations need here."""
-        return self._spans_of(allocations) & self.places.keys()
+        return self._needed_by(allocations) & self.places.keys()
 
-    def _spans_of(self, allocations: Iterable[Allocation]) -> set[int]:
+    def _needed_by(self, allocations: Iterable[Allocation]) -> set[int]:
         """`needed_by`, with those that have no window block."""
         needed: set[int] = set()
         for allocation in allocations:
-            resumption = allocation.resumption
-            if resumption is not None:
-                span = self.span(resumption.start, resumption.stop)
-                needed.update(allocation.block_ids[span.start : span.stop])
+            if allocation.resumption is not None:
+                for span in self.needed_of(allocation.resumption):
+                    needed.update(allocation.block_ids[span.start : span.stop])
         return needed
 
     def num_to_take(self, block_ids: Iterable[int]) -> int:
@@ -129,13 +136,18 @@ class WindowBlocks:
 
     def begin(self) -> None:
         """A holder is about to change; until `end`, an interrupt or an exception lets all be derived again."""
-        if self._dirty:
-            self.sweep()
+        self.settle()
         self._dirty = True
 
     def end(self) -> None:
         """The change has happened."""
         self._dirty = False
+
+    def settle(self) -> None:
+        """Derive all again where a change was interrupted, or tables were collected since."""
+        if self._dirty or self._num_collected != self._allocator.num_collected:
+            self.sweep()
+            self._dirty = False
 
     def attach(
         self,
@@ -165,7 +177,7 @@ class WindowBlocks:
             if block_id not in self.places:
                 self.places[block_id] = self._take()
         self.num_to_come = max(0, self.num_to_come - self.num_needed + num_needed)
-        num_spare = self.num_spare
+        num_spare = self.num_spare // 2  # the rest is for what others ask meanwhile
         for block_ids, may_take_ends in ((likely, True), (optional, False)):
             for block_id in block_ids:
                 if self.num_to_take((block_id,)):
@@ -261,7 +273,8 @@ class WindowBlocks:
         held = {block_id for allocation in allocator.allocations() for block_id in allocation.block_ids}
         for block_id in sorted(self.places, key=lambda block_id: block_id not in held):
             place = self.places[block_id]
-            if place not in taken and (block_id in held or allocator.block_hash_of(block_id) is not None):
+            is_block = block_id < allocator.num_blocks  # not all are there after a reset that was interrupted
+            if place not in taken and is_block and self._is_of_use(block_id):
                 kept[block_id] = place
                 taken[place] = block_id
         self.places = kept
@@ -275,8 +288,8 @@ class WindowBlocks:
         for block_id in idle:
             if block_id not in ends:
                 passed.setdefault(block_id)
-        self._ends, self._passed = ends, passed
-        missing = self._spans_of(allocator.allocations()) - kept.keys()
+        self._ends, self._passed, self._num_collected = ends, passed, allocator.num_collected
+        missing = self._needed_by(allocator.allocations()) - kept.keys()
         for source, destination in allocator.pending_copies:  # interrupted between a copy on write and its window block
             if destination in missing and source in kept:
                 self._copy(source, destination)
@@ -284,14 +297,14 @@ class WindowBlocks:
     def check(self) -> None:
         """Prove the invariants:
 
-        1. each window block but number 0 is free or has one block, which is in use or can be hit;
-        2. needed are those in the spans of live allocations, and no others: none behind a window is held;
+        1. each window block but number 0 is free or has one block;
+        2. needed are those that live allocations need, and no others: none behind a window is held;
         3. an allocation has all that it must have to go on.
 
         Raises:
             BlockStateError: one does not hold; with the whole state.
         """
-        self.sweep()
+        self.settle()
         problem = self._problem()
         if problem:
             resumptions = [
@@ -312,7 +325,7 @@ class WindowBlocks:
             return f"window blocks must be needed {sorted(needed)} or idle {sorted(idle)}"
         for allocation in self._allocator.allocations():
             if allocation.resumption is not None:
-                start, cut, stop = allocation.resumption
+                start, _, cut, stop = allocation.resumption
                 for span in (self.span(start, start), self.span(cut, stop)):
                     missing = [i for i in allocation.block_ids[span.start : span.stop] if i not in self.places]
                     if missing:
@@ -329,6 +342,7 @@ class WindowBlocks:
             return self._free.pop()
         victims = self._passed or self._ends
         block_id, _ = victims.popitem(last=False)
+        self.num_evictions += 1
         return self.places.pop(block_id)
 
     def _drop(self, block_id: int) -> None:
@@ -337,8 +351,3 @@ class WindowBlocks:
         place = self.places.pop(block_id, None)
         if place is not None:
             self._free.append(place)
-
-
-def places_of(places: Mapping[int, int], block_ids: Iterable[int]) -> list[int]:
-    """The window block of each block; 0 where it has none."""
-    return [places.get(block_id, 0) for block_id in block_ids]

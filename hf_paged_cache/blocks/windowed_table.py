@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
+from typing import TypeVar
 
 from ..errors import OutOfBlocksError
 from .allocation import Resumption
@@ -14,12 +16,14 @@ from .hashing import BlockHash, HashChain, token_array
 from .ledger import check_not_negative
 from .window_blocks import WindowBlocks
 
+_Taken = TypeVar("_Taken")
+
 
 class WindowedTable(BlockTable):
     """A `BlockTable` of a model some of whose layers see a window.
 
     Blocks, in tokens, of a group of layers with the window W:
-        [0, n - W) passed: may have window blocks, as long as nobody else takes them | [n - W + 1, n) needed
+        [0, n - W + 1) passed: may have window blocks, as long as nobody else takes them | [n - W + 1, n) needed
     where n is where the sequence goes on; see `Resumption`.
 
     Args:
@@ -52,7 +56,7 @@ class WindowedTable(BlockTable):
 
     @property
     def _resumption(self) -> Resumption:
-        return self._allocation.resumption or Resumption(0, 0, 0)
+        return self._allocation.resumption or Resumption.at(0)
 
     def allocate(self, token_ids: Iterable[int], num_lookahead_slots: int = 0) -> int:
         check_not_negative("num_lookahead_slots", num_lookahead_slots)
@@ -69,7 +73,7 @@ class WindowedTable(BlockTable):
         """Fill an empty table with the longest prefix hit of `token_ids` that every window can go on from."""
         self._begin()
         num_hit = super().hold_prefix(token_ids)
-        self._go_on(Resumption(num_hit, num_hit, num_hit))
+        self._go_on(Resumption.at(num_hit))
         self._end, self._parting = num_hit, self._num_matched if self._num_matched > num_hit else 0
         self._done()
         return num_hit
@@ -101,9 +105,8 @@ class WindowedTable(BlockTable):
         return num_tokens
 
     def hold_window(self, num_tokens: int) -> None:
-        _, cut, stop = self._resumption
         self._begin()
-        self._go_on(Resumption(num_tokens, max(cut, num_tokens), max(stop, num_tokens)))
+        self._go_on(Resumption(num_tokens, *(max(number, num_tokens) for number in self._resumption[1:])))
         self._done()
 
     def append_tokens(
@@ -111,67 +114,63 @@ class WindowedTable(BlockTable):
     ) -> None:
         check_not_negative("num_lookahead_slots", num_lookahead_slots)
         tokens = token_array(token_ids)
-        self._begin()
-        start, block_ids, size = self.num_tokens, self.block_ids, self._block_size
-        stop = start + len(tokens)
+        before, start = self._resumption, self.num_tokens
+        stop, num_slots = start + len(tokens), len(tokens) + num_lookahead_slots
         cut = stop if cut is None else max(start, min(cut, stop))
-        first, end = start // size, -(-stop // size)
-        source = self._block_to_copy(len(tokens) + num_lookahead_slots)
-        is_copied = source is not None
-        needed_from = [max(first + is_copied, group.span(cut, stop).start) for group in self._groups]
-        for group, needed in zip(self._groups, needed_from, strict=True):
-            self._require(group, block_ids[needed:end], max(0, end - max(len(block_ids), needed)), source)
-        super().ensure_num_empty_slots(len(tokens) + num_lookahead_slots)
-        copied = None if source is None else (source, block_ids[first])
-        for group, needed in zip(self._groups, needed_from, strict=True):
-            parting = group.span(self._parting, self._parting)
-            likely = block_ids[max(first + is_copied, parting.start) : min(needed, parting.stop)]
-            group.attach(block_ids[needed:end], likely, block_ids[first + is_copied : needed], copied)
+        forward = Resumption(min(before.start, start), min(before.first, start), cut, stop)
+        self._begin()
+        self._take(forward, num_slots, partial(super().ensure_num_empty_slots, num_slots))
         self._chain.token_ids.extend(tokens)
-        self._allocation.resumption = Resumption(min(self._resumption.start, start), cut, stop)
         self._done()
 
     def ensure_num_empty_slots(self, num_empty_slots: int) -> None:
         self.append_tokens((), num_empty_slots)
 
     def append_token(self, token_id: int) -> int:
+        start = self.num_tokens
         self._begin()
-        num_tokens, block_ids, before = self.num_tokens, self.block_ids, self._resumption
-        index, source = num_tokens // self._block_size, self._block_to_copy(1)
-        self._go_on(Resumption(num_tokens, num_tokens, num_tokens))
+        slot = self._take(Resumption(start, start, start, start + 1), 1, partial(super().append_token, token_id))
+        self._done()
+        return slot
+
+    def _take(self, forward: Resumption, num_slots: int, take: Callable[[], _Taken]) -> _Taken:
+        """Have the window blocks that a forward needs, where `take` appends the blocks of so many slots.
+
+        Raises:
+            OutOfBlocksError: nothing has changed.
+        """
+        before, start, block_ids = self._resumption, self.num_tokens, self.block_ids
+        index, offset = divmod(start, self._block_size)
+        source = None  # the block that is copied on write
+        if offset and num_slots and not self._allocator.is_writable(block_ids[index]):
+            source = block_ids[index]
+        first, end = index + (source is not None), -(-forward.stop // self._block_size)
+        self._go_on(forward._replace(stop=start))
+        needed_from = [max(first, group.span(forward.cut, forward.stop).start) for group in self._groups]
         try:
-            for group in self._groups:
-                held = block_ids[index : index + 1] if source is None else ()
-                self._require(group, held, source is None and not held, source)
-            slot = super().append_token(token_id)
+            for group, needed in zip(self._groups, needed_from, strict=True):
+                held = block_ids[needed:end]
+                num_taken = group.num_to_take(held) + max(0, end - needed - len(held))
+                is_shared = source is not None and group.is_needed_by_others(source, self._allocation)
+                group.require(num_taken + is_shared)
+            taken = take()
         except OutOfBlocksError:
             self._go_on(before)
             self._done()
             raise
         copied = None if source is None else (source, block_ids[index])
-        for group in self._groups:
-            group.attach((block_ids[index],) if copied is None else (), copied=copied)
-        self._allocation.resumption = Resumption(num_tokens, num_tokens, num_tokens + 1)
-        self._done()
-        return slot
-
-    def _block_to_copy(self, num_tokens: int) -> int | None:
-        """The block that is copied on write where so many tokens are appended: the last one, if others hold or can hit it."""
-        index, offset = divmod(self.num_tokens, self._block_size)
-        if not offset or not num_tokens or self._allocator.is_writable(self.block_ids[index]):
-            return None
-        return self.block_ids[index]
-
-    def _require(self, group: WindowBlocks, held: Sequence[int], num_fresh: int, source: int | None) -> None:
-        """Raises OutOfBlocksError unless a group has what `attach` will take for blocks held, `source` copied, and fresh ones."""
-        is_copied = source is not None and group.is_needed_by_others(source, self._allocation)
-        group.require(group.num_to_take(held) + num_fresh + is_copied)
+        for group, needed in zip(self._groups, needed_from, strict=True):
+            parting = group.span(self._parting, self._parting)
+            likely = block_ids[max(first, parting.start) : min(needed, parting.stop)]
+            group.attach(block_ids[needed:end], likely, block_ids[first:needed], copied)
+        self._allocation.resumption = forward
+        return taken
 
     def let_pass(self) -> None:
-        _, cut, stop = self._resumption
+        _, _, cut, stop = self._resumption
         self._begin()
         self._end = stop
-        self._go_on(Resumption(cut, cut, stop))
+        self._go_on(Resumption(cut, cut, cut, stop))
         self._done()
 
     def commit_full_blocks(self, num_computed_tokens: int) -> Sequence[BlockHash]:
@@ -192,12 +191,12 @@ class WindowedTable(BlockTable):
         }
         committed = super().commit_full_blocks(waiting * self._block_size)
         for group in self._groups:
-            needed = group.span(self._resumption.start, self._resumption.stop)
+            seen, kept = group.needed_of(self._resumption)
             for index, (own, other) in replaced.items():
                 is_replaced = self.block_ids[index] == other
                 if shared[index, group.window]:
                     group.end_share(own, other, replaced=is_replaced)
-                    if index not in needed:
+                    if index not in seen and index not in kept:
                         group.release((other,), num_own=1, is_end=self._is_end(group, index))
                 elif is_replaced:
                     group.release((own,), num_own=0, is_end=False)
@@ -208,9 +207,9 @@ class WindowedTable(BlockTable):
 
     def _must_wait(self, index: int, other: int) -> bool:
         """Whether a block, replaced by `other`, would leave this table or a fork without a window block that it needs."""
-        own, (start, _, stop) = self.block_ids[index], self._resumption
-        return self._allocator.ref_count(own) > 1 and any(
-            other not in group.places and index in group.span(start, stop) for group in self._groups
+        return self._allocator.ref_count(self.block_ids[index]) > 1 and any(
+            other not in group.places and any(index in span for span in group.needed_of(self._resumption))
+            for group in self._groups
         )
 
     def _equal_blocks(self, start: int, stop: int) -> dict[int, int]:
@@ -225,16 +224,14 @@ class WindowedTable(BlockTable):
     def truncate(self, num_tokens: int) -> None:
         """As of a `BlockTable`, to where it can go on from: see `num_resumable_tokens`."""
         self._begin()
-        before = list(self.block_ids)
-        start, cut, stop = self._resumption
-        start, cut = min(start, num_tokens), min(cut, num_tokens)
+        before, stop = list(self.block_ids), self._resumption.stop
+        shorter = Resumption(*(min(number, num_tokens) for number in self._resumption))
         if 0 <= num_tokens <= self.num_tokens:
-            self._allocation.resumption = Resumption(
-                start, cut, stop
-            )  # interrupted, it needs too much, never too little
+            # Interrupted, it needs too much, never too little.
+            self._allocation.resumption = shorter._replace(stop=stop)
         super().truncate(num_tokens)
         self._end = min(self._end, num_tokens)
-        self._go_on(Resumption(start, cut, num_tokens), before)
+        self._go_on(shorter._replace(stop=num_tokens), before)
         self._done()
 
     def fork(self) -> WindowedTable:
@@ -246,12 +243,12 @@ class WindowedTable(BlockTable):
         return forked
 
     def free(self) -> None:
-        before, (start, _, stop) = list(self.block_ids), self._resumption
+        before, resumption = list(self.block_ids), self._resumption
         self._begin()
         super().free()
         for group in self._groups:
-            span = group.span(start, stop)
-            group.release(before[span.start : span.stop], num_own=0, is_end=True)
+            for span in group.needed_of(resumption):
+                group.release(before[span.start : span.stop], num_own=0, is_end=True)
             group.drop_lost(before)
         self._done()
 
@@ -264,14 +261,16 @@ class WindowedTable(BlockTable):
         old, block_ids = self._resumption, self.block_ids
         self._allocation.resumption = new
         for group in self._groups:
-            now, then = group.span(new.start, new.stop), group.span(old.start, old.stop)
-            group.hold(block_ids[now.start : now.stop])
-            passed = block_ids[then.start : min(then.stop, now.start)]
-            for is_end in (False, True):
-                released = [b for i, b in enumerate(passed, then.start) if self._is_end(group, i) == is_end]
-                group.release(released, num_own=1, is_end=is_end)
+            seen, kept = group.needed_of(new)
+            for span in (seen, kept):
+                group.hold(block_ids[span.start : span.stop])
             cut_off = len(block_ids)
-            group.release(before[max(cut_off, then.start) : then.stop], num_own=0, is_end=True)
+            for span in group.needed_of(old):
+                passed = [i for i in range(span.start, min(span.stop, cut_off)) if i not in seen and i not in kept]
+                for is_end in (False, True):
+                    released = [block_ids[i] for i in passed if self._is_end(group, i) == is_end]
+                    group.release(released, num_own=1, is_end=is_end)
+                group.release(before[max(cut_off, span.start) : span.stop], num_own=0, is_end=True)
             group.drop_lost(before[cut_off:])
 
     def _is_end(self, group: WindowBlocks, block_index: int) -> bool:

@@ -99,9 +99,7 @@ def _rows_to_come(
     uses = Counter(rows.alias)
     for number, row in enumerate(rows.distinct):
         num_prompt, most = max(0, num_columns - row.pad), max(0, max_columns - row.pad)
-        yield RowToCome(
-            row.table.num_tokens, num_prompt, most, uses[number], is_in_chunks, is_copied(row.table, block_size)
-        )
+        yield RowToCome(num_prompt, most, uses[number], is_in_chunks, is_copied(row.table, block_size))
 
 
 def is_copied(table: BlockTable, block_size: int) -> bool:

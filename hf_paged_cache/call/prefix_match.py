@@ -66,29 +66,27 @@ def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple
     num_hit = table.hold_prefix(new.token_ids)
     closest, num_common = previous.closest(new)
     num_known = 0 if closest is None else closest.table.num_resumable_tokens(num_common)
+    longest = max(num_common, table.num_matched_tokens)
     if closest is None or num_known <= num_hit:
-        if num_hit < max(num_common, table.num_matched_tokens):
-            longest = max(num_common, table.num_matched_tokens)
-            return table, Found(
-                num_hit, f"a window no longer shows what is before token {longest}, up to which more is known"
-            )
-        return table, Found(num_hit, _why_stopped(num_hit, new.token_ids, store.block_size, None))
-    table.free()
-    table = closest.table.fork()
-    table.truncate(num_known)
-    if num_known < num_common:
-        return table, Found(
-            num_known, f"a window no longer shows what is before token {num_common}, up to which more is known"
-        )
-    return table, Found(num_common, _why_stopped(num_common, new.token_ids, store.block_size, closest))
+        num_known, closest = num_hit, None
+    else:
+        table.free()
+        table = closest.table.fork()
+        table.truncate(num_known)
+    if num_known < longest:
+        why = f"a window no longer shows what is before token {longest}, up to which blocks are cached"
+        return table, Found(num_known, why)
+    return table, Found(num_known, _why_stopped(num_known, new.token_ids, store.block_size, closest))
 
 
 def hold_longer(store: BlockStore, row: Row, new: TokenIds) -> bool:
     """Let a row hold what is known by now of its tokens and its new ones, if that is more than it holds."""
     table = store.new_table(row.root, row.table.namespace)
-    if table.hold_prefix(row.with_new(new)) <= row.table.num_tokens:
+    num_held = row.num_confirmed  # the row goes on from here where another one knows no more
+    if table.hold_prefix(row.with_new(new)) <= row.table.num_tokens or table.num_resumable_tokens(num_held) < num_held:
         table.free()
         return False
+    table.hold_window(num_held)
     replaced, row.table = row.table, table
     replaced.free()
     return True

@@ -89,19 +89,19 @@ def reserve_forward(store: BlockStore, holder: Holder, rows: Rows, request: Forw
     store.reserve(holder, needed)
 
 
-def _windows_of(store: BlockStore, rows: Rows, request: ForwardRequest) -> tuple[int, ...]:
+def _windows_of(store: BlockStore, rows: Rows, request: ForwardRequest, *, keeps_past: bool = False) -> tuple[int, ...]:
     """The window blocks of a forward, of each group."""
     if not store.windows:
         return ()
-    members = zip(rows.distinct, rows.members(), strict=True)
-    return store.windows.of_forward(
+    spans = [
         (
             row.table.num_tokens,
             row.num_confirmed + len(request.rows[member].token_ids),
             is_copied(row.table, store.block_size),
         )
-        for row, member in members
-    )
+        for row, member in zip(rows.distinct, rows.members(), strict=True)
+    ]
+    return store.windows.of_forward(spans, keeps_past=keeps_past)
 
 
 def hold_windows(rows: Rows, before: int, start: int) -> int:
@@ -143,14 +143,19 @@ def take_blocks(
     members = zip(rows.distinct, rows.members(), strict=True)
     unseen = [(row, row.unseen(request.rows[member].token_ids)) for row, member in members]
     num_taken = sum(row.table.num_new_blocks_for_append(len(tokens)) for row, tokens in unseen)
-    windows = () if limits.are_known else _windows_of(store, rows, request)
+    windows: tuple[int, ...] = ()
+    if store.windows.groups:
+        windows = store.windows.reserved_for(holder)
+        if not limits.are_known:
+            windows = _windows_of(store, rows, request, keeps_past=keeps_past)
+            store.windows.reserve(holder, windows)
     _make_room(store, holder, num_taken, rows, limits, windows)
     store.windows.count_to_come()
     for row, tokens in unseen:
-        cut = max(
-            row.num_confirmed, int(min(limits.num_prompt_columns, rows.num_columns + request.num_new_columns)) - row.pad
-        )
-        row.table.append_tokens(tokens, cut=cut if keeps_past else None)
+        cut = None
+        if keeps_past:  # back to the prompt's end, or else to where the forward began
+            cut = max(row.num_confirmed, int(limits.num_prompt_columns) - row.pad if limits.are_known else 0)
+        row.table.append_tokens(tokens, cut=cut)
         if limits.end_of_sequence:
             _stop_at_end_of_sequence(row, limits)
     return num_taken
@@ -220,14 +225,17 @@ def _make_room(
 
     Where memory has run out, a first forward needs all that was reserved for its call, a later one only what it takes now.
     """
-    demand, what = Demand(needed, 0, windows), f"this forward ({rows_in_words(len(rows.distinct))})"
+    demand, what = (
+        Demand(needed, 0, () if limits.are_known else windows),
+        f"this forward ({rows_in_words(len(rows.distinct))})",
+    )
     grow_anew_for(store, holder, demand)
     if needed and not limits.are_known:  # nothing was reserved
         require(store, holder, demand, what)
     store.make_room(needed)
     if store.ran_out_of_memory:  # fewer blocks may be there than were reserved
         if not rows.num_columns:  # a first forward: its call must have all that it reserved
-            demand = Demand(max(needed, store.num_blocks_reserved_for(holder)), 0)
+            demand = Demand(max(needed, store.num_blocks_reserved_for(holder)), 0, windows)
             what = f"this call ({rows_in_words(len(rows))})"
         require(store, holder, demand, what)
 

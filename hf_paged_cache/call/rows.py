@@ -262,8 +262,8 @@ class Rows:
             num_tokens = max(0, num_columns - row.pad)
             if row.table.num_resumable_tokens(num_tokens) < num_tokens:
                 raise CacheArgumentError(
-                    f"cannot crop to {num_columns} columns: layers with a window no longer hold what is before them. Call "
-                    "activate_past_recording() before the forward that is to be taken back, or reset()"
+                    f"cannot crop to {num_columns} columns: layers with a window no longer hold what is before them. After "
+                    "activate_past_recording() what the last forward appended can be taken back; else reset()"
                 )
 
     def commit(self) -> None:

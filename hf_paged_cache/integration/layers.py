@@ -105,7 +105,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
 
     def _seen(self, name: str) -> Tensor | None:
         """The columns of a tensor that the next token sees; as for `DynamicSlidingWindowLayer`, all others are left out."""
-        return self._cache.read_layer(self._layer_idx).get(name)
+        states = self._cache.read_layer(self._layer_idx).get(name)
+        if states is None:
+            return None
+        num_columns = self._cache.get_seq_length()
+        num_seen = num_columns - self._windows.first_column(self._layer_idx, num_columns)
+        return states[:, :, states.shape[2] - num_seen :]
 
     def _write(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
         """Store new states and return those that attention reads."""

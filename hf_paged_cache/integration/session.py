@@ -196,6 +196,7 @@ class Session:
             with self._store.lock:
                 can_run = self._store.follow_windows(window_of, call)
             if not can_run:
+                logger.info("this call runs without the store: %s", _OTHER_WINDOWS)
                 self.own_layers.take_over(_OTHER_WINDOWS, records_past=self.records_drafts)
                 self.own_layers.start_forward(arguments)
                 return arguments

@@ -99,12 +99,12 @@ class Verifier:
             table = self._blocks.new_table(new.root, new.salt)
             table.hold_prefix(new.token_ids)
 
-        def free() -> None:
-            with self._blocks.lock:
-                table.free()
-
-        held.callback(free)
+        held.callback(self._free, table)
         return table
+
+    def _free(self, table: BlockTable) -> None:
+        with self._blocks.lock:
+            table.free()
 
     def _comparable(self, known: BlockTable) -> list[int]:
         """Logical indices of the blocks that every layer has, and can go on to."""
@@ -118,9 +118,14 @@ class Verifier:
         blocks = self._blocks
         start, stop = index * blocks.block_size, (index + 1) * blocks.block_size
         with blocks.lock:
+            if any(known.num_resumable_tokens(num_tokens) < num_tokens for num_tokens in (start, stop)):
+                return True
+            compared = known.fork()  # holds the block meanwhile, also where a window has passed it
+            compared.truncate(stop)
             row = Row(known.fork(), 0, new.root, new.first_position)
             row.truncate(start)
             row.num_confirmed = start
+        held.callback(self._free, compared)
         cache = held.enter_context(self._side.sibling(Rows([row], [0], start)))
         tokens = new.token_ids[start:stop]
         self._side.run(cache, [tokens], first_position=new.first_position, commits=False, digest=digest)

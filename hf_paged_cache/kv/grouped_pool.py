@@ -18,34 +18,51 @@ from .transfers import Transfer
 
 
 class GroupedSlotMapping(SlotMapping):
-    """A `SlotMapping` with those of the windows' layers, where only what has a window block is written."""
+    """A `SlotMapping` with those of the windows' layers, where only what has a window block is written.
+
+    Args:
+        groups: window -> its window blocks.
+    """
 
     def __init__(
         self,
         slots: Sequence[int],
         sources: Sequence[int] | None,
         transfer: Transfer | None,
-        groups: Sequence[WindowBlocks],
+        groups: Mapping[int, WindowBlocks],
         block_size: int,
     ) -> None:
         super().__init__(slots, sources, transfer)
-        self.in_windows: dict[int, SlotMapping] = {}  # window -> what its layers write
-        numbered = slots if sources is None else sources
-        for group in groups:
-            placed: list[int] = []
-            written: list[int] = []
-            for number, slot in enumerate(slots):
-                block_id, offset = divmod(slot, block_size)
-                place = group.places.get(block_id)
-                if place is not None:
-                    placed.append(place * block_size + offset)
-                    written.append(number if sources is None else numbered[number])
-            is_whole = sources is None and len(placed) == len(slots)
-            self.in_windows[group.window] = SlotMapping(placed, None if is_whole else written, transfer)
+        self._groups = groups
+        self._block_size = block_size
+        self._in_windows: dict[int, SlotMapping] = {}
+        if transfer is not None:  # what its devices need goes along
+            for window in groups:
+                self.in_window(window)
+
+    def in_window(self, window: int) -> SlotMapping:
+        """What the layers with this window write."""
+        mapping = self._in_windows.get(window)
+        if mapping is None:
+            places, size, slots = self._groups[window].places, self._block_size, self.slots
+            sources = range(len(slots)) if self.sources is None else self.sources
+            placed = [
+                (places[slot // size] * size + slot % size, source)
+                for slot, source in zip(slots, sources, strict=True)
+                if slot // size in places
+            ]
+            is_whole = self.sources is None and len(placed) == len(slots)
+            written = None if is_whole else [source for _, source in placed]
+            mapping = SlotMapping([slot for slot, _ in placed], written, self._transfer)
+            self._in_windows[window] = mapping
+        return mapping
 
 
 class GroupedPool(BlockPool):
-    """A `BlockPool` for layers without a window, and with it one for each window; to who uses it, one pool.
+    """A `BlockPool` for layers without a window, and with it one for each window, which is written and read as one pool.
+
+    What counts or copies blocks (`capacity`, `bytes_per_block`, `copy_blocks` ...) is of the layers without a window; of
+    those with one, `of_window` has it. Bytes in all are of all.
 
     Args:
         window_of: layer index -> its window, for the layers that have one.
@@ -105,7 +122,7 @@ class GroupedPool(BlockPool):
     def map_slots(
         self, slots: Sequence[int], sources: Sequence[int] | None = None, transfer: Transfer | None = None
     ) -> SlotMapping:
-        return GroupedSlotMapping(slots, sources, transfer, [*self._groups.values()], self.block_size)
+        return GroupedSlotMapping(slots, sources, transfer, self._groups, self.block_size)
 
     def rows_in(self, window: int | None, rows: Sequence[RowLayout], start: int) -> Sequence[RowLayout]:
         group = self._groups.get(window or 0)
@@ -159,5 +176,5 @@ class GroupedPool(BlockPool):
 
 
 def _in_window(slot_mapping: SlotMapping, window: int) -> SlotMapping:
-    assert isinstance(slot_mapping, GroupedSlotMapping)
-    return slot_mapping.in_windows[window]
+    assert isinstance(slot_mapping, GroupedSlotMapping)  # as `map_slots` makes them
+    return slot_mapping.in_window(window)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from ..blocks import BlockTable, PrefixCachingBlockAllocator, WindowedTable
+from ..blocks import BlockTable, PrefixCachingBlockAllocator, WindowBlocks, WindowedTable
 from ..errors import CacheArgumentError, CacheBusyError
 from ..kv.block_pool import BlockPool
 from ..kv.grouped_pool import GroupedPool
@@ -152,18 +152,15 @@ class BlockStore:
         allocator = self.allocator
         num_blocks = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
         num_bytes = num_blocks * self.pool.bytes_per_block
-        if self.windows:
-            num_bytes += self._window_bytes(self.windows.num_needed(salt or None))
+        if groups := self.windows.groups:
+            for group, num_needed in zip(groups, self.windows.num_needed(salt or None), strict=True):
+                num_bytes += num_needed * self._pool_of(group).bytes_per_block
         return num_bytes
 
-    def _window_bytes(self, num_blocks: Iterable[int]) -> int:
-        """Bytes of so many window blocks of each group."""
-        pool = self.pool
-        assert isinstance(pool, GroupedPool)
-        return sum(
-            pool.of_window(group.window).bytes_per_block * number
-            for group, number in zip(self.windows.groups, num_blocks, strict=True)
-        )
+    def _pool_of(self, group: WindowBlocks) -> BlockPool:
+        """The tensors of a group's window blocks."""
+        assert isinstance(self.pool, GroupedPool)  # where there are groups
+        return self.pool.of_window(group.window)
 
     def new_table(self, root: bytes, salt: bytes) -> BlockTable:
         """An empty table of this store's blocks."""
@@ -186,9 +183,8 @@ class BlockStore:
         while self.left_behind:
             self.left_behind[0].end()
             self.left_behind.popleft()
-        if self.windows and self.allocator.collected:
-            for group in self.windows.groups:
-                group.sweep()
+        for group in self.windows.groups:
+            group.settle()
 
     def num_obtainable_blocks(self, holder: Holder | None) -> float:
         """Blocks that `holder` can have now: free, cached or not managed yet, less what others have reserved."""
@@ -230,9 +226,8 @@ class BlockStore:
         if managed > allocator.num_blocks:
             allocator.grow(managed)
         for group in self.windows.groups:
-            assert isinstance(self.pool, GroupedPool)
-            pool, most = self.pool.of_window(group.window), None if group.most == math.inf else int(group.most)
-            managed = self._grow(pool, group.num_blocks, num_blocks - group.num_free, most)
+            most = None if group.most == math.inf else int(group.most)
+            managed = self._grow(self._pool_of(group), group.num_blocks, num_blocks - group.num_free, most)
             if managed > group.num_blocks:
                 group.grow(managed)
 
@@ -261,16 +256,17 @@ class BlockStore:
         if not isinstance(self.pool, GroupedPool) or self.windows.window_of == window_of:
             return True
         others = [call for call in self.holders() if call is not holder]
-        if any(call.is_running for call in others):
+        ended = [holder.previous, *(rows for call in others for rows in (call.rows, call.previous))]
+        held = self.pins.block_ids().union(*(rows.block_ids() for rows in ended))
+        if len(held) < self.allocator.num_blocks_in_use or any(call.is_running for call in others):
             return False
         for call in others:
             call.drop_rows()
         holder.previous.free()
-        if self.allocator.num_blocks_in_use > self.pins.num_blocks_held_alone:
-            return False
         self.reset_prefix_cache()
         self.windows.regroup(window_of)
         self.pool.regroup(window_of, self.windows.groups)
+        self.windows.window_of = {**window_of}  # last: interrupted above, the next call begins again
         return True
 
     def stop_growing(self) -> None:
@@ -341,9 +337,8 @@ class BlockStore:
             self.allocator.drop_copies(len(copies))
         for group in self.windows.groups:
             if group.copies:
-                assert isinstance(self.pool, GroupedPool)
                 copies = tuple(group.copies)
-                self.pool.of_window(group.window).copy_blocks(copies, transfer)
+                self._pool_of(group).copy_blocks(copies, transfer)
                 del group.copies[: len(copies)]
 
     def affordable_blocks(self) -> float:
@@ -365,8 +360,7 @@ class BlockStore:
         """Bytes that a block takes of each device, with its part of the window blocks."""
         total: dict[torch.device, float] = {**self.pool.bytes_per_block_on()}
         for group in self.windows.groups:
-            assert isinstance(self.pool, GroupedPool)
-            for device, num_bytes in self.pool.of_window(group.window).bytes_per_block_on().items():
+            for device, num_bytes in self._pool_of(group).bytes_per_block_on().items():
                 total[device] = total.get(device, 0) + num_bytes * self.windows.share
         return total
 
@@ -417,9 +411,13 @@ class BlockStore:
         allocator, metrics, windows = self.allocator, totals.metrics, self.windows
         num_cached = allocator.num_cached_blocks_of(salt) if salt else allocator.num_cached_blocks
         num_in_use = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
+        num_pinned, num_evictions = len(self.pins.block_ids(salt or None)), allocator.num_evictions
         if windows.are_all:
-            num_cached = windows.groups[0].num_idle_of(salt) if salt else windows.groups[0].num_idle
+            group = windows.groups[0]
+            num_cached = group.num_idle_of(salt) if salt else group.num_idle
             num_in_use = windows.num_needed(salt or None)[0]
+            num_pinned = len(group.needed_by(self.pins.allocations(salt or None)))
+            num_evictions = group.num_evictions
         return CacheStats(
             prompt_tokens=metrics.num_queried_tokens,
             computed_tokens=metrics.num_queried_tokens - metrics.num_hit_tokens,
@@ -432,8 +430,8 @@ class BlockStore:
             num_free_blocks=None if salt else self.num_free_blocks,
             num_cached_blocks=num_cached,
             num_blocks_in_use=num_in_use,
-            num_pinned_blocks=len(self.pins.block_ids(salt or None)),
-            num_evictions=None if salt else allocator.num_evictions,
+            num_pinned_blocks=num_pinned,
+            num_evictions=None if salt else num_evictions,
             num_copies_on_write=None if salt else allocator.num_copies_on_write,
             kv_bytes=self.kv_bytes_in_use(salt) + copied_bytes,
             peak_kv_bytes=peak_kv_bytes,

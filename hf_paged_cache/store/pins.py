@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import chain
 
-from ..blocks import BlockTable, HashChain, PrefixCachingBlockAllocator
+from ..blocks import Allocation, BlockTable, HashChain, PrefixCachingBlockAllocator
 from ..blocks.tokens import TokenIds
 from ..errors import OutOfBlocksError
 from .window_groups import WindowGroups
@@ -48,6 +48,10 @@ class Pins:
         tables = (table for (of_pin, _), table in self._tables.items() if salt in (None, of_pin))
         return set(chain.from_iterable(table.block_ids for table in tables))
 
+    def allocations(self, salt: bytes | None = None) -> list[Allocation]:
+        """Who holds them, of one salt or of all."""
+        return [table.allocation for (of_pin, _), table in self._tables.items() if salt in (None, of_pin)]
+
     @property
     def num_blocks_held_alone(self) -> int:
         """Pinned blocks that no row holds: unpinning everything would give them back."""
@@ -82,7 +86,7 @@ class Pins:
             )
         table = self._new_table(root, salt)
         num_tokens = table.hold_prefix(token_ids)
-        if self._windows and min(self._windows.num_obtainable(None)) < 0:
+        if not self._windows.are_implied and min(self._windows.num_obtainable(None), default=0) < 0:
             table.free()
             raise OutOfBlocksError(
                 f"pinning {num_tokens} tokens takes blocks in layers with a window that running calls have reserved; pin when "

@@ -38,12 +38,11 @@ class WindowHolder(Protocol):
 class RowToCome(NamedTuple):
     """A row of a call in its worst case, in tokens."""
 
-    num_known: int
     num_prompt_tokens: int
     max_tokens: int
     num_copies: int  # rows of the batch that it stands for
     is_in_chunks: bool  # the prompt comes in several forwards
-    is_copied: bool  # its last block is, before it is written
+    is_copied: bool = False  # its last block is, before it is written
 
 
 class WindowGroups:
@@ -75,16 +74,19 @@ class WindowGroups:
             WeakKeyDictionary()
         )  # all that a call may need
         self._most = most
+        self._least: list[int] = []  # of each group, window blocks that were promised before the most was known
         self.regroup(window_of)
+        self.window_of = {**window_of}
 
     def regroup(self, window_of: Mapping[int, int]) -> None:
         """The layers have these windows from here on. No block is in use, can be hit, or is reserved."""
         self.are_all = bool(window_of) and all(layer_idx in window_of for layer_idx in self._layers)
         self.share = 1.0 if self.are_all else self._share
         windows = sorted(set(window_of.values()), reverse=True)
-        self.window_of = dict(window_of)
+        self._reserved.clear()
         first = self._share_of(self._allocator.num_blocks)
         self.groups = [WindowBlocks(self._allocator, window, first) for window in windows]
+        self._least = [2] * len(windows)
         self.limit(self._most)
         self.reset(self._allocator.num_blocks)
 
@@ -99,13 +101,16 @@ class WindowGroups:
     @property
     def are_implied(self) -> bool:
         """Whether who has blocks can have their window blocks: there are as many."""
-        return not self.are_all and self.share == 1
+        num_blocks = self._allocator.num_blocks
+        return not self.are_all and self.share == 1 and all(group.most >= num_blocks for group in self.groups)
 
     def limit(self, num_blocks: int | None) -> None:
-        """There can be so many blocks; None: nobody knows yet."""
+        """There can be so many blocks; None: nobody knows yet. What was admitted until it is known can be had all the same."""
+        if self._most is None and num_blocks is not None:
+            self._least = [max(g.num_blocks, 1 + g.num_needed + g.num_to_come) for g in self.groups]
         self._most = num_blocks
-        for group in self.groups:
-            group.most = math.inf if num_blocks is None else self._share_of(num_blocks)
+        for group, least in zip(self.groups, self._least, strict=True):
+            group.most = math.inf if num_blocks is None else max(least, self._share_of(num_blocks))
 
     def stop_growing(self) -> None:
         """There is no memory for more window blocks."""
@@ -124,15 +129,19 @@ class WindowGroups:
         own = [allocation for allocation in self._allocator.allocations() if allocation.namespace == namespace]
         return [len(group.needed_by(own)) for group in self.groups]
 
-    def of_forward(self, spans: Iterable[tuple[int, int, bool]]) -> tuple[int, ...]:
+    def of_forward(self, spans: Iterable[tuple[int, int, bool]], *, keeps_past: bool = False) -> tuple[int, ...]:
         """Of each group, the window blocks that a forward needs of rows that go on from and to so many tokens.
 
         Args:
             spans: start, stop, and whether the row's last block is copied.
+            keeps_past: all that it appends may be taken back.
         """
         rows = [*spans]
         return tuple(
-            sum(len({*group.span(start, start), *group.span(stop, stop)}) + copied for start, stop, copied in rows)
+            sum(
+                len({*group.span(start, start), *group.span(start if keeps_past else stop, stop)}) + copied
+                for start, stop, copied in rows
+            )
             for group in self.groups
         )
 
@@ -149,12 +158,13 @@ class WindowGroups:
         )
 
     def _of_row(self, group: WindowBlocks, row: RowToCome, *, keeps_past: bool) -> int:
-        num_known, num_prompt, max_tokens, num_copies, is_in_chunks, _ = row
+        num_prompt, max_tokens, num_copies, is_in_chunks, _ = row
         whole, shared = -(-max_tokens // self._allocator.block_size), num_prompt // self._allocator.block_size
         if keeps_past:
             return shared + num_copies * (whole - shared)
-        first = len({*group.span(num_known, num_known), *group.span(num_prompt, num_prompt)})
         one = min(group.num_blocks_of_a_row, whole)
+        # What is known may be computed again, from any token on.
+        first = min(one + len(group.span(num_prompt, num_prompt)), -(-num_prompt // self._allocator.block_size))
         if is_in_chunks:
             first = min(2 * one, whole)
         return max(first, one) if num_copies == 1 else first + num_copies * min(one, whole - shared)
@@ -207,6 +217,10 @@ class WindowGroups:
                 max(0, reserved[number] - len(group.needed_by(holder.rows.allocations())))
                 for holder, reserved in self._reserved.items()
             )
+
+    def reserved_for(self, holder: WindowHolder) -> tuple[int, ...]:
+        """What `reserve` was told."""
+        return self._reserved.get(holder, ())
 
     def check(self) -> None:
         """Prove the invariants of each group, or raise BlockStateError."""

@@ -16,7 +16,7 @@ import argparse
 import gc
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import pytest
@@ -59,10 +59,11 @@ class Sequence:
     namespace: bytes
     tokens: list[int] = field(default_factory=list)
     start: int = 0  # goes on from here, or from `cut` on when its forward has returned
+    first: int = 0  # was written from here on
     cut: int = 0
 
     def copy(self) -> Sequence:
-        return Sequence(self.namespace, list(self.tokens), self.start, self.cut)
+        return replace(self, tokens=list(self.tokens))
 
 
 class Prefixes:
@@ -105,8 +106,11 @@ class Driver:
         return range(positions[0] // self.size, positions[-1] // self.size + 1) if positions else range(0)
 
     def indices_needed(self, window: int, sequence: Sequence) -> list[int]:
-        first = max(0, sequence.start - max(1, window - 1))
-        return sorted({position // self.size for position in range(first, len(sequence.tokens))})
+        seen, length = max(1, window - 1), len(sequence.tokens)
+        positions = {*range(sequence.start - seen, sequence.start), *range(sequence.cut - seen, length)}
+        return sorted(
+            {position // self.size for position in (*positions, *range(sequence.first, length)) if position >= 0}
+        )
 
     def needed(self, group: WindowBlocks, but: WindowedTable | None = None) -> set[int]:
         """Blocks that tables need there."""
@@ -148,11 +152,11 @@ class Driver:
     def refs(self, block: int) -> int:
         return sum(block in table.block_ids for table, _ in self.tables)
 
-    def is_refused(self, which: int, start: int, cut: int, stop: int, lookahead: int = 0) -> bool:
+    def is_refused(self, which: int, start: int, first: int, cut: int, stop: int, lookahead: int = 0) -> bool:
         """Whether tokens up to `stop` cannot be appended: too few blocks, or too few window blocks of some group.
 
         Args:
-            start: what is behind what it sees may be taken for the new tokens.
+            start, first: what is needed before these may be taken for the new tokens; see `Sequence`.
         """
         table, sequence = self.tables[which]
         blocks, size, length = table.block_ids, self.size, len(sequence.tokens)
@@ -167,11 +171,10 @@ class Driver:
             return True
         for group in self.groups:
             mine = set(copied)  # what it sees there is read from the copy
-            for index in self.indices_needed(group.window, Sequence(b"", sequence.tokens, start, cut)):
+            for index in self.indices_needed(group.window, Sequence(b"", sequence.tokens, start, first, cut)):
                 if blocks[index] in group.places:
                     mine.add(index)
-            first = max(0, cut - max(1, group.window - 1))
-            mine.update(position // size for position in range(first, stop))
+            mine.update(position // size for position in range(max(0, cut - max(1, group.window - 1)), stop))
             fresh = {index for index in mine if index in copied or index >= len(blocks)}
             held = {blocks[index] for index in mine - fresh}
             if len(self.needed(group, but=table) | held) + len(fresh) > group.num_blocks - 1:
@@ -189,13 +192,13 @@ class Driver:
         assert table.num_matched_tokens == len(cached) * self.size
         self.num_hits += expected > 0
         self.num_limited += expected < len(cached) * self.size
-        sequence = Sequence(namespace, tokens[:expected], expected, expected)
+        sequence = Sequence(namespace, tokens[:expected], expected, expected, expected)
         self.tables.append((table, sequence))
 
     def allocate(self, tokens: list[int], lookahead: int, namespace: bytes) -> None:
         table = WindowedTable(self.allocator, ROOTS[namespace], namespace=namespace, groups=self.groups)
         expected = self.hit(namespace, tokens)
-        sequence = Sequence(namespace, list(tokens), expected, len(tokens))
+        sequence = Sequence(namespace, list(tokens), expected, expected, len(tokens))
         try:
             assert table.allocate(tokens, lookahead) == expected
         except OutOfBlocksError:
@@ -218,16 +221,18 @@ class Driver:
         start = len(sequence.tokens)
         stop = start + len(tokens)
         cut = stop if num_drafts is None else max(start, stop - num_drafts)
-        lowest = min(sequence.start, start)
-        is_refused = self.is_refused(which, lowest, cut, stop, lookahead)
+        lowest, first = min(sequence.start, start), min(sequence.first, start)
+        is_refused = self.is_refused(which, lowest, first, cut, stop, lookahead)
         said = None if num_drafts is None else stop - num_drafts
         if self.attempt(which, lambda: table.append_tokens(tokens, lookahead, cut=said), is_refused):
-            sequence.start, sequence.cut = lowest, cut
+            sequence.start, sequence.first, sequence.cut = lowest, first, cut
             sequence.tokens += tokens
             assert table.num_empty_slots >= lookahead
             self.write(table, sequence, start, dies=dies)
             if dies:
-                self.truncate(which, start)
+                kept = start if self.can_go_on(table.block_ids, start) else sequence.start
+                assert self.can_go_on(table.block_ids, kept)
+                self.truncate(which, kept)
 
     def step(self, which: int, token: int, *, commits: bool) -> None:
         """A decode step."""
@@ -241,10 +246,10 @@ class Driver:
             if commits:
                 self.commit(which, length)
             made: list[int] = []
-            is_refused = self.is_refused(which, length, length, length + 1)
+            is_refused = self.is_refused(which, length, length, length, length + 1)
             if not self.attempt(which, lambda: made.append(table.append_token(token)), is_refused):
                 return
-            sequence.start = sequence.cut = length
+            sequence.start = sequence.first = sequence.cut = length
             slot = made[0]
         sequence.tokens.append(token)
         assert table.slots(length, length + 1) == [slot]
@@ -283,7 +288,7 @@ class Driver:
             group.copies.clear()
         prefixes = self.prefixes.of(sequence.namespace, sequence.tokens)
         for group, content in zip(self.groups, self.in_window_blocks, strict=True):
-            for position in range(max(0, start - group.window + 1), start):
+            for position in range(max(0, sequence.start - group.window + 1), sequence.start):
                 index, offset = divmod(position, self.size)
                 assert content[group.places[table.block_ids[index]]][offset] == prefixes[position]
         for position in range(start, len(sequence.tokens)):
@@ -300,7 +305,7 @@ class Driver:
     def let_pass(self, which: int) -> None:
         table, sequence = self.tables[which]
         table.let_pass()
-        sequence.start = sequence.cut
+        sequence.start = sequence.first = sequence.cut
         for number in range(sequence.cut, len(sequence.tokens) + 1):
             assert self.can_go_on(table.block_ids, number)
 
@@ -308,7 +313,8 @@ class Driver:
         table, sequence = self.tables[which]
         if num_tokens <= len(sequence.tokens) and self.can_go_on(table.block_ids, num_tokens):
             table.hold_window(num_tokens)
-            sequence.start, sequence.cut = num_tokens, max(sequence.cut, num_tokens)
+            sequence.start = num_tokens
+            sequence.first, sequence.cut = max(sequence.first, num_tokens), max(sequence.cut, num_tokens)
 
     def commit(self, which: int, number: int) -> None:
         table, sequence = self.tables[which]
@@ -331,6 +337,7 @@ class Driver:
         table.truncate(number)
         del sequence.tokens[number:]
         sequence.start, sequence.cut = min(sequence.start, number), min(sequence.cut, number)
+        sequence.first = min(sequence.first, number)
 
     def fork(self, which: int) -> None:
         table, sequence = self.tables[which]
@@ -352,7 +359,7 @@ class Driver:
         which = rng.randrange(-1, len(self.groups))
         if which >= 0:
             group = self.groups[which]
-            group.num_reserved = rng.choice((0, 0, 3, group.num_blocks))  # less is given to what is not needed
+            group.num_to_come = rng.choice((0, 0, 3, group.num_blocks))  # less is given to what is not needed
             if group.num_blocks < self.world.windows[group.window] + 6:
                 group.most = group.num_blocks + 1
                 group.grow(group.num_blocks + 1)
