@@ -293,6 +293,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
         block_ids = [block_id for block_id in found if block_id is not None]
         self._dirty = True
         self._states.forget(block_ids)
+        self.num_lapses += 1
         self._dirty = False
 
     def forget_cached_blocks(self, namespace: bytes | None = None) -> None:
@@ -300,6 +301,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
         self._settle()
         self._dirty = True
         self._states.forget(self._states.cached_blocks(namespace))
+        self.num_lapses += 1
         self._dirty = False
 
     def reset_prefix_cache(self, num_blocks: int | None = None) -> None:

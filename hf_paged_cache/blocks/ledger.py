@@ -36,7 +36,7 @@ class BlockLedger:
         self.collected: deque[ReferenceType[Allocation]] = deque()  # collected, blocks not yet taken back
         self._held: dict[ReferenceType[Allocation], list[int]] = {}  # live allocation -> its block ids
         self._states = BlockStates(num_blocks)
-        self.num_collected = 0  # allocations whose blocks were taken back so
+        self.num_lapses = 0  # how often blocks went without their holder's doing: collected, or forgotten
         self._dirty = False
 
     def __repr__(self) -> str:
@@ -219,7 +219,7 @@ class BlockLedger:
                 self._states.drop(reversed(block_ids))
                 del self._held[key]
                 self._dirty = False
-                self.num_collected += 1
+                self.num_lapses += 1
             collected.popleft()
 
     def _list_of(self, allocation: Allocation) -> list[int]:

@@ -53,7 +53,7 @@ class WindowBlocks:
         self._passed: OrderedDict[int, None] = OrderedDict()  # ids of blocks
         self._ends: OrderedDict[int, None] = OrderedDict()
         self.num_evictions = 0
-        self._num_collected = 0  # allocations that were collected when all was derived last
+        self._num_lapses = 0  # the allocator's, when all was derived last
         self._dirty = False
 
     def __repr__(self) -> str:
@@ -144,24 +144,26 @@ class WindowBlocks:
         self._dirty = False
 
     def settle(self) -> None:
-        """Derive all again where a change was interrupted, or tables were collected since."""
-        if self._dirty or self._num_collected != self._allocator.num_collected:
+        """Derive all again where a change was interrupted, or blocks have gone without their holder's doing."""
+        if self._dirty or self._num_lapses != self._allocator.num_lapses:
             self.sweep()
             self._dirty = False
 
     def attach(
         self,
         required: Iterable[int],
-        likely: Iterable[int] = (),
         optional: Iterable[int] = (),
         copied: tuple[int, int] | None = None,
+        *,
+        likely: Iterable[int] = (),
     ) -> None:
         """Blocks are about to be written, or are gone on from: each required one has a window block from here on, and is needed.
 
         Args:
-            likely: others are likely to go on behind these: they get one where it is spare.
-            optional: these, too, but not one from the end of another sequence.
+            optional: others that get one where it is spare, and not at the end of another sequence. Half of what is spare
+                is left to who asks before these have been written.
             copied: a block, and one that takes its place for one holder: required, and begins with the same content.
+            likely: of the optional ones, those that come first and may take one from the end of another sequence.
         Raises:
             OutOfBlocksError: there are not enough; nothing has changed.
         """
@@ -177,7 +179,7 @@ class WindowBlocks:
             if block_id not in self.places:
                 self.places[block_id] = self._take()
         self.num_to_come = max(0, self.num_to_come - self.num_needed + num_needed)
-        num_spare = self.num_spare // 2  # the rest is for what others ask meanwhile
+        num_spare = (self.num_spare + 1) // 2
         for block_ids, may_take_ends in ((likely, True), (optional, False)):
             for block_id in block_ids:
                 if self.num_to_take((block_id,)):
@@ -288,7 +290,7 @@ class WindowBlocks:
         for block_id in idle:
             if block_id not in ends:
                 passed.setdefault(block_id)
-        self._ends, self._passed, self._num_collected = ends, passed, allocator.num_collected
+        self._ends, self._passed, self._num_lapses = ends, passed, allocator.num_lapses
         missing = self._needed_by(allocator.allocations()) - kept.keys()
         for source, destination in allocator.pending_copies:  # interrupted between a copy on write and its window block
             if destination in missing and source in kept:

@@ -162,7 +162,7 @@ class WindowedTable(BlockTable):
         for group, needed in zip(self._groups, needed_from, strict=True):
             parting = group.span(self._parting, self._parting)
             likely = block_ids[max(first, parting.start) : min(needed, parting.stop)]
-            group.attach(block_ids[needed:end], likely, block_ids[first:needed], copied)
+            group.attach(block_ids[needed:end], block_ids[first:needed], copied, likely=likely)
         self._allocation.resumption = forward
         return taken
 
