@@ -163,7 +163,7 @@ class WindowBlocks:
             optional: others that get one where it is spare, and not at the end of another sequence. Half of what is spare
                 is left to who asks before these have been written.
             copied: a block, and one that takes its place for one holder: required, and begins with the same content.
-            likely: of the optional ones, those that come first and may take one from the end of another sequence.
+            likely: of the optional ones, those that may take all that is spare, also from the end of another sequence.
         Raises:
             OutOfBlocksError: there are not enough; nothing has changed.
         """
@@ -179,8 +179,8 @@ class WindowBlocks:
             if block_id not in self.places:
                 self.places[block_id] = self._take()
         self.num_to_come = max(0, self.num_to_come - self.num_needed + num_needed)
-        num_spare = (self.num_spare + 1) // 2
         for block_ids, may_take_ends in ((likely, True), (optional, False)):
+            num_spare = self.num_spare if may_take_ends else self.num_spare / 2
             for block_id in block_ids:
                 if self.num_to_take((block_id,)):
                     if block_id in self.places:  # of what was in the block before

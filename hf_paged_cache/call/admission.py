@@ -96,10 +96,12 @@ def windows_of_shared(
 def _rows_to_come(
     rows: Rows, num_columns: int, max_columns: int, block_size: int, *, is_in_chunks: bool
 ) -> Iterator[RowToCome]:
-    uses = Counter(rows.alias)
+    uses, most_known = Counter(rows.alias), max((row.table.num_tokens for row in rows.distinct), default=0)
+    # Several rows start where the one does that knows least, which may be anywhere in what another one knows.
+    num_known = most_known if len(rows.distinct) == 1 or not most_known else None
     for number, row in enumerate(rows.distinct):
         num_prompt, most = max(0, num_columns - row.pad), max(0, max_columns - row.pad)
-        yield RowToCome(num_prompt, most, uses[number], is_in_chunks, is_copied(row.table, block_size))
+        yield RowToCome(num_prompt, most, uses[number], is_in_chunks, is_copied(row.table, block_size), num_known)
 
 
 def is_copied(table: BlockTable, block_size: int) -> bool:

@@ -591,6 +591,7 @@ class Call:
     def _begin_rows(self, request: ForwardRequest) -> None:
         """Begin rows with what is known; but where too few blocks would be left, without what only previous rows know.
 
+        Where windows lack blocks to see what is known and to keep what is new, all is computed.
         To go on from a previous row's last token keeps a block from the call, to copy a part of it. What the store has of
         full blocks is found all the same.
         """
@@ -603,6 +604,10 @@ class Call:
             if previous and not self.fits(request.num_new_columns, 0):
                 self.rows.free()
                 self.rows, found = begin_rows(store, request, ())
+                self._demand = self._demand_of(request.num_new_columns, previous)
+            if store.windows.lacking(self, self._demand.windows):
+                self.rows.free()
+                self.rows, found = begin_rows(store, request, None)
                 self._demand = self._demand_of(request.num_new_columns, previous)
         self.counters.begin_rows(found)
 

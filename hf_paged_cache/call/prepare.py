@@ -15,10 +15,14 @@ from .rows import Row, Rows
 from .schedule import each_alone, group_equal
 from .scheduled_forward import ForwardRequest
 
+_WINDOWS_ARE_FULL = "layers with a window have no room beside the window in which it would go on"
 
-def begin_rows(store: BlockStore, request: ForwardRequest, previous: Sequence[Row]) -> tuple[Rows, list[Found]]:
+
+def begin_rows(store: BlockStore, request: ForwardRequest, previous: Sequence[Row] | None) -> tuple[Rows, list[Found]]:
     """Rows for a first forward, holding what is known of them; takes no fresh block.
 
+    Args:
+        previous: rows of the call before; None: nothing is looked for.
     Returns:
         the rows, equal ones as aliases; and what was found of each row of the batch.
     """
@@ -27,13 +31,14 @@ def begin_rows(store: BlockStore, request: ForwardRequest, previous: Sequence[Ro
     groups = group_equal(keys) if request.may_alias else each_alone(len(inputs))
     distinct: list[Row] = []
     found: list[Found] = []
-    kept = PreviousRows(previous)
+    kept = PreviousRows(previous or ())
+    why_none = request.bypass or (_WINDOWS_ARE_FULL if previous is None else None)
     for member in groups.members:
         new = inputs[member]
-        if request.bypass is None:
+        if why_none is None:
             table, match = match_row(store, new, kept)
         else:
-            table, match = store.new_table(new.root, new.salt), Found(0, request.bypass)
+            table, match = store.new_table(new.root, new.salt), Found(0, why_none)
         row = Row(table, new.pad, new.root, new.first_position)
         if request.bypass is not None:
             row.stop_commits(0)

@@ -43,6 +43,7 @@ class RowToCome(NamedTuple):
     num_copies: int  # rows of the batch that it stands for
     is_in_chunks: bool  # the prompt comes in several forwards
     is_copied: bool = False  # its last block is, before it is written
+    num_known: int | None = None  # its first forward begins behind so many, or one less; None: nobody knows
 
 
 class WindowGroups:
@@ -158,13 +159,15 @@ class WindowGroups:
         )
 
     def _of_row(self, group: WindowBlocks, row: RowToCome, *, keeps_past: bool) -> int:
-        num_prompt, max_tokens, num_copies, is_in_chunks, _ = row
+        num_prompt, max_tokens, num_copies, is_in_chunks, _, num_known = row
         whole, shared = -(-max_tokens // self._allocator.block_size), num_prompt // self._allocator.block_size
         if keeps_past:
             return shared + num_copies * (whole - shared)
         one = min(group.num_blocks_of_a_row, whole)
-        # What is known may be computed again, from any token on.
-        first = min(one + len(group.span(num_prompt, num_prompt)), -(-num_prompt // self._allocator.block_size))
+        kept = group.span(num_prompt, num_prompt)
+        first = min(one + len(kept), -(-num_prompt // self._allocator.block_size))
+        if num_known is not None:
+            first = len({*group.span(max(0, num_known - 1), num_known), *kept})
         if is_in_chunks:
             first = min(2 * one, whole)
         return max(first, one) if num_copies == 1 else first + num_copies * min(one, whole - shared)

@@ -170,5 +170,10 @@ def test_a_match_ends_in_the_words_of_the_page() -> None:
         ids = torch.cat((IDS, IDS + 1, IDS + 2, question), dim=1)
         generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=1)(windowed.store.model, windowed)
     endings.append(windowed.last_call.rows[0].stopped)
+    windowed = PagedPrefixCache(windowed.store.model, num_blocks=10)
+    for ids in (torch.cat((IDS, IDS), dim=1), torch.cat((pair, pair), dim=1)):
+        generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=1)(windowed.store.model, windowed)
+        windowed.reset()
+    endings.append(windowed.last_call.rows[0].stopped)  # layers with a window have no room beside
     assert [[phrase for phrase in said if phrase in ending] != [] for ending in endings] == [True] * len(endings)
     assert {phrase for phrase in said for ending in endings if phrase in ending} == set(said)

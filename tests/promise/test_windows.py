@@ -16,7 +16,7 @@ from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.model.support import cache_layers
 
 from ..internals import make_forwards_cheap, zero_blocks
-from ..reference import PROMPT, TOLERANCE, Forwards, assert_same, batch, is_same, row, run
+from ..reference import PROMPT, TOLERANCE, AtStep, Forwards, assert_same, batch, is_same, row, run
 from ..tiny_models import WINDOW, build, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -351,7 +351,7 @@ def test_a_place_where_prompts_part_is_kept_when_it_is_seen_a_second_time() -> N
         cache.check()
         if question == 3:
             assert "a window no longer shows what is before token 320" in cache.last_call.rows[0].stopped
-    assert reused == [0, 128, 320]  # at first the blocks for which there was room
+    assert reused == [0, 64, 320]  # at first the blocks for which there was room
     zero_blocks(cache)
     prompt = batch([*shared, *row((5, 30))])  # its last token still sees what is before
     assert not is_same(run(model, **prompt), run(model, cache, **prompt))
@@ -425,3 +425,79 @@ def test_a_block_that_is_copied_in_the_first_step_counts_before_the_call_runs() 
     first = row((1, 1))
     arguments = {**batch([*first, *row((5, 5))], first), "max_new_tokens": 3}
     assert_same(run(model, **arguments), run(model, cache, **arguments))
+
+
+# What others may take.
+
+
+def windowed(num_blocks: int, **options: Any) -> tuple[PreTrainedModel, PagedPrefixCache]:
+    model = build("mistral", sliding_window=64, max_position_embeddings=2048)
+    return model, PagedPrefixCache(model, num_blocks=num_blocks, **options)
+
+
+def test_rows_of_a_plain_forward_leave_each_other_their_windows() -> None:
+    model, cache = windowed(16)
+    ids = torch.tensor([row((1, 300)), row((2, 300))])
+    with torch.no_grad():
+        assert_close(model(ids, past_key_values=cache).logits, model(ids, past_key_values=DynamicCache()).logits)
+    cache.check()
+
+
+def test_a_long_prompt_leaves_room_for_a_call_that_comes_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = windowed(40)
+    other, asked = PagedPrefixCache(cache.store), []
+    confirm = cache.call.confirm
+
+    def confirm_later(*args: Any, **kwargs: Any) -> Any:
+        if not asked:
+            asked.append(run(model, other, **batch(row((2, 32)))))
+        return confirm(*args, **kwargs)
+
+    monkeypatch.setattr(cache.call, "confirm", confirm_later)
+    assert_same(run(model, **batch(row((1, 1000)))), run(model, cache, **batch(row((1, 1000)))))
+    assert_same(run(model, **batch(row((2, 32)))), asked[0])
+
+
+@pytest.mark.parametrize("num_blocks", [8, 10, 12])
+def test_a_look_at_a_cached_block_does_not_take_its_window_block(num_blocks: int) -> None:
+    model, cache = windowed(num_blocks, verify=True)
+    reused = []
+    for _ in range(6):
+        run(model, cache, **batch(row((1, 200))))
+        reused.append(cache.last_call.reused_tokens)
+    assert reused == [0, *[199] * 5]
+
+
+def test_a_batch_that_fits_into_an_empty_pool_fits_into_one_that_knows_a_row() -> None:
+    model, cache = windowed(16)
+    run(model, cache, **batch(row((1, 960))))
+    cache.reset()
+    rows = batch(row((1, 960)), row((2, 960)))
+    assert_same(run(model, **rows), run(model, cache, **rows))
+    assert "layers with a window have no room beside" in cache.last_call.rows[0].stopped
+
+
+def test_a_prefix_is_pinned_while_rows_share_it() -> None:
+    model = build("gemma3", sliding_window=64)
+    cache = PagedPrefixCache(model, num_blocks=24)
+    run(model, cache, **batch(row((1, 64))))
+    rows = batch(*(row((1, 64), (2 + number, 4)) for number in range(6)))
+    pinned = AtStep(2, lambda: told.append(PagedPrefixCache(cache.store).pin(row((1, 64)))))
+    told: list[int] = []
+    run(model, cache, **rows, logits_processor=[pinned])
+    assert told == [64]
+
+
+@WAYS
+def test_rows_that_hold_more_than_others_know_go_on_from_where_they_stand(attention: str) -> None:
+    """In chunks: one row finds more of its prompt in the store, whose windows show nothing of where the rows stand."""
+    model = build("mistral", sliding_window=17, max_position_embeddings=1024)
+    store = PrefixStore(model, num_blocks=40, block_size=8)
+    long, other = row((1, 160)), row((2, 160))
+    run(model, PagedPrefixCache(store), **batch(long))
+    for _ in range(2):
+        cache = PagedPrefixCache(store, attention=attention)  # type: ignore[arg-type]
+        rows = batch([*other[:8], *long[8:]], other)
+        wanted = run(model, **rows, prefill_chunk_size=24)
+        assert_same(wanted, run(model, cache, **rows, prefill_chunk_size=24))
+        cache.check()
