@@ -5,7 +5,7 @@ Functions over `Rows`, in the order in which `Call` uses them. No state.
 
 from collections.abc import Callable, Sequence
 
-from ..errors import CacheArgumentError
+from ..errors import CacheArgumentError, ForwardMismatchError
 from ..kv.slot_mapping import SlotMapping
 from ..kv.transfers import Transfer
 from ..store.block_store import BlockStore, Holder
@@ -113,7 +113,9 @@ def hold_windows(rows: Rows, before: int, start: int) -> int:
     """Say from which column each row's layers read on: from `start`, or from the last one before it that all windows allow.
 
     Args:
-        before: columns from which every row can go on.
+        before: columns at which the rows stand.
+    Raises:
+        ForwardMismatchError: the rows cannot go on from there: a forward that skipped more of a prompt has died.
     """
     column = start + 1
     while column > start:
@@ -123,7 +125,13 @@ def hold_windows(rows: Rows, before: int, start: int) -> int:
             if (num_resumable := row.table.num_resumable_tokens(num_tokens)) < num_tokens:
                 start = max(before, row.pad + num_resumable)
     for row in rows.distinct:
-        row.table.hold_window(max(0, start - row.pad))
+        num_tokens = max(0, start - row.pad)
+        if row.table.num_resumable_tokens(num_tokens) < num_tokens:
+            raise ForwardMismatchError(
+                f"layers with a window no longer hold what is before column {start}, because a forward died that went on "
+                "further right; reset() the cache, or pass the whole prompt to generate again"
+            )
+        row.table.hold_window(num_tokens)
     return start
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from hf_paged_cache.blocks.tokens import common_prefix_length
 from hf_paged_cache.call.prefix_match import Found, PreviousRows, hold_longer, match_row
+from hf_paged_cache.call.rows import Row
 from hf_paged_cache.store.block_store import BlockStore
 
 from .bench import BLOCK_SIZE, OTHER_ROOT, ROOT, make_row, new_row, put_in_store
@@ -171,3 +172,24 @@ def test_of_many_previous_rows_the_closest_is_found(store: BlockStore, seed: int
         else:
             assert closest.root == new.root
             assert common_prefix_length(closest.true_token_ids, new.token_ids) == num_common
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_is_longer_is_held_only_where_a_window_can_go_on_from_where_the_row_stands(*, is_kept: bool) -> None:
+    store = BlockStore(BLOCK_SIZE, 64, window_of={0: 5}, layers=[0])
+    store.make_room(20)
+    (group,) = store.windows.groups
+    row = Row(store.new_table(ROOT, b""), 0, ROOT)
+    row.table.append_tokens(range(9))  # not committed: the other's blocks are its own
+    row.table.let_pass()
+    row.num_confirmed = 9
+    group.num_to_come = 0 if is_kept else 1000  # then nothing is kept but a sequence's end
+    with store.new_table(ROOT, b"") as other:
+        other.append_tokens(range(40))
+        other.let_pass()
+        other.commit_full_blocks(40)
+    assert hold_longer(store, row, new_row(range(9, 44)).token_ids) == is_kept
+    assert row.table.num_tokens == (40 if is_kept else 9)
+    needed = group.needed_by([row.table.allocation])
+    assert {*row.table.block_ids[1:3]} <= needed  # tokens 5 to 8 are seen
+    store.check()

@@ -7,17 +7,18 @@ import random
 
 import pytest
 
-from hf_paged_cache import CacheArgumentError, OutOfBlocksError
+from hf_paged_cache import CacheArgumentError, ForwardMismatchError, OutOfBlocksError
 from hf_paged_cache.call.admission import UNLIMITED, CallLimits
 from hf_paged_cache.call.prefix_match import Found
-from hf_paged_cache.call.prepare import begin_rows, continue_rows, map_slots, take_blocks, take_step
-from hf_paged_cache.call.rows import Rows
+from hf_paged_cache.call.prepare import begin_rows, continue_rows, hold_windows, map_slots, take_blocks, take_step
+from hf_paged_cache.call.rows import Row, Rows
 from hf_paged_cache.call.scheduled_forward import RowInput
 from hf_paged_cache.store.block_store import BlockStore
 
 from .bench import (
     BLOCK_SIZE,
     OTHER_ROOT,
+    ROOT,
     Holder,
     commit,
     limits,
@@ -301,3 +302,18 @@ def test_a_step_that_has_no_room_is_refused_and_can_be_taken_back() -> None:
     rows.roll_back()
     assert tokens_in_batch(rows) == [[1, 2, 3, 4], [5, 6, 7, 8]]
     store.allocator.check()
+
+
+def test_rows_whose_windows_are_gone_are_refused() -> None:
+    store = BlockStore(BLOCK_SIZE, 64, window_of={0: 5}, layers=[0])
+    store.make_room(20)
+    row = Row(store.new_table(ROOT, b""), 0, ROOT)
+    row.table.append_tokens(range(40))
+    row.table.let_pass()
+    rows = Rows([row], [0], 40)
+    assert hold_windows(rows, 20, 38) == 38
+    for block_id in row.table.block_ids[3:5]:
+        store.windows.groups[0].places.pop(block_id)
+    assert hold_windows(rows, 8, 20) == 12  # what is before tokens 13 to 19 is gone
+    with pytest.raises(ForwardMismatchError, match="no longer hold what is before column 16"):
+        hold_windows(rows, 16, 20)

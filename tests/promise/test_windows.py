@@ -486,18 +486,3 @@ def test_a_prefix_is_pinned_while_rows_share_it() -> None:
     told: list[int] = []
     run(model, cache, **rows, logits_processor=[pinned])
     assert told == [64]
-
-
-@WAYS
-def test_rows_that_hold_more_than_others_know_go_on_from_where_they_stand(attention: str) -> None:
-    """In chunks: one row finds more of its prompt in the store, whose windows show nothing of where the rows stand."""
-    model = build("mistral", sliding_window=17, max_position_embeddings=1024)
-    store = PrefixStore(model, num_blocks=40, block_size=8)
-    long, other = row((1, 160)), row((2, 160))
-    run(model, PagedPrefixCache(store), **batch(long))
-    for _ in range(2):
-        cache = PagedPrefixCache(store, attention=attention)  # type: ignore[arg-type]
-        rows = batch([*other[:8], *long[8:]], other)
-        wanted = run(model, **rows, prefill_chunk_size=24)
-        assert_same(wanted, run(model, cache, **rows, prefill_chunk_size=24))
-        cache.check()
