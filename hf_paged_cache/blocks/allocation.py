@@ -21,10 +21,11 @@ class BlockOwner(Protocol):
 
 
 class Resumption(NamedTuple):
-    """Where the holder of blocks may go on, in tokens, of the forward that is scheduled, or was the last one.
+    """What a sequence does with its tokens, for layers that see a window of them; numbers of tokens.
 
-    [0, start) seen by it | [start, first) known, computed again | [first, stop) written
-    When it has returned, the sequence goes on from `cut` or later: further tokens may be taken back.
+    The forward that is scheduled, or was the last one: [0, start) it sees | [start, first) it computes again, though they
+    are known | [first, stop) it writes. The one after it goes on from `stop`, or from less, down to `cut`, where the last
+    tokens are taken back.
     """
 
     start: int

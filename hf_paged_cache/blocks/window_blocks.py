@@ -32,6 +32,7 @@ class WindowBlocks:
         copies: (source, destination) window blocks, to be copied in this order before the next write.
         most: window blocks that there can be.
         num_to_come: of those, kept for running calls that do not need them yet.
+        num_evictions: idle window blocks that were taken so far.
     Example:
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
         >>> group = WindowBlocks(allocator, window=3, num_blocks=4)
@@ -124,14 +125,15 @@ class WindowBlocks:
             return False
         return block_id in self.needed_by(other for other in self._allocator.allocations() if other is not allocation)
 
-    def require(self, num_blocks: int) -> None:
-        """Raises OutOfBlocksError unless so many window blocks can be taken."""
+    def require(self, num_blocks: int, namespace: bytes = b"") -> None:
+        """Raises OutOfBlocksError unless so many window blocks can be taken; with the arithmetic, but for a namespace."""
         if num_blocks > len(self._free) + self.num_idle:
             self.sweep()
         if num_blocks > len(self._free) + self.num_idle:
+            of_all = f"{len(self._free)} free + {self.num_idle} idle of {self.num_blocks - 1}"
             raise OutOfBlocksError(
-                f"need {num_blocks} blocks of layers with a window of {self.window} tokens: {len(self._free)} free + "
-                f"{self.num_idle} idle of {self.num_blocks - 1}; free what is no longer needed or give the pool more blocks"
+                f"need {num_blocks} blocks of layers with a window of {self.window} tokens: "
+                f"{'there are fewer' if namespace else of_all}; free what is no longer needed or give the pool more blocks"
             )
 
     def begin(self) -> None:

@@ -152,7 +152,7 @@ class WindowedTable(BlockTable):
                 held = block_ids[needed:end]
                 num_taken = group.num_to_take(held) + max(0, end - needed - len(held))
                 is_shared = source is not None and group.is_needed_by_others(source, self._allocation)
-                group.require(num_taken + is_shared)
+                group.require(num_taken + is_shared, self.namespace)
             taken = take()
         except OutOfBlocksError:
             self._go_on(before)

@@ -107,6 +107,13 @@ def test_a_long_forward_keeps_only_what_the_next_one_sees_where_the_rest_is_not_
     small.check()
 
 
+def test_a_namespace_is_not_told_what_others_have() -> None:
+    small = Small({4: 3})
+    table = WindowedTable(small.allocator, ROOT, namespace=b"tenant", groups=small.groups)
+    with pytest.raises(OutOfBlocksError, match=r"need 6 blocks of layers with a window of 4 tokens: there are fewer;"):
+        table.append_tokens(range(12), cut=0)
+
+
 @pytest.mark.parametrize("append", [lambda table: table.append_token(9), lambda table: table.append_tokens(range(9))])
 def test_a_refusal_changes_nothing(append) -> None:
     small = Small({4: 5, 2: 33})
