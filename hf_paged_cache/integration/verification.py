@@ -107,10 +107,9 @@ class Verifier:
             table.free()
 
     def _comparable(self, known: BlockTable) -> list[int]:
-        """Logical indices of the blocks that every layer has, and can go on to."""
-        with self._blocks.lock:
-            ends = range(0, known.num_tokens + 1, self._blocks.block_size)
-            resumable = [known.num_resumable_tokens(num_tokens) == num_tokens for num_tokens in ends]
+        """Logical indices of the blocks that every layer has, and can go on to; looked at again under the lock."""
+        ends = range(0, known.num_tokens + 1, self._blocks.block_size)
+        resumable = [known.num_resumable_tokens(num_tokens) == num_tokens for num_tokens in ends]
         return [index for index in range(len(ends) - 1) if resumable[index] and resumable[index + 1]]
 
     def _is_equal(self, held: ExitStack, new: RowInput, known: BlockTable, index: int, digest: bytes) -> bool:

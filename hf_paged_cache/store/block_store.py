@@ -417,7 +417,7 @@ class BlockStore:
             num_cached = group.num_idle_of(salt) if salt else group.num_idle
             num_in_use = windows.num_needed(salt or None)[0]
             num_pinned = len(group.needed_by(self.pins.allocations(salt or None)))
-            num_evictions = group.num_evictions
+            num_evictions += group.num_evictions
         return CacheStats(
             prompt_tokens=metrics.num_queried_tokens,
             computed_tokens=metrics.num_queried_tokens - metrics.num_hit_tokens,

@@ -301,5 +301,5 @@ def test_an_operation_interrupted_anywhere_leaves_what_can_be_rolled_back(name) 
         if name not in ("free", "grow"):
             operation(world)
             world.small.check()
-        instruction += 3
+        instruction += 7
     assert instruction > 20
