@@ -92,7 +92,10 @@ class WindowedTable(BlockTable):
         return self._num_resumable(self.block_ids, num_tokens)
 
     def _num_resumable(self, block_ids: Sequence[int], num_tokens: int) -> int:
-        """The most tokens, up to `num_tokens`, before which each window has all blocks that it sees; one pass from the end."""
+        """The most tokens, up to `num_tokens`, before which each window has all blocks that it sees.
+
+        From the end: a block that a window lacks is looked at once for each group, and what follows it no more.
+        """
         is_settled = False
         while not is_settled:
             is_settled = True
