@@ -89,6 +89,7 @@ def interrupts(times: int, seed: int = 0) -> Counter[str]:
                 contextlib.suppress(KeyboardInterrupt),
             ):
                 run(model, cache, **arguments)
+            torch.set_grad_enabled(True)  # where torch's own `no_grad` was interrupted on its way out, they are off
             places[interrupter.place.partition(":")[0] or "none: it was over"] += 1
             try:
                 assert not cache.is_generating, "busy, and no call runs"

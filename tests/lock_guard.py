@@ -92,7 +92,7 @@ def install() -> None:
     # A model runs between these, and users' callbacks, or what they call writes to a log.
     for cls, names in [
         (Session, ("before_forward", "after_forward", "_log", "_warn_of_a_lone_turn", "why_unscheduled")),
-        (SideForwards, ("run",)),
+        (SideForwards, ("run", "run_columns")),
         (Call, ("write", "write_step")),
     ]:
         for name in names:

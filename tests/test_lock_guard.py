@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
+import functools
 import importlib
 import inspect
 import re
@@ -22,6 +23,7 @@ from hf_paged_cache import PagedPrefixCache
 
 from . import lock_guard
 from .call.bench import Bench, limits, request
+from .conformance import zoo
 from .internals import hold_all_token_ids, make_forwards_cheap
 from .lock_guard import LockError
 from .reference import AtStep, batch, row, run
@@ -183,6 +185,22 @@ def verify() -> None:
         run(cache.store.model, cache, input_ids=torch.tensor([row((1, 18))]))
 
 
+def carry_states() -> None:
+    """Rows whose layers do: one alone, several that share a prefix, others that join on the way, and a look at a block."""
+    cache = PagedPrefixCache(_model_with_states(), block_size=4, verify=True)
+    model = cache.store.model
+    with pytest.MonkeyPatch.context() as patch:
+        make_forwards_cheap(patch)
+        run(model, cache, **batch(row((1, 20), (2, 4)), row((1, 20), (3, 4)), row((4, 12))), max_new_tokens=2)
+        run(model, cache, **batch(row((1, 20), (5, 4)), row((1, 20), (6, 7))), max_new_tokens=2)
+        run(model, cache, input_ids=torch.tensor([row((1, 20), (7, 4))]), max_new_tokens=2)
+
+
+@functools.cache
+def _model_with_states() -> Any:
+    return zoo.build("falcon_h1")
+
+
 def hold_token_ids() -> None:
     with pytest.MonkeyPatch.context() as patch:
         hold_all_token_ids(patch)
@@ -244,6 +262,7 @@ SCENES = [
     bypass,
     share_a_prefix,
     verify,
+    carry_states,
     hold_token_ids,
     fail_in_a_layer,
 ]

@@ -14,8 +14,6 @@ from torch import Tensor
 from ..kv.slot_mapping import RowLayout
 from ..kv.transfers import Transfer
 
-MIN_SPARE_COLUMNS = 128  # that a buffer of columns has at least when it grows: few decode steps have to grow it
-
 
 class Reader(Protocol):
     """Columns are counted from the left, padding included.

@@ -3,47 +3,33 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from ..kv.block_pool import BlockPool, reorder_rows
+from ..kv.block_pool import BlockPool
 from ..kv.block_tables import read_source
 from ..kv.recycled_memory import RecycledMemory, zeros
 from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer
-from .base import MIN_SPARE_COLUMNS, Reader
-from .gather import GatherReader
+from .copy_reader import MIN_SPARE_COLUMNS, CopyReader, expand_in_place, with_spare_columns
 
 
-class ContiguousReader(Reader):
+class ContiguousReader(CopyReader):
     """A contiguous copy of all columns of the rows. Those that the next rows have in common are kept.
 
     Buffers: layer index -> name -> [row capacity, H, column capacity, D].
         columns of a row: [0, valid) a copy of the pool, but for held steps | [valid, capacity) unspecified, finite
     Columns that are missing are gathered when a layer is read; which they are is the same for all layers of a forward.
-    Where there is no memory for the copy, rows are gathered from the pool until other rows start.
     """
 
-    keeps_columns = True
-    most_copies = 1
-
     def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
+        super().__init__(pool)
         self._memory = RecycledMemory()  # for what is gathered into the buffers
         self._buffers: dict[int, dict[str, Tensor]] = {}
-        self._buffer_bytes = 0
-        self._kept: list[RowLayout] = []  # row -> what it holds, as of the last `keep`
-        self._num_rows = 0
-        self._max_rows = 0
-        self._max_columns = math.inf
-        self._start = self._stop = 0
         self._missing: list[tuple[int, int, int, ReadSource]] = []  # to gather: (row, first column, end, source)
         self._valid: list[int] = []  # row -> columns that are in the buffers
-        self._layouts: Callable[[], Sequence[RowLayout]] = list  # of the rows of the forward
-        self._gathering: Reader | None = None  # reads in place of the copy
 
     def start_rows(self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float) -> None:
-        self._max_rows, self._max_columns, self._gathering = max(max_rows, len(rows)), max_columns, None
+        super().start_rows(rows, num_columns, max_rows=max_rows, max_columns=max_columns)
         if self._oversized(num_columns):
             self.drop()
         self._valid = [self._num_columns_kept(row, layout) for row, layout in enumerate(rows)]
@@ -137,13 +123,7 @@ class ContiguousReader(Reader):
             }
             yield layer_idx, states
 
-    def expand_rows(self, sources: Sequence[int]) -> None:
-        try:
-            self._expand_rows(sources)
-        except torch.OutOfMemoryError:
-            self._go_without()
-
-    def _expand_rows(self, sources: Sequence[int]) -> None:
+    def _expand(self, sources: Sequence[int]) -> None:
         columns = self._stop
         self._num_rows = len(sources)
         self._valid = [self._valid[source] for source in sources] if self._buffers else [0] * len(sources)
@@ -154,19 +134,10 @@ class ContiguousReader(Reader):
                     rows[: held.shape[0], :, :columns] = held[:, :, :columns]
                     self._put(layer, name, rows)
                     held = rows
-                for row in range(len(sources) - 1, -1, -1):  # a source is never right of its copy
-                    if sources[row] != row:
-                        held[row, :, :columns] = held[sources[row], :, :columns]
+                expand_in_place(held, sources, columns)
 
-    def reorder_rows(self, sources: Sequence[int], shared_columns: int, index: Tensor | None = None) -> None:
-        columns = self._stop
-        if list(sources) == list(range(len(sources))) or shared_columns >= columns:
-            return
-        spans = (held[:, :, shared_columns:columns] for layer in self._buffers.values() for held in layer.values())
-        try:
-            reorder_rows(spans, sources, index)
-        except torch.OutOfMemoryError:
-            self._go_without()
+    def _spans(self, start: int, stop: int) -> Iterator[Tensor]:
+        return (held[:, :, start:stop] for layer in self._buffers.values() for held in layer.values())
 
     def crop(self, num_columns: int) -> None:
         self._stop = min(self._stop, num_columns)
@@ -179,8 +150,7 @@ class ContiguousReader(Reader):
 
     def pause(self) -> None:
         self._memory.drop()
-        if self._gathering is not None:
-            self._gathering.pause()
+        super().pause()
 
     def drop(self) -> None:
         self._pool.release(held for layer in self._buffers.values() for held in layer.values())
@@ -188,19 +158,9 @@ class ContiguousReader(Reader):
         self._valid, self._stop, self._layouts = [], 0, list
         self.pause()
 
-    def do_without_copies(self) -> None:
-        layouts, num_rows, start, stop = self._layouts, self._num_rows, self._start, self._stop
-        self._go_without()
-        self.start_forward(layouts, num_rows, start, stop)
-
-    def _go_without(self) -> None:
-        """Gather the rows, from the next forward on."""
-        self.drop()
-        self._gathering = GatherReader(self._pool)
-
     @property
     def num_bytes(self) -> int:
-        return self._buffer_bytes + self._memory.num_bytes + (self._gathering.num_bytes if self._gathering else 0)
+        return super().num_bytes + self._memory.num_bytes
 
     def _num_columns_kept(self, row: int, layout: RowLayout) -> int:
         """How many columns of a new row the buffers hold, padding included."""
@@ -216,9 +176,7 @@ class ContiguousReader(Reader):
 
     def _grown(self, held: Tensor | None, states: Tensor) -> Tensor:
         """A buffer with room for the forward's columns and some more; `held` is copied into it."""
-        stop = self._stop
-        most = self._max_columns if stop <= self._max_columns else math.inf  # rows may go on after the call
-        columns = max(stop, int(min(stop + max(MIN_SPARE_COLUMNS, stop // 4), most)))
+        columns = with_spare_columns(self._stop, self._most_columns)
         num_rows = max(self._max_rows, self._num_rows)
         grown = zeros(
             (num_rows, states.shape[1], columns, states.shape[3]), states.dtype, states.device, huge_pages=True

@@ -1,18 +1,16 @@
 """Owns a contiguous copy of the last columns of the running rows, for layers whose attention sees a window of them."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..kv.block_pool import BlockPool, reorder_rows
+from ..kv.block_pool import BlockPool
 from ..kv.block_tables import read_source
 from ..kv.recycled_memory import zeros
 from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer
-from .base import MIN_SPARE_COLUMNS, Reader
-from .gather import GatherReader
+from .copy_reader import CopyReader, expand_in_place, with_spare_columns
 from .windows import Windows, first_column
 
 
@@ -40,7 +38,7 @@ class _Buffer:
         self.base = base
 
 
-class WindowReader(Reader):
+class WindowReader(CopyReader):
     """A contiguous copy of the columns that a window shows, and some before it; for all layers of this window.
 
     Buffers: layer index -> name -> `_Buffer`.
@@ -51,31 +49,19 @@ class WindowReader(Reader):
     and drafts that may be taken back. Columns that are missing are gathered when a layer is read.
     """
 
-    keeps_columns = True
-    most_copies = 1
-
     def __init__(self, pool: BlockPool, windows: Windows, window: int) -> None:
-        self._pool = pool
-        self._windows = windows
+        super().__init__(pool, windows)
         self._window = window
         self._num_kept = window - 1 + pool.block_size  # columns before a forward that stay
         self._capacity = self._num_kept + pool.block_size
         self._buffers: dict[int, dict[str, _Buffer]] = {}
-        self._buffer_bytes = 0
-        self._kept: list[RowLayout] = []  # row -> what it holds, as of the last `keep`
-        self._num_rows = 0
-        self._max_rows = 0
-        self._max_columns = math.inf
-        self._start = self._stop = 0
         self._first = 0  # first column that the forward's layers read
         self._base = 0  # of each buffer, once its layer is read
         self._valid = 0  # end of the columns that are in the buffers, for all rows
         self._missing: ReadSource | None = None  # to gather: the columns before the forward that its layers read
-        self._layouts: Callable[[], Sequence[RowLayout]] = list  # of the rows of the forward
-        self._gathering: Reader | None = None  # reads in place of the copy
 
     def start_rows(self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float) -> None:
-        self._max_rows, self._max_columns, self._gathering = max(max_rows, len(rows)), max_columns, None
+        super().start_rows(rows, num_columns, max_rows=max_rows, max_columns=max_columns)
         if any(
             held.states.shape[0] > 4 * self._max_rows for layer in self._buffers.values() for held in layer.values()
         ):
@@ -179,13 +165,7 @@ class WindowReader(Reader):
             }
             yield layer_idx, states
 
-    def expand_rows(self, sources: Sequence[int]) -> None:
-        try:
-            self._expand_rows(sources)
-        except torch.OutOfMemoryError:
-            self._go_without()
-
-    def _expand_rows(self, sources: Sequence[int]) -> None:
+    def _expand(self, sources: Sequence[int]) -> None:
         for layer in self._buffers.values():
             for held in layer.values():
                 columns = max(0, self._stop - held.base)
@@ -193,25 +173,16 @@ class WindowReader(Reader):
                     grown = zeros((len(sources), *held.states.shape[1:]), held.states.dtype, held.states.device)
                     grown[: held.states.shape[0], :, :columns] = held.states[:, :, :columns]
                     self._replace(held, grown)
-                for row in range(len(sources) - 1, -1, -1):  # a source is never right of its copy
-                    if sources[row] != row:
-                        held.states[row, :, :columns] = held.states[sources[row], :, :columns]
+                expand_in_place(held.states, sources, columns)
         self._num_rows = len(sources)
 
-    def reorder_rows(self, sources: Sequence[int], shared_columns: int, index: Tensor | None = None) -> None:
-        stop = self._stop
-        if list(sources) == list(range(len(sources))) or shared_columns >= stop:
-            return
-        spans = (
-            held.states[:, :, max(0, shared_columns - held.base) : stop - held.base]
+    def _spans(self, start: int, stop: int) -> Iterator[Tensor]:
+        return (
+            held.states[:, :, max(0, start - held.base) : stop - held.base]
             for layer in self._buffers.values()
             for held in layer.values()
             if held.base < stop
         )
-        try:
-            reorder_rows(spans, sources, index)
-        except torch.OutOfMemoryError:
-            self._go_without()
 
     def crop(self, num_columns: int) -> None:
         self._stop, self._valid = min(self._stop, num_columns), min(self._valid, num_columns)
@@ -219,30 +190,12 @@ class WindowReader(Reader):
     def keep(self, rows: Sequence[RowLayout]) -> None:
         self._kept = [layout.cut(self._valid) for layout in rows[: self._num_rows]] if self._valid else []
 
-    def pause(self) -> None:
-        if self._gathering is not None:
-            self._gathering.pause()
-
     def drop(self) -> None:
         self._pool.release(held.states for layer in self._buffers.values() for held in layer.values())
         self._buffers, self._buffer_bytes, self._kept, self._missing = {}, 0, [], None
         self._valid = self._stop = self._first = self._base = 0
         self._layouts = list
         self.pause()
-
-    def do_without_copies(self) -> None:
-        layouts, num_rows, start, stop = self._layouts, self._num_rows, self._start, self._stop
-        self._go_without()
-        self.start_forward(layouts, num_rows, start, stop)
-
-    def _go_without(self) -> None:
-        """Gather the rows, from the next forward on."""
-        self.drop()
-        self._gathering = GatherReader(self._pool, self._windows)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._buffer_bytes + (self._gathering.num_bytes if self._gathering else 0)
 
     def _gathered(self, layer_idx: int, buffers: dict[str, _Buffer], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """name -> the columns before the forward, from the pool; of tensors whose buffers have not all that are read."""
@@ -283,9 +236,7 @@ class WindowReader(Reader):
                 held.move(self._num_rows, base, start)
             held.base = base
             return held
-        spare = max(MIN_SPARE_COLUMNS, needed // 4)
-        most = self._max_columns if self._stop <= self._max_columns else math.inf  # rows may go on after the call
-        columns = max(needed, int(min(needed + spare, self._capacity, most - base)))
+        columns = with_spare_columns(needed, min(self._capacity, self._most_columns - base))
         num_rows = max(self._max_rows, self._num_rows)
         made = _Buffer(zeros((num_rows, new.shape[1], columns, new.shape[3]), new.dtype, new.device), base)
         if held is None:

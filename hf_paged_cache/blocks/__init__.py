@@ -14,6 +14,7 @@ from .free_queue import FreeBlockQueue
 from .hashing import BlockHash, HashChain, root_hash
 from .metrics import PrefixCacheMetrics
 from .prefix_index import PrefixIndex
+from .snapshots import Snapshots
 from .window_blocks import WindowBlocks
 from .windowed_table import WindowedTable
 
@@ -26,6 +27,7 @@ __all__ = [
     "PrefixCacheMetrics",
     "PrefixCachingBlockAllocator",
     "PrefixIndex",
+    "Snapshots",
     "WindowBlocks",
     "WindowedTable",
     "root_hash",

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 
 from ..errors import BlockStateError, CacheArgumentError
 from .allocation import Allocation, num_blocks_of_ring
+from .arguments import check_not_negative, int_of_at_least
 from .block_states import BlockStates
 from .hashing import BlockHash
-from .ledger import BlockLedger, check_not_negative, int_of_at_least
+from .ledger import BlockLedger
 
 
 class PrefixCachingBlockAllocator(BlockLedger):
@@ -291,10 +292,11 @@ class PrefixCachingBlockAllocator(BlockLedger):
         self._settle()
         found = (self._states.index.get(block_hash, namespace) for block_hash in dict.fromkeys(block_hashes))
         block_ids = [block_id for block_id in found if block_id is not None]
-        self._dirty = True
-        self._states.forget(block_ids)
-        self.num_lapses += 1
-        self._dirty = False
+        if block_ids:
+            self._dirty = True
+            self._states.forget(block_ids)
+            self.num_lapses += 1
+            self._dirty = False
 
     def forget_cached_blocks(self, namespace: bytes | None = None) -> None:
         """Make every cached block free, or every one of `namespace`; blocks in use keep their hashes."""

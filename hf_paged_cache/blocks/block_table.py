@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ..errors import BlockStateError, CacheArgumentError
 from .allocation import Allocation
 from .allocator import PrefixCachingBlockAllocator
+from .arguments import check_not_negative
 from .hashing import BlockHash, HashChain, token_array
-from .ledger import check_not_negative
 
 
 class BlockTable:

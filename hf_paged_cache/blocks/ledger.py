@@ -113,6 +113,15 @@ class BlockLedger:
         self._check_ids((block_id,))
         return self._states.index.hash_of(block_id)
 
+    def digest_of(self, block_id: int) -> bytes | None:
+        """The digest of a block that somebody holds, or None."""
+        return self._states.index.digests[block_id]
+
+    def namespace_of_digest(self, digest: bytes) -> bytes | None:
+        """Whose the block with this digest is; None where no block has it."""
+        block_id = self._states.index.blocks.get(digest)
+        return None if block_id is None else self._states.index.namespaces[block_id]
+
     def is_writable(self, block_id: int) -> bool:
         """Whether a block has one holder and no hash: only such a block may be written."""
         if self._dirty or self.collected:
@@ -217,9 +226,9 @@ class BlockLedger:
             if block_ids is not None:
                 self._dirty = True
                 self._states.drop(reversed(block_ids))
+                self.num_lapses += bool(block_ids)
                 del self._held[key]
                 self._dirty = False
-                self.num_lapses += 1
             collected.popleft()
 
     def _list_of(self, allocation: Allocation) -> list[int]:
@@ -243,16 +252,3 @@ class BlockLedger:
         for block_id in block_ids:
             if not 0 < block_id < self._states.num_blocks:
                 raise CacheArgumentError(f"block {block_id} given; blocks are 1 to {self._states.num_blocks - 1}")
-
-
-def check_not_negative(name: str, number: int) -> None:
-    """Raises CacheArgumentError if `number` is below 0."""
-    if number < 0:
-        raise CacheArgumentError(f"{name} is {number}; it must be 0 or more")
-
-
-def int_of_at_least(name: str, value: object, least: int, what: str) -> int:
-    """Return `value`. Raises CacheArgumentError unless it is an int, and no bool, of `least` or more."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise CacheArgumentError(f"{name} is {value!r}; it must be an int, {least} or more ({what})")
-    return value

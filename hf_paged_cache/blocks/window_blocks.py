@@ -274,9 +274,7 @@ class WindowBlocks:
     def sweep(self) -> None:
         """Derive what is free, needed and idle from the places, the allocations and the allocator.  Cost: O(num_blocks)."""
         allocator, kept, taken = self._allocator, {}, {}
-        held = {block_id for allocation in allocator.allocations() for block_id in allocation.block_ids}
-        for block_id in sorted(self.places, key=lambda block_id: block_id not in held):
-            place = self.places[block_id]
+        for block_id, place in self.places.items():  # a block that shares another's place comes behind it
             is_block = block_id < allocator.num_blocks  # not all are there after a reset that was interrupted
             if place not in taken and is_block and self._is_of_use(block_id):
                 kept[block_id] = place

@@ -11,9 +11,9 @@ from typing import TypeVar
 from ..errors import OutOfBlocksError
 from .allocation import Resumption
 from .allocator import PrefixCachingBlockAllocator
+from .arguments import check_not_negative
 from .block_table import BlockTable
 from .hashing import BlockHash, HashChain, token_array
-from .ledger import check_not_negative
 from .window_blocks import WindowBlocks
 
 _Taken = TypeVar("_Taken")
@@ -37,7 +37,7 @@ class WindowedTable(BlockTable):
         (None, None, 6, 1)
     """
 
-    __slots__ = ("_end", "_groups", "_num_matched", "_parting")
+    __slots__ = ("_end", "_groups", "_num_hit", "_num_matched")
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class WindowedTable(BlockTable):
         super().__init__(allocator, root, extra_keys, namespace=namespace)
         self._groups = groups
         self._end = 0  # tokens when the last forward of several had returned
-        self._num_matched = 0
-        self._parting = 0  # tokens up to which blocks were known that a window could not go on from
+        self._num_hit = 0
+        self._num_matched = 0  # more, where blocks were known that a window could not go on from
 
     @property
     def _resumption(self) -> Resumption:
@@ -74,7 +74,7 @@ class WindowedTable(BlockTable):
         self._begin()
         num_hit = super().hold_prefix(token_ids)
         self._go_on(Resumption.at(num_hit))
-        self._end, self._parting = num_hit, self._num_matched if self._num_matched > num_hit else 0
+        self._num_hit = num_hit
         self._done()
         return num_hit
 
@@ -163,7 +163,7 @@ class WindowedTable(BlockTable):
             raise
         copied = None if source is None else (source, block_ids[index])
         for group, needed in zip(self._groups, needed_from, strict=True):
-            parting = group.span(self._parting, self._parting)
+            parting = group.span(self._num_matched, self._num_matched)
             likely = block_ids[max(first, parting.start) : min(needed, parting.stop)]
             group.attach(block_ids[needed:end], block_ids[first:needed], copied, likely=likely)
         self._allocation.resumption = forward
@@ -241,7 +241,7 @@ class WindowedTable(BlockTable):
         forked = super().fork()
         assert isinstance(forked, WindowedTable)
         forked._groups, forked._num_matched = self._groups, self._num_matched
-        forked._end, forked._parting = self._end, self._parting
+        forked._end, forked._num_hit = self._end, self._num_hit
         forked._allocation.resumption = self._allocation.resumption
         return forked
 
@@ -274,11 +274,10 @@ class WindowedTable(BlockTable):
                     released = [block_ids[i] for i in passed if self._is_end(group, i) == is_end]
                     group.release(released, num_own=1, is_end=is_end)
                 group.release(before[max(cut_off, span.start) : span.stop], num_own=0, is_end=True)
-            group.drop_lost(before[cut_off:])
 
     def _is_end(self, group: WindowBlocks, block_index: int) -> bool:
         """Whether others are likely to go on behind a block: where the prompt ends, or where it parted from what was known."""
-        places = (self._end, self._parting)
+        places = (self._end, self._num_hit, self._num_matched)
         return any(block_index in group.span(num_tokens, num_tokens) for num_tokens in places if num_tokens)
 
     def _begin(self) -> None:

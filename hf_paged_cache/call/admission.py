@@ -4,12 +4,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ..blocks import BlockTable
 from ..errors import OutOfBlocksError
 from ..store.block_store import BlockStore, Holder
-from ..store.window_groups import RowToCome
+from ..store.window_admission import RowToCome
 from .rows import Row, Rows
 
 
@@ -49,6 +49,17 @@ class Demand(NamedTuple):
     ] = ()  # of each group of layers with a window, window blocks at a time, with those that it has
 
 
+class CallToAdmit(Holder, Protocol):
+    """A call that has prepared its rows."""
+
+    store: BlockStore
+    limits: CallLimits
+    rows: Rows
+    previous: Rows  # dropped before any block is taken
+    keeps_past: bool
+    demand: Demand | None  # of rows that begin, as long as nothing has changed
+
+
 def demand_of(
     store: BlockStore,
     rows: Rows,
@@ -71,7 +82,7 @@ def demand_of(
     if store.windows:
         in_chunks = num_columns < limits.num_prompt_columns < math.inf
         to_come = _rows_to_come(rows, num_columns, max_columns, store.block_size, is_in_chunks=in_chunks)
-        windows = store.windows.of_call(to_come, keeps_past=keeps_past)
+        windows = store.window_admission.of_call(to_come, keeps_past=keeps_past)
     return Demand(needed, num_blocks_held_only_by(previous, store), windows)
 
 
@@ -88,7 +99,7 @@ def windows_of_shared(
     """
     max_columns = max(num_columns, int(limits.max_columns)) if limits.are_known else num_columns
     to_come = _rows_to_come(rows, num_columns, max_columns, store.block_size, is_in_chunks=True)
-    of_rows = store.windows.of_call(to_come, keeps_past=keeps_past)
+    of_rows = store.window_admission.of_call(to_come, keeps_past=keeps_past)
     ahead = ((num_prefixes + 1) * group.num_blocks_of_a_row for group in store.windows.groups)
     return tuple(map(sum, zip(of_rows, ahead, strict=True)))
 
@@ -134,6 +145,45 @@ def num_blocks_held_only_by(rows: Sequence[Row], store: BlockStore) -> int:
     return sum(1 for block_id, count in holders.items() if store.allocator.ref_count(block_id) == count)
 
 
+def demand_of_call(call: CallToAdmit, num_columns: int, previous: Sequence[Row] = ()) -> Demand:
+    """`demand_of` a call that has prepared its rows."""
+    return demand_of(call.store, call.rows, call.limits, num_columns, previous, keeps_past=call.keeps_past)
+
+
+def would_fit(call: CallToAdmit, num_columns: int, num_shared_blocks: int, num_prefixes: int = 0) -> bool:
+    """Whether the worst case of the prepared rows fits, where they will hold so many blocks of each other.
+
+    Args:
+        num_columns: as in `demand_of`.
+        num_prefixes: that are computed ahead, each in a row of its own.
+    """
+    store = call.store
+    if num_prefixes and store.windows:
+        windows = windows_of_shared(
+            store, call.rows, call.limits, num_columns, num_prefixes, keeps_past=call.keeps_past
+        )
+        if store.window_admission.lacking(call, windows) is not None:
+            return False
+    if not call.limits.are_known:
+        return True
+    demand = call.demand or demand_of_call(call, num_columns)
+    if demand.num_blocks - num_shared_blocks > store.num_obtainable_blocks(call) + demand.num_released:
+        return False
+    return store.window_admission.lacking(call, demand.windows) is None
+
+
+def admit_call(call: CallToAdmit, num_columns: int) -> None:
+    """Reserve what a call may need whose limits are known, or refuse it.
+
+    Args:
+        num_columns: as in `demand_of`.
+    Raises:
+        OutOfBlocksError: nothing has changed.
+    """
+    demand = call.demand or demand_of_call(call, num_columns, call.previous.distinct)
+    admit(call.store, call, len(call.rows), call.limits, demand)
+
+
 def admit(store: BlockStore, holder: Holder, num_rows: int, limits: CallLimits, demand: Demand) -> None:
     """Reserve what a call may need, or refuse it.
 
@@ -144,14 +194,14 @@ def admit(store: BlockStore, holder: Holder, num_rows: int, limits: CallLimits, 
     require(store, holder, demand, f"this call ({rows_in_words(num_rows)} of up to {limits.max_columns} tokens)")
     store.reserve(holder, demand.num_blocks)
     if demand.windows:
-        store.windows.reserve(holder, demand.windows)
+        store.window_admission.reserve(holder, demand.windows)
 
 
 def grow_anew_for(store: BlockStore, holder: Holder, demand: Demand) -> None:
     """Where memory ran out, and what would be refused for it comes now: let the pool try to grow once more."""
     if store.ran_out_of_memory:
         are_few = demand.num_blocks > store.num_obtainable_blocks(holder) + demand.num_released
-        if are_few or store.windows.lacking(holder, demand.windows):
+        if are_few or store.window_admission.lacking(holder, demand.windows):
             store.grow_anew()
 
 
@@ -173,7 +223,7 @@ def require(store: BlockStore, holder: Holder, demand: Demand, what: str) -> Non
     num_blocks, num_released, windows = demand
     obtainable = store.num_obtainable_blocks(holder) + num_released
     if num_blocks <= obtainable:
-        if why := store.windows.lacking(holder, windows):
+        if why := store.window_admission.lacking(holder, windows):
             raise OutOfBlocksError(
                 f"{what} may need {'more blocks of layers with a window than can be had now' if holder.salt else why}. "
                 "Ask for fewer new tokens or rows, or build the cache with a larger num_blocks or max_bytes"

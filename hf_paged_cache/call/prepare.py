@@ -9,7 +9,17 @@ from ..errors import CacheArgumentError, ForwardMismatchError
 from ..kv.slot_mapping import SlotMapping
 from ..kv.transfers import Transfer
 from ..store.block_store import BlockStore, Holder
-from .admission import CallLimits, Demand, grow_anew_for, is_copied, require, rows_in_words
+from .admission import (
+    CallLimits,
+    CallToAdmit,
+    Demand,
+    demand_of_call,
+    grow_anew_for,
+    is_copied,
+    require,
+    rows_in_words,
+    would_fit,
+)
 from .prefix_match import Found, PreviousRows, hold_longer, match_row
 from .rows import Row, Rows
 from .schedule import each_alone, group_equal
@@ -40,11 +50,38 @@ def begin_rows(store: BlockStore, request: ForwardRequest, previous: Sequence[Ro
         else:
             table, match = store.new_table(new.root, new.salt), Found(0, why_none)
         row = Row(table, new.pad, new.root, new.first_position)
+        row.origin = match.origin
         if request.bypass is not None:
             row.stop_commits(0)
         distinct.append(row)
         found.append(match)
     return Rows(distinct, groups.group_of, 0), [found[group] for group in groups.group_of]
+
+
+def begin_rows_that_fit(call: CallToAdmit, request: ForwardRequest) -> list[Found]:
+    """Begin a call's rows with what is known; but where too few blocks would be left, without what only previous rows know.
+
+    Where windows lack blocks to see what is known and to keep what is new, all is computed.
+    To go on from a previous row's last token keeps a block from the call, to copy a part of it. What the store has of
+    full blocks is found all the same.
+
+    Returns:
+        what was found of each row of the batch.
+    """
+    store, previous, num_columns = call.store, call.previous.distinct, request.num_new_columns
+    call.rows, found = begin_rows(store, request, previous)
+    if not call.limits.are_known:
+        return found
+    call.demand = demand_of_call(call, num_columns, previous)
+    if previous and not would_fit(call, num_columns, 0):
+        call.rows.free()
+        call.rows, found = begin_rows(store, request, ())
+        call.demand = demand_of_call(call, num_columns, previous)
+    if store.window_admission.lacking(call, call.demand.windows):
+        call.rows.free()
+        call.rows, found = begin_rows(store, request, None)
+        call.demand = demand_of_call(call, num_columns, previous)
+    return found
 
 
 def continue_rows(store: BlockStore, request: ForwardRequest, rows: Rows) -> list[int] | None:
@@ -106,7 +143,7 @@ def _windows_of(store: BlockStore, rows: Rows, request: ForwardRequest, *, keeps
         )
         for row, member in zip(rows.distinct, rows.members(), strict=True)
     ]
-    return store.windows.of_forward(spans, keeps_past=keeps_past)
+    return store.window_admission.of_forward(spans, keeps_past=keeps_past)
 
 
 def hold_windows(rows: Rows, before: int, start: int) -> int:
@@ -158,12 +195,12 @@ def take_blocks(
     num_taken = sum(row.table.num_new_blocks_for_append(len(tokens)) for row, tokens in unseen)
     windows: tuple[int, ...] = ()
     if store.windows.groups:
-        windows = store.windows.reserved_for(holder)
+        windows = store.window_admission.reserved_for(holder)
         if not limits.are_known:
             windows = _windows_of(store, rows, request, keeps_past=keeps_past)
-            store.windows.reserve(holder, windows)
+            store.window_admission.reserve(holder, windows)
     _make_room(store, holder, num_taken, rows, limits, windows)
-    store.windows.count_to_come()
+    store.window_admission.count_to_come()
     for row, tokens in unseen:
         cut = None
         if keeps_past:  # back to the prompt's end, or else to where the forward began

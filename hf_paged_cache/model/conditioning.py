@@ -4,6 +4,7 @@ The digest is part of each row's root. When it changes, blocks of before are not
 """
 
 import sys
+import threading
 from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,6 +21,7 @@ from ..locks import new_lock
 from .distributed import RankGroup, rank_groups, world
 from .fingerprint import Listing, WeightFingerprint
 from .rope import RopeRegime
+from .state_traits import NO_TRAITS, StateTraits, read_state_traits
 from .support import cache_layers, windows_of
 
 # Hooks and replaced forwards of these packages do not change what a layer computes: they move tensors or record. Of
@@ -33,11 +35,17 @@ _ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "scaling", "merged_ada
 
 
 class Conditioning:
-    """The digest of one model, read anew for every call, in any thread. The model is held, never changed."""
+    """The digest of one model, read anew for every call, in any thread. The model is held, never changed.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        tried: what a trial has shown of its states; None for a model without any.
+    """
+
+    def __init__(self, model: Any, tried: StateTraits | None = None) -> None:
         self.model = model
         self.rope = RopeRegime(())
+        self.state_traits = tried or NO_TRAITS  # with what the modules say, as of the last digest
+        self._tried = tried
         self._lock = (
             new_lock()
         )  # of what is remembered here; values are fetched under it only of weights that have moved
@@ -65,6 +73,8 @@ class Conditioning:
                 self._adapters = [module for module in listing.modules if hasattr(module, "_active_adapter")]
                 self._droppers = [module for module in listing.modules if _drops(module)]
                 self.rope = RopeRegime(listing.modules)
+                if self._tried is not None:
+                    self.state_traits = read_state_traits(listing.modules).joined(self._tried)
                 self._listing = listing
             rope, adapters, hooks = self.rope, self._adapters, list(self._hook_numbers(listing.modules))
         self._runs_foreign_code = bool(listing.files) or any(number != _OF_CLASS for number, _ in hooks)
@@ -92,7 +102,12 @@ class Conditioning:
         Asked before and after a forward, it costs less than another `digest`, which finds the weights' listing gone from the
         processor's caches. A process that writes into shared memory of this one is not looked for.
         """
-        return self._runs_foreign_code or len(sys._current_frames()) > 1
+        if self._runs_foreign_code:
+            return True
+        threads = set(
+            sys._current_frames()
+        )  # without the frames, of which one is this: a cycle would keep what they hold
+        return len(threads) > 1 and len(threads - _monitors_of_progress()) > 1
 
     def windows(self) -> dict[int, int]:
         """Layer index -> its window, for the layers that have one by the model's config as it is now."""
@@ -174,6 +189,12 @@ class Conditioning:
             watched = [_watched(part, partial(self._numbers.pop, key, None)) for part in (function, owner)]
             found = self._numbers[key] = (self._num_numbers, watched)
         return found[0]
+
+
+def _monitors_of_progress() -> set[int | None]:
+    """The threads that progress bars of tqdm leave behind, such as that of loading a model: they redraw bars, no more."""
+    kind = getattr(sys.modules.get("tqdm"), "TMonitor", ())
+    return {thread.ident for thread in threading.enumerate() if isinstance(thread, kind)}
 
 
 def _watched(thing: Any, on_end: Callable[[], Any]) -> Any:

@@ -86,6 +86,27 @@ def test_the_end_of_a_prompt_outlives_what_was_passed_since() -> None:
     small.check()
 
 
+def test_the_place_where_others_went_on_outlives_what_they_passed_since() -> None:
+    small = Small({4: 9})
+    small.committed(range(8)).free()
+    for start in (100, 200, 300):
+        table = small.table([*range(8), start])
+        assert table.num_cached_tokens == 8
+        for token in range(start + 1, start + 24):
+            if table.append_in_place(token) is None:
+                table.commit_full_blocks(table.num_tokens)
+                table.append_token(token)
+        table.free()
+        small.check()
+
+
+def test_blocks_that_are_cut_off_and_cannot_be_hit_leave_no_window_blocks(small) -> None:
+    table = small.table(range(12))
+    assert small.group.num_free == 26
+    table.truncate(2)
+    assert small.group.num_free == 31
+
+
 def test_drafts_may_be_taken_back_to_where_it_was_said() -> None:
     small = Small({4: 33})
     table = small.table(range(10))

@@ -44,6 +44,7 @@ def build_with(name: str, window: int, seed: int = 0) -> PreTrainedModel:
 
 _SETTINGS = (
     "sliding_window",
+    "sliding_window_size",
     "attention_chunk_size",
     "local_attention_window_len",
     "window_size",
@@ -65,6 +66,8 @@ def short_window(play: Player) -> None:
     """
     for attention in ("contiguous", "gather"):
         play.build(block_size=BLOCK_SIZE, attention=attention)
+        if play.has_states:  # which are known behind 57 tokens then
+            play.fill(**batch(row((1, 58))))
         play.fill(**batch(row((1, 61))))
         play.hit(**batch(row((1, 61), (2, 1))), reused=61)
         play.cache.reset()

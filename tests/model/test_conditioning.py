@@ -6,6 +6,7 @@ import _thread
 import copy
 import functools
 import gc
+import io
 import sys
 import threading
 import types
@@ -17,11 +18,16 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as everywhere
+from tqdm.auto import tqdm
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.model import fingerprint
 from hf_paged_cache.model.conditioning import Conditioning
+from hf_paged_cache.model.state_traits import StateTraits
+
+from ..conformance import zoo
+from .test_support import FROM_5_23
 
 Model = Any
 
@@ -648,6 +654,21 @@ def test_a_model_may_change_in_a_forward_where_functions_run_that_are_not_its_ow
     assert conditioning.may_change_in_a_forward()
 
 
+def test_a_model_may_change_in_a_forward_where_another_thread_runs_that_draws_no_bars(
+    tiny_llama: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tqdm(total=1, file=io.StringIO()):
+        monitor = tqdm.monitor
+    assert monitor.is_alive()  # as a model leaves it that was loaded with a bar
+    idents = {threading.get_ident(), monitor.ident}
+    monkeypatch.setattr(sys, "_current_frames", lambda: dict.fromkeys(idents))
+    conditioning = Conditioning(tiny_llama)
+    conditioning.digest()
+    assert not conditioning.may_change_in_a_forward()
+    idents.add(-1)
+    assert conditioning.may_change_in_a_forward()
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_model_may_change_in_a_forward_where_a_hook_is_for_all_modules(tiny_llama: Model) -> None:
     conditioning, handle = Conditioning(tiny_llama), everywhere.register_module_forward_hook(lambda *given: None)
@@ -687,3 +708,27 @@ def test_a_call_alone_reads_the_conditions_once(tiny_llama: Model, monkeypatch: 
     tiny_llama.generate(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=1)
     assert len(read) == 3
     assert cache.last_call.reused_tokens == 38
+
+
+@FROM_5_23
+def test_traits_of_states_are_what_was_tried_and_what_modules_say_now() -> None:
+    model_class, config = zoo.configuration("lfm2")
+    config.conv_bias = True
+    model = zoo.instantiate(model_class, config, 0)
+    assert Conditioning(model).state_traits == StateTraits()
+    tried = Conditioning(model, StateTraits(clamps_one_token=True))
+    before = tried.digest()
+    assert tried.state_traits == StateTraits(clamps_one_token=True, num_pads_that_show=2)
+    for module in model.modules():
+        if hasattr(module, "in_proj"):
+            module.in_proj.bias = None
+            module.out_proj.bias = None
+    assert tried.digest() != before
+    assert tried.state_traits == StateTraits(clamps_one_token=True)
+
+
+@FROM_5_23
+def test_a_model_without_states_has_no_traits_whatever_its_modules_are() -> None:
+    conditioning = Conditioning(zoo.build("qwen3_next"))
+    conditioning.digest()
+    assert conditioning.state_traits == StateTraits()

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 
 from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
+from hf_paged_cache.blocks.window_blocks import WindowBlocks
 from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.model.support import cache_layers
 
@@ -486,3 +487,14 @@ def test_a_prefix_is_pinned_while_rows_share_it() -> None:
     told: list[int] = []
     run(model, cache, **rows, logits_processor=[pinned])
     assert told == [64]
+
+
+def test_calls_that_lose_no_block_look_at_none_but_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = windowed(64)
+    run(model, cache, **batch(row((1, 200))))
+    swept = []
+    monkeypatch.setattr(WindowBlocks, "sweep", swept.append)
+    for number in range(4):
+        run(model, cache, **batch(row((1, 160), (2 + number, 8))))
+        assert cache.last_call.reused_tokens >= 160
+    assert not swept

@@ -15,7 +15,7 @@ import torch
 from hf_paged_cache.blocks import Allocation, BlockTable, root_hash
 from hf_paged_cache.kv.grouped_pool import GroupedPool
 from hf_paged_cache.store.block_store import BlockStore
-from hf_paged_cache.store.window_groups import RowToCome
+from hf_paged_cache.store.window_admission import RowToCome
 
 ROOT = root_hash(b"model")
 
@@ -91,14 +91,14 @@ class Calls:
             )
             for table, prompt, number in zip(call.rows.tables, prompts, most, strict=True)
         ]
-        demand = store.windows.of_call(to_come, keeps_past=keeps_past)
+        demand = store.window_admission.of_call(to_come, keeps_past=keeps_past)
         num_blocks = num_copies * sum(-(-number // size) + 1 for number in most)
-        if store.windows.lacking(call, demand) or num_blocks > store.num_obtainable_blocks(call):
+        if store.window_admission.lacking(call, demand) or num_blocks > store.num_obtainable_blocks(call):
             self.num_refused += 1
             call.rows.free()
             return
         store.reserve(call, num_blocks)
-        store.windows.reserve(call, demand)
+        store.window_admission.reserve(call, demand)
         self.num_admitted += 1
         self.running.append((call, self.run(call, prompts, most, num_copies, chunk, keeps_past=keeps_past)))
 
@@ -152,7 +152,7 @@ class Calls:
         table = self.store.new_table(ROOT, b"")
         call.rows.tables.append(table)
         table.hold_prefix(prompt[:-1])
-        if min(self.store.windows.num_obtainable(None)) < 0:
+        if min(self.store.window_admission.num_obtainable(None)) < 0:
             call.rows.free()
             return
         self.num_plain += 1
@@ -169,10 +169,10 @@ class Calls:
             table.commit_full_blocks(table.num_tokens)
 
     def can_forward(self, call: Call, table: BlockTable, stop: int) -> bool:
-        windows = self.store.windows
+        admission = self.store.window_admission
         num_blocks = table.num_new_blocks_for_append(stop - table.num_tokens)
-        return num_blocks <= self.store.num_obtainable_blocks(call) and not windows.lacking(
-            call, windows.of_forward([(table.num_tokens, stop, False)])
+        return num_blocks <= self.store.num_obtainable_blocks(call) and not admission.lacking(
+            call, admission.of_forward([(table.num_tokens, stop, False)])
         )
 
     def append(self, call: Call, table: BlockTable, tokens: list[int], cut: int | None) -> None:
@@ -195,7 +195,7 @@ class Calls:
     def write(self, slots: list[int]) -> None:
         self.store.make_copies()
         mapping = self.store.pool.map_slots(slots)
-        for layer in self.store.windows._layers:
+        for layer in self.store.windows.layers:
             states = torch.ones(1, 1, len(slots), 1)
             self.store.pool.write(layer, {"key": states, "value": states}, mapping)
         if not self.store.is_settled:
