@@ -19,21 +19,24 @@ from transformers.cache_utils import Cache
 
 from .attention.grouped import READERS
 from .attention.windows import Windows
-from .call.call import Call, CallState
+from .call.call import Call
 from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
 from .integration.hooks import attach, detach
-from .integration.layers import PagedIndexedLayer, PagedLayer
+from .integration.layers import PagedLayer
 from .integration.ranks import Ranks
 from .integration.session import Session
 from .integration.shared_prefix import SharedPrefixes
 from .integration.side_forward import SideForwards
+from .integration.state_forwards import StateForwards
+from .integration.state_layers import live_states, make_layer
 from .integration.token_input import one_sequence
 from .integration.verification import Verifier
-from .model.support import cache_layers, has_index, holds_nothing
+from .model.support import cache_layers
 from .prefix_store import PrefixStore
 from .scoring import Score, score
 from .stats import CacheStats, CallStats
+from .store.store_stats import stats_of
 
 _ON_FULL = ("refuse", "bypass")
 
@@ -112,7 +115,8 @@ class PagedPrefixCache(Cache):
         blocks, conditioning, reader = self.store.blocks, self.store.conditioning, self.store.argument_reader
         self.windows = Windows(conditioning.windows())
         view = READERS[attention](blocks.pool, self.windows)
-        self.call = Call(blocks, view, partial(_runs_on, ref(self)), self.cache_salt)
+        layers = [make_layer(self, index, layer) for index, layer in enumerate(cache_layers(self.store.model))]
+        self.call = Call(blocks, view, partial(_runs_on, ref(self)), self.cache_salt, live_states(layers))
         sibling = partial(PagedPrefixCache, self.store, cache_salt=cache_salt, attention="gather")
         side = SideForwards(self.store.model, reader, sibling)
         ranks = Ranks(conditioning, blocks, verifies=verify)
@@ -127,15 +131,12 @@ class PagedPrefixCache(Cache):
             verifier,
             ranks,
             self.windows,
+            StateForwards(blocks, conditioning, side, ranks),
             bypasses=on_full == "bypass",
         )
         self._own_layers = session.own_layers
         self.generating, self.before_forward = session.generating, session.before_forward  # what the hooks ask
         self.after_forward, self.read_layer = session.after_forward, self.call.read_layer
-        layers: list[Any] = [
-            layer if holds_nothing(layer) else (PagedIndexedLayer if has_index(layer) else PagedLayer)(self, index)
-            for index, layer in enumerate(cache_layers(self.store.model))
-        ]
         super().__init__(layers=layers)
         held: Any = ref(self)  # called like a class, where a model writes more layers than its config names:
         self.layer_class_to_replicate = lambda: held()._make_layer()  # type: ignore[assignment]
@@ -204,8 +205,7 @@ class PagedPrefixCache(Cache):
     def activate_past_recording(self) -> None:
         """Drafts will be verified: a model that cannot say which logits it needs computes them all."""
         self._session.records_drafts = True
-        with self.store.blocks.lock:
-            self.call.keeps_past = True
+        self.call.keep_past()
         if self._own_layers.has_rows:
             super().activate_past_recording()  # type: ignore[no-untyped-call]
 
@@ -234,14 +234,14 @@ class PagedPrefixCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows, which share all blocks."""
         if self._own_layers.settle():
-            super().batch_repeat_interleave(repeats)
+            self._own_layers.select(torch.arange(self._own_layers.num_rows).repeat_interleave(repeats))
             return
         self.call.reorder([row for row in range(len(self.call.rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (int64, or a mask of booleans)."""
         if self._own_layers.settle():
-            super().batch_select_indices(indices)
+            self._own_layers.select(indices)
             return
         chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
         self.call.reorder(torch.where(chosen < 0, chosen + len(self.call.rows), chosen))
@@ -307,7 +307,7 @@ class PagedPrefixCache(Cache):
         with blocks.lock:
             blocks.settle()
             copied_bytes = call.reader.num_bytes + self._own_layers.num_bytes
-            return blocks.stats(call.counters.totals, self.cache_salt, copied_bytes, call.peak_kv_bytes)
+            return stats_of(blocks, call.counters.totals, self.cache_salt, copied_bytes, call.peak_kv_bytes)
 
     @property
     def last_call(self) -> CallStats:
@@ -448,7 +448,7 @@ class PagedPrefixCache(Cache):
         sibling = self.sibling()
         memo[id(self)] = sibling
         self._own_layers.copy_to(sibling._own_layers, memo)
-        sibling.call.take_over(self.call.fork_rows(), ended=self.call.state is CallState.ENDED)
+        sibling.call.take_over(self.call.fork_rows(), ended=self.call.has_ended)
         return sibling
 
     def __reduce__(self) -> NoReturn:

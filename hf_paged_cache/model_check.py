@@ -110,7 +110,8 @@ def _try(model: PreTrainedModel, name: str, layers: dict[str, int]) -> ModelRepo
     counts = cache.last_call
     allowed = max(tolerance(model, seen), 5 * own)
     reason = "" if ours <= allowed else f"with our cache its logits differ by {ours:.2g} of their scale"
-    if not reason and not counts.reused_tokens:
+    can_reuse = cache.store.blocks.states.align < NUM_COLUMNS  # states may be kept behind more tokens than are tried
+    if not reason and not counts.reused_tokens and can_reuse:
         reason = f"nothing of a known prompt is reused: {counts.rows[0].stopped if counts.rows else 'no row ran'}"
     return ModelReport(
         name, not reason, reason, ours, own, counts.reused_tokens, counts.prompt_tokens, layers, _remarks(model, cache)
@@ -133,6 +134,12 @@ def _remarks(model: PreTrainedModel, cache: PagedPrefixCache) -> tuple[str, ...]
         remarks.append("it takes no position_ids: a prompt is reused only behind as much padding as before")
     if cache.store.conditioning.rope.depends_on_length:
         remarks.append("its rotary frequencies depend on length: a prompt is reused only where they are the same")
+    if cache.store.blocks.states:
+        chunk = cache.store.conditioning.state_traits.chunk
+        multiple = "the block size" if chunk == 1 else f"{chunk} tokens and of the block size"
+        remarks.append(
+            f"its layers carry states: prompts are reused up to where one was kept, at a multiple of {multiple}"
+        )
     if not takes(model, "logits_to_keep"):
         remarks.append("it takes no logits_to_keep: while drafts are verified, the whole prompt is computed")
     return tuple(remarks)

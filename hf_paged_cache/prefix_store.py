@@ -8,25 +8,29 @@ from typing import NoReturn
 
 from transformers import PreTrainedModel
 
-from .blocks.ledger import int_of_at_least
+from .blocks.arguments import int_of_at_least
 from .errors import CacheArgumentError
 from .integration.forward_arguments import ArgumentReader
 from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
 from .model.conditioning import Conditioning
 from .model.probing import input_device, measure_bytes_per_token
+from .model.state_sizes import measure_states
+from .model.state_traits import StateTraits, read_state_traits
 from .model.support import (
     cache_layers,
-    holds_nothing,
+    has_keys,
     is_tested_version,
     leaves_doubt,
     require_supported,
     takes,
     unwrapped,
 )
-from .model.trial import require_continuable
+from .model.trial import require_continuable, state_traits
 from .stats import CacheStats
 from .store.block_store import BlockStore
+from .store.state_snapshots import StateRules, StateSnapshots
+from .store.store_stats import stats_of
 from .store.window_groups import SHARE_OF_A_BUDGET
 
 
@@ -64,10 +68,13 @@ class PrefixStore:
         if in_doubt or not is_tested_version():
             require_continuable(model, if_it_runs=not in_doubt)
         int_of_at_least("block_size", block_size, 1, "tokens; 16 suits most models")
-        self.conditioning = conditioning = Conditioning(model)
+        self.conditioning = conditioning = Conditioning(model, state_traits(model))
         window_of = {} if conditioning.rank_groups() else conditioning.windows()  # ranks: see `Session`
-        layers = {index for index, layer in enumerate(cache_layers(model)) if not holds_nothing(layer)}
+        layers = {index for index, layer in enumerate(cache_layers(model)) if has_keys(layer)}
         window_share = 1.0
+        states, bytes_per_block = read_rules(model), 0
+        if states is not None:
+            bytes_per_block = math.ceil(measure_bytes_per_token(model) * block_size)
         if num_blocks is not None and max_bytes is not None:
             raise CacheArgumentError(f"give num_blocks or max_bytes, not both (got {num_blocks} and {max_bytes})")
         if max_bytes is not None:
@@ -75,11 +82,13 @@ class PrefixStore:
             if layers - window_of.keys():
                 window_share = SHARE_OF_A_BUDGET
             shares = dict.fromkeys(window_of, window_share)
-            bytes_per_block = math.ceil(measure_bytes_per_token(model, shares) * block_size)
-            num_blocks = max_bytes // bytes_per_block
+            num_bytes = math.ceil(measure_bytes_per_token(model, shares) * block_size)
+            if states is not None:  # as many for snapshots
+                num_bytes += StateSnapshots.bytes_beside(states, num_bytes)
+            num_blocks = max_bytes // num_bytes
             if num_blocks < 2:
                 raise CacheArgumentError(
-                    f"max_bytes is {max_bytes}, but two blocks of {block_size} tokens need {2 * bytes_per_block} bytes"
+                    f"max_bytes is {max_bytes}, but two blocks of {block_size} tokens need {2 * num_bytes} bytes"
                 )
         elif num_blocks is not None:
             int_of_at_least("num_blocks", num_blocks, 2, "blocks: one is reserved, and a call needs at least one")
@@ -93,6 +102,8 @@ class PrefixStore:
             window_of,
             layers,
             window_share,
+            states,
+            bytes_per_block,
         )
         self.argument_reader = ArgumentReader(
             model.config,
@@ -132,7 +143,7 @@ class PrefixStore:
         with blocks.lock:
             blocks.settle()
             copied_bytes = sum(call.reader.num_bytes for call in blocks.holders())
-            return blocks.stats(blocks.call_totals, b"", copied_bytes, None)
+            return stats_of(blocks, blocks.call_totals, b"", copied_bytes, None)
 
     def check(self) -> None:
         """Prove the invariants of the blocks, or raise BlockStateError with the whole state."""
@@ -142,3 +153,18 @@ class PrefixStore:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a PrefixStore cannot be copied or pickled: its blocks are shared; build a new one")
+
+
+def read_rules(model: PreTrainedModel) -> StateRules | None:
+    """What the store must know of the states that layers carry; None where none does.  Cost: a forward of one token."""
+    sizes = measure_states(model)
+    if sizes is None:
+        return None
+    traits = read_state_traits(model.modules()).joined(state_traits(model) or StateTraits())
+    return StateRules(
+        sizes.num_bytes,
+        traits.chunk,
+        max(sizes.width, traits.num_pads_that_show),
+        sizes.are_convolutions_alone,
+        traits.clamps_one_token,
+    )

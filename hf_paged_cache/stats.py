@@ -29,6 +29,8 @@ class CacheStats:
         kv_bytes: of blocks in use, and of the copy that attention reads: that of all rows, or of one layer's.
         peak_kv_bytes: the most that was during the last call. None of a store.
         pool_bytes: held by the pool, whatever is in it. Attention's copy is not in the pool.
+        num_snapshots: of what layers with a state carry, at the ends of blocks; 0 where no layer does.
+        snapshot_bytes: of these; not in the pool. What running rows carry is not counted.
     """
 
     prompt_tokens: int
@@ -48,6 +50,8 @@ class CacheStats:
     kv_bytes: int = field(metadata={"remark": _KV_BYTES})
     peak_kv_bytes: int | None
     pool_bytes: int | None
+    num_snapshots: int = 0
+    snapshot_bytes: int = 0
 
     def __str__(self) -> str:
         return _table(self)

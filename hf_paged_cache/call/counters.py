@@ -69,7 +69,7 @@ class PromptCounters:
             rows: row of the batch -> running row, which holds what is known, for each that runs.
             before: columns that the rows had.
             computed_ahead: row of the batch -> tokens computed for it, alone, just before.
-            held_back_by: "row" or "rank", of which another knows no more.
+            held_back_by: "row" or "rank", of which another knows no more; or "state", of which `found` says it.
         """
         self._pending, self._is_bypassed = [], False
         if before >= end:
@@ -82,7 +82,7 @@ class PromptCounters:
             count = self._pending[member]
             num_skipped = max(0, start - row.pad)
             count.computed_tokens = min(count.prompt_tokens, max(0, stop - max(start, row.pad)))
-            if row.table.num_tokens - num_skipped > request.num_logits_needed:
+            if row.table.num_tokens - num_skipped > request.num_logits_needed and held_back_by != "state":
                 why = request.keep_columns or f"another {held_back_by} knows no more"
                 count.stopped = f"; known tokens from {num_skipped} on computed again: {why}"
         for member, num_ahead in computed_ahead.items():

@@ -125,8 +125,10 @@ class LayerWrites:
         Raises:
             ForwardMismatchError: such a layer, or every layer, did not write.
         """
-        if not self.written or not self._store.writing_layers <= self.written:
-            missing = self._store.writing_layers - self.written
+        store = self._store
+        carry_states_alone = bool(store.states) and not store.windows.layers
+        if not (self.written or carry_states_alone) or not store.writing_layers <= self.written:
+            missing = store.writing_layers - self.written
             layers = f"layers {sorted({layer for layer, _ in missing})}" if missing else "any layer"
             raise ForwardMismatchError(
                 f"the forward did not write {layers}: gradient "

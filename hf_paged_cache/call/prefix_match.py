@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..blocks import BlockTable
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..store.block_store import BlockStore
-from .rows import Row
+from .rows import Origin, Row
 from .scheduled_forward import RowInput
 
 
@@ -20,6 +20,7 @@ class Found(NamedTuple):
 
     num_tokens: int
     stopped: str
+    origin: Origin | None = None  # of the row of the call before, where the states behind its last token are known
 
 
 class PreviousRows:
@@ -65,6 +66,11 @@ def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple
     table = store.new_table(new.root, new.salt)
     num_hit = table.hold_prefix(new.token_ids)
     closest, num_common = previous.closest(new)
+    origin = None
+    if closest is not None and store.states:  # of its last token alone its states are there
+        origin = closest.origin
+        if origin is None or not origin.num_tokens == closest.num_true_tokens <= num_common:
+            closest, num_common, origin = None, 0, None
     num_known = 0 if closest is None else closest.table.num_resumable_tokens(num_common)
     longest = max(num_common, table.num_matched_tokens)
     if closest is None or num_known <= num_hit:
@@ -75,8 +81,30 @@ def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple
         table.truncate(num_known)
     if num_known < longest:
         why = f"a window no longer shows what is before token {longest}, up to which blocks are cached"
-        return table, Found(num_known, why)
-    return table, Found(num_known, _why_stopped(num_known, new.token_ids, store.block_size, closest))
+        return table, Found(num_known, why, origin)
+    return table, Found(num_known, _why_stopped(num_known, new.token_ids, store.block_size, closest), origin)
+
+
+def match_states(store: BlockStore, row: Row, most: int) -> str:
+    """Let a row's `origin` be where it may go on: behind its last snapshot, if it knows no place further on.
+
+    Args:
+        most: tokens behind which it may go on at most.
+    Returns:
+        Why the row goes on from less than its blocks have; "" where it does not.
+    """
+    table, states = row.table, store.states
+    if row.origin is not None and row.origin.num_tokens > most:
+        row.origin = None
+    known = 0 if row.origin is None else row.origin.num_tokens
+    num_tokens = states.deepest(table.block_ids, min(table.num_tokens, most))
+    while num_tokens > known and table.num_resumable_tokens(num_tokens) < num_tokens:
+        num_tokens = states.deepest(table.block_ids, num_tokens - 1)
+    if num_tokens > known:
+        row.origin, known = Origin(num_tokens, states.use(table.block_ids, num_tokens)), num_tokens
+    if known < min(table.num_tokens, most // store.block_size * store.block_size):
+        return f"blocks are cached up to token {table.num_tokens}, but no state behind token {known}"
+    return ""
 
 
 def hold_longer(store: BlockStore, row: Row, new: TokenIds) -> bool:

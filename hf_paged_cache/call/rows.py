@@ -1,10 +1,11 @@
 """The rows of a call: which sequence each runs, which rows are still equal, and the block tables that hold them.
 
 Who changes rows tells the reader. The store's lock is held by whoever calls a method here.
-Blocks get their hashes in one place, `Rows.commit`; `call.py` decides when.
+Blocks get their hashes in one place, `Rows.commit`; `CallRows` and `Call` decide when.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,7 +14,15 @@ from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError
 from ..kv.block_tables import read_source
 from ..kv.slot_mapping import RowLayout
+from ..kv.states import States
 from ..store.block_store import BlockStore
+
+
+class Origin(NamedTuple):
+    """What layers carry behind a row's first tokens: one row, never written."""
+
+    num_tokens: int
+    states: States
 
 
 class Row:
@@ -29,8 +38,10 @@ class Row:
         "commit_end",
         "first_position",
         "held_from",
+        "last_kept",
         "num_confirmed",
         "num_known",
+        "origin",
         "pad",
         "root",
         "table",
@@ -48,12 +59,14 @@ class Row:
             None  # tokens from here on are not committed as long as they are held, see `HeldSteps`
         )
         self._num_judged = 0
+        self.last_kept = 0  # tokens behind which it got a snapshot, token by token
+        self.origin: Origin | None = None  # of a row that does not run: where it may go on, if layers carry states
 
     def fork(self) -> "Row":
         """A row with the same tokens in the same blocks."""
         forked = Row(self.table.fork(), self.pad, self.root, self.first_position)
         forked.num_known, forked.num_confirmed, forked.commit_end = self.num_known, self.num_confirmed, self.commit_end
-        forked._num_judged, forked.held_from = self._num_judged, self.held_from
+        forked._num_judged, forked.held_from, forked.origin = self._num_judged, self.held_from, self.origin
         return forked
 
     def with_new(self, tokens: TokenIds) -> TokenIds:
@@ -70,6 +83,8 @@ class Row:
         self.num_confirmed = min(self.num_confirmed, num_tokens)
         self.num_known = min(self.num_known, num_tokens)
         self._num_judged = min(self._num_judged, num_tokens)
+        if self.origin is not None and self.origin.num_tokens > num_tokens:
+            self.origin = None
         if num_tokens < self.table.num_tokens:
             self.table.truncate(num_tokens)
         if self.commit_end is not None and self.commit_end > num_tokens:
@@ -200,6 +215,12 @@ class Rows:
             self.group, self.shared_columns = list(self.alias), self.num_columns
         self.distinct, self.alias = distinct, list(group_of)
         return origins
+
+    def extend(self, other: "Rows") -> None:
+        """More rows, that stand at the same column. No aliases."""
+        self.distinct = [*self.distinct, *other.distinct]
+        self.alias = self.group = list(range(len(self.distinct)))
+        self.shared_columns = 0
 
     def separate(self) -> list[int]:
         """End all aliases. Returns batch row -> old `Row` it goes on from."""

@@ -2,7 +2,7 @@
 
 Equal rows run once (`group_equal`). What rows that differ have in common, or what one lacks and its neighbours have, is
 a *shared prefix*: a forward of one row alone, ahead of the one over all rows, where that pays (`plan_shared_prefixes`).
-All rows then start at one column, the least that any of them knows (`first_column`).
+All rows then start at one column, the least that any of them knows (`start_column`).
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -50,7 +50,7 @@ def each_alone(num_rows: int) -> Groups:
     return Groups(list(range(num_rows)), list(range(num_rows)))
 
 
-def first_column(known_columns: Sequence[int], *, start: int, stop: int, num_needed: int) -> int:
+def start_column(known_columns: Sequence[int], *, start: int, stop: int, num_needed: int) -> int:
     """The column at which one forward over all rows starts: the least that any of them knows.
 
     Args:
@@ -59,7 +59,7 @@ def first_column(known_columns: Sequence[int], *, start: int, stop: int, num_nee
         stop: end of the last column.
         num_needed: so many of the last columns are computed whatever is known.
     Example:
-        >>> first_column([48, 42], start=0, stop=60, num_needed=1)
+        >>> start_column([48, 42], start=0, stop=60, num_needed=1)
         42
     """
     return max(start, min(*known_columns, stop - num_needed))
@@ -140,7 +140,7 @@ def plan_shared_prefixes(
         return num_computed + forward_cost * len(prefixes) + left, SharedPrefixPlan(tuple(prefixes), num_shared)
 
     known_columns = [row.pad + held for row, held in zip(rows, num_known, strict=True)]
-    earliest = first_column(known_columns, start=start, stop=stop, num_needed=num_needed)
+    earliest = start_column(known_columns, start=start, stop=stop, num_needed=num_needed)
     least, best = len(rows) * (stop - earliest), NOTHING_SHARED
     candidates = sorted(set(_candidates(rows, num_known, order, common, block_size, latest)))
     for column in candidates[:: max(1, -(-len(candidates) // _MAX_CANDIDATES))]:

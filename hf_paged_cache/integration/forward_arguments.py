@@ -26,6 +26,7 @@ _READ = frozenset(  # the tokenizers: `generate` passes on what it was given for
         "attention_mask",
         "position_ids",
         "past_key_values",
+        "cache_params",
         "cache_position",
         "logits_to_keep",
         "labels",

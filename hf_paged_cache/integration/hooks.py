@@ -1,7 +1,7 @@
 """What is attached to a model: a bracket round `generate`, and two forward hooks. Attached once, undone by `detach`.
 
-Knows a cache by protocol only, and holds none: it finds the cache in `past_key_values`, or asks `ambient` for it. Everything attached is a
-module-level function or an object that copies and pickles with the model.
+Knows a cache by protocol only, and holds none: it finds the cache in `past_key_values`, or where the model has another name for it, or asks
+`ambient` for it. Everything attached is a module-level function or an object that copies and pickles with the model.
 """
 
 import inspect
@@ -17,9 +17,11 @@ from torch import nn
 from ..call.running import Bracket
 from ..errors import CacheArgumentError, CacheBusyError
 from ..locks import new_lock
+from ..model.cache_adapters import cache_argument, present_cache, shown, take_back_cache
 from .ambient import ambient_cache
 from .generate_arguments import GenerateArguments, read_generate
 
+_CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # what forwards call it
 _attaching = new_lock()  # held while bracket and hooks come or go: two caches of a model may be built at once
 
 
@@ -53,13 +55,16 @@ class GenerateBracket:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = _paged(kwargs)
-        ambient: AttachedCache | None = None if kwargs.get("past_key_values") is not None else ambient_cache(self.model)
+        is_given = any(kwargs.get(name) is not None for name in _CACHE_ARGUMENTS)
+        ambient: AttachedCache | None = None if is_given else ambient_cache(self.model)
         if cache is None and ambient is None:
             return self._generate()(*args, **kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in _CACHE_ARGUMENTS}
+        argument = cache_argument(self.model)
         given = read_generate(self.model, args, kwargs)
         if cache is not None and given.use_cache is False:
             warnings.warn("use_cache=False: this call runs without the cache it was given", stacklevel=2)
-            return self._generate()(*args, **{**kwargs, "past_key_values": None})
+            return self._generate()(*args, **kwargs)
         if given.cross_input is not None:
             if cache is not None:
                 warnings.warn(
@@ -67,7 +72,7 @@ class GenerateBracket:
                     "without the cache it was given",
                     stacklevel=2,
                 )
-            return self._generate()(*args, **{**kwargs, "past_key_values": None})
+            return self._generate()(*args, **kwargs)
         bracket = Bracket()
         try:
             with ExitStack() as stack:
@@ -80,7 +85,7 @@ class GenerateBracket:
                     and not given.is_assistant
                 ):
                     cache = self._enter_ambient(stack, ambient, given, ref(bracket))
-                return self._generate()(*args, **{**kwargs, "past_key_values": cache})
+                return self._generate()(*args, **kwargs, **{argument: cache})
         finally:
             del bracket
 
@@ -150,14 +155,16 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """Forward pre-hook: schedule the forward on the cache it brings, and pass on what is to run."""
     arguments = _by_name(model, args, kwargs) if args else kwargs
     cache = _paged(arguments)
-    return None if cache is None else ((), cache.before_forward(model, arguments))
+    if cache is None:
+        return None
+    return (), present_cache(model, cache.before_forward(model, arguments))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook: confirm the forward, and give its caller a row for each it passed."""
     cache = _paged(kwargs)
-    return None if cache is None else cache.after_forward(output)
+    return None if cache is None else take_back_cache(cache.after_forward(output))
 
 
 def _paged(arguments: Mapping[str, Any]) -> AttachedCache | None:
@@ -166,7 +173,7 @@ def _paged(arguments: Mapping[str, Any]) -> AttachedCache | None:
     Raises:
         CacheArgumentError: the class of a cache, or its store, stands there instead.
     """
-    cache = arguments.get("past_key_values")
+    cache: Any = shown(next((arguments[name] for name in _CACHE_ARGUMENTS if arguments.get(name) is not None), None))
     if not getattr(cache, "is_paged_prefix_cache", False):
         return None
     if isinstance(cache, type) or not hasattr(cache, "generating"):
@@ -175,7 +182,8 @@ def _paged(arguments: Mapping[str, Any]) -> AttachedCache | None:
             f"past_key_values is {what}, which is no cache; build one, PagedPrefixCache(model) or PagedPrefixCache(store), "
             "and pass that"
         )
-    return cache
+    ours: AttachedCache = cache
+    return ours
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -9,14 +9,19 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.windows import Windows
+from ..call.call import Call
 from ..errors import CacheArgumentError
+from ..model.probing import input_device
 
 
 class LayeredCache(Protocol):
     """What a layer asks of its cache; `PagedPrefixCache` says what each does."""
 
     windows: Windows
+    call: Call
 
+    @property
+    def store(self) -> Any: ...
     def get_seq_length(self, layer_idx: int = 0) -> int: ...
     def holds_layer(self, layer_idx: int) -> bool: ...
     def write_layer(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
@@ -123,11 +128,32 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
 class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
     """A layer of sparse attention that chooses its keys by an index: it writes a third tensor, or another layer's is used."""
 
+    _set_positions: Tensor | None = None
+
     @property
     def indexer_keys(self) -> Tensor | None:
         """The rows' index keys, [R, columns, D]: a copy. None without rows, or where the layer has no index."""
         held = self._cache.read_layer(self._layer_idx).get("indexer_key")
         return None if held is None else held.squeeze(1)
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Positions of all columns so far, [3, R, columns], by which one model weighs index keys. None without rows.
+
+        Derived from the rows, which may have begun with what was known; where theirs are not those of plain tokens, what was set.
+        """
+        num_columns, rows = self._cache.get_seq_length(), self._cache.call.rows.distinct
+        if not num_columns:
+            return None
+        if not rows or any(row.commit_end == 0 for row in rows):
+            return None if self._set_positions is None else self._set_positions[..., :num_columns]
+        columns = torch.arange(num_columns, device=input_device(self._cache.store.model))
+        positions = [(columns - row.pad).clamp_(min=0) + row.first_position for row in rows]
+        return torch.stack(positions).expand(3, -1, -1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor | None) -> None:
+        self._set_positions = positions
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store new index keys, [R, T, D], and return those of all columns."""

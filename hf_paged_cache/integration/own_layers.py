@@ -10,12 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ..call.call import Call
 from ..errors import CacheArgumentError, OutOfBlocksError
-from ..model.support import cache_layers, holds_nothing
+from ..kv.states import LiveStates
+from ..model.support import cache_layers, has_keys, has_state
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -41,6 +43,8 @@ class OwnLayers:
         self._begins = False  # the next forward is the rows' first
         # While a forward runs, for each layer: its columns before, and all that it held where a window drops columns.
         self._before: list[tuple[int, dict[str, Any]]] | None = None
+        self._num_new = 0  # columns of the running forward
+        self._num_columns = 0  # of rows all of whose layers carry states, and no columns
 
     @property
     def has_rows(self) -> bool:
@@ -55,6 +59,8 @@ class OwnLayers:
     @property
     def num_columns(self) -> int:
         """Columns of the rows, padding included; while a forward runs, or has died, those before it."""
+        if not any(map(has_keys, self.layers or ())):
+            return self._num_columns
         if self._before is not None:
             return max((num_columns for num_columns, _ in self._before), default=0)
         return next((num_columns for layer in self.layers or () if (num_columns := _num_columns(layer))), 0)
@@ -69,7 +75,7 @@ class OwnLayers:
     @property
     def num_rows(self) -> int:
         """Rows of the batch."""
-        return max((len(layer.keys) for layer in self.layers or () if _num_columns(layer)), default=0)
+        return max((len(states) for layer in self.layers or () for states in _held(layer).values()), default=0)
 
     @property
     def num_bytes(self) -> int:
@@ -86,6 +92,7 @@ class OwnLayers:
             records_past: drafts will be verified, so windows keep all columns until `crop`.
         """
         call = self._call
+        carried = call.states.of_batch(call.rows)
         layers = list(cache_layers(self._model))
         if records_past:
             for layer in layers:
@@ -102,6 +109,8 @@ class OwnLayers:
                     layers[index].cumulative_length = call.rows.num_columns
                 if "indexer_key" in states:
                     layers[index].update_indexer(states["indexer_key"].squeeze(1))
+        LiveStates({i: layer for i, layer in enumerate(layers) if has_state(layer)}).put(carried)
+        self._num_columns = call.rows.num_columns
         why = f"{reason}; {_WITHOUT_STORE}"
         self._why = why if self._begins else f"then {why}"
         self._before = None
@@ -126,7 +135,8 @@ class OwnLayers:
             why = _WITHOUT_STORE  # another call, in which these rows go on
         num_tokens = _num_tokens(arguments, end - before) if before < end or why else []
         layers = self.layers or ()
-        self._before = [(_num_columns(layer), dict(vars(layer)) if _has_window(layer) else {}) for layer in layers]
+        self._before = [(_num_columns(layer), _as_it_is(layer)) for layer in layers]
+        self._num_new = _num_columns_of(arguments)
         with call.store.lock:
             counters.bypass(num_tokens, why, begins=begins)
             call.num_scheduled += 1
@@ -134,6 +144,7 @@ class OwnLayers:
     def confirm(self) -> None:
         """The forward has returned."""
         call, self._before = self._call, None
+        self._num_columns += self._num_new
         with call.store.lock:
             call.counters.confirm()
             call.peak_kv_bytes = max(call.peak_kv_bytes, call.store.kv_bytes_in_use(call.salt) + self.num_bytes)
@@ -155,7 +166,7 @@ class OwnLayers:
             elif not num_columns:
                 layer.reset()
             else:
-                for name, states in _held(layer).items():
+                for name, states in _held(layer).items():  # one with states is put back whole
                     setattr(layer, name, states.narrow(1 if name == "indexer_keys" else 2, 0, num_columns))
         self._before = None
 
@@ -175,6 +186,15 @@ class OwnLayers:
         self.layers = self._before = None
         self._why, self._begins = "", False
 
+    def select(self, indices: Tensor) -> None:
+        """Row `i` goes on as row `indices[i]`; or those rows go on that a mask of booleans shows."""
+        chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        chosen = torch.where(chosen < 0, chosen + self.num_rows, chosen)
+        for layer in self.layers or ():
+            for states in _held(layer).values():
+                chosen = chosen.to(states.device)
+            layer.reorder_cache(chosen)
+
     def copy_to(self, other: "OwnLayers", memo: dict[int, Any]) -> None:
         """Give another cache a copy of the rows, as `copy.deepcopy` of a `DynamicCache` does.
 
@@ -187,7 +207,7 @@ class OwnLayers:
                 "gradients flow through the rows of this cache, and would not through a copy of them; copy it after "
                 "forwards in torch.no_grad()"
             )
-        other.layers = copy.deepcopy(self.layers, memo)
+        other.layers, other._num_columns = copy.deepcopy(self.layers, memo), self._num_columns
 
     def make_layer(self) -> Any:
         """A layer more than the model's config names."""
@@ -205,7 +225,23 @@ def why_full(refusal: OutOfBlocksError) -> str:
 
 
 def _num_columns(layer: Any) -> int:
-    return 0 if holds_nothing(layer) else int(layer.get_seq_length())
+    return int(layer.get_seq_length()) if has_keys(layer) else 0
+
+
+def _num_columns_of(arguments: Mapping[str, Any]) -> int:
+    """Columns of a forward."""
+    given = arguments.get("input_ids")
+    return int((arguments["inputs_embeds"] if given is None else given).shape[1])
+
+
+def _as_it_is(layer: Any) -> dict[str, Any]:
+    """All that a layer holds which a forward drops or overwrites; of one that only grows, nothing."""
+    if not has_state(layer):
+        return dict(vars(layer)) if _has_window(layer) else {}
+    copies = {name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)}
+    for name in ("conv_states", "recurrent_states"):
+        copies[name] = {index: None if held is None else held.clone() for index, held in copies[name].items()}
+    return {**vars(layer), **copies}
 
 
 def _has_window(layer: Any) -> bool:
@@ -215,6 +251,8 @@ def _has_window(layer: Any) -> bool:
 def _held(layer: Any) -> dict[str, Tensor]:
     """The tensors of a layer that have columns, by name."""
     held = {name: getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")}
+    for name in ("conv_states", "recurrent_states"):
+        held |= {f"{name} {index}": states for index, states in getattr(layer, name, {}).items()}
     return {name: states for name, states in held.items() if states is not None and states.numel()}
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from ..attention.windows import Windows
 from ..blocks import root_hash
+from ..call.admission import would_fit
 from ..call.call import Call
 from ..call.running import Bracket
 from ..call.schedule import NOTHING_SHARED
@@ -35,6 +36,7 @@ from .input_values import KnownInputs
 from .own_layers import OwnLayers, why_full
 from .ranks import Ranks, of_all_ranks, tokens_as_bytes
 from .shared_prefix import SharedPrefixes
+from .state_forwards import StateForwards
 from .verification import Verifier
 
 logger = logging.getLogger("hf_paged_cache")
@@ -44,6 +46,7 @@ _GRADIENTS = (
 )
 _OTHER_WINDOWS = "the config has other windows now, while other calls hold blocks of before"
 _POSITIONS_OF_PADDING = "positions of padding are the largest, and rotary frequencies follow the largest that runs"
+_STATES_ON_RANKS = "layers carry states, and other processes share the model"
 _ANOTHER_CACHE = "use another cache on the same store for this one: PagedPrefixCache(cache.store)"
 
 
@@ -59,6 +62,7 @@ class Session:
         verifier: looks at one cached block of a hit a call; None does not.
         ranks: other processes that run the same forwards.
         windows: of the layers; as the config says when rows begin.
+        state_forwards: brings rows together whose layers carry states.
         bypasses: a call that does not fit runs in layers of its own; otherwise it is refused.
     """
 
@@ -72,6 +76,7 @@ class Session:
         verifier: Verifier | None,
         ranks: Ranks,
         windows: Windows,
+        state_forwards: StateForwards,
         *,
         bypasses: bool = False,
     ) -> None:
@@ -87,6 +92,7 @@ class Session:
         self._shared_prefixes = shared_prefixes
         self._ranks = ranks
         self._windows = windows
+        self._state_forwards = state_forwards
         self._synced_gpus = False  # with other processes, which run as many forwards
         self._digest = b""  # of the model; read once a `generate`, or at every forward without one
         self._was_alone = False  # when it was read here, nobody could change the model
@@ -211,6 +217,8 @@ class Session:
             request = replace(request, bypass=request.bypass or self._bypass or bypass, may_alias=False)
         elif self._bypass is not None:
             request = replace(request, bypass=request.bypass or self._bypass, may_alias=False)
+        if call.states and self._ranks.are_several:
+            request = replace(request, bypass=request.bypass or _STATES_ON_RANKS)
         if (
             request.keep_columns is None and torch.is_grad_enabled()
         ):  # into whatever: a weight, an input, a hook's tensor
@@ -273,6 +281,11 @@ class Session:
         """Prepare the rows, compute what they share, and take their blocks. No lock is held while a model runs."""
         call = self._call
         try:
+            if call.states:
+                may_run_ahead = self._adapters is None and not self._synced_gpus
+                return self._state_forwards.schedule(
+                    request, call, arguments, digest=self._digest, may_run_ahead=may_run_ahead
+                )
             if self._ranks.are_several:
                 return self._schedule_on_all_ranks(request, arguments)
             with self._store.lock:
@@ -313,7 +326,8 @@ class Session:
             plan = shared_prefixes.weigh(request, call, known) if may_share else NOTHING_SHARED
             if plan.prefixes and not fits:
                 with self._store.lock:
-                    fits = call.fits(call.rows.num_columns + request.num_new_columns, plan.num_shared_blocks)
+                    num_columns = call.rows.num_columns + request.num_new_columns
+                    fits = would_fit(call, num_columns, plan.num_shared_blocks)
                 _, fits = self._agree(request, fits=fits)
             if not fits:
                 why = "another rank has no blocks for this call, so no rank runs it; the reason stands there"
@@ -372,9 +386,10 @@ class Session:
             last_column, last = before + request.num_new_columns - 1, request.max_position
             regime = rope.at(last_column if last is None else last)
         self._regime = regime
-        rows = []
+        rows, traits = [], self._conditioning.state_traits
         for number, row in enumerate(request.rows):
-            counted_from = 0 if self._reader.takes_positions else row.pad  # else the model numbers its columns
+            # without positions the model numbers its columns
+            counted_from = traits.root_padding(row.pad) if self._reader.takes_positions else row.pad
             adapter = adapters[number] if number < len(adapters) else ""
             root = _root(self._digest, self._salt, regime, adapter, counted_from, row.first_position)
             rows.append(row._replace(root=root, salt=self._salt))

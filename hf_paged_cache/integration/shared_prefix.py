@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ..blocks.tokens import TokenIds
+from ..call.admission import would_fit
 from ..call.call import Call
 from ..call.rows import Row, Rows
 from ..call.schedule import (
@@ -54,7 +55,7 @@ class SharedPrefixes:
             return NOTHING_SHARED
         plan = self.weigh(request, call, [row.table.num_tokens for row in call.rows.distinct])
         stop = call.rows.num_columns + request.num_new_columns
-        fits = call.fits(stop, plan.num_shared_blocks, len(plan.prefixes))
+        fits = would_fit(call, stop, plan.num_shared_blocks, len(plan.prefixes))
         return plan if fits else NOTHING_SHARED
 
     def weigh(self, request: ForwardRequest, call: Call, num_known: Sequence[int]) -> SharedPrefixPlan:

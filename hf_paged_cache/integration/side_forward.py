@@ -8,23 +8,25 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from ..blocks.tokens import TokenIds
 from ..call.admission import CallLimits
 from ..call.call import Call
 from ..call.counters import PromptCounters
 from ..call.rows import Rows
 from ..call.running import Bracket
 from ..kv.transfers import to_device
+from ..model.cache_adapters import cache_argument
 from ..model.probing import input_device
 from .forward_arguments import ArgumentReader
 from .generate_arguments import GenerateArguments
 from .hooks import AttachedCache
-from .input_values import KnownInputs
+from .input_values import InputValues, KnownInputs, MaskValues, PositionValues, num_pads
 
 
 class SiblingCache(AttachedCache, Protocol):
@@ -35,6 +37,14 @@ class SiblingCache(AttachedCache, Protocol):
     def activate_past_recording(self) -> None: ...
     def batch_repeat_interleave(self, repeats: int) -> None: ...
     def reset(self) -> None: ...
+
+
+class SideRow(NamedTuple):
+    """A row of which some columns run."""
+
+    pad: int  # columns of left padding
+    first_position: int
+    token_ids: TokenIds  # all of it, from the first on
 
 
 class SideForwards:
@@ -61,6 +71,7 @@ class SideForwards:
             cache.call.kept_by = ref(block)
         try:
             if rows is not None:
+                cache.call.states.plans_ahead = False  # what follows them may be no tokens
                 cache.call.take_over(rows)
             yield cache
         finally:
@@ -106,7 +117,7 @@ class SideForwards:
         mask[:, :pad] = 0
         arguments = {**(options or {}), "attention_mask": mask}
         ids = arguments["input_ids"] = to_device([*chain(*filled)], device).view(len(rows), -1)
-        arguments |= {"past_key_values": cache, "use_cache": True, "return_dict": True}
+        arguments |= {cache_argument(self.model): cache, "use_cache": True, "return_dict": True}
         if self.takes_positions:
             arguments["position_ids"] = torch.arange(num_held, stop, device=device)[None] + first_position
         if self._reader.takes_logits_to_keep:
@@ -135,3 +146,56 @@ class SideForwards:
             del bracket
         logits: Tensor = output.logits[:, -num_logits:]
         return logits
+
+    def run_columns(
+        self,
+        cache: SiblingCache,
+        rows: Sequence[SideRow],
+        start: int,
+        stop: int,
+        *,
+        digest: bytes,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Run the columns `[start, stop)` of rows that the sibling holds up to `start`, without gradients, and commit them.
+
+        Args:
+            digest: see `GenerateArguments`.
+            options: other arguments of the forward.
+        Raises:
+            OutOfBlocksError: the forward does not fit.
+        """
+        device, num_new = input_device(self.model), stop - start
+        pads = [min(row.pad, stop) for row in rows]
+        new_pads = [num_pads(pad, start, num_new) for pad in pads]
+        filled = [
+            array("q", [0] * new) + row.token_ids[max(0, start - row.pad) : max(0, stop - row.pad)]
+            for row, new in zip(rows, new_pads, strict=True)
+        ]
+        ids = to_device([*chain(*filled)], device).view(len(rows), -1)
+        mask = torch.arange(stop, device=device)[None] >= to_device(pads, device)[:, None]
+        arguments = {**options, "input_ids": ids, "attention_mask": mask.to(torch.int64)}
+        arguments |= {cache_argument(self.model): cache, "use_cache": True, "return_dict": True}
+        firsts = to_device([row.first_position for row in rows], device)[:, None]
+        positions, last = None, [row.first_position + stop - 1 - row.pad for row in rows]
+        if self.takes_positions:
+            columns = torch.arange(start, stop, device=device)[None] - to_device(pads, device)[:, None]
+            arguments["position_ids"] = columns.clamp_(min=0) + firsts
+            positions = PositionValues(last, new_pads)
+        if self._reader.takes_logits_to_keep:
+            arguments["logits_to_keep"] = 1
+        values = InputValues(filled, num_new, False, MaskValues(pads, new_pads, pads), positions, max(last))
+        given = GenerateArguments(
+            limits=CallLimits(num_prompt_columns=stop, max_columns=stop, num_rows=len(rows)),
+            only_new_tokens=True,
+            num_masked=stop,
+            num_given=num_new,
+            inputs=KnownInputs(ids, values),
+            digest=digest,
+        )
+        bracket = Bracket()
+        try:
+            with torch.no_grad(), cache.generating(self.model, given, ref(bracket)):
+                self.model(**arguments)
+        finally:
+            del bracket

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..blocks import BlockTable
-from ..call.rows import Row, Rows
+from ..call.rows import Origin, Row, Rows
 from ..call.scheduled_forward import RowInput
 from ..errors import OutOfBlocksError
 from ..kv.block_tables import read_source
@@ -110,6 +110,10 @@ class Verifier:
         """Logical indices of the blocks that every layer has, and can go on to; looked at again under the lock."""
         ends = range(0, known.num_tokens + 1, self._blocks.block_size)
         resumable = [known.num_resumable_tokens(num_tokens) == num_tokens for num_tokens in ends]
+        if self._blocks.states:
+            with self._blocks.lock:
+                known_at = [not at or self._blocks.states.has(known.block_ids, at) for at in ends]
+            return [index for index in range(len(ends) - 1) if resumable[index] and known_at[index]]
         return [index for index in range(len(ends) - 1) if resumable[index] and resumable[index + 1]]
 
     def _is_equal(self, held: ExitStack, new: RowInput, known: BlockTable, index: int, digest: bytes) -> bool:
@@ -124,6 +128,10 @@ class Verifier:
             row = Row(known.fork(), 0, new.root, new.first_position)
             row.truncate(start)
             row.num_confirmed = start
+            if blocks.states and start:
+                if not blocks.states.has(known.block_ids, start):
+                    return True
+                row.origin = Origin(start, blocks.states.use(known.block_ids, start))
         held.callback(self._free, compared)
         cache = held.enter_context(self._side.sibling(Rows([row], [0], start)))
         tokens = new.token_ids[start:stop]

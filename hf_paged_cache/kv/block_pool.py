@@ -311,13 +311,13 @@ class BlockPool:
         while done < num_tokens:
             block, offset = divmod(first_slot + done, size)
             num_whole = 0 if offset else (num_tokens - done) // size
-            if num_whole:
-                taken = num_whole * size
-                whole = torch.unflatten(new.narrow(1, done, taken), 1, (num_whole, size))
-                held.narrow(0, block, num_whole).copy_(whole.transpose(0, 1))
+            taken = num_whole * size if num_whole else min(size - offset, num_tokens - done)
+            part = new.narrow(1, done, taken)
+            if num_whole > 1:
+                heads, _, head_dim = part.shape
+                held.narrow(0, block, num_whole).copy_(part.view(heads, num_whole, size, head_dim).transpose(0, 1))
             else:
-                taken = min(size - offset, num_tokens - done)
-                held[block].narrow(1, offset, taken).copy_(new.narrow(1, done, taken))
+                held.select(0, block).narrow(1, offset, taken).copy_(part)
             done += taken
 
     def _tensor_for(self, layer_idx: int, name: str, new: Tensor) -> Tensor:

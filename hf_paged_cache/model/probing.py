@@ -10,6 +10,8 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from .cache_adapters import cache_argument, present_cache
+
 
 def input_device(model: Any) -> torch.device:
     """Where to put token ids: on the weights' device, or on the CPU where weights are offloaded."""
@@ -50,7 +52,7 @@ def measure_bytes_per_token(model: PreTrainedModel, shares: Mapping[int, float] 
     cache.layer_class_to_replicate = DynamicLayer  # a model may write more layers than its config names
     ids = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
     with undisturbed(model):
-        model(ids, past_key_values=cache, use_cache=True)
+        model(ids, **present_cache(model, {cache_argument(model): cache, "use_cache": True}))
     total = 0.0
     for index, layer in enumerate(cache.layers):
         states = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]

@@ -8,14 +8,24 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel, cache_utils
-from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import UnsupportedModelError
+from .cache_adapters import cache_argument, own_cache_class
 
 # The version of transformers whose model types all ran in tests/conformance; results.json has the results.
 TESTED_VERSION = "5.23.0"
-# Exact types: a subclass may hold more than keys and values.
-_HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
+# Exact types: a subclass may hold more. Older versions have not all that carry a state.
+_STATE_LAYERS = tuple(
+    getattr(cache_utils, name, None)
+    for name in (
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+    )
+)
+_WINDOWED_LAYERS = (DynamicSlidingWindowLayer, _STATE_LAYERS[-1])
+_HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_STATE_LAYERS)
 _MAX_QUOTED = 200
 _WHICH_ADAPTERS = "only adapters that change layers, such as LoRA, are supported"
 
@@ -76,12 +86,12 @@ def require_supported(model: object) -> None:
         )
     if not model.can_generate():
         raise UnsupportedModelError(f"{name} cannot generate; pass the model with a language-modeling head")
-    if not takes(model, "past_key_values"):
+    if not takes(model, cache_argument(model)):
         raise UnsupportedModelError(
             f"{name}.forward takes no past_key_values, so it cannot use a cache of keys and values"
         )
     takes_dynamic_cache = getattr(type(model), "_supports_default_dynamic_cache", None)
-    if takes_dynamic_cache is not None and not takes_dynamic_cache():
+    if takes_dynamic_cache is not None and not takes_dynamic_cache() and own_cache_class(model) is None:
         raise UnsupportedModelError(f"{name} brings a cache class of its own; transformers gives it no DynamicCache")
     if is_no_decoder(model) and any(getattr(module, "is_causal", None) is False for module in model.modules()):
         raise UnsupportedModelError(
@@ -97,7 +107,7 @@ def require_supported(model: object) -> None:
     for index, layer in enumerate(layers):
         if type(layer) not in _HELD_LAYERS and not holds_nothing(layer):
             raise UnsupportedModelError(
-                f"{name}: layer {index} is a {type(layer).__name__}, which carries more than keys and values; use "
+                f"{name}: layer {index} is a {type(layer).__name__}, which carries more than keys, values and states; use "
                 "transformers' DynamicCache for this model"
             )
     windows = windows_of(layers).values()
@@ -146,6 +156,7 @@ def leaves_doubt(model: PreTrainedModel) -> bool:
         or any(isinstance(number, int) and number > 1 for number in num_experts)  # a router may look at later tokens
         or any(getattr(layer, "is_causal", None) is False for layer in layers)
         or len({(type(layer), layer.layer_idx) for layer in layers}) < len(layers)  # stacks may share one cache
+        or any(map(has_state, cache_layers(model)))  # a scan may start from zeros, whatever the state
     )
 
 
@@ -156,11 +167,7 @@ def cache_layers(model: PreTrainedModel) -> Sequence[Any]:
 
 def windows_of(layers: Sequence[Any]) -> dict[int, int]:
     """Index of a layer of `DynamicCache` -> its window, where it has one; attention in chunks is held as a window, too."""
-    return {
-        index: int(layer.sliding_window)
-        for index, layer in enumerate(layers)
-        if type(layer) is DynamicSlidingWindowLayer
-    }
+    return {index: int(layer.sliding_window) for index, layer in enumerate(layers) if type(layer) in _WINDOWED_LAYERS}
 
 
 def holds_nothing(layer: Any) -> bool:
@@ -168,9 +175,19 @@ def holds_nothing(layer: Any) -> bool:
     return type(layer) is getattr(cache_utils, "DummyLayer", None)  # 5.17 has none
 
 
+def has_keys(layer: Any) -> bool:
+    """Whether a layer holds keys and values, beside states or without any."""
+    return isinstance(layer, CacheLayerMixin)
+
+
 def has_index(layer: Any) -> bool:
     """Whether a layer may hold index keys (sparse attention) beside keys and values."""
     return type(layer) is DynamicIndexedLayer
+
+
+def has_state(layer: Any) -> bool:
+    """Whether a layer carries a state, beside keys and values or in their place."""
+    return type(layer) in _STATE_LAYERS
 
 
 def takes(model: PreTrainedModel, argument: str) -> bool:

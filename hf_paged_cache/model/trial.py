@@ -2,12 +2,12 @@
 
 Two rows of 24 tokens, one padded on the left; then the other row alone, for which most models make no mask. It shows
 what structure does not: attention to later tokens, a cache that is ignored or filled with other columns than the
-tokens', masks that are wrong with a cache. The model is left as it was.
+tokens', masks that are wrong with a cache. Where layers carry a state, also what that depends on. The model is left as it was.
 """
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,10 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import UnsupportedModelError
+from .cache_adapters import cache_argument, present_cache
 from .probing import eps_computed_in, input_device, types_of_logits, undisturbed
-from .support import is_no_decoder, quoted, takes
+from .state_traits import EVERY_PAD, StateTraits, read_state_traits
+from .support import cache_layers, has_keys, has_state, is_no_decoder, quoted, takes
 
 NUM_COLUMNS = 24
 NUM_CACHED = 16
@@ -33,6 +35,7 @@ class Failure(NamedTuple):
 
 
 _passed: WeakSet[nn.Module] = WeakSet()  # models that failed are tried again: they may have been mended
+_tried: WeakKeyDictionary[nn.Module, StateTraits] = WeakKeyDictionary()  # what their states were seen to heed
 
 
 def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> None:
@@ -71,23 +74,90 @@ def why_it_fails(model: PreTrainedModel) -> Failure:
                 return Failure("none of its logits is finite, so nothing can be compared", was_tried=False)
             reason = _why_they_differ(whole, continued, tolerance(model, seen))
             if reason:
-                return Failure(reason)
+                return Failure(_why_a_state_is_lost(model, alone, whole, tolerance(model, seen)) or reason)
     _passed.add(model)
     return Failure("")
 
 
-def continue_behind(model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any) -> Tensor:
+def state_traits(model: PreTrainedModel) -> StateTraits | None:
+    """What a run shows of a model's states beyond what its modules say; None for a model without any. Tried once.
+
+    One token at a time behind a cache, and one row behind different padding.  Cost: a dozen short forwards.
+    """
+    if not any(map(has_state, cache_layers(model))):
+        return None
+    if model not in _tried:
+        _tried[model] = _seen_traits(model)
+    return _tried[model]
+
+
+def _seen_traits(model: PreTrainedModel) -> StateTraits:
+    num_shown = read_state_traits(model.modules()).num_pads_that_show
+    row = {name: value[:1] for name, value in trial_inputs(model).items()}
+    with undisturbed(model), types_of_logits(model) as seen:
+        whole = last_logits(model(**row, use_cache=False), NUM_COLUMNS - NUM_CACHED)
+        single = continue_behind(model, row, dynamic_cache(model), one_by_one=True)
+        less, more = (
+            last_logits(model(**behind_padding(row, num_pads), use_cache=False), NUM_COLUMNS)
+            for num_pads in (num_shown, num_shown + _NUM_PADS)
+        )
+        allowed = tolerance(model, seen)
+    return StateTraits(
+        clamps_one_token=bool(_why_they_differ(whole, single, allowed)),
+        num_pads_that_show=EVERY_PAD if distance(less, more) > allowed else 0,
+    )
+
+
+def _why_a_state_is_lost(model: PreTrainedModel, row: dict[str, Tensor], whole: Tensor, allowed: float) -> str:
+    """What became of the states of a model that failed; "" where that says nothing, and for a model without any."""
+    cache = dynamic_cache(model)
+    states: list[Any] = [layer for layer in cache.layers if has_state(layer)]
+    if not states:
+        return ""
+    single = continue_behind(model, row, cache, one_by_one=True)
+    if not all(any(layer.has_previous_state.values()) for layer in states):
+        return "its layers keep their state in modules and not in the cache, so the state of a prefix cannot be kept"
+    if _why_they_differ(whole[:1], single, allowed):
+        return ""
+    return (
+        "its scan of several tokens starts without the state before them, which only a single token continues, so no "
+        "prompt can go on from a prefix"
+    )
+
+
+def continue_behind(
+    model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any, *, one_by_one: bool = False
+) -> Tensor:
     """The logits of the last 8 columns with the first `NUM_CACHED` in the cache: [R, 8, vocabulary].
 
+    Args:
+        one_by_one: each of the 8 in a forward of its own.
     Raises:
         ValueError: the cache holds another number of columns than were passed.
     """
-    first = {name: value[:, :NUM_CACHED] for name, value in inputs.items()}
-    model(**first, past_key_values=cache, use_cache=True)
-    if cache.get_seq_length() != NUM_CACHED:
+    argument = cache_argument(model)
+    given = present_cache(model, {argument: cache, "use_cache": True})
+    mask_begins = None if argument == "cache_params" else 0  # such models want the mask of the new columns alone
+    model(**_columns(inputs, 0, NUM_CACHED, 0), **given)
+    if any(map(has_keys, cache.layers)) and cache.get_seq_length() != NUM_CACHED:
         raise ValueError(f"after {NUM_CACHED} tokens its cache holds {cache.get_seq_length()}")
-    rest = {name: value if name == "attention_mask" else value[:, NUM_CACHED:] for name, value in inputs.items()}
-    return last_logits(model(**rest, past_key_values=cache, use_cache=True), NUM_COLUMNS - NUM_CACHED)
+    starts = range(NUM_CACHED, NUM_COLUMNS, 1 if one_by_one else NUM_COLUMNS)
+    ends = [*starts[1:], NUM_COLUMNS]
+    outputs = [model(**_columns(inputs, *part, mask_begins), **given) for part in zip(starts, ends, strict=True)]
+    return torch.cat(
+        [last_logits(output, end - start) for output, start, end in zip(outputs, starts, ends, strict=True)], 1
+    )
+
+
+def _columns(inputs: dict[str, Tensor], start: int, stop: int, mask_begins: int | None) -> dict[str, Tensor]:
+    """Those columns of all inputs; of the mask, those from `mask_begins` on, where that is given."""
+    of_mask = start if mask_begins is None else mask_begins
+    return {name: value[:, of_mask if name == "attention_mask" else start : stop] for name, value in inputs.items()}
+
+
+def behind_padding(row: dict[str, Tensor], num_pads: int) -> dict[str, Tensor]:
+    """The same row with so much padding before it."""
+    return {name: torch.nn.functional.pad(value, (num_pads, 0)) for name, value in row.items()}
 
 
 def dynamic_cache(model: PreTrainedModel) -> DynamicCache:

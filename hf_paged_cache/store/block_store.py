@@ -18,11 +18,12 @@ from ..kv.block_pool import BlockPool
 from ..kv.grouped_pool import GroupedPool
 from ..kv.transfers import Transfer
 from ..locks import new_lock
-from ..stats import CacheStats
 from .call_totals import CallTotals
 from .memory_budget import add_store, default_budget_bytes, lacks_room
 from .pins import Pins
-from .window_groups import HeldRows, WindowGroups
+from .state_snapshots import StateRules, StateSnapshots
+from .window_admission import HeldRows, WindowAdmission
+from .window_groups import WindowGroups
 
 # An untouched page of host memory costs nothing, so a pool there grows in few, large steps. On an accelerator every byte
 # is taken when it is asked for.
@@ -86,6 +87,7 @@ class BlockStore:
         window_of: layer index -> its window, for the layers that have one.
         layers: indices of all layers that have keys and values, with a window or without.
         window_share: of the blocks, how many window blocks there can be; see `WindowGroups`.
+        states, bytes_per_block: see `StateSnapshots`.
     Attributes:
         max_num_blocks: the most blocks there can be; None until a forward shows what the budget holds. Where memory ran
             out, what was managed by then.
@@ -100,6 +102,8 @@ class BlockStore:
         window_of: Mapping[int, int] = MappingProxyType({}),
         layers: Collection[int] = (),
         window_share: float = 1.0,
+        states: StateRules | None = None,
+        bytes_per_block: int = 0,
     ) -> None:
         if num_blocks is not None and num_blocks < 2:
             raise CacheArgumentError(
@@ -109,7 +113,11 @@ class BlockStore:
         first = _FIRST_NUM_BLOCKS if num_blocks is None else min(num_blocks, _FIRST_NUM_BLOCKS)
         self.allocator = PrefixCachingBlockAllocator(first, block_size)
         self.windows = WindowGroups(self.allocator, window_of, layers, window_share, num_blocks)
-        self.pins = Pins(self.allocator, self.windows, self.new_table)
+        self.states = StateSnapshots(self.allocator, states, bytes_per_block, has_least=num_blocks is not None)
+        self.states.limit(num_blocks)
+        self._first_device = first_device
+        self.window_admission = WindowAdmission(self.allocator, self.windows)
+        self.pins = Pins(self.allocator, self.window_admission, self.new_table)
         self.pool = BlockPool(block_size, first_device)
         if self.windows:
             self.pool = GroupedPool(block_size, first_device, window_of, self.windows.groups)
@@ -204,7 +212,7 @@ class BlockStore:
         """Nothing is reserved for `holder` any more."""
         self._reserved.pop(holder, None)
         if self.windows:
-            self.windows.reserve(holder, ())
+            self.window_admission.reserve(holder, ())
 
     def num_blocks_reserved_for(self, holder: Holder) -> int:
         """Blocks reserved for `holder`."""
@@ -264,6 +272,7 @@ class BlockStore:
             call.drop_rows()
         holder.previous.free()
         self.reset_prefix_cache()
+        self.window_admission.forget()
         self.windows.regroup(window_of)
         self.pool.regroup(window_of, self.windows.groups)
         self.windows.window_of = {**window_of}  # last: interrupted above, the next call begins again
@@ -359,6 +368,8 @@ class BlockStore:
     def _bytes_per_block_on(self) -> dict[torch.device, float]:
         """Bytes that a block takes of each device, with its part of the window blocks."""
         total: dict[torch.device, float] = {**self.pool.bytes_per_block_on()}
+        if self.states:
+            total = self.states.with_snapshots(total, None if self.windows.layers else self._first_device())
         for group in self.windows.groups:
             for device, num_bytes in self._pool_of(group).bytes_per_block_on().items():
                 total[device] = total.get(device, 0) + num_bytes * self.windows.share
@@ -370,7 +381,7 @@ class BlockStore:
             most, num_bytes = self.max_num_blocks, self._bytes_per_block_on().get(device, 0)
             if most is None or not num_bytes:
                 return 0
-            return int(most * num_bytes * (1 + self._copies)) - self.pool.bytes_on()[device]
+            return int(most * num_bytes * (1 + self._copies)) - self.pool.bytes_on().get(device, 0)
 
     def read_budget(self) -> None:
         """Look how much memory is free where blocks were written. No lock is held meanwhile: files are read."""
@@ -394,49 +405,19 @@ class BlockStore:
             if not self.ran_out_of_memory:
                 self.max_num_blocks = promised
                 self.windows.limit(promised)
+            self.states.limit(promised)
             self._promised_num_blocks = promised  # last: settled
 
     def check(self) -> None:
         """Prove the invariants of the blocks and window blocks, or raise BlockStateError with the whole state."""
         self.allocator.check()
         self.windows.check()
+        self.states.check()
 
     def lose_threads(self, idents: frozenset[int]) -> None:
         """These threads are not there, as in a forked child: nothing that they ran holds blocks."""
         for holder in self.holders():
             holder.lose_threads(idents)
-
-    def stats(self, totals: CallTotals, salt: bytes, copied_bytes: int, peak_kv_bytes: int | None) -> CacheStats:
-        """The calls of `totals`, and the blocks now: all, or given a salt, its own; what others might show in is None."""
-        allocator, metrics, windows = self.allocator, totals.metrics, self.windows
-        num_cached = allocator.num_cached_blocks_of(salt) if salt else allocator.num_cached_blocks
-        num_in_use = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
-        num_pinned, num_evictions = len(self.pins.block_ids(salt or None)), allocator.num_evictions
-        if windows.are_all:
-            group = windows.groups[0]
-            num_cached = group.num_idle_of(salt) if salt else group.num_idle
-            num_in_use = windows.num_needed(salt or None)[0]
-            num_pinned = len(group.needed_by(self.pins.allocations(salt or None)))
-            num_evictions += group.num_evictions
-        return CacheStats(
-            prompt_tokens=metrics.num_queried_tokens,
-            computed_tokens=metrics.num_queried_tokens - metrics.num_hit_tokens,
-            reused_tokens=metrics.num_hit_tokens,
-            hit_rate=metrics.hit_rate,
-            recent_hit_rate=metrics.recent_hit_rate,
-            num_calls=totals.num_calls,
-            num_bypassed_calls=totals.num_bypassed_calls,
-            num_blocks=None if salt else self.max_num_blocks,
-            num_free_blocks=None if salt else self.num_free_blocks,
-            num_cached_blocks=num_cached,
-            num_blocks_in_use=num_in_use,
-            num_pinned_blocks=num_pinned,
-            num_evictions=None if salt else num_evictions,
-            num_copies_on_write=None if salt else allocator.num_copies_on_write,
-            kv_bytes=self.kv_bytes_in_use(salt) + copied_bytes,
-            peak_kv_bytes=peak_kv_bytes,
-            pool_bytes=None if salt else self.pool.pool_bytes,
-        )
 
     def drop_rows(self, salt: bytes | None = None) -> None:
         """Let go of the rows of calls that are over, of one salt or of all.
@@ -485,6 +466,7 @@ class BlockStore:
         num_blocks = _FIRST_NUM_BLOCKS if most is None else min(most, _FIRST_NUM_BLOCKS)
         self.allocator.reset_prefix_cache(num_blocks)
         self.windows.reset(num_blocks)
+        self.states.kept.reset()
         self.pool.clear()
         self.grow_anew()
         self._must_give_back = False

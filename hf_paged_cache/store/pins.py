@@ -13,25 +13,25 @@ from itertools import chain
 from ..blocks import Allocation, BlockTable, HashChain, PrefixCachingBlockAllocator
 from ..blocks.tokens import TokenIds
 from ..errors import OutOfBlocksError
-from .window_groups import WindowGroups
+from .window_admission import WindowAdmission
 
 
 class Pins:
     """The pinned prefixes of one store.
 
     Args:
-        windows: their window blocks are among those that pins hold.
+        window_admission: says whether pins leave calls the window blocks that these have reserved.
         new_table: an empty one of a root and a salt.
     """
 
     def __init__(
         self,
         allocator: PrefixCachingBlockAllocator,
-        windows: WindowGroups,
+        window_admission: WindowAdmission,
         new_table: Callable[[bytes, bytes], BlockTable],
     ) -> None:
         self._allocator = allocator
-        self._windows = windows
+        self._window_admission = window_admission
         self._new_table = new_table
         self._tables: dict[tuple[bytes, bytes], BlockTable] = {}  # (salt, token ids) -> table that holds their blocks
 
@@ -86,7 +86,7 @@ class Pins:
             )
         table = self._new_table(root, salt)
         num_tokens = table.hold_prefix(token_ids)
-        if not self._windows.are_implied and min(self._windows.num_obtainable(None), default=0) < 0:
+        if not self._window_admission.is_kept_to:
             table.free()
             raise OutOfBlocksError(
                 f"pinning {num_tokens} tokens takes blocks in layers with a window that running calls have reserved; pin when "

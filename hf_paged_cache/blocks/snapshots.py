@@ -1,0 +1,146 @@
+"""Owns which blocks have a snapshot: what layers with a state carry at the block's end. Refuses one for a block that cannot be hit.
+
+A snapshot is kept under its block's digest, found with the block, and gone with it or before. What it holds is not looked at.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from ..errors import BlockStateError
+from .allocator import PrefixCachingBlockAllocator
+
+Content = TypeVar("Content")
+
+
+class Snapshots(Generic[Content]):
+    """Digest of a block -> snapshot. Where there are too many, the least recently used goes.
+
+    Every operation finishes or changes nothing: a snapshot is there as soon as the map has it, and no sooner. One whose block has
+    gone cannot be found, for nobody holds a block with its digest; `settle` lets go of it.
+
+    Args:
+        allocator: of the blocks.
+    Attributes:
+        most: snapshots that there can be.
+        num_evictions: those that others have taken the place of, so far.
+    Example:
+        >>> from . import BlockTable, PrefixCachingBlockAllocator, root_hash
+        >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
+        >>> table = BlockTable(allocator, root_hash(b"model"))
+        >>> table.allocate([1, 2, 3, 4, 5]), len(table.commit_full_blocks(5))
+        (0, 2)
+        >>> snapshots: Snapshots[str] = Snapshots(allocator, most=1)
+        >>> snapshots.keep(table.block_ids[1], "behind 4 tokens"), snapshots.deepest(table.block_ids)
+        (True, 2)
+    """
+
+    def __init__(self, allocator: PrefixCachingBlockAllocator, most: int = 0) -> None:
+        self.most = most
+        self.num_evictions = 0
+        self._allocator = allocator
+        self._contents: OrderedDict[bytes, Content] = OrderedDict()  # the least recently used first
+        self._num_changes = (0, 0)  # the allocator's, when all were looked at last
+
+    def __len__(self) -> int:
+        """Snapshots that there are."""
+        self.settle()
+        return len(self._contents)
+
+    def __bool__(self) -> bool:
+        """True also without any."""
+        return True
+
+    def __repr__(self) -> str:
+        return f"Snapshots({len(self._contents)} of {self.most})"
+
+    @property
+    def num_free(self) -> int:
+        """Snapshots that can be kept beside those that there are."""
+        return self.most - len(self)
+
+    def num_of(self, namespace: bytes) -> int:
+        """Those of the blocks of one namespace.  Cost: a look at each."""
+        self.settle()
+        return sum(self._allocator.namespace_of_digest(digest) == namespace for digest in self._contents)
+
+    def keep(self, block_id: int, content: Content, *, may_evict: bool = True) -> bool:
+        """Keep a snapshot at the end of a block, where it has none; whether it has one now.
+
+        Args:
+            may_evict: in place of the least recently used one, where there are as many as there can be.
+        """
+        digest = self._allocator.digest_of(block_id)
+        if digest is None:
+            return False
+        self.settle()
+        if digest in self._contents:
+            self._contents.move_to_end(digest)
+            return True
+        while len(self._contents) >= max(1, self.most):
+            if not may_evict:
+                return False
+            self._contents.popitem(last=False)
+            self.num_evictions += 1
+        if self.most < 1:
+            return False
+        self._contents[digest] = content
+        return True
+
+    def drop(self, block_id: int) -> None:
+        """Let go of a block's snapshot; of a block without one, of nothing."""
+        digest = self._allocator.digest_of(block_id)
+        if digest is not None:
+            self._contents.pop(digest, None)
+
+    def has(self, block_id: int) -> bool:
+        """Whether a block has a snapshot."""
+        return self._allocator.digest_of(block_id) in self._contents
+
+    def deepest(self, block_ids: Sequence[int]) -> int:
+        """How many of the leading blocks there are up to the last one with a snapshot; 0 where none has.  Effects: none."""
+        return next((index for index in range(len(block_ids), 0, -1) if self.has(block_ids[index - 1])), 0)
+
+    def use(self, block_id: int) -> Content:
+        """The snapshot of a block that has one; from here on it is the most recently used.
+
+        Raises:
+            BlockStateError: the block has none.
+        """
+        digest = self._allocator.digest_of(block_id)
+        if digest is None or digest not in self._contents:
+            raise BlockStateError(f"block {block_id} has no snapshot")
+        self._contents.move_to_end(digest)
+        return self._contents[digest]
+
+    def settle(self) -> None:
+        """Let go of snapshots whose blocks have gone since."""
+        changes = (self._allocator.num_evictions, self._allocator.num_lapses)
+        if self._num_changes != changes:
+            gone = [digest for digest in self._contents if self._allocator.namespace_of_digest(digest) is None]
+            for digest in gone:
+                del self._contents[digest]
+            self._num_changes = changes
+
+    def limit(self, most: int) -> None:
+        """There can be so many from here on; the least recently used of more than that go."""
+        self.most = most
+        while len(self._contents) > most:
+            self._contents.popitem(last=False)
+            self.num_evictions += 1
+
+    def reset(self) -> None:
+        """Let go of all."""
+        self._contents.clear()
+
+    def check(self) -> None:
+        """Raises BlockStateError unless each snapshot's block can be hit, and there are no more than there can be."""
+        self.settle()
+        gone = [digest for digest in self._contents if self._allocator.namespace_of_digest(digest) is None]
+        if gone or len(self._contents) > max(0, self.most):
+            digests = [digest.hex()[:8] for digest in self._contents]
+            raise BlockStateError(
+                f"{len(gone)} of {len(digests)} snapshots of at most {self.most} have no block: {digests}"
+            )

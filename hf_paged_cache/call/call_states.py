@@ -1,0 +1,302 @@
+"""What layers carry of a call's rows, from their first forward to the end: where rows may go on, and when snapshots are taken.
+
+States are written in place, by the model. So those of the running rows count only while no forward runs, and none has died: behind
+`column`. The store's lock is held by whoever calls.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor
+
+from ..errors import ForwardMismatchError
+from ..kv.states import LiveStates, StateKey, copied, row_of, select_rows, stacked
+from ..store.block_store import BlockStore
+from .prefix_match import Found, match_states
+from .rows import Origin, Row, Rows
+from .scheduled_forward import ForwardRequest
+from .state_plan import StatefulRow, climb
+
+_TORN = -1
+_LOST = (
+    "what layers with a state carry of these rows is lost, because a forward died or tokens were taken back, and it cannot be "
+    "computed again here; reset() the cache"
+)
+
+
+class CallStates:
+    """The states of one call's rows. False where no layer carries any.
+
+    Attributes:
+        column: of the running rows, behind which their layers' states stand; -1 where a forward has died, and nowhere.
+        plans_ahead: forwards of our own may bring rows together, and are cut where snapshots are wanted.
+    """
+
+    def __init__(self, store: BlockStore, live: LiveStates) -> None:
+        self._store = store
+        self.live = live
+        self.column = 0
+        self.plans_ahead = True
+
+    def __bool__(self) -> bool:
+        """Whether any layer carries states."""
+        return bool(self.live)
+
+    @property
+    def are_torn(self) -> bool:
+        """Whether the running rows must be brought back to where they stand."""
+        return bool(self.live) and self.column == _TORN
+
+    def num_needed(self, request: ForwardRequest) -> int:
+        """So many of a prompt's last columns run in the forward over all rows."""
+        least = 2 if self._store.states.rules.clamps_one_token and request.num_new_columns > 1 else 1
+        return max(least, request.num_logits_needed)
+
+    def find(self, rows: Rows, request: ForwardRequest, found: Sequence[Found] = ()) -> list[Found]:
+        """Rows have begun, or go on: say from where each may, in its `origin`.
+
+        Args:
+            found: of each row of the batch, what is known of its tokens; none where they go on.
+        Returns:
+            the same, less what no state is known behind.
+        """
+        if self._stands(rows):
+            self.park(rows)
+            if request.num_new_columns <= self.num_needed(request):
+                return [*found]
+        before = rows.num_columns
+        origins, stop = [row.origin for row in rows.distinct], before + request.num_new_columns
+        found = [*found]
+        for number, row in enumerate(rows.distinct):
+            if request.bypass is not None or (row.commit_end is not None and row.commit_end < row.num_confirmed):
+                continue
+            why = match_states(self._store, row, max(0, stop - self.num_needed(request) - row.pad))
+            if why and found:
+                found = [
+                    Found(row_origin(row), why) if rows.alias[at] == number else each for at, each in enumerate(found)
+                ]
+        go_on = all(
+            origin is not None and origin.num_tokens == max(0, before - row.pad)
+            for row, origin in zip(rows.distinct, origins, strict=True)
+        )
+        if (
+            before and go_on and len({row.pad + row_origin(row) for row in rows.distinct}) > 1
+        ):  # together, as they stand
+            for row, origin in zip(rows.distinct, origins, strict=True):
+                row.origin = origin
+        return found
+
+    def _stands(self, rows: Rows) -> bool:
+        """Whether the layers carry what is behind all columns of the rows."""
+        return self.column == rows.num_columns > 0
+
+    def as_planned(self, rows: Rows) -> list[StatefulRow]:
+        """The running rows, for a plan."""
+        planned = []
+        for row in rows.distinct:
+            known, start = row_origin(row), None
+            if row.origin is not None and (known or row.origin.states):
+                start = row.pad + known if known > 0 else rows.num_columns
+            elif 0 < rows.num_columns <= row.pad:
+                start = rows.num_columns  # padding so far: it begins there as well as anywhere
+            planned.append(StatefulRow(row.pad, start))
+        return planned
+
+    def joint_column(self, rows: Rows, request: ForwardRequest) -> int:
+        """Where all rows can go on together, without a forward of our own; rows whose states do not fit begin anew.
+
+        Raises:
+            ForwardMismatchError: there is no such column: what layers carry is lost.
+        """
+        before, stop = rows.num_columns, rows.num_columns + request.num_new_columns
+        is_free = request.keep_columns is None and request.bypass is None
+        staircase = climb(
+            self.as_planned(rows),
+            before=before,
+            stop=stop,
+            latest=stop - self.num_needed(request) if is_free else before,
+            width=self._store.states.rules.width,
+            forward_cost=0,
+            may_run_ahead=False,
+        )
+        if staircase is None:
+            self.require_known(rows)
+            raise ForwardMismatchError(_LOST)
+        self.begin_anew(rows, staircase.cold, staircase.column)
+        return staircase.column
+
+    def begin_anew(self, rows: Rows, cold: Collection[int], column: int | None) -> None:
+        """These running rows do not go on from what is known of their states, unless that is at `column`."""
+        for number in cold:
+            row = rows.distinct[number]
+            if row_origin(row) != max(0, (column or 0) - row.pad):
+                row.origin = None
+
+    def stop_commits(self, rows: Rows, request: ForwardRequest) -> None:
+        """Where one token is computed otherwise than several, nothing that was computed so is ever found."""
+        if rows.num_columns and request.num_new_columns == 1:
+            self.stop_step_commits(rows)
+
+    def stop_step_commits(self, rows: Rows) -> None:
+        """The same for a decode step."""
+        if self._store.states.rules.clamps_one_token:
+            for row in rows.distinct:
+                row.stop_commits(row.num_confirmed)
+
+    def require_known(self, rows: Rows) -> None:
+        """Refuse rows whose tokens alone do not say what layers carry behind them.
+
+        Raises:
+            ForwardMismatchError: there are such.
+        """
+        for row in rows.distinct:
+            if row.num_true_tokens < row.num_confirmed:
+                raise ForwardMismatchError(_LOST)
+
+    def start_forward(self, rows: Rows, column: int, stop: int) -> None:
+        """A forward of the columns `[column, stop)` begins: of each row, its origin is there, or it is padding so far."""
+        at_hand = self.column == column and all(
+            row.origin is None or row.origin.num_tokens == max(0, column - row.pad) for row in rows.distinct
+        )
+        self.column = _TORN  # until it is confirmed
+        if column == 0:
+            self.live.clear()
+        elif not at_hand:
+            self.live.put(stacked([{} if row.origin is None else row.origin.states for row in rows.distinct]))
+        for row in rows.distinct:
+            row.origin = None
+        self.record(rows, column, stop)
+
+    def tear(self) -> None:
+        """A forward is scheduled: until it is confirmed, nobody knows what the layers carry."""
+        self.column = _TORN
+
+    def keep_last(self, rows: Rows) -> None:
+        """A decode step begins, before which blocks were filled: where that is a place for one, a row gets a snapshot.
+
+        It takes the place of the one that the row got before it.
+        """
+        states, held = self._store.states, None
+        for number, row in enumerate(rows.distinct):
+            num_tokens = row.num_confirmed
+            if num_tokens % states.align or num_tokens > row.table.num_committed_blocks * self._store.block_size:
+                continue
+            held = self.live.read() if held is None else held
+            if states.keep(row.table.block_ids, num_tokens, row_of(held, number)):
+                if row.last_kept:
+                    states.drop(row.table.block_ids, row.last_kept)
+                row.last_kept = num_tokens
+
+    def keep_snapshots(self, rows: Rows) -> None:
+        """Blocks were committed: keep what was recorded of the last forward, and what is behind it, where that is a place for one."""
+        states, recorder = self._store.states, self.live.recorder
+        if recorder.recorded:
+            for at, (number, num_tokens) in enumerate(recorder.places):
+                recorded = {key: held[at : at + 1] for key, held in recorder.recorded.items()}
+                states.keep(rows.distinct[number].table.block_ids, num_tokens, recorded)
+        recorder.start_forward()
+        if not self._stands(rows):
+            return
+        held: Mapping[StateKey, Tensor] | None = None
+        for number, row in enumerate(rows.distinct):
+            num_tokens = row.num_confirmed
+            if num_tokens > 0 and num_tokens % states.align == 0 and row.num_true_tokens == num_tokens:
+                held = self.live.read() if held is None else held
+                states.keep(row.table.block_ids, num_tokens, row_of(held, number))
+
+    def record(self, rows: Rows, start: int, stop: int) -> None:
+        """A forward is scheduled whose convolutions show their states at all of its columns."""
+        states = self._store.states
+        if not states.rules.is_recorded or stop - start < states.align:
+            self.live.recorder.start_forward()
+            return
+        places = [
+            (number, num_tokens)
+            for number, row in enumerate(rows.distinct)
+            for num_tokens in range(states.align, stop - row.pad, states.align)
+            if num_tokens + row.pad > start and not states.has(row.table.block_ids, num_tokens)
+        ][: states.kept.most]
+        columns = [num_tokens + rows.distinct[number].pad - start for number, num_tokens in places]
+        self.live.recorder.start_forward(stop - start, places, columns)
+
+    def select(self, sources: Sequence[int], index: Tensor | None = None) -> None:
+        """Running row `i` goes on as row `sources[i]`."""
+        if self.live and self.column > 0:
+            column, self.column = self.column, _TORN  # interrupted, some layers have changed
+            self.live.select(sources, index)
+            self.column = column
+
+    def crop(self, num_columns: int, kept: int) -> None:
+        """The last `num_columns` columns were taken back; rows stand at `kept`."""
+        if not self.live:
+            return
+        stood, self.column = self.column, _TORN
+        is_cropped = stood == kept + num_columns and self.live.crop(num_columns)
+        if is_cropped or not num_columns:
+            self.column = kept if is_cropped else stood
+        else:
+            self.lose()
+
+    def lose(self) -> None:
+        """A forward has died, or what layers carry is of other tokens."""
+        if self.live:
+            self.column = _TORN
+            self.live.clear()
+            self.live.recorder.start_forward()
+
+    def forget(self) -> None:
+        """The rows have ended."""
+        if self.live:
+            self.column = _TORN
+            self.live.clear()
+            self.live.recorder.start_forward()
+            self.column = 0
+
+    def of_batch(self, rows: Rows) -> dict[StateKey, Tensor]:
+        """Copies of what layers carry of each row of the batch, for a call that goes on without the store.
+
+        Raises:
+            ForwardMismatchError: it is lost.
+        """
+        if not self.live or not rows.num_columns:
+            return {}
+        if not self._stands(rows):
+            raise ForwardMismatchError(_LOST)
+        return select_rows(self.live.read(), rows.alias)
+
+    def park(self, rows: Rows, *, copies: bool = False) -> None:
+        """Give each row what layers carry of it, where that is known: the rows end here, or are copied."""
+        if not self.live or not self._stands(rows):
+            return
+        held: Mapping[StateKey, Tensor] = self.live.read()
+        if copies:
+            held = copied(held)
+        for number, row in enumerate(rows.distinct):
+            row.origin = Origin(row.num_confirmed, row_of(held, number))
+
+    def unpark(self, rows: Rows) -> None:
+        """The rows go on here: what the layers carry of them is overwritten, and nobody may go on from it."""
+        if self.live and self._stands(rows):
+            for row in rows.distinct:
+                row.origin = None
+
+    def put(self, rows: Rows) -> None:
+        """Let the layers carry what is at the rows' origins; of a row without one, nothing."""
+        self.column = _TORN
+        self.live.clear()
+        if rows.num_columns:
+            self.live.put(stacked([{} if row.origin is None else row.origin.states for row in rows.distinct]))
+        for row in rows.distinct:
+            row.origin = None
+        self.column = rows.num_columns
+
+    def take_over(self, rows: Rows) -> None:
+        """Rows of another call go on here: their origins say from where."""
+        if self.live:
+            self.column = _TORN
+            self.live.clear()
+            self.column = _TORN if rows.num_columns else 0
+
+
+def row_origin(row: Row) -> int:
+    """Tokens behind which a row may go on; 0: from its beginning."""
+    return 0 if row.origin is None else row.origin.num_tokens

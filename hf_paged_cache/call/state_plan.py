@@ -1,0 +1,232 @@
+"""Which forwards bring rows to one column where layers carry states. Pure: rows in, plan out; no table, no tensor.
+
+A state is exact at one place of a row, its *origin*, or before its first token, in the padding. So rows join a forward at the
+column of their origin, as on a staircase, and all of them run together from the last step on. A prefix that rows share is computed
+in a forward of one row before, and is their origin then. Forwards are cut where a snapshot is wanted.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from ..blocks.tokens import TokenIds, common_prefix_length
+
+_MAX_PREFIXES = 64  # that are weighed
+
+
+class StatefulRow(NamedTuple):
+    """A row that runs."""
+
+    pad: int  # columns of left padding
+    start: int | None = None  # column before which its state is known; None: it begins anew
+    wanted: tuple[int, ...] = ()  # tokens behind which a snapshot is wanted
+
+
+class Step(NamedTuple):
+    """A forward ahead of the one over all rows: columns `[start, stop)` of some rows."""
+
+    rows: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Staircase(NamedTuple):
+    """How rows come to `column`, where all of them go on together."""
+
+    steps: tuple[Step, ...]
+    column: int
+    cold: frozenset[int]  # rows that begin anew, whatever is known of their states
+    cost: int  # tokens, with those of the forward over all rows
+
+
+def climb(
+    rows: Sequence[StatefulRow],
+    *,
+    before: int,
+    stop: int,
+    latest: int,
+    width: int,
+    forward_cost: int,
+    may_run_ahead: bool = True,
+    least: int = 1,
+) -> Staircase | None:
+    """The staircase that costs least, in tokens; None where rows cannot come to one column without forwards of our own.
+
+    Args:
+        before: the forward over all rows starts here or further right.
+        stop: its end.
+        latest: it starts no further right.
+        width: columns of padding that a row must see, where it has so many, to be as if it had seen all.
+        forward_cost: of a forward more, in tokens.
+        may_run_ahead: else without steps.
+        least: columns of a forward that does not begin with the rows.
+    Example:
+        >>> rows = [StatefulRow(pad=0, start=100), StatefulRow(pad=20, start=120)]
+        >>> climb(rows, before=0, stop=140, latest=139, width=4, forward_cost=10)
+        Staircase(steps=(Step(rows=(0,), start=100, stop=120),), column=120, cold=frozenset(), cost=70)
+    """
+    cold = {number for number, row in enumerate(rows) if row.start is None or row.start > latest}
+    best: Staircase | None = None
+    while True:
+        extra = forward_cost if may_run_ahead else stop  # of padding that is computed, rather than a stair more
+        found = _climb(rows, cold, before=before, stop=stop, width=width, forward_cost=forward_cost, extra=extra)
+        is_allowed = may_run_ahead or not found.steps
+        if is_allowed and all(step.stop - step.start >= least or not step.start for step in found.steps):
+            if best is None or found.cost < best.cost:
+                best = found
+        starts = [row.start for number, row in enumerate(rows) if row.start is not None and number not in cold]
+        if not starts:
+            return best
+        cold |= {number for number, row in enumerate(rows) if row.start == min(starts)}
+
+
+def _climb(
+    rows: Sequence[StatefulRow],
+    cold: Collection[int],
+    *,
+    before: int,
+    stop: int,
+    width: int,
+    forward_cost: int,
+    extra: int,
+) -> Staircase:
+    """The staircase on which these rows begin anew, and all others at their origins."""
+    starts = {n: row.start for n, row in enumerate(rows) if row.start is not None and n not in cold}
+    stairs = set(starts.values())
+    for number in sorted(cold, key=lambda number: rows[number].pad):
+        latest = max(0, rows[number].pad - width)
+        start = max((stair for stair in stairs if stair <= latest), default=0)
+        if stairs and latest - start > extra:
+            start = latest
+        starts[number] = start
+        stairs.add(start)
+    column = max(max(stairs), before)
+    ends = [*sorted(stairs | {column})]
+    steps = tuple(
+        Step(tuple(number for number in range(len(rows)) if starts[number] <= start), start, end)
+        for start, end in pairwise(ends)
+    )
+    cost = sum(stop - start for start in starts.values()) + forward_cost * len(steps)
+    return Staircase(steps, column, frozenset(cold), cost)
+
+
+def cut(
+    staircase: Staircase,
+    rows: Sequence[StatefulRow],
+    *,
+    latest: int,
+    forward_cost: int,
+    share: int = 8,
+    least: int = 1,
+) -> Staircase:
+    """The same with forwards cut where snapshots are wanted: all of a single row, or of all rows, others where they are cheap.
+
+    Args:
+        latest: no cut further right.
+        share: what such forwards may cost, as a part of the tokens computed.
+        least: as in `climb`.
+    """
+    columns: Counter[int] = Counter()
+    for number, start in starts_of(staircase, len(rows)).items():
+        row = rows[number]
+        columns.update({row.pad + wanted for wanted in row.wanted if start < row.pad + wanted <= latest})
+    allowed = staircase.cost // share // max(1, forward_cost)
+    taken = {staircase.column, *(at for step in staircase.steps for at in (step.start, step.stop))}
+    cuts: list[int] = []
+    for column, number in sorted(columns.items(), key=lambda pair: (-pair[1], -pair[0])):
+        if column in taken or any(abs(column - other) < least for other in taken):
+            continue
+        if number < len(rows):
+            allowed -= 1  # those that all rows want cost no row a forward more
+        if number == len(rows) or allowed >= 0:
+            cuts.append(column)
+            taken.add(column)
+    everybody = tuple(range(len(rows)))
+    column = max([staircase.column, *cuts])
+    steps = [*staircase.steps, *([Step(everybody, staircase.column, column)] if column > staircase.column else [])]
+    made = []
+    for step in steps:
+        ends = [step.start, *sorted(at for at in cuts if step.start < at < step.stop), step.stop]
+        made += [Step(step.rows, start, end) for start, end in pairwise(ends)]
+    return staircase._replace(steps=tuple(made), column=column)
+
+
+class Prefix(NamedTuple):
+    """A forward of one row that others share the beginning of."""
+
+    row: int
+    num_tokens: int
+    members: tuple[int, ...]  # rows that go on from there
+
+
+def shared(
+    token_ids: Sequence[TokenIds],
+    roots: Sequence[object],
+    rows: Sequence[StatefulRow],
+    limits: Sequence[int],
+    *,
+    align: int,
+    before: int,
+    stop: int,
+    latest: int,
+    width: int,
+    forward_cost: int,
+    least: int = 1,
+) -> tuple[list[Prefix], list[StatefulRow]]:
+    """The shared prefixes that pay, the shorter ones first, and the rows with what is known of them then.
+
+    Args:
+        token_ids: of each row, those of the forward included.
+        roots: rows of one root can share.
+        limits: of each row, the most tokens behind which it may go on.
+        align: a snapshot is kept at multiples of this.
+    """
+    order = sorted(range(len(rows)), key=lambda i: (repr(roots[i]), token_ids[i].tobytes()))
+    found: dict[tuple[int, ...], int] = {}  # members -> tokens in common
+    common = [
+        common_prefix_length(token_ids[left], token_ids[right]) // align * align if roots[left] == roots[right] else 0
+        for left, right in pairwise(order)
+    ]
+    for length in sorted({number for number in common if number})[:_MAX_PREFIXES]:
+        group: list[int] = []
+        for at, number in enumerate(order):
+            if at and common[at - 1] < length:
+                _note(found, group, length)
+                group = []
+            group.append(number)
+        _note(found, group, length)
+
+    def cost_of(changed: Sequence[StatefulRow]) -> int:
+        climbed = climb(
+            changed, before=before, stop=stop, latest=latest, width=width, forward_cost=forward_cost, least=least
+        )
+        return len(rows) * stop if climbed is None else climbed.cost
+
+    prefixes: list[Prefix] = []
+    now, cost = [*rows], cost_of(rows)
+    for members, length in sorted(found.items(), key=lambda item: (item[1], item[0])):
+        known = {number: (row.start or row.pad) - row.pad for number, row in enumerate(now)}
+        members = tuple(number for number in members if known[number] < length <= limits[number])
+        if len(members) < 2:
+            continue
+        row = max(members, key=known.__getitem__)
+        changed = [r._replace(start=r.pad + length) if number in members else r for number, r in enumerate(now)]
+        ahead = length - known[row] + forward_cost
+        if (changed_cost := cost_of(changed) + ahead) < cost:
+            prefixes.append(Prefix(row, length, members))
+            now, cost = changed, changed_cost - ahead
+    return prefixes, now
+
+
+def _note(found: dict[tuple[int, ...], int], group: Sequence[int], length: int) -> None:
+    """Rows that share so many tokens; of the same rows, the longest counts."""
+    if len(group) > 1:
+        members = tuple(sorted(group))
+        found[members] = max(length, found.get(members, 0))
+
+
+def starts_of(staircase: Staircase, num_rows: int) -> Mapping[int, int]:
+    """Row -> the column at which it joins."""
+    starts = {number: step.start for step in reversed(staircase.steps) for number in step.rows}
+    return {number: starts.get(number, staircase.column) for number in range(num_rows)}

@@ -1,0 +1,218 @@
+"""Owns the states of the running rows, where layers carry any: convolutions' last inputs, recurrent states.
+
+They lie in the layers, as transformers keeps them, so that a forward writes them without a word to us. A forward overwrites
+them in place; what is to stay is cloned before.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .transfers import to_device
+
+
+class StateKey(NamedTuple):
+    """Names one tensor of a layer."""
+
+    layer_idx: int
+    name: str  # "conv" or "recurrent"
+    state_idx: int
+
+
+States = Mapping[StateKey, Tensor]
+"""What layers carry of some rows: tensors [R, ...]. Never written once made, but for those that are in the layers."""
+
+
+class StateLayer(Protocol):
+    """A layer of transformers with states, each by its index; None, or unspecified, where there are none yet."""
+
+    number_of_states: int
+    conv_states: dict[int, Tensor | None]
+    recurrent_states: dict[int, Tensor | None]
+    is_conv_states_initialized: dict[int, bool]
+    is_recurrent_states_initialized: dict[int, bool]
+    has_previous_state: dict[int, bool]
+    conv_kernel_size: dict[int, int | None]
+    device: Any
+    dtype: Any
+    record_past: bool
+    recorder: "ConvRecorder"
+
+
+class ConvRecorder:
+    """Takes states of convolutions at some columns out of a running forward: they are the last inputs before each.
+
+    Attributes:
+        places: (row, tokens) behind which a state is wanted.
+        recorded: of the forward, tensors [len(places), ...].
+    """
+
+    def __init__(self) -> None:
+        self.places: Sequence[tuple[int, int]] = ()
+        self.recorded: dict[StateKey, Tensor] = {}
+        self._columns: Sequence[int] = ()
+        self._num_columns = 0
+
+    def start_forward(
+        self, num_columns: int = 0, places: Sequence[tuple[int, int]] = (), columns: Sequence[int] = ()
+    ) -> None:
+        """Another forward begins, of so many columns.
+
+        Args:
+            columns: of the forward, before which those places are.
+        """
+        self.places, self.recorded, self._columns, self._num_columns = places, {}, columns, num_columns
+
+    def record(self, key: StateKey, inputs: Tensor, width: int) -> None:
+        """A convolution runs.
+
+        Shapes: inputs [R, ..., past + columns of the forward].
+        Args:
+            width: of a state.
+        """
+        past = inputs.shape[-1] - self._num_columns
+        if missing := max(0, width - past):
+            inputs, past = torch.nn.functional.pad(inputs, (missing, 0)), past + missing
+        first = past - width  # where the state at the forward's first column begins
+        rows = to_device([number for number, _ in self.places], inputs.device)
+        starts = to_device([column + first for column in self._columns], inputs.device)
+        windows = inputs.unfold(-1, width, 1).movedim(-2, 1)  # [R, places, ..., width]
+        self.recorded[key] = windows[rows, starts].detach()
+
+
+class LiveStates:
+    """The states of the rows that run, in the order in which they run.
+
+    Args:
+        layers: index -> layer, for those that carry states.
+    """
+
+    def __init__(self, layers: Mapping[int, StateLayer]) -> None:
+        self._layers = layers
+        self.recorder = ConvRecorder()
+        for layer in layers.values():
+            layer.recorder = self.recorder
+
+    def __bool__(self) -> bool:
+        """Whether any layer carries states."""
+        return bool(self._layers)
+
+    def read(self) -> dict[StateKey, Tensor]:
+        """What the layers hold now, uncopied: the next forward overwrites it. Empty where they hold none.
+
+        Of inputs that convolutions keep for `crop`, those that they need.
+        """
+        return {key: self._needed(key, held) for key, held in self._held()}
+
+    def _needed(self, key: StateKey, held: Tensor) -> Tensor:
+        width = self._layers[key.layer_idx].conv_kernel_size[key.state_idx] if key.name == "conv" else None
+        if width is None or held.shape[-1] == width:
+            return held
+        return torch.nn.functional.pad(held, (max(0, width - held.shape[-1]), 0))[..., -width:]
+
+    def _held(self) -> Iterator[tuple[StateKey, Tensor]]:
+        for layer_idx, layer in self._layers.items():
+            for state_idx in range(layer.number_of_states):
+                if not layer.has_previous_state[state_idx]:
+                    continue
+                for name, states in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
+                    held = states[state_idx]
+                    if held is not None:
+                        yield StateKey(layer_idx, name, state_idx), held
+
+    def put(self, states: States) -> None:
+        """Let rows go on from these states, which nobody else has; from none where there are none."""
+        self.clear()
+        for (layer_idx, name, state_idx), tensor in states.items():
+            layer = self._layers[layer_idx]
+            if layer.device is None:
+                layer.device, layer.dtype = tensor.device, tensor.dtype
+            if name == "conv":
+                layer.conv_states[state_idx] = tensor
+                layer.conv_kernel_size[state_idx] = tensor.shape[-1]
+                layer.is_conv_states_initialized[state_idx] = True
+            else:
+                layer.recurrent_states[state_idx] = tensor
+                layer.is_recurrent_states_initialized[state_idx] = True
+            layer.has_previous_state[state_idx] = True
+
+    def clear(self) -> None:
+        """No row has a state: the next forward begins rows."""
+        for layer in self._layers.values():
+            numbers = range(layer.number_of_states)
+            layer.has_previous_state = dict.fromkeys(numbers, False)
+            layer.is_conv_states_initialized = dict.fromkeys(numbers, False)
+            layer.is_recurrent_states_initialized = dict.fromkeys(numbers, False)
+            layer.conv_states, layer.recurrent_states = dict.fromkeys(numbers), dict.fromkeys(numbers)
+            layer.device = layer.dtype = None
+
+    def select(self, sources: Sequence[int], index: Tensor | None = None) -> None:
+        """Row `i` goes on from a copy of the state of row `sources[i]`.
+
+        Args:
+            index: the sources as a tensor on some device, if there is one.
+        """
+        held = dict(self._held())
+        if held and list(sources) != list(range(len(next(iter(held.values()))))):
+            self._replace(select_rows(held, sources, index))
+
+    def _replace(self, states: States) -> None:
+        """Put tensors of other rows in place of those held."""
+        for (layer_idx, name, state_idx), tensor in states.items():
+            layer = self._layers[layer_idx]
+            (layer.conv_states if name == "conv" else layer.recurrent_states)[state_idx] = tensor
+
+    def record_past(self, *, records: bool) -> None:
+        """Convolutions keep all their inputs until `crop`, or only those that they need."""
+        for layer in self._layers.values():
+            layer.record_past = records
+
+    def crop(self, num_columns: int) -> bool:
+        """Take the last columns back, where convolutions alone have kept their inputs; whether that could be done."""
+        cropped = {}
+        for key, held in self._held():
+            layer = self._layers[key.layer_idx]
+            stop = held.shape[-1] - num_columns
+            if key.name != "conv" or not layer.record_past or stop < (layer.conv_kernel_size[key.state_idx] or 0):
+                return False
+            cropped[key] = self._needed(key, held[..., :stop])
+        self._replace(cropped)
+        return bool(cropped)
+
+
+def select_rows(states: States, sources: Sequence[int], index: Tensor | None = None) -> dict[StateKey, Tensor]:
+    """Copies of the states of rows `sources`."""
+    on: dict[torch.device, Tensor] = {}
+    selected = {}
+    for key, held in states.items():
+        if held.device not in on:
+            on[held.device] = to_device(list(sources), held.device) if index is None else index.to(held.device)
+        selected[key] = held.index_select(0, on[held.device])
+    return selected
+
+
+def row_of(states: States, row: int) -> dict[StateKey, Tensor]:
+    """The states of one row, uncopied."""
+    return {key: held[row : row + 1] for key, held in states.items()}
+
+
+def copied(states: States) -> dict[StateKey, Tensor]:
+    """The same in memory of their own, without gradients."""
+    return {key: held.detach().clone() for key, held in states.items()}
+
+
+def stacked(rows: Sequence[States]) -> dict[StateKey, Tensor]:
+    """Copies of the states of single rows, one after the other; of a row without any, zeros: it has seen nothing yet."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    made = {}
+    for key in keys:
+        like = next(row[key] for row in rows if key in row)
+        made[key] = torch.cat([row[key] if key in row else torch.zeros_like(like) for row in rows]).detach()
+    return made
+
+
+def num_bytes_of(states: Mapping[Any, Tensor]) -> int:
+    """Bytes of all of them."""
+    return sum(held.nbytes for held in states.values())

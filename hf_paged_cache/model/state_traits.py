@@ -1,0 +1,99 @@
+"""How layers with a state compute it, as far as that decides where a state can be kept and by whom it is found.
+
+Read from the modules, by structure; `trial` adds what only a run shows.
+"""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import inf, lcm
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class StateTraits:
+    """What is to be heeded where the states of a model are kept.
+
+    Attributes:
+        chunk: how many tokens the model's kernels compute at once. Split at a multiple of it, a forward rounds as one that is
+            not split; 1 where any place does.
+        clamps_one_token: one token is computed otherwise than several, so a prompt never ends in a forward of one token,
+            and a state that was made one by one is not that of a prompt.
+        num_pads_that_show: how much padding before a row its states, keys and values depend on: from there on more is the same.
+            `EVERY_PAD` where there is no such number.
+    """
+
+    chunk: int = 1
+    clamps_one_token: bool = False
+    num_pads_that_show: int = 0
+
+    def root_padding(self, pad: int) -> int:
+        """The part of a row's padding that belongs to its root."""
+        return min(pad, self.num_pads_that_show)
+
+    def joined(self, other: "StateTraits") -> "StateTraits":
+        """What heeds both."""
+        return StateTraits(
+            lcm(self.chunk, other.chunk),
+            self.clamps_one_token or other.clamps_one_token,
+            max(self.num_pads_that_show, other.num_pads_that_show),
+        )
+
+
+EVERY_PAD = 1 << 62
+NO_TRAITS = StateTraits()
+
+
+def read_state_traits(modules: Iterable[nn.Module]) -> StateTraits:
+    """What the modules of a model with states say.  Cost: one pass over them; nothing runs."""
+    modules = [module for module in modules if hasattr(module, "layer_idx")]  # those that use a cache
+    return StateTraits(
+        lcm(*_chunks(modules)),
+        any(_limits_time_steps(module) for module in modules),
+        max(map(_num_pads_that_show, modules), default=0),
+    )
+
+
+def _chunks(modules: list[nn.Module]) -> Iterator[int]:
+    """The defaults of `chunk_size` in the functions that forwards call: gated delta rules.
+
+    Such a kernel solves for a whole chunk at once. One that is told a size by the config (Mamba 2) sums up, and rounds alike
+    wherever it is split.
+    """
+    for kind in dict.fromkeys(type(module) for module in modules):
+        forward: Any = inspect.unwrap(kind.forward)
+        code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+        for function in [names[name] for name in code.co_names if callable(names.get(name))] if code else ():
+            size = _default(function, "chunk_size")
+            if isinstance(size, int):
+                yield size
+
+
+def _default(function: Any, argument: str) -> object:
+    try:
+        parameter = inspect.signature(function).parameters.get(argument)
+    except (TypeError, ValueError):  # a builtin may have no signature
+        return None
+    return None if parameter is None else parameter.default
+
+
+def _limits_time_steps(module: nn.Module) -> bool:
+    """Whether time steps are clamped, which the step of one token is never told."""
+    limit = getattr(module, "time_step_limit", None)
+    return isinstance(limit, tuple | list) and len(limit) == 2 and (limit[0] > 0 or limit[1] < inf)
+
+
+def _num_pads_that_show(module: nn.Module) -> int:
+    """How far the convolutions of one module look back, if what they look at is not zero where padding was.
+
+    Padding is zeroed before the projection, so a bias is all that is left of it.
+    """
+    children = list(module.children())
+    convolutions = [child for child in children if isinstance(child, nn.Conv1d)]
+    projections = [child for child in children if not isinstance(child, nn.Conv1d) and hasattr(child, "in_features")]
+    parts = [part for child in projections for part in child.modules()]  # an adapter may have one, too
+    if not any(getattr(part, "bias", None) is not None for part in parts):
+        return 0
+    return sum((child.kernel_size[0] - 1) * child.dilation[0] for child in convolutions)

@@ -1,0 +1,145 @@
+"""Owns the snapshots of a model whose layers carry states: where they may be taken, how many there can be, and their tensors.
+
+The caller holds the store's lock.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..blocks import PrefixCachingBlockAllocator, Snapshots
+from ..kv.states import States, copied
+
+_LEAST_BESIDE_BLOCKS = 8  # where a number of blocks was given, and no bytes
+_LEAST_UNSETTLED, _BYTES_UNSETTLED = 4, 2**26  # before anybody knows how many blocks there can be
+_BLOCKS_OF_A_SNAPSHOT = 8  # where blocks themselves take no memory
+_MIN_GRID = 512  # tokens
+
+
+class StateRules(NamedTuple):
+    """What a store must know of a model's states.
+
+    Attributes:
+        num_bytes: of a row's states.
+        chunk: tokens that kernels compute at once; splits elsewhere round otherwise.
+        width: columns of padding that a row must see, where it has so many, to be as if it had seen all.
+        is_recorded: convolutions alone: a forward shows the states at all of its tokens.
+        clamps_one_token: one token is computed otherwise than several.
+    """
+
+    num_bytes: int
+    chunk: int = 1
+    width: int = 0
+    is_recorded: bool = False
+    clamps_one_token: bool = False
+
+
+class StateSnapshots:
+    """The snapshots of a store's blocks. False where no layer carries states.
+
+    They may take as many bytes as the most blocks; where a number of blocks was given, there may be 8 in any case.
+
+    Args:
+        allocator: of the blocks.
+        rules: None: no layer carries states.
+        bytes_per_block: keys and values of a block.
+        has_least: a number of blocks was given.
+    Attributes:
+        align: tokens; snapshots are kept at multiples.
+        grid: tokens; at multiples they are kept where there is room, in prompts that are long enough.
+    """
+
+    def __init__(
+        self,
+        allocator: PrefixCachingBlockAllocator,
+        rules: StateRules | None,
+        bytes_per_block: int = 0,
+        *,
+        has_least: bool = False,
+    ) -> None:
+        self.rules = rules or StateRules(0)
+        self._is_needed = rules is not None
+        self._allocator = allocator
+        self._block_size = allocator.block_size
+        self._least = _LEAST_BESIDE_BLOCKS if has_least else 0
+        self.align = math.lcm(self._block_size, self.rules.chunk)
+        num_bytes = max(1, self.rules.num_bytes)
+        self.bytes_beside_a_block = 0
+        self.grid = _MIN_GRID
+        if self._is_needed:
+            self.bytes_beside_a_block = self.bytes_beside(self.rules, bytes_per_block)
+            self.grid = max(_MIN_GRID, num_bytes * self._block_size // self.bytes_beside_a_block)
+        self.grid = -(-self.grid // self.align) * self.align
+        self.kept: Snapshots[States] = Snapshots(allocator, max(_LEAST_UNSETTLED, _BYTES_UNSETTLED // num_bytes))
+
+    @staticmethod
+    def bytes_beside(rules: StateRules, bytes_per_block: int) -> int:
+        """Bytes of snapshots for each block that there can be."""
+        return bytes_per_block or -(-rules.num_bytes // _BLOCKS_OF_A_SNAPSHOT)
+
+    def __bool__(self) -> bool:
+        """Whether any layer carries states."""
+        return self._is_needed
+
+    def __len__(self) -> int:
+        """Snapshots that there are."""
+        return len(self.kept)
+
+    def num_of(self, namespace: bytes) -> int:
+        """Snapshots of the blocks of one namespace; of b"", of all."""
+        return self.kept.num_of(namespace) if namespace else len(self.kept)
+
+    def with_snapshots(
+        self, bytes_on: Mapping[torch.device, float], device: torch.device | None
+    ) -> dict[torch.device, float]:
+        """Bytes that a block takes of each device, with its part of the snapshots, which may take as much again.
+
+        Args:
+            device: where no layer has keys and values, that of the snapshots; else None.
+        """
+        if device is not None:
+            return {device: self.bytes_beside_a_block}
+        return {each: 2 * num_bytes for each, num_bytes in bytes_on.items()}
+
+    def limit(self, num_blocks: int | None) -> None:
+        """There can be so many blocks; None: nobody knows yet."""
+        if not self._is_needed or num_blocks is None:
+            return
+        most = num_blocks * self.bytes_beside_a_block // max(1, self.rules.num_bytes)
+        self.kept.limit(max(self._least, most))
+
+    def deepest(self, block_ids: Sequence[int], num_tokens: int) -> int:
+        """Of the first `num_tokens` tokens of these blocks, how many there are up to the last snapshot; 0 without any."""
+        size = self._block_size
+        return self.kept.deepest(block_ids[: num_tokens // size]) * size
+
+    def use(self, block_ids: Sequence[int], num_tokens: int) -> States:
+        """The states behind `num_tokens` tokens, uncopied: not to be written."""
+        return self.kept.use(block_ids[num_tokens // self._block_size - 1])
+
+    def has(self, block_ids: Sequence[int], num_tokens: int) -> bool:
+        """Whether there is a snapshot behind so many tokens."""
+        index, rest = divmod(num_tokens, self._block_size)
+        return not rest and 0 < index <= len(block_ids) and self.kept.has(block_ids[index - 1])
+
+    def keep(self, block_ids: Sequence[int], num_tokens: int, states: States, *, may_evict: bool = True) -> bool:
+        """Keep copies of states behind `num_tokens` tokens, at the end of a block that can be hit; whether that is new."""
+        index, rest = divmod(num_tokens, self._block_size)
+        if rest or not 0 < index <= len(block_ids):
+            return False
+        block_id = block_ids[index - 1]
+        if self.kept.has(block_id) or self._allocator.digest_of(block_id) is None:
+            return False
+        if not may_evict and self.kept.num_free < 1:
+            return False
+        return self.kept.keep(block_id, copied(states), may_evict=may_evict)
+
+    def drop(self, block_ids: Sequence[int], num_tokens: int) -> None:
+        """Let go of the snapshot behind so many tokens."""
+        self.kept.drop(block_ids[num_tokens // self._block_size - 1])
+
+    def check(self) -> None:
+        """Prove the invariants, or raise BlockStateError."""
+        self.kept.check()

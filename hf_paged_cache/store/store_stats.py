@@ -1,0 +1,42 @@
+"""A store and the calls on it, as plain numbers. The caller holds the store's lock."""
+
+from ..stats import CacheStats
+from .block_store import BlockStore
+from .call_totals import CallTotals
+
+
+def stats_of(
+    store: BlockStore, totals: CallTotals, salt: bytes, copied_bytes: int, peak_kv_bytes: int | None
+) -> CacheStats:
+    """The calls of `totals`, and the blocks now: all, or given a salt, its own; what others might show in is None."""
+    allocator, metrics, windows = store.allocator, totals.metrics, store.windows
+    num_cached = allocator.num_cached_blocks_of(salt) if salt else allocator.num_cached_blocks
+    num_in_use = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
+    num_pinned, num_evictions = len(store.pins.block_ids(salt or None)), allocator.num_evictions
+    if windows.are_all:
+        group = windows.groups[0]
+        num_cached = group.num_idle_of(salt) if salt else group.num_idle
+        num_in_use = windows.num_needed(salt or None)[0]
+        num_pinned = len(group.needed_by(store.pins.allocations(salt or None)))
+        num_evictions += group.num_evictions
+    return CacheStats(
+        prompt_tokens=metrics.num_queried_tokens,
+        computed_tokens=metrics.num_queried_tokens - metrics.num_hit_tokens,
+        reused_tokens=metrics.num_hit_tokens,
+        hit_rate=metrics.hit_rate,
+        recent_hit_rate=metrics.recent_hit_rate,
+        num_calls=totals.num_calls,
+        num_bypassed_calls=totals.num_bypassed_calls,
+        num_blocks=None if salt else store.max_num_blocks,
+        num_free_blocks=None if salt else store.num_free_blocks,
+        num_cached_blocks=num_cached,
+        num_blocks_in_use=num_in_use,
+        num_pinned_blocks=num_pinned,
+        num_evictions=None if salt else num_evictions,
+        num_copies_on_write=None if salt else allocator.num_copies_on_write,
+        kv_bytes=store.kv_bytes_in_use(salt) + copied_bytes,
+        peak_kv_bytes=peak_kv_bytes,
+        pool_bytes=None if salt else store.pool.pool_bytes,
+        num_snapshots=store.states.num_of(salt),
+        snapshot_bytes=store.states.num_of(salt) * store.states.rules.num_bytes,
+    )
