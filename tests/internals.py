@@ -7,29 +7,34 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.attention.contiguous import ContiguousReader
 from hf_paged_cache.attention.gather import GatherReader
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
+from hf_paged_cache.call import call_states
 from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.held_steps import HeldSteps, PassedStep
 from hf_paged_cache.call.rows import Rows
-from hf_paged_cache.integration import ambient, shared_prefix
+from hf_paged_cache.integration import ambient, shared_prefix, state_forwards
 from hf_paged_cache.kv import recycled_memory
 from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.kv.grouped_pool import GroupedPool
+from hf_paged_cache.kv.states import LiveStates, StateKey
 from hf_paged_cache.model.conditioning import Conditioning
 from hf_paged_cache.model.rope import RopeRegime
-from hf_paged_cache.store import block_store
+from hf_paged_cache.store import block_store, state_snapshots
 from hf_paged_cache.store.block_store import BlockStore
+from hf_paged_cache.store.state_snapshots import StateRules
 
 if TYPE_CHECKING:
     import pytest
-    from torch import Tensor, nn
+    from torch import Tensor
 
 # Names of functions that finalizers run: what is raised there, the interpreter swallows.
 FINALIZERS = ("__del__", "leave_behind")
@@ -81,6 +86,53 @@ def zero_window_blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> set[in
     layers = {layer_idx for in_window in pool._in_windows.values() for layer_idx in in_window._tensors}
     zero_blocks(cache_or_store, layers)
     return layers
+
+
+def held_states(cache_or_store: PagedPrefixCache | PrefixStore) -> Iterator[Tensor]:
+    """The tensors of all snapshots, and of what layers carry of rows that run or have."""
+    store = _blocks(cache_or_store)
+    for states in store.states.kept._contents.values():
+        yield from states.values()
+    for call in store.holders():
+        yield from call.states.live.read().values()
+        for held in [*call.rows.distinct, *call.previous.distinct]:
+            if held.origin is not None:
+                yield from held.origin.states.values()
+
+
+def zero_states(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
+    """Put zeros in place of all states held. Keys and values stay."""
+    for tensor in held_states(cache_or_store):
+        tensor.zero_()
+
+
+def snapshot_behind(cache: PagedPrefixCache, num_tokens: int) -> Mapping[StateKey, Tensor]:
+    """The snapshot behind so many tokens of the one row of the last call."""
+    (held,) = cache.call.previous.distinct or cache.call.rows.distinct
+    return _blocks(cache).states.use(held.table.block_ids, num_tokens)
+
+
+@contextmanager
+def written_by(cache: PagedPrefixCache) -> Iterator[list[tuple[int, int]]]:
+    """(slot, position) of all that one row's forwards write until the block is left, those ahead of it among them."""
+    written: list[tuple[int, int]] = []
+    writable = BlockTable.writable_slots
+
+    def noting(table: BlockTable, start: int, stop: int) -> list[int]:
+        slots = writable(table, start, stop)
+        written.extend(zip(slots, range(start, stop), strict=True))
+        return slots
+
+    BlockTable.writable_slots = noting  # type: ignore[method-assign]
+    try:
+        yield written
+    finally:
+        BlockTable.writable_slots = writable  # type: ignore[method-assign]
+
+
+def state_rules(store: PrefixStore) -> StateRules | None:
+    """What a store heeds of states; None where layers carry none."""
+    return store.blocks.states.rules if store.blocks.states else None
 
 
 def written_slots(store: BlockStore) -> set[int]:
@@ -271,6 +323,62 @@ def failing_layer(cache: PagedPrefixCache, layer_idx: int, error: BaseException)
         del cache.write_layer
 
 
+@contextmanager
+def failing_forward(model: nn.Module, number: int, error: BaseException) -> Iterator[None]:
+    """Raise where the forward of that number, counted from 1, comes to the middle layer.
+
+    No hook, which would be another condition of keys and values: the call of the layer's type is replaced.
+    """
+    (layers,) = (part for part in model.modules() if isinstance(part, nn.ModuleList) and _is_decoder(model, part))
+    target, countdown = layers[len(layers) // 2], [number]
+    kind = type(target)
+    call = kind.__call__
+
+    def failing_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module is target:
+            countdown[0] -= 1
+            if not countdown[0]:
+                raise error
+        return call(module, *args, **kwargs)
+
+    kind.__call__ = failing_call
+    try:
+        yield
+    finally:
+        if call is nn.Module.__call__:
+            del kind.__call__
+        else:
+            kind.__call__ = call
+
+
+def _is_decoder(model: Any, layers: nn.ModuleList) -> bool:
+    config = model.config.get_text_config(decoder=True)
+    return len(layers) == config.num_hidden_layers and any(hasattr(m, "layer_idx") for m in layers[0].modules())
+
+
+def forget_to_reorder_states(patch: pytest.MonkeyPatch) -> None:
+    """Rows change places, and what layers carry does not; that rows become more is heeded."""
+    select = LiveStates.select
+
+    def forget(self: LiveStates, sources: Any, index: Any = None) -> None:
+        held = self.read()
+        if held and len(sources) != len(next(iter(held.values()))):
+            select(self, sources, index)
+
+    patch.setattr(LiveStates, "select", forget)
+
+
+def lend_snapshots_themselves(patch: pytest.MonkeyPatch) -> None:
+    """A row goes on in the tensors of a snapshot."""
+    stack = call_states.stacked
+    patch.setattr(call_states, "stacked", lambda rows: dict(rows[0]) if len(rows) == 1 else stack(rows))
+
+
+def keep_no_copies(patch: pytest.MonkeyPatch) -> None:
+    """A snapshot is what the layers hold."""
+    patch.setattr(state_snapshots, "copied", dict)
+
+
 def zero_what_rows_share(patch: pytest.MonkeyPatch, cache: PagedPrefixCache) -> None:
     """Put zeros in place of what is computed ahead of a forward of several rows, before they read it."""
     schedule = cache.call.schedule
@@ -319,7 +427,8 @@ def recycle_all_memory(patch: pytest.MonkeyPatch) -> None:
 
 def make_forwards_cheap(patch: pytest.MonkeyPatch) -> None:
     """Prompts of tests are short: a forward more costs as much as four tokens, so rows that share little share it."""
-    patch.setattr(shared_prefix, "FORWARD_COST_ON_HOST", 4)
+    for module in (shared_prefix, state_forwards):
+        patch.setattr(module, "FORWARD_COST_ON_HOST", 4)
 
 
 def leave_all_with_blocks() -> None:

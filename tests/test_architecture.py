@@ -44,16 +44,17 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "cli.display",
     "integration.layers",
     "integration.own_layers",
+    "integration.state_layers",
+    "model.cache_adapters",
     "model.probing",
+    "model.state_sizes",
     "model.support",
     "model.trial",
 }
 WITHOUT_TORCH = ["errors", "stats", "locks", "blocks", "__init__", "__main__"]
 
 MAX_LINES = 500
-LONGER = {  # module -> why its one idea takes more lines
-    "call.call": "a method for each event of a call, and what may come when; what they do to rows lies beside it",
-}
+LONGER: dict[str, str] = {}  # module -> why its one idea takes more lines
 
 FILES = {  # name inside the package -> file; a folder's own name is its __init__.py
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path

@@ -9,7 +9,9 @@ import torch
 
 from hf_paged_cache import PagedPrefixCache, check_model
 
+from .conformance import zoo
 from .internals import read_zeros
+from .model.test_support import FROM_5_23
 from .tiny_models import build
 
 
@@ -26,13 +28,27 @@ def test_a_model_that_is_held_is_reported_with_what_was_measured(name: str) -> N
     assert sum(report.layers.values()) == build(name).config.num_hidden_layers
 
 
+@FROM_5_23
+@pytest.mark.parametrize(
+    ("name", "reused", "multiple"),
+    [("bamba", 16, "the block size"), ("qwen3_next", 0, "64 tokens and of the block size")],
+)
+def test_a_model_whose_layers_carry_states_is_held_and_told_where_they_are_kept(
+    name: str, reused: int, multiple: str
+) -> None:
+    report = check_model(zoo.build(name))
+    assert report.is_supported, report
+    assert max(report.distance, report.own_distance) < 1e-4
+    assert report.reused_tokens == reused
+    assert report.remarks[-1].endswith(f"up to where one was kept, at a multiple of {multiple}")
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("bert", "attends in both directions"),
-        ("mamba", "takes no past_key_values"),
+        ("mamba", "its scan of several tokens starts without the state before them"),
         ("t5", "is an encoder-decoder model"),
-        ("qwen3_next", "layer 0 is a LinearAttention"),
     ],
 )
 def test_a_model_that_is_refused_is_reported_with_the_reason(name: str, reason: str) -> None:
@@ -90,4 +106,6 @@ def test_a_report_reads_as_a_few_lines() -> None:
     assert lines[3] == "reused 23 of 24 tokens of a prompt that was known"
     assert lines[4].startswith("it takes no position_ids")
     refused = str(check_model(build("mamba")))
-    assert refused.startswith("MambaForCausalLM is not supported: MambaForCausalLM.forward takes no past_key_values")
+    assert refused.startswith(
+        "MambaForCausalLM is not supported: MambaForCausalLM: its scan of several tokens starts without"
+    )

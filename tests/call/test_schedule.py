@@ -17,9 +17,9 @@ from hf_paged_cache.call.schedule import (
     SharedPrefix,
     SharedPrefixPlan,
     each_alone,
-    first_column,
     group_equal,
     plan_shared_prefixes,
+    start_column,
 )
 from hf_paged_cache.call.scheduled_forward import RowInput
 
@@ -73,7 +73,7 @@ def test_the_forward_starts_at_the_last_column_that_all_rows_allow(
 
     expected = max(column for column in range(start, stop) if allowed(column))
     columns = [pad + num_known for pad, num_known in rows]
-    assert first_column(columns, start=start, stop=stop, num_needed=num_needed) == expected
+    assert start_column(columns, start=start, stop=stop, num_needed=num_needed) == expected
 
 
 def test_the_order_of_rows_changes_nothing() -> None:
@@ -81,11 +81,11 @@ def test_the_order_of_rows_changes_nothing() -> None:
     columns = [48, 10 + 32, 3 + 57]
     for _ in range(5):
         shuffler.shuffle(columns)
-        assert first_column(columns, start=0, stop=60, num_needed=1) == 42
+        assert start_column(columns, start=0, stop=60, num_needed=1) == 42
 
 
 def test_a_whole_prompt_that_is_known_still_computes_its_last_column() -> None:
-    assert first_column([60], start=0, stop=60, num_needed=1) == 59
+    assert start_column([60], start=0, stop=60, num_needed=1) == 59
 
 
 # Shared prefixes

@@ -16,8 +16,10 @@ import torch
 
 from hf_paged_cache import PrefixStore, UnsupportedModelError
 
+from ..internals import state_rules
 from .player import CellError, Measured, Player
 from .scenes import SCENES
+from .state_scenes import SPOILED, STATE_SCENES
 from .windows import WINDOWS, build_with, short_window, windowed_layers
 from .zoo import CannotBuildError, build
 
@@ -101,7 +103,7 @@ def _examine(name: str, result: TypeResult, windows: Sequence[int]) -> None:
         return
     result.model_class = type(model).__name__
     try:
-        PrefixStore(model)
+        store = PrefixStore(model)
     except UnsupportedModelError as error:
         result.outcome, result.reason = "refused", _one_line(error)
         return
@@ -112,11 +114,16 @@ def _examine(name: str, result: TypeResult, windows: Sequence[int]) -> None:
         )
         return
     measured = Measured()
-    for scene_name, scene in SCENES.items():
+    has_states = state_rules(store) is not None
+    for scene_name, scene in (STATE_SCENES if has_states else SCENES).items():
         result.cells[scene_name] = play(name, model, scene, measured)
         if scene_name == "cold" and result.cells[scene_name].startswith("uncovered"):
             result.outcome, result.reason = "not built", result.cells[scene_name]
             return
+    for spoiled_name, scene in SPOILED.items() if has_states else ():
+        cell = play(name, model, scene, measured)
+        if cell != SAME:
+            result.cells[spoiled_name] = cell
     for window in windows if windowed_layers(model.config) else ():
         shorter = build_with(name, window)
         measured.references.clear()
@@ -147,10 +154,14 @@ def play(
     reused: list[int] = []
     try:
         torch.manual_seed(0)
-        scene(Player(name, model, measured, reused, zeroed=False))
-        for in_layers in (None, *([windowed] if windowed else [])) if reused else ():
+        player = Player(name, model, measured, reused, zeroed=False)
+        scene(player)
+        kinds: list[dict[str, Any]] = [{}]
+        kinds += [{"windowed": windowed}] if windowed else []
+        kinds += [{"states_alone": True}] if state_rules(player.store) is not None else []
+        for kind in kinds if reused else ():
             torch.manual_seed(0)
-            scene(Player(name, model, measured, reused, zeroed=True, windowed=in_layers))
+            scene(Player(name, model, measured, reused, zeroed=True, **kind))
         if windowed and not all(reused):
             raise CellError("no reuse", f"the hits reused {reused} tokens, so zeros are seen in none or some")
     except CellError as error:

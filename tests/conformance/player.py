@@ -14,12 +14,14 @@ import torch
 from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.model.cache_adapters import cache_argument, own_cache_class, present_cache
 
-from ..internals import depends_on_length, zero_window_blocks
+from ..internals import depends_on_length, state_rules, zero_states, zero_window_blocks
 from ..reference import TOLERANCE, run, zero_blocks
 from .zoo import extra_inputs
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 BLOCK_SIZE = 8
@@ -64,6 +66,7 @@ class Player:
         name: of the type or variant, which may pass more than tokens.
         zeroed: every hit is played with zeros in place of all blocks, and must differ; nothing else is compared.
         windowed: zeros in place of window blocks alone, which are to be those of these layers; None: of all blocks.
+        states_alone: zeros in place of states alone; else of blocks, too.
         reused: tokens that each hit of the true play has reused, in order; filled there, read when zeroed.
     """
 
@@ -76,12 +79,14 @@ class Player:
         *,
         zeroed: bool,
         windowed: set[int] | None = None,
+        states_alone: bool = False,
     ) -> None:
         self.name = name
         self.model = model
         self.measured = measured
         self.zeroed = zeroed
         self.windowed = windowed
+        self.states_alone = states_alone
         self.reused = reused
         self._num_hits = 0
         self._rope_changes = depends_on_length(model)
@@ -99,13 +104,67 @@ class Player:
         """Whether keys and values are the same whatever the padding."""
         return self.store.argument_reader.takes_positions
 
+    @property
+    def has_states(self) -> bool:
+        """Whether layers carry any."""
+        return state_rules(self.store) is not None
+
+    @property
+    def keeps_every_block(self) -> bool:
+        """Whether convolutions alone carry states, so that one can be kept at every block."""
+        rules = state_rules(self.store)
+        return rules is not None and rules.is_recorded
+
+    @property
+    def clamps_one_token(self) -> bool:
+        """Whether what is generated is computed otherwise than a prompt, and so never found."""
+        rules = state_rules(self.store)
+        return rules is not None and rules.clamps_one_token
+
+    def places(self, num_tokens: int, *, of_prompt: int | None = None) -> int:
+        """Of so many tokens, those up to the last place where states are kept.
+
+        Args:
+            of_prompt: how many of them are the prompt's; None: all.
+        """
+        if of_prompt is not None and self.clamps_one_token:
+            num_tokens = of_prompt
+        return num_tokens // self.store.blocks.states.align * self.store.blocks.states.align
+
+    def states_behind(self, token_ids: list[int]) -> dict[tuple[int, str, int], Tensor]:
+        """What layers carry behind these tokens, computed by transformers: (layer, "conv" or "recurrent", number) -> state."""
+        cache = DynamicCache(config=self.model.config)
+        given = present_cache(self.model, {cache_argument(self.model): cache, "use_cache": True})
+        with torch.no_grad():
+            self.model(torch.tensor([token_ids]), **given)
+        return {
+            (number, name, state_idx): held
+            for number, layer in enumerate(cache.layers)
+            for name in ("conv", "recurrent")
+            for state_idx, held in getattr(layer, f"{name}_states", {}).items()
+            if held is not None
+        }
+
+    def spoiled(self, **arguments: Any) -> None:
+        """A call on what was made wrong: it reuses it, and differs."""
+        reference = self.reference(**arguments)
+        output = self._run(arguments)
+        if not self.cache.last_call.reused_tokens:
+            raise CellError("no reuse", self._said())
+        if distance_of(reference, output) <= max(TOLERANCE, FACTOR * self.measured.own_distance):
+            raise CellError("blind", "it changes nothing")
+
     def fill(self, **arguments: Any) -> None:
         """A call that is not compared: it makes its prompt known."""
-        run(self.model, self.cache, **{**self._completed(arguments), "max_new_tokens": 1})
+        run(self.model, self.cache, **{**ALWAYS, "max_new_tokens": 1, **self._completed(arguments, {})})
 
     def reference(self, **arguments: Any) -> Any:
         """The same call with the cache that transformers makes."""
         arguments = self._completed(arguments)
+        if (
+            arguments.get("num_beams", 1) > 1 and own_cache_class(self.model) is not None
+        ):  # MiniMax's forgets to reorder states
+            arguments["use_cache"] = False
         key = tuple((name, _hashable(value)) for name, value in sorted(arguments.items()))
         model = self.model
         if self._rope_changes:  # frequencies stay as a forward left them, so the model has a state
@@ -154,7 +213,9 @@ class Player:
 
     def _zero(self) -> None:
         if self.windowed is None:
-            zero_blocks(self.store)
+            zero_states(self.store)
+            if not self.states_alone:
+                zero_blocks(self.store)
         elif (zeroed := zero_window_blocks(self.store)) != self.windowed:
             raise CellError("blind", f"the layers with window blocks are {sorted(zeroed)}, not {sorted(self.windowed)}")
 
@@ -163,8 +224,8 @@ class Player:
         """Whether this type's calls may reuse anything: not where they pass more than tokens."""
         return not extra_inputs(self.name, torch.zeros(1, 1, dtype=torch.int64))
 
-    def _completed(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return {**ALWAYS, **extra_inputs(self.name, arguments["input_ids"]), **arguments}
+    def _completed(self, arguments: dict[str, Any], always: dict[str, Any] = ALWAYS) -> dict[str, Any]:
+        return {**always, **extra_inputs(self.name, arguments["input_ids"]), **arguments}
 
     def _run(self, arguments: dict[str, Any]) -> Any:
         output = run(self.model, self.cache, **self._completed(arguments))

@@ -91,7 +91,9 @@ def table(stored: dict[str, Any]) -> str:
         "and seeded, and played the scenes below with `DynamicCache` and with ours: the same tokens, and raw logits of every "
         "step within 1e-4 of their scale. Every scene that reuses was seen to fail with zeros in place of what is reused. "
         f"Types with a window were played with {len(WINDOWS)} more, from one block less a token to 17 blocks and one, where "
-        "every hit that a window still shows was seen to fail with zeros in place of the windows' blocks alone. "
+        "every hit that a window still shows was seen to fail with zeros in place of the windows' blocks alone. Of types whose layers "
+        "carry states, every hit was seen to fail with zeros in place of the states alone, too, and each type with states that are a "
+        "token old, that are not reordered with their beams, that their borrower has written, and that the row has which left them. "
         + ", ".join(f"{count} {outcome}" for outcome, count in numbers.items())
         + ". A name with `@` is a variant of a type and not counted, except that a type of BERT's kind counts as its "
         "`@decoder`: with `config.is_decoder` false it attends in both directions and is refused.",

@@ -56,7 +56,9 @@ def instantiate(model_class: type[PreTrainedModel], config: PreTrainedConfig, se
         torch.manual_seed(seed)
         model = model_class(config).to(torch.float32).eval()
         for name, parameter in model.named_parameters():  # not every model heeds initializer_range
-            if parameter.dim() > 1 and not name.endswith(_KEPT):
+            if name.endswith("A_log"):
+                parameter.data.sub_(_SLOWER)
+            elif parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.2)
     for special in ("bos_token_id", "eos_token_id", "forced_eos_token_id", "forced_bos_token_id"):
         setattr(model.generation_config, special, None)
@@ -64,7 +66,18 @@ def instantiate(model_class: type[PreTrainedModel], config: PreTrainedConfig, se
     return model
 
 
-_KEPT = ("A_log",)  # drawn anew, a state would forget everything within a few tokens
+def draw_biases(model: PreTrainedModel, seed: int = 0) -> None:
+    """Draw what most models begin with zeros of: the biases of projections and convolutions."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        bias = getattr(module, "bias", None)
+        if isinstance(module, (torch.nn.Linear, torch.nn.Conv1d)) and bias is not None:
+            torch.nn.init.normal_(bias, std=0.2, generator=generator)
+
+
+_SLOWER = 4.0  # so much less than begun with, so that a state remembers the last hundreds of tokens
 
 
 def vocabulary(model: PreTrainedModel) -> int:

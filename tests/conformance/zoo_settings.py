@@ -111,6 +111,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rotary_dim": 8,
     },
     "qwen4_exp_text": {
+        "linear_key_head_dim": 64,  # see below
         "indexer_n_heads": 8,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
@@ -119,7 +120,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "hc_lowrank": 4,
     },
-    # States
+    # States; with small keys, or a gate that closes, they would be overwritten soon
+    "bailing_hybrid": {"head_dim": 64, "kda_lower_bound": -0.05},
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -185,7 +187,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ministral": {"layer_types": _SLIDING_AND_FULL},
     "qwen2_moe": {"mlp_only_layers": [0]},
     "qwen3_moe": {"mlp_only_layers": [0]},
-    "qwen3_next": {"mlp_only_layers": [0]},
+    "qwen3_next": {"mlp_only_layers": [0], "linear_key_head_dim": 64},
     # Sizes under names of their own, and sizes that depend on others
     "blt": {"vocab_size": 260, "encoder_hash_byte_group_vocab": 512},
     "blt_local_encoder": {"vocab_size": 260, "hidden_size_global": 64},

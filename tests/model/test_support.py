@@ -9,13 +9,10 @@ import pytest
 import transformers
 from packaging import version
 from transformers import (
-    AutoModelForCausalLM,
     BertConfig,
     BertLMHeadModel,
     DynamicCache,
     LlamaModel,
-    MambaConfig,
-    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     T5Config,
@@ -25,6 +22,8 @@ from transformers import (
 from hf_paged_cache import PrefixStore, UnsupportedModelError
 from hf_paged_cache.model.support import (
     cache_layers,
+    has_keys,
+    has_state,
     leaves_doubt,
     require_supported,
     takes,
@@ -64,33 +63,42 @@ def test_a_model_without_a_head_is_refused(tiny_llama: Any) -> None:
     )
 
 
-def test_a_model_that_carries_a_state_instead_of_keys_and_values_is_refused() -> None:
-    assert "MambaForCausalLM" in refused(
-        MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1))
+@FROM_5_23
+@pytest.mark.parametrize("name", ["lfm2", "bamba", "falcon_h1", "qwen3_next", "mamba2", "minimax"])
+def test_layers_that_carry_states_are_held_and_tried(name: str) -> None:
+    model = build_type(name)
+    require_supported(model)
+    assert leaves_doubt(model)
+
+
+@FROM_5_23
+@pytest.mark.parametrize("name", ["jamba", "zamba", "mamba", "falcon_mamba"])
+def test_a_state_that_several_tokens_do_not_continue_is_refused_in_a_sentence(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="its scan of several tokens starts without the state before them"):
+        PrefixStore(build_type(name))
+
+
+@FROM_5_23
+def test_kinds_of_layers_are_told_apart_by_what_they_carry() -> None:
+    kinds = {}
+    for name in ("falcon_h1", "qwen3_next", "zaya"):
+        for layer in cache_layers(build_type(name)):
+            kinds[type(layer).__name__] = has_keys(layer), has_state(layer)
+    assert kinds == {
+        "DynamicLayer": (True, False),
+        "LinearAttentionLayer": (False, True),
+        "LinearAttentionAndFullAttentionLayer": (True, True),
+        "LinearAttentionAndSlidingWindowAttentionLayer": (True, True),
+    }
+
+
+@FROM_5_23
+def test_a_layer_that_carries_more_than_keys_values_and_states_is_refused_by_number_and_type() -> None:
+    message = refused(build_type("deepseek_v4"))
+    assert (
+        "DeepseekV4ForCausalLM: layer 0 is a DeepseekV4HCACache, which carries more than keys, values and states"
+        in message
     )
-
-
-def test_a_layer_that_carries_more_than_keys_and_values_is_refused_by_number_and_type() -> None:
-    from transformers import Qwen3NextConfig
-
-    config = Qwen3NextConfig(
-        **SMALL,
-        num_key_value_heads=1,
-        head_dim=8,
-        linear_num_key_heads=1,
-        linear_num_value_heads=1,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        layer_types=["full_attention", "linear_attention"],
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=8,
-        shared_expert_intermediate_size=8,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    message = refused(model)
-    assert "layer 1 is a " in message or "brings a cache class of its own" in message
-    assert "Qwen3NextForCausalLM" in message
 
 
 def test_a_window_in_the_cache_that_the_mask_does_not_know_is_refused() -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,22 @@ import transformers
 from hf_paged_cache import PagedPrefixCache, UnsupportedModelError, prefix_store
 from hf_paged_cache.model import support
 from hf_paged_cache.model.probing import types_of_logits
+from hf_paged_cache.model.state_traits import EVERY_PAD, StateTraits, read_state_traits
 from hf_paged_cache.model.trial import (
     NUM_CACHED,
     NUM_COLUMNS,
+    behind_padding,
     distance,
     require_continuable,
+    state_traits,
     tolerance,
     trial_inputs,
     why_it_fails,
 )
 
+from ..conformance import zoo
 from ..tiny_models import build
+from .test_support import FROM_5_23
 
 NUM_FORWARDS = 2 * 3  # of two rows, and of one: whole, the first columns, the others
 
@@ -218,3 +224,99 @@ def test_more_is_allowed_where_numbers_are_rounded_more(
         with types_of_logits(model) as seen, context, torch.no_grad():
             model(torch.ones((1, 4), dtype=torch.int64))
         assert least < tolerance(model, seen) < most
+
+
+HELD_STATES = ("lfm2", "bamba", "qwen3_next", "mamba2", "minimax")
+
+
+@FROM_5_23
+@pytest.mark.parametrize("name", HELD_STATES)
+def test_a_state_that_is_continued_by_any_number_of_tokens_has_nothing_to_heed(name: str) -> None:
+    model = zoo.build(name)
+    assert why_it_fails(model).reason == ""
+    assert state_traits(model) == StateTraits()
+
+
+def test_a_model_without_states_has_no_traits_and_runs_nothing(tiny_llama: Any) -> None:
+    tiny_llama.register_forward_pre_hook(lambda *_: pytest.fail("a forward"))
+    assert state_traits(tiny_llama) is None
+
+
+@FROM_5_23
+@pytest.mark.parametrize("name", ["jamba", "zamba"])
+def test_a_scan_that_forgets_the_state_before_several_tokens_is_said_to(name: str) -> None:
+    assert why_it_fails(zoo.build(name)).reason == (
+        "its scan of several tokens starts without the state before them, which only a single token continues, so no "
+        "prompt can go on from a prefix"
+    )
+
+
+@FROM_5_23
+def test_a_state_that_is_kept_in_modules_is_said_to_be() -> None:
+    assert "keep their state in modules and not in the cache" in why_it_fails(zoo.build("recurrent_gemma")).reason
+
+
+@FROM_5_23
+@pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])
+def test_a_time_step_that_is_clamped_for_several_tokens_alone_is_seen(name: str) -> None:
+    model_class, config = zoo.configuration(name)
+    config.time_step_min = 0.5
+    model = zoo.instantiate(model_class, config, 0)
+    assert why_it_fails(model).reason == ""
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = [*module.time_step_limit, "of another form"]  # nothing is read of it
+            module.forward = partial(_forward_with_limit, type(module).forward.__get__(module), module)
+    assert state_traits(model) == StateTraits(clamps_one_token=True)
+
+
+def _forward_with_limit(forward: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    whole = module.time_step_limit
+    module.time_step_limit = tuple(whole[:2])
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        module.time_step_limit = whole
+
+
+@FROM_5_23
+@pytest.mark.parametrize(
+    ("name", "setting"), [("lfm2", "conv_bias"), ("bamba", "mamba_proj_bias"), ("mamba2", "use_bias")]
+)
+def test_padding_that_shows_through_a_bias_is_the_same_from_where_the_modules_say(name: str, setting: str) -> None:
+    model_class, config = zoo.configuration(name)
+    setattr(config, setting, True)
+    model = zoo.instantiate(model_class, config, 0)
+    zoo.draw_biases(model)
+    num_shown = read_state_traits(model.modules()).num_pads_that_show
+    assert num_shown
+    assert state_traits(model) == StateTraits()
+    row = {key: value[:1] for key, value in trial_inputs(model).items()}
+    with torch.no_grad():
+        logits = [
+            model(**behind_padding(row, num_pads)).logits[:, -NUM_COLUMNS:]
+            for num_pads in (0, num_shown - 1, num_shown, num_shown + 8)
+        ]
+    assert distance(logits[2], logits[3]) < 1e-5
+    assert min(distance(logits[2], logits[0]), distance(logits[2], logits[1])) > 1e-3
+
+
+@FROM_5_23
+def test_padding_that_shows_without_an_end_is_seen() -> None:
+    model = zoo.build("bamba")
+    for layer in model.model.layers:
+        if hasattr(layer, "mamba"):
+            layer.mamba.register_forward_pre_hook(_without_mask, with_kwargs=True)
+    assert state_traits(model) == StateTraits(num_pads_that_show=EVERY_PAD)
+
+
+def _without_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args, kwargs | {"attention_mask": None}
+
+
+@FROM_5_23
+def test_states_are_tried_once() -> None:
+    model, calls = zoo.build("lfm2"), []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert state_traits(model) == state_traits(model)
+    assert len(calls) == 4 + NUM_COLUMNS - NUM_CACHED  # whole, filled, behind less and more padding; one by one

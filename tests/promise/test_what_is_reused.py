@@ -175,5 +175,11 @@ def test_a_match_ends_in_the_words_of_the_page() -> None:
         generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=1)(windowed.store.model, windowed)
         windowed.reset()
     endings.append(windowed.last_call.rows[0].stopped)  # layers with a window have no room beside
+    hybrid = PagedPrefixCache(build("qwen3_next"))
+    for question in (other, other.flip(1)):  # but no state behind token
+        ids = torch.cat((IDS, IDS + 1, question), dim=1)
+        generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=1)(hybrid.store.model, hybrid)
+        hybrid.reset()
+    endings.append(hybrid.last_call.rows[0].stopped)
     assert [[phrase for phrase in said if phrase in ending] != [] for ending in endings] == [True] * len(endings)
     assert {phrase for phrase in said for ending in endings if phrase in ending} == set(said)

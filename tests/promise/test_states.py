@@ -1,0 +1,421 @@
+"""Models whose layers carry states: the same result as `DynamicCache`, and no token computed that a snapshot could spare."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache as cached
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_paged_cache import ForwardMismatchError, PagedPrefixCache, PrefixStore
+
+from ..conformance import zoo
+from ..internals import failing_forward, held_states, snapshot_behind, written_by, zero_states
+from ..reference import TOLERANCE, Forwards, assert_same, batch, is_same, row, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# A gated delta net beside attention; convolutions alone; Mamba and attention in one layer; one token otherwise than several.
+ALL = ("qwen3_next", "lfm2", "falcon_h1", "zamba2")
+NAMES = pytest.mark.parametrize("name", ALL)
+RECURRENT = pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "zamba2"])
+SHARED = 128  # tokens, where all of them may keep a snapshot
+
+
+@cached
+def tiny(name: str) -> PreTrainedModel:
+    """The same model for all tests, which must leave it as it was."""
+    return zoo.build(name)
+
+
+def unit(cache: PagedPrefixCache) -> int:
+    """Snapshots are kept at multiples of so many tokens."""
+    return cache.store.blocks.states.align
+
+
+def play(model: PreTrainedModel, cache: PagedPrefixCache, **arguments: Any) -> Any:
+    """A call with both caches, compared; the output of ours."""
+    output = run(model, cache, **arguments)
+    assert_same(run(model, **arguments), output)
+    cache.check()
+    return output
+
+
+def after(output: Any, seed: int, length: int) -> dict[str, torch.Tensor]:
+    """The prompt of the next turn."""
+    return batch(output.sequences[0].tolist() + row((seed, length)))
+
+
+@NAMES
+def test_the_third_request_computes_its_question_and_at_most_64_tokens(name: str) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    for number, shared in enumerate((200, 200, 200, 150, 150, 150)):
+        play(model, cache, **batch(row((1, shared), (number + 2, 20))))
+        if number in (2, 5):
+            assert cache.last_call.computed_tokens <= 20 + 64
+
+
+@NAMES
+def test_no_block_that_is_known_is_written_again(name: str) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    play(model, cache, **batch(row((1, 150), (2, 20))))
+    cache.reset()
+    with written_by(cache) as slots:
+        play(model, cache, **batch(row((1, 150), (3, 20))), max_new_tokens=1)
+    assert sorted(position for _, position in slots) == list(range(144, 170)), (
+        "each token behind the known blocks, once"
+    )
+    assert "blocks are cached up to token 144" in cache.last_call.rows[0].stopped or name == "lfm2"
+
+
+@NAMES
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_eight_rows_with_a_new_prefix_compute_it_once(name: str, is_padded: bool) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    lengths = [5 + 3 * number if is_padded else 16 for number in range(8)]
+    rows = [row((1, 4 * SHARED), (number + 2, length)) for number, length in enumerate(lengths)]
+    play(model, cache, **batch(*rows))
+    assert cache.last_call.computed_tokens == 4 * SHARED + sum(lengths)
+    others = [row((1, 4 * SHARED), (number + 20, length)) for number, length in enumerate(lengths)]
+    play(model, cache, **batch(*others))
+    assert cache.last_call.computed_tokens == sum(lengths)
+
+
+@NAMES
+def test_a_follow_up_turn_goes_on_from_the_very_token(name: str) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    output = play(model, cache, **batch(row((1, 70))))
+    for turn in range(3):
+        output = play(model, cache, **after(output, turn + 2, 7))
+        if name != "zamba2":  # there, what came one by one is not what a prompt computes
+            assert cache.last_call.computed_tokens == 8
+
+
+@NAMES
+def test_what_is_generated_is_found_from_its_last_boundary_by_others(name: str) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    first = play(model, cache, **batch(row((1, 2 * SHARED))), max_new_tokens=3 * unit(cache) + 5)
+    num_run = first.sequences.shape[1] - 1
+    other = PagedPrefixCache(cache.store)
+    play(model, other, **after(first, 2, 9))
+    if name == "zamba2":
+        assert other.last_call.computed_tokens == num_run + 10 - 2 * SHARED
+        return
+    assert other.last_call.computed_tokens == num_run % unit(cache) + 10
+    if name != "lfm2":  # which has one at every block of the prompt
+        assert cache.stats().num_snapshots <= 4, "one of those that were passed"
+
+
+@NAMES
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 2, "do_sample": True},
+    ],
+)
+def test_beams_and_samples_carry_their_states_along(name: str, how: dict[str, Any]) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    rows = batch(row((1, SHARED), (2, 9)), row((1, SHARED), (3, 4)))
+    for _ in range(2):
+        play(model, cache, **rows, **how, max_new_tokens=20)
+    assert cache.last_call.reused_tokens > SHARED
+
+
+@RECURRENT
+def test_a_hit_on_zeroed_states_fails(name: str) -> None:
+    """Keys and values are as they were."""
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    prompt = batch(row((1, SHARED), (2, 9)))
+    reference = run(model, **prompt)
+    assert_same(reference, run(model, cache, **prompt))
+    zero_states(cache)
+    cache.reset()
+    assert not is_same(reference, run(model, cache, **prompt))
+    assert cache.last_call.computed_tokens == 9
+
+
+@NAMES
+def test_a_snapshot_is_as_it_was_after_100_steps_of_its_borrower(name: str) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    prompt = batch(row((1, SHARED), (2, 9)))
+    run(model, cache, **prompt)
+    kept = snapshot_behind(cache, SHARED)
+    before = {key: tensor.clone() for key, tensor in kept.items()}
+    run(model, cache, **prompt, max_new_tokens=100)
+    assert cache.last_call.computed_tokens == 9
+    assert all(before[key].equal(tensor) for key, tensor in snapshot_behind(cache, SHARED).items())
+
+
+@NAMES
+def test_an_exception_in_any_forward_leaves_the_next_call_exact(name: str) -> None:
+    model = tiny(name)
+    calls: list[dict[str, Any]] = [
+        batch(row((1, SHARED), (2, 9))),
+        {**batch(row((1, SHARED), (3, 9))), "num_beams": 2},
+        batch(row((1, SHARED), (4, 9)), row((1, SHARED), (5, 3))),
+    ]
+    references = [run(model, **arguments) for arguments in calls]
+    for number in range(1, 40):
+        cache = PagedPrefixCache(model)
+        was_raised = False
+        with failing_forward(model, number, KeyError("planted")):
+            try:
+                for arguments in calls:
+                    run(model, cache, **arguments)
+            except KeyError:
+                was_raised = True
+        cache.check()
+        for reference, arguments in zip(references, calls, strict=True):
+            assert_same(reference, run(model, cache, **arguments))
+        if not was_raised:
+            assert number > 10
+            return
+    raise AssertionError("no call came to its end")
+
+
+def forwards(model: PreTrainedModel, *caches: Any) -> Callable[[torch.Tensor], None]:
+    """Runs the same ids with each cache, and compares the logits."""
+
+    def run_both(ids: torch.Tensor) -> None:
+        with torch.no_grad():
+            wanted, got = (model(ids, past_key_values=each, use_cache=True).logits[:, -1] for each in caches)
+        assert float((got - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
+
+    return run_both
+
+
+@NAMES
+def test_a_forward_that_died_is_run_again_with_the_states_before_it(name: str) -> None:
+    model = tiny(name)
+    cache, theirs = PagedPrefixCache(model), DynamicCache(config=model.config)
+    run_both = forwards(model, theirs, cache)
+    run_both(torch.tensor([row((1, 70)), row((2, 70))]))
+    for length in (1, 5):
+        ids = torch.tensor([row((length, length)), row((length + 7, length))])
+        died = False
+        with failing_forward(model, 1, KeyError("planted")), torch.no_grad():
+            try:
+                model(ids, past_key_values=cache, use_cache=True)
+            except KeyError:
+                died = True
+        assert died
+        if name == "zamba2" and length == 5:  # a token came alone, which is computed otherwise than in a prompt
+            with pytest.raises(ForwardMismatchError, match="is lost"), torch.no_grad():
+                model(ids, past_key_values=cache, use_cache=True)
+        else:
+            run_both(ids)
+    cache.check()
+
+
+@NAMES
+def test_tokens_that_are_taken_back_have_left_nothing(name: str) -> None:
+    model = tiny(name)
+    cache, theirs = PagedPrefixCache(model), DynamicCache(config=model.config)
+    run_both = forwards(model, theirs, cache)
+    run_both(torch.tensor([row((1, 70)), row((2, 70))]))
+    with torch.no_grad():
+        model(torch.tensor([row((3, 6)), row((4, 6))]), past_key_values=cache, use_cache=True)
+    cache.crop(-6)
+    run_both(torch.tensor([row((5, 4)), row((6, 4))]))
+    cache.check()
+
+
+@NAMES
+def test_rows_that_are_copied_selected_and_reordered_go_on_as_themselves(name: str) -> None:
+    model = tiny(name)
+    ours, theirs = PagedPrefixCache(model), DynamicCache(config=model.config)
+    run_both = forwards(model, theirs, ours)
+    run_both(torch.tensor([row((1, 70)), row((2, 70))]))
+    run_both(torch.tensor([[5], [6]]))
+    copied = forwards(model, copy.deepcopy(theirs), copy.deepcopy(ours))
+    run_both(torch.tensor([[7], [8]]))
+    copied(torch.tensor([row((3, 3)), row((4, 3))]))
+    for cache in (ours, theirs):
+        cache.reorder_cache(torch.tensor([1, 0, 1]))
+    run_both(torch.tensor([row((5, 2)), row((6, 2)), row((7, 2))]))
+    ours.batch_select_indices(torch.tensor([2]))
+    theirs.reorder_cache(torch.tensor([2]))
+    run_both(torch.tensor([[9]]))
+    ours.batch_repeat_interleave(2)
+    theirs.reorder_cache(torch.tensor([0, 0]))
+    run_both(torch.tensor([[9], [10]]))
+    ours.check()
+
+
+@NAMES
+def test_a_chunked_prefill_leaves_snapshots_and_finds_them(name: str) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    prompt = batch(row((1, 2 * SHARED), (2, 9)))
+    play(model, cache, **prompt, prefill_chunk_size=SHARED)
+    play(model, cache, **batch(row((1, 2 * SHARED), (3, 9))))
+    assert cache.last_call.computed_tokens == 9
+    play(model, cache, **batch(row((1, SHARED), (3, 9))))
+    assert cache.last_call.computed_tokens == 9
+    cache.reset()
+    play(model, cache, **prompt, prefill_chunk_size=SHARED)
+    assert cache.last_call.computed_tokens <= 2 * 64 + 9
+
+
+@NAMES
+def test_a_long_prompt_keeps_snapshots_on_a_grid_as_long_as_there_is_room(name: str) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    grid = cache.store.blocks.states.grid
+    play(model, cache, **batch(row((1, 2 * grid + 70))), max_new_tokens=1)
+    play(model, cache, **batch(row((1, grid + 30), (2, 20))), max_new_tokens=1)
+    assert cache.last_call.computed_tokens <= 50
+    few = PagedPrefixCache(model, num_blocks=400)
+    few.store.blocks.states.kept.limit(1)
+    play(model, few, **batch(row((1, 2 * grid + 70))), max_new_tokens=1)
+    assert few.stats().num_snapshots == 1
+
+
+def test_convolutions_alone_keep_every_block_out_of_one_forward() -> None:
+    model = tiny("lfm2")
+    cache = PagedPrefixCache(model)
+    with Forwards(model) as shapes:
+        run(model, cache, **batch(row((1, 100))), max_new_tokens=1)
+    assert shapes == [(1, 100)]
+    assert cache.stats().num_snapshots == 6
+    for shared in (16, 48, 90):
+        play(model, PagedPrefixCache(cache.store), **batch(row((1, shared), (shared, 20))))
+        assert cache.store.stats().reused_tokens
+
+
+@RECURRENT
+def test_a_prompt_is_cut_once_where_its_snapshot_is_taken(name: str) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    with Forwards(model) as shapes:
+        run(model, cache, **batch(row((1, SHARED + 9))), max_new_tokens=1)
+    assert shapes == [(1, SHARED), (1, 9)], "no token more"
+    with Forwards(model) as shapes:
+        run(model, cache, **batch(row((1, SHARED), (2, 20))), max_new_tokens=1)
+    assert shapes == [(1, 20)]
+
+
+@NAMES
+def test_rows_join_one_forward_after_the_other(name: str) -> None:
+    """Rows of four lengths behind one prefix: as many forwards, and no padding in them."""
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    run(model, cache, **batch(row((1, 4 * SHARED), (2, 9))))
+    rows = batch(*(row((1, 4 * SHARED), (number, 5 * number)) for number in (3, 4, 5, 6)))
+    reference = run(model, **rows, max_new_tokens=1)
+    with Forwards(model) as shapes:
+        assert_same(reference, run(model, cache, **rows, max_new_tokens=1))
+    assert shapes == [(1, 5), (2, 5), (3, 5), (4, 15)]
+
+
+@NAMES
+def test_known_and_new_rows_run_in_one_batch(name: str) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    run(model, cache, **batch(row((1, 4 * SHARED), (2, 9))))
+    for lengths in ((7, 30), (30, 7), (7, 500), (7, 512)):
+        rows = batch(row((1, 4 * SHARED), (3, lengths[0])), row((4, lengths[1])))
+        play(model, cache, **rows)
+        assert cache.last_call.reused_tokens
+
+
+@NAMES
+@pytest.mark.parametrize("num_pads", [0, 1, 3, 11])
+def test_padding_changes_nothing(name: str, num_pads: int) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    rows = batch(row((1, SHARED), (2, 9)), row((1, SHARED), (3, 9))[num_pads:])
+    for _ in range(2):
+        play(model, cache, **rows)
+
+
+@NAMES
+def test_a_bypassed_call_carries_its_states(name: str) -> None:
+    model = tiny(name)
+    store = PrefixStore(model, num_blocks=12)
+    cache = PagedPrefixCache(store, on_full="bypass")
+    play(model, cache, **batch(row((1, SHARED), (2, 70))), num_beams=3)
+    assert cache.stats().num_bypassed_calls == 1
+    # rows that begin in the pool, and move on in the middle
+    ours, theirs = PagedPrefixCache(store, on_full="bypass"), DynamicCache(config=model.config)
+    run_both = forwards(model, theirs, ours)
+    run_both(torch.tensor([row((1, 40)), row((2, 40))]))
+    for length in (1, 100, 1, 5):
+        run_both(torch.tensor([row((length, length)), row((length + 1, length))]))
+    assert "without the store" in ours.last_call.rows[0].stopped
+    ours.batch_repeat_interleave(2)
+    theirs.reorder_cache(torch.tensor([0, 0, 1, 1]))
+    run_both(torch.tensor([[5], [6], [7], [8]]))
+
+
+@NAMES
+def test_scores_are_those_of_whole_forwards(name: str) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    context, answers = row((1, 140)), [row((number, 2 * number)) for number in (2, 3, 4)]
+    for _ in range(2):
+        for answer, score in zip(answers, cache.score(context, answers), strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1]
+            wanted = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None]).sum()
+            assert abs(score.total - float(wanted)) <= 1e-3
+    assert cache.stats().reused_tokens
+
+
+@NAMES
+def test_a_look_at_cached_blocks_goes_on_from_a_snapshot(name: str) -> None:
+    model = zoo.build(name)
+    cache = PagedPrefixCache(model, verify=True)
+    prompt = batch(row((1, SHARED), (2, 9)))
+    for _ in range(3):
+        play(model, cache, **prompt)
+    assert cache.last_call.computed_tokens == 9
+    model.get_input_embeddings().weight.data.mul_(1.5)  # what torch does not count
+    for _ in range(SHARED // 16 + 1):
+        output = run(model, cache, **prompt)
+    assert_same(run(model, **prompt), output)
+
+
+@NAMES
+def test_snapshots_keep_to_their_part_of_the_budget(name: str) -> None:
+    model = tiny(name)
+    budget = 400_000
+    cache = PagedPrefixCache(model, max_bytes=budget)
+    for number in range(12):
+        run(model, cache, **batch(row((number, 150))), max_new_tokens=2)
+        stats = cache.store.stats()
+        assert 0 < stats.snapshot_bytes <= budget / 2
+        assert stats.pool_bytes is not None
+        held = {id(tensor.untyped_storage()): tensor.nbytes for tensor in held_states(cache)}
+        assert stats.snapshot_bytes + stats.pool_bytes <= budget
+        assert sum(held.values()) >= stats.snapshot_bytes
+
+
+@NAMES
+def test_salts_do_not_share_states_and_count_their_own(name: str) -> None:
+    model = tiny(name)
+    store = PrefixStore(model)
+    caches = [PagedPrefixCache(store, cache_salt=salt) for salt in ("a", "b")]
+    for cache in caches:
+        play(model, cache, **batch(row((1, SHARED), (2, 9))))
+        assert cache.last_call.reused_tokens == 0
+    counts = [cache.stats().num_snapshots for cache in caches]
+    assert counts[0] == counts[1] > 0
+    assert store.stats().num_snapshots == sum(counts)
+    caches[0].reset()
+    caches[0].reset_prefix_cache()
+    assert [cache.stats().num_snapshots for cache in caches] == [0, counts[1]]
