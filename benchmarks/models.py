@@ -10,9 +10,13 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
 )
 
 from hf_paged_cache.cli.demo_model import load_demo_model
@@ -68,10 +72,42 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131_072,
         "initializer_range": 0.1,
     },
+    # Qwen3.5's: three gated delta nets, one layer of attention, and so on.
+    "qwen3.5": {
+        "vocab_size": 1024,
+        "hidden_size": 640,
+        "intermediate_size": 1792,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 3,
+        "max_position_embeddings": 131_072,
+        "initializer_range": 0.1,
+    },
+    # LFM2's: two short convolutions, one layer of attention, and so on.
+    "lfm2": {
+        "vocab_size": 1024,
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "block_auto_adjust_ff_dim": False,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 2,
+        "layer_types": [*["conv"] * 2, "full_attention"] * 4,
+        "max_position_embeddings": 131_072,
+        "initializer_range": 0.1,
+    },
 }
 _CLASSES: dict[str, tuple[Any, Any]] = {
     "gemma-3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "gpt-oss": (GptOssConfig, GptOssForCausalLM),
+    "qwen3.5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "lfm2": (Lfm2Config, Lfm2ForCausalLM),
 }
 
 

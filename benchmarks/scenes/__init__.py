@@ -1,8 +1,22 @@
 """What bench_generate.py can measure, a function a scene. Importing this registers all of them, in the order of the tables."""
 
-from . import one_row, several_rows, beams, steps, windows, conversations, few_shot, memory, overhead, forward_cost  # noqa: I001
+from . import (  # noqa: I001
+    one_row,
+    several_rows,
+    beams,
+    steps,
+    windows,
+    states,
+    conversations,
+    few_shot,
+    memory,
+    overhead,
+    forward_cost,
+)
 from .registry import SCENES, Repeat, Scene
 
 __all__ = ["SCENES", "Repeat", "Scene"]
 
-assert all((one_row, several_rows, beams, steps, windows, conversations, few_shot, memory, overhead, forward_cost))
+assert all(
+    (one_row, several_rows, beams, steps, windows, states, conversations, few_shot, memory, overhead, forward_cost)
+)

@@ -89,10 +89,11 @@ def by_hand(bench: Bench, prefix: Tensor, num_rows: int, ids: Tensor, **given: A
 
 
 def kv_bytes(cache: Cache) -> int:
-    """Peak bytes of keys and values of the call that just ran; a DynamicCache only grows."""
+    """Peak bytes of keys and values of the call that just ran; a DynamicCache only grows. States are not counted."""
     if isinstance(cache, PagedPrefixCache):
         return cache.last_call.peak_kv_bytes
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.is_initialized)
+    held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 
 @dataclass
