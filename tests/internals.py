@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -324,31 +324,39 @@ def failing_layer(cache: PagedPrefixCache, layer_idx: int, error: BaseException)
 
 
 @contextmanager
-def failing_forward(model: nn.Module, number: int, error: BaseException) -> Iterator[None]:
+def failing_forward(
+    model: nn.Module, number: int, error: BaseException, *, in_any_layer: bool = False
+) -> Iterator[None]:
     """Raise where the forward of that number, counted from 1, comes to the middle layer.
 
     No hook, which would be another condition of keys and values: the call of the layer's type is replaced.
+
+    Args:
+        in_any_layer: the number counts layers of forwards instead, each as often as one comes to it.
     """
     (layers,) = (part for part in model.modules() if isinstance(part, nn.ModuleList) and _is_decoder(model, part))
-    target, countdown = layers[len(layers) // 2], [number]
-    kind = type(target)
-    call = kind.__call__
+    targets = {id(layer) for layer in layers} if in_any_layer else {id(layers[len(layers) // 2])}
+    countdown = [number]
 
-    def failing_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if module is target:
-            countdown[0] -= 1
-            if not countdown[0]:
-                raise error
-        return call(module, *args, **kwargs)
+    def failing(call: Any) -> Any:
+        def failing_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if id(module) in targets:
+                countdown[0] -= 1
+                if not countdown[0]:
+                    raise error
+            return call(module, *args, **kwargs)
 
-    kind.__call__ = failing_call
-    try:
+        return failing_call
+
+    with ExitStack() as patched:
+        for kind, call in {type(layer): type(layer).__call__ for layer in layers}.items():
+            own = kind.__dict__.get("__call__")
+            if own is None:
+                patched.callback(delattr, kind, "__call__")
+            else:
+                patched.callback(setattr, kind, "__call__", own)
+            kind.__call__ = failing(call)
         yield
-    finally:
-        if call is nn.Module.__call__:
-            del kind.__call__
-        else:
-            kind.__call__ = call
 
 
 def _is_decoder(model: Any, layers: nn.ModuleList) -> bool:

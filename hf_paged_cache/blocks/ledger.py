@@ -8,7 +8,7 @@ After a Ctrl-C anywhere inside, the next operation finds the mark and derives it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from weakref import ReferenceType
 
 from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
@@ -102,6 +102,11 @@ class BlockLedger:
         """Number of allocations that hold a block."""
         self._check_ids((block_id,))
         return self._states.ref_counts[block_id]
+
+    def ref_counts(self, block_ids: Collection[int]) -> list[int]:
+        """The same of many blocks."""
+        self._check_ids(block_ids)
+        return [*map(self._states.ref_counts.__getitem__, block_ids)]
 
     def namespace_of(self, block_id: int) -> bytes:
         """Whose a block is that somebody holds or can hit."""
@@ -249,6 +254,7 @@ class BlockLedger:
     def _check_ids(self, block_ids: Iterable[int]) -> None:
         """Settle; raises CacheArgumentError if one is no block."""
         self._settle()
+        most = self._states.num_blocks
         for block_id in block_ids:
-            if not 0 < block_id < self._states.num_blocks:
-                raise CacheArgumentError(f"block {block_id} given; blocks are 1 to {self._states.num_blocks - 1}")
+            if not 0 < block_id < most:
+                raise CacheArgumentError(f"block {block_id} given; blocks are 1 to {most - 1}")

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import eq
 from typing import NamedTuple, Protocol
 
 from ..blocks import BlockTable
@@ -142,7 +143,7 @@ def num_blocks_to_take(rows: Rows, *, num_columns: int, max_columns: int, block_
 def num_blocks_held_only_by(rows: Sequence[Row], store: BlockStore) -> int:
     """Blocks that would be given back if these rows were dropped."""
     holders = Counter(block_id for row in rows for block_id in row.table.block_ids)
-    return sum(1 for block_id, count in holders.items() if store.allocator.ref_count(block_id) == count)
+    return sum(map(eq, store.allocator.ref_counts(holders), holders.values()))
 
 
 def demand_of_call(call: CallToAdmit, num_columns: int, previous: Sequence[Row] = ()) -> Demand:

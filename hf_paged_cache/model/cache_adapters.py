@@ -16,7 +16,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 def cache_argument(model: PreTrainedModel) -> str:
     """The name under which the model's forward takes a cache: "cache_params", or as most "past_key_values"."""
-    names = inspect.signature(model.forward).parameters
+    return _cache_argument_of(type(model))
+
+
+@lru_cache(maxsize=256)
+def _cache_argument_of(kind: type[PreTrainedModel]) -> str:
+    names = inspect.signature(kind.forward).parameters
     return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
 
 

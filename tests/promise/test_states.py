@@ -161,29 +161,31 @@ def test_a_snapshot_is_as_it_was_after_100_steps_of_its_borrower(name: str) -> N
 
 
 @NAMES
-def test_an_exception_in_any_forward_leaves_the_next_call_exact(name: str) -> None:
+def test_an_exception_in_any_layer_of_any_forward_leaves_the_next_call_exact(name: str) -> None:
     model = tiny(name)
     calls: list[dict[str, Any]] = [
-        batch(row((1, SHARED), (2, 9))),
-        {**batch(row((1, SHARED), (3, 9))), "num_beams": 2},
-        batch(row((1, SHARED), (4, 9)), row((1, SHARED), (5, 3))),
+        {**batch(row((1, SHARED), (2, 9))), "max_new_tokens": 3},
+        {**batch(row((1, SHARED), (3, 9))), "max_new_tokens": 3, "num_beams": 2},
+        {**batch(row((1, SHARED), (4, 9)), row((1, SHARED), (5, 3))), "max_new_tokens": 2},
     ]
     references = [run(model, **arguments) for arguments in calls]
-    for number in range(1, 40):
+    for number in range(1, 200):
         cache = PagedPrefixCache(model)
-        was_raised = False
-        with failing_forward(model, number, KeyError("planted")):
-            try:
-                for arguments in calls:
+        last = None
+        with failing_forward(model, number, KeyError("planted"), in_any_layer=True):
+            for at, arguments in enumerate(calls):
+                try:
                     run(model, cache, **arguments)
-            except KeyError:
-                was_raised = True
-        cache.check()
-        for reference, arguments in zip(references, calls, strict=True):
-            assert_same(reference, run(model, cache, **arguments))
-        if not was_raised:
-            assert number > 10
+                except KeyError:
+                    last = at
+                    break
+        if last is None:
+            assert number > 8 * model.config.num_hidden_layers
             return
+        assert_same(references[last], run(model, cache, **calls[last]))
+        following = (last + 1) % len(calls)
+        assert_same(references[following], run(model, cache, **calls[following]))
+        cache.check()
     raise AssertionError("no call came to its end")
 
 
