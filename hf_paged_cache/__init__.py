@@ -30,7 +30,13 @@ if TYPE_CHECKING:
     from .scoring import Score
     from .stats import CacheStats, CallStats, RowStats
 
-_HOMES = (".errors", ".stats", ".cache", ".named_prefixes", ".model_check")  # have all public names; the first two import no torch
+_HOMES = (
+    ".errors",
+    ".stats",
+    ".cache",
+    ".named_prefixes",
+    ".model_check",
+)  # have all public names; the first two import no torch
 
 __all__ = [
     "BlockStateError",

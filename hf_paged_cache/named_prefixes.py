@@ -77,8 +77,8 @@ class NamedPrefixes:
             >>> cache.prefill(inputs["input_ids"])
             Prefilled(num_tokens=80, num_known=80, num_computed=0)
             >>> output = model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
-            >>> cache.last_call.reused_tokens
-            80
+            >>> cache.last_call.computed_tokens  # the last one, for its logits
+            1
         """
         int_of_at_least("chunk_size", chunk_size, 1, "tokens of a forward")
         model, session = self.store.model, self._session

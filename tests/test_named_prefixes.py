@@ -34,7 +34,13 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WITH_STATES = ("qwen3_next", "lfm2", "zamba2")
-NAMES = ("llama", "bloom", "mistral", "gemma3", *WITH_STATES)  # without, with windows in all or every other layer, states
+NAMES = (
+    "llama",
+    "bloom",
+    "mistral",
+    "gemma3",
+    *WITH_STATES,
+)  # without, with windows in all or every other layer, states
 PREFIX = row((1, 150))
 QUESTION = row((2, 9))
 
@@ -81,7 +87,9 @@ def test_a_call_behind_a_prefill_gives_the_same_and_computes_what_is_new(name: s
     cache, wanted = PagedPrefixCache(model, block_size=4), run(model, **batch(PREFIX + QUESTION))
     assert cache.prefill(PREFIX, chunk_size=chunk_size) == Prefilled(num_tokens=148, num_known=0, num_computed=148)
     assert_same(wanted, run(model, cache, **batch(PREFIX + QUESTION)))
-    assert cache.last_call.reused_tokens == (128 if name == "qwen3_next" else 148)  # kernels that compute 64 tokens at once
+    assert cache.last_call.reused_tokens == (
+        128 if name == "qwen3_next" else 148
+    )  # kernels that compute 64 tokens at once
     cache.check()
     again = PagedPrefixCache(model, block_size=4)
     again.prefill(PREFIX, chunk_size=chunk_size)
@@ -92,7 +100,9 @@ def test_a_call_behind_a_prefill_gives_the_same_and_computes_what_is_new(name: s
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_tokens", [128, 129])
-def test_the_very_prompt_that_was_prefilled_computes_little_more_than_its_last_token(name: str, num_tokens: int) -> None:
+def test_the_very_prompt_that_was_prefilled_computes_little_more_than_its_last_token(
+    name: str, num_tokens: int
+) -> None:
     model = model_of(name)
     cache, prompt = PagedPrefixCache(model, block_size=4), PREFIX[:num_tokens]
     cache.prefill(prompt)
@@ -120,6 +130,14 @@ def test_what_is_known_is_not_computed_again(name: str) -> None:
     assert not shapes
     stats = cache.stats()
     assert (stats.num_calls, stats.prompt_tokens, stats.computed_tokens) == (1, 148, 148)
+
+
+def test_of_single_tokens_one_is_computed_with_the_one_before_it() -> None:
+    cache = PagedPrefixCache(model_of("zamba2"), block_size=1)  # which computes one token otherwise than several
+    cache.prefill(PREFIX[:20])
+    assert cache.prefill(PREFIX[:21]).num_tokens == 21
+    assert_same(run(cache.store.model, **batch(PREFIX[:30])), run(cache.store.model, cache, **batch(PREFIX[:30])))
+    assert cache.last_call.reused_tokens == 21
 
 
 def test_what_is_prefilled_again_is_evicted_last() -> None:
@@ -196,7 +214,10 @@ def test_prompts_that_do_not_fit_together_are_refused_and_nothing_changes() -> N
     cache.prefill(row((1, 40)))
     before = all_blocks(cache)
     prompts = [row((seed, 60)) for seed in (2, 3, 4)]
-    with Forwards(cache.store.model) as shapes, pytest.raises(OutOfBlocksError, match=r"45 blocks .* but 32 can be had"):
+    with (
+        Forwards(cache.store.model) as shapes,
+        pytest.raises(OutOfBlocksError, match=r"45 blocks .* but 32 can be had"),
+    ):
         cache.prefill(prompts)
     assert all_blocks(cache) == before
     assert not shapes
@@ -265,7 +286,7 @@ def test_where_a_call_runs_a_look_would_change_frequencies() -> None:
 def test_no_forward_is_of_fewer_tokens_than_the_model_takes() -> None:
     assert stops_of(0, [7, 8], 4, least=1) == [4, 7, 8]
     assert stops_of(0, [7, 8], 4, least=2) == [4, 7]
-    assert stops_of(8, [8], 4, least=1) == []
+    assert stops_of(7, [7, 8], 4, least=2) == [8]  # of one that was begun before, known tokens are computed again
     assert stops_of(2, [8], 4, least=1) == [6, 8]
 
 
@@ -276,7 +297,11 @@ def test_no_forward_is_of_fewer_tokens_than_the_model_takes() -> None:
 def test_a_look_says_what_the_call_then_finds_whatever_came_before(name: str) -> None:
     rng, model = random.Random(name), model_of(name)
     store = PrefixStore(model, block_size=4, num_blocks=100)
-    caches = [PagedPrefixCache(store), PagedPrefixCache(store, attention="gather"), PagedPrefixCache(store, cache_salt="a")]
+    caches = [
+        PagedPrefixCache(store),
+        PagedPrefixCache(store, attention="gather"),
+        PagedPrefixCache(store, cache_salt="a"),
+    ]
     prompts, found = [row((1, 60))], []
     for _ in range(60):
         cache = rng.choice(caches)

@@ -360,6 +360,14 @@ class BlockTable:
         forked._num_committed = self._num_committed
         return forked
 
+    def move_to(self, allocator: PrefixCachingBlockAllocator, allocation: Allocation) -> None:
+        """From here on the tokens lie in these blocks, of another allocator perhaps; those so far are the caller's to give back.
+
+        Interrupted, it is to be done again before the table is used.
+        """
+        self._allocation = allocation
+        self._allocator = allocator
+
     def free(self) -> None:
         """Give all blocks back; the table is not used again. Raises BlockStateError the second time."""
         self._allocator.free(self._allocation)

@@ -142,8 +142,8 @@ def stops_of(start: int, marks: Sequence[int], chunk_size: int, least: int) -> l
     """Where forwards end that begin behind `start` tokens: at the marks, and between them every `chunk_size` tokens.
 
     Args:
-        marks: numbers of tokens, the lower ones first. One that would make a forward of fewer than `least` tokens is passed
-            over.
+        marks: numbers of tokens, the lower ones first. One that would make a later forward of fewer than `least` tokens is
+            passed over; the first one computes as many in any case, known ones among them.
     Example:
         >>> stops_of(32, [100, 112], chunk_size=32, least=1)
         [64, 96, 100, 112]
@@ -153,7 +153,7 @@ def stops_of(start: int, marks: Sequence[int], chunk_size: int, least: int) -> l
         while mark - start > chunk_size:
             start += chunk_size
             stops.append(start)
-        if mark - start >= least:
+        if mark - start >= (least if stops else 1):
             stops.append(mark)
             start = mark
     return stops
