@@ -56,8 +56,8 @@ class NamedPrefixes:
 
         Whole blocks are cached, those that are known are not computed again, and layers with a window or a state keep what
         is needed to go on at the end. Any later call may evict them: `pin` keeps them. It holds under the conditions that
-        `pin` names. Effects: none on the rows of this cache; `stats()` counts a call, `last_call` does not. Processes that
-        share a model call it together, with the same lengths and `chunk_size`.
+        `pin` names. Effects: none on the rows of this cache; `stats()` counts what is computed as a call, `last_call` does
+        not. Processes that share a model call it together, with the same lengths and `chunk_size`.
 
         Args:
             token_ids: of the prefix as prompts begin with it, special tokens included: a list or tensor of [T] or [1, T];

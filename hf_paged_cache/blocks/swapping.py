@@ -268,9 +268,7 @@ class BlockSwapper:
         block_id: int, namespace: bytes, source: PrefixCachingBlockAllocator, destination: PrefixCachingBlockAllocator
     ) -> int | BlockHash | None:
         block_hash = source.block_hash_of(block_id)
-        if block_hash is None or not source.match_prefix(
-            (block_hash,), namespace
-        ):  # none, or its content is not there yet
+        if block_hash is None:
             return None
         found = destination.match_prefix((block_hash,), namespace)
         return found[0] if found else block_hash

@@ -67,6 +67,13 @@ def test_a_table_goes_out_and_back_with_its_tokens_and_its_partial_block(device,
     assert table.append_token(6) == 7
 
 
+def test_what_a_table_was_hit_with_it_still_counts_as_hit(device, host, swapper):
+    table_of(device, [1, 2, 3, 4]).free()
+    table = table_of(device, [1, 2, 3, 4, 5])
+    swapper.swap_out(table)
+    assert table.num_cached_tokens == 4
+
+
 def test_full_blocks_with_a_hash_are_cached_on_both_sides(device, host, swapper):
     table = table_of(device, [1, 2, 3, 4, 5])
     swapper.swap_out(table)
@@ -178,6 +185,16 @@ def test_it_is_said_before_whether_tables_fit_now_later_or_never(device, host, s
     assert swapper.can_swap_out(small) is AllocStatus.OK
     swapper.swap_out(small)
     assert swapper.can_swap_in(small) is AllocStatus.OK
+
+
+def test_tables_that_do_not_fit_together_evict_nothing(device, host, swapper):
+    for tokens in ([1, 1], [2, 2]):
+        table_of(host, tokens).free()
+    tables = [table_of(device, [3] * 16), table_of(device, [4, 4, 4])]  # the first of them alone would fit
+    before = host.snapshot()
+    with pytest.raises(OutOfBlocksError):
+        swapper.swap_out(*tables)
+    assert host.snapshot() == before
 
 
 def test_what_cannot_be_swapped_is_refused_before_anything_changes(device, host, swapper):
@@ -308,10 +325,14 @@ def test_a_table_that_is_freed_before_an_interrupted_swap_is_finished_leaves_not
     instruction, num_unfinished = 0, 0
     while interrupt(swap_out, world := World(), instruction):
         num_unfinished += world.swapper._unfinished is not None
+        are_free = True
         for table in world.tables:
-            if table._allocation._allocator is table._allocator:  # else it is between the two: settle comes first
+            if table._allocation._allocator is table._allocator:
                 table.free()
+            else:  # it is between the two: settle comes first
+                are_free = False
         world.swapper.check()
+        assert not are_free or world.device.num_blocks_in_use == world.host.num_blocks_in_use == 0
         world.tables = table = []
         world.swapper.check()
         assert world.device.num_blocks_in_use == world.host.num_blocks_in_use == 0
