@@ -6,6 +6,7 @@ import copy
 import random
 from functools import cache as cached
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from hf_paged_cache import (
     PrefixStore,
     UnsupportedModelError,
 )
+from hf_paged_cache.call.admission import CallLimits
+from hf_paged_cache.call.running import Bracket
 from hf_paged_cache.integration.prefill import stops_of
 
 from .conformance import zoo
@@ -333,6 +336,15 @@ def test_a_look_says_what_is_found_of_rows_of_plain_forwards(name: str) -> None:
         for part in (PREFIX[:64], PREFIX[64:70]):
             model(torch.tensor([part]), past_key_values=cache)
     assert assert_found(cache, PREFIX).num_tokens == 70
+
+
+def test_a_look_finds_the_rows_before_a_call_that_was_left_before_its_first_forward() -> None:
+    cache, prompt = PagedPrefixCache(tiny("llama"), block_size=4), PREFIX[:50]
+    run(cache.store.model, cache, **batch(prompt))
+    bracket = Bracket()
+    cache.call.begin(ref(bracket), CallLimits(), keep_rows=False)
+    del bracket
+    assert assert_found(cache, prompt).num_tokens == 50
 
 
 def test_while_a_call_runs_a_look_finds_the_blocks_that_it_has_committed() -> None:

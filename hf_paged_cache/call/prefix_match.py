@@ -98,10 +98,9 @@ def look_up_row(
         found = Found(choice.num_tokens, choice.stopped)
         if not store.states:
             return found
-        held = hit.block_ids if choice.closest is None else choice.closest.table.block_ids
         known = 0 if choice.ended is None else num_at_end(choice.ended) or 0
         known = known if known <= most else 0
-        known = max(known, deepest_state(store, table, held, min(found.num_tokens, most), known))
+        known = max(known, deepest_state(store, table, hit.block_ids, min(found.num_tokens, most), known))
         why = _why_no_state(store, found.num_tokens, known, most)
         return Found(known, why) if why else found
 
