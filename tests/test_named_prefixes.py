@@ -24,6 +24,8 @@ from hf_paged_cache import (
 from hf_paged_cache.call.admission import CallLimits
 from hf_paged_cache.call.running import Bracket
 from hf_paged_cache.integration.prefill import stops_of
+from hf_paged_cache.model.probing import measure_bytes_per_token
+from hf_paged_cache.store.window_groups import SHARE_OF_A_BUDGET
 
 from .conformance import zoo
 from .internals import zero_states
@@ -229,6 +231,18 @@ def test_prompts_that_do_not_fit_together_are_refused_and_nothing_changes() -> N
         PagedPrefixCache(cache.store, cache_salt="a").prefill(prompts)
 
 
+def test_what_is_cached_of_prompts_must_have_room_beside_what_is_new() -> None:
+    store, prompts = PrefixStore(tiny("llama"), block_size=4, num_blocks=33), [row((1, 32)), row((2, 32))]
+    running, cache = PagedPrefixCache(store), PagedPrefixCache(store)
+    run(store.model, running, **batch(row((9, 75))), max_new_tokens=3)  # its rows hold 20 blocks
+    cache.prefill(prompts[0])
+    with pytest.raises(OutOfBlocksError, match=r"16 blocks of 4 tokens, 16 of which nobody holds, but 12 can be had"):
+        cache.prefill(prompts)
+    running.reset()
+    assert cache.prefill(prompts) == (64, 32, 32)
+    assert [cache.lookup(prompt).num_tokens for prompt in prompts] == [32, 32]
+
+
 def test_a_prefill_whose_window_does_not_fit_is_refused_and_nothing_changes() -> None:
     store = PrefixStore(tiny("mistral"), block_size=4, num_blocks=10)
     running, cache = PagedPrefixCache(store), PagedPrefixCache(store)
@@ -299,7 +313,10 @@ def test_no_forward_is_of_fewer_tokens_than_the_model_takes() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_look_says_what_the_call_then_finds_whatever_came_before(name: str) -> None:
     rng, model = random.Random(name), model_of(name)
-    store = PrefixStore(model, block_size=4, num_blocks=100)
+    size: dict[str, int] = {"num_blocks": 100}
+    if name == "gemma3":  # window blocks for half of the blocks, so that windows end some matches
+        size = {"max_bytes": int(400 * measure_bytes_per_token(model, dict.fromkeys((0, 2), SHARE_OF_A_BUDGET)))}
+    store = PrefixStore(model, block_size=4, **size)
     caches = [
         PagedPrefixCache(store),
         PagedPrefixCache(store, attention="gather"),
@@ -326,6 +343,7 @@ def test_a_look_says_what_the_call_then_finds_whatever_came_before(name: str) ->
     assert {bool(each.num_tokens) for each in found} == {True, False}
     assert store.stats().num_evictions
     assert len({each.stopped.rstrip("0123456789") for each in found}) > 5
+    assert any("a window no longer shows" in each.stopped for each in found) == (name == "gemma3")
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
