@@ -23,6 +23,7 @@ from hf_paged_cache import (
 )
 from hf_paged_cache.call.admission import CallLimits
 from hf_paged_cache.call.running import Bracket
+from hf_paged_cache.integration import side_forward
 from hf_paged_cache.integration.prefill import stops_of
 from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.store.window_groups import SHARE_OF_A_BUDGET
@@ -124,6 +125,13 @@ def test_no_forward_has_more_tokens_than_asked_for(name: str) -> None:
         assert done.num_computed == num_new == sum(columns for _, columns in shapes)
         assert max(shapes) == (1, -(-30 // least) * least)  # whole blocks, or whole places for a snapshot
         assert done.num_tokens == done.num_known + done.num_computed
+
+
+def test_a_forward_is_cut_for_no_snapshot_but_the_last() -> None:
+    cache = PagedPrefixCache(model_of("qwen3_next"), block_size=4)
+    with Forwards(cache.store.model) as shapes:
+        cache.prefill(PREFIX)
+    assert (shapes, cache.stats().num_snapshots) == ([(1, 128), (1, 20)], 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -241,6 +249,23 @@ def test_what_is_cached_of_prompts_must_have_room_beside_what_is_new() -> None:
     running.reset()
     assert cache.prefill(prompts) == (64, 32, 32)
     assert [cache.lookup(prompt).num_tokens for prompt in prompts] == [32, 32]
+
+
+def test_between_two_chunks_nobody_takes_the_blocks_of_those_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, begun = PrefixStore(tiny("llama"), block_size=4, num_blocks=33), []
+    cache, other = PagedPrefixCache(store), PagedPrefixCache(store)
+    to_device = side_forward.to_device
+
+    def ask_before_the_second(*given: Any) -> torch.Tensor:
+        begun.append(given)
+        if len(begun) == 2:
+            with pytest.raises(OutOfBlocksError, match="are reserved for running calls"):
+                run(store.model, other, **batch(row((2, 60))))
+        return to_device(*given)
+
+    monkeypatch.setattr(side_forward, "to_device", ask_before_the_second)
+    assert cache.prefill(row((1, 100)), chunk_size=40).num_tokens == 100
+    assert len(begun) == 3
 
 
 def test_a_prefill_whose_window_does_not_fit_is_refused_and_nothing_changes() -> None:
