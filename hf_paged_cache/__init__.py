@@ -23,12 +23,20 @@ if TYPE_CHECKING:
         PoolArgumentError,
         UnsupportedModelError,
     )
+    from .integration.prefill import Prefilled
     from .model_check import ModelReport, check_model
+    from .named_prefixes import Lookup
     from .prefix_store import PrefixStore
     from .scoring import Score
     from .stats import CacheStats, CallStats, RowStats
 
-_HOMES = (".errors", ".stats", ".cache", ".model_check")  # have all public names; the first two import no torch
+_HOMES = (
+    ".errors",
+    ".stats",
+    ".cache",
+    ".named_prefixes",
+    ".model_check",
+)  # have all public names; the first two import no torch
 
 __all__ = [
     "BlockStateError",
@@ -36,11 +44,13 @@ __all__ = [
     "CacheBusyError",
     "CacheStats",
     "CallStats",
+    "Lookup",
     "ModelReport",
     "OutOfBlocksError",
     "PagedCacheError",
     "PagedPrefixCache",
     "PoolArgumentError",
+    "Prefilled",
     "PrefixStore",
     "RowStats",
     "Score",

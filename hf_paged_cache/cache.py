@@ -5,7 +5,6 @@ Owns the translation between transformers' `Cache` and a `Call`; decides nothing
 
 import contextlib
 import sys
-from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import FrameType
@@ -30,9 +29,9 @@ from .integration.shared_prefix import SharedPrefixes
 from .integration.side_forward import SideForwards
 from .integration.state_forwards import StateForwards
 from .integration.state_layers import live_states, make_layer
-from .integration.token_input import one_sequence
 from .integration.verification import Verifier
 from .model.support import cache_layers
+from .named_prefixes import NamedPrefixes
 from .prefix_store import PrefixStore
 from .scoring import Score, score
 from .stats import CacheStats, CallStats
@@ -41,7 +40,7 @@ from .store.store_stats import stats_of
 _ON_FULL = ("refuse", "bypass")
 
 
-class PagedPrefixCache(Cache):
+class PagedPrefixCache(NamedPrefixes, Cache):
     """A cache for `model.generate` that reuses the keys and values of every prefix it has seen.
 
     Pass one object to any number of calls as `past_key_values`, or build one in each call on a shared `PrefixStore`.
@@ -314,48 +313,6 @@ class PagedPrefixCache(Cache):
         """The same for the last call alone, with a line a row: how far it matched, and why no further."""
         return self.call.counters.of_call(self.call.peak_kv_bytes)
 
-    def pin(self, token_ids: "list[int] | Tensor") -> int:
-        """Keep what is cached of this prefix until `unpin`: no other call evicts it, and no collected cache takes it along.
-
-        Computes nothing: run the prefix once, then pin it. Whole blocks are pinned; pinning the same tokens again counts
-        once, and takes what is cached of them by then. A pin belongs to the store and to this `cache_salt`. It holds
-        for the model as it is now, for rows without padding where a model numbers its columns, and, where rotary
-        frequencies depend on length, for those of a prompt as long as the prefix. When the model changes, pinned blocks
-        are not found, as all others, but still held: `unpin` them, or pin again.
-
-        Args:
-            token_ids: of the prefix as prompts begin with it, special tokens included: a list or tensor of [T] or [1, T].
-        Returns:
-            The number of tokens pinned: a multiple of the block size, 0 when the first block is not cached.
-        Raises:
-            OutOfBlocksError: running calls have reserved those blocks; nothing has changed.
-            CacheArgumentError: not the token ids of one sequence.
-            CacheBusyError: rotary frequencies depend on length, and a call is running.
-        Example:
-            >>> output = model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
-            >>> cache.pin(inputs["input_ids"]), cache.stats().num_pinned_blocks
-            (80, 5)
-            >>> cache.unpin(inputs["input_ids"]), cache.stats().num_pinned_blocks
-            (80, 0)
-        """
-        tokens, blocks = array("q", one_sequence("the prefix", token_ids)), self.store.blocks
-        root = self._session.root_of_prefix(len(tokens))
-        with blocks.lock:
-            blocks.settle()
-            return blocks.pins.pin(self.cache_salt, root, tokens, blocks.num_obtainable_blocks(None))
-
-    def unpin(self, token_ids: "list[int] | Tensor | None" = None) -> int:
-        """Let a pinned prefix be evicted again, whatever has changed since; without tokens, all of this `cache_salt`.
-
-        Returns:
-            The number of tokens that were pinned; 0 when none were.
-        Raises:
-            CacheArgumentError: not the token ids of one sequence.
-        """
-        tokens = None if token_ids is None else array("q", one_sequence("the prefix", token_ids))
-        with self.store.blocks.lock:
-            return self.store.blocks.pins.unpin(self.cache_salt, tokens)
-
     def reset_prefix_cache(self) -> None:
         """Forget the cached blocks and pins of this cache's salt, and the ended rows of all caches of this salt.
 
@@ -483,7 +440,7 @@ class PagedPrefixCache(Cache):
         return own.make_layer() if own.has_rows else PagedLayer(self, len(self.layers))
 
     def _verifying_sibling(self) -> "PagedPrefixCache":
-        """A cache for scores: it verifies as this one does, in the same turn, and keeps no contiguous copy."""
+        """A cache for forwards of our own: it verifies as this one does, in the same turn, and keeps no contiguous copy."""
         cache = PagedPrefixCache(self.store, cache_salt=self.cache_salt or None, attention="gather")
         cache._session.verifier = self._session.verifier
         return cache

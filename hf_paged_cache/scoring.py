@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .errors import CacheArgumentError
 from .integration.side_forward import SiblingCache, SideForwards
-from .integration.token_input import one_sequence
+from .integration.token_input import in_vocabulary
 from .model.support import takes
 
 _MAX_LOGITS = 2**27  # numbers that the logits of one forward may have, where no batch_size is given
@@ -89,12 +89,12 @@ def score(
     """
     model = side.model
     vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
-    prompt = _token_ids("the context", context, vocabulary_size)
+    prompt = in_vocabulary("the context", context, vocabulary_size)
     if isinstance(continuations, str | bytes) or not isinstance(continuations, Iterable):
         raise CacheArgumentError(
             f"continuations is of type {type(continuations).__name__}; give a list of token id sequences"
         )
-    wanted = [_token_ids(f"continuation {i}", given, vocabulary_size) for i, given in enumerate(continuations)]
+    wanted = [in_vocabulary(f"continuation {i}", given, vocabulary_size) for i, given in enumerate(continuations)]
     if batch_size is not None and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1):
         raise CacheArgumentError(f"batch_size is {batch_size!r}; it must be an int of at least 1 row, or None")
     if not wanted:
@@ -218,14 +218,3 @@ def _batches(
             batches.append([])
         batches[-1].append(row)
     return batches
-
-
-def _token_ids(what: str, given: object, vocabulary_size: int) -> Tokens:
-    """Token ids of the vocabulary as a tuple, or an error that says what is wrong with them."""
-    ids: Tokens = one_sequence(what, given)
-    if not ids:
-        raise CacheArgumentError(f"{what} is empty; give at least one token (a context may be the model's first token)")
-    if min(ids) < 0 or max(ids) >= vocabulary_size:
-        wrong = next(token for token in ids if not 0 <= token < vocabulary_size)
-        raise CacheArgumentError(f"{what} has token {wrong}; the vocabulary has ids 0 to {vocabulary_size - 1}")
-    return ids

@@ -20,7 +20,7 @@ PACKAGE = Path(hf_paged_cache.__file__).parent
 ROOT = Path(__file__).parents[1]
 
 # Folders, and modules of the top folder, from bottom to top. What stands on one level does not import each other, but for the
-# four modules that a user holds. A file imports from its own folder and from lower levels.
+# modules that a user holds. A file imports from its own folder and from lower levels.
 LEVELS = [
     ["errors", "stats", "locks"],
     ["blocks"],
@@ -28,7 +28,7 @@ LEVELS = [
     ["attention", "store", "model"],
     ["call"],
     ["integration"],
-    ["cache", "prefix_store", "scoring", "model_check", "__init__"],
+    ["cache", "named_prefixes", "prefix_store", "scoring", "model_check", "__init__"],
     ["cli"],
     ["__main__"],
 ]

@@ -91,6 +91,13 @@ def test_the_docstrings_example_runs(test: doctest.DocTest, request: pytest.Fixt
     assert not failed, "".join(report)
 
 
-@pytest.mark.parametrize("name", ["PagedPrefixCache", "PagedPrefixCache.score", "PagedPrefixCache.pin"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cache.PagedPrefixCache",
+        "cache.PagedPrefixCache.score",
+        *(f"named_prefixes.NamedPrefixes.{name}" for name in ("pin", "prefill", "lookup")),
+    ],
+)
 def test_what_a_user_calls_has_an_example(name: str) -> None:
-    assert f"hf_paged_cache.cache.{name}" in {test.name for test in docstring_examples()}
+    assert f"hf_paged_cache.{name}" in {test.name for test in docstring_examples()}

@@ -3,8 +3,8 @@
 Complete on its own, for a scheduler or an engine that runs its own forwards. This package's cache does not use
 `allocate_immutable` and `mark_computed` (blocks whose content comes later), `get_common_computed_block_ids` (what a
 batch can read once), `mark_accessed`, `forget_cached_blocks`, extra keys, `BlockTable.allocate` with its lookahead
-slots, `BlockTable.unseen_token_ids`, and `allocate` with a window (a ring of blocks); they are held to the same
-invariants and tests.
+slots, `BlockTable.unseen_token_ids`, `allocate` with a window (a ring of blocks), and `BlockSwapper`; they are held to
+the same invariants and tests.
 """
 
 from .allocation import Allocation
@@ -15,11 +15,14 @@ from .hashing import BlockHash, HashChain, root_hash
 from .metrics import PrefixCacheMetrics
 from .prefix_index import PrefixIndex
 from .snapshots import Snapshots
+from .swapping import AllocStatus, BlockSwapper, SwapCopy
 from .window_blocks import WindowBlocks
 from .windowed_table import WindowedTable
 
 __all__ = [
+    "AllocStatus",
     "Allocation",
+    "BlockSwapper",
     "BlockHash",
     "BlockTable",
     "FreeBlockQueue",
@@ -28,6 +31,7 @@ __all__ = [
     "PrefixCachingBlockAllocator",
     "PrefixIndex",
     "Snapshots",
+    "SwapCopy",
     "WindowBlocks",
     "WindowedTable",
     "root_hash",

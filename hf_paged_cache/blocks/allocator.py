@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..errors import BlockStateError, CacheArgumentError
 from .allocation import Allocation, num_blocks_of_ring
@@ -122,6 +122,42 @@ class PrefixCachingBlockAllocator(BlockLedger):
                 index.insert(block_id, block_hash, computed=False)
         block_ids.extend(added)
         self._dirty = False
+
+    def allocate_as(self, wanted: Sequence[int | BlockHash | None], namespace: bytes = b"") -> Allocation:
+        """Hold blocks in this order: those that are named by their ids, and a fresh one for each other entry.
+
+        A fresh block that is wanted with a hash gets it as from `allocate_immutable`, and awaits `mark_computed`.
+
+        Raises:
+            OutOfBlocksError: nothing has changed.
+            CacheArgumentError: an id that is no block, or is given twice.
+            BlockStateError: a block that is free, or of another namespace.
+        """
+        index, named = self._states.index, [each for each in wanted if isinstance(each, int)]
+        self._check_ids(named)
+        if len(set(named)) < len(named):
+            raise CacheArgumentError(f"a block is given twice among {named}; a holder has a block once")
+        for block_id in named:
+            is_free = not self._states.ref_counts[block_id] and index.digests[block_id] is None
+            if is_free or index.namespaces[block_id] != namespace:
+                raise BlockStateError(
+                    f"block {block_id} is free, or of another namespace; name blocks in use or cached"
+                )
+        num_fresh = len(wanted) - len(named)
+        self.require(num_fresh, named, namespace)
+        self._dirty = True
+        self._states.hold(named)
+        fresh = iter(self._states.take(num_fresh, namespace))
+        block_ids: list[int] = []
+        for each in wanted:
+            block_id = each if isinstance(each, int) else next(fresh)
+            block_ids.append(block_id)
+            if isinstance(each, BlockHash) and each.digest not in index.blocks:
+                index.insert(block_id, each, computed=False)
+        allocation = Allocation(self, block_ids, 0, namespace)
+        self._held[allocation.key] = block_ids
+        self._dirty = False
+        return allocation
 
     def fork(self, allocation: Allocation, num_blocks: int | None = None) -> Allocation:
         """A second holder of the same blocks, or of the first `num_blocks`. Takes no fresh block."""

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from ..errors import BlockStateError, CacheArgumentError
 from .allocation import Allocation
 from .allocator import PrefixCachingBlockAllocator
 from .arguments import check_not_negative
 from .hashing import BlockHash, HashChain, token_array
+
+
+class PrefixMatch(NamedTuple):
+    """What a table would hold of a prefix."""
+
+    block_ids: list[int]
+    num_tokens: int  # in these blocks
+    num_matched_tokens: int  # more, where blocks are known that a window cannot go on from
 
 
 class BlockTable:
@@ -143,6 +152,15 @@ class BlockTable:
         Returns, Raises: as `allocate`, which alone can run out of blocks.
         """
         return self._fill(token_ids, None)
+
+    def match_prefix(self, token_ids: Iterable[int]) -> PrefixMatch:
+        """What `hold_prefix` would hold now.  Effects: none; the order of eviction stays as it is."""
+        chain = HashChain(self._chain.root, self._block_size, self._chain.extra_keys)
+        chain.extend(token_ids)
+        matched = self._allocator.match_prefix(chain.hashes(), self.namespace)
+        num_matched = len(matched) * self._block_size
+        num_blocks = self.num_resumable_of(matched, num_matched) // self._block_size
+        return PrefixMatch(matched[:num_blocks], num_blocks * self._block_size, num_matched)
 
     def _fill(self, token_ids: Iterable[int], num_lookahead_slots: int | None) -> int:
         """See `allocate`; None: see `hold_prefix`."""
@@ -310,6 +328,10 @@ class BlockTable:
         """From how many of the first `num_tokens` tokens a sequence can go on: all, where every layer keeps every token."""
         return num_tokens
 
+    def num_resumable_of(self, block_ids: Sequence[int], num_tokens: int) -> int:
+        """The same of other blocks than the table's own, that hold so many tokens.  Effects: none."""
+        return num_tokens
+
     def hold_window(self, num_tokens: int) -> None:
         """The next forward reads what is before `num_tokens` tokens, and what follows. For layers with a window."""
 
@@ -337,6 +359,14 @@ class BlockTable:
         forked._allocation = self._allocator.fork(self._allocation, self._num_blocks_with_tokens())
         forked._num_committed = self._num_committed
         return forked
+
+    def move_to(self, allocator: PrefixCachingBlockAllocator, allocation: Allocation) -> None:
+        """From here on the tokens lie in these blocks, of another allocator perhaps; those so far are the caller's to give back.
+
+        Interrupted, it is to be done again before the table is used.
+        """
+        self._allocation = allocation
+        self._allocator = allocator
 
     def free(self) -> None:
         """Give all blocks back; the table is not used again. Raises BlockStateError the second time."""

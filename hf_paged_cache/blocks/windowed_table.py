@@ -81,7 +81,7 @@ class WindowedTable(BlockTable):
     def _hashes_to_hit(self, chain: HashChain) -> Iterator[BlockHash]:
         matched = self._allocator.match_prefix(chain.hashes(), self.namespace)
         self._num_matched = len(matched) * self._block_size
-        return islice(chain.hashes(), self._num_resumable(matched, self._num_matched) // self._block_size)
+        return islice(chain.hashes(), self.num_resumable_of(matched, self._num_matched) // self._block_size)
 
     @property
     def num_matched_tokens(self) -> int:
@@ -89,9 +89,9 @@ class WindowedTable(BlockTable):
         return self._num_matched
 
     def num_resumable_tokens(self, num_tokens: int) -> int:
-        return self._num_resumable(self.block_ids, num_tokens)
+        return self.num_resumable_of(self.block_ids, num_tokens)
 
-    def _num_resumable(self, block_ids: Sequence[int], num_tokens: int) -> int:
+    def num_resumable_of(self, block_ids: Sequence[int], num_tokens: int) -> int:
         """The most tokens, up to `num_tokens`, before which each window has all blocks that it sees.
 
         From the end: a block that a window lacks is looked at once for each group, and what follows it no more.

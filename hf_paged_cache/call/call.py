@@ -27,7 +27,7 @@ from .admission import UNLIMITED, CallLimits, Demand, admit_call, renew_reservat
 from .call_rows import CallRows, CallState
 from .counters import PromptCounters
 from .held_steps import PassedStep
-from .prefix_match import hold_longer
+from .prefix_match import Found, PreviousRows, hold_longer, look_up_row
 from .prepare import (
     begin_rows_that_fit,
     continue_rows,
@@ -37,9 +37,10 @@ from .prepare import (
     take_blocks,
     take_step,
 )
+from .rows import Row
 from .running import Bracket
 from .schedule import start_column
-from .scheduled_forward import ForwardRequest, ScheduledForward
+from .scheduled_forward import ForwardRequest, RowInput, ScheduledForward
 
 
 class Call(CallRows):
@@ -89,6 +90,24 @@ class Call(CallRows):
         with self.store.lock:
             self.keeps_past = True
             self.states.live.record_past(records=True)
+
+    def look_up(self, new: RowInput) -> Found:
+        """What a call of one row would find that began now, and had room.  Effects: none. The store's lock is held.
+
+        While a call runs, its own rows are nobody's previous ones: of what it computes only committed blocks are found.
+        """
+        rows = self.rows if self.rows.alias else self.previous
+        are_running_ones = rows is self.rows and self.states.stands(rows)
+
+        def num_at_end(row: Row) -> int | None:
+            if are_running_ones:
+                return row.num_confirmed
+            return None if row.origin is None else row.origin.num_tokens
+
+        previous = PreviousRows(() if self.is_in_use else rows.distinct)
+        num_tokens = len(new.token_ids)
+        most = max(0, num_tokens - self.states.num_needed_of(num_tokens))
+        return look_up_row(self.store, new, previous, most, num_at_end)
 
     def prepare(self, request: ForwardRequest) -> None:
         """A forward is about to run: rows begin or go on, and hold what is known of them. `schedule` comes next.

@@ -48,8 +48,11 @@ class CallStates:
 
     def num_needed(self, request: ForwardRequest) -> int:
         """So many of a prompt's last columns run in the forward over all rows."""
-        least = 2 if self._store.states.rules.clamps_one_token and request.num_new_columns > 1 else 1
-        return max(least, request.num_logits_needed)
+        return max(self.num_needed_of(request.num_new_columns), request.num_logits_needed)
+
+    def num_needed_of(self, num_columns: int) -> int:
+        """The same of a prompt of so many columns of which the last logits alone are asked for."""
+        return 2 if self._store.states.rules.clamps_one_token and num_columns > 1 else 1
 
     def find(self, rows: Rows, request: ForwardRequest, found: Sequence[Found] = ()) -> list[Found]:
         """Rows have begun, or go on: say from where each may, in its `origin`.
@@ -59,7 +62,7 @@ class CallStates:
         Returns:
             the same, less what no state is known behind.
         """
-        if self._stands(rows):
+        if self.stands(rows):
             self.park(rows)
             if request.num_new_columns <= self.num_needed(request):
                 return [*found]
@@ -85,7 +88,7 @@ class CallStates:
                 row.origin = origin
         return found
 
-    def _stands(self, rows: Rows) -> bool:
+    def stands(self, rows: Rows) -> bool:
         """Whether the layers carry what is behind all columns of the rows."""
         return self.column == rows.num_columns > 0
 
@@ -194,7 +197,7 @@ class CallStates:
                 recorded = {key: held[at : at + 1] for key, held in recorder.recorded.items()}
                 states.keep(rows.distinct[number].table.block_ids, num_tokens, recorded)
         recorder.start_forward()
-        if not self._stands(rows):
+        if not self.stands(rows):
             return
         held: Mapping[StateKey, Tensor] | None = None
         for number, row in enumerate(rows.distinct):
@@ -259,13 +262,13 @@ class CallStates:
         """
         if not self.live or not rows.num_columns:
             return {}
-        if not self._stands(rows):
+        if not self.stands(rows):
             raise ForwardMismatchError(_LOST)
         return select_rows(self.live.read(), rows.alias)
 
     def park(self, rows: Rows, *, copies: bool = False) -> None:
         """Give each row what layers carry of it, where that is known: the rows end here, or are copied."""
-        if not self.live or not self._stands(rows):
+        if not self.live or not self.stands(rows):
             return
         held: Mapping[StateKey, Tensor] = self.live.read()
         if copies:
@@ -275,7 +278,7 @@ class CallStates:
 
     def unpark(self, rows: Rows) -> None:
         """The rows go on here: what the layers carry of them is overwritten, and nobody may go on from it."""
-        if self.live and self._stands(rows):
+        if self.live and self.stands(rows):
             for row in rows.distinct:
                 row.origin = None
 

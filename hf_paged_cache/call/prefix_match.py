@@ -4,7 +4,7 @@ Changes nothing but who holds which block: what it returns holds what it found.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -57,6 +57,15 @@ class _Known(NamedTuple):
 _as_bytes = attrgetter("as_bytes")
 
 
+class _Choice(NamedTuple):
+    """Of what is known of a row, that which reaches furthest."""
+
+    num_tokens: int
+    stopped: str
+    closest: Row | None  # the previous row whose blocks hold it; None: the store's blocks do
+    ended: Row | None  # the previous row behind whose last token the states are known
+
+
 def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple[BlockTable, Found]:
     """Hold the longest known prefix of a row.
 
@@ -65,24 +74,72 @@ def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple
     """
     table = store.new_table(new.root, new.salt)
     num_hit = table.hold_prefix(new.token_ids)
+    choice = _choose(store, new, previous, num_hit, table.num_matched_tokens, _num_at_origin)
+    if choice.closest is not None:
+        table.free()
+        table = choice.closest.table.fork()
+        table.truncate(choice.num_tokens)
+    origin = None if choice.ended is None else choice.ended.origin
+    return table, Found(choice.num_tokens, choice.stopped, origin)
+
+
+def look_up_row(
+    store: BlockStore, new: RowInput, previous: PreviousRows, most: int, num_at_end: Callable[[Row], int | None]
+) -> Found:
+    """What `match_row`, and `match_states` behind it, would find of a row.  Effects: none.
+
+    Args:
+        most: tokens behind which a row whose layers carry states may go on at most.
+        num_at_end: of a previous row, the tokens behind which its states are known, if any are.
+    """
+    with store.new_table(new.root, new.salt) as table:
+        hit = table.match_prefix(new.token_ids)
+        choice = _choose(store, new, previous, hit.num_tokens, hit.num_matched_tokens, num_at_end)
+        found = Found(choice.num_tokens, choice.stopped)
+        if not store.states:
+            return found
+        known = 0 if choice.ended is None else num_at_end(choice.ended) or 0
+        known = known if known <= most else 0
+        known = max(known, deepest_state(store, table, hit.block_ids, min(found.num_tokens, most), known))
+        why = _why_no_state(store, found.num_tokens, known, most)
+        return Found(known, why) if why else found
+
+
+def _choose(
+    store: BlockStore,
+    new: RowInput,
+    previous: PreviousRows,
+    num_hit: int,
+    num_matched: int,
+    num_at_end: Callable[[Row], int | None],
+) -> _Choice:
+    """Between the store's blocks and the closest previous row.  Effects: none.
+
+    Args:
+        num_hit: tokens that the store's blocks hold.
+        num_matched: the same without a look at windows.
+        num_at_end: see `look_up_row`.
+    """
     closest, num_common = previous.closest(new)
-    origin = None
+    ended = None
     if closest is not None and store.states:  # of its last token alone its states are there
-        origin = closest.origin
-        if origin is None or not origin.num_tokens == closest.num_true_tokens <= num_common:
-            closest, num_common, origin = None, 0, None
+        if num_at_end(closest) == closest.num_true_tokens <= num_common:
+            ended = closest
+        else:
+            closest, num_common = None, 0
     num_known = 0 if closest is None else closest.table.num_resumable_tokens(num_common)
-    longest = max(num_common, table.num_matched_tokens)
+    longest = max(num_common, num_matched)
     if closest is None or num_known <= num_hit:
         num_known, closest = num_hit, None
-    else:
-        table.free()
-        table = closest.table.fork()
-        table.truncate(num_known)
     if num_known < longest:
         why = f"a window no longer shows what is before token {longest}, up to which blocks are cached"
-        return table, Found(num_known, why, origin)
-    return table, Found(num_known, _why_stopped(num_known, new.token_ids, store.block_size, closest), origin)
+    else:
+        why = _why_stopped(num_known, new.token_ids, store.block_size, closest)
+    return _Choice(num_known, why, closest, ended)
+
+
+def _num_at_origin(row: Row) -> int | None:
+    return None if row.origin is None else row.origin.num_tokens
 
 
 def match_states(store: BlockStore, row: Row, most: int) -> str:
@@ -93,17 +150,29 @@ def match_states(store: BlockStore, row: Row, most: int) -> str:
     Returns:
         Why the row goes on from less than its blocks have; "" where it does not.
     """
-    table, states = row.table, store.states
+    table = row.table
     if row.origin is not None and row.origin.num_tokens > most:
         row.origin = None
     known = 0 if row.origin is None else row.origin.num_tokens
-    num_tokens = states.deepest(table.block_ids, min(table.num_tokens, most))
-    while num_tokens > known and table.num_resumable_tokens(num_tokens) < num_tokens:
-        num_tokens = states.deepest(table.block_ids, num_tokens - 1)
+    num_tokens = deepest_state(store, table, table.block_ids, min(table.num_tokens, most), known)
     if num_tokens > known:
-        row.origin, known = Origin(num_tokens, states.use(table.block_ids, num_tokens)), num_tokens
-    if known < min(table.num_tokens, most // store.block_size * store.block_size):
-        return f"blocks are cached up to token {table.num_tokens}, but no state behind token {known}"
+        row.origin, known = Origin(num_tokens, store.states.use(table.block_ids, num_tokens)), num_tokens
+    return _why_no_state(store, table.num_tokens, known, most)
+
+
+def deepest_state(store: BlockStore, table: BlockTable, block_ids: Sequence[int], num_tokens: int, known: int) -> int:
+    """Of the first `num_tokens` tokens of these blocks, how many there are up to the last snapshot that windows can go on from,
+    too; `known` or less where that is no further.  Effects: none.
+    """
+    deepest = store.states.deepest(block_ids, num_tokens)
+    while deepest > known and table.num_resumable_of(block_ids, deepest) < deepest:
+        deepest = store.states.deepest(block_ids, deepest - 1)
+    return deepest
+
+
+def _why_no_state(store: BlockStore, num_tokens: int, known: int, most: int) -> str:
+    if known < min(num_tokens, most // store.block_size * store.block_size):
+        return f"blocks are cached up to token {num_tokens}, but no state behind token {known}"
     return ""
 
 

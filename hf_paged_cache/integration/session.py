@@ -108,6 +108,11 @@ class Session:
         """Whether a `generate` runs on the cache."""
         return bool(self._call.brackets)
 
+    @property
+    def runs_on_ranks(self) -> bool:
+        """Whether other processes share the model."""
+        return self._ranks.are_several
+
     @contextmanager
     def generating(self, model: Any, given: GenerateArguments, bracket: ref[Bracket]) -> Iterator[None]:
         """The span of one `generate`.
@@ -276,6 +281,11 @@ class Session:
                     )
                 regime = conditioning.rope.peek(max(0, num_tokens - 1))
         return _root(digest, self._salt, regime, "", 0, 0)
+
+    def why_bypassed(self) -> str | None:
+        """Why nothing that is computed now may be reused or kept, as of the last look at the model; None if it may."""
+        on_ranks = _STATES_ON_RANKS if self._call.states and self._ranks.are_several else None
+        return self._conditioning.bypass() or on_ranks
 
     def _schedule(self, request: ForwardRequest, arguments: Mapping[str, Any]) -> ScheduledForward:
         """Prepare the rows, compute what they share, and take their blocks. No lock is held while a model runs."""

@@ -7,7 +7,7 @@ sibling's rows are dropped in the end. No cache of a user is touched.
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
@@ -146,6 +146,39 @@ class SideForwards:
             del bracket
         logits: Tensor = output.logits[:, -num_logits:]
         return logits
+
+    def prefill(self, cache: SiblingCache, token_ids: TokenIds, stops: Sequence[int]) -> None:
+        """Run one new row's tokens in forwards that end at `stops`, without gradients, and commit the blocks that they fill.
+
+        As `generate` runs a prompt in chunks: before the first forward the blocks of all are reserved. What is known is not
+        computed again, but for the last token before each of the stops.
+
+        Args:
+            stops: numbers of tokens, the lower ones first.
+        Raises:
+            OutOfBlocksError: the row does not fit; nothing was computed.
+        """
+        device = input_device(self.model)
+        given = GenerateArguments(
+            limits=CallLimits(num_prompt_columns=stops[-1], max_columns=stops[-1], num_rows=1),
+            num_masked=stops[-1],
+            num_given=stops[-1],
+        )
+        bracket = Bracket()
+        try:
+            with torch.no_grad(), cache.generating(self.model, given, ref(bracket)):
+                cache.call.states.plans_ahead = False  # the stops are where a forward is cut
+                for start, stop in pairwise((0, *stops)):
+                    arguments: dict[str, Any] = {"input_ids": to_device(token_ids[start:stop], device)[None]}
+                    arguments["attention_mask"] = torch.ones((1, stop), dtype=torch.int64, device=device)
+                    arguments |= {cache_argument(self.model): cache, "use_cache": True, "return_dict": True}
+                    if self.takes_positions:
+                        arguments["position_ids"] = torch.arange(start, stop, device=device)[None]
+                    if self._reader.takes_logits_to_keep:
+                        arguments["logits_to_keep"] = 1
+                    self.model(**arguments)
+        finally:
+            del bracket
 
     def run_columns(
         self,

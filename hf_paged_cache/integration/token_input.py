@@ -42,6 +42,29 @@ def one_sequence(what: str, given: object) -> tuple[int, ...]:
     return tuple(_token_id(what, token) for token in tokens)
 
 
+def in_vocabulary(what: str, given: object, vocabulary_size: int) -> tuple[int, ...]:
+    """`one_sequence` of at least one token that the model has.
+
+    Raises:
+        CacheArgumentError: it is something else, is empty, or has a token outside the vocabulary.
+    """
+    ids = one_sequence(what, given)
+    if not ids:
+        raise CacheArgumentError(f"{what} is empty; give at least one token (a context may be the model's first token)")
+    if min(ids) < 0 or max(ids) >= vocabulary_size:
+        wrong = next(token for token in ids if not 0 <= token < vocabulary_size)
+        raise CacheArgumentError(f"{what} has token {wrong}; the vocabulary has ids 0 to {vocabulary_size - 1}")
+    return ids
+
+
+def are_several(given: object) -> bool:
+    """Whether sequences of token ids are given in a list or tuple, and not one such sequence."""
+    if not isinstance(given, list | tuple) or not given:
+        return False
+    first = given[0]
+    return isinstance(first, list | tuple) or getattr(first, "ndim", 0) > 0
+
+
 def _token_id(what: str, token: Any) -> int:
     if not isinstance(token, bool):
         try:

@@ -398,6 +398,27 @@ def test_a_score_runs_the_same_forwards_on_both_ranks(on_ranks: Starter) -> None
     assert one == other
 
 
+def _prefill(model: PreTrainedModel) -> Any:
+    cache, prompt = PagedPrefixCache(model, num_blocks=40 + 20 * dist.get_rank()), row((1, 100))
+    run(model, cache, input_ids=IDS)
+    cache.reset()
+    if is_first():
+        cache.reset_prefix_cache()
+    shapes = shapes_of(model, lambda: cache.prefill(prompt, chunk_size=32))
+    again = shapes_of(model, lambda: cache.prefill(prompt, chunk_size=32))
+    assert cache.lookup(prompt).num_tokens == 96
+    ids = torch.tensor([prompt])
+    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
+    return shapes, again, cache.last_call.reused_tokens
+
+
+def test_a_prefill_runs_the_same_forwards_on_both_ranks(on_ranks: Starter) -> None:
+    one, other = on_ranks(_prefill)
+    assert one == other
+    shapes, again, num_reused = one
+    assert (len(shapes), len(again), num_reused) == (3, 3, 96)
+
+
 # Ranks with inputs of their own.
 
 

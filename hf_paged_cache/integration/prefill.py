@@ -1,0 +1,159 @@
+"""Computes prompts ahead of the calls that will ask for them, on sibling caches.
+
+Owns where their forwards end, so that memory stays bounded and layers with states leave a snapshot where others go on. Refuses,
+before anything is computed, prompts that do not fit together.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..blocks import HashChain
+from ..blocks.tokens import TokenIds
+from ..call.prefix_match import deepest_state
+from ..errors import OutOfBlocksError
+from ..store.block_store import BlockStore
+from .side_forward import SideForwards
+
+
+class Prefilled(NamedTuple):
+    """What `cache.prefill` has done. Tokens of all prompts, in whole blocks.
+
+    Attributes:
+        num_tokens: cached now: all, unless the model has changed meanwhile.
+        num_known: were known, and not computed again.
+        num_computed: ran through the model. More than what is new where layers carry states, and blocks were known
+            further than a state.
+    """
+
+    num_tokens: int
+    num_known: int
+    num_computed: int
+
+
+class Prompt(NamedTuple):
+    """One to be computed."""
+
+    root: bytes
+    salt: bytes
+    token_ids: TokenIds
+
+
+class Prefill:
+    """Runs prompts, one after the other.
+
+    Args:
+        blocks: where they are stored.
+        side: runs the forwards.
+        chunk_size: new tokens of a forward at most; rounded up to where a snapshot may be kept.
+        by_length: keys and values depend on the length of the forward, so each prompt runs whole, in one.
+        looks: what is known is looked up first; not where other processes, which know something else, must run as many
+            forwards.
+    """
+
+    def __init__(
+        self, blocks: BlockStore, side: SideForwards, *, chunk_size: int, by_length: bool, looks: bool
+    ) -> None:
+        self._blocks = blocks
+        self._side = side
+        self._chunk_size = -(-chunk_size // blocks.states.align) * blocks.states.align
+        self._by_length = by_length
+        self._looks = looks
+
+    def run(self, prompts: Sequence[Prompt]) -> Prefilled:
+        """Compute what is not known of the prompts.
+
+        Raises:
+            OutOfBlocksError: they do not fit; nothing was computed, but where another call has taken their blocks
+                meanwhile: then those before it are cached.
+        """
+        if self._looks:
+            with self._blocks.lock:
+                self._blocks.settle()
+                self._require_room(prompts)
+        ran = [self._run(prompt) for prompt in prompts]
+        return Prefilled(*map(sum, zip(*ran, strict=True))) if ran else Prefilled(0, 0, 0)
+
+    def _run(self, prompt: Prompt) -> Prefilled:
+        num_tokens = len(prompt.token_ids)
+        end = num_tokens // self._blocks.block_size * self._blocks.block_size
+        known, is_all = self._look_up(prompt, end) if self._looks else (0, not end)
+        if is_all:
+            return Prefilled(end, end, 0)
+        with self._side.sibling() as cache:
+            stops = [num_tokens]
+            if not self._by_length:
+                num_needed = cache.call.states.num_needed_of(num_tokens)
+                stops = stops_of(known, self._marks(num_tokens, end, num_needed), self._chunk_size, num_needed)
+            self._side.prefill(cache, prompt.token_ids, stops)
+            with self._blocks.lock:
+                (row,) = cache.call.rows.distinct
+                num_kept = row.table.num_committed_blocks * self._blocks.block_size
+            num_computed = sum(count.computed_tokens for count in cache.call.counters.rows)
+        return Prefilled(num_kept, max(0, stops[-1] - num_computed), num_computed)
+
+    def _marks(self, num_tokens: int, end: int, num_needed: int) -> list[int]:
+        """Where a forward must end: behind the last full block; where layers carry states, at the last place for a snapshot, and
+        at the last one that the same prompt can go on from.
+        """
+        states = self._blocks.states
+        if not states:
+            return [end]
+        places = {at // states.align * states.align for at in (num_tokens - num_needed, end)}
+        return sorted({*places, end} - {0})
+
+    def _look_up(self, prompt: Prompt, end: int) -> tuple[int, bool]:
+        """How many tokens one could go on behind, and whether that is all there is to compute; then they are used again."""
+        blocks, tokens = self._blocks, prompt.token_ids[:end]
+        with blocks.lock, blocks.new_table(prompt.root, prompt.salt) as table:
+            hit = table.match_prefix(tokens)
+            known, wanted = hit.num_tokens, end
+            if blocks.states:
+                known = max(0, deepest_state(blocks, table, hit.block_ids, hit.num_tokens, 0))
+                wanted = end // blocks.states.align * blocks.states.align
+            is_all = hit.num_tokens == end and known == wanted
+            if is_all:
+                table.hold_prefix(tokens)  # and back: of all cached blocks, they are evicted last
+            return known, is_all
+
+    def _require_room(self, prompts: Sequence[Prompt]) -> None:
+        """Raises OutOfBlocksError unless the blocks of all prompts can be cached at a time."""
+        allocator, wanted = self._blocks.allocator, set()
+        for root, salt, token_ids in prompts:
+            chain = HashChain(root, allocator.block_size)
+            chain.extend(token_ids)
+            wanted |= {(block_hash, salt) for block_hash in chain.hashes()}
+        found = [allocator.match_prefix((block_hash,), salt) for block_hash, salt in wanted]
+        num_taken = sum(not block_ids or not allocator.ref_count(block_ids[0]) for block_ids in found)
+        num_obtainable = self._blocks.num_obtainable_blocks(None)
+        if num_taken <= num_obtainable:
+            return
+        needs = f"these prompts have {len(wanted)} blocks of {allocator.block_size} tokens, {num_taken} of which nobody holds"
+        if any(salt for _, salt, _ in prompts):  # how many others hold or have reserved is not told
+            raise OutOfBlocksError(
+                f"{needs}, which cannot be had now; give fewer tokens, or ask the store's owner for more blocks"
+            )
+        raise OutOfBlocksError(
+            f"{needs}, but {max(0, int(num_obtainable))} can be had beside what is in use and reserved for running calls; give "
+            "fewer tokens, unpin() or reset() what is no longer needed, or build the cache with a larger num_blocks or max_bytes"
+        )
+
+
+def stops_of(start: int, marks: Sequence[int], chunk_size: int, least: int) -> list[int]:
+    """Where forwards end that begin behind `start` tokens: at the marks, and between them every `chunk_size` tokens.
+
+    Args:
+        marks: numbers of tokens, the lower ones first. One that would make a later forward of fewer than `least` tokens is
+            passed over; the first one computes as many in any case, known ones among them.
+    Example:
+        >>> stops_of(32, [100, 112], chunk_size=32, least=1)
+        [64, 96, 100, 112]
+    """
+    stops: list[int] = []
+    for mark in marks:
+        while mark - start > chunk_size:
+            start += chunk_size
+            stops.append(start)
+        if mark - start >= (least if stops else 1):
+            stops.append(mark)
+            start = mark
+    return stops
