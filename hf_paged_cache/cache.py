@@ -58,7 +58,7 @@ class PagedPrefixCache(NamedPrefixes, Cache):
         verify: recompute one cached block of each call's hit, in turn, and forget all blocks when one disagrees: for
             weights that change unseen. Seen are torch's counts of writes and optimizer steps, and eight values of each
             tensor; not seen are few values written through `.data` or numpy. Costs a forward of `block_size` tokens a
-            call. Processes that are passed the same tokens (tensor parallelism) look together; where each has its own (FSDP,
+            call; where layers have states alone, of the tokens between two snapshots. Processes that are passed the same tokens (tensor parallelism) look together; where each has its own (FSDP,
             ZeRO 3, `synced_gpus`) it is without effect, as where rope depends on length, and with PEFT's `adapter_names`.
         on_full: what becomes of a call that does not fit into the pool. "refuse" raises OutOfBlocksError. "bypass" runs it
             as `DynamicCache` would, without the store; its rows stay so until the next `generate`, or `reset()`.

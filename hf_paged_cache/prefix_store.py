@@ -71,17 +71,15 @@ class PrefixStore:
         self.conditioning = conditioning = Conditioning(model, state_traits(model))
         window_of = {} if conditioning.rank_groups() else conditioning.windows()  # ranks: see `Session`
         layers = {index for index, layer in enumerate(cache_layers(model)) if has_keys(layer)}
-        window_share = 1.0
+        window_share = 1.0 if num_blocks is not None else SHARE_OF_A_BUDGET
+        shares = dict.fromkeys(window_of, window_share if layers - window_of.keys() else 1.0)
         states, bytes_per_block = read_rules(model), 0
         if states is not None:
-            bytes_per_block = math.ceil(measure_bytes_per_token(model) * block_size)
+            bytes_per_block = math.ceil(measure_bytes_per_token(model, shares) * block_size)
         if num_blocks is not None and max_bytes is not None:
             raise CacheArgumentError(f"give num_blocks or max_bytes, not both (got {num_blocks} and {max_bytes})")
         if max_bytes is not None:
             int_of_at_least("max_bytes", max_bytes, 1, "bytes")
-            if layers - window_of.keys():
-                window_share = SHARE_OF_A_BUDGET
-            shares = dict.fromkeys(window_of, window_share)
             num_bytes = math.ceil(measure_bytes_per_token(model, shares) * block_size)
             if states is not None:  # as many for snapshots
                 num_bytes += StateSnapshots.bytes_beside(states, num_bytes)
@@ -92,8 +90,6 @@ class PrefixStore:
                 )
         elif num_blocks is not None:
             int_of_at_least("num_blocks", num_blocks, 2, "blocks: one is reserved, and a call needs at least one")
-        else:
-            window_share = SHARE_OF_A_BUDGET
         self.model = model
         self.blocks = BlockStore(
             block_size,
@@ -104,6 +100,7 @@ class PrefixStore:
             window_share,
             states,
             bytes_per_block,
+            has_budget=max_bytes is not None,
         )
         self.argument_reader = ArgumentReader(
             model.config,
@@ -111,6 +108,8 @@ class PrefixStore:
             takes_logits_to_keep=takes(model, "logits_to_keep"),
             remembers_positions=any(hasattr(module, "rope_deltas") for module in model.modules()),
             cross_inputs=cross_inputs(model),
+            carries_states=states is not None,
+            sees_columns=bool(layers),
         )
         attach(model)
 

@@ -71,7 +71,7 @@ class Call(CallRows):
         with self.store.lock:
             self.roll_back()
             self._held.flush(self.rows)
-            self._judge(conditions_held=False)  # what a `generate` left whose end was interrupted
+            self.judge(conditions_held=False)  # what a `generate` left whose end was interrupted
             if not keep_rows:
                 self._end_rows()
             self.brackets.open(bracket)
@@ -128,7 +128,7 @@ class Call(CallRows):
             store.give_back()
             if not self.brackets:
                 self.brackets.forget_closed()
-                self._judge(conditions_held=False)
+                self.judge(conditions_held=False)
                 self.limits = UNLIMITED
                 store.give_back_reservation(self)
             self._held.flush(self.rows)
@@ -320,7 +320,7 @@ class Call(CallRows):
             self.state = CallState.CONFIRMED
             self.forward = None
             if conditions_held is not None:
-                self._judge(conditions_held=conditions_held)
+                self.judge(conditions_held=conditions_held)
             self.counters.confirm()
             self.peak_kv_bytes = max(self.peak_kv_bytes, store.kv_bytes_in_use(self.salt) + self.reader.num_bytes)
             return forward

@@ -306,7 +306,7 @@ class CallRows:
         with self.store.lock:
             self.roll_back()
             self._held.flush(self.rows)
-            self._judge(conditions_held=conditions_held)
+            self.judge(conditions_held=conditions_held)
             if failed:
                 for row in self.rows.distinct:
                     row.stop_commits(max(0, self._num_columns_before - row.pad))
@@ -328,7 +328,7 @@ class CallRows:
             self.check_not_busy()
             self.require_no_generate_elsewhere()
             self.roll_back()
-            self._judge(conditions_held=False)  # in the middle of a call nobody has looked
+            self.judge(conditions_held=False)  # in the middle of a call nobody has looked
             self._end_rows()
             self.previous.free()
             self.limits, self._may_step = UNLIMITED, False
@@ -388,12 +388,12 @@ class CallRows:
         if self._held.are_in_view_alone:
             self._held.flush(self.rows, is_scheduled=self.state is CallState.SCHEDULED)
 
-    def _judge(self, *, conditions_held: bool) -> None:
+    def judge(self, *, conditions_held: bool) -> None:
         """Keep or take back what was computed since the last judgement."""
         if conditions_held:
             self.rows.trust()
         else:
-            self.store.allocator.forget(self.rows.committed, self.salt)
+            self.store.forget_blocks(self.rows.committed, self.salt)
             self.rows.distrust()
 
     def _end_rows(self) -> None:

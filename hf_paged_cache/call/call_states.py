@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor
 
 from ..errors import ForwardMismatchError
-from ..kv.states import LiveStates, StateKey, copied, row_of, select_rows, stacked
+from ..kv.states import LiveStates, StateKey, States, copied, row_of, select_rows, stacked
 from ..store.block_store import BlockStore
 from .prefix_match import Found, match_states
 from .rows import Origin, Row, Rows
@@ -48,11 +48,22 @@ class CallStates:
 
     def num_needed(self, request: ForwardRequest) -> int:
         """So many of a prompt's last columns run in the forward over all rows."""
-        return max(self.num_needed_of(request.num_new_columns), request.num_logits_needed)
+        is_padding = not all(row.token_ids for row in request.rows)
+        return max(self.num_needed_of(request.num_new_columns, is_padding=is_padding), request.num_logits_needed)
 
-    def num_needed_of(self, num_columns: int) -> int:
-        """The same of a prompt of so many columns of which the last logits alone are asked for."""
-        return 2 if self._store.states.rules.clamps_one_token and num_columns > 1 else 1
+    def num_needed_of(self, num_columns: int, *, is_padding: bool = False) -> int:
+        """The same of a prompt of so many columns of which the last logits alone are asked for.
+
+        Args:
+            is_padding: a row has nothing but padding in them; of one column, models do not look whether it is padding.
+        """
+        return 2 if num_columns > 1 and (is_padding or self._store.states.rules.clamps_one_token) else 1
+
+    def latest_start(self, rows: Rows, request: ForwardRequest) -> int:
+        """The forward over all rows starts no further right: what is asked of it is computed in it."""
+        if request.keep_columns is not None or request.bypass is not None:
+            return rows.num_columns
+        return rows.num_columns + request.num_new_columns - self.num_needed(request)
 
     def find(self, rows: Rows, request: ForwardRequest, found: Sequence[Found] = ()) -> list[Found]:
         """Rows have begun, or go on: say from where each may, in its `origin`.
@@ -66,13 +77,13 @@ class CallStates:
             self.park(rows)
             if request.num_new_columns <= self.num_needed(request):
                 return [*found]
-        before = rows.num_columns
-        origins, stop = [row.origin for row in rows.distinct], before + request.num_new_columns
+        before, latest = rows.num_columns, self.latest_start(rows, request)
+        origins = [row.origin for row in rows.distinct]
         found = [*found]
         for number, row in enumerate(rows.distinct):
             if request.bypass is not None or (row.commit_end is not None and row.commit_end < row.num_confirmed):
                 continue
-            why = match_states(self._store, row, max(0, stop - self.num_needed(request) - row.pad))
+            why = match_states(self._store, row, max(0, latest - row.pad))
             if why and found:
                 found = [
                     Found(row_origin(row), why) if rows.alias[at] == number else each for at, each in enumerate(found)
@@ -111,12 +122,11 @@ class CallStates:
             ForwardMismatchError: there is no such column: what layers carry is lost.
         """
         before, stop = rows.num_columns, rows.num_columns + request.num_new_columns
-        is_free = request.keep_columns is None and request.bypass is None
         staircase = climb(
             self.as_planned(rows),
             before=before,
             stop=stop,
-            latest=stop - self.num_needed(request) if is_free else before,
+            latest=self.latest_start(rows, request),
             width=self._store.states.rules.width,
             forward_cost=0,
             may_run_ahead=False,
@@ -167,6 +177,8 @@ class CallStates:
             self.live.put(stacked([{} if row.origin is None else row.origin.states for row in rows.distinct]))
         for row in rows.distinct:
             row.origin = None
+            # what is computed again is known no more: what comes behind it follows from what is computed now
+            row.num_known = min(row.num_known, max(0, column - row.pad))
         self.record(rows, column, stop)
 
     def tear(self) -> None:
@@ -184,7 +196,7 @@ class CallStates:
             if num_tokens % states.align or num_tokens > row.table.num_committed_blocks * self._store.block_size:
                 continue
             held = self.live.read() if held is None else held
-            if states.keep(row.table.block_ids, num_tokens, row_of(held, number)):
+            if self._keep(rows, row, num_tokens, row_of(held, number)):
                 if row.last_kept:
                     states.drop(row.table.block_ids, row.last_kept)
                 row.last_kept = num_tokens
@@ -194,8 +206,10 @@ class CallStates:
         states, recorder = self._store.states, self.live.recorder
         if recorder.recorded:
             for at, (number, num_tokens) in enumerate(recorder.places):
-                recorded = {key: held[at : at + 1] for key, held in recorder.recorded.items()}
-                states.keep(rows.distinct[number].table.block_ids, num_tokens, recorded)
+                row = rows.distinct[number]
+                if num_tokens <= row.num_true_tokens:
+                    recorded = {key: held[at : at + 1] for key, held in recorder.recorded.items()}
+                    self._keep(rows, row, num_tokens, recorded)
         recorder.start_forward()
         if not self.stands(rows):
             return
@@ -204,7 +218,19 @@ class CallStates:
             num_tokens = row.num_confirmed
             if num_tokens > 0 and num_tokens % states.align == 0 and row.num_true_tokens == num_tokens:
                 held = self.live.read() if held is None else held
-                states.keep(row.table.block_ids, num_tokens, row_of(held, number))
+                self._keep(rows, row, num_tokens, row_of(held, number))
+
+    def _keep(self, rows: Rows, row: Row, num_tokens: int, states: States) -> bool:
+        """Keep a snapshot of a row; whether that is new. Where the conditions of its tokens turn out not to have held, its block
+        is forgotten, and it with that, also where others have committed the block.
+        """
+        states_of, block_ids = self._store.states, row.table.block_ids
+        is_new = states_of.keep(block_ids, num_tokens, states)
+        if is_new and row.num_trusted < num_tokens:
+            block_hash = self._store.allocator.block_hash_of(block_ids[num_tokens // self._store.block_size - 1])
+            if block_hash is not None:
+                rows.committed.append(block_hash)
+        return is_new
 
     def record(self, rows: Rows, start: int, stop: int) -> None:
         """A forward is scheduled whose convolutions show their states at all of its columns."""
@@ -262,9 +288,15 @@ class CallStates:
         """
         if not self.live or not rows.num_columns:
             return {}
-        if not self.stands(rows):
+        if self.stands(rows):
+            return select_rows(self.live.read(), rows.alias)
+        origins = [row.origin for row in rows.distinct]  # of rows that were taken over from another call
+        if not all(
+            origin is not None and origin.num_tokens == max(0, rows.num_columns - row.pad)
+            for origin, row in zip(origins, rows.distinct, strict=True)
+        ):
             raise ForwardMismatchError(_LOST)
-        return select_rows(self.live.read(), rows.alias)
+        return select_rows(stacked([origin.states for origin in origins if origin is not None]), rows.alias)
 
     def park(self, rows: Rows, *, copies: bool = False) -> None:
         """Give each row what layers carry of it, where that is known: the rows end here, or are copied."""

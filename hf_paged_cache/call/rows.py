@@ -83,6 +83,8 @@ class Row:
         self.num_confirmed = min(self.num_confirmed, num_tokens)
         self.num_known = min(self.num_known, num_tokens)
         self._num_judged = min(self._num_judged, num_tokens)
+        if self.last_kept > num_tokens:
+            self.last_kept = 0
         if self.origin is not None and self.origin.num_tokens > num_tokens:
             self.origin = None
         if num_tokens < self.table.num_tokens:
@@ -139,7 +141,7 @@ class Rows:
         alias: batch row -> index into `distinct`; the first rows of each come in order.
         num_columns: confirmed columns, padding included.
         group: batch row -> prompt row it was forked from; equal for rows that share their first `shared_columns`.
-        committed: hashes of blocks that were committed before anybody looked whether the conditions had held.
+        committed: hashes of blocks that were committed, or got a snapshot, before anybody looked whether the conditions had held.
     """
 
     __slots__ = ("alias", "committed", "distinct", "group", "num_columns", "shared_columns")

@@ -3,6 +3,8 @@
 A state is exact at one place of a row, its *origin*, or before its first token, in the padding. So rows join a forward at the
 column of their origin, as on a staircase, and all of them run together from the last step on. A prefix that rows share is computed
 in a forward of one row before, and is their origin then. Forwards are cut where a snapshot is wanted.
+
+A forward of one column counts as the step of a token: models do not look at its mask, so no row may be in its padding there.
 """
 
 from collections import Counter
@@ -60,7 +62,7 @@ def climb(
         width: columns of padding that a row must see, where it has so many, to be as if it had seen all.
         forward_cost: of a forward more, in tokens.
         may_run_ahead: else without steps.
-        least: columns of a forward that does not begin with the rows.
+        least: columns of a forward that does not begin with the rows, 1 or 2.
     Example:
         >>> rows = [StatefulRow(pad=0, start=100), StatefulRow(pad=20, start=120)]
         >>> climb(rows, before=0, stop=140, latest=139, width=4, forward_cost=10)
@@ -68,17 +70,29 @@ def climb(
     """
     cold = {number for number, row in enumerate(rows) if row.start is None or row.start > latest}
     best: Staircase | None = None
+    # Padding that is computed, rather than a stair more; negative: each row that begins anew does so at the first column.
+    extras = (forward_cost, stop, -1) if may_run_ahead else (stop,)
     while True:
-        extra = forward_cost if may_run_ahead else stop  # of padding that is computed, rather than a stair more
-        found = _climb(rows, cold, before=before, stop=stop, width=width, forward_cost=forward_cost, extra=extra)
-        is_allowed = may_run_ahead or not found.steps
-        if is_allowed and all(step.stop - step.start >= least or not step.start for step in found.steps):
-            if best is None or found.cost < best.cost:
-                best = found
+        for extra in extras:
+            found = _climb(
+                rows, cold, before=before, stop=stop, latest=latest, width=width, forward_cost=forward_cost, extra=extra
+            )
+            is_allowed = may_run_ahead or not found.steps
+            if is_allowed and all(_may_run(step, rows, least) for step in found.steps):
+                if best is None or found.cost < best.cost:
+                    best = found
+                break
         starts = [row.start for number, row in enumerate(rows) if row.start is not None and number not in cold]
         if not starts:
             return best
         cold |= {number for number, row in enumerate(rows) if row.start == min(starts)}
+
+
+def _may_run(step: Step, rows: Sequence[StatefulRow], least: int) -> bool:
+    """Whether a forward of these columns computes what one of more columns does."""
+    if step.stop - step.start > 1:
+        return True
+    return (least < 2 or not step.start) and all(rows[number].pad <= step.start for number in step.rows)
 
 
 def _climb(
@@ -87,6 +101,7 @@ def _climb(
     *,
     before: int,
     stop: int,
+    latest: int,
     width: int,
     forward_cost: int,
     extra: int,
@@ -95,10 +110,10 @@ def _climb(
     starts = {n: row.start for n, row in enumerate(rows) if row.start is not None and n not in cold}
     stairs = set(starts.values())
     for number in sorted(cold, key=lambda number: rows[number].pad):
-        latest = max(0, rows[number].pad - width)
-        start = max((stair for stair in stairs if stair <= latest), default=0)
-        if stairs and latest - start > extra:
-            start = latest
+        last = max(0, min(rows[number].pad - width, latest))
+        start = max((stair for stair in stairs if stair <= last), default=0) if extra >= 0 else 0
+        if stairs and last - start > extra >= 0:
+            start = last
         starts[number] = start
         stairs.add(start)
     column = max(max(stairs), before)
@@ -128,14 +143,20 @@ def cut(
         least: as in `climb`.
     """
     columns: Counter[int] = Counter()
-    for number, start in starts_of(staircase, len(rows)).items():
+    starts = starts_of(staircase, len(rows))
+    for number, start in starts.items():
         row = rows[number]
         columns.update({row.pad + wanted for wanted in row.wanted if start < row.pad + wanted <= latest})
+
+    def _may_part(start: int, stop: int) -> bool:
+        running = tuple(number for number in starts if starts[number] <= start)
+        return _may_run(Step(running, start, stop), rows, least)
+
     allowed = staircase.cost // share // max(1, forward_cost)
     taken = {staircase.column, *(at for step in staircase.steps for at in (step.start, step.stop))}
     cuts: list[int] = []
     for column, number in sorted(columns.items(), key=lambda pair: (-pair[1], -pair[0])):
-        if column in taken or any(abs(column - other) < least for other in taken):
+        if column in taken or not all(_may_part(*sorted((column, other))) for other in taken):
             continue
         if number < len(rows):
             allowed -= 1  # those that all rows want cost no row a forward more
@@ -211,6 +232,8 @@ def shared(
         if len(members) < 2:
             continue
         row = max(members, key=known.__getitem__)
+        if known[row] and length - known[row] < least:
+            continue
         changed = [r._replace(start=r.pad + length) if number in members else r for number, r in enumerate(now)]
         ahead = length - known[row] + forward_cost
         if (changed_cost := cost_of(changed) + ahead) < cost:

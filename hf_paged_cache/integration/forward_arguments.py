@@ -15,7 +15,7 @@ from ..call.rows import Row, Rows
 from ..call.scheduled_forward import ForwardRequest, RowInput, ScheduledForward
 from ..errors import CacheArgumentError
 from ..kv.transfers import to_device
-from .input_values import KnownInputs, PositionValues, num_pads, read_inputs
+from .input_values import KnownInputs, MaskValues, PositionValues, num_pads, read_inputs
 
 # Read here, or without influence on keys and values. Any other argument that is no plain number, flag or name makes
 # the forward one without reuse.
@@ -36,6 +36,7 @@ _READ = frozenset(  # the tokenizers: `generate` passes on what it was given for
         "assistant_tokenizer",
     ]
 )
+_PADDING_ALONE = "layers with a state do not look at the mask of a forward of one column, which is padding here"
 _OUTPUT_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
@@ -48,6 +49,8 @@ class ArgumentReader:
         takes_logits_to_keep: the forward can leave out logits.
         remembers_positions: where no positions are passed, they follow from the forward before.
         cross_inputs: arguments that a cross attention reads; refused.
+        carries_states: of some layers, which do not look at the mask of a forward of one column.
+        sees_columns: some layers attend to earlier columns, which their mask may hide.
     """
 
     def __init__(
@@ -58,8 +61,12 @@ class ArgumentReader:
         takes_logits_to_keep: bool,
         remembers_positions: bool = False,
         cross_inputs: Sequence[str] = (),
+        carries_states: bool = False,
+        sees_columns: bool = True,
     ) -> None:
         self._config = config
+        self._carries_states = carries_states
+        self._sees_columns = sees_columns
         self._remembers_positions = remembers_positions
         self._cross_inputs = cross_inputs
         self.takes_positions = takes_positions
@@ -96,6 +103,8 @@ class ArgumentReader:
             given = known.values
         else:
             given = read_inputs(arguments, len(running), before, takes_positions=self.takes_positions)
+            if running and not self._sees_columns and arguments.get("attention_mask") is None:
+                given = given._replace(mask=_mask_of(running, before, given.num_new_columns))
         num_rows, num_new, mask = given.num_rows, given.num_new_columns, given.mask
         why_no_ids = "embeddings were passed instead of token ids" if given.are_embeddings else None
         bypass = _unread(arguments) or why_no_ids or mask.why_unusual
@@ -107,6 +116,8 @@ class ArgumentReader:
                 )
         if bypass is None and any(_has_other_padding(row, pad) for row, pad in zip(running, mask.pads, strict=False)):
             bypass = "the padding of a row has changed"
+        if bypass is None and self._carries_states and num_new == 1 and max(mask.pads) > before:
+            bypass = _PADDING_ALONE
         pads = mask.pads
         if bypass is not None:
             pads = [row.pad for row in running] or [0] * num_rows
@@ -244,6 +255,12 @@ def _shows_all(mask: Tensor, pads: Sequence[int]) -> bool:
         return mask.count_nonzero().item() == mask.numel() - sum(pads)
     num_columns = mask.shape[1]
     return mask.count_nonzero(dim=1).tolist() == [num_columns - pad for pad in pads]
+
+
+def _mask_of(running: Sequence[Row], before: int, num_new: int) -> MaskValues:
+    """Of rows that go on where no mask was passed, and none could hide what is before: new columns are tokens."""
+    pads = [min(row.pad, before) for row in running]
+    return MaskValues(pads, [num_pads(pad, before, num_new) for pad in pads], pads)
 
 
 def _has_other_padding(row: Row, pad: int) -> bool:

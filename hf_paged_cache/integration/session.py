@@ -472,7 +472,7 @@ class Session:
         if self._has_warned or len(previous) != 1 or len(request.rows) > 1 or request.bypass or not self.is_open:
             return
         (row,), (new,), (root, num_previous) = self._call.rows.distinct, request.rows, previous[0]
-        is_new = row.num_known < self._store.block_size and row.num_confirmed == 0
+        is_new = row.num_known < self._store.block_size and not (row.table.num_committed_blocks or row.num_confirmed)
         if is_new and new.root == root and len(new.token_ids) < num_previous:
             self._has_warned = True
             warnings.warn(

@@ -65,6 +65,14 @@ class StateForwards:
             call.prepare(request)
             if not may_run_ahead or not self._may_run(call) or not self._pays(request, call):
                 return call.schedule(request)
+            is_trusted = call.rows.are_trusted
+        # Forwards ahead commit what they go on from, so first it is judged: no lock is held meanwhile.
+        is_known_good = is_trusted or self._conditioning.digest() == digest
+        with self._blocks.lock:
+            if not is_trusted:
+                call.judge(conditions_held=is_known_good)
+            if not is_known_good:
+                return call.schedule(request)
             options = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}
             run = Ahead(self._blocks, self._side, call, request, options, digest)
         with ExitStack() as held:
@@ -76,6 +84,9 @@ class StateForwards:
                 if call.forward is None:
                     call.roll_back()
                 raise
+            finally:
+                with self._blocks.lock:
+                    call.demand = None  # rows may hold more by now
         return call.schedule(request, run.num_computed, state_column=column, cold=run.cold)
 
     def _may_run(self, call: Call) -> bool:
@@ -115,8 +126,7 @@ class Ahead:
         self._digest = digest
         self._before = call.rows.num_columns
         self._stop = self._before + request.num_new_columns
-        is_free = request.keep_columns is None and request.bypass is None
-        self._latest = self._stop - call.states.num_needed(request) if is_free else self._before
+        self._latest = call.states.latest_start(call.rows, request)
         self._cost = FORWARD_COST_ON_HOST if blocks.pool.is_on_host else FORWARD_COST_ON_ACCELERATOR
         rules = blocks.states.rules
         self._least = 2 if rules.clamps_one_token else 1
@@ -138,7 +148,7 @@ class Ahead:
         call, rows = self._call, self._call.rows
         with self._blocks.lock:
             planned = call.states.as_planned(rows)
-            if self._is_first and call.limits.are_known and not would_fit(call, self._stop, 0):
+            if not call.num_scheduled and call.limits.are_known and not would_fit(call, self._stop, 0):
                 return None  # it is refused, and nothing was computed
         planned = self._share(held, planned)
         staircase = climb(
@@ -186,12 +196,12 @@ class Ahead:
 
     def _share(self, held: ExitStack, planned: list[StatefulRow]) -> list[StatefulRow]:
         """Compute the prefixes that rows share, where that pays; returns the rows, which may go on behind them."""
-        rows = self._call.rows
+        rows = self._call.rows  # one that is not what its tokens say shares nothing
         if len(planned) < 2 or not self._request.may_alias or self._latest <= self._before:
             return planned
         prefixes, changed = shared(
             self._tokens,
-            [row.root for row in rows.distinct],
+            [(row.root, -1 if row.commit_end is None else number) for number, row in enumerate(rows.distinct)],
             planned,
             [self._latest - row.pad for row in planned],
             align=self._blocks.states.align,
@@ -244,10 +254,7 @@ class Ahead:
             starts.update(dict.fromkeys(joining, step.start))
             with self._blocks.lock:
                 forks = [
-                    self._begun(rows.distinct[number], step.start)
-                    if number in staircase.cold
-                    else self._forked(rows.distinct[number], rows.distinct[number].pad, step.start)
-                    for number in joining
+                    self._joined(rows.distinct[number], step.start, number in staircase.cold) for number in joining
                 ]
                 if forks:
                     cache.call.join(Rows(forks, list(range(len(forks))), step.start))
@@ -272,14 +279,19 @@ class Ahead:
     def _forked(self, row: Row, pad: int, column: int) -> Row:
         """A row that goes on from another one's origin, in the same blocks."""
         forked = row.fork()
-        forked.pad, forked.commit_end = pad, None
+        forked.pad = pad
         forked.num_known = forked.num_confirmed = max(0, column - pad)
         return forked
 
-    def _begun(self, row: Row, column: int) -> Row:
-        """A row that begins anew, in the padding of another one."""
-        table = self._blocks.new_table(row.root, row.table.namespace)
-        return Row(table, min(row.pad, column), row.root, row.first_position)
+    def _joined(self, row: Row, column: int, is_cold: bool) -> Row:
+        """A row that joins the forwards ahead: from its origin, or in its padding, of which it may have seen a part."""
+        if column > row.pad and not is_cold:
+            return self._forked(row, row.pad, column)
+        begun = Row(
+            self._blocks.new_table(row.root, row.table.namespace), min(row.pad, column), row.root, row.first_position
+        )
+        begun.origin = None if is_cold else row.origin
+        return begun
 
     def _adopt(self, cache: SiblingCache, joined: list[int], column: int) -> None:
         """Rows go on where those of a sibling have come to.
@@ -303,4 +315,4 @@ class Ahead:
 
 def _may_be_adopted(side_row: Row, row: Row) -> bool:
     """Whether what was computed ahead is what the row would compute."""
-    return side_row.commit_end is None and side_row.root == row.root
+    return side_row.commit_end in (None, row.commit_end) and side_row.root == row.root

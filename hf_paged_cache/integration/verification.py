@@ -4,8 +4,10 @@ Owns the turn: each call looks at another block of its hit. A weight that every 
 once, one row of an embedding when a block that holds its token has its turn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from ..call.scheduled_forward import RowInput
 from ..errors import OutOfBlocksError
 from ..kv.block_tables import read_source
 from ..kv.slot_mapping import RowLayout
+from ..kv.states import States
 from ..kv.transfers import Transfer, read_together
 from ..model.conditioning import Conditioning
 from ..model.probing import eps_computed_in
@@ -27,6 +30,8 @@ from .side_forward import SideForwards
 # computed in. In fp32 an unchanged model gives 1e-6, one optimizer step at learning rate 1e-6 gives 4e-4.
 _MIN_TOLERANCE = 1e-5
 _TOLERANCE_IN_EPS = 8
+
+_Name = TypeVar("_Name")
 
 
 class Verifier:
@@ -65,12 +70,12 @@ class Verifier:
                 continue  # a forward without the padding numbers its tokens otherwise
             with ExitStack() as held:
                 known = self._hold(held, new)
-                indices = self._comparable(known)
-                if indices:
-                    index = indices[self._turn % len(indices)]
+                spans = self._comparable(known)
+                if spans:
+                    span = spans[self._turn % len(spans)]
                     self._turn += 1
                     try:
-                        return self._is_equal(held, new, known, index, digest)
+                        return self._is_equal(held, new, known, span, digest)
                     except OutOfBlocksError:
                         return True  # no block is free to compute into
         return True
@@ -88,7 +93,9 @@ class Verifier:
                 return True
             self._turn = turn + 1
             try:
-                is_equal = self._is_equal(held, rows[number], tables[number], turn % num_hit[number], digest)
+                size, index = self._blocks.block_size, turn % num_hit[number]
+                span = range(index * size, (index + 1) * size)
+                is_equal = self._is_equal(held, rows[number], tables[number], span, digest)
             except OutOfBlocksError:  # on all ranks
                 return True
             return bool(self._ranks.agree("what a cached block shows", {}, [is_equal])[0])
@@ -106,20 +113,35 @@ class Verifier:
         with self._blocks.lock:
             table.free()
 
-    def _comparable(self, known: BlockTable) -> list[int]:
-        """Logical indices of the blocks that every layer has, and can go on to; looked at again under the lock."""
-        ends = range(0, known.num_tokens + 1, self._blocks.block_size)
-        resumable = [known.num_resumable_tokens(num_tokens) == num_tokens for num_tokens in ends]
-        if self._blocks.states:
-            with self._blocks.lock:
-                known_at = [not at or self._blocks.states.has(known.block_ids, at) for at in ends]
-            return [index for index in range(len(ends) - 1) if resumable[index] and known_at[index]]
-        return [index for index in range(len(ends) - 1) if resumable[index] and resumable[index + 1]]
+    def _comparable(self, known: BlockTable) -> list[range]:
+        """Tokens of which every layer has what is before them, and what they are compared with; looked at again under the lock.
 
-    def _is_equal(self, held: ExitStack, new: RowInput, known: BlockTable, index: int, digest: bytes) -> bool:
-        """Whether block `index` of a row is computed as it is stored."""
+        One block each. Where layers carry states, it begins behind a snapshot; where they have nothing but states, it ends
+        before the next one.
+        """
         blocks = self._blocks
-        start, stop = index * blocks.block_size, (index + 1) * blocks.block_size
+        size, states = blocks.block_size, blocks.states
+        ends = range(0, known.num_tokens + 1, size)
+        if not states:
+            resumable = [known.num_resumable_tokens(num_tokens) == num_tokens for num_tokens in ends]
+            return [
+                range(ends[index], ends[index + 1])
+                for index in range(len(ends) - 1)
+                if resumable[index] and resumable[index + 1]
+            ]
+        with blocks.lock:
+            places = [at for at in ends if not at or states.has(known.block_ids, at)]
+        least = 2 if states.rules.clamps_one_token else 1
+        if blocks.windows.layers:  # some have keys and values
+            length = -(-least // size) * size
+            starts = [at for at in places if known.num_resumable_tokens(at) == at]
+            return [range(at, at + length) for at in starts if at + length <= known.num_tokens]
+        return [range(*span) for span in pairwise(places) if len(range(*span)) >= least]
+
+    def _is_equal(self, held: ExitStack, new: RowInput, known: BlockTable, span: range, digest: bytes) -> bool:
+        """Whether these tokens of a row give what is stored."""
+        blocks = self._blocks
+        start, stop = span.start, span.stop
         with blocks.lock:
             if any(known.num_resumable_tokens(num_tokens) < num_tokens for num_tokens in (start, stop)):
                 return True
@@ -132,6 +154,9 @@ class Verifier:
                 if not blocks.states.has(known.block_ids, start):
                     return True
                 row.origin = Origin(start, blocks.states.use(known.block_ids, start))
+            stored_states: States = {}
+            if blocks.states.has(known.block_ids, stop):
+                stored_states = blocks.states.use(known.block_ids, stop)
         held.callback(self._free, compared)
         cache = held.enter_context(self._side.sibling(Rows([row], [0], start)))
         tokens = new.token_ids[start:stop]
@@ -145,7 +170,7 @@ class Verifier:
             for window in dict.fromkeys((None, *window_of.values())):
                 placed = [blocks.pool.rows_in(window, [layout], start) for layout in (stored, computed)]
                 sources[window] = [read_source(rows, start, stop, blocks.block_size, transfer) for rows in placed]
-        agree: list[Tensor] = []
+        agree = _agree(eps, stored_states, cache.call.states.live.read()) if stored_states else []
         for layer in layers:
             with blocks.lock:
                 states = [blocks.pool.gather(layer, source) for source in sources[window_of.get(layer)]]
@@ -153,8 +178,8 @@ class Verifier:
         return all(answer == [1] for answer in read_together(agree))
 
 
-def _agree(eps: float, stored: dict[str, Tensor], computed: dict[str, Tensor]) -> list[Tensor]:
-    """Whether K/V of a layer are equal but for rounding; some may be held in a finer type than they were computed in.
+def _agree(eps: float, stored: Mapping[_Name, Tensor], computed: Mapping[_Name, Tensor]) -> list[Tensor]:
+    """Whether K/V of a layer, or states, are equal but for rounding; some may be held in a finer type than they were computed in.
 
     Returns:
         for each of its tensors a boolean, where the tensor is: they are read together.

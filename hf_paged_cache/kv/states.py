@@ -166,6 +166,9 @@ class LiveStates:
 
     def record_past(self, *, records: bool) -> None:
         """Convolutions keep all their inputs until `crop`, or only those that they need."""
+        if not records:  # from here on a layer holds as many as it needs, and copies into them
+            needed = {key: (held, self._needed(key, held)) for key, held in self._held()}
+            self._replace({key: part.clone() for key, (held, part) in needed.items() if part is not held})
         for layer in self._layers.values():
             layer.record_past = records
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from ..blocks import BlockTable, PrefixCachingBlockAllocator, WindowBlocks, WindowedTable
+from ..blocks import BlockHash, BlockTable, PrefixCachingBlockAllocator, WindowBlocks, WindowedTable
 from ..errors import CacheArgumentError, CacheBusyError
 from ..kv.block_pool import BlockPool
 from ..kv.grouped_pool import GroupedPool
@@ -88,6 +88,7 @@ class BlockStore:
         layers: indices of all layers that have keys and values, with a window or without.
         window_share: of the blocks, how many window blocks there can be; see `WindowGroups`.
         states, bytes_per_block: see `StateSnapshots`.
+        has_budget: `num_blocks` is what a budget in bytes holds, beside as many bytes of snapshots.
     Attributes:
         max_num_blocks: the most blocks there can be; None until a forward shows what the budget holds. Where memory ran
             out, what was managed by then.
@@ -104,6 +105,8 @@ class BlockStore:
         window_share: float = 1.0,
         states: StateRules | None = None,
         bytes_per_block: int = 0,
+        *,
+        has_budget: bool = False,
     ) -> None:
         if num_blocks is not None and num_blocks < 2:
             raise CacheArgumentError(
@@ -113,7 +116,8 @@ class BlockStore:
         first = _FIRST_NUM_BLOCKS if num_blocks is None else min(num_blocks, _FIRST_NUM_BLOCKS)
         self.allocator = PrefixCachingBlockAllocator(first, block_size)
         self.windows = WindowGroups(self.allocator, window_of, layers, window_share, num_blocks)
-        self.states = StateSnapshots(self.allocator, states, bytes_per_block, has_least=num_blocks is not None)
+        has_least = num_blocks is not None and not has_budget
+        self.states = StateSnapshots(self.allocator, states, bytes_per_block, has_least=has_least)
         self.states.limit(num_blocks)
         self._first_device = first_device
         self.window_admission = WindowAdmission(self.allocator, self.windows)
@@ -366,13 +370,13 @@ class BlockStore:
         )
 
     def _bytes_per_block_on(self) -> dict[torch.device, float]:
-        """Bytes that a block takes of each device, with its part of the window blocks."""
+        """Bytes that a block takes of each device, with its part of the window blocks, and as many of snapshots."""
         total: dict[torch.device, float] = {**self.pool.bytes_per_block_on()}
-        if self.states:
-            total = self.states.with_snapshots(total, None if self.windows.layers else self._first_device())
         for group in self.windows.groups:
             for device, num_bytes in self._pool_of(group).bytes_per_block_on().items():
                 total[device] = total.get(device, 0) + num_bytes * self.windows.share
+        if self.states:
+            return self.states.with_snapshots(total, None if self.windows.layers else self._first_device())
         return total
 
     def bytes_to_come(self, device: torch.device) -> int:
@@ -443,6 +447,12 @@ class BlockStore:
         for call in calls:
             call.drop_rows()
 
+    def forget_blocks(self, block_hashes: Iterable[BlockHash], salt: bytes) -> None:
+        """Let nobody hit these blocks of a salt any more, nor go on from what layers carry behind them."""
+        self.allocator.forget(block_hashes, salt)
+        if self.states:
+            self.states.kept.settle()  # before a block gets one of these hashes again
+
     def forget(self, salt: bytes) -> None:
         """Forget every cached block of a salt and drop its pins; where nobody has a block then, give the memory back.
 
@@ -450,6 +460,8 @@ class BlockStore:
         """
         self.pins.unpin(salt, None)
         self.allocator.forget_cached_blocks(salt)
+        if self.states:
+            self.states.kept.settle()
         is_empty = self.allocator.num_blocks_in_use == self.allocator.num_cached_blocks == 0
         if is_empty and not any(holder.is_running for holder in self.holders()):
             self.reset_prefix_cache()

@@ -1,0 +1,200 @@
+"""Models whose layers carry states, where forwards are short, padded, cut back, asked for more than their last logits, or refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
+
+from ..conformance import zoo
+from ..internals import make_forwards_cheap
+from ..reference import TOLERANCE, Forwards, assert_same, batch, row, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# A gated delta net beside attention; convolutions alone; Mamba and attention in one layer; beside each other.
+NAMES = pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1", "bamba"])
+
+
+def play(model: PreTrainedModel, cache: PagedPrefixCache, **arguments: Any) -> Any:
+    output = run(model, cache, **arguments)
+    assert_same(run(model, **arguments), output)
+    cache.check()
+    return output
+
+
+def plain(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Logits of a forward by hand of the last columns of `mask`."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    with torch.no_grad():
+        logits: torch.Tensor = model(
+            ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, **options
+        ).logits
+    return logits
+
+
+def assert_close(wanted: torch.Tensor, got: torch.Tensor) -> None:
+    assert got.shape == wanted.shape
+    assert float((got - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
+
+
+@NAMES
+def test_no_row_is_in_its_padding_in_a_forward_of_one_column(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models take such a forward for the step of a token, and do not look at its mask."""
+    make_forwards_cheap(monkeypatch)
+    model = zoo.build(name)
+    for lengths in ((43, 8, 6), (44, 9, 6), (69, 33), (42, 7, 5, 1)):
+        rows = batch(*(row((number, length)) for number, length in enumerate(lengths, 1)))
+        cache = PagedPrefixCache(model)
+        for _ in range(2):
+            play(model, cache, **rows)
+
+
+@NAMES
+def test_a_prefill_in_chunks_of_one_column_is_as_wrong_about_padding_as_everybody_else_and_leaves_nothing(
+    name: str,
+) -> None:
+    model = zoo.build(name)
+    cache = PagedPrefixCache(model, block_size=4)
+    rows = batch(row((1, 40)), row((2, 30)))
+    play(model, cache, **rows, prefill_chunk_size=1)
+    assert cache.stats().num_snapshots == 0
+    for _ in range(2):
+        play(model, cache, **rows)
+        play(model, cache, **batch(row((2, 30))))
+
+
+@NAMES
+def test_a_forward_that_is_asked_for_all_logits_gives_all(name: str) -> None:
+    """Behind much padding a row might begin later, and elsewhere a known state be gone on from."""
+    model = zoo.build(name)
+    cache, rows = PagedPrefixCache(model), batch(row((1, 200)), row((2, 20)))
+    ids, mask = rows["input_ids"], rows["attention_mask"]
+    shown = mask.bool()
+    for _ in range(2):
+        wanted = plain(model, DynamicCache(config=model.config), ids, mask)
+        assert_close(wanted[shown], plain(model, cache, ids, mask)[shown])
+        cache.reset()
+    for parts in ((2, 200), (130, 200), (2, 3, 200)):
+        start, theirs = 0, DynamicCache(config=model.config)
+        for stop in parts:
+            part = ids[:1, start:stop]
+            wanted = plain(model, theirs, part, mask[:1, :stop])
+            assert_close(wanted, plain(model, cache, part, mask[:1, :stop]))
+            start = stop
+        cache.check()
+        cache.reset()
+
+
+@NAMES
+def test_rows_may_be_in_their_padding_for_several_forwards(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_forwards_cheap(monkeypatch)
+    model = zoo.build(name)
+    rows = batch(row((1, 140)), row((2, 20)), row((3, 60)))
+    ids, mask = rows["input_ids"], rows["attention_mask"]
+    cache = PagedPrefixCache(model, block_size=8)
+    for parts in ((40, 45, 50, 140), (5, 70, 90, 100, 140), (110, 140), (119, 122, 140)):
+        for _ in range(2):
+            start, theirs = 0, DynamicCache(config=model.config)
+            for stop in parts:
+                wanted = plain(model, theirs, ids[:, start:stop], mask[:, :stop])[:, -1:]
+                got = plain(model, cache, ids[:, start:stop], mask[:, :stop], logits_to_keep=1)
+                shown = mask[:, stop - 1].bool()
+                assert_close(wanted[shown], got[shown])
+                start = stop
+            cache.check()
+            cache.reset()
+
+
+@NAMES
+def test_rows_that_were_cut_back_generate_over_the_places_of_snapshots_again(name: str) -> None:
+    model = zoo.build(name)
+    cache = PagedPrefixCache(model)
+    whole = run(model, cache, **batch(row((1, 70))), max_new_tokens=150).sequences[0].tolist()[:-1]
+    cache.crop(-(len(whole) - 100))
+    new, kept = row((2, 3)), whole[:100]
+    mask = torch.ones(1, 103, dtype=torch.long)
+    output = run(model, cache, input_ids=torch.tensor([new]), attention_mask=mask, max_new_tokens=80)
+    assert_same(run(model, input_ids=torch.tensor([kept + new]), max_new_tokens=80), output)
+    cache.check()
+
+
+@pytest.mark.parametrize("how", [{}, {"do_sample": True, "num_return_sequences": 2}])
+def test_equal_padded_rows_of_a_model_that_is_passed_no_mask_after_the_prompt(how: dict[str, Any]) -> None:
+    model = zoo.build("mamba2")
+    cache = PagedPrefixCache(model)
+    rows = batch(row((1, 13)), row((2, 18)), row((1, 13)))
+    for _ in range(2):
+        play(model, cache, **rows, **how)
+
+
+@NAMES
+def test_a_call_that_fits_is_not_refused_for_what_it_has_computed_ahead(name: str) -> None:
+    """Two equal rows, which share what is computed for them."""
+    model = zoo.build(name)
+    cache = PagedPrefixCache(model, block_size=16, num_blocks=16)
+    rows = batch(row((1, 200)), row((1, 200)))  # 13 blocks, and one more for the second row
+    play(model, cache, **rows, max_new_tokens=2)
+
+
+@NAMES
+def test_a_call_that_goes_on_is_refused_before_anything_is_computed(name: str) -> None:
+    model = zoo.build(name)
+    cache = PagedPrefixCache(model, block_size=16, num_blocks=16)
+    run(model, cache, **batch(row((1, 140))), max_new_tokens=1)
+    mask = torch.ones(1, 210, dtype=torch.long)
+    with Forwards(model) as shapes, pytest.raises(OutOfBlocksError):
+        run(model, cache, input_ids=torch.tensor([row((2, 70))]), attention_mask=mask, max_new_tokens=70)
+    assert shapes == []
+    cache.check()
+
+
+@NAMES
+def test_a_copy_of_rows_that_does_not_fit_goes_on_without_the_store(name: str) -> None:
+    model = zoo.build(name)
+    cache = PagedPrefixCache(PrefixStore(model, block_size=4, num_blocks=20), on_full="bypass")
+    whole = run(model, cache, **batch(row((1, 40)))).sequences
+    twin = copy.deepcopy(cache)
+    new = torch.tensor([row((2, 2))])
+    wanted = run(model, input_ids=torch.cat((whole[:, :-1], new), 1), max_new_tokens=70)
+    mask = torch.ones(1, whole.shape[1] + 1, dtype=torch.long)
+    assert_same(wanted, run(model, twin, input_ids=new, attention_mask=mask, max_new_tokens=70))
+    assert twin.stats().num_bypassed_calls == 1
+
+
+def test_rows_of_convolutions_go_on_after_drafts_were_recorded() -> None:
+    """What was kept of their inputs, to take drafts back, is more than a layer needs."""
+    model = zoo.build("lfm2")
+    cache = PagedPrefixCache(model)
+    play(model, cache, **batch(row((1, 20), (1, 20))), prompt_lookup_num_tokens=2)
+    for length in (1, 2, 28):
+        cache.reset()
+        ids = torch.tensor([row((2, length))])
+        plain(model, cache, ids, torch.ones_like(ids))
+        new = torch.tensor([row((3, 4))])
+        wanted = run(model, input_ids=torch.cat((ids, new), 1))
+        output = run(model, cache, input_ids=new, attention_mask=torch.ones(1, length + 4, dtype=torch.long))
+        assert_same(wanted, output)
+        cache.check()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1", "mamba2", "inkling_text", "zaya"])
+def test_snapshots_and_blocks_together_keep_to_a_small_budget(name: str) -> None:
+    """Also where the budget holds less than 8 snapshots, and where some layers have a window."""
+    model = zoo.build(name)
+    for budget in (200_000, 800_000):
+        cache = PagedPrefixCache(model, max_bytes=budget, on_full="bypass")
+        blocks = cache.store.blocks
+        for number in range(12):
+            run(model, cache, **batch(row((number, 70))), max_new_tokens=2)
+            stats = cache.store.stats()
+            assert stats.pool_bytes is not None
+            assert stats.snapshot_bytes + stats.pool_bytes <= budget
+        most = blocks.states.kept.most * blocks.states.rules.num_bytes
+        held = sum(num_bytes for num_bytes in blocks.pool.bytes_per_block_on().values()) * (blocks.max_num_blocks or 0)
+        assert most + held <= budget
