@@ -14,7 +14,7 @@ from ..store.block_store import BlockStore
 from .prefix_match import Found, match_states
 from .rows import Origin, Row, Rows
 from .scheduled_forward import ForwardRequest
-from .state_plan import StatefulRow, climb
+from .state_plan import Bounds, StatefulRow, climb
 
 _TORN = -1
 _LOST = (
@@ -122,15 +122,8 @@ class CallStates:
             ForwardMismatchError: there is no such column: what layers carry is lost.
         """
         before, stop = rows.num_columns, rows.num_columns + request.num_new_columns
-        staircase = climb(
-            self.as_planned(rows),
-            before=before,
-            stop=stop,
-            latest=self.latest_start(rows, request),
-            width=self._store.states.rules.width,
-            forward_cost=0,
-            may_run_ahead=False,
-        )
+        bounds = Bounds(before, stop, self.latest_start(rows, request), self._store.states.rules.width, forward_cost=0)
+        staircase = climb(self.as_planned(rows), bounds, may_run_ahead=False)
         if staircase is None:
             self.require_known(rows)
             raise ForwardMismatchError(_LOST)

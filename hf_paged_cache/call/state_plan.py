@@ -42,43 +42,36 @@ class Staircase(NamedTuple):
     cost: int  # tokens, with those of the forward over all rows
 
 
-def climb(
-    rows: Sequence[StatefulRow],
-    *,
-    before: int,
-    stop: int,
-    latest: int,
-    width: int,
-    forward_cost: int,
-    may_run_ahead: bool = True,
-    least: int = 1,
-) -> Staircase | None:
+class Bounds(NamedTuple):
+    """Where the forward over all rows may lie, and what forwards ahead of it cost."""
+
+    before: int  # it starts at this column or further right
+    stop: int  # its end
+    latest: int  # it starts no further right
+    width: int  # columns of padding that a row must see, where it has so many, to be as if it had seen all
+    forward_cost: int  # of a forward more, in tokens
+    least: int = 1  # columns of a forward that does not begin with the rows, 1 or 2
+
+
+def climb(rows: Sequence[StatefulRow], bounds: Bounds, *, may_run_ahead: bool = True) -> Staircase | None:
     """The staircase that costs least, in tokens; None where rows cannot come to one column without forwards of our own.
 
     Args:
-        before: the forward over all rows starts here or further right.
-        stop: its end.
-        latest: it starts no further right.
-        width: columns of padding that a row must see, where it has so many, to be as if it had seen all.
-        forward_cost: of a forward more, in tokens.
         may_run_ahead: else without steps.
-        least: columns of a forward that does not begin with the rows, 1 or 2.
     Example:
         >>> rows = [StatefulRow(pad=0, start=100), StatefulRow(pad=20, start=120)]
-        >>> climb(rows, before=0, stop=140, latest=139, width=4, forward_cost=10)
+        >>> climb(rows, Bounds(before=0, stop=140, latest=139, width=4, forward_cost=10))
         Staircase(steps=(Step(rows=(0,), start=100, stop=120),), column=120, cold=frozenset(), cost=70)
     """
-    cold = {number for number, row in enumerate(rows) if row.start is None or row.start > latest}
+    cold = {number for number, row in enumerate(rows) if row.start is None or row.start > bounds.latest}
     best: Staircase | None = None
     # Padding that is computed, rather than a stair more; negative: each row that begins anew does so at the first column.
-    extras = (forward_cost, stop, -1) if may_run_ahead else (stop,)
+    extras = (bounds.forward_cost, bounds.stop, -1) if may_run_ahead else (bounds.stop,)
     while True:
         for extra in extras:
-            found = _climb(
-                rows, cold, before=before, stop=stop, latest=latest, width=width, forward_cost=forward_cost, extra=extra
-            )
+            found = _climb(rows, cold, bounds, extra)
             is_allowed = may_run_ahead or not found.steps
-            if is_allowed and all(_may_run(step, rows, least) for step in found.steps):
+            if is_allowed and all(_may_run(step, rows, bounds.least) for step in found.steps):
                 if best is None or found.cost < best.cost:
                     best = found
                 break
@@ -95,68 +88,48 @@ def _may_run(step: Step, rows: Sequence[StatefulRow], least: int) -> bool:
     return (least < 2 or not step.start) and all(rows[number].pad <= step.start for number in step.rows)
 
 
-def _climb(
-    rows: Sequence[StatefulRow],
-    cold: Collection[int],
-    *,
-    before: int,
-    stop: int,
-    latest: int,
-    width: int,
-    forward_cost: int,
-    extra: int,
-) -> Staircase:
+def _climb(rows: Sequence[StatefulRow], cold: Collection[int], bounds: Bounds, extra: int) -> Staircase:
     """The staircase on which these rows begin anew, and all others at their origins."""
     starts = {n: row.start for n, row in enumerate(rows) if row.start is not None and n not in cold}
     stairs = set(starts.values())
     for number in sorted(cold, key=lambda number: rows[number].pad):
-        last = max(0, min(rows[number].pad - width, latest))
+        last = max(0, min(rows[number].pad - bounds.width, bounds.latest))
         start = max((stair for stair in stairs if stair <= last), default=0) if extra >= 0 else 0
         if stairs and last - start > extra >= 0:
             start = last
         starts[number] = start
         stairs.add(start)
-    column = max(max(stairs), before)
+    column = max(max(stairs), bounds.before)
     ends = [*sorted(stairs | {column})]
     steps = tuple(
         Step(tuple(number for number in range(len(rows)) if starts[number] <= start), start, end)
         for start, end in pairwise(ends)
     )
-    cost = sum(stop - start for start in starts.values()) + forward_cost * len(steps)
+    cost = sum(bounds.stop - start for start in starts.values()) + bounds.forward_cost * len(steps)
     return Staircase(steps, column, frozenset(cold), cost)
 
 
-def cut(
-    staircase: Staircase,
-    rows: Sequence[StatefulRow],
-    *,
-    latest: int,
-    forward_cost: int,
-    share: int = 8,
-    least: int = 1,
-) -> Staircase:
+def cut(staircase: Staircase, rows: Sequence[StatefulRow], bounds: Bounds, *, share: int = 8) -> Staircase:
     """The same with forwards cut where snapshots are wanted: all of a single row, or of all rows, others where they are cheap.
 
     Args:
-        latest: no cut further right.
         share: what such forwards may cost, as a part of the tokens computed.
-        least: as in `climb`.
     """
     columns: Counter[int] = Counter()
     starts = starts_of(staircase, len(rows))
     for number, start in starts.items():
         row = rows[number]
-        columns.update({row.pad + wanted for wanted in row.wanted if start < row.pad + wanted <= latest})
+        columns.update({row.pad + wanted for wanted in row.wanted if start < row.pad + wanted <= bounds.latest})
 
-    def _may_part(start: int, stop: int) -> bool:
+    def may_part(start: int, stop: int) -> bool:
         running = tuple(number for number in starts if starts[number] <= start)
-        return _may_run(Step(running, start, stop), rows, least)
+        return _may_run(Step(running, start, stop), rows, bounds.least)
 
-    allowed = staircase.cost // share // max(1, forward_cost)
+    allowed = staircase.cost // share // max(1, bounds.forward_cost)
     taken = {staircase.column, *(at for step in staircase.steps for at in (step.start, step.stop))}
     cuts: list[int] = []
     for column, number in sorted(columns.items(), key=lambda pair: (-pair[1], -pair[0])):
-        if column in taken or not all(_may_part(*sorted((column, other))) for other in taken):
+        if column in taken or not all(may_part(*sorted((column, other))) for other in taken):
             continue
         if number < len(rows):
             allowed -= 1  # those that all rows want cost no row a forward more
@@ -186,14 +159,9 @@ def shared(
     roots: Sequence[object],
     rows: Sequence[StatefulRow],
     limits: Sequence[int],
+    bounds: Bounds,
     *,
     align: int,
-    before: int,
-    stop: int,
-    latest: int,
-    width: int,
-    forward_cost: int,
-    least: int = 1,
 ) -> tuple[list[Prefix], list[StatefulRow]]:
     """The shared prefixes that pay, the shorter ones first, and the rows with what is known of them then.
 
@@ -219,10 +187,8 @@ def shared(
         _note(found, group, length)
 
     def cost_of(changed: Sequence[StatefulRow]) -> int:
-        climbed = climb(
-            changed, before=before, stop=stop, latest=latest, width=width, forward_cost=forward_cost, least=least
-        )
-        return len(rows) * stop if climbed is None else climbed.cost
+        climbed = climb(changed, bounds)
+        return len(rows) * bounds.stop if climbed is None else climbed.cost
 
     prefixes: list[Prefix] = []
     now, cost = [*rows], cost_of(rows)
@@ -232,10 +198,10 @@ def shared(
         if len(members) < 2:
             continue
         row = max(members, key=known.__getitem__)
-        if known[row] and length - known[row] < least:
+        if known[row] and length - known[row] < bounds.least:
             continue
         changed = [r._replace(start=r.pad + length) if number in members else r for number, r in enumerate(now)]
-        ahead = length - known[row] + forward_cost
+        ahead = length - known[row] + bounds.forward_cost
         if (changed_cost := cost_of(changed) + ahead) < cost:
             prefixes.append(Prefix(row, length, members))
             now, cost = changed, changed_cost - ahead

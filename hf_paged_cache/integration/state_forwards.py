@@ -14,7 +14,7 @@ from ..call.call_states import row_origin
 from ..call.rows import Origin, Row, Rows
 from ..call.schedule import FORWARD_COST_ON_ACCELERATOR, FORWARD_COST_ON_HOST
 from ..call.scheduled_forward import ForwardRequest, ScheduledForward
-from ..call.state_plan import Prefix, Staircase, StatefulRow, climb, cut, shared
+from ..call.state_plan import Bounds, Prefix, Staircase, StatefulRow, climb, cut, shared
 from ..errors import OutOfBlocksError
 from ..kv.states import row_of
 from ..model.conditioning import Conditioning
@@ -124,13 +124,15 @@ class Ahead:
         self._request = request
         self._options = options
         self._digest = digest
-        self._before = call.rows.num_columns
-        self._stop = self._before + request.num_new_columns
-        self._latest = call.states.latest_start(call.rows, request)
-        self._cost = FORWARD_COST_ON_HOST if blocks.pool.is_on_host else FORWARD_COST_ON_ACCELERATOR
-        rules = blocks.states.rules
-        self._least = 2 if rules.clamps_one_token else 1
-        self._width = rules.width
+        before, rules = call.rows.num_columns, blocks.states.rules
+        self._bounds = Bounds(
+            before,
+            before + request.num_new_columns,
+            call.states.latest_start(call.rows, request),
+            rules.width,
+            FORWARD_COST_ON_HOST if blocks.pool.is_on_host else FORWARD_COST_ON_ACCELERATOR,
+            2 if rules.clamps_one_token else 1,
+        )
         self._members = call.rows.members()
         self._tokens = [
             row.with_new(request.rows[member].token_ids)
@@ -148,41 +150,29 @@ class Ahead:
         call, rows = self._call, self._call.rows
         with self._blocks.lock:
             planned = call.states.as_planned(rows)
-            if not call.num_scheduled and call.limits.are_known and not would_fit(call, self._stop, 0):
+            if not call.num_scheduled and call.limits.are_known and not would_fit(call, self._bounds.stop, 0):
                 return None  # it is refused, and nothing was computed
         planned = self._share(held, planned)
-        staircase = climb(
-            planned,
-            before=self._before,
-            stop=self._stop,
-            latest=self._latest,
-            width=self._width,
-            forward_cost=self._cost,
-            least=self._least,
-        )
+        staircase = climb(planned, self._bounds)
         if staircase is None:
             return None
         if not self._blocks.states.rules.is_recorded:
             wanted = [self._wanted(number, row) for number, row in enumerate(planned)]
             planned = [row._replace(wanted=places) for row, places in zip(planned, wanted, strict=True)]
-            staircase = cut(staircase, planned, latest=self._latest, forward_cost=self._cost, least=self._least)
+            staircase = cut(staircase, planned, self._bounds)
         self.cold = staircase.cold
         if not staircase.steps:
             return staircase.column
-        if call.states.are_torn and self._before:
+        if call.states.are_torn and self._bounds.before:
             call.states.require_known(rows)
         return self._climb(held, staircase, planned)
-
-    @property
-    def _is_first(self) -> bool:
-        return not self._before
 
     def _wanted(self, number: int, planned: StatefulRow) -> tuple[int, ...]:
         """Tokens of a row behind which a snapshot is wanted: the last place before the prompt's end, where it parts from
         what is known, and in a long prompt, as long as there is room, places in between.
         """
         states, row = self._blocks.states, self._call.rows.distinct[number]
-        align, most = states.align, self._latest - row.pad
+        align, most = states.align, self._bounds.latest - row.pad
         known = (planned.start or row.pad) - row.pad
         with self._blocks.lock:
             num_free, num_held = states.kept.num_free, row.table.num_tokens
@@ -197,20 +187,15 @@ class Ahead:
     def _share(self, held: ExitStack, planned: list[StatefulRow]) -> list[StatefulRow]:
         """Compute the prefixes that rows share, where that pays; returns the rows, which may go on behind them."""
         rows = self._call.rows  # one that is not what its tokens say shares nothing
-        if len(planned) < 2 or not self._request.may_alias or self._latest <= self._before:
+        if len(planned) < 2 or not self._request.may_alias or self._bounds.latest <= self._bounds.before:
             return planned
         prefixes, changed = shared(
             self._tokens,
             [(row.root, -1 if row.commit_end is None else number) for number, row in enumerate(rows.distinct)],
             planned,
-            [self._latest - row.pad for row in planned],
+            [self._bounds.latest - row.pad for row in planned],
+            self._bounds,
             align=self._blocks.states.align,
-            before=self._before,
-            stop=self._stop,
-            latest=self._latest,
-            width=self._width,
-            forward_cost=self._cost,
-            least=self._least,
         )
         for prefix in prefixes:
             self._compute(held, prefix)
@@ -221,7 +206,7 @@ class Ahead:
         call, row = self._call, self._call.rows.distinct[prefix.row]
         cache = held.enter_context(self._side.sibling())
         start = row_origin(row)
-        pad = min(row.pad, self._width) if self._side.takes_positions else row.pad
+        pad = min(row.pad, self._bounds.width) if self._side.takes_positions else row.pad
         begins = [SideRow(pad, row.first_position, self._tokens[prefix.row])]
         column = pad + start if start else 0
         with self._blocks.lock:
@@ -268,7 +253,7 @@ class Ahead:
             self._adopt(cache, joined, staircase.column)
         for number, start in starts.items():
             row, member = rows.distinct[number], self._members[number]
-            ahead = max(0, staircase.column - row.pad) - max(0, max(start, self._before) - row.pad)
+            ahead = max(0, staircase.column - row.pad) - max(0, max(start, self._bounds.before) - row.pad)
             if ahead > 0:
                 self.num_computed[member] = self.num_computed.get(member, 0) + ahead
         return staircase.column

@@ -20,7 +20,7 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 @lru_cache(maxsize=256)
-def _cache_argument_of(kind: type[PreTrainedModel]) -> str:
+def _cache_argument_of(kind: Any) -> str:
     names = inspect.signature(kind.forward).parameters
     return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
 

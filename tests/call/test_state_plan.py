@@ -8,14 +8,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from hf_paged_cache.call.state_plan import Staircase, StatefulRow, climb, cut, shared, starts_of
+from hf_paged_cache.call.state_plan import Bounds, Staircase, StatefulRow, climb, cut, shared, starts_of
 
 WIDTH = 4
 
 
+def bounds_of(stop: int) -> Bounds:
+    return Bounds(before=0, stop=stop, latest=stop - 1, width=WIDTH, forward_cost=64)
+
+
 def plan(rows: Sequence[StatefulRow], *, stop: int, before: int = 0, **changes: int) -> Staircase:
-    given = {"latest": stop - 1, "width": WIDTH, "forward_cost": 64} | changes
-    found = climb(rows, before=before, stop=stop, **given)  # type: ignore[arg-type]
+    found = climb(rows, bounds_of(stop)._replace(before=before, **changes))
     assert found is not None
     return found
 
@@ -59,7 +62,8 @@ def test_a_random_batch_comes_together(seed: int) -> None:
         before = rng.choice((0, 0, rng.randrange(stop - 4)))
         latest, least, cost = rng.choice((stop - 1, stop - 2, before)), rng.choice((1, 2)), rng.choice((0, 8, 64))
         rows = random_rows(rng, stop, before)
-        found = climb(rows, before=before, stop=stop, latest=latest, width=WIDTH, forward_cost=cost, least=least)
+        bounds = Bounds(before, stop, latest, WIDTH, cost, least)
+        found = climb(rows, bounds)
         if found is None:
             assert least == 2 or before == 1
             continue
@@ -67,14 +71,14 @@ def test_a_random_batch_comes_together(seed: int) -> None:
         nothing = len(rows) * stop + (cost if before else 0)
         assert found.cost <= nothing
         require_right(
-            cut(found, rows, latest=latest, forward_cost=cost, least=least),
+            cut(found, rows, bounds),
             rows,
             before=before,
             stop=stop,
             latest=latest,
             least=least,
         )
-        alone = climb(rows, before=before, stop=stop, latest=latest, width=WIDTH, forward_cost=0, may_run_ahead=False)
+        alone = climb(rows, Bounds(before, stop, latest, WIDTH, forward_cost=0), may_run_ahead=False)
         if alone is None:
             assert before
         else:
@@ -115,14 +119,14 @@ def test_no_forward_is_of_one_column_where_that_is_computed_otherwise() -> None:
 
 def test_a_single_row_is_cut_at_each_place_and_a_batch_where_it_costs_little() -> None:
     row = StatefulRow(0, None, (128, 192))
-    found = cut(plan([row], stop=200), [row], latest=199, forward_cost=64)
+    found = cut(plan([row], stop=200), [row], bounds_of(200))
     assert [(step.start, step.stop) for step in found.steps] == [(0, 128), (128, 192)]
     assert found.column == 192
     others = [StatefulRow(pad, None, (128,)) for pad in (0, 3, 5)]
-    assert cut(plan(others, stop=200), others, latest=199, forward_cost=64).column == 133
-    assert not cut(plan(others, stop=150), others, latest=149, forward_cost=64).steps
+    assert cut(plan(others, stop=200), others, bounds_of(200)).column == 133
+    assert not cut(plan(others, stop=150), others, bounds_of(150)).steps
     equal = [StatefulRow(0, None, (128,))] * 3
-    assert cut(plan(equal, stop=150), equal, latest=149, forward_cost=64).column == 128
+    assert cut(plan(equal, stop=150), equal, bounds_of(150)).column == 128
 
 
 def tokens(*parts: tuple[int, int]) -> array[int]:
@@ -134,21 +138,21 @@ def test_a_prefix_that_rows_share_is_computed_in_one_of_them() -> None:
     stop = max(map(len, ids))
     rows = [StatefulRow(stop - len(each)) for each in ids]
     limits = [len(each) - 1 for each in ids]
-    given = {"align": 64, "before": 0, "stop": stop, "latest": stop - 1, "width": WIDTH, "forward_cost": 64}
-    prefixes, known = shared(ids, [b""] * 4, rows, limits, **given)
+    prefixes, known = shared(ids, [b""] * 4, rows, limits, bounds_of(stop), align=64)
     assert [(prefix.num_tokens, prefix.members) for prefix in prefixes] == [(640, (0, 1, 2, 3))]
     assert [row.start for row in known] == [row.pad + 640 for row in rows]
-    assert shared(ids, [b"a", b"b", b"c", b"d"], rows, limits, **given) == ([], rows), "of other roots"
+    assert shared(ids, [b"a", b"b", b"c", b"d"], rows, limits, bounds_of(stop), align=64) == ([], rows), (
+        "of other roots"
+    )
     short = [tokens((1, 64), (number, 20)) for number in (2, 3)]
     rows = [StatefulRow(0)] * 2
-    assert shared(short, [b""] * 2, rows, [83] * 2, **{**given, "stop": 84, "latest": 83}) == ([], rows)
+    assert shared(short, [b""] * 2, rows, [83] * 2, bounds_of(84), align=64) == ([], rows)
 
 
 def test_a_shared_prefix_goes_on_from_the_one_before_it() -> None:
     ids = [tokens((1, 640), (2, 640), (number, 20)) for number in (3, 4, 5)]
     ids += [tokens((1, 640), (number, 660)) for number in (6, 7, 8)]
     rows, stop = [StatefulRow(0)] * 6, 1300
-    given = {"align": 64, "before": 0, "stop": stop, "latest": stop - 1, "width": WIDTH, "forward_cost": 64}
-    prefixes, known = shared(ids, [b""] * 6, rows, [stop - 1] * 6, **given)
+    prefixes, known = shared(ids, [b""] * 6, rows, [stop - 1] * 6, bounds_of(stop), align=64)
     assert [(prefix.num_tokens, len(prefix.members)) for prefix in prefixes] == [(640, 6), (1280, 3)]
     assert [row.start for row in known] == [1280] * 3 + [640] * 3
