@@ -16,7 +16,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 def cache_argument(model: PreTrainedModel) -> str:
     """The name under which the model's forward takes a cache: "cache_params", or as most "past_key_values"."""
-    return _cache_argument_of(type(model))
+    kind: Any = type(model)
+    return _cache_argument_of(kind)
 
 
 @lru_cache(maxsize=256)
