@@ -102,9 +102,13 @@ def match_states(store: BlockStore, row: Row, most: int) -> str:
         num_tokens = states.deepest(table.block_ids, num_tokens - 1)
     if num_tokens > known:
         row.origin, known = Origin(num_tokens, states.use(table.block_ids, num_tokens)), num_tokens
+    why = ""
     if known < min(table.num_tokens, most // store.block_size * store.block_size):
-        return f"blocks are cached up to token {table.num_tokens}, but no state behind token {known}"
-    return ""
+        why = f"blocks are cached up to token {table.num_tokens}, but no state behind token {known}"
+    if store.windows and known < table.num_tokens:
+        # What is held is not written again, but on the way windows must see what they may have let go.
+        table.truncate(max(known, row.num_confirmed))
+    return why
 
 
 def hold_longer(store: BlockStore, row: Row, new: TokenIds) -> bool:
