@@ -88,6 +88,13 @@ def zero_window_blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> set[in
     return layers
 
 
+def lose_window_blocks(cache: PagedPrefixCache, block_ids: Collection[int]) -> None:
+    """Take the window blocks of blocks that nobody holds, as for another sequence."""
+    for group in _blocks(cache).windows.groups:
+        for block_id in block_ids:
+            group._drop(block_id)
+
+
 def held_states(cache_or_store: PagedPrefixCache | PrefixStore) -> Iterator[Tensor]:
     """The tensors of all snapshots, and of what layers carry of rows that run or have."""
     store = _blocks(cache_or_store)
@@ -437,6 +444,11 @@ def make_forwards_cheap(patch: pytest.MonkeyPatch) -> None:
     """Prompts of tests are short: a forward more costs as much as four tokens, so rows that share little share it."""
     for module in (shared_prefix, state_forwards):
         patch.setattr(module, "FORWARD_COST_ON_HOST", 4)
+
+
+def make_snapshots_frequent(patch: pytest.MonkeyPatch) -> None:
+    """A snapshot is worth its place where it saves one token."""
+    patch.setattr(state_forwards, "_LEAST_GAIN", 1)
 
 
 def leave_all_with_blocks() -> None:

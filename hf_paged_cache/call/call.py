@@ -142,7 +142,11 @@ class Call(CallRows):
                     if not self.brackets:
                         self.counters.start_call()
                     found = begin_rows_that_fit(self, request)
-                    self.counters.begin_rows(self.states.find(self.rows, request, found) if self.states else found)
+                    if self.states:
+                        found = self.states.find(self.rows, request, found)
+                        if store.windows:
+                            self.demand = None  # rows may hold less by now
+                    self.counters.begin_rows(found)
                 else:
                     self._continue_rows(request)
             except BaseException:
@@ -362,6 +366,11 @@ class Call(CallRows):
             self.states.stop_commits(rows, request)
         if store.windows:
             start = hold_windows(rows, before, start)
+            if state_column is not None and start != state_column:
+                raise ForwardMismatchError(
+                    f"layers with a window no longer hold what is before column {state_column}, up to which layers with a state "
+                    "have seen the rows; reset() the cache, or pass the whole prompt to generate again"
+                )
         self.counters.schedule(
             request,
             list(zip(members, rows.distinct, strict=True)),

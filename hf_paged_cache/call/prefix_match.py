@@ -157,7 +157,11 @@ def match_states(store: BlockStore, row: Row, most: int) -> str:
     num_tokens = deepest_state(store, table, table.block_ids, min(table.num_tokens, most), known)
     if num_tokens > known:
         row.origin, known = Origin(num_tokens, store.states.use(table.block_ids, num_tokens)), num_tokens
-    return _why_no_state(store, table.num_tokens, known, most)
+    why = _why_no_state(store, table.num_tokens, known, most)
+    if store.windows and known < table.num_tokens:
+        # What is held is not written again, but on the way windows must see what they may have let go.
+        table.truncate(max(known, row.num_confirmed))
+    return why
 
 
 def deepest_state(store: BlockStore, table: BlockTable, block_ids: Sequence[int], num_tokens: int, known: int) -> int:

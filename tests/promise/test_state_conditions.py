@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 from hf_paged_cache import PagedPrefixCache
 
 from ..conformance import zoo
+from ..model.test_support import FROM_5_23
 from ..reference import assert_same, batch, row, run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), FROM_5_23]
 
 # A gated delta net beside attention; convolutions alone; Mamba and attention in one layer.
 NAMES = pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1"])

@@ -12,10 +12,11 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
 
 from ..conformance import zoo
-from ..internals import make_forwards_cheap
+from ..internals import lose_window_blocks, make_forwards_cheap
+from ..model.test_support import FROM_5_23
 from ..reference import TOLERANCE, Forwards, assert_same, batch, row, run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), FROM_5_23]
 
 # A gated delta net beside attention; convolutions alone; Mamba and attention in one layer; beside each other.
 NAMES = pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1", "bamba"])
@@ -198,3 +199,22 @@ def test_snapshots_and_blocks_together_keep_to_a_small_budget(name: str) -> None
         most = blocks.states.kept.most * blocks.states.rules.num_bytes
         held = sum(num_bytes for num_bytes in blocks.pool.bytes_per_block_on().values()) * (blocks.max_num_blocks or 0)
         assert most + held <= budget
+
+
+@pytest.mark.parametrize("name", ["inkling_text", "zaya"])
+def test_windows_see_what_is_before_a_state_that_is_known_less_far_than_keys_and_values(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of blocks behind the state, those that a window has passed have no keys and values of its layers any more."""
+    make_forwards_cheap(monkeypatch)
+    model = zoo.build(name)
+    cache = PagedPrefixCache(model, block_size=1, num_blocks=400)
+    first = row((1, 60))
+    play(model, cache, **batch(first[:4]), max_new_tokens=1)
+    play(model, cache, **batch(first), max_new_tokens=1)
+    block_ids = [*cache.call.rows.distinct[0].table.block_ids]
+    for num_tokens in range(5, 61):  # as where snapshots were evicted, but for the first
+        cache.store.blocks.states.drop(block_ids, num_tokens)
+    cache.reset()
+    lose_window_blocks(cache, block_ids[5:15])
+    play(model, cache, **batch(first[:42], row((2, 8))), max_new_tokens=2)
