@@ -8,6 +8,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from os import PathLike
 from types import FrameType
 from typing import Any, Literal, NoReturn
 from weakref import ref
@@ -49,7 +50,8 @@ class PagedPrefixCache(Cache):
     resets it at its end.
 
     Args:
-        model_or_store: a model, for which a store is made with `block_size`, `num_blocks` and `max_bytes`; or a store.
+        model_or_store: a model, for which a store is made with `block_size`, `num_blocks`, `max_bytes`, `host_bytes`,
+            `disk_folder` and `disk_bytes`, see `PrefixStore`; or a store.
         cache_salt: a tenant's name, not empty. Caches with another salt never share a block, so that no tenant can probe
             another's prompts, and see, count and reset their own blocks alone (docs/security.md). A cache without one
             is the store's owner's: its `stats()` and refusals tell of all blocks.
@@ -87,16 +89,19 @@ class PagedPrefixCache(Cache):
         attention: Literal["contiguous", "gather"] = "contiguous",
         verify: bool = False,
         on_full: Literal["refuse", "bypass"] = "refuse",
+        host_bytes: int = 0,
+        disk_folder: str | PathLike[str] | None = None,
+        disk_bytes: int | None = None,
     ) -> None:
-        if isinstance(model_or_store, PrefixStore):
-            if block_size is not None or num_blocks is not None or max_bytes is not None:
-                raise CacheArgumentError(
-                    "block_size, num_blocks and max_bytes are the store's; give them to PrefixStore"
-                )
-            self.store = model_or_store
+        sizes: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks, "max_bytes": max_bytes}
+        sizes |= {"host_bytes": host_bytes or None, "disk_folder": disk_folder, "disk_bytes": disk_bytes}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        if not isinstance(model_or_store, PrefixStore):
+            self.store = PrefixStore(model_or_store, **given)
+        elif given:
+            raise CacheArgumentError(f"{', '.join(sizes)} are the store's; give them to PrefixStore")
         else:
-            size = 16 if block_size is None else block_size
-            self.store = PrefixStore(model_or_store, block_size=size, num_blocks=num_blocks, max_bytes=max_bytes)
+            self.store = model_or_store
         if not isinstance(cache_salt, str | bytes | None):
             raise CacheArgumentError(f"cache_salt is of type {type(cache_salt).__name__}; give a str or bytes")
         if cache_salt is not None and not cache_salt:

@@ -393,7 +393,7 @@ class CallRows:
         if conditions_held:
             self.rows.trust()
         else:
-            self.store.allocator.forget(self.rows.committed, self.salt)
+            self.store.forget_blocks(self.rows.committed, self.salt)
             self.rows.distrust()
 
     def _end_rows(self) -> None:

@@ -5,20 +5,22 @@ Shared by many caches, and outlives them. Knows no rows and no forwards. Whoever
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from ..blocks import BlockTable, PrefixCachingBlockAllocator, WindowBlocks, WindowedTable
+from ..blocks import BlockHash, BlockTable, PrefixCachingBlockAllocator, WindowBlocks, WindowedTable
 from ..errors import CacheArgumentError, CacheBusyError
 from ..kv.block_pool import BlockPool
 from ..kv.grouped_pool import GroupedPool
 from ..kv.transfers import Transfer
 from ..locks import new_lock
+from ..tiers.base import Tier
 from .call_totals import CallTotals
+from .lower_tiers import LowerTiers
 from .memory_budget import add_store, default_budget_bytes, lacks_room
 from .pins import Pins
 from .state_snapshots import StateRules, StateSnapshots
@@ -88,6 +90,7 @@ class BlockStore:
         layers: indices of all layers that have keys and values, with a window or without.
         window_share: of the blocks, how many window blocks there can be; see `WindowGroups`.
         states, bytes_per_block: see `StateSnapshots`.
+        tiers: see `LowerTiers`.
     Attributes:
         max_num_blocks: the most blocks there can be; None until a forward shows what the budget holds. Where memory ran
             out, what was managed by then.
@@ -104,6 +107,7 @@ class BlockStore:
         window_share: float = 1.0,
         states: StateRules | None = None,
         bytes_per_block: int = 0,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         if num_blocks is not None and num_blocks < 2:
             raise CacheArgumentError(
@@ -121,6 +125,7 @@ class BlockStore:
         self.pool = BlockPool(block_size, first_device)
         if self.windows:
             self.pool = GroupedPool(block_size, first_device, window_of, self.windows.groups)
+        self.tiers = LowerTiers(self, self.allocator, self.pool, self.windows, self.states, tiers)
         self.call_totals = CallTotals()
         self.max_num_blocks = num_blocks
         self.ran_out_of_memory = False
@@ -275,6 +280,7 @@ class BlockStore:
         self.window_admission.forget()
         self.windows.regroup(window_of)
         self.pool.regroup(window_of, self.windows.groups)
+        self.tiers.watch_windows()
         self.windows.window_of = {**window_of}  # last: interrupted above, the next call begins again
         return True
 
@@ -298,7 +304,7 @@ class BlockStore:
         self.stop_growing()
         managed = self.max_num_blocks or 0
         if managed > _FIRST_NUM_BLOCKS and not self.allocator.num_blocks_in_use:
-            self.reset_prefix_cache()
+            self.reset_prefix_cache(keep_tiers=True)
             self.stop_growing()
             self.max_num_blocks = max(managed - managed // 4, self.max_num_blocks or 0)
             self.windows.limit(self.max_num_blocks)
@@ -310,7 +316,7 @@ class BlockStore:
     def give_back(self) -> None:
         """Where `give_back_later` was called, and nobody holds a block, forget all of them and give their memory back."""
         if self._must_give_back and not self.allocator.num_blocks_in_use:
-            self.reset_prefix_cache()
+            self.reset_prefix_cache(keep_tiers=True)
 
     def _growth(self, managed: int, missing: int) -> int:
         """The blocks to manage more where so many are missing.
@@ -334,12 +340,15 @@ class BlockStore:
             return False
         return True
 
-    def make_copies(self, transfer: Transfer | None = None) -> None:
-        """Make the pending copies of copy on write; to be called before the next write.
+    def make_copies(self, transfer: Transfer | None = None, *, may_wait: bool = True) -> None:
+        """Copy out what was evicted, and make the pending copies of copy on write; to be called before the next write.
 
         Args:
             transfer: see `BlockPool.copy_blocks`.
+            may_wait: see `LowerTiers.move_down`.
         """
+        if self.tiers:
+            self.tiers.move_down(may_wait=may_wait)
         copies = self.allocator.pending_copies
         if copies:
             self.pool.copy_blocks(copies, transfer)
@@ -413,6 +422,7 @@ class BlockStore:
         self.allocator.check()
         self.windows.check()
         self.states.check()
+        self.tiers.check()
 
     def lose_threads(self, idents: frozenset[int]) -> None:
         """These threads are not there, as in a forked child: nothing that they ran holds blocks."""
@@ -450,13 +460,22 @@ class BlockStore:
         """
         self.pins.unpin(salt, None)
         self.allocator.forget_cached_blocks(salt)
+        self.tiers.forget_namespace(salt)
         is_empty = self.allocator.num_blocks_in_use == self.allocator.num_cached_blocks == 0
         if is_empty and not any(holder.is_running for holder in self.holders()):
-            self.reset_prefix_cache()
+            self.reset_prefix_cache(keep_tiers=True)
 
-    def reset_prefix_cache(self) -> None:
+    def forget_blocks(self, block_hashes: Iterable[BlockHash], salt: bytes) -> None:
+        """Let nobody hit these blocks any more, in whatever tier."""
+        self.allocator.forget(block_hashes, salt)
+        if self.tiers:
+            self.tiers.forget(block_hashes, salt)
+
+    def reset_prefix_cache(self, *, keep_tiers: bool = False) -> None:
         """Forget every cached block, drop all pins and give the pool's memory back. It may grow anew where it ran out.
 
+        Args:
+            keep_tiers: what lower tiers have stays.
         Raises:
             BlockStateError: rows hold blocks; nothing has changed.
         """
@@ -467,6 +486,7 @@ class BlockStore:
         self.allocator.reset_prefix_cache(num_blocks)
         self.windows.reset(num_blocks)
         self.states.kept.reset()
+        self.tiers.lose_pool() if keep_tiers else self.tiers.reset()
         self.pool.clear()
         self.grow_anew()
         self._must_give_back = False
