@@ -34,7 +34,7 @@ from .integration.state_layers import live_states, make_layer
 from .integration.token_input import one_sequence
 from .integration.verification import Verifier
 from .model.support import cache_layers
-from .prefix_store import PrefixStore
+from .prefix_store import PrefixStore, store_of
 from .scoring import Score, score
 from .stats import CacheStats, CallStats
 from .store.store_stats import stats_of
@@ -94,14 +94,8 @@ class PagedPrefixCache(Cache):
         disk_bytes: int | None = None,
     ) -> None:
         sizes: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks, "max_bytes": max_bytes}
-        sizes |= {"host_bytes": host_bytes or None, "disk_folder": disk_folder, "disk_bytes": disk_bytes}
-        given = {name: size for name, size in sizes.items() if size is not None}
-        if not isinstance(model_or_store, PrefixStore):
-            self.store = PrefixStore(model_or_store, **given)
-        elif given:
-            raise CacheArgumentError(f"{', '.join(sizes)} are the store's; give them to PrefixStore")
-        else:
-            self.store = model_or_store
+        tiers = {"host_bytes": host_bytes or None, "disk_folder": disk_folder, "disk_bytes": disk_bytes}
+        self.store = store_of(model_or_store, sizes | tiers)
         if not isinstance(cache_salt, str | bytes | None):
             raise CacheArgumentError(f"cache_salt is of type {type(cache_salt).__name__}; give a str or bytes")
         if cache_salt is not None and not cache_salt:

@@ -4,8 +4,9 @@ Owns the sizes a user gives, and refuses models we cannot hold. Runs no call.
 """
 
 import math
+from collections.abc import Mapping
 from os import PathLike
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from transformers import PreTrainedModel
 
@@ -217,3 +218,17 @@ def make_tiers(
     below = None if disk_folder is None else DiskTier(disk_folder, disk_bytes)
     above = [HostTier(host_bytes, below)] if host_bytes else []
     return [*above, *([] if below is None else [below])]
+
+
+def store_of(model_or_store: PreTrainedModel | PrefixStore, sizes: Mapping[str, Any]) -> PrefixStore:
+    """The store that is given, or one of these sizes for the model; None: not given.
+
+    Raises:
+        CacheArgumentError: sizes are given beside a store; and see `PrefixStore`.
+    """
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if not isinstance(model_or_store, PrefixStore):
+        return PrefixStore(model_or_store, **given)
+    if given:
+        raise CacheArgumentError(f"{' and '.join(given)} are the store's; give them to PrefixStore")
+    return model_or_store
