@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .model_check import ModelReport, check_model
     from .prefix_store import PrefixStore
     from .scoring import Score
-    from .stats import CacheStats, CallStats, RowStats
+    from .stats import CacheStats, CallStats, RowStats, TierStats
 
 _HOMES = (".errors", ".stats", ".cache", ".model_check")  # have all public names; the first two import no torch
 
@@ -44,6 +44,7 @@ __all__ = [
     "PrefixStore",
     "RowStats",
     "Score",
+    "TierStats",
     "ForwardMismatchError",
     "UnsupportedModelError",
     "__version__",

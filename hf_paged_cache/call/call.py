@@ -417,7 +417,7 @@ class Call(CallRows):
         self._may_step = limits.are_known and request.bypass is None and self._runs_as_asked(request)
         self._must_commit = True
         self.num_scheduled += 1
-        if store.tiers and stop - start >= store.block_size and store.writing_layers:  # the first forward warms up
+        if store.tiers and store.tiers.is_telling(stop - start) and store.writing_layers:  # the first forward warms up
             self._stopwatch = Stopwatch(store.pool.accelerators)
         return self.forward
 

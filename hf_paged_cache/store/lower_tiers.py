@@ -25,6 +25,7 @@ from .state_snapshots import StateSnapshots
 from .window_groups import WindowGroups
 
 _MOST_STAGED_BYTES = 2**26  # rows that are copied at once, beside the pool
+_LEAST_BLOCKS = 8  # of a forward that is measured
 
 
 class _Evicted(NamedTuple):
@@ -137,6 +138,10 @@ class LowerTiers:
     def bring_up(self, rows: Sequence[Wanted], holder: Any) -> dict[int, str]:
         """See `BringUp.bring_up`."""
         return self._up.bring_up(rows, holder)
+
+    def is_telling(self, num_columns: int) -> bool:
+        """Whether a forward of so many columns shows what a block costs; that of fewer costs more than its tokens."""
+        return num_columns >= _LEAST_BLOCKS * self._allocator.block_size
 
     def record_computed(self, stopwatch: Stopwatch, num_tokens: int) -> None:
         """A forward of so many tokens has returned."""

@@ -75,7 +75,7 @@ class DiskTier:
         """A folder of this process."""
         self._pid, self._writer, self._numbers = os.getpid(), Writer(), count()
         self._folder = parent / f"{_PREFIX}{self._pid}-{uuid4().hex[:8]}"
-        self._folder.mkdir()
+        self._folder.mkdir(mode=0o700)  # prompts can be told from what is in it
         lock = FileLock(self._folder / _LOCK)
         lock.acquire(timeout=0)
         self._clean = finalize(self, _end, self._folder, self._writer, lock, self._pid)
@@ -159,7 +159,9 @@ class DiskTier:
         for start in range(0, len(new), step):
             some = new[start : start + step]
             num_bytes = len(some) * row_bytes
-            if self.num_waiting_bytes + num_bytes > _MOST_WAITING_BYTES or not self._make_room(num_bytes):
+            if self.num_waiting_bytes + num_bytes + _SPARE_BYTES > _MOST_WAITING_BYTES or not self._make_room(
+                num_bytes
+            ):
                 self.counts.num_refused += len(some)
                 continue
             self._add(kind, shelf, parts, [names[index] for index in some], [_chosen(each, some) for each in rows])
