@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .named_prefixes import Lookup
     from .prefix_store import PrefixStore
     from .scoring import Score
-    from .stats import CacheStats, CallStats, RowStats
+    from .stats import CacheStats, CallStats, RowStats, TierStats
 
 _HOMES = (
     ".errors",
@@ -54,6 +54,7 @@ __all__ = [
     "PrefixStore",
     "RowStats",
     "Score",
+    "TierStats",
     "ForwardMismatchError",
     "UnsupportedModelError",
     "__version__",

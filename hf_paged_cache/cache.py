@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from os import PathLike
 from types import FrameType
 from typing import Any, Literal, NoReturn
 from weakref import ref
@@ -32,7 +33,7 @@ from .integration.state_layers import live_states, make_layer
 from .integration.verification import Verifier
 from .model.support import cache_layers
 from .named_prefixes import NamedPrefixes
-from .prefix_store import PrefixStore
+from .prefix_store import PrefixStore, store_of
 from .scoring import Score, score
 from .stats import CacheStats, CallStats
 from .store.store_stats import stats_of
@@ -48,7 +49,8 @@ class PagedPrefixCache(NamedPrefixes, Cache):
     resets it at its end.
 
     Args:
-        model_or_store: a model, for which a store is made with `block_size`, `num_blocks` and `max_bytes`; or a store.
+        model_or_store: a model, for which a store is made with `block_size`, `num_blocks`, `max_bytes`, `host_bytes`,
+            `disk_folder` and `disk_bytes`, see `PrefixStore`; or a store.
         cache_salt: a tenant's name, not empty. Caches with another salt never share a block, so that no tenant can probe
             another's prompts, and see, count and reset their own blocks alone (docs/security.md). A cache without one
             is the store's owner's: its `stats()` and refusals tell of all blocks.
@@ -86,16 +88,13 @@ class PagedPrefixCache(NamedPrefixes, Cache):
         attention: Literal["contiguous", "gather"] = "contiguous",
         verify: bool = False,
         on_full: Literal["refuse", "bypass"] = "refuse",
+        host_bytes: int = 0,
+        disk_folder: str | PathLike[str] | None = None,
+        disk_bytes: int | None = None,
     ) -> None:
-        if isinstance(model_or_store, PrefixStore):
-            if block_size is not None or num_blocks is not None or max_bytes is not None:
-                raise CacheArgumentError(
-                    "block_size, num_blocks and max_bytes are the store's; give them to PrefixStore"
-                )
-            self.store = model_or_store
-        else:
-            size = 16 if block_size is None else block_size
-            self.store = PrefixStore(model_or_store, block_size=size, num_blocks=num_blocks, max_bytes=max_bytes)
+        sizes: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks, "max_bytes": max_bytes}
+        tiers = {"host_bytes": host_bytes or None, "disk_folder": disk_folder, "disk_bytes": disk_bytes}
+        self.store = store_of(model_or_store, sizes | tiers)
         if not isinstance(cache_salt, str | bytes | None):
             raise CacheArgumentError(f"cache_salt is of type {type(cache_salt).__name__}; give a str or bytes")
         if cache_salt is not None and not cache_salt:

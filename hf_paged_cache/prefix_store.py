@@ -4,7 +4,9 @@ Owns the sizes a user gives, and refuses models we cannot hold. Runs no call.
 """
 
 import math
-from typing import NoReturn
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any, NoReturn
 
 from transformers import PreTrainedModel
 
@@ -32,6 +34,9 @@ from .store.block_store import BlockStore
 from .store.state_snapshots import StateRules, StateSnapshots
 from .store.store_stats import stats_of
 from .store.window_groups import SHARE_OF_A_BUDGET
+from .tiers.base import Tier
+from .tiers.disk import DiskTier
+from .tiers.host import HostTier
 
 
 class PrefixStore:
@@ -47,6 +52,11 @@ class PrefixStore:
             block needs. Without either: blocks, and the copies of running rows that attention reads, take at most half of the
             memory that is free after the first forward on each device with layers of the model (on a host: available, or left
             of the container's limit), less what other stores of this process may still take.
+        host_bytes: of pinned host memory, into which evicted blocks go and from which they come back; for models on an
+            accelerator. 0: none.
+        disk_folder: where evicted blocks go that host memory does not keep, or all of them; one in shared memory
+            (/dev/shm) is host memory for a model on a CPU. None: nowhere. See docs/tiers.md.
+        disk_bytes: of files there; None: half of what is free when the store is made.
     Raises:
         UnsupportedModelError: the model's cache cannot be held right; the message names what is in the way.
         CacheArgumentError: a size is out of range, or both sizes are given.
@@ -61,6 +71,9 @@ class PrefixStore:
         block_size: int = 16,
         num_blocks: int | None = None,
         max_bytes: int | None = None,
+        host_bytes: int = 0,
+        disk_folder: str | PathLike[str] | None = None,
+        disk_bytes: int | None = None,
     ) -> None:
         model = unwrapped(model)
         require_supported(model)
@@ -90,6 +103,7 @@ class PrefixStore:
                 )
         elif num_blocks is not None:
             int_of_at_least("num_blocks", num_blocks, 2, "blocks: one is reserved, and a call needs at least one")
+        tiers = make_tiers(model, conditioning, host_bytes, disk_folder, disk_bytes)
         self.model = model
         self.blocks = BlockStore(
             block_size,
@@ -101,6 +115,7 @@ class PrefixStore:
             states,
             bytes_per_block,
             has_budget=max_bytes is not None,
+            tiers=tiers,
         )
         self.argument_reader = ArgumentReader(
             model.config,
@@ -167,3 +182,52 @@ def read_rules(model: PreTrainedModel) -> StateRules | None:
         sizes.are_convolutions_alone,
         traits.clamps_one_token,
     )
+
+
+def make_tiers(
+    model: PreTrainedModel,
+    conditioning: Conditioning,
+    host_bytes: int,
+    disk_folder: str | PathLike[str] | None,
+    disk_bytes: int | None,
+) -> list[Tier]:
+    """The tiers below the pool, from the nearest.
+
+    Raises:
+        CacheArgumentError: a size that is none, host memory for a pool in host memory, a folder that cannot be written, or
+            tiers where other processes share the model.
+    """
+    int_of_at_least("host_bytes", host_bytes, 0, "bytes")
+    if disk_bytes is not None:
+        int_of_at_least("disk_bytes", disk_bytes, 1, "bytes")
+        if disk_folder is None:
+            raise CacheArgumentError(f"disk_bytes is {disk_bytes} without disk_folder; say in which folder they are")
+    if not host_bytes and disk_folder is None:
+        return []
+    if conditioning.rank_groups():
+        raise CacheArgumentError(
+            "host_bytes or disk_folder is given, and other processes share this model: each would bring up other blocks; leave "
+            "them out"
+        )
+    if host_bytes and input_device(model).type == "cpu":
+        raise CacheArgumentError(
+            f"host_bytes is {host_bytes}, but the model is on a CPU, so its blocks lie in host memory already: give the store "
+            "a larger max_bytes; or give disk_folder, for a tier on a disk or in shared memory"
+        )
+    below = None if disk_folder is None else DiskTier(disk_folder, disk_bytes)
+    above = [HostTier(host_bytes, below)] if host_bytes else []
+    return [*above, *([] if below is None else [below])]
+
+
+def store_of(model_or_store: PreTrainedModel | PrefixStore, sizes: Mapping[str, Any]) -> PrefixStore:
+    """The store that is given, or one of these sizes for the model; None: not given.
+
+    Raises:
+        CacheArgumentError: sizes are given beside a store; and see `PrefixStore`.
+    """
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if not isinstance(model_or_store, PrefixStore):
+        return PrefixStore(model_or_store, **given)
+    if given:
+        raise CacheArgumentError(f"{' and '.join(given)} are the store's; give them to PrefixStore")
+    return model_or_store

@@ -31,6 +31,7 @@ class CacheStats:
         pool_bytes: held by the pool, whatever is in it. Attention's copy is not in the pool.
         num_snapshots: of what layers with a state carry, at the ends of blocks; 0 where no layer does.
         snapshot_bytes: of these; not in the pool. What running rows carry is not counted.
+        tiers: below the pool, from the nearest; empty where there are none.
     """
 
     prompt_tokens: int
@@ -52,9 +53,59 @@ class CacheStats:
     pool_bytes: int | None
     num_snapshots: int = 0
     snapshot_bytes: int = 0
+    tiers: "tuple[TierStats, ...]" = ()
 
     def __str__(self) -> str:
-        return _table(self)
+        return "\n".join([_table(self), *map(str, self.tiers)])
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier below the pool: what it keeps, and what it has done since the store was made.
+
+    To a cache with a salt, the blocks are those of its salt, and all other numbers are None: they would tell of others.
+
+    Attributes:
+        name: "host" or "disk".
+        num_blocks: whose contents it keeps; where all layers have a window or a state, contents of windows or snapshots.
+        num_bytes: that it takes now.
+        max_bytes: that it may take; None: as many as there are.
+        num_down: contents that it was given, window blocks and snapshots counted as blocks are.
+        num_up: contents that were read back from it.
+        num_dropped: contents that it gave up for others.
+        num_refused: contents that it had no room for, or that it was not worth to keep.
+        read_ms: milliseconds to read a block back, as it was lately; None: not measured yet.
+        compute_ms: milliseconds to compute one.
+        is_worth_it: whether blocks move to it and from it: not where reading takes longer than computing.
+    """
+
+    name: str
+    num_blocks: int
+    num_bytes: int | None = None
+    max_bytes: int | None = None
+    num_down: int | None = None
+    num_up: int | None = None
+    num_dropped: int | None = None
+    num_refused: int | None = None
+    read_ms: float | None = None
+    compute_ms: float | None = None
+    is_worth_it: bool | None = None
+
+    def __str__(self) -> str:
+        if self.num_bytes is None:
+            return f"{self.name} tier: {self.num_blocks:,} blocks"
+        most = "" if self.max_bytes is None else f" of {_readable('max_bytes', self.max_bytes, of_a_salt=False)}"
+        times = [
+            f"{what} a block {number:.2f} ms"
+            for what, number in (("reading", self.read_ms), ("computing", self.compute_ms))
+            if number is not None
+        ]
+        return (
+            f"{self.name} tier: {self.num_blocks:,} blocks, {_readable('num_bytes', self.num_bytes, of_a_salt=False)}{most}; "
+            f"{self.num_down:,} down, {self.num_up:,} up, {self.num_dropped:,} dropped, {self.num_refused:,} refused"
+            + "".join(f"; {each}" for each in times)
+            + ("" if self.is_worth_it else "; not worth it now")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +115,8 @@ class RowStats:
     Attributes:
         matched_tokens: found in the store, or in the rows of the call before.
         stopped: why the match ended there, or why known tokens were computed again.
+        host_tokens, disk_tokens: of those found, how many were read back from a lower tier for this call; all others were
+            in the pool. 0 where there is no such tier.
     """
 
     prompt_tokens: int
@@ -71,6 +124,13 @@ class RowStats:
     reused_tokens: int
     matched_tokens: int
     stopped: str
+    host_tokens: int = 0
+    disk_tokens: int = 0
+
+    @property
+    def device_tokens(self) -> int:
+        """Of those found, how many were in the pool."""
+        return max(0, self.matched_tokens - self.host_tokens - self.disk_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +150,21 @@ class CallStats:
 
     def __str__(self) -> str:
         lines = [
-            f"row {i}: {row.reused_tokens} of {row.prompt_tokens} prompt tokens reused; {row.stopped}"
+            f"row {i}: {row.reused_tokens} of {row.prompt_tokens} prompt tokens reused; {_from_tiers(row)}{row.stopped}"
             for i, row in enumerate(self.rows)
         ]
         return "\n".join([_table(self), *lines])
 
 
+def _from_tiers(row: RowStats) -> str:
+    """What was read back for a row, for its line; "" where nothing was."""
+    read = [(row.host_tokens, "host memory"), (row.disk_tokens, "disk")]
+    return "".join(f"{number} were read back from {where}; " for number, where in read if number)
+
+
 def _table(stats: CacheStats | CallStats) -> str:
     """A line for each number: its name, its value, and what must be said of it."""
-    shown = [each for each in fields(stats) if each.name != "rows"]
+    shown = [each for each in fields(stats) if each.name not in ("rows", "tiers")]
     of_a_salt = isinstance(stats, CacheStats) and stats.pool_bytes is None
     values = [_readable(each.name, getattr(stats, each.name), of_a_salt=of_a_salt) for each in shown]
     names_width, values_width = max(len(each.name) for each in shown), max(map(len, values))
@@ -124,8 +190,18 @@ class RowCount:
     computed_tokens: int = 0
     matched_tokens: int = 0
     stopped: str = "nothing was computed"
+    host_tokens: int = 0
+    disk_tokens: int = 0
 
     def frozen(self) -> RowStats:
         """As it is now."""
         reused = self.prompt_tokens - self.computed_tokens
-        return RowStats(self.prompt_tokens, self.computed_tokens, reused, self.matched_tokens, self.stopped)
+        return RowStats(
+            self.prompt_tokens,
+            self.computed_tokens,
+            reused,
+            self.matched_tokens,
+            self.stopped,
+            self.host_tokens,
+            self.disk_tokens,
+        )

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
@@ -31,6 +33,8 @@ from hf_paged_cache.model.rope import RopeRegime
 from hf_paged_cache.store import block_store, state_snapshots
 from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.state_snapshots import StateRules
+from hf_paged_cache.tiers.disk import DiskTier
+from hf_paged_cache.tiers.host import HostTier
 
 if TYPE_CHECKING:
     import pytest
@@ -455,3 +459,46 @@ def leave_all_with_blocks() -> None:
     """As if every `with cache:` had been left: one whose entry was interrupted never is."""
     ambient._open = ()
     ambient._here.set(())
+
+
+# Tiers below the pool.
+
+
+def zero_tiers(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
+    """Put zeros in place of all that lower tiers have, in memory and in files. The pool's content stays."""
+    for tier in _blocks(cache_or_store).tiers.tiers:
+        if isinstance(tier, HostTier):
+            for shelf in tier._shelves.values():
+                for slab in shelf._slabs:
+                    for rows in slab.rows:
+                        rows.zero_()
+        elif isinstance(tier, DiskTier):
+            tier.join()
+            for run in tier._runs:
+                if isinstance(run._content, list):
+                    for chunk in run._content:
+                        chunk.wait()
+                        for rows in chunk.rows:
+                            rows.zero_()
+                else:
+                    tensors = load_file(run._content)
+                    save_file({name: torch.zeros_like(rows) for name, rows in tensors.items()}, run._content)
+
+
+def num_waiting(cache_or_store: PagedPrefixCache | PrefixStore) -> int:
+    """Evicted contents that have not been copied out of the pool."""
+    return len(_blocks(cache_or_store).tiers._evicted)
+
+
+def always_worth_it(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
+    """Whatever is measured: tiny models compute a block in less time than it takes to open a file."""
+    for worth in _blocks(cache_or_store).tiers.worth.values():
+        worth.is_worth_it = lambda: True  # type: ignore[method-assign]
+
+
+def pretend_times(cache_or_store: PagedPrefixCache | PrefixStore, *, read: float, computed: float) -> None:
+    """Let it be measured that a block takes so many seconds to read back, and to compute."""
+    tiers = _blocks(cache_or_store).tiers
+    tiers.compute.seconds = computed
+    for worth in tiers.worth.values():
+        worth.read.seconds = read

@@ -25,6 +25,7 @@ LEVELS = [
     ["errors", "stats", "locks"],
     ["blocks"],
     ["kv"],
+    ["tiers"],
     ["attention", "store", "model"],
     ["call"],
     ["integration"],

@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -24,7 +25,7 @@ from hf_paged_cache import PagedPrefixCache
 from . import lock_guard
 from .call.bench import Bench, limits, request
 from .conformance import zoo
-from .internals import hold_all_token_ids, make_forwards_cheap
+from .internals import always_worth_it, hold_all_token_ids, make_forwards_cheap
 from .lock_guard import LockError
 from .reference import AtStep, batch, row, run
 from .tiny_models import build
@@ -43,6 +44,9 @@ OTHERWISE_TESTED = {
     "store.block_store:BlockStore.read_budget": "before the first forward is confirmed; a look at devices, and one number",
     "store.block_store:BlockStore.bytes_to_come": "asked by another store before its first forward is confirmed; numbers",
     "integration.ranks:Ranks.settled_budget": "runs only where processes share a model",
+    "tiers.run_files:Run.write": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
+    "tiers.run_files:Run._save": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
+    "tiers.run_files:Run.drop": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
 }
 
 
@@ -179,6 +183,15 @@ def share_a_prefix() -> None:
         run(cache.store.model, cache, **batch(row((1, 20), (2, 4)), row((1, 20), (3, 4))))
 
 
+def come_back_from_a_tier() -> None:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        cache = PagedPrefixCache(build("llama"), block_size=4, num_blocks=20, disk_folder=folder)
+        always_worth_it(cache)
+        for tokens in ((1, 18), (2, 30), (3, 30), (1, 18)):
+            run(cache.store.model, cache, input_ids=torch.tensor([row(tokens)]))
+        assert cache.last_call.rows[0].disk_tokens
+
+
 def verify() -> None:
     cache = fresh(verify=True)
     for _ in range(2):
@@ -261,6 +274,7 @@ SCENES = [
     pin_where_rope_depends_on_length,
     bypass,
     share_a_prefix,
+    come_back_from_a_tier,
     verify,
     carry_states,
     hold_token_ids,

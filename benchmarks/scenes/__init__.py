@@ -8,6 +8,7 @@ from . import (  # noqa: I001
     windows,
     states,
     conversations,
+    tiers,
     few_shot,
     memory,
     overhead,
@@ -18,5 +19,18 @@ from .registry import SCENES, Repeat, Scene
 __all__ = ["SCENES", "Repeat", "Scene"]
 
 assert all(
-    (one_row, several_rows, beams, steps, windows, states, conversations, few_shot, memory, overhead, forward_cost)
+    (
+        one_row,
+        several_rows,
+        beams,
+        steps,
+        windows,
+        states,
+        conversations,
+        tiers,
+        few_shot,
+        memory,
+        overhead,
+        forward_cost,
+    )
 )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from ..errors import BlockStateError, CacheArgumentError
 from .allocation import Allocation, num_blocks_of_ring
 from .arguments import check_not_negative, int_of_at_least
-from .block_states import BlockStates
+from .block_states import BlockStates, OnEvict
 from .hashing import BlockHash
 from .ledger import BlockLedger
 
@@ -300,6 +300,13 @@ class PrefixCachingBlockAllocator(BlockLedger):
         """Forget the first `num_copies` of `pending_copies`: they were made."""
         del self._copies[:num_copies]
 
+    def watch_evictions(self, on_evict: OnEvict) -> None:
+        """From here on, tell of each cached block that is handed out for something else, just before it loses its hash.
+
+        What it holds is there until the next write. A block may be told of that stays, where the change is interrupted.
+        """
+        self._states.on_evict = on_evict
+
     def mark_accessed(self, block_ids: Iterable[int]) -> None:
         """Evict cached blocks last, in the order given; ignores blocks in use. Raises BlockStateError for a free one."""
         touched = list(block_ids)
@@ -351,7 +358,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
         """
         if self.num_blocks_in_use:
             raise BlockStateError(f"cannot reset: {self.num_blocks_in_use} blocks are in use; free their holders first")
-        states = BlockStates(self.num_blocks if num_blocks is None else num_blocks)
+        states = BlockStates(self.num_blocks if num_blocks is None else num_blocks, self._states.on_evict)
         states.num_evictions = self.num_evictions
         self._copies.clear()
         self._states = states

@@ -7,12 +7,16 @@ Knows nothing of who holds what: `PrefixCachingBlockAllocator` does, and it alon
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from ..errors import BlockStateError, CacheArgumentError
 from .free_queue import FreeBlockQueue
+from .hashing import BlockHash
 from .prefix_index import PrefixIndex
+
+OnEvict = Callable[[int, BlockHash, bytes], None]
+"""Told of a cached block that is handed out: its id, its hash, its namespace. Asks nothing of the allocator, and does not raise."""
 
 
 class BlockStates:
@@ -25,6 +29,7 @@ class BlockStates:
 
     Args:
         num_blocks: with the null block 0. Ids 1 to num_blocks - 1 are handed out, at first the lowest first.
+        on_evict: told of each cached block that is handed out, just before it loses its hash; None: nobody is.
     """
 
     __slots__ = (
@@ -36,14 +41,16 @@ class BlockStates:
         "num_cached_of",
         "num_evictions",
         "num_in_use_of",
+        "on_evict",
         "queue",
         "ref_counts",
     )
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_evict: OnEvict | None = None) -> None:
         if num_blocks < 2:
             raise CacheArgumentError(f"num_blocks is {num_blocks}; give at least 2, as block 0 is never handed out")
         self.num_blocks = num_blocks
+        self.on_evict = on_evict
         self.ref_counts = [0] * num_blocks  # block id -> number of holders
         self.index = PrefixIndex(num_blocks)
         self.queue = FreeBlockQueue(num_blocks, range(1, num_blocks))
@@ -62,6 +69,10 @@ class BlockStates:
         num_free = len(self.queue) - self.num_cached
         taken = self.queue.popleft_many(num_blocks)
         ref_counts, namespaces = self.ref_counts, self.index.namespaces
+        if self.on_evict is not None:
+            for block_id in islice(taken, num_free, None):
+                if (block_hash := self.index.hash_of(block_id)) is not None:
+                    self.on_evict(block_id, block_hash, namespaces[block_id])
         for block_id in islice(taken, num_free, None):
             self.index.remove(block_id)
             self.num_cached -= 1

@@ -127,6 +127,13 @@ class BlockLedger:
         block_id = self._states.index.blocks.get(digest)
         return None if block_id is None else self._states.index.namespaces[block_id]
 
+    def hash_of_digest(self, digest: bytes) -> tuple[BlockHash, bytes] | None:
+        """The hash and the namespace of the block with this digest; None where no block has it."""
+        index = self._states.index
+        block_id = index.blocks.get(digest)
+        block_hash = None if block_id is None else index.hash_of(block_id)
+        return None if block_id is None or block_hash is None else (block_hash, index.namespaces[block_id])
+
     def is_writable(self, block_id: int) -> bool:
         """Whether a block has one holder and no hash: only such a block may be written."""
         if self._dirty or self.collected:

@@ -6,7 +6,7 @@ A snapshot is kept under its block's digest, found with the block, and gone with
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from ..errors import BlockStateError
@@ -26,6 +26,7 @@ class Snapshots(Generic[Content]):
     Attributes:
         most: snapshots that there can be.
         num_evictions: those that others have taken the place of, so far.
+        on_evict: told of each of these, with its block's digest; None: nobody is.
     Example:
         >>> from . import BlockTable, PrefixCachingBlockAllocator, root_hash
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
@@ -40,6 +41,7 @@ class Snapshots(Generic[Content]):
     def __init__(self, allocator: PrefixCachingBlockAllocator, most: int = 0) -> None:
         self.most = most
         self.num_evictions = 0
+        self.on_evict: Callable[[bytes, Content], None] | None = None
         self._allocator = allocator
         self._contents: OrderedDict[bytes, Content] = OrderedDict()  # the least recently used first
         self._num_changes = (0, 0)  # the allocator's, when all were looked at last
@@ -82,8 +84,7 @@ class Snapshots(Generic[Content]):
         while len(self._contents) >= max(1, self.most):
             if not may_evict:
                 return False
-            self._contents.popitem(last=False)
-            self.num_evictions += 1
+            self._evict()
         if self.most < 1:
             return False
         self._contents[digest] = content
@@ -128,8 +129,17 @@ class Snapshots(Generic[Content]):
         """There can be so many from here on; the least recently used of more than that go."""
         self.most = most
         while len(self._contents) > most:
-            self._contents.popitem(last=False)
-            self.num_evictions += 1
+            self._evict()
+
+    def of_digest(self, digest: bytes) -> Content | None:
+        """The snapshot at the end of the block with this digest, or None; it is used no more recently for that."""
+        return self._contents.get(digest)
+
+    def _evict(self) -> None:
+        digest, content = self._contents.popitem(last=False)
+        self.num_evictions += 1
+        if self.on_evict is not None:
+            self.on_evict(digest, content)
 
     def reset(self) -> None:
         """Let go of all."""

@@ -7,11 +7,12 @@ their own of which there may be far fewer. Blocks behind the window have none, o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ..errors import BlockStateError, OutOfBlocksError
 from .allocation import Allocation, Resumption
 from .allocator import PrefixCachingBlockAllocator
+from .hashing import BlockHash
 
 
 class WindowBlocks:
@@ -33,6 +34,8 @@ class WindowBlocks:
         most: window blocks that there can be.
         num_to_come: of those, kept for running calls that do not need them yet.
         num_evictions: idle window blocks that were taken so far.
+        on_evict: told of each of these: the window, its number, the hash and the namespace of its block. What it holds is
+            there until the next write. None: nobody is.
     Example:
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
         >>> group = WindowBlocks(allocator, window=3, num_blocks=4)
@@ -54,6 +57,7 @@ class WindowBlocks:
         self._passed: OrderedDict[int, None] = OrderedDict()  # ids of blocks
         self._ends: OrderedDict[int, None] = OrderedDict()
         self.num_evictions = 0
+        self.on_evict: Callable[[int, int, BlockHash, bytes], None] | None = None
         self._num_lapses = 0  # the allocator's, when all was derived last
         self._dirty = False
 
@@ -204,6 +208,24 @@ class WindowBlocks:
         self.places[destination] = place
         self.release((source,), num_own=0, is_end=True)
 
+    def take_places(self, fresh: Iterable[int], number: int) -> list[int]:
+        """Window blocks for contents that come back: `give_place` says of which blocks, once they are there. Until then,
+        whoever derives all again gets them back.
+
+        The caller has checked that there are so many, and has begun.
+
+        Args:
+            fresh: blocks that were taken for such contents, too; what they had here before is dropped.
+        """
+        for block_id in fresh:
+            if block_id in self.places:
+                self._drop(block_id)
+        return [self._take() for _ in range(number)]
+
+    def give_place(self, block_id: int, place: int) -> None:
+        """A block has this window block from here on, and what was written into it."""
+        self.places[block_id] = place
+
     def hold(self, block_ids: Iterable[int]) -> None:
         """Blocks are needed from here on; those without a window block are skipped."""
         for block_id in block_ids:
@@ -345,7 +367,10 @@ class WindowBlocks:
         victims = self._passed or self._ends
         block_id, _ = victims.popitem(last=False)
         self.num_evictions += 1
-        return self.places.pop(block_id)
+        place = self.places.pop(block_id)
+        if self.on_evict is not None and (block_hash := self._allocator.block_hash_of(block_id)) is not None:
+            self.on_evict(self.window, place, block_hash, self._allocator.namespace_of(block_id))
+        return place
 
     def _drop(self, block_id: int) -> None:
         """Take a block's window block away."""

@@ -11,6 +11,7 @@ reader, unread.
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 from weakref import ref
@@ -21,8 +22,10 @@ from torch import Tensor
 from ..attention.base import Reader
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
 from ..kv.states import LiveStates
+from ..kv.stopwatch import Stopwatch
 from ..kv.transfers import Transfer
 from ..store.block_store import BlockStore
+from ..store.bring_up import Wanted
 from .admission import UNLIMITED, CallLimits, Demand, admit_call, renew_reservation
 from .call_rows import CallRows, CallState
 from .counters import PromptCounters
@@ -59,6 +62,8 @@ class Call(CallRows):
         self.peak_kv_bytes = 0
         self.keeps_past = False  # drafts will be verified, and taken back by `crop`
         self.demand: Demand | None = None  # of rows that begin, as long as nothing has changed
+        self._brought: Mapping[int, str] = {}  # block -> the tier that it has come from for the next forward
+        self._stopwatch: Stopwatch | None = None  # of a forward of a prompt, where lower tiers ask
         self._must_commit = False  # the last forward had several columns, and may have filled blocks
         store.add_holder(self)
 
@@ -109,6 +114,30 @@ class Call(CallRows):
         most = max(0, num_tokens - self.states.num_needed_of(num_tokens))
         return look_up_row(self.store, new, previous, most, num_at_end)
 
+    def bring_up(self, request: ForwardRequest) -> None:
+        """Have what lower tiers know of a prompt cached, before `prepare` looks for it. No lock is held while files are read."""
+        rows, wanted = self.rows, []
+        if request.bypass is not None or request.num_new_columns <= request.num_logits_needed:
+            return
+        with self.store.lock:
+            self.store.settle()
+            if rows.alias and not self.brackets:
+                return  # plain forwards: whether what they computed counts is judged when the next is prepared
+            if rows.alias:
+                self.roll_back()
+                self._held.flush(rows)
+                self._commit()
+            if not rows.alias or len(rows) == len(request.rows):
+                for number, new in enumerate(request.rows):
+                    row = rows.distinct[rows.alias[number]] if rows.alias else None
+                    tokens = new.token_ids if row is None else row.with_new(new.token_ids)
+                    most = len(tokens) - self.states.num_needed(request)
+                    if row is None or row.commit_end is None:
+                        wanted.append(Wanted(new.root, new.salt, tokens, most))
+        brought = self.store.tiers.bring_up(wanted, self)
+        with self.store.lock:
+            self._brought = brought
+
     def prepare(self, request: ForwardRequest) -> None:
         """A forward is about to run: rows begin or go on, and hold what is known of them. `schedule` comes next.
 
@@ -149,9 +178,18 @@ class Call(CallRows):
                     self.counters.begin_rows(found)
                 else:
                     self._continue_rows(request)
+                if self.store.tiers:
+                    self._count_brought()
             except BaseException:
                 self.roll_back()
                 raise
+
+    def _count_brought(self) -> None:
+        """Say of each row how many of its tokens have come from which tier."""
+        brought, self._brought = self._brought, {}
+        size, rows = self.store.block_size, self.rows
+        held = [Counter(brought[i] for i in row.table.block_ids if i in brought) for row in rows.distinct]
+        self.counters.bring([{name: size * held[index][name] for name in held[index]} for index in rows.alias])
 
     def _continue_rows(self, request: ForwardRequest) -> None:
         """Rows go on; those that part go on from copies of what they shared."""
@@ -259,7 +297,9 @@ class Call(CallRows):
                     if self.states:
                         self.states.keep_last(rows)
                     renew_reservation(self.store, self, rows, self.limits, before + 1)
-                    self.store.make_copies(transfer)  # last: with their ids goes all that the step needs
+                    self.store.make_copies(
+                        transfer, may_wait=False
+                    )  # last: with their ids goes all that the step needs
                 self.states.tear()
                 self.forward = ScheduledForward(
                     before, before + 1, tuple(range(num_rows)), None, slot_mapping, is_step=True
@@ -321,6 +361,10 @@ class Call(CallRows):
             self.states.column = forward.stop
             if not forward.is_step:
                 self.rows.let_pass()
+            if self._stopwatch is not None:
+                num_tokens = (forward.stop - forward.start) * len(self.rows.distinct)
+                store.tiers.record_computed(self._stopwatch, num_tokens)
+                self._stopwatch = None
             self.state = CallState.CONFIRMED
             self.forward = None
             if conditions_held is not None:
@@ -401,6 +445,8 @@ class Call(CallRows):
         self._may_step = limits.are_known and request.bypass is None and self._runs_as_asked(request)
         self._must_commit = True
         self.num_scheduled += 1
+        if store.tiers and store.tiers.is_telling(stop - start) and store.writing_layers:  # the first forward warms up
+            self._stopwatch = Stopwatch(store.pool.accelerators)
         return self.forward
 
     def _runs_as_asked(self, request: ForwardRequest) -> bool:

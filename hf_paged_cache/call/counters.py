@@ -28,6 +28,7 @@ class PromptCounters:
         self._was_bypassed = False  # one of this call has
         self._pending: list[RowCount] = []  # of the scheduled forward
         self._found: Sequence[Found] = ()  # of rows that begin
+        self._brought: Sequence[Mapping[str, int]] = ()  # of the scheduled forward; empty where there is one tier alone
 
     @property
     def metrics(self) -> PrefixCacheMetrics:
@@ -51,6 +52,10 @@ class PromptCounters:
     def begin_rows(self, found: Sequence[Found]) -> None:
         """Rows begin: what was found of each row of the batch."""
         self._found = found
+
+    def bring(self, of_row: Sequence[Mapping[str, int]]) -> None:
+        """Of each row of the batch, tokens that the next forward finds because lower tiers had them, by tier."""
+        self._brought = of_row
 
     def schedule(
         self,
@@ -117,6 +122,10 @@ class PromptCounters:
             self.rows = [RowCount(stopped="the last call's rows went on") for _ in self._pending]
         for row, found in zip(self.rows, self._found, strict=False):
             row.matched_tokens, row.stopped = found.num_tokens, found.stopped
+        for row, tokens_of in zip(self.rows, self._brought, strict=False):
+            row.host_tokens += tokens_of.get("host", 0)
+            row.disk_tokens += tokens_of.get("disk", 0)
+        self._brought = ()
         for row, new in zip(self.rows, self._pending, strict=True):
             row.prompt_tokens += new.prompt_tokens
             row.computed_tokens += new.computed_tokens

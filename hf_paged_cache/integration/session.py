@@ -229,6 +229,8 @@ class Session:
         ):  # into whatever: a weight, an input, a hook's tensor
             request = replace(request, keep_columns=_GRADIENTS)
         request = self._with_roots(request, before)
+        if self._store.tiers:
+            call.bring_up(request)
         if self.verifier is not None and not before and request.bypass is None and self._adapters is None:
             if not self.verifier.verify(request.rows, self._digest, synced_gpus=self._synced_gpus):
                 self._conditioning.suspect()

@@ -52,6 +52,7 @@ class BlockPool:
         self.block_size = block_size
         self.capacity = 0  # blocks that every tensor holds; where growing was cut short, some hold more
         self.bytes_per_block = 0  # in all layers written so far
+        self.num_layouts = 0  # how often a layer got other tensors: another shape, dtype or device, or its first
         self.num_blocks_used = 0  # 1 + the highest block id written so far
         self._first_device = first_device
         self._streams: StreamOrder = StreamOrder() if beside is None else beside._streams
@@ -95,6 +96,11 @@ class BlockPool:
         devices = [tensor.device for tensor in self._all_tensors()] or [self._first_device()]
         return all(device.type == "cpu" for device in devices)
 
+    @property
+    def accelerators(self) -> set[torch.device]:
+        """That hold tensors, or have."""
+        return self._accelerators
+
     def join_streams(self) -> None:
         """Blocks may have passed from one call to another: what those launched comes before what this thread launches."""
         if self._accelerators:
@@ -130,6 +136,7 @@ class BlockPool:
         """Give all memory back; the next write may have other shapes."""
         self.release(self._all_tensors())
         self._tensors = {}
+        self.num_layouts += 1
         self.capacity = self.num_blocks_used = self.bytes_per_block = 0
 
     def map_slots(
@@ -286,6 +293,19 @@ class BlockPool:
             for tensor in self._all_tensors():
                 tensor[destination].copy_(tensor[source])
 
+    def held_by_window(self) -> dict[int | None, dict[tuple[int, str], Tensor]]:
+        """Window -> (layer index, name) -> the tensor that holds it; None: of the layers without a window."""
+        return {None: {(idx, name): held for idx, layer in self._tensors.items() for name, held in layer.items()}}
+
+    @property
+    def layout(self) -> int:
+        """A number that changes where tensors of other shapes, dtypes or devices may be held."""
+        return self.num_layouts
+
+    def use_blocks(self, window: int | None, ids: Sequence[int]) -> None:
+        """These blocks, or window blocks, are about to be written in the tensors themselves."""
+        self.num_blocks_used = max(self.num_blocks_used, 1 + max(ids, default=-1))
+
     def _all_tensors(self) -> Iterator[Tensor]:
         return (tensor for layer in self._tensors.values() for tensor in layer.values())
 
@@ -345,6 +365,7 @@ class BlockPool:
             self._accelerators.add(tensor.device)
             self.join_streams()  # this thread's is the first
         self._tensors.setdefault(layer_idx, {})[name] = tensor
+        self.num_layouts += 1
         return tensor
 
     def _resized(self, tensor: Tensor, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -77,10 +77,12 @@ class GroupedPool(BlockPool):
         groups: Iterable[WindowBlocks],
     ) -> None:
         super().__init__(block_size, first_device)
+        self._num_groupings = 0
         self.regroup(window_of, groups)
 
     def regroup(self, window_of: Mapping[int, int], groups: Iterable[WindowBlocks]) -> None:
         """The layers have these windows from here on. Nothing is in the pool."""
+        self._num_groupings += 2**20  # the pools of windows count from 0 again
         self._groups = {group.window: group for group in groups}
         self._window_of = {layer_idx: window for layer_idx, window in window_of.items() if window in self._groups}
         self._in_windows = {window: BlockPool(self.block_size, self._first_device, self) for window in self._groups}
@@ -118,6 +120,22 @@ class GroupedPool(BlockPool):
         super().clear()
         for pool in self._pools():
             pool.clear()
+
+    def held_by_window(self) -> dict[int | None, dict[tuple[int, str], Tensor]]:
+        held = super().held_by_window()
+        for window, pool in self._in_windows.items():
+            held[window] = pool.held_by_window()[None]
+        return held
+
+    @property
+    def layout(self) -> int:
+        return self._num_groupings + self.num_layouts + sum(pool.num_layouts for pool in self._pools())
+
+    def use_blocks(self, window: int | None, ids: Sequence[int]) -> None:
+        if window is None:
+            super().use_blocks(None, ids)
+        else:
+            self._in_windows[window].use_blocks(None, ids)
 
     def map_slots(
         self, slots: Sequence[int], sources: Sequence[int] | None = None, transfer: Transfer | None = None

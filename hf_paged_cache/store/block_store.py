@@ -5,7 +5,7 @@ Shared by many caches, and outlives them. Knows no rows and no forwards. Whoever
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -18,7 +18,9 @@ from ..kv.block_pool import BlockPool
 from ..kv.grouped_pool import GroupedPool
 from ..kv.transfers import Transfer
 from ..locks import new_lock
+from ..tiers.base import Tier
 from .call_totals import CallTotals
+from .lower_tiers import LowerTiers
 from .memory_budget import add_store, default_budget_bytes, lacks_room
 from .pins import Pins
 from .state_snapshots import StateRules, StateSnapshots
@@ -89,6 +91,7 @@ class BlockStore:
         window_share: of the blocks, how many window blocks there can be; see `WindowGroups`.
         states, bytes_per_block: see `StateSnapshots`.
         has_budget: `num_blocks` is what a budget in bytes holds, beside as many bytes of snapshots.
+        tiers: see `LowerTiers`.
     Attributes:
         max_num_blocks: the most blocks there can be; None until a forward shows what the budget holds. Where memory ran
             out, what was managed by then.
@@ -107,6 +110,7 @@ class BlockStore:
         bytes_per_block: int = 0,
         *,
         has_budget: bool = False,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         if num_blocks is not None and num_blocks < 2:
             raise CacheArgumentError(
@@ -125,6 +129,7 @@ class BlockStore:
         self.pool = BlockPool(block_size, first_device)
         if self.windows:
             self.pool = GroupedPool(block_size, first_device, window_of, self.windows.groups)
+        self.tiers = LowerTiers(self, self.allocator, self.pool, self.windows, self.states, tiers)
         self.call_totals = CallTotals()
         self.max_num_blocks = num_blocks
         self.ran_out_of_memory = False
@@ -279,6 +284,7 @@ class BlockStore:
         self.window_admission.forget()
         self.windows.regroup(window_of)
         self.pool.regroup(window_of, self.windows.groups)
+        self.tiers.watch_windows()
         self.windows.window_of = {**window_of}  # last: interrupted above, the next call begins again
         return True
 
@@ -302,7 +308,7 @@ class BlockStore:
         self.stop_growing()
         managed = self.max_num_blocks or 0
         if managed > _FIRST_NUM_BLOCKS and not self.allocator.num_blocks_in_use:
-            self.reset_prefix_cache()
+            self.reset_prefix_cache(keep_tiers=True)
             self.stop_growing()
             self.max_num_blocks = max(managed - managed // 4, self.max_num_blocks or 0)
             self.windows.limit(self.max_num_blocks)
@@ -314,7 +320,7 @@ class BlockStore:
     def give_back(self) -> None:
         """Where `give_back_later` was called, and nobody holds a block, forget all of them and give their memory back."""
         if self._must_give_back and not self.allocator.num_blocks_in_use:
-            self.reset_prefix_cache()
+            self.reset_prefix_cache(keep_tiers=True)
 
     def _growth(self, managed: int, missing: int) -> int:
         """The blocks to manage more where so many are missing.
@@ -338,12 +344,15 @@ class BlockStore:
             return False
         return True
 
-    def make_copies(self, transfer: Transfer | None = None) -> None:
-        """Make the pending copies of copy on write; to be called before the next write.
+    def make_copies(self, transfer: Transfer | None = None, *, may_wait: bool = True) -> None:
+        """Copy out what was evicted, and make the pending copies of copy on write; to be called before the next write.
 
         Args:
             transfer: see `BlockPool.copy_blocks`.
+            may_wait: see `LowerTiers.move_down`.
         """
+        if self.tiers:
+            self.tiers.move_down(may_wait=may_wait)
         copies = self.allocator.pending_copies
         if copies:
             self.pool.copy_blocks(copies, transfer)
@@ -417,6 +426,7 @@ class BlockStore:
         self.allocator.check()
         self.windows.check()
         self.states.check()
+        self.tiers.check()
 
     def lose_threads(self, idents: frozenset[int]) -> None:
         """These threads are not there, as in a forked child: nothing that they ran holds blocks."""
@@ -448,10 +458,12 @@ class BlockStore:
             call.drop_rows()
 
     def forget_blocks(self, block_hashes: Iterable[BlockHash], salt: bytes) -> None:
-        """Let nobody hit these blocks of a salt any more, nor go on from what layers carry behind them."""
+        """Let nobody hit these blocks of a salt any more, in whatever tier, nor go on from what layers carry behind them."""
         self.allocator.forget(block_hashes, salt)
         if self.states:
             self.states.kept.settle()  # before a block gets one of these hashes again
+        if self.tiers:
+            self.tiers.forget(block_hashes, salt)
 
     def forget(self, salt: bytes) -> None:
         """Forget every cached block of a salt and drop its pins; where nobody has a block then, give the memory back.
@@ -462,13 +474,16 @@ class BlockStore:
         self.allocator.forget_cached_blocks(salt)
         if self.states:
             self.states.kept.settle()
+        self.tiers.forget_namespace(salt)
         is_empty = self.allocator.num_blocks_in_use == self.allocator.num_cached_blocks == 0
         if is_empty and not any(holder.is_running for holder in self.holders()):
-            self.reset_prefix_cache()
+            self.reset_prefix_cache(keep_tiers=True)
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, *, keep_tiers: bool = False) -> None:
         """Forget every cached block, drop all pins and give the pool's memory back. It may grow anew where it ran out.
 
+        Args:
+            keep_tiers: what lower tiers have stays.
         Raises:
             BlockStateError: rows hold blocks; nothing has changed.
         """
@@ -479,6 +494,7 @@ class BlockStore:
         self.allocator.reset_prefix_cache(num_blocks)
         self.windows.reset(num_blocks)
         self.states.kept.reset()
+        self.tiers.lose_pool() if keep_tiers else self.tiers.reset()
         self.pool.clear()
         self.grow_anew()
         self._must_give_back = False

@@ -39,4 +39,5 @@ def stats_of(
         pool_bytes=None if salt else store.pool.pool_bytes,
         num_snapshots=store.states.num_of(salt),
         snapshot_bytes=store.states.num_of(salt) * store.states.rules.num_bytes,
+        tiers=store.tiers.stats(salt),
     )

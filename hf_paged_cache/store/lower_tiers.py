@@ -1,0 +1,208 @@
+"""Moves blocks between the pool and the tiers below it: down when they are evicted, up when a prompt asks for them.
+
+An evicted block's content is in the pool until the next write; what was evicted is noted, and copied out before that. What comes
+up is committed under its hash as a cached block, so that a prompt finds it as any other, and whatever holds for blocks holds for it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+from weakref import WeakMethod
+
+import torch
+
+from ..blocks import BlockHash, PrefixCachingBlockAllocator
+from ..kv.block_pool import BlockPool
+from ..kv.contents import Part, rows_of_blocks, rows_of_states
+from ..kv.states import States
+from ..kv.stopwatch import Stopwatch
+from ..stats import TierStats
+from ..tiers.base import BLOCKS, STATES, Kind, Name, Tier
+from ..tiers.worth import Rate, Worth
+from .bring_up import BringUp, Room, Wanted
+from .content_layout import ContentLayout
+from .state_snapshots import StateSnapshots
+from .window_groups import WindowGroups
+
+_MOST_STAGED_BYTES = 2**26  # rows that are copied at once, beside the pool
+_LEAST_BLOCKS = 8  # of a forward that is measured
+
+
+class _Evicted(NamedTuple):
+    kind: Kind
+    name: Name
+    source: Any  # a block, a window block, or the states of a snapshot
+
+
+class LowerTiers:
+    """The tiers below a store's pool. False where there are none; then nothing is noted and nothing looked for.
+
+    Args:
+        room: the store. Its lock is held by whoever calls, but for `bring_up`.
+        tiers: from the nearest to the furthest. What is evicted goes into the first.
+    Attributes:
+        compute: seconds to compute a block.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        allocator: PrefixCachingBlockAllocator,
+        pool: BlockPool,
+        windows: WindowGroups,
+        states: StateSnapshots,
+        tiers: Sequence[Tier],
+    ) -> None:
+        self.tiers = list(tiers)
+        self.compute = Rate()
+        self.worth = {tier.name: Worth(self.compute) for tier in tiers}
+        self._allocator = allocator
+        self._pool = pool
+        self._windows = windows
+        self._states = states
+        self._evicted: list[_Evicted] = []  # whose contents are still where they were
+        self._layout = ContentLayout(pool, windows, states, self.tiers)
+        self._up = BringUp(room, allocator, pool, windows, states, self._layout, self.tiers, self.worth)
+        if self.tiers:
+            allocator.watch_evictions(_weakly(self._note_block))
+            states.kept.on_evict = _weakly(self._note_snapshot)
+            self.watch_windows()
+
+    def __bool__(self) -> bool:
+        """Whether there is a tier."""
+        return bool(self.tiers)
+
+    def __repr__(self) -> str:
+        return f"LowerTiers({', '.join(map(repr, self.tiers))})"
+
+    def watch_windows(self) -> None:
+        """The windows have other groups."""
+        if self.tiers:
+            for group in self._windows.groups:
+                group.on_evict = _weakly(self._note_window_block)
+
+    def _note_block(self, block_id: int, block_hash: BlockHash, namespace: bytes) -> None:
+        name = Name(block_hash, namespace)
+        self._evicted.append(_Evicted(BLOCKS, name, block_id))
+        for group in self._windows.groups:
+            if (place := group.places.get(block_id)) is not None:
+                self._evicted.append(_Evicted(group.window, name, place))
+        if (states := self._states.kept.of_digest(block_hash.digest)) is not None:
+            self._evicted.append(_Evicted(STATES, name, states))
+
+    def _note_window_block(self, window: int, place: int, block_hash: BlockHash, namespace: bytes) -> None:
+        self._evicted.append(_Evicted(window, Name(block_hash, namespace), place))
+
+    def _note_snapshot(self, digest: bytes, states: States) -> None:
+        if (found := self._allocator.hash_of_digest(digest)) is not None:
+            self._evicted.append(_Evicted(STATES, Name(*found), states))
+
+    def move_down(self, *, may_wait: bool) -> None:
+        """Copy out what was evicted since, before anything is written. Where there is no memory for that, it is lost.
+
+        Args:
+            may_wait: a prompt runs, not a token that is generated.
+        """
+        evicted = self._evicted[:]
+        if not evicted:
+            return
+        tier = self.tiers[0]
+        if self.worth[tier.name].is_worth_it():
+            of_kind: dict[Kind, dict[Name, Any]] = {}
+            for kind, name, source in evicted:
+                of_kind.setdefault(kind, {})[name] = source
+                if kind == STATES:
+                    self._layout.see_states(source)
+            parts = self._layout.parts()
+            for kind, sources in of_kind.items():
+                tier.touch(kind, [name for name in sources if tier.has(kind, name)])
+                new = {name: source for name, source in sources.items() if not tier.has(kind, name)}
+                if parts.get(kind):
+                    with suppress(torch.OutOfMemoryError):
+                        self._put(tier, kind, parts[kind], new, may_wait=may_wait)
+        else:
+            tier.counts.num_refused += len(evicted)
+        del self._evicted[: len(evicted)]
+
+    def _put(self, tier: Tier, kind: Kind, parts: list[Part], sources: Mapping[Name, Any], *, may_wait: bool) -> None:
+        names, step = list(sources), max(1, _MOST_STAGED_BYTES // max(1, sum(part.num_bytes for part in parts)))
+        for start in range(0, len(names), step):
+            chunk = names[start : start + step]
+            of = [sources[name] for name in chunk]
+            if kind == STATES:
+                rows = [rows_of_states(part, of) for part in parts]
+            else:
+                rows = [rows_of_blocks(self._pool, part, of) for part in parts]
+            tier.put(kind, parts, chunk, rows, may_wait=may_wait)
+
+    def bring_up(self, rows: Sequence[Wanted], holder: Any) -> dict[int, str]:
+        """See `BringUp.bring_up`."""
+        return self._up.bring_up(rows, holder)
+
+    def is_telling(self, num_columns: int) -> bool:
+        """Whether a forward of so many columns shows what a block costs; that of fewer costs more than its tokens."""
+        return num_columns >= _LEAST_BLOCKS * self._allocator.block_size
+
+    def record_computed(self, stopwatch: Stopwatch, num_tokens: int) -> None:
+        """A forward of so many tokens has returned."""
+        stopwatch.stop()
+        self.compute.add(stopwatch, num_tokens / self._allocator.block_size)
+
+    def forget(self, block_hashes: Iterable[BlockHash], namespace: bytes) -> None:
+        """Nobody finds these contents any more."""
+        names = {Name(block_hash, namespace) for block_hash in block_hashes}
+        self._evicted = [each for each in self._evicted if each.name not in names]
+        for tier in self.tiers:
+            tier.forget(names)
+
+    def forget_namespace(self, namespace: bytes) -> None:
+        """Nobody finds any content of a namespace."""
+        self._evicted = [each for each in self._evicted if each.name.namespace != namespace]
+        for tier in self.tiers:
+            tier.forget_namespace(namespace)
+
+    def reset(self) -> None:
+        """Nobody finds any content; memory and files are given back."""
+        self._evicted = []
+        for tier in self.tiers:
+            tier.reset()
+        self._layout.forget()
+
+    def lose_pool(self) -> None:
+        """The pool's content goes; what was evicted of it and not copied goes along, and what tiers have stays."""
+        self._evicted = []
+
+    def stats(self, salt: bytes) -> tuple[TierStats, ...]:
+        """Of each tier, in numbers; given a salt, of its contents alone."""
+        found = []
+        for tier in self.tiers:
+            num_blocks = next((number for kind in self._layout.kinds if (number := tier.num_of(kind, salt or None))), 0)
+            if salt:
+                found.append(TierStats(tier.name, num_blocks))
+                continue
+            worth, counts = self.worth[tier.name], tier.counts
+            is_worth_it = worth.is_cheaper
+            read, computed = (
+                None if rate.seconds is None else 1000 * rate.seconds for rate in (worth.read, worth.compute)
+            )
+            moved = (counts.num_down, counts.num_up, counts.num_dropped, counts.num_refused)
+            found.append(
+                TierStats(tier.name, num_blocks, tier.num_bytes, tier.max_bytes, *moved, read, computed, is_worth_it)
+            )
+        return tuple(found)
+
+    def check(self) -> None:
+        """Prove the invariants of each tier, or raise BlockStateError."""
+        for tier in self.tiers:
+            tier.check()
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """What calls a method as long as its object lives: who is given it does not keep a store's memory."""
+    held = WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (method := held()) is not None:
+            method(*args)
+
+    return call

@@ -1,0 +1,326 @@
+"""The host tier: contents of blocks in pinned host memory, for pools on an accelerator.
+
+Copies to it and from it are in one order with what the device computes: whoever reads a content, or writes its place anew,
+comes later. The host waits for none of them. Who reads a content with the host's own instructions asks whether it has arrived.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import BlockStateError
+from ..kv.contents import Part, new_rows, runs
+from .arrival import arrival_on
+from .base import Hold, Kind, Name, Rows, Shelf, Tier, TierCounts
+
+logger = logging.getLogger("hf_paged_cache")
+
+_MAX_SLAB_BYTES = 2**26
+
+
+class _Slab:
+    """A piece of pinned memory: for each part, rows side by side."""
+
+    def __init__(self, first: int, num_rows: int, num_bytes: int, parts: Sequence[Part]) -> None:
+        is_pinned = parts[0].device.type != "cpu"
+        flat = new_rows(1, num_bytes, None if is_pinned else parts[0].device)[0]
+        self.first, self.stop, self.num_bytes, self.rows = first, first + num_rows, num_bytes, []
+        start = 0
+        for part in parts:
+            self.rows.append(flat[start : start + num_rows * part.num_bytes].view(num_rows, part.num_bytes))
+            start += num_rows * part.num_bytes
+
+
+class _Place:
+    """Where a content lies, and when it has arrived there."""
+
+    __slots__ = ("arrival", "slot")
+
+    def __init__(self, slot: int, arrival: Sequence[torch.Event]) -> None:
+        self.slot = slot
+        self.arrival = arrival
+
+    @property
+    def has_arrived(self) -> bool:
+        return all(event.query() for event in self.arrival)
+
+
+class _HostShelf:
+    """The contents of one kind: slots of one size, in slabs that are taken as they are needed.
+
+    Args:
+        max_bytes: of all slabs.
+    """
+
+    def __init__(self, parts: Sequence[Part], max_bytes: int) -> None:
+        self.parts = tuple(parts)
+        self.row_bytes = sum(part.num_bytes for part in parts)
+        self.max_bytes = max_bytes
+        self.entries: Shelf[_Place] = Shelf()
+        self._slabs: list[_Slab] = []
+        self._free: deque[int] = deque()  # in the order in which they are taken
+        self.is_dirty = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slab.num_bytes for slab in self._slabs)
+
+    def take(self) -> int | None:
+        """A free slot; None where there is none, and no memory for more."""
+        if not self._free:
+            self._grow()
+        return self._free.popleft() if self._free else None
+
+    def give_back(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def _grow(self) -> None:
+        """Take one slab more, within the budget: powers of two, as pinned memory is dealt out in these."""
+        left = self.max_bytes - self.num_bytes
+        num_bytes = _power_of_two(min(left, _MAX_SLAB_BYTES))
+        while 0 < num_bytes < self.row_bytes and num_bytes * 2 <= left:
+            num_bytes *= 2
+        num_rows = num_bytes // self.row_bytes
+        if not num_rows:
+            return
+        first = self._slabs[-1].stop + 1 if self._slabs else 0  # not side by side with the slab before
+        try:
+            slab = _Slab(first, num_rows, num_bytes, self.parts)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            self.max_bytes = self.num_bytes
+            logger.warning(
+                "PagedPrefixCache: no more host memory can be pinned, so the host tier keeps %.1f MiB: %s",
+                self.max_bytes / 2**20,
+                str(error).partition("\n")[0],
+            )
+            return
+        self._slabs.append(slab)
+        self._free.extend(range(slab.first, slab.stop))
+
+    def settle(self) -> None:
+        """Derive anew what is free, where a change was interrupted."""
+        if self.is_dirty:
+            used = {place.slot for _, place in self.entries}
+            slots = (slot for slab in self._slabs for slot in range(slab.first, slab.stop))
+            self._free = deque(slot for slot in slots if slot not in used)
+            self.is_dirty = False
+
+    def rows_at(self, part: int, slot: int, num_slots: int) -> Tensor:
+        """Rows of slots side by side, where they lie."""
+        slab = next(slab for slab in self._slabs if slab.first <= slot < slab.stop)
+        return slab.rows[part][slot - slab.first : slot - slab.first + num_slots]
+
+    def check(self) -> None:
+        self.settle()
+        used = [place.slot for _, place in self.entries]
+        slots = [slot for slab in self._slabs for slot in range(slab.first, slab.stop)]
+        if sorted([*used, *self._free]) != slots:
+            raise BlockStateError(
+                f"slots must be free or have one content: {used} used, {list(self._free)} free of {slots}"
+            )
+        if self.num_bytes > self.max_bytes:
+            raise BlockStateError(f"a tier of at most {self.max_bytes} bytes has taken {self.num_bytes}")
+
+
+class HostTier:
+    """Contents in host memory, at most `max_bytes`; the least recently used goes to the tier below, or is dropped.
+
+    Args:
+        max_bytes: of memory taken.
+        below: the next tier.
+    """
+
+    name = "host"
+
+    def __init__(self, max_bytes: int, below: Tier | None = None) -> None:
+        self.max_bytes = max_bytes
+        self.counts = TierCounts()
+        self._below = below
+        self._shelves: dict[Kind, _HostShelf] = {}
+        self._layout: dict[Kind, tuple[Part, ...]] = {}
+
+    def __repr__(self) -> str:
+        return f"HostTier({self.num_bytes} of {self.max_bytes} bytes)"
+
+    def lay_out(self, parts: Mapping[Kind, Sequence[Part]], shares: Mapping[Kind, float]) -> None:
+        """Contents look like this from here on; kinds that look otherwise than before are forgotten.
+
+        Args:
+            shares: of the budget, of each kind.
+        """
+        layout = {kind: tuple(made) for kind, made in parts.items() if made}
+        if layout == self._layout:
+            return
+        kept = layout.keys() == self._layout.keys()
+        for kind in list(self._shelves):
+            if not kept or layout[kind] != self._layout[kind]:
+                del self._shelves[kind]
+        self._layout = layout
+        for kind, made in layout.items():
+            self._shelves.setdefault(kind, _HostShelf(made, int(self.max_bytes * shares[kind])))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory taken."""
+        return sum(shelf.num_bytes for shelf in self._shelves.values())
+
+    def num_of(self, kind: Kind, namespace: bytes | None = None) -> int:
+        """Contents of a kind, of one namespace or of all."""
+        shelf = self._shelves.get(kind)
+        return 0 if shelf is None else shelf.entries.num_of(namespace)
+
+    def has(self, kind: Kind, name: Name) -> bool:
+        """Whether this content is here."""
+        shelf = self._shelves.get(kind)
+        return shelf is not None and shelf.entries.get(name) is not None
+
+    def touch(self, kind: Kind, names: Iterable[Name]) -> None:
+        """They are used."""
+        shelf = self._shelves.get(kind)
+        if shelf is not None:
+            for name in names:
+                shelf.entries.touch(name)
+
+    def parts_of(self, kind: Kind) -> tuple[Part, ...]:
+        """What a row of this kind is made of."""
+        return self._layout.get(kind, ())
+
+    def put(self, kind: Kind, parts: Sequence[Part], names: Sequence[Name], rows: Rows, *, may_wait: bool) -> None:
+        """Keep contents that are not here yet, as far as there is room; the copies are launched and not waited for.
+
+        Args:
+            rows: of each part, on its device.
+            may_wait: a content that goes down from here may be waited for.
+        """
+        shelf = self._shelves.get(kind)
+        if shelf is None or shelf.parts != tuple(parts):
+            self._pass_on(kind, parts, names, rows, may_wait)
+            return
+        shelf.settle()
+        new = []
+        for index, name in enumerate(names):
+            if shelf.entries.has_digest(name):
+                shelf.entries.touch(name)
+            else:
+                new.append(index)
+        shelf.is_dirty = True
+        slots = self._take(kind, shelf, len(new), may_wait=may_wait)
+        indices = new[len(new) - len(slots) :]  # those that were used last
+        for number, of_part in enumerate(rows):
+            for start, length in runs(slots):
+                for first, count in runs(indices[start : start + length]):
+                    at = start + first
+                    target = shelf.rows_at(number, slots[at], count)
+                    target.copy_(of_part[indices[at] : indices[at] + count], non_blocking=True)
+        arrival = arrival_on(part.device for part in parts)
+        for index, slot in zip(indices, slots, strict=True):
+            shelf.entries.add(names[index], _Place(slot, arrival))
+        shelf.is_dirty = False
+        self.counts.num_down += len(slots)
+        if refused := new[: len(new) - len(slots)]:
+            self._pass_on(kind, parts, [names[index] for index in refused], [each[refused] for each in rows], may_wait)
+
+    def _pass_on(self, kind: Kind, parts: Sequence[Part], names: Sequence[Name], rows: Rows, may_wait: bool) -> None:
+        """There is no room here: contents go past this tier to the one below, if there is one."""
+        self.counts.num_refused += len(names)
+        if self._below is not None:
+            self._below.put(kind, parts, names, rows, may_wait=may_wait)
+
+    def _take(self, kind: Kind, shelf: _HostShelf, number: int, *, may_wait: bool) -> list[int]:
+        """Up to so many slots; what was used least goes for them, but for what is held."""
+        slots: list[int] = []
+        held: set[bytes] | None = None
+        while len(slots) < number:
+            slot = shelf.take()
+            if slot is None:
+                held = shelf.entries.held() if held is None else held
+                oldest = shelf.entries.oldest(held)
+                if oldest is None:
+                    break
+                self._send_below(kind, shelf, oldest, may_wait=may_wait)
+                self.counts.num_dropped += 1
+                slot = shelf.entries.remove(oldest).slot
+            slots.append(slot)
+        return sorted(slots)
+
+    def _send_below(self, kind: Kind, shelf: _HostShelf, name: Name, *, may_wait: bool) -> None:
+        """The tier below copies a content before its slot is written anew; one that has not arrived is waited for, or is lost."""
+        below, place = self._below, shelf.entries.get(name)
+        if below is None or place is None:
+            return
+        if below.has(kind, name):
+            below.touch(kind, (name,))
+            return
+        if not place.has_arrived:
+            if not may_wait:
+                return
+            for event in place.arrival:
+                event.synchronize()
+        rows = [shelf.rows_at(number, place.slot, 1).clone() for number in range(len(shelf.parts))]
+        below.put(kind, shelf.parts, (name,), rows, may_wait=may_wait)
+
+    def hold(self, kind: Kind, names: Iterable[Name]) -> Hold:
+        """Nothing takes their place as long as the hold lives."""
+        shelf = self._shelves.get(kind)
+        return Hold(()) if shelf is None else shelf.entries.hold(names)
+
+    def load(self, kind: Kind, names: Sequence[Name]) -> list[list[Tensor]]:
+        """Of each part, rows in the order of the names, where they lie: to be copied from, by the device alone."""
+        shelf = self._shelves[kind]
+        slots = [place.slot for name in names if (place := shelf.entries.get(name)) is not None]
+        assert len(slots) == len(names)  # held
+        self.counts.num_up += len(names)
+        return [
+            [shelf.rows_at(number, slots[start], length) for start, length in runs(slots)]
+            for number in range(len(shelf.parts))
+        ]
+
+    def in_order(self, kind: Kind, names: Iterable[Name]) -> list[Name]:
+        """Those that are here, in the order in which they lie, so that few copies bring many."""
+        shelf = self._shelves.get(kind)
+        if shelf is None:
+            return []
+        slot_of = {name: place.slot for name in names if (place := shelf.entries.get(name)) is not None}
+        return sorted(slot_of, key=slot_of.__getitem__)
+
+    def forget(self, names: Collection[Name]) -> None:
+        """Keep these contents no more."""
+        for shelf in self._shelves.values():
+            shelf.settle()
+            shelf.is_dirty = True
+            for name in names:
+                if shelf.entries.get(name) is not None:
+                    shelf.give_back(shelf.entries.remove(name).slot)
+            shelf.is_dirty = False
+
+    def forget_namespace(self, namespace: bytes) -> None:
+        """Keep no content of a namespace."""
+        self.forget(
+            {name for shelf in self._shelves.values() for name, _ in shelf.entries if name.namespace == namespace}
+        )
+
+    def reset(self) -> None:
+        """Keep nothing, and give the memory back."""
+        self._shelves, self._layout = {}, {}
+
+    def check(self) -> None:
+        """Prove that each slot is free or has one content, and that budgets are kept, or raise BlockStateError."""
+        for shelf in self._shelves.values():
+            shelf.check()
+        if self.num_bytes > self.max_bytes:
+            raise BlockStateError(f"the host tier of at most {self.max_bytes} bytes has taken {self.num_bytes}")
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is not above a number; 0 below 1."""
+    return 1 << (number.bit_length() - 1) if number > 0 else 0
+
+
+def shares_of(kinds: Mapping[Kind, int], weights: Mapping[Kind, float]) -> dict[Kind, float]:
+    """The part of a budget that each kind gets, where a content of it takes so many bytes, and there are so many for each block."""
+    wanted = {kind: num_bytes * weights[kind] for kind, num_bytes in kinds.items()}
+    total = sum(wanted.values())
+    return {kind: number / total for kind, number in wanted.items()} if total else {}

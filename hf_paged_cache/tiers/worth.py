@@ -1,0 +1,67 @@
+"""Whether to read a block back costs less than to compute it: what both took so far, each a mean in which the last counts most.
+
+Refuses nothing for good: what is not worth it is tried again now and then, for a disk or a device may be less busy by then.
+"""
+
+from collections import deque
+
+from ..kv.stopwatch import Stopwatch
+
+_WEIGHT = 0.3  # of the last measurement
+_TRIAL = 32  # of so many times that something is not worth it, one is tried all the same
+_MOST_RUNNING = 8  # measurements that are not done; of more, the oldest is given up
+
+
+class Rate:
+    """Seconds for each of something. What is measured on a device comes in when it is done."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None  # None: not measured yet
+        self._running: deque[tuple[Stopwatch, float]] = deque(maxlen=_MOST_RUNNING)
+
+    def add(self, stopwatch: Stopwatch, number: float) -> None:
+        """A stopped measurement of so many."""
+        if number > 0:
+            self._running.append((stopwatch, number))
+            self.settle()
+
+    def settle(self) -> None:
+        """Take in what is done by now."""
+        while self._running:
+            stopwatch, number = self._running[0]
+            seconds = stopwatch.seconds()
+            if seconds is None:
+                return
+            self._running.popleft()
+            each = seconds / number
+            self.seconds = each if self.seconds is None else self.seconds + _WEIGHT * (each - self.seconds)
+
+
+class Worth:
+    """Of one tier.
+
+    Args:
+        compute: seconds for each block computed; the same object for all tiers.
+    Attributes:
+        read: seconds for each block read back.
+    """
+
+    def __init__(self, compute: Rate) -> None:
+        self.compute = compute
+        self.read = Rate()
+        self._num_refused = 0
+
+    @property
+    def is_cheaper(self) -> bool:
+        """Whether reading is, as far as is known; where one of the two was not measured, it is."""
+        self.read.settle()
+        self.compute.settle()
+        read, computed = self.read.seconds, self.compute.seconds
+        return read is None or computed is None or read < computed
+
+    def is_worth_it(self) -> bool:
+        """`is_cheaper`, and else one time in 32, so that it is measured again."""
+        if self.is_cheaper:
+            return True
+        self._num_refused += 1
+        return self._num_refused % _TRIAL == 0

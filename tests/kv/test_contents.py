@@ -1,0 +1,94 @@
+"""Rows of bytes: what a block holds goes out and comes back to the bit, whatever layers it has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_paged_cache.blocks import PrefixCachingBlockAllocator, WindowBlocks
+from hf_paged_cache.kv.block_pool import BlockPool
+from hf_paged_cache.kv.contents import (
+    parts_of_pool,
+    parts_of_states,
+    rows_of_blocks,
+    rows_of_states,
+    runs,
+    states_of_row,
+    to_device,
+    write_blocks,
+)
+from hf_paged_cache.kv.grouped_pool import GroupedPool
+from hf_paged_cache.kv.states import StateKey
+
+
+def filled(pool: BlockPool, num_blocks: int) -> BlockPool:
+    """A pool whose layers differ in heads, head sizes and dtypes."""
+    pool.ensure_capacity(num_blocks)
+    slots = list(range(num_blocks * pool.block_size))
+    for layer_idx, (heads, size, dtype) in enumerate(
+        ((2, 8, torch.float32), (1, 3, torch.bfloat16), (3, 5, torch.float16))
+    ):
+        new = torch.randn(1, heads, len(slots), size).to(dtype)
+        pool.write(layer_idx, {"key": new, "value": new[..., :2] * 2}, pool.map_slots(slots))
+    return pool
+
+
+def test_blocks_come_back_as_they_went() -> None:
+    pool = filled(BlockPool(block_size=4), 7)
+    (part,) = parts_of_pool(pool)
+    before = {key: tensor.clone() for key, tensor in pool.held_by_window()[None].items()}
+    rows = rows_of_blocks(pool, part, [5, 2, 6])
+    assert rows.shape == (3, part.num_bytes)
+    for tensor in pool.held_by_window()[None].values():
+        tensor.zero_()
+    write_blocks(pool, part, [1, 2, 4], to_device(part, [rows[:1], rows[1:]]))
+    for key, tensor in pool.held_by_window()[None].items():
+        assert tensor[[1, 2, 4]].equal(before[key][[5, 2, 6]])
+        assert not tensor[[0, 3, 5, 6]].any()
+
+
+def test_blocks_of_windows_are_a_part_of_their_own() -> None:
+    allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=4)
+    group = WindowBlocks(allocator, window=5, num_blocks=4)
+    pool = GroupedPool(4, lambda: torch.device("cpu"), {1: 5}, [group])
+    pool.of_window(5).ensure_capacity(4)
+    group.places.update({2: 3, 3: 1})
+    filled(pool, 8)
+    of_blocks, of_window = parts_of_pool(pool)
+    assert (of_blocks.kind, of_window.kind, of_window.window) == ("blocks", "window", 5)
+    rows = rows_of_blocks(pool, of_window, [3])
+    before = pool.of_window(5).held_by_window()[None][1, "key"][3].clone()
+    write_blocks(pool, of_window, [1], rows)
+    assert pool.of_window(5).held_by_window()[None][1, "key"][1].equal(before)
+
+
+def test_states_come_back_as_they_went() -> None:
+    states = {
+        StateKey(0, "conv", 0): torch.randn(1, 6, 3),
+        StateKey(2, "recurrent", 0): torch.randn(1, 2, 5, 5).to(torch.bfloat16),
+    }
+    (part,) = parts_of_states(states)
+    rows = rows_of_states(part, [states, {key: held * 2 for key, held in states.items()}])
+    for number, factor in ((0, 1), (1, 2)):
+        found = states_of_row([(part, rows[number])])
+        assert found.keys() == states.keys()
+        assert all(found[key].equal(states[key] * factor) for key in states)
+
+
+def test_a_layout_changes_with_the_tensors() -> None:
+    pool = BlockPool(block_size=4)
+    before = pool.layout
+    filled(pool, 3)
+    assert pool.layout != before
+    now = pool.layout
+    pool.ensure_capacity(9)
+    assert pool.layout == now
+
+
+@pytest.mark.parametrize(
+    ("numbers", "found"),
+    [([], []), ([4], [(0, 1)]), ([1, 2, 3, 7, 9, 10], [(0, 3), (3, 1), (4, 2)]), ([3, 2], [(0, 1), (1, 1)])],
+    ids=str,
+)
+def test_runs_are_the_stretches_of_following_numbers(numbers: list[int], found: list[tuple[int, int]]) -> None:
+    assert list(runs(numbers)) == found

@@ -1,0 +1,160 @@
+"""The disk tier by itself: what it keeps, in files and before, and that its files never take more than they may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_paged_cache.tiers import disk as disk_module
+from hf_paged_cache.tiers import run_files
+from hf_paged_cache.tiers.base import BLOCKS
+from hf_paged_cache.tiers.disk import DiskTier
+from hf_paged_cache.tiers.run_files import Run
+
+from .test_host import PART, name, rows
+
+Make = Callable[..., DiskTier]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    tiers: list[DiskTier] = []
+
+    def made(max_bytes: int | None = None, run_bytes: int = 4500) -> DiskTier:
+        tiers.append(DiskTier(tmp_path, max_bytes))
+        tiers[-1].run_bytes = run_bytes
+        return tiers[-1]
+
+    yield made
+    for tier in tiers:
+        tier.join()
+
+
+def put(tier: DiskTier, *numbers: int) -> None:
+    tier.put(BLOCKS, [PART], [name(number) for number in numbers], rows(list(numbers)), may_wait=True)
+    tier.check()
+
+
+def read(tier: DiskTier, *numbers: int) -> list[int]:
+    names = tier.in_order(BLOCKS, [name(number) for number in numbers])
+    (fragments,) = tier.load(BLOCKS, names)
+    found = {each: int(row[0]) for each, row in zip(names, torch.cat(fragments), strict=True)}
+    return [found[name(number)] for number in numbers]
+
+
+def held(tier: DiskTier) -> list[int]:
+    return [number for number in range(200) if tier.has(BLOCKS, name(number))]
+
+
+def test_what_was_put_is_found_before_it_is_written_and_after(make: Make, tmp_path: Path) -> None:
+    tier = make()
+    put(tier, 1, 2, 3)
+    assert read(tier, 3, 1, 2) == [3, 1, 2]
+    assert not list(tmp_path.rglob("*.safetensors"))
+    put(tier, *range(10, 40))
+    tier.join()
+    assert list(tmp_path.rglob("*.safetensors"))
+    assert read(tier, 1, 2, 3, *range(39, 9, -1)) == [1, 2, 3, *range(39, 9, -1)]
+
+
+def test_files_go_whole_and_the_one_that_was_used_stays(make: Make) -> None:
+    tier = make(max_bytes=32_000)
+    put(tier, 0, 1, 2)
+    for first in range(10, 200, 10):
+        put(tier, *range(first, first + 5))
+        tier.touch(BLOCKS, [name(1)])
+        tier.join()
+        tier.check()
+    assert {0, 1, 2} <= set(held(tier))
+    assert not {10, 11} & set(held(tier))
+    assert tier.counts.num_dropped > 0
+
+
+def test_a_file_that_somebody_reads_of_is_not_dropped(make: Make) -> None:
+    tier = make(max_bytes=32_000)
+    put(tier, 0, 1, 2)
+    hold = tier.hold(BLOCKS, [name(1)])
+    for first in range(10, 150, 10):
+        put(tier, *range(first, first + 5))
+        tier.join()
+    assert tier.has(BLOCKS, name(1))
+    del hold
+    for first in range(10, 150, 10):
+        put(tier, *range(first + 5, first + 10))
+        tier.join()
+    assert not tier.has(BLOCKS, name(1))
+
+
+def test_what_waits_for_the_disk_is_bounded_and_what_is_beyond_is_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_module, "_MOST_WAITING_BYTES", 60_000)
+    monkeypatch.setattr(run_files.Run, "write", lambda run, path: None)
+    tier = make()
+    for first in range(0, 200, 5):
+        put(tier, *range(first, first + 5))
+    assert tier.num_waiting_bytes <= 60_000
+    assert tier.counts.num_refused > 0
+    assert read(tier, 0, 1) == [0, 1]
+
+
+def test_a_disk_that_is_full_loses_contents_and_nothing_else(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_files, "save_file", full)
+    tier = make()
+    put(tier, *range(30))
+    tier.join()
+    tier.check()
+    assert held(tier) == []
+    assert "No space left" in caplog.text
+    monkeypatch.undo()
+    put(tier, *range(50, 60))
+    assert read(tier, 55) == [55]
+
+
+def test_a_run_that_is_dropped_before_its_turn_is_never_written(tmp_path: Path) -> None:
+    run = Run()
+    run.add(rows([1, 2]), [])
+    run.drop()
+    run.write(tmp_path / "0.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_is_dropped_while_it_is_written_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, save = Run(), run_files.save_file
+    run.add(rows([1, 2]), [])
+
+    def dropping(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        save(tensors, path)
+        run.drop()
+
+    monkeypatch.setattr(run_files, "save_file", dropping)
+    run.write(tmp_path / "0.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_forgetting_all_of_a_file_removes_it(make: Make, tmp_path: Path) -> None:
+    tier = make()
+    put(tier, *range(8))
+    tier.join()
+    tier.forget({name(number) for number in range(7)})
+    assert held(tier) == [7]
+    tier.forget({name(7)})
+    tier.check()
+    assert (tier.num_bytes, list(tmp_path.rglob("*.safetensors"))) == (0, [])
+
+
+def test_a_budget_that_holds_nothing_keeps_nothing(make: Make) -> None:
+    tier = make(max_bytes=1000)
+    put(tier, 0, 1)
+    assert held(tier) == []
+    assert tier.counts.num_refused == 2

@@ -1,0 +1,346 @@
+"""A store with a disk tier gives what `DynamicCache` gives, and what it reads back is what made the difference.
+
+Chats take turns on a pool that holds fewer of them, so that each is evicted before its turn comes. Every check is shown to fail
+with zeros in place of what the tier has.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.errors import CacheArgumentError
+
+from ..internals import always_worth_it, num_waiting, pretend_times, zero_tiers
+from ..reference import assert_same, is_same, run
+from ..tiny_models import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_CHATS, NUM_TOKENS, NUM_NEW = 5, 70, 4
+BLOCKS_OF_A_CHAT = 19  # of 4 tokens, with what is generated
+KINDS = ("llama", "gemma3", "mistral", "qwen3_next", "lfm2")
+
+
+@pytest.fixture(autouse=True)
+def _a_chat_is_not_a_lone_turn() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="PagedPrefixCache: this prompt")
+        yield
+
+
+def chats(number: int = NUM_CHATS, num_tokens: int = NUM_TOKENS, num_rows: int = 1) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(7)
+    return [torch.randint(3, 120, (num_rows, num_tokens), generator=made) for _ in range(number)]
+
+
+def cache_on_disk(model: PreTrainedModel, folder: Path, num_chats: float = 2, **sizes: Any) -> PagedPrefixCache:
+    num_blocks = int(num_chats * BLOCKS_OF_A_CHAT) + 1
+    cache = PagedPrefixCache(model, **{"block_size": 4, "num_blocks": num_blocks, "disk_folder": folder, **sizes})
+    always_worth_it(cache)
+    return cache
+
+
+def call(model: PreTrainedModel, ids: torch.Tensor, cache: PagedPrefixCache | None = None, **given: Any) -> Any:
+    return run(model, cache, input_ids=ids, **{"max_new_tokens": NUM_NEW, **given})
+
+
+def fill(model: PreTrainedModel, cache: PagedPrefixCache, prompts: list[torch.Tensor]) -> None:
+    for ids in prompts:
+        call(model, ids, cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chats_in_turns_on_a_pool_for_two_are_the_same_and_come_back(kind: str, tmp_path: Path) -> None:
+    model, prompts = tiny(kind), chats()
+    references = [call(model, ids) for ids in prompts]
+    cache = cache_on_disk(model, tmp_path)
+    for turn in range(3):
+        for ids, reference in zip(prompts, references, strict=True):
+            assert_same(reference, call(model, ids, cache))
+            cache.check()
+            (of_row,) = cache.last_call.rows
+            if turn:
+                assert of_row.disk_tokens > 0
+                assert of_row.matched_tokens >= NUM_TOKENS - 16
+                assert of_row.device_tokens == of_row.matched_tokens - of_row.disk_tokens
+    (tier,) = cache.stats().tiers
+    assert (tier.name, tier.num_dropped, tier.num_refused) == ("disk", 0, 0)
+    assert num_waiting(cache) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_in_place_of_what_the_tier_has_are_seen(kind: str, tmp_path: Path) -> None:
+    model, prompts = tiny(kind), chats()
+    cache = cache_on_disk(model, tmp_path)
+    fill(model, cache, prompts)
+    zero_tiers(cache)
+    assert not is_same(call(model, prompts[0]), call(model, prompts[0], cache))
+    assert cache.last_call.rows[0].disk_tokens > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_tier_the_same_chats_are_computed_again(kind: str) -> None:
+    model, prompts = tiny(kind), chats()
+    cache = PagedPrefixCache(model, block_size=4, num_blocks=2 * BLOCKS_OF_A_CHAT + 1)
+    fill(model, cache, prompts)
+    call(model, prompts[0], cache)
+    assert cache.last_call.rows[0].matched_tokens < 4
+    assert cache.stats().tiers == ()
+    assert "tier" not in str(cache.stats())
+
+
+def test_what_is_in_files_is_read_back_as_what_is_in_memory(tmp_path: Path) -> None:
+    model, prompts = tiny("llama"), chats()
+    cache = cache_on_disk(model, tmp_path)
+    (tier,) = cache.store.blocks.tiers.tiers
+    tier.run_bytes = 2**13
+    for _ in range(2):
+        for ids in prompts:
+            assert_same(call(model, ids), call(model, ids, cache))
+            tier.join()
+    assert len(list(tmp_path.rglob("*.safetensors"))) > 3
+    assert not is_same(call(model, prompts[0]), (zero_tiers(cache), call(model, prompts[0], cache))[1])
+
+
+def test_a_file_that_is_gone_or_torn_is_a_miss(tmp_path: Path) -> None:
+    model, prompts = tiny("llama"), chats()
+    cache = cache_on_disk(model, tmp_path)
+    (tier,) = cache.store.blocks.tiers.tiers
+    tier.run_bytes = 2**12
+    fill(model, cache, prompts)
+    tier.join()
+    files = sorted(tmp_path.rglob("*.safetensors"))
+    for number, file in enumerate(files):
+        if number % 2:
+            file.unlink()
+        else:
+            os.truncate(file, 100)
+    for ids in prompts:
+        assert_same(call(model, ids), call(model, ids, cache))
+        cache.check()
+
+
+def test_rows_of_a_batch_with_one_prefix_bring_it_up_once(tmp_path: Path) -> None:
+    model, prompts = tiny("llama"), chats(4)
+    shared = chats(1, 48)[0]
+    batch = torch.cat(
+        [shared.repeat(3, 1), torch.randint(3, 120, (3, 5), generator=torch.Generator().manual_seed(1))], dim=1
+    )
+    cache = cache_on_disk(model, tmp_path, 4)
+    call(model, batch, cache)
+    cache.reset()
+    fill(model, cache, [*prompts, *chats(6, 71)[1:]])
+    before = cache.stats().tiers[0].num_up
+    assert_same(call(model, batch), call(model, batch, cache))
+    cache.check()
+    assert [of_row.disk_tokens for of_row in cache.last_call.rows] == [52, 52, 52]
+    assert cache.stats().tiers[0].num_up - before == 12 + 3  # the prefix, and the block in which each row parts
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_chunked_prompt_finds_each_chunk(kind: str, tmp_path: Path) -> None:
+    model, prompts = tiny(kind), chats()
+    cache = cache_on_disk(model, tmp_path, 2.5)
+    fill(model, cache, prompts)
+    given = {"prefill_chunk_size": 24}
+    assert_same(call(model, prompts[0], **given), call(model, prompts[0], cache, **given))
+    cache.check()
+    assert cache.last_call.rows[0].disk_tokens >= 64
+
+
+def test_chats_that_go_on_find_what_was_generated_too(tmp_path: Path) -> None:
+    model = tiny("llama")
+    cache, histories = cache_on_disk(model, tmp_path, 2.5), chats(5, 30)
+    for turn in range(3):
+        for number, ids in enumerate(histories):
+            output = call(model, ids, cache, max_new_tokens=9)
+            assert_same(call(model, ids, max_new_tokens=9), output)
+            if turn:
+                assert cache.last_call.rows[0].computed_tokens < 12
+            histories[number] = torch.cat([output.sequences, torch.full((1, 3), 5 + number)], dim=1)
+    cache.check()
+
+
+@pytest.mark.parametrize("given", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
+def test_beams_and_samples_behind_what_comes_up_are_the_same(given: dict[str, Any], tmp_path: Path) -> None:
+    model, prompts = tiny("llama"), chats(4)
+    cache = cache_on_disk(model, tmp_path, 3)
+    fill(model, cache, prompts)
+    assert_same(call(model, prompts[0], **given), call(model, prompts[0], cache, **given))
+    assert cache.last_call.rows[0].disk_tokens > 0
+    cache.check()
+
+
+def test_a_salt_finds_only_its_own_contents_and_counts_them_alone(tmp_path: Path) -> None:
+    model, prompts = tiny("llama"), chats(4)
+    store = PrefixStore(model, block_size=4, num_blocks=2 * BLOCKS_OF_A_CHAT + 1, disk_folder=tmp_path)
+    always_worth_it(store)
+    mine, theirs = PagedPrefixCache(store, cache_salt="mine"), PagedPrefixCache(store, cache_salt="theirs")
+    fill(model, mine, prompts[:1])
+    mine.reset()
+    fill(model, theirs, prompts[1:])
+    theirs.reset()
+    call(model, prompts[0], theirs)
+    assert theirs.last_call.rows[0].matched_tokens == 0
+    call(model, prompts[0], mine)
+    assert mine.last_call.rows[0].disk_tokens > 0
+    (of_salt,) = mine.stats().tiers
+    assert of_salt.num_blocks > 0
+    assert (of_salt.num_bytes, of_salt.num_down, of_salt.read_ms) == (None, None, None)
+    mine.reset_prefix_cache()
+    assert mine.stats().tiers[0].num_blocks == 0
+    assert store.stats().tiers[0].num_blocks > 0
+    call(model, prompts[0], mine)
+    assert mine.last_call.rows[0].matched_tokens == 0
+
+
+def test_a_reset_forgets_what_tiers_have(tmp_path: Path) -> None:
+    model, prompts = tiny("gemma3"), chats(4)
+    cache = cache_on_disk(model, tmp_path)
+    (tier,) = cache.store.blocks.tiers.tiers
+    tier.run_bytes = 2**12
+    fill(model, cache, prompts)
+    cache.reset()
+    cache.store.reset_prefix_cache()
+    tier.join()
+    assert (tier.num_bytes, list(tmp_path.rglob("*.safetensors"))) == (0, [])
+    call(model, prompts[0], cache)
+    assert cache.last_call.rows[0].matched_tokens == 0
+
+
+def test_weights_that_change_leave_nothing_to_be_found(tmp_path: Path) -> None:
+    from ..tiny_models import build
+
+    model, prompts = build("llama"), chats(4)
+    cache = cache_on_disk(model, tmp_path)
+    fill(model, cache, prompts)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.5)
+    assert_same(call(model, prompts[0]), call(model, prompts[0], cache))
+    assert cache.last_call.rows[0].matched_tokens == 0
+
+
+def test_what_takes_longer_to_read_than_to_compute_stays_where_it_is(tmp_path: Path) -> None:
+    model, prompts = tiny("llama"), chats()
+    cache = PagedPrefixCache(model, block_size=4, num_blocks=2 * BLOCKS_OF_A_CHAT + 1, disk_folder=tmp_path)
+    fill(model, cache, prompts)
+    pretend_times(cache, read=1000.0, computed=1e-9)
+    (before,) = cache.stats().tiers
+    assert not before.is_worth_it
+    assert "not worth it now" in str(cache.stats())
+    for ids in prompts[:3]:
+        assert_same(call(model, ids), call(model, ids, cache))
+        pretend_times(cache, read=1000.0, computed=1e-9)
+        assert cache.last_call.rows[0].disk_tokens == 0
+    (after,) = cache.stats().tiers
+    assert (after.num_down, after.num_up) == (before.num_down, before.num_up)
+    assert after.num_refused > before.num_refused
+
+
+def test_times_are_measured(tmp_path: Path) -> None:
+    model, prompts = tiny("llama"), chats()
+    cache = cache_on_disk(model, tmp_path)
+    fill(model, cache, prompts + prompts)
+    (tier,) = cache.stats().tiers
+    assert tier.read_ms is not None
+    assert tier.compute_ms is not None
+    assert "reading a block" in str(tier)
+
+
+def test_calls_at_once_in_two_threads_are_right(tmp_path: Path) -> None:
+    model, prompts = tiny("llama"), chats()
+    references = [call(model, ids) for ids in prompts]
+    store = PrefixStore(model, block_size=4, num_blocks=3 * BLOCKS_OF_A_CHAT + 1, disk_folder=tmp_path)
+    always_worth_it(store)
+    wrong: list[BaseException] = []
+
+    def turns(first: int) -> None:
+        try:
+            cache = PagedPrefixCache(store)
+            for number in range(10):
+                which = (first + number) % NUM_CHATS
+                assert_same(references[which], call(model, prompts[which], cache))
+                cache.reset()
+        except BaseException as error:  # noqa: BLE001  # told to the test
+            wrong.append(error)
+
+    threads = [threading.Thread(target=turns, args=(first,)) for first in (0, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    store.check()
+    assert store.stats().tiers[0].num_up > 0
+
+
+def test_the_folder_of_a_store_goes_with_it_and_that_of_a_dead_process_with_the_next(tmp_path: Path) -> None:
+    model, prompts = tiny("llama"), chats()
+    left = tmp_path / "hf-paged-cache-1-dead"
+    left.mkdir()
+    (left / "0.safetensors").write_bytes(b"left behind")
+    cache = cache_on_disk(model, tmp_path)
+    assert not left.exists()
+    other = cache_on_disk(model, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+    fill(model, cache, prompts)
+    del cache
+    gc.collect()
+    assert len(list(tmp_path.iterdir())) == 1
+    fill(model, other, prompts)
+    assert_same(call(model, prompts[0]), call(model, prompts[0], other))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks are POSIX's")
+def test_a_forked_child_begins_with_no_files_and_leaves_its_parents(tmp_path: Path) -> None:
+    model, prompts = tiny("llama"), chats()
+    cache = cache_on_disk(model, tmp_path)
+    (tier,) = cache.store.blocks.tiers.tiers
+    tier.run_bytes = 2**12
+    fill(model, cache, prompts)
+    references = [call(model, ids) for ids in prompts]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if not child:
+        try:
+            for ids, reference in zip(prompts + prompts, references + references, strict=True):
+                assert_same(reference, call(model, ids, cache))
+            cache.check()
+            os._exit(0 if cache.last_call.rows[0].disk_tokens > 0 else 2)
+        except BaseException:  # noqa: BLE001  # its exit status says so
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    for ids, reference in zip(prompts, references, strict=True):
+        assert_same(reference, call(model, ids, cache))
+    assert cache.last_call.rows[0].disk_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"host_bytes": 2**20}, "the model is on a CPU, so its blocks lie in host memory already"),
+        ({"host_bytes": -1}, "host_bytes"),
+        ({"disk_bytes": 2**20}, "disk_bytes is 1048576 without disk_folder"),
+        ({"disk_folder": "/proc/nowhere"}, "cannot be written"),
+        ({"disk_folder": ".", "disk_bytes": 0}, "disk_bytes"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_with_a_sentence(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(CacheArgumentError, match=said):
+        PagedPrefixCache(tiny("llama"), **given)
+    with pytest.raises(CacheArgumentError, match="the store's; give"):
+        PagedPrefixCache(PrefixStore(tiny("llama")), **given)

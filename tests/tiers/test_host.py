@@ -1,0 +1,235 @@
+"""The host tier by itself, on a CPU: what it keeps, in which order it gives it up, and that it never takes more than it may."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from hf_paged_cache.blocks import BlockHash, root_hash
+from hf_paged_cache.errors import BlockStateError
+from hf_paged_cache.kv.contents import Part, Piece
+from hf_paged_cache.tiers import host as host_module
+from hf_paged_cache.tiers.base import BLOCKS, STATES, Name
+from hf_paged_cache.tiers.host import HostTier, shares_of
+
+CPU = torch.device("cpu")
+PART = Part("blocks", None, CPU, 64, (Piece((0, "key"), 0, 64, (64,), torch.uint8),))
+OTHER = Part("states", None, CPU, 128, (Piece((1, "key"), 0, 128, (128,), torch.uint8),))
+
+
+def name(number: int, namespace: bytes = b"") -> Name:
+    return Name(BlockHash(root_hash(b"%d" % number), b"%d" % number), namespace)
+
+
+def rows(numbers: list[int], part: Part = PART) -> list[torch.Tensor]:
+    return [torch.tensor(numbers, dtype=torch.uint8)[:, None].repeat(1, part.num_bytes)]
+
+
+def tier_of(num_slots: int, below: HostTier | None = None) -> HostTier:
+    tier = HostTier(64 * num_slots, below)
+    tier.lay_out({BLOCKS: [PART]}, {BLOCKS: 1.0})
+    return tier
+
+
+def put(tier: HostTier, *numbers: int) -> None:
+    tier.put(BLOCKS, [PART], [name(number) for number in numbers], rows(list(numbers)), may_wait=True)
+    tier.check()
+
+
+def held(tier: HostTier, numbers: range = range(40)) -> list[int]:
+    return [number for number in numbers if tier.has(BLOCKS, name(number))]
+
+
+def read(tier: HostTier, *numbers: int) -> list[int]:
+    names = tier.in_order(BLOCKS, [name(number) for number in numbers])
+    (fragments,) = tier.load(BLOCKS, names)
+    found = {each: int(row[0]) for each, row in zip(names, torch.cat(fragments), strict=True)}
+    return [found[name(number)] for number in numbers]
+
+
+def test_what_was_put_is_read_in_whatever_order_it_lies() -> None:
+    tier = tier_of(8)
+    put(tier, 3, 1, 2)
+    assert read(tier, 1, 2, 3) == [1, 2, 3]
+    assert tier.num_of(BLOCKS) == 3
+
+
+def test_what_lies_side_by_side_is_one_piece() -> None:
+    tier = tier_of(8)
+    put(tier, *range(8))
+    (fragments,) = tier.load(BLOCKS, tier.in_order(BLOCKS, [name(number) for number in range(2, 7)]))
+    assert [len(fragment) for fragment in fragments] == [5]
+
+
+def test_the_least_recently_used_goes_first_and_one_that_was_touched_stays() -> None:
+    tier = tier_of(4)
+    put(tier, 0, 1, 2, 3)
+    tier.touch(BLOCKS, [name(0)])
+    put(tier, 4)
+    assert held(tier) == [0, 2, 3, 4]
+    put(tier, 2)  # is there, and is used
+    put(tier, 5, 6)
+    assert held(tier) == [2, 4, 5, 6]
+    assert tier.counts.num_dropped == 3
+
+
+def test_of_more_than_fit_the_last_are_kept() -> None:
+    tier = tier_of(4)
+    put(tier, *range(10))
+    assert held(tier) == [6, 7, 8, 9]
+    assert tier.counts.num_refused == 6
+    assert read(tier, 6, 7, 8, 9) == [6, 7, 8, 9]
+
+
+def test_what_is_held_keeps_its_place_as_long_as_the_hold_lives() -> None:
+    tier = tier_of(4)
+    put(tier, 0, 1, 2, 3)
+    hold = tier.hold(BLOCKS, [name(0), name(1)])
+    put(tier, 4, 5, 6)
+    assert held(tier) == [0, 1, 5, 6]
+    assert read(tier, 0, 1) == [0, 1]
+    del hold
+    put(tier, 7)
+    assert held(tier) == [1, 5, 6, 7]
+
+
+def test_what_goes_and_what_has_no_room_goes_to_the_tier_below() -> None:
+    below = tier_of(20)
+    tier = tier_of(2, below)
+    put(tier, 0, 1)
+    put(tier, 2, 3, 4)
+    assert (held(tier), held(below)) == ([3, 4], [0, 1, 2])
+    assert read(below, 0, 1, 2) == [0, 1, 2]
+
+
+def test_a_name_is_its_digest_its_tokens_and_its_namespace() -> None:
+    tier = tier_of(4)
+    put(tier, 0)
+    digest = name(0).digest
+    assert not tier.has(BLOCKS, name(0, b"tenant"))
+    assert not tier.has(BLOCKS, Name(BlockHash(digest, b"other tokens"), b""))
+    tier.put(BLOCKS, [PART], [Name(BlockHash(digest, b"other tokens"), b"")], rows([9]), may_wait=True)
+    assert read(tier, 0) == [0]
+
+
+def test_forgetting_names_and_namespaces_frees_their_places() -> None:
+    tier = tier_of(4)
+    tenants = [name(number, b"tenant") for number in (1, 2)]
+    tier.put(BLOCKS, [PART], [name(0), *tenants], rows([0, 1, 2]), may_wait=True)
+    tier.forget_namespace(b"tenant")
+    tier.check()
+    assert (tier.num_of(BLOCKS), tier.num_of(BLOCKS, b"tenant")) == (1, 0)
+    tier.forget({name(0)})
+    put(tier, 5, 6, 7, 8)
+    assert held(tier) == [5, 6, 7, 8]
+    tier.reset()
+    assert (tier.num_of(BLOCKS), tier.num_bytes) == (0, 0)
+
+
+def test_memory_is_taken_as_it_is_needed_and_never_more_than_there_may_be() -> None:
+    tier = HostTier(1000)
+    tier.lay_out({BLOCKS: [PART], STATES: [OTHER]}, {BLOCKS: 0.6, STATES: 0.4})
+    assert tier.num_bytes == 0
+    for number in range(30):
+        put(tier, number)
+        tier.put(STATES, [OTHER], [name(number)], rows([number], OTHER), may_wait=True)
+        tier.check()
+    assert tier.num_of(BLOCKS) == 600 // 64
+    assert tier.num_of(STATES) == 400 // 128
+    assert tier.num_bytes <= 1000
+
+
+def test_contents_that_look_otherwise_are_forgotten() -> None:
+    tier = tier_of(4)
+    put(tier, 0)
+    changed = PART._replace(num_bytes=128)
+    tier.put(BLOCKS, [changed], [name(1)], rows([1], changed), may_wait=True)
+    assert not tier.has(BLOCKS, name(1))
+    tier.lay_out({BLOCKS: [changed]}, {BLOCKS: 1.0})
+    assert held(tier) == []
+
+
+def test_a_slot_that_cannot_be_had_even_once_keeps_nothing() -> None:
+    tier = HostTier(63)
+    tier.lay_out({BLOCKS: [PART]}, {BLOCKS: 1.0})
+    put(tier, 0)
+    assert (held(tier), tier.num_bytes) == ([], 0)
+
+
+def test_where_memory_ends_what_there_is_is_used_and_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_module, "_MAX_SLAB_BYTES", 128)
+    tier = tier_of(8)
+    put(tier, 0, 1)
+
+    def refused(*_: object) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(host_module, "new_rows", refused)
+    for number in range(2, 9):
+        put(tier, number)
+    assert held(tier) == [7, 8]
+    assert len(caplog.records) == 1
+
+
+def test_an_interrupted_put_loses_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = tier_of(4)
+    put(tier, 0, 1)
+
+    def interrupted(*_: object) -> list[object]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_module, "arrival_on", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            put(tier, 2, 3, 4)
+    tier.check()
+    put(tier, 5, 6, 7)
+    assert held(tier)[-3:] == [5, 6, 7]
+    assert read(tier, 5, 6, 7) == [5, 6, 7]
+
+
+def test_check_finds_a_place_that_two_have() -> None:
+    tier = tier_of(4)
+    put(tier, 0, 1)
+    shelf = tier._shelves[BLOCKS]
+    shelf._free.append(next(iter(shelf.entries))[1].slot)
+    with pytest.raises(BlockStateError, match="slots must be free or have one content"):
+        tier.check()
+
+
+def test_random_operations_agree_with_a_naive_order() -> None:
+    rng, tier, naive = random.Random(0), tier_of(7), OrderedDict[int, None]()
+    for _ in range(3000):
+        numbers = rng.sample(range(20), rng.randrange(1, 9))
+        if rng.random() < 0.6:
+            put(tier, *numbers)
+            new = [number for number in numbers if number not in naive]
+            for number in numbers:
+                if number in naive:
+                    naive.move_to_end(number)
+            for number in new[max(0, len(new) - 7) :]:
+                naive[number] = None
+            while len(naive) > 7:
+                naive.popitem(last=False)
+        elif rng.random() < 0.7:
+            tier.touch(BLOCKS, [name(number) for number in numbers])
+            for number in numbers:
+                if number in naive:
+                    naive.move_to_end(number)
+        else:
+            tier.forget({name(number) for number in numbers[:2]})
+            for number in numbers[:2]:
+                naive.pop(number, None)
+        tier.check()
+        assert [each for each, _ in tier._shelves[BLOCKS].entries] == [name(number) for number in naive]
+        assert not naive or read(tier, *naive) == [*naive]
+
+
+def test_a_budget_is_divided_by_what_contents_take() -> None:
+    assert shares_of({BLOCKS: 300, 512: 200}, {BLOCKS: 1.0, 512: 0.5}) == {BLOCKS: 0.75, 512: 0.25}
+    assert shares_of({}, {}) == {}
