@@ -32,7 +32,8 @@ class Lookup(NamedTuple):
         num_tokens: known, as `last_call.rows[i].matched_tokens` will say of it.
         num_blocks: of these, the full blocks.
         stopped: why no more, in the words of `last_call.rows[i].stopped`.
-        tier: where those lie that are furthest from the model: "device", in the pool; None where none is known.
+        tier: where those lie that are furthest from the model: "device", in the pool; "host" or "disk", from where a call
+            brings them up; None where none is known.
     """
 
     num_tokens: int
@@ -130,9 +131,11 @@ class NamedPrefixes:
         why = self._session.why_bypassed()
         with blocks.lock:
             blocks.settle()
-            found = Found(0, why) if why else self.call.look_up(RowInput(tokens, 0, 0, root, salt=self.cache_salt))
-        num_blocks = found.num_tokens // blocks.block_size
-        return Lookup(found.num_tokens, num_blocks, found.stopped, DEVICE if found.num_tokens else None)
+            found, below = (
+                (Found(0, why), None) if why else self.call.look_up(RowInput(tokens, 0, 0, root, salt=self.cache_salt))
+            )
+        num_blocks, tier = found.num_tokens // blocks.block_size, below or (DEVICE if found.num_tokens else None)
+        return Lookup(found.num_tokens, num_blocks, found.stopped, tier)
 
     def pin(self, token_ids: "list[int] | Tensor") -> int:
         """Keep what is cached of this prefix until `unpin`: no other call evicts it, and no collected cache takes it along.

@@ -30,7 +30,7 @@ from .admission import UNLIMITED, CallLimits, Demand, admit_call, renew_reservat
 from .call_rows import CallRows, CallState
 from .counters import PromptCounters
 from .held_steps import PassedStep
-from .prefix_match import Found, PreviousRows, hold_longer, look_up_row
+from .prefix_match import Found, PreviousRows, found_below, hold_longer, look_up_row
 from .prepare import (
     begin_rows_that_fit,
     continue_rows,
@@ -96,8 +96,9 @@ class Call(CallRows):
             self.keeps_past = True
             self.states.live.record_past(records=True)
 
-    def look_up(self, new: RowInput) -> Found:
-        """What a call of one row would find that began now, and had room.  Effects: none. The store's lock is held.
+    def look_up(self, new: RowInput) -> tuple[Found, str | None]:
+        """What a call of one row would find that began now, and had room; and the furthest lower tier that some of it would come
+        up from, if any.  Effects: none. The store's lock is held.
 
         While a call runs, its own rows are nobody's previous ones: of what it computes only committed blocks are found.
         """
@@ -112,7 +113,11 @@ class Call(CallRows):
         previous = PreviousRows(() if self.is_in_use else rows.distinct)
         num_tokens = len(new.token_ids)
         most = max(0, num_tokens - self.states.num_needed_of(num_tokens))
-        return look_up_row(self.store, new, previous, most, num_at_end)
+        found = look_up_row(self.store, new, previous, most, num_at_end)
+        below = self.store.tiers.look_up(Wanted(new.root, new.salt, new.token_ids, most))
+        if below is None or below[0] <= found.num_tokens:
+            return found, None
+        return found_below(self.store, new, below[0]), below[1]
 
     def bring_up(self, request: ForwardRequest) -> None:
         """Have what lower tiers know of a prompt cached, before `prepare` looks for it. No lock is held while files are read."""

@@ -105,6 +105,11 @@ def look_up_row(
         return Found(known, why) if why else found
 
 
+def found_below(store: BlockStore, new: RowInput, num_tokens: int) -> Found:
+    """What is found of a row once so many of its tokens have come up from lower tiers."""
+    return Found(num_tokens, _why_stopped(num_tokens, new.token_ids, store.block_size, None))
+
+
 def _choose(
     store: BlockStore,
     new: RowInput,

@@ -138,8 +138,25 @@ class BringUp:
         finally:
             del holds
 
+    def look_up(self, row: Wanted) -> tuple[int, str] | None:
+        """Of a row's leading tokens, how many would be known if all came up that pays, and from which tier the furthest of it.
+
+        Effects: none. None where tiers have no more than is cached.
+        """
+        tiers = [tier for tier in self._tiers if self._has_any(tier) and self._worth[tier.name].is_cheaper]
+        prefix = self._missing(row, tiers)
+        if prefix is None:
+            return None
+        furthest = max(
+            next(at for at, tier in enumerate(tiers) if tier.has(kind, name)) for kind, name in prefix.missing
+        )
+        return len(prefix.hashes) * self._allocator.block_size, tiers[furthest].name
+
+    def _has_any(self, tier: Tier) -> bool:
+        return any(tier.num_of(kind) for kind in self._layout.kinds)
+
     def _may_have(self, tier: Tier) -> bool:
-        return any(tier.num_of(kind) for kind in self._layout.kinds) and self._worth[tier.name].is_worth_it()
+        return self._has_any(tier) and self._worth[tier.name].is_worth_it()
 
     def _missing(self, row: Wanted, tiers: Sequence[Tier]) -> _Prefix | None:
         """What tiers have of a row's prefix, beyond what is cached; None where they have no more."""

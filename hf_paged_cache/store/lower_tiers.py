@@ -139,6 +139,10 @@ class LowerTiers:
         """See `BringUp.bring_up`."""
         return self._up.bring_up(rows, holder)
 
+    def look_up(self, row: Wanted) -> tuple[int, str] | None:
+        """See `BringUp.look_up`."""
+        return self._up.look_up(row) if self.tiers else None
+
     def is_telling(self, num_columns: int) -> bool:
         """Whether a forward of so many columns shows what a block costs; that of fewer costs more than its tokens."""
         return num_columns >= _LEAST_BLOCKS * self._allocator.block_size

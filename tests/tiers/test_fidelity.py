@@ -80,6 +80,23 @@ def test_chats_in_turns_on_a_pool_for_two_are_the_same_and_come_back(kind: str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_look_says_what_a_call_then_brings_up_and_changes_nothing(kind: str, tmp_path: Path) -> None:
+    model, prompts = tiny(kind), chats()
+    cache = cache_on_disk(model, tmp_path)
+    fill(model, cache, prompts)
+    for ids in [*prompts, prompts[0][:, :50]]:
+        before = cache.stats()
+        look = cache.lookup(ids[0].tolist())
+        assert cache.stats() == before
+        call(model, ids, cache)
+        (of_row,) = cache.last_call.rows
+        assert (look.num_tokens, look.stopped) == (of_row.matched_tokens, of_row.stopped)
+        assert look.tier == ("disk" if of_row.disk_tokens else "device" if of_row.matched_tokens else None)
+        assert of_row.disk_tokens or ids.shape[1] < NUM_TOKENS
+    assert cache.lookup(chats(6)[5][0].tolist())[::3] == (0, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_zeros_in_place_of_what_the_tier_has_are_seen(kind: str, tmp_path: Path) -> None:
     model, prompts = tiny(kind), chats()
     cache = cache_on_disk(model, tmp_path)
