@@ -43,6 +43,7 @@ OTHERWISE_TESTED = {
     "store.block_store:BlockStore.read_budget": "before the first forward is confirmed; a look at devices, and one number",
     "store.block_store:BlockStore.bytes_to_come": "asked by another store before its first forward is confirmed; numbers",
     "integration.ranks:Ranks.settled_budget": "runs only where processes share a model",
+    "integration.state_forwards:StateForwards.schedule": "`prepare` and `schedule` take it, too; so that nobody comes between",
 }
 
 
