@@ -23,7 +23,7 @@ Make = Callable[..., DiskTier]
 def make(tmp_path: Path) -> Iterator[Make]:
     tiers: list[DiskTier] = []
 
-    def made(max_bytes: int | None = None, run_bytes: int = 4500) -> DiskTier:
+    def made(max_bytes: int | None = None, run_bytes: int = 6000) -> DiskTier:
         tiers.append(DiskTier(tmp_path, max_bytes))
         tiers[-1].run_bytes = run_bytes
         return tiers[-1]
@@ -61,7 +61,7 @@ def test_what_was_put_is_found_before_it_is_written_and_after(make: Make, tmp_pa
 
 
 def test_files_go_whole_and_the_one_that_was_used_stays(make: Make) -> None:
-    tier = make(max_bytes=32_000)
+    tier = make(max_bytes=32_000, run_bytes=4500)
     put(tier, 0, 1, 2)
     for first in range(10, 200, 10):
         put(tier, *range(first, first + 5))
@@ -74,7 +74,7 @@ def test_files_go_whole_and_the_one_that_was_used_stays(make: Make) -> None:
 
 
 def test_a_file_that_somebody_reads_of_is_not_dropped(make: Make) -> None:
-    tier = make(max_bytes=32_000)
+    tier = make(max_bytes=32_000, run_bytes=4500)
     put(tier, 0, 1, 2)
     hold = tier.hold(BLOCKS, [name(1)])
     for first in range(10, 150, 10):

@@ -361,3 +361,14 @@ def test_what_cannot_be_is_refused_with_a_sentence(given: dict[str, Any], said: 
         PagedPrefixCache(tiny("llama"), **given)
     with pytest.raises(CacheArgumentError, match="the store's; give"):
         PagedPrefixCache(PrefixStore(tiny("llama")), **given)
+
+
+def test_tiers_are_refused_where_other_processes_share_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_paged_cache.model.conditioning import Conditioning
+
+    monkeypatch.setattr(Conditioning, "rank_groups", lambda conditioning: (object(),))
+    with pytest.raises(CacheArgumentError, match="other processes share this model"):
+        PrefixStore(tiny("llama"), disk_folder=tmp_path)
+    PrefixStore(tiny("llama"))
