@@ -154,6 +154,9 @@ def generate_and_ask() -> None:
     cache.unpin()
     cache.check()
     cache.score(row((1, 18)), [row((2, 3)), row((3, 3))])
+    for _ in range(2):
+        cache.prefill(row((4, 10)))
+    cache.lookup(ids)
     copy.deepcopy(cache).crop(-2)
     assert cache.layers[0].keys is not None
     cache.reset()

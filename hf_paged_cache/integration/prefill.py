@@ -76,7 +76,8 @@ class Prefill:
     def _run(self, prompt: Prompt) -> Prefilled:
         num_tokens = len(prompt.token_ids)
         end = num_tokens // self._blocks.block_size * self._blocks.block_size
-        known, is_all = self._look_up(prompt, end) if self._looks else (0, not end)
+        with self._blocks.lock:
+            known, is_all = self._look_up(prompt, end) if self._looks else (0, not end)
         if is_all:
             return Prefilled(end, end, 0)
         with self._side.sibling() as cache:
@@ -85,9 +86,8 @@ class Prefill:
                 num_needed = cache.call.states.num_needed_of(num_tokens)
                 stops = stops_of(known, self._marks(num_tokens, end, num_needed), self._chunk_size, num_needed)
             self._side.prefill(cache, prompt.token_ids, stops)
-            with self._blocks.lock:
-                (row,) = cache.call.rows.distinct
-                num_kept = row.table.num_committed_blocks * self._blocks.block_size
+            (row,) = cache.call.rows.distinct
+            num_kept = row.table.num_committed_blocks * self._blocks.block_size
             num_computed = sum(count.computed_tokens for count in cache.call.counters.rows)
         return Prefilled(num_kept, max(0, stops[-1] - num_computed), num_computed)
 
@@ -102,9 +102,12 @@ class Prefill:
         return sorted({*places, end} - {0})
 
     def _look_up(self, prompt: Prompt, end: int) -> tuple[int, bool]:
-        """How many tokens one could go on behind, and whether that is all there is to compute; then they are used again."""
+        """How many tokens one could go on behind, and whether that is all there is to compute; then they are used again.
+
+        The store's lock is held.
+        """
         blocks, tokens = self._blocks, prompt.token_ids[:end]
-        with blocks.lock, blocks.new_table(prompt.root, prompt.salt) as table:
+        with blocks.new_table(prompt.root, prompt.salt) as table:
             hit = table.match_prefix(tokens)
             known, wanted = hit.num_tokens, end
             if blocks.states:
