@@ -35,7 +35,7 @@ from ..reference import AtStep, Forwards, assert_same, batch, is_same, row, run
 from ..tiny_models import build, tiny
 
 OURS = str(Path(hf_paged_cache.__file__).parent)
-NUM_TRIALS = 150
+NUM_TRIALS = 100
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = [row((1, 9)), row((1, 9), (2, 6)), row((1, 5), (3, 6)), row((4, 13))]
@@ -151,7 +151,7 @@ def test_pins_are_there_or_not_and_no_block_is_lost_wherever_pinning_is_interrup
     with Interrupter() as counter:
         pin_and_unpin(cache)
     assert counter.num_lines > 100
-    for at_line in range(1, counter.num_lines + 1, 3):
+    for at_line in range(1, counter.num_lines + 1, 5):
         with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             pin_and_unpin(cache)
         cache.check()
@@ -211,7 +211,7 @@ def test_a_bypassed_call_interrupted_at_any_line_leaves_the_cache_right(referenc
 def test_a_call_interrupted_at_any_line_leaves_the_cache_right(references: dict[str, Any]) -> None:
     num_lines: dict[Any, int] = {}
     places = {interrupted_trial(seed, references, num_lines) for seed in range(NUM_TRIALS)}
-    assert len(places) > 60
+    assert len(places) > 40
 
 
 @pytest.mark.parametrize("num_blocks", [40, 9, 2], ids=["the pool holds them", "holds some", "holds none"])
@@ -272,7 +272,7 @@ def test_wherever_the_end_of_a_forward_is_interrupted_it_has_happened_or_not(
             forward(cache, num_known, 25)
     lengths = set()
     num_last = 180  # lines from the end, among them the one that confirms
-    for at_line in range(counter.num_lines - num_last, counter.num_lines + 1, 3):
+    for at_line in range(counter.num_lines - num_last, counter.num_lines + 1, 5):
         cache = begun()
         with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             forward(cache, num_known, 25)
