@@ -137,7 +137,7 @@ class Call(CallRows):
                     row = rows.distinct[rows.alias[number]] if rows.alias else None
                     tokens = new.token_ids if row is None else row.with_new(new.token_ids)
                     most = len(tokens) - self.states.num_needed(request)
-                    if row is None or row.commit_end is None:
+                    if most > 0 and (row is None or row.commit_end is None):  # not so of a row that is padding so far
                         wanted.append(Wanted(new.root, new.salt, tokens, most))
         brought = self.store.tiers.bring_up(wanted, self)
         with self.store.lock:

@@ -176,6 +176,18 @@ def test_a_chunked_prompt_finds_each_chunk(kind: str, tmp_path: Path) -> None:
     assert cache.last_call.rows[0].disk_tokens >= 64
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "lfm2"])
+def test_a_row_that_is_all_padding_in_the_first_chunk_has_nothing_to_bring_up(kind: str, tmp_path: Path) -> None:
+    model, prompts = tiny(kind), chats()
+    cache = cache_on_disk(model, tmp_path)
+    fill(model, cache, prompts)
+    padded = prompts[0].expand(2, -1).clone()
+    padded[1, :60] = 0
+    mask = (padded > 0).long()
+    given = {"attention_mask": mask, "prefill_chunk_size": 16}
+    assert_same(call(model, padded, **given), call(model, padded, cache, **given))
+
+
 def test_chats_that_go_on_find_what_was_generated_too(tmp_path: Path) -> None:
     model = tiny("llama")
     cache, histories = cache_on_disk(model, tmp_path, 2.5), chats(5, 30)
