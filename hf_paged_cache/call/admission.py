@@ -167,7 +167,7 @@ def would_fit(call: CallToAdmit, num_columns: int, num_shared_blocks: int, num_p
             return False
     if not call.limits.are_known:
         return True
-    demand = call.demand or demand_of_call(call, num_columns)
+    demand = call.demand or demand_of_call(call, num_columns, call.previous.distinct)
     if demand.num_blocks - num_shared_blocks > store.num_obtainable_blocks(call) + demand.num_released:
         return False
     return store.window_admission.lacking(call, demand.windows) is None

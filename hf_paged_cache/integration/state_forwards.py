@@ -150,8 +150,9 @@ class Ahead:
         call, rows = self._call, self._call.rows
         with self._blocks.lock:
             planned = call.states.as_planned(rows)
-            if not call.num_scheduled and call.limits.are_known and not would_fit(call, self._bounds.stop, 0):
-                return None  # it is refused, and nothing was computed
+            is_first = not call.num_scheduled and call.limits.are_known
+            if is_first and not would_fit(call, self._bounds.stop, 0, num_prefixes=1):
+                return None  # it is refused, or windows have no room behind a forward ahead: nothing was computed
         planned = self._share(held, planned)
         staircase = climb(planned, self._bounds)
         if staircase is None:

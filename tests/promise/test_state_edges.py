@@ -202,6 +202,28 @@ def test_snapshots_and_blocks_together_keep_to_a_small_budget(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["inkling_text", "zaya"])
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}])
+def test_no_window_is_refused_for_what_was_computed_ahead(name: str, how: dict[str, Any]) -> None:
+    """Rows that go on see a window and leave one, which takes more room than rows that begin."""
+    model = zoo.build(name)
+    rows, budgets = batch(row((1, 60)), row((2, 40))), range(20_000, 220_000, 20_000)
+    are_refused = []
+    for max_bytes in budgets:
+        cache = PagedPrefixCache(model, block_size=4, max_bytes=max_bytes)
+        try:
+            output = run(model, cache, **rows, **how)
+        except OutOfBlocksError:
+            are_refused.append(True)
+            assert cache.stats().num_cached_blocks == 0  # nothing was computed
+        else:
+            are_refused.append(False)
+            assert_same(run(model, **rows, **how), output)
+        cache.check()
+    assert are_refused == sorted(are_refused, reverse=True)
+    assert set(are_refused) == {True, False}
+
+
+@pytest.mark.parametrize("name", ["inkling_text", "zaya"])
 def test_windows_see_what_is_before_a_state_that_is_known_less_far_than_keys_and_values(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
