@@ -233,12 +233,12 @@ def before_each_write(patch: pytest.MonkeyPatch, act: Callable[[BlockStore, int]
 
         return acting_write
 
-    for name in ("write", "write_step"):
+    for name in ("write", "write_pair"):
         patch.setattr(Call, name, acting(getattr(Call, name)))
 
 
 def count_writes(patch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often layers are written from here on: "write", or "write_step" by the fast path of a decode step.
+    """How often layers are written from here on: "write", or "write_pair" by the fast path.
 
     "write_blocks" counts once for all layers.
     """
@@ -254,7 +254,7 @@ def count_writes(patch: pytest.MonkeyPatch) -> Counter[str]:
 
         return counting
 
-    for name in ("write", "write_step", "write_blocks"):
+    for name in ("write", "write_pair", "write_blocks"):
         patch.setattr(BlockPool, name, counted(name))
     return counts
 
@@ -277,7 +277,7 @@ LAYER_WRITE = (Call, "write")
 FAULT_POINTS: list[tuple[type, str, str]] = [
     *(
         (Call, name, "contiguous")
-        for name in ("begin", "prepare", "schedule", "schedule_step", "write", "write_step", "confirm", "reorder")
+        for name in ("begin", "prepare", "schedule", "schedule_step", "write", "write_pair", "confirm", "reorder")
     ),
     (PrefixCachingBlockAllocator, "allocate", "contiguous"),
     (PrefixCachingBlockAllocator, "allocate_mutable", "contiguous"),
@@ -289,11 +289,11 @@ FAULT_POINTS: list[tuple[type, str, str]] = [
     (BlockTable, "append_tokens", "contiguous"),
     (BlockStore, "make_room", "contiguous"),
     (BlockStore, "make_copies", "contiguous"),
-    *((BlockPool, name, "contiguous") for name in ("write", "write_step", "write_blocks", "copy_blocks")),
+    *((BlockPool, name, "contiguous") for name in ("write", "write_pair", "write_blocks", "copy_blocks")),
     (BlockPool, "gather", "gather"),  # a contiguous copy gathers nothing there
     (Rows, "regroup", "contiguous"),
     (Rows, "select", "contiguous"),
-    *((ContiguousReader, name, "contiguous") for name in ("read", "read_step", "start_forward")),
+    *((ContiguousReader, name, "contiguous") for name in ("read", "read_pair", "start_forward")),
     *((ContiguousReader, name, "contiguous") for name in ("reorder_rows", "expand_rows", "keep")),
     (GatherReader, "read", "gather"),
 ]

@@ -160,11 +160,11 @@ class GroupedPool(BlockPool):
         else:
             self._in_windows[window].write(layer_idx, states, _in_window(slot_mapping, window))
 
-    def write_step(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: SlotMapping) -> bool:
+    def write_pair(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: SlotMapping) -> bool:
         window = self._window_of.get(layer_idx)
         if window is None:
-            return super().write_step(layer_idx, key, value, slot_mapping)
-        return self._in_windows[window].write_step(layer_idx, key, value, _in_window(slot_mapping, window))
+            return super().write_pair(layer_idx, key, value, slot_mapping)
+        return self._in_windows[window].write_pair(layer_idx, key, value, _in_window(slot_mapping, window))
 
     def write_blocks(
         self, columns: Iterable[tuple[int, Mapping[str, Tensor]]], block_ids: Sequence[int], offset: int
