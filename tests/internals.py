@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.attention.contiguous import ContiguousReader
@@ -271,7 +271,7 @@ def hold_all_token_ids(patch: pytest.MonkeyPatch) -> None:
 
 # What is made to fail, or to be wrong.
 
-LAYER_WRITE = (Call, "write")
+LAYER_WRITE = (PagedPrefixCache, "update")
 
 # Where a call is made to fail: a method, and the attention whose calls come there.
 FAULT_POINTS: list[tuple[type, str, str]] = [
@@ -301,10 +301,12 @@ FAULT_POINTS: list[tuple[type, str, str]] = [
 # Where memory runs out: methods of a cache's own pool and reader.
 MEMORY_PLACES = [
     "pool.write",
+    "pool.write_pair",
     "pool.write_blocks",
     "pool.ensure_capacity",
     "pool.copy_blocks",
     "reader.read",
+    "reader.read_pair",
     "reader.start_rows",
     "reader.start_forward",
     "reader.reorder_rows",
@@ -320,18 +322,23 @@ def owner_of(cache: PagedPrefixCache, place: str) -> tuple[Any, str]:
 @contextmanager
 def failing_layer(cache: PagedPrefixCache, layer_idx: int, error: BaseException) -> Iterator[None]:
     """Raise where that layer writes more than a decode step does."""
-    write = cache.write_layer
+    call, write_pair, write_layer = cache.call, cache.call.write_pair, cache.write_layer
+
+    def fail_in_pair(written: int, key: Tensor, value: Tensor) -> Any:
+        if written == layer_idx and key.shape[2] > 1:
+            raise error
+        return write_pair(written, key, value)
 
     def fail(written: int, states: Any) -> Any:
         if written == layer_idx:
             raise error
-        return write(written, states)
+        return write_layer(written, states)
 
-    cache.write_layer = fail  # type: ignore[method-assign]
+    call.write_pair, cache.write_layer = fail_in_pair, fail  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del cache.write_layer
+        del call.write_pair, cache.write_layer
 
 
 @contextmanager

@@ -218,6 +218,13 @@ class BlockPool:
             values.view(-1, value_dim).index_copy_(0, index, value.reshape(-1, value_dim))
         return True
 
+    def lay_out(self, layer_idx: int, name: str, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        """Make a layer's tensor before anything is written, where the first keys and values will be; a write may move it."""
+        if name not in self._tensors.get(layer_idx, {}):
+            self._tensor_for(
+                layer_idx, name, torch.empty((0, heads, 0, head_dim), dtype=dtype, device=self._first_device())
+            )
+
     def write_blocks(
         self, columns: Iterable[tuple[int, Mapping[str, Tensor]]], block_ids: Sequence[int], offset: int
     ) -> None:

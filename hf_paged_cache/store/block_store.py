@@ -23,6 +23,7 @@ from .call_totals import CallTotals
 from .lower_tiers import LowerTiers
 from .memory_budget import add_store, default_budget_bytes, lacks_room
 from .pins import Pins
+from .roots import Roots
 from .state_snapshots import StateRules, StateSnapshots
 from .window_admission import HeldRows, WindowAdmission
 from .window_groups import WindowGroups
@@ -93,6 +94,7 @@ class BlockStore:
         has_budget: `num_blocks` is what a budget in bytes holds, beside as many bytes of snapshots.
         tiers: see `LowerTiers`.
     Attributes:
+        roots: what the hashes of blocks begin with.
         max_num_blocks: the most blocks there can be; None until a forward shows what the budget holds. Where memory ran
             out, what was managed by then.
         ran_out_of_memory: there was none for more blocks, or beside them; until something would be refused for it.
@@ -123,7 +125,7 @@ class BlockStore:
         has_least = num_blocks is not None and not has_budget
         self.states = StateSnapshots(self.allocator, states, bytes_per_block, has_least=has_least)
         self.states.limit(num_blocks)
-        self._first_device = first_device
+        self.first_device = first_device
         self.window_admission = WindowAdmission(self.allocator, self.windows)
         self.pins = Pins(self.allocator, self.window_admission, self.new_table)
         self.pool = BlockPool(block_size, first_device)
@@ -131,6 +133,7 @@ class BlockStore:
             self.pool = GroupedPool(block_size, first_device, window_of, self.windows.groups)
         self.tiers = LowerTiers(self, self.allocator, self.pool, self.windows, self.states, tiers)
         self.call_totals = CallTotals()
+        self.roots = Roots()
         self.max_num_blocks = num_blocks
         self.ran_out_of_memory = False
         self._promised_num_blocks = num_blocks  # given, or settled
@@ -385,7 +388,7 @@ class BlockStore:
             for device, num_bytes in self._pool_of(group).bytes_per_block_on().items():
                 total[device] = total.get(device, 0) + num_bytes * self.windows.share
         if self.states:
-            return self.states.with_snapshots(total, None if self.windows.layers else self._first_device())
+            return self.states.with_snapshots(total, None if self.windows.layers else self.first_device())
         return total
 
     def bytes_to_come(self, device: torch.device) -> int:
