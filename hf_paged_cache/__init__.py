@@ -18,9 +18,11 @@ if TYPE_CHECKING:
         CacheArgumentError,
         CacheBusyError,
         ForwardMismatchError,
+        NotPortableError,
         OutOfBlocksError,
         PagedCacheError,
         PoolArgumentError,
+        SavedBlocksError,
         UnsupportedModelError,
     )
     from .integration.prefill import Prefilled
@@ -29,12 +31,15 @@ if TYPE_CHECKING:
     from .prefix_store import PrefixStore
     from .scoring import Score
     from .stats import CacheStats, CallStats, RowStats, TierStats
+    from .store.loading import Loaded
+    from .store.saving import Saved
 
 _HOMES = (
     ".errors",
     ".stats",
     ".cache",
     ".named_prefixes",
+    ".prefix_store",
     ".model_check",
 )  # have all public names; the first two import no torch
 
@@ -44,8 +49,10 @@ __all__ = [
     "CacheBusyError",
     "CacheStats",
     "CallStats",
+    "Loaded",
     "Lookup",
     "ModelReport",
+    "NotPortableError",
     "OutOfBlocksError",
     "PagedCacheError",
     "PagedPrefixCache",
@@ -53,6 +60,8 @@ __all__ = [
     "Prefilled",
     "PrefixStore",
     "RowStats",
+    "Saved",
+    "SavedBlocksError",
     "Score",
     "TierStats",
     "ForwardMismatchError",

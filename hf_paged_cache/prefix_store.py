@@ -180,7 +180,6 @@ class PrefixStore:
             CacheArgumentError: not the token ids of sequences.
             OSError: the folder cannot be written, or is full; files that were written are whole.
         Example:
-            >>> folder = getfixture("tmp_path")
             >>> cache.prefill(inputs["input_ids"]).num_tokens
             80
             >>> cache.store.save(folder).num_blocks
@@ -213,7 +212,6 @@ class PrefixStore:
             NotPortableError: see `save`.
             CacheArgumentError: there is no such folder.
         Example:
-            >>> folder = getfixture("tmp_path")
             >>> cache.prefill(inputs["input_ids"]).num_tokens, cache.store.save(folder).num_blocks
             (80, 5)
             >>> cache.store.reset_prefix_cache()

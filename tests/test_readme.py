@@ -77,6 +77,7 @@ def test_the_docstrings_example_runs(test: doctest.DocTest, request: pytest.Fixt
         "inputs": lambda: request.getfixturevalue("tiny_tokenizer")("What is one and one?" * 4, return_tensors="pt"),
         "cache": lambda: hf_paged_cache.PagedPrefixCache(request.getfixturevalue("tiny_llama")),
         "allocator": make_allocator,
+        "folder": lambda: str(request.getfixturevalue("tmp_path") / "saved"),
         "torch": lambda: import_module("torch"),
         "PagedPrefixCache": lambda: hf_paged_cache.PagedPrefixCache,
     }

@@ -25,6 +25,7 @@ from .roots import RootFacts
 from .saving import Model, saved_root
 
 _NO_ROOM = "there is no room for them in the pool"
+_NO_STATE = "no state was saved behind which they could be gone on from"
 _NO_PARENT = "the blocks before them are in no file"
 
 
@@ -104,7 +105,7 @@ def load_blocks(
         missing -= lost
     num_new = len(found) - len(known) - len(missing) - sum(not_loaded.get(why, 0) for why in tier.damaged.values())
     if missing:
-        not_loaded[_NO_ROOM] = len(missing)
+        not_loaded[_NO_STATE if blocks.states and num_left >= len(missing) else _NO_ROOM] = len(missing)
     return Loaded(num_new, len(known), tier.num_read_bytes, not_loaded)
 
 

@@ -163,7 +163,7 @@ def read_saved_file(path: Path) -> SavedFile:
                         raise SavedBlocksError(f"{path} is damaged: a tensor has another shape than its header says")
     except SavedBlocksError:
         raise
-    except (SafetensorError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (SafetensorError, ArithmeticError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise SavedBlocksError(f"{path} is damaged, or no file of saved blocks: {error}") from error
     return file
 

@@ -82,7 +82,9 @@ class SavedFolder:
         Raises:
             OSError: a file has gone, or is not what was written.
         """
-        places = [self._places[kind][name] for name in names]
+        places = [place for name in names if (place := self._places[kind].get(name)) is not None]
+        if len(places) < len(names):
+            raise OSError("a file was damaged that has contents that are to be read")
         loaded: list[list[Tensor]] = [[] for _ in self.parts_of(kind)]
         start = 0
         while start < len(places):
