@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .model_check import ModelReport, check_model
     from .named_prefixes import Lookup
     from .prefix_store import PrefixStore
+    from .saved_report import SavedFileReport, saved_report
     from .scoring import Score
     from .stats import CacheStats, CallStats, RowStats, TierStats
     from .store.loading import Loaded
@@ -40,6 +41,7 @@ _HOMES = (
     ".cache",
     ".named_prefixes",
     ".prefix_store",
+    ".saved_report",
     ".model_check",
 )  # have all public names; the first two import no torch
 
@@ -62,12 +64,14 @@ __all__ = [
     "RowStats",
     "Saved",
     "SavedBlocksError",
+    "SavedFileReport",
     "Score",
     "TierStats",
     "ForwardMismatchError",
     "UnsupportedModelError",
     "__version__",
     "check_model",
+    "saved_report",
 ]
 
 

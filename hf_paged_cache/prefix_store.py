@@ -4,6 +4,7 @@ Owns the sizes a user gives, and refuses models we cannot hold. Runs no call.
 """
 
 import math
+import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -233,7 +234,8 @@ class PrefixStore:
     def _model(self) -> Model:
         """The model as it is now, for files."""
         identity = self.conditioning.identity()
-        return Model(self.conditioning.digest(), identity.digest, dict(identity.facts), dict(identity.settings))
+        facts, settings = dict(identity.facts), dict(identity.settings)
+        return Model(self.conditioning.digest(), identity.digest, facts, settings, self.conditioning.roots)
 
     def stats(self) -> CacheStats:
         """Tokens of all calls on this store, those of collected caches too, and all blocks now; prints as a table.
@@ -259,8 +261,11 @@ class PrefixStore:
 
 @contextmanager
 def _bar(what: str, progress: bool) -> Iterator[Callable[[int, int], None]]:
-    """Shows how much is done, on a terminal."""
-    with tqdm(desc=what, unit=" blocks", leave=False, disable=None if progress else True) as bar:
+    """Shows how much is done, on a terminal. Else there is no bar at all: its lock would be shared with forked children."""
+    if not progress or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    with tqdm(desc=what, unit="", leave=False) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total

@@ -80,6 +80,7 @@ def test_the_docstrings_example_runs(test: doctest.DocTest, request: pytest.Fixt
         "folder": lambda: str(request.getfixturevalue("tmp_path") / "saved"),
         "torch": lambda: import_module("torch"),
         "PagedPrefixCache": lambda: hf_paged_cache.PagedPrefixCache,
+        "saved_report": lambda: hf_paged_cache.saved_report,
     }
     blocks = import_module("hf_paged_cache.blocks")
     test.globs.update({name: getattr(blocks, name) for name in blocks.__all__})

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..attention.windows import Windows
+from ..blocks.roots import RootFacts
 from ..call.admission import would_fit
 from ..call.call import Call
 from ..call.running import Bracket
@@ -27,7 +28,6 @@ from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, O
 from ..kv.transfers import to_device
 from ..model.conditioning import Conditioning
 from ..model.support import require_layer_adapters
-from ..store.roots import RootFacts
 from .forward_arguments import ArgumentReader, for_scheduled
 from .generate_arguments import GenerateArguments
 from .hooks import is_attached
@@ -281,7 +281,7 @@ class Session:
                         "rotary frequencies of this model depend on length; wait until no call is running"
                     )
                 regime = conditioning.rope.peek(max(0, num_tokens - 1))
-        return self._store.roots.of(RootFacts(digest, self._salt, regime))
+        return self._conditioning.roots.of(RootFacts(digest, self._salt, regime))
 
     def why_bypassed(self) -> str | None:
         """Why nothing that is computed now may be reused or kept, as of the last look at the model; None if it may."""
@@ -403,7 +403,7 @@ class Session:
             counted_from = traits.root_padding(row.pad) if self._reader.takes_positions else row.pad
             adapter = adapters[number] if number < len(adapters) else ""
             facts = RootFacts(self._digest, self._salt, regime, adapter, counted_from, row.first_position)
-            root = self._store.roots.of(facts)
+            root = self._conditioning.roots.of(facts)
             rows.append(row._replace(root=root, salt=self._salt))
         keep = request.keep_columns
         if regime and keep is None and request.max_position is not None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules import module as everywhere
 
 from ..blocks import root_hash
+from ..blocks.roots import Roots
 from ..errors import NotPortableError
 from ..kv.transfers import read_bytes
 from ..locks import new_lock
@@ -41,11 +42,14 @@ class Conditioning:
 
     Args:
         tried: what a trial has shown of its states; None for a model without any.
+    Attributes:
+        roots: what the hashes of blocks begin with, for rows that were computed under it.
     """
 
     def __init__(self, model: Any, tried: StateTraits | None = None) -> None:
         self.model = model
         self.rope = RopeRegime(())
+        self.roots = Roots()
         self.state_traits = tried or NO_TRAITS  # with what the modules say, as of the last digest
         self._tried = tried
         self._lock = (

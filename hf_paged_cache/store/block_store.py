@@ -23,7 +23,6 @@ from .call_totals import CallTotals
 from .lower_tiers import LowerTiers
 from .memory_budget import add_store, default_budget_bytes, lacks_room
 from .pins import Pins
-from .roots import Roots
 from .state_snapshots import StateRules, StateSnapshots
 from .window_admission import HeldRows, WindowAdmission
 from .window_groups import WindowGroups
@@ -94,7 +93,6 @@ class BlockStore:
         has_budget: `num_blocks` is what a budget in bytes holds, beside as many bytes of snapshots.
         tiers: see `LowerTiers`.
     Attributes:
-        roots: what the hashes of blocks begin with.
         max_num_blocks: the most blocks there can be; None until a forward shows what the budget holds. Where memory ran
             out, what was managed by then.
         ran_out_of_memory: there was none for more blocks, or beside them; until something would be refused for it.
@@ -133,7 +131,6 @@ class BlockStore:
             self.pool = GroupedPool(block_size, first_device, window_of, self.windows.groups)
         self.tiers = LowerTiers(self, self.allocator, self.pool, self.windows, self.states, tiers)
         self.call_totals = CallTotals()
-        self.roots = Roots()
         self.max_num_blocks = num_blocks
         self.ran_out_of_memory = False
         self._promised_num_blocks = num_blocks  # given, or settled

@@ -14,6 +14,7 @@ import torch
 
 from ..blocks import BlockHash
 from ..blocks.hashing import token_array_of
+from ..blocks.roots import RootFacts
 from ..errors import SavedBlocksError
 from ..kv.contents import Part, lay_out_pool
 from ..tiers.base import STATES, Name
@@ -21,7 +22,6 @@ from ..tiers.saved_file import SavedBlock, SavedContents, SavedFile, block_diges
 from ..tiers.saved_folder import SavedFolder
 from .block_store import BlockStore
 from .bring_up import Wanted
-from .roots import RootFacts
 from .saving import Model, saved_root
 
 _NO_ROOM = "there is no room for them in the pool"
@@ -169,7 +169,7 @@ def _named_here(blocks: BlockStore, model: Model, files: Sequence[SavedFile]) ->
         facts = RootFacts(model.digest, b"", saved.regime, saved.adapter, saved.counted_from, saved.first_position)
         if saved_root(model.identity, facts) != saved:  # a root that says of itself what it is not
             continue
-        root = blocks.roots.of(facts)
+        root = model.roots.of(facts)
         waiting: list[tuple[SavedBlock, bytes, bytes | None]] = [
             (block, root, None) for block in children.get(saved.digest, {}).values()
         ]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..blocks import BlockHash, HashChain
 from ..blocks.hashing import root_hash
+from ..blocks.roots import RootFacts, Roots
 from ..blocks.tokens import TokenIds
 from ..errors import SavedBlocksError
 from ..kv.contents import rows_of_blocks, rows_of_states
@@ -31,7 +32,6 @@ from ..tiers.saved_file import (
     write_saved_file,
 )
 from .block_store import BlockStore
-from .roots import RootFacts
 
 _FILE_BYTES = 2**26  # of rows in a file, about
 _LOCK = ".lock"
@@ -44,12 +44,14 @@ class Model(NamedTuple):
         digest: as roots of this process have it.
         identity: digest of its `facts`.
         facts, settings: see `ModelIdentity`.
+        roots: of its rows.
     """
 
     digest: bytes
     identity: bytes
     facts: dict[str, str]
     settings: dict[str, str]
+    roots: Roots
 
 
 class _Chosen(NamedTuple):
@@ -181,8 +183,8 @@ def _choose(
 
 def _digests_of(blocks: BlockStore, model: Model, token_ids: TokenIds) -> Iterable[bytes]:
     """Of all blocks of a prefix, under whatever conditions of the row."""
-    for facts in blocks.roots.all_of(model.digest, b""):
-        hashes = HashChain(blocks.roots.of(facts), blocks.block_size)
+    for facts in model.roots.all_of(model.digest, b""):
+        hashes = HashChain(model.roots.of(facts), blocks.block_size)
         hashes.extend(token_ids)
         yield from (block_hash.digest for block_hash in hashes.hashes())
 
@@ -202,7 +204,7 @@ def _named(
     if parent is not None:
         before = parent.digest
     else:
-        facts = blocks.roots.facts_of(block_hash.parent)
+        facts = model.roots.facts_of(block_hash.parent)
         if facts is None:
             return "the blocks before them were evicted"
         if facts.digest != model.digest:

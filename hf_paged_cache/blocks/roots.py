@@ -3,10 +3,12 @@
 A root means something in its process alone. What it stands for can be said elsewhere, once the model has a name there.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from typing import NamedTuple
 
-from ..blocks import root_hash
+from .hashing import root_hash
 
 _MOST = 2**14  # remembered; where frequencies depend on length, every length has its own
 
