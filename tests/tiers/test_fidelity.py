@@ -193,8 +193,8 @@ def test_window_blocks_that_made_room_come_back_to_blocks_that_stayed(has_tier: 
         (of_row,) = cache.last_call.rows
         assert (of_row.matched_tokens == 28) == has_tier
         assert of_row.disk_tokens == 0  # all blocks are in the pool
-    assert cache.stats().num_evictions == 0
     if has_tier:
+        assert cache.stats().num_evictions == 0
         zero_tiers(cache)
         assert not is_same(call(model, prompts[2]), call(model, prompts[2], cache))
 
