@@ -98,6 +98,9 @@ def test_the_docstrings_example_runs(test: doctest.DocTest, request: pytest.Fixt
     [
         "cache.PagedPrefixCache",
         "cache.PagedPrefixCache.score",
+        "prefix_store.PrefixStore.save",
+        "prefix_store.PrefixStore.load",
+        "saved_report.saved_report",
         *(f"named_prefixes.NamedPrefixes.{name}" for name in ("pin", "prefill", "lookup")),
     ],
 )

@@ -78,21 +78,19 @@ def load_blocks(
         with blocks.lock:
             _lay_out(blocks, files[0])
         blocks.read_budget()
-        with blocks.lock:
-            blocks.settle_budget()
     fitting: list[SavedFile] = []
-    for file in files:
-        with blocks.lock:
+    with blocks.lock:
+        blocks.settle()
+        blocks.settle_budget()
+        for file in files:
             _sort(file, _why_laid_out_otherwise(blocks, file), fitting, not_loaded)
-    found = _named_here(blocks, model, fitting)
+        found = _named_here(blocks, model, fitting)
+        tier = _tier_of(blocks, fitting, found)
+        known = _cached(blocks, found)
+        num_left = blocks.num_obtainable_blocks(None)
     num_strays = len({block.digest for file in fitting for block in file.blocks}) - len(found)
     if num_strays:
         not_loaded[_NO_PARENT] = num_strays
-    tier = _tier_of(blocks, fitting, found)
-    with blocks.lock:
-        blocks.settle()
-        known = _cached(blocks, found)
-        num_left = blocks.num_obtainable_blocks(None)
     ends = _ends(blocks, fitting, found)
     for number, end in enumerate(ends):
         num_left -= _bring_up(blocks, tier, _path(found, end), num_left)
@@ -182,12 +180,11 @@ def _named_here(blocks: BlockStore, model: Model, files: Sequence[SavedFile]) ->
 
 
 def _tier_of(blocks: BlockStore, files: Sequence[SavedFile], found: Mapping[bytes, _Found]) -> SavedFolder:
-    """The files' rows by the names that this process has for them."""
+    """The files' rows by the names that this process has for them. The store's lock is held."""
     tier = SavedFolder()
     for file in files:
         for content in file.contents:
-            with blocks.lock:
-                parts = _parts_here(blocks, content)
+            parts = _parts_here(blocks, content)
             assert parts is not None  # as was seen
             here = content._replace(parts=parts)
             for row, number in enumerate(content.blocks):

@@ -109,9 +109,10 @@ def save_blocks(
         with blocks.lock:
             blocks.settle()
             chosen, roots, not_saved = _choose(blocks, model, prefixes, pinned=pinned)
+            step = _blocks_of_a_file(blocks)
         num_done = num_known = num_bytes = 0
         while num_done < len(chosen):
-            some = chosen[num_done : num_done + _blocks_of_a_file(blocks)]
+            some = chosen[num_done : num_done + step]
             with blocks.lock:
                 blocks.settle()
                 file, rows, num_gone = _copy_out(blocks, model, some, roots, known)
@@ -215,9 +216,8 @@ def _named(
 
 
 def _blocks_of_a_file(blocks: BlockStore) -> int:
-    """How many blocks make a file of about `_FILE_BYTES`."""
-    with blocks.lock:
-        parts = blocks.tiers.layout.parts()
+    """How many blocks make a file of about `_FILE_BYTES`. The store's lock is held."""
+    parts = blocks.tiers.layout.parts()
     row_bytes = sum(part.num_bytes for of_kind in parts.values() for part in of_kind)
     return max(1, _FILE_BYTES // max(1, row_bytes))
 
