@@ -18,23 +18,30 @@ if TYPE_CHECKING:
         CacheArgumentError,
         CacheBusyError,
         ForwardMismatchError,
+        NotPortableError,
         OutOfBlocksError,
         PagedCacheError,
         PoolArgumentError,
+        SavedBlocksError,
         UnsupportedModelError,
     )
     from .integration.prefill import Prefilled
     from .model_check import ModelReport, check_model
     from .named_prefixes import Lookup
     from .prefix_store import PrefixStore
+    from .saved_report import SavedFileReport, saved_report
     from .scoring import Score
     from .stats import CacheStats, CallStats, RowStats, TierStats
+    from .store.loading import Loaded
+    from .store.saving import Saved
 
 _HOMES = (
     ".errors",
     ".stats",
     ".cache",
     ".named_prefixes",
+    ".prefix_store",
+    ".saved_report",
     ".model_check",
 )  # have all public names; the first two import no torch
 
@@ -44,8 +51,10 @@ __all__ = [
     "CacheBusyError",
     "CacheStats",
     "CallStats",
+    "Loaded",
     "Lookup",
     "ModelReport",
+    "NotPortableError",
     "OutOfBlocksError",
     "PagedCacheError",
     "PagedPrefixCache",
@@ -53,12 +62,16 @@ __all__ = [
     "Prefilled",
     "PrefixStore",
     "RowStats",
+    "Saved",
+    "SavedBlocksError",
+    "SavedFileReport",
     "Score",
     "TierStats",
     "ForwardMismatchError",
     "UnsupportedModelError",
     "__version__",
     "check_model",
+    "saved_report",
 ]
 
 

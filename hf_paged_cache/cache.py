@@ -170,7 +170,7 @@ class PagedPrefixCache(NamedPrefixes, Cache):
         """
         if torch.compiler.is_compiling():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        read = self.call.write_step(layer_idx, key_states, value_states)
+        read = self.call.write_pair(layer_idx, key_states, value_states)
         if read is not None:
             return read
         layers = self.layers

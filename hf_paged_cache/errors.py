@@ -31,5 +31,13 @@ class PoolArgumentError(PagedCacheError, ValueError):
     """Raised when the pool is given a tensor of the wrong shape or type, or asked for a layer it has not; the message says what was expected."""
 
 
+class NotPortableError(PagedCacheError):
+    """Raised when keys and values cannot leave their process: what they depend on has no name elsewhere, such as a hook."""
+
+
+class SavedBlocksError(PagedCacheError):
+    """Raised when a file of blocks is damaged, or not one of ours; the message names the file and what is wrong."""
+
+
 class ForwardMismatchError(PagedCacheError):
     """Raised when a forward writes other than was scheduled for it; run the model through its `__call__`."""

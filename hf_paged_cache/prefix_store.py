@@ -4,10 +4,15 @@ Owns the sizes a user gives, and refuses models we cannot hold. Runs no call.
 """
 
 import math
-from collections.abc import Mapping
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
+from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .blocks.arguments import int_of_at_least
@@ -15,6 +20,7 @@ from .errors import CacheArgumentError
 from .integration.forward_arguments import ArgumentReader
 from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
+from .integration.token_input import one_sequence
 from .model.conditioning import Conditioning
 from .model.probing import input_device, measure_bytes_per_token
 from .model.state_sizes import measure_states
@@ -31,6 +37,8 @@ from .model.support import (
 from .model.trial import require_continuable, state_traits
 from .stats import CacheStats
 from .store.block_store import BlockStore
+from .store.loading import Loaded, load_blocks
+from .store.saving import Model, Saved, folder_of, save_blocks
 from .store.state_snapshots import StateRules, StateSnapshots
 from .store.store_stats import stats_of
 from .store.window_groups import SHARE_OF_A_BUDGET
@@ -147,6 +155,88 @@ class PrefixStore:
             blocks.drop_rows()
             blocks.reset_prefix_cache()
 
+    def save(
+        self,
+        folder: str | PathLike[str],
+        prefixes: "Literal['pinned'] | Sequence[list[int] | Tensor] | None" = None,
+        *,
+        progress: bool = True,
+    ) -> Saved:
+        """Write cached blocks into a folder, from which any process with the same model `load`s them.
+
+        What the folder has already is not written again. Files are their owner's alone, and each is whole or not there. They
+        hold what was computed from prompts, and the prompts' token ids: see docs/security.md. Blocks of caches with a
+        salt are not written. Blocks that a lower tier has are not, either: bring them up first, by `lookup` and a call.
+
+        Cost: the first time, SHA-256 over all weights, 1 to 3 s a GB; then a copy of the blocks. Calls may run meanwhile.
+        Args:
+            folder: made where it is not there.
+            prefixes: token ids, each a list or tensor of [T] or [1, T], of which the whole blocks are written that are cached;
+                "pinned": those that pins hold; None: all.
+            progress: show a bar on a terminal.
+        Returns:
+            blocks written, and why others were not; see `Saved`.
+        Raises:
+            NotPortableError: what the model computes cannot be named for another process, such as under a hook.
+            CacheArgumentError: not the token ids of sequences.
+            OSError: the folder cannot be written, or is full; files that were written are whole.
+        Example:
+            >>> cache.prefill(inputs["input_ids"]).num_tokens
+            80
+            >>> cache.store.save(folder).num_blocks
+            5
+        """
+        wanted = None
+        if prefixes is not None and not isinstance(prefixes, str):
+            wanted = [array("q", one_sequence(f"prefix {number}", each)) for number, each in enumerate(prefixes)]
+        elif prefixes not in (None, "pinned"):
+            raise CacheArgumentError(f"prefixes is {prefixes!r}; give token ids of prefixes, 'pinned', or None for all")
+        with _bar("saving", progress) as show:
+            return save_blocks(
+                self.blocks, self._model(), folder_of(folder), wanted, pinned=prefixes == "pinned", progress=show
+            )
+
+    def load(self, folder: str | PathLike[str], *, progress: bool = True) -> Loaded:
+        """Read what `save` has written, so that the next call finds it.
+
+        Read is what was computed by a model with the same weights, dtype, settings and code, under the same versions of transformers
+        and torch; all of it is checked first. What is cached already is not read again, and what running calls have
+        reserved is left to them.
+
+        Cost: as `save`.
+        Args:
+            folder: that `save` was given.
+            progress: show a bar on a terminal.
+        Returns:
+            blocks that came, and why others did not; see `Loaded`.
+        Raises:
+            NotPortableError: see `save`.
+            CacheArgumentError: there is no such folder.
+        Example:
+            >>> cache.prefill(inputs["input_ids"]).num_tokens, cache.store.save(folder).num_blocks
+            (80, 5)
+            >>> cache.store.reset_prefix_cache()
+            >>> cache.store.load(folder).num_blocks, cache.lookup(inputs["input_ids"]).num_tokens
+            (5, 80)
+        """
+        if not folder_of(folder).is_dir():
+            raise CacheArgumentError(f"there is no folder {folder_of(folder)}; give one that `save` has written")
+        model, identity = self._model(), self.conditioning.identity()
+        with _bar("loading", progress) as show:
+            return load_blocks(
+                self.blocks,
+                model,
+                lambda file: identity.why_other(file.facts, file.settings),
+                folder_of(folder),
+                progress=show,
+            )
+
+    def _model(self) -> Model:
+        """The model as it is now, for files."""
+        identity = self.conditioning.identity()
+        facts, settings = dict(identity.facts), dict(identity.settings)
+        return Model(self.conditioning.digest(), identity.digest, facts, settings, self.conditioning.roots)
+
     def stats(self) -> CacheStats:
         """Tokens of all calls on this store, those of collected caches too, and all blocks now; prints as a table.
 
@@ -167,6 +257,21 @@ class PrefixStore:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a PrefixStore cannot be copied or pickled: its blocks are shared; build a new one")
+
+
+@contextmanager
+def _bar(what: str, progress: bool) -> Iterator[Callable[[int, int], None]]:
+    """Shows how much is done, on a terminal. Else there is no bar at all: its lock would be shared with forked children."""
+    if not progress or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    with tqdm(desc=what, unit="", leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
 
 
 def read_rules(model: PreTrainedModel) -> StateRules | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.attention.contiguous import ContiguousReader
@@ -233,12 +233,12 @@ def before_each_write(patch: pytest.MonkeyPatch, act: Callable[[BlockStore, int]
 
         return acting_write
 
-    for name in ("write", "write_step"):
+    for name in ("write", "write_pair"):
         patch.setattr(Call, name, acting(getattr(Call, name)))
 
 
 def count_writes(patch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often layers are written from here on: "write", or "write_step" by the fast path of a decode step.
+    """How often layers are written from here on: "write", or "write_pair" by the fast path.
 
     "write_blocks" counts once for all layers.
     """
@@ -254,7 +254,7 @@ def count_writes(patch: pytest.MonkeyPatch) -> Counter[str]:
 
         return counting
 
-    for name in ("write", "write_step", "write_blocks"):
+    for name in ("write", "write_pair", "write_blocks"):
         patch.setattr(BlockPool, name, counted(name))
     return counts
 
@@ -271,13 +271,13 @@ def hold_all_token_ids(patch: pytest.MonkeyPatch) -> None:
 
 # What is made to fail, or to be wrong.
 
-LAYER_WRITE = (Call, "write")
+LAYER_WRITE = (PagedPrefixCache, "update")
 
 # Where a call is made to fail: a method, and the attention whose calls come there.
 FAULT_POINTS: list[tuple[type, str, str]] = [
     *(
         (Call, name, "contiguous")
-        for name in ("begin", "prepare", "schedule", "schedule_step", "write", "write_step", "confirm", "reorder")
+        for name in ("begin", "prepare", "schedule", "schedule_step", "write", "write_pair", "confirm", "reorder")
     ),
     (PrefixCachingBlockAllocator, "allocate", "contiguous"),
     (PrefixCachingBlockAllocator, "allocate_mutable", "contiguous"),
@@ -289,11 +289,11 @@ FAULT_POINTS: list[tuple[type, str, str]] = [
     (BlockTable, "append_tokens", "contiguous"),
     (BlockStore, "make_room", "contiguous"),
     (BlockStore, "make_copies", "contiguous"),
-    *((BlockPool, name, "contiguous") for name in ("write", "write_step", "write_blocks", "copy_blocks")),
+    *((BlockPool, name, "contiguous") for name in ("write", "write_pair", "write_blocks", "copy_blocks")),
     (BlockPool, "gather", "gather"),  # a contiguous copy gathers nothing there
     (Rows, "regroup", "contiguous"),
     (Rows, "select", "contiguous"),
-    *((ContiguousReader, name, "contiguous") for name in ("read", "read_step", "start_forward")),
+    *((ContiguousReader, name, "contiguous") for name in ("read", "read_pair", "start_forward")),
     *((ContiguousReader, name, "contiguous") for name in ("reorder_rows", "expand_rows", "keep")),
     (GatherReader, "read", "gather"),
 ]
@@ -301,10 +301,12 @@ FAULT_POINTS: list[tuple[type, str, str]] = [
 # Where memory runs out: methods of a cache's own pool and reader.
 MEMORY_PLACES = [
     "pool.write",
+    "pool.write_pair",
     "pool.write_blocks",
     "pool.ensure_capacity",
     "pool.copy_blocks",
     "reader.read",
+    "reader.read_pair",
     "reader.start_rows",
     "reader.start_forward",
     "reader.reorder_rows",
@@ -320,18 +322,23 @@ def owner_of(cache: PagedPrefixCache, place: str) -> tuple[Any, str]:
 @contextmanager
 def failing_layer(cache: PagedPrefixCache, layer_idx: int, error: BaseException) -> Iterator[None]:
     """Raise where that layer writes more than a decode step does."""
-    write = cache.write_layer
+    call, write_pair, write_layer = cache.call, cache.call.write_pair, cache.write_layer
+
+    def fail_in_pair(written: int, key: Tensor, value: Tensor) -> Any:
+        if written == layer_idx and key.shape[2] > 1:
+            raise error
+        return write_pair(written, key, value)
 
     def fail(written: int, states: Any) -> Any:
         if written == layer_idx:
             raise error
-        return write(written, states)
+        return write_layer(written, states)
 
-    cache.write_layer = fail  # type: ignore[method-assign]
+    call.write_pair, cache.write_layer = fail_in_pair, fail  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del cache.write_layer
+        del call.write_pair, cache.write_layer
 
 
 @contextmanager

@@ -93,7 +93,7 @@ def install() -> None:
     for cls, names in [
         (Session, ("before_forward", "after_forward", "_log", "_warn_of_a_lone_turn", "why_unscheduled")),
         (SideForwards, ("run", "run_columns")),
-        (Call, ("write", "write_step")),
+        (Call, ("write", "write_pair")),
     ]:
         for name in names:
             _wrap(cls, name, _require_free, at_end=True)

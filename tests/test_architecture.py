@@ -29,7 +29,7 @@ LEVELS = [
     ["attention", "store", "model"],
     ["call"],
     ["integration"],
-    ["cache", "named_prefixes", "prefix_store", "scoring", "model_check", "__init__"],
+    ["cache", "named_prefixes", "prefix_store", "scoring", "model_check", "saved_report", "__init__"],
     ["cli"],
     ["__main__"],
 ]
@@ -149,7 +149,11 @@ def test_the_command_uses_only_public_names_of_the_package() -> None:
         for node in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cache"
     }
-    assert {"last_call"} <= attributes <= {"last_call", "stats", "score", "pin", "unpin", "reset", "detach"}
+    assert (
+        {"last_call"}
+        <= attributes
+        <= {"last_call", "stats", "score", "pin", "unpin", "reset", "detach", "prefill", "store"}
+    )
 
 
 def drawn(document: str) -> Iterator[list[tuple[str, set[str]]]]:

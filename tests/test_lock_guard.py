@@ -196,6 +196,14 @@ def come_back_from_a_tier() -> None:
         assert cache.last_call.rows[0].disk_tokens
 
 
+def save_and_load() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        cache = fresh()
+        run(cache.store.model, cache, input_ids=torch.tensor([row((1, 18))]))
+        cache.store.save(folder)
+        assert PagedPrefixCache(cache.store.model, block_size=4).store.load(folder).num_blocks
+
+
 def verify() -> None:
     cache = fresh(verify=True)
     for _ in range(2):
@@ -274,6 +282,7 @@ def roll_back(bench: Bench) -> None:
 
 
 SCENES = [
+    save_and_load,
     generate_and_ask,
     pin_where_rope_depends_on_length,
     bypass,

@@ -34,14 +34,14 @@ print(json.dumps({"loop": cache.stats().reused_tokens, "pool": small.stats().reu
 """
 
 SERVE_ZEROS = """
-def write_layer(self, layer_idx, states, honest=PagedPrefixCache.write_layer):
-    read = honest(self, layer_idx, states)
-    for name, tensor in read.items():
-        read[name] = tensor.clone()
-        read[name][:, :, : tensor.shape[2] - states[name].shape[2]] = 0
-    return read
+def update(self, key, value, *given, honest=PagedPrefixCache.update):
+    read = [tensor.clone() for tensor in honest(self, key, value, *given)]
+    if key.shape[2] > 1:
+        for tensor in read:
+            tensor[:, :, : -key.shape[2]] = 0
+    return tuple(read)
 
-PagedPrefixCache.write_layer = write_layer
+PagedPrefixCache.update = update
 """
 
 REUSE_NOTHING = """

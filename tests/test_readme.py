@@ -77,8 +77,10 @@ def test_the_docstrings_example_runs(test: doctest.DocTest, request: pytest.Fixt
         "inputs": lambda: request.getfixturevalue("tiny_tokenizer")("What is one and one?" * 4, return_tensors="pt"),
         "cache": lambda: hf_paged_cache.PagedPrefixCache(request.getfixturevalue("tiny_llama")),
         "allocator": make_allocator,
+        "folder": lambda: str(request.getfixturevalue("tmp_path") / "saved"),
         "torch": lambda: import_module("torch"),
         "PagedPrefixCache": lambda: hf_paged_cache.PagedPrefixCache,
+        "saved_report": lambda: hf_paged_cache.saved_report,
     }
     blocks = import_module("hf_paged_cache.blocks")
     test.globs.update({name: getattr(blocks, name) for name in blocks.__all__})
@@ -96,6 +98,9 @@ def test_the_docstrings_example_runs(test: doctest.DocTest, request: pytest.Fixt
     [
         "cache.PagedPrefixCache",
         "cache.PagedPrefixCache.score",
+        "prefix_store.PrefixStore.save",
+        "prefix_store.PrefixStore.load",
+        "saved_report.saved_report",
         *(f"named_prefixes.NamedPrefixes.{name}" for name in ("pin", "prefill", "lookup")),
     ],
 )

@@ -15,6 +15,7 @@ FLOOR = "floor"  # the best that can be written by hand: what is shared prefille
 IN_PLACE = "in place"  # a ready cache whose keys and values are appended to in place: no bookkeeping, no copy
 BY_HAND = "kept by hand"  # a DynamicCache that the caller keeps from turn to turn
 BATCHING = "continuous batching"
+PLAIN_READ = "plain read"  # of the same files, into memory
 ONE_TIER = "ours, no tier"  # the same pool, and what is evicted is gone
 
 Kind = Literal["ratio", "share", "microseconds", "tokens"]

@@ -55,11 +55,11 @@ class Reader(Protocol):
         reader's own memory. Without a graph where `start` is not 0: `GradientPath.join` puts `new` itself there.
         """
 
-    def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The fast path of `read` for one token a row, "key" and "value", without gradients; None: call `read`.
+    def read_pair(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The fast path of `read` for a "key" and a "value" without gradients; None: call `read`.
 
         Where the reader keeps columns, `key` and `value` need not be in the pool; None also where they are no
-        [R, H, 1, D] of the sizes that the layer has had.
+        [R, H, T, D] of the sizes that the layer has had.
         """
 
     def columns(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Tensor]]]:

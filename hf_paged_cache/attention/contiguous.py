@@ -89,7 +89,7 @@ class ContiguousReader(CopyReader):
             result[name] = held.narrow(2, 0, stop)
         return result
 
-    def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+    def read_pair(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
         buffers = self._buffers.get(layer_idx)
         if buffers is None or self._missing:
             return None
@@ -103,14 +103,20 @@ class ContiguousReader(CopyReader):
         )
         if max_rows < num_rows or max_values < num_rows or columns < stop or value_columns < stop:
             return None
-        if key.shape != (num_rows, heads, 1, key_dim) or value.shape != (num_rows, value_heads, 1, value_dim):
+        num_new = stop - start
+        if key.shape != (num_rows, heads, num_new, key_dim) or value.shape != (
+            num_rows,
+            value_heads,
+            num_new,
+            value_dim,
+        ):
             return None
         if keys.device != key.device or values.device != value.device:
             return None
         if max_rows != num_rows or max_values != num_rows:
             keys, values = keys.narrow(0, 0, num_rows), values.narrow(0, 0, num_rows)
-        keys.narrow(2, start, 1).copy_(key)
-        values.narrow(2, start, 1).copy_(value)
+        keys.narrow(2, start, num_new).copy_(key)
+        values.narrow(2, start, num_new).copy_(value)
         return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
     def columns(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Tensor]]]:

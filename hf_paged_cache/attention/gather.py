@@ -62,7 +62,7 @@ class GatherReader(Reader):
         past = self._pool.gather(layer_idx, source, new, self._memory)
         return {name: torch.cat((past[name].to(states.dtype), states.detach()), 2) for name, states in new.items()}
 
-    def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+    def read_pair(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
         gathered = self.read(layer_idx, {"key": key, "value": value})
         return gathered["key"], gathered["value"]
 

@@ -62,8 +62,8 @@ class GroupedReader(Reader):
     def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self._of_layer.get(layer_idx, self._others).read(layer_idx, new)
 
-    def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        return self._of_layer.get(layer_idx, self._others).read_step(layer_idx, key, value)
+    def read_pair(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        return self._of_layer.get(layer_idx, self._others).read_pair(layer_idx, key, value)
 
     def columns(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
         for reader in self._readers:

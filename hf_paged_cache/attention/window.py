@@ -121,38 +121,38 @@ class WindowReader(CopyReader):
         self._with_room(buffers, name, new, keeps=False).at(num_rows, base, stop).copy_(whole[:, :, base - first :])
         return whole
 
-    def read_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+    def read_pair(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
         buffers = self._buffers.get(layer_idx)
-        if buffers is None or self._missing is not None:
+        if buffers is None or self._missing is not None or self._base > self._first:
             return None
         keys, values = buffers.get("key"), buffers.get("value")
-        if keys is None or values is None or not self._takes_step(keys, key) or not self._takes_step(values, value):
+        if keys is None or values is None or not self._takes(keys, key) or not self._takes(values, value):
             return None
-        return self._step(keys, key), self._step(values, value)
+        return self._append(keys, key), self._append(values, value)
 
-    def _takes_step(self, held: _Buffer, new: Tensor) -> bool:
-        """Whether one token a row can be written into a buffer."""
+    def _takes(self, held: _Buffer, new: Tensor) -> bool:
+        """Whether the forward's columns can be written into a buffer."""
         states, num_rows = held.states, self._num_rows
         max_rows, heads, columns, head_dim = states.shape
         return (
             max_rows >= num_rows
             and columns >= self._stop - self._base
             and held.base <= self._base
-            and new.shape == (num_rows, heads, 1, head_dim)
+            and new.shape == (num_rows, heads, self._stop - self._start, head_dim)
             and new.dtype == states.dtype
             and new.device == states.device
         )
 
-    def _step(self, held: _Buffer, new: Tensor) -> Tensor:
-        """Write one token a row; returns what attention reads."""
-        first, base, start, num_rows = self._first, self._base, self._start, self._num_rows
+    def _append(self, held: _Buffer, new: Tensor) -> Tensor:
+        """Write the forward's columns; returns what attention reads."""
+        first, base, start, stop, num_rows = self._first, self._base, self._start, self._stop, self._num_rows
         if held.base != base:
             held.move(num_rows, base, start)
         states = held.states
         if states.shape[0] != num_rows:
             states = states.narrow(0, 0, num_rows)
-        states.narrow(2, start - base, 1).copy_(new)
-        return states.narrow(2, first - base, start + 1 - first)
+        states.narrow(2, start - base, stop - start).copy_(new)
+        return states.narrow(2, first - base, stop - first)
 
     def columns(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
         for layer_idx, layer in self._buffers.items():

@@ -219,7 +219,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
             raise CacheArgumentError(f"{len(hashes)} blocks to commit from {start}; there are {len(block_ids)} blocks")
         states, index = self._states, self._states.index
         blocks, digests, token_bytes, uncomputed = index.blocks, index.digests, index.token_bytes, index.uncomputed
-        namespaces, namespace = index.namespaces, allocation.namespace
+        parents, namespaces, namespace = index.parents, index.namespaces, allocation.namespace
         own_ids = block_ids[start : start + len(hashes)]
         for own, block_hash in zip(own_ids, hashes, strict=True):
             if (digest := digests[own]) is not None and digest != block_hash[0]:
@@ -228,7 +228,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
         held: set[int] = set()
         self._dirty = True
         for block_index, own, block_hash in zip(range(start, len(block_ids)), own_ids, hashes, strict=False):
-            digest, tokens = block_hash
+            digest, tokens, parent = block_hash
             other = blocks.setdefault(digest, own)
             if other != own:
                 if token_bytes[other] != tokens or namespaces[other] != namespace:
@@ -243,7 +243,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
                 blocks[digest] = own
             elif uncomputed:
                 uncomputed.discard(own)
-            token_bytes[own] = tokens
+            token_bytes[own], parents[own] = tokens, parent
             digests[own] = digest
         if replaced:
             states.hold(replaced.values())

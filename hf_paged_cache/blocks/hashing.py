@@ -25,6 +25,7 @@ class BlockHash(NamedTuple):
 
     digest: bytes  # 32 bytes; covers root, all tokens up to the block's end, and extra keys
     token_bytes: bytes  # the block's own token ids, int64 little-endian
+    parent: bytes = b""  # digest of the block before, or the root
 
 
 def root_hash(*parts: bytes) -> bytes:
@@ -43,6 +44,14 @@ def token_array(token_ids: Iterable[int]) -> array[int]:
         return array("q", token_ids)
     except (TypeError, OverflowError) as error:
         raise CacheArgumentError(f"token ids must be integers of 64 bits: {error}") from error
+
+
+def token_array_of(token_bytes: bytes) -> array[int]:
+    """The token ids that `BlockHash.token_bytes` are."""
+    token_ids = array("q", token_bytes)
+    if _HOST_IS_BIG_ENDIAN:
+        token_ids.byteswap()
+    return token_ids
 
 
 class HashChain:
@@ -163,8 +172,9 @@ class HashChain:
                 covered = parent + token_bytes
                 if extra_keys is not None and (extra := extra_keys(index)):
                     covered += _length_prefixed(extra)
-                parent = sha256(covered).digest()
-                remember(new_tuple(BlockHash, (parent, token_bytes)))
+                digest = sha256(covered).digest()
+                remember(new_tuple(BlockHash, (digest, token_bytes, parent)))
+                parent = digest
 
 
 def _length_prefixed(part: bytes) -> bytes:

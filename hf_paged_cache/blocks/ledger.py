@@ -141,6 +141,19 @@ class BlockLedger:
         states = self._states
         return states.ref_counts[block_id] == 1 and states.index.digests[block_id] is None
 
+    def hashes(self, namespace: bytes = b"") -> dict[int, BlockHash]:
+        """Block id -> hash, of all blocks of a namespace that a prefix can hit.  Cost: O(num_blocks)."""
+        self._settle()
+        index = self._states.index
+        found = {
+            block_id: index.hash_of(block_id) for block_id in index.blocks.values() if block_id not in index.uncomputed
+        }
+        return {
+            block_id: block_hash
+            for block_id, block_hash in found.items()
+            if block_hash is not None and index.namespaces[block_id] == namespace
+        }
+
     def match_prefix(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> list[int]:
         """Blocks of the longest leading run of hashes whose content is here, in this namespace.
 

@@ -18,16 +18,18 @@ class PrefixIndex:
         blocks: digest -> block id.
         digests: block id -> digest, or None without a hash.
         token_bytes: block id -> token ids of its hash; without a digest, anything.
+        parents: block id -> digest of the block before, or the root; without a digest, anything.
         namespaces: block id -> namespace that it was taken for; of a free block, anything.
         uncomputed: ids of blocks that have a hash and not yet their content.
     """
 
-    __slots__ = ("blocks", "digests", "namespaces", "token_bytes", "uncomputed")
+    __slots__ = ("blocks", "digests", "namespaces", "parents", "token_bytes", "uncomputed")
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks: dict[bytes, int] = {}
         self.digests: list[bytes | None] = [None] * num_blocks
         self.token_bytes: list[bytes] = [b""] * num_blocks
+        self.parents: list[bytes] = [b""] * num_blocks
         self.namespaces: list[bytes] = [b""] * num_blocks
         self.uncomputed: set[int] = set()
 
@@ -48,7 +50,7 @@ class PrefixIndex:
     def hash_of(self, block_id: int) -> BlockHash | None:
         """The hash of a block, or None."""
         digest = self.digests[block_id]
-        return None if digest is None else BlockHash(digest, self.token_bytes[block_id])
+        return None if digest is None else BlockHash(digest, self.token_bytes[block_id], self.parents[block_id])
 
     def match(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> list[int]:
         """Blocks of the longest leading run of hashes that are here, in this namespace, and computed.
@@ -84,6 +86,7 @@ class PrefixIndex:
         if not computed:  # before the hash: if interrupted between the two, the block must not look computed
             self.uncomputed.add(block_id)
         self.token_bytes[block_id] = block_hash.token_bytes
+        self.parents[block_id] = block_hash.parent
         self.digests[block_id] = block_hash.digest
         self.blocks[block_hash.digest] = block_id
 
@@ -100,6 +103,7 @@ class PrefixIndex:
         """Allow ids below `num_blocks`."""
         added = num_blocks - len(self.digests)
         self.token_bytes.extend([b""] * added)
+        self.parents.extend([b""] * added)
         self.namespaces.extend([b""] * added)
         self.digests.extend([None] * added)
 
@@ -109,7 +113,8 @@ class PrefixIndex:
         Cost: O(num_blocks).
         """
         num_blocks = len(ref_counts)
-        del self.token_bytes[num_blocks:], self.namespaces[num_blocks:], self.digests[num_blocks:]
+        for of_blocks in (self.token_bytes, self.parents, self.namespaces, self.digests):
+            del of_blocks[num_blocks:]
         for block_id in self.uncomputed:
             if block_id < num_blocks and not ref_counts[block_id]:
                 self.digests[block_id] = None
@@ -119,7 +124,7 @@ class PrefixIndex:
     def check(self, in_use: Collection[int]) -> None:
         """Raises BlockStateError unless both maps are inverse and only blocks `in_use` are uncomputed."""
         inverse = {digest: block_id for block_id, digest in enumerate(self.digests) if digest is not None}
-        same_length = len(self.digests) == len(self.token_bytes) == len(self.namespaces)
+        same_length = len(self.digests) == len(self.token_bytes) == len(self.parents) == len(self.namespaces)
         if inverse != self.blocks or self.digests[0] is not None or not same_length:
             raise BlockStateError("index and hashes are not inverse")
         if not self.uncomputed <= set(self.blocks.values()) & set(in_use):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..attention.base import Reader
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
+from ..kv.slot_mapping import SlotMapping
 from ..kv.states import LiveStates
 from ..kv.stopwatch import Stopwatch
 from ..kv.transfers import Transfer
@@ -329,14 +330,18 @@ class Call(CallRows):
             self._flush()
             return self._writes.write(layer_idx, states, forward)
 
-    def write_step(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The fast path of `write`, for a "key" and a "value" of one token a row; None where `write` must be called."""
+    def write_pair(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The fast path of `write`, for a "key" and a "value", of one token a row or of one row; None where `write` must be called."""
         forward = self.forward
-        if forward is None or not forward.is_step or torch.is_grad_enabled():
+        if forward is None or torch.is_grad_enabled() or not (forward.is_step or forward.is_run):
             return None
         with self.store.lock:
-            slot_mapping = None if self._held.are_in_view_alone else forward.slot_mapping
-            return self._writes.write_step(layer_idx, key, value, slot_mapping)
+            slot_mapping: SlotMapping | None = forward.slot_mapping
+            if self._held.are_in_view_alone:
+                if not forward.is_step:
+                    return None
+                slot_mapping = None
+            return self._writes.write_pair(layer_idx, key, value, slot_mapping)
 
     def confirm(self, most_blocks: int | None = None, *, conditions_held: bool | None = True) -> ScheduledForward:
         """The forward has returned: what it wrote counts.

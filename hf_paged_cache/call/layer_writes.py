@@ -93,26 +93,31 @@ class LayerWrites:
                 "fewer rows or tokens, build the cache with a smaller num_blocks or max_bytes, or free memory"
             ) from error
 
-    def write_step(
+    def write_pair(
         self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: SlotMapping | None
     ) -> tuple[Tensor, Tensor] | None:
-        """The fast path of `write`, for a "key" and a "value" of one token a row, without gradients.
+        """The fast path of `write`, for a "key" and a "value" of one token a row, or of one row, without gradients.
 
         Args:
-            slot_mapping: a slot for each row; None: the reader alone gets them, and the pool later.
+            slot_mapping: where they go in the pool; None: the reader alone gets them, and the pool later.
         Returns:
             What attention reads; None where `write` must be called, which writes whatever is written by then once more.
         """
         keys = ((layer_idx, "key"), (layer_idx, "value"))
         if not self.written.isdisjoint(keys):
             return None
+        reader, read = self._reader, None
         try:
-            if slot_mapping is None:
+            if reader.keeps_columns:  # first: what it cannot take is not written to the pool twice
                 if key.requires_grad or value.requires_grad:
                     return None
-            elif not self._store.pool.write_step(layer_idx, key, value, slot_mapping):
+                read = reader.read_pair(layer_idx, key, value)
+                if read is None:
+                    return None
+            if slot_mapping is not None and not self._store.pool.write_pair(layer_idx, key, value, slot_mapping):
                 return None
-            read = self._reader.read_step(layer_idx, key, value)
+            if read is None:
+                read = reader.read_pair(layer_idx, key, value)
         except torch.OutOfMemoryError:
             return None
         if read is not None:

@@ -58,6 +58,11 @@ class ScheduledForward(NamedTuple):
     is_step: bool = False  # each row only goes on, by one token
 
     @property
+    def is_run(self) -> bool:
+        """Whether one row runs, whose tokens are all written, into slots side by side."""
+        return len(self.sources) == 1 and self.slot_mapping.is_run
+
+    @property
     def num_rows(self) -> int:
         """Rows that run."""
         return len(self.sources)

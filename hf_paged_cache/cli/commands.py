@@ -10,8 +10,11 @@ import typer
 from rich.console import Console
 
 from .questions import QUESTIONS, SHOTS, few_shot_prompt
+from .saved import load, save
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(save)
+app.command()(load)
 
 
 def _print_version(wanted: bool) -> None:

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from ..attention.windows import Windows
-from ..blocks import root_hash
+from ..blocks.roots import RootFacts
 from ..call.admission import would_fit
 from ..call.call import Call
 from ..call.running import Bracket
@@ -282,7 +281,7 @@ class Session:
                         "rotary frequencies of this model depend on length; wait until no call is running"
                     )
                 regime = conditioning.rope.peek(max(0, num_tokens - 1))
-        return _root(digest, self._salt, regime, "", 0, 0)
+        return self._conditioning.roots.of(RootFacts(digest, self._salt, regime))
 
     def why_bypassed(self) -> str | None:
         """Why nothing that is computed now may be reused or kept, as of the last look at the model; None if it may."""
@@ -403,7 +402,8 @@ class Session:
             # without positions the model numbers its columns
             counted_from = traits.root_padding(row.pad) if self._reader.takes_positions else row.pad
             adapter = adapters[number] if number < len(adapters) else ""
-            root = _root(self._digest, self._salt, regime, adapter, counted_from, row.first_position)
+            facts = RootFacts(self._digest, self._salt, regime, adapter, counted_from, row.first_position)
+            root = self._conditioning.roots.of(facts)
             rows.append(row._replace(root=root, salt=self._salt))
         keep = request.keep_columns
         if regime and keep is None and request.max_position is not None:
@@ -490,8 +490,3 @@ class Session:
             reasons = "; ".join(f"row {number}: {row.stopped}" for number, row in enumerate(call.rows))
             what = "reused %d of %d prompt tokens, computed %d: %s"
             logger.info(what, call.reused_tokens, call.prompt_tokens, call.computed_tokens, reasons)
-
-
-@lru_cache(maxsize=256)
-def _root(digest: bytes, salt: bytes, regime: bytes, adapter: str, counted_from: int, first: int) -> bytes:
-    return root_hash(digest, salt, regime, adapter.encode(), f"{counted_from} {first}".encode())

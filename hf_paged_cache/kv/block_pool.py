@@ -167,8 +167,8 @@ class BlockPool:
                 continue
             if new.requires_grad:
                 new = new.detach()
-            if slot_mapping.sources is None and slot_mapping.first_slot is not None and new.shape[0] == 1:
-                self._write_run(held, new[0], slot_mapping.first_slot)
+            if slot_mapping.is_run and new.shape[0] == 1:
+                self._write_run(held, new[0], slot_mapping.slots[0])
                 continue
             tokens = new.transpose(1, 2).flatten(0, 1)
             sources = slot_mapping.sources_on(held.device)
@@ -177,38 +177,53 @@ class BlockPool:
             index = slot_mapping.index_for(held.shape[1], self.block_size, held.device)
             held.view(-1, held.shape[3]).index_copy_(0, index, tokens.flatten(0, 1).to(held.dtype))
 
-    def write_step(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: SlotMapping) -> bool:
-        """The fast path of `write` for one token a row, [R, H, 1, D]: it runs for each layer of each decode step.
+    def write_pair(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: SlotMapping) -> bool:
+        """The fast path of `write` for each layer of a decode step, and of a prompt of one row.
 
-        Args:
-            slot_mapping: a slot for each row.
+        Shapes: [R, H, 1, D], or [1, H, T, D] in slots side by side.
         Returns:
-            Whether they were written. Not if the layer is new, has other names, shapes, dtypes or devices, or if a
-            gradient is to flow.
+            Whether they were written. Not if the layer is new, has other names, shapes, dtypes or devices, if a gradient
+            is to flow, or if not all of the tokens have a slot.
         """
         layer = self._tensors.get(layer_idx)
         if layer is None:
             return False
         keys, values = layer.get("key"), layer.get("value")
-        if keys is None or values is None or keys.dtype != key.dtype or values.dtype != value.dtype:
+        if keys is None or values is None or keys.dtype != key.dtype or values.dtype != value.dtype or key.dim() != 4:
             return False
-        num_rows = slot_mapping.num_slots
+        num_rows, _, num_columns, _ = key.shape
+        if num_rows * num_columns != slot_mapping.num_slots:
+            return False
+        if num_columns > 1 and (num_rows > 1 or not slot_mapping.is_run):
+            return False
         (_, heads, size, key_dim), (_, value_heads, _, value_dim) = keys.shape, values.shape
-        if key.shape != (num_rows, heads, 1, key_dim) or value.shape != (num_rows, value_heads, 1, value_dim):
+        if key.shape[1::2] != (heads, key_dim) or value.shape != (num_rows, value_heads, num_columns, value_dim):
             return False
         if keys.device != key.device or values.device != value.device or key.requires_grad or value.requires_grad:
             return False
         self.num_blocks_used = max(self.num_blocks_used, -(-slot_mapping.end_slot // size))
         if num_rows == 1:
-            block, offset = divmod(slot_mapping.slots[0], size)
-            keys.narrow(0, block, 1).narrow(2, offset, 1).copy_(key)
-            values.narrow(0, block, 1).narrow(2, offset, 1).copy_(value)
+            first_slot = slot_mapping.slots[0]
+            block, offset = divmod(first_slot, size)
+            if offset + num_columns <= size:
+                keys.narrow(0, block, 1).narrow(2, offset, num_columns).copy_(key)
+                values.narrow(0, block, 1).narrow(2, offset, num_columns).copy_(value)
+            else:
+                self._write_run(keys, key[0], first_slot)
+                self._write_run(values, value[0], first_slot)
         else:
             index = slot_mapping.index_for(heads, size, key.device)
             keys.view(-1, key_dim).index_copy_(0, index, key.reshape(-1, key_dim))
             index = slot_mapping.index_for(value_heads, size, value.device)
             values.view(-1, value_dim).index_copy_(0, index, value.reshape(-1, value_dim))
         return True
+
+    def lay_out(self, layer_idx: int, name: str, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        """Make a layer's tensor before anything is written, where the first keys and values will be; a write may move it."""
+        if name not in self._tensors.get(layer_idx, {}):
+            self._tensor_for(
+                layer_idx, name, torch.empty((0, heads, 0, head_dim), dtype=dtype, device=self._first_device())
+            )
 
     def write_blocks(
         self, columns: Iterable[tuple[int, Mapping[str, Tensor]]], block_ids: Sequence[int], offset: int

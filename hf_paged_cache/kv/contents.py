@@ -71,6 +71,15 @@ def _parts(
     return [Part(kind, window, device, ends[device], tuple(made)) for device, made in pieces.items()]
 
 
+def lay_out_pool(pool: BlockPool, parts: Iterable[Part]) -> None:
+    """Make the tensors that these parts of blocks and window blocks are made of, where the pool has none yet."""
+    for part in parts:
+        for piece in part.pieces:
+            if not isinstance(piece.key, StateKey):
+                (layer_idx, name), (heads, _, head_dim) = piece.key, piece.shape
+                pool.lay_out(layer_idx, name, heads, head_dim, piece.dtype)
+
+
 def new_rows(num_rows: int, num_bytes: int, device: torch.device | None) -> Tensor:
     """[num_rows, num_bytes] uint8 with unspecified values: of `device`; or of the host, pinned where `device` is None.
 

@@ -160,11 +160,19 @@ class GroupedPool(BlockPool):
         else:
             self._in_windows[window].write(layer_idx, states, _in_window(slot_mapping, window))
 
-    def write_step(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: SlotMapping) -> bool:
+    def write_pair(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: SlotMapping) -> bool:
         window = self._window_of.get(layer_idx)
         if window is None:
-            return super().write_step(layer_idx, key, value, slot_mapping)
-        return self._in_windows[window].write_step(layer_idx, key, value, _in_window(slot_mapping, window))
+            return super().write_pair(layer_idx, key, value, slot_mapping)
+        return self._in_windows[window].write_pair(layer_idx, key, value, _in_window(slot_mapping, window))
+
+    def lay_out(self, layer_idx: int, name: str, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        window = self._window_of.get(layer_idx)
+        pool = self._in_windows.get(window) if window is not None else None
+        if pool is None:
+            super().lay_out(layer_idx, name, heads, head_dim, dtype)
+        else:
+            pool.lay_out(layer_idx, name, heads, head_dim, dtype)
 
     def write_blocks(
         self, columns: Iterable[tuple[int, Mapping[str, Tensor]]], block_ids: Sequence[int], offset: int

@@ -71,6 +71,11 @@ class SlotMapping:
             return None
         return slots[0] if [*slots] == [*range(slots[0], slots[0] + len(slots))] else None
 
+    @property
+    def is_run(self) -> bool:
+        """Whether all tokens are written, into slots side by side."""
+        return self.sources is None and self.first_slot is not None
+
     def index_for(self, num_heads: int, block_size: int, device: torch.device) -> Tensor:
         """[num_slots * H] int64 on `device`: the vectors of a layer's tensor that are written, see `vectors_of`."""
         found = self._index.get((num_heads, block_size, device))

@@ -16,10 +16,13 @@ from torch import nn
 from torch.nn.modules import module as everywhere
 
 from ..blocks import root_hash
+from ..blocks.roots import Roots
+from ..errors import NotPortableError
 from ..kv.transfers import read_bytes
 from ..locks import new_lock
 from .distributed import RankGroup, rank_groups, world
 from .fingerprint import Listing, WeightFingerprint
+from .identity import ModelIdentity, identify
 from .rope import RopeRegime
 from .state_traits import NO_TRAITS, StateTraits, read_state_traits
 from .support import cache_layers, windows_of
@@ -39,11 +42,14 @@ class Conditioning:
 
     Args:
         tried: what a trial has shown of its states; None for a model without any.
+    Attributes:
+        roots: what the hashes of blocks begin with, for rows that were computed under it.
     """
 
     def __init__(self, model: Any, tried: StateTraits | None = None) -> None:
         self.model = model
         self.rope = RopeRegime(())
+        self.roots = Roots()
         self.state_traits = tried or NO_TRAITS  # with what the modules say, as of the last digest
         self._tried = tried
         self._lock = (
@@ -53,6 +59,8 @@ class Conditioning:
         self._listing: Listing | None = None  # what is below is of this one
         self._adapters: list[nn.Module] = []
         self._droppers: list[nn.Module] = []
+        self._identifying = new_lock()
+        self._identity: tuple[bytes, ModelIdentity] | None = None  # digest, and the identity of then
         self._numbers: dict[tuple[int, int], tuple[int, Any]] = {}  # ids of objects -> number, references to them
         self._num_numbers = 0
         self._num_suspicions = 0
@@ -76,16 +84,11 @@ class Conditioning:
                 if self._tried is not None:
                     self.state_traits = read_state_traits(listing.modules).joined(self._tried)
                 self._listing = listing
-            rope, adapters, hooks = self.rope, self._adapters, list(self._hook_numbers(listing.modules))
+            rope, adapters = self.rope, self._adapters
+            hooks = [(number, self._number(function)) for number, function in _functions(listing.modules)]
         self._runs_foreign_code = bool(listing.files) or any(number != _OF_CLASS for number, _ in hooks)
         device_types = sorted(listing.device_types | {"cpu"})
-        state = (
-            hooks,
-            [[getattr(module, name, None) for name in _ADAPTER_STATE] for module in adapters],
-            [(kind, torch.get_autocast_dtype(kind)) for kind in device_types if torch.is_autocast_enabled(kind)],
-            _settings(self.model.config),
-            self._num_suspicions,
-        )
+        state = (hooks, _switches(adapters, device_types), _settings(self.model.config), self._num_suspicions)
         changes = array("q", [self._weights.num_steps, *listing.versions()])
         values = dict(listing.samples)
         for frequencies in rope.static():
@@ -95,6 +98,30 @@ class Conditioning:
         return root_hash(
             listing.structure, held, listing.files_now(), changes.tobytes(), rope.scales(), repr(state).encode()
         )
+
+    def identity(self) -> ModelIdentity:
+        """What the model is, for other processes; see `identify`. Computed anew where `digest` is another one than last time.
+
+        Raises:
+            NotPortableError: it cannot be told.
+        """
+        digest = self.digest()
+        with self._identifying:
+            if self._identity is None or self._identity[0] != digest:
+                listing = self._weights.listing()
+                functions = [
+                    (
+                        listing.modules[number] if number >= 0 else self.model if number == _OF_ALL_MODULES else None,
+                        function,
+                    )
+                    for number, function in _functions(listing.modules)
+                ]
+                state = _switches(self._adapters, sorted(listing.device_types | {"cpu"}))
+                found = identify(listing, self.rope, functions, _settings(self.model.config), state)
+                if self.digest() != digest:
+                    raise NotPortableError("the model has changed while its weights were read")
+                self._identity = digest, found
+            return self._identity[1]
 
     def may_change_in_a_forward(self) -> bool:
         """Whether another thread runs now, or functions that are not the model's are on its modules, or weights are in files.
@@ -160,24 +187,6 @@ class Conditioning:
                 if f"{_module_name(hook)}.".startswith("peft."):
                     yield hook, getattr(hook, "keywords", {"": None})
 
-    def _hook_numbers(self, modules: list[nn.Module]) -> Iterator[tuple[int, int]]:
-        """(module number, number of the function) for every function that may change what a module computes.
-
-        `_OF_CLASS` stands for the forward of a class, `_OF_ALL_MODULES` for hooks of all modules.
-        """
-        for number, module in enumerate(modules):
-            attributes = module.__dict__
-            hooks, pre_hooks = attributes["_forward_hooks"], attributes["_forward_pre_hooks"]
-            if hooks or pre_hooks or "forward" in attributes:  # few modules have any
-                for function in (*hooks.values(), *pre_hooks.values(), attributes.get("forward")):
-                    if not _is_neutral(function, module):
-                        yield number, self._number(function)
-        for kind in dict.fromkeys(type(module) for module in modules):
-            yield _OF_CLASS, self._number(kind.forward)
-        for hooks in (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks):
-            for function in hooks.values():
-                yield _OF_ALL_MODULES, self._number(function)
-
     def _number(self, thing: Any) -> int:
         """A number of this object alone. References are weak where they can be: a hook may hold much memory."""
         function = getattr(thing, "__func__", thing)  # a bound method is another object each time it is read
@@ -189,6 +198,33 @@ class Conditioning:
             watched = [_watched(part, partial(self._numbers.pop, key, None)) for part in (function, owner)]
             found = self._numbers[key] = (self._num_numbers, watched)
         return found[0]
+
+
+def _functions(modules: list[nn.Module]) -> Iterator[tuple[int, Any]]:
+    """(module number, function) for every function that may change what a module computes.
+
+    `_OF_CLASS` stands for the forward of a class, `_OF_ALL_MODULES` for hooks of all modules.
+    """
+    for number, module in enumerate(modules):
+        attributes = module.__dict__
+        hooks, pre_hooks = attributes["_forward_hooks"], attributes["_forward_pre_hooks"]
+        if hooks or pre_hooks or "forward" in attributes:  # few modules have any
+            for function in (*hooks.values(), *pre_hooks.values(), attributes.get("forward")):
+                if not _is_neutral(function, module):
+                    yield number, function
+    for kind in dict.fromkeys(type(module) for module in modules):
+        yield _OF_CLASS, kind.forward
+    for hooks in (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks):
+        for function in hooks.values():
+            yield _OF_ALL_MODULES, function
+
+
+def _switches(adapters: list[nn.Module], device_types: list[str]) -> tuple[object, ...]:
+    """What is switched on: adapters, and autocast."""
+    return (
+        [[getattr(module, name, None) for name in _ADAPTER_STATE] for module in adapters],
+        [(kind, torch.get_autocast_dtype(kind)) for kind in device_types if torch.is_autocast_enabled(kind)],
+    )
 
 
 def _monitors_of_progress() -> set[int | None]:

@@ -131,7 +131,7 @@ class WeightFingerprint:
         layout = _layout(tensor)
         if before is not None and before.tensor is tensor and before.layout == layout:
             return before
-        plain = list(_plain_tensors(tensor))
+        plain = list(plain_tensors(tensor))
         samples = [sample for part in plain if (sample := _sample(part)) is not None]
         # inference tensors have no version; those on the meta device have no values, and each forward may replace them
         versioned = [part for part in plain if not part.is_inference() and part.device.type != "meta"]
@@ -166,7 +166,7 @@ def _weights_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
                 yield owner, name, tensor
 
 
-def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors inside a wrapper subclass (quantised weights); any other tensor itself."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
@@ -174,7 +174,7 @@ def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         return
     for name in flatten()[0]:
         if isinstance(held := getattr(tensor, name), Tensor):  # a distributed tensor names its mesh, too
-            yield from _plain_tensors(held)
+            yield from plain_tensors(held)
 
 
 def _sample(tensor: Tensor) -> Tensor | None:

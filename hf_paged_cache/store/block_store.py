@@ -123,7 +123,7 @@ class BlockStore:
         has_least = num_blocks is not None and not has_budget
         self.states = StateSnapshots(self.allocator, states, bytes_per_block, has_least=has_least)
         self.states.limit(num_blocks)
-        self._first_device = first_device
+        self.first_device = first_device
         self.window_admission = WindowAdmission(self.allocator, self.windows)
         self.pins = Pins(self.allocator, self.window_admission, self.new_table)
         self.pool = BlockPool(block_size, first_device)
@@ -385,7 +385,7 @@ class BlockStore:
             for device, num_bytes in self._pool_of(group).bytes_per_block_on().items():
                 total[device] = total.get(device, 0) + num_bytes * self.windows.share
         if self.states:
-            return self.states.with_snapshots(total, None if self.windows.layers else self._first_device())
+            return self.states.with_snapshots(total, None if self.windows.layers else self.first_device())
         return total
 
     def bytes_to_come(self, device: torch.device) -> int:

@@ -7,7 +7,7 @@ up is committed under its hash as a cached block, so that a prompt finds it as a
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 
@@ -42,6 +42,7 @@ class LowerTiers:
         tiers: from the nearest to the furthest. What is evicted goes into the first.
     Attributes:
         compute: seconds to compute a block.
+        layout: of contents.
     """
 
     def __init__(
@@ -56,13 +57,14 @@ class LowerTiers:
         self.tiers = list(tiers)
         self.compute = Rate()
         self.worth = {tier.name: Worth(self.compute) for tier in tiers}
+        self._room = ref(room)  # which owns this
         self._allocator = allocator
         self._pool = pool
         self._windows = windows
         self._states = states
         self._evicted: list[_Evicted] = []  # whose contents are still where they were
-        self._layout = ContentLayout(pool, windows, states, self.tiers)
-        self._up = BringUp(room, allocator, pool, windows, states, self._layout, self.tiers, self.worth)
+        self.layout = ContentLayout(pool, windows, states, self.tiers)
+        self._up = BringUp(room, allocator, pool, windows, states, self.layout, self.tiers, self.worth)
         if self.tiers:
             allocator.watch_evictions(_weakly(self._note_block))
             states.kept.on_evict = _weakly(self._note_snapshot)
@@ -112,8 +114,8 @@ class LowerTiers:
             for kind, name, source in evicted:
                 of_kind.setdefault(kind, {})[name] = source
                 if kind == STATES:
-                    self._layout.see_states(source)
-            parts = self._layout.parts()
+                    self.layout.see_states(source)
+            parts = self.layout.parts()
             for kind, sources in of_kind.items():
                 tier.touch(kind, [name for name in sources if tier.has(kind, name)])
                 new = {name: source for name, source in sources.items() if not tier.has(kind, name)}
@@ -138,6 +140,17 @@ class LowerTiers:
     def bring_up(self, rows: Sequence[Wanted], holder: Any) -> dict[int, str]:
         """See `BringUp.bring_up`."""
         return self._up.bring_up(rows, holder)
+
+    def bring_up_from(self, tier: Tier, row: Wanted) -> dict[int, str]:
+        """`bring_up` of one row from a tier that is none of these, whatever it costs; no lock is held, and blocks that others have
+        reserved are left to them.
+        """
+        room = self._room()
+        if room is None:
+            return {}
+        worth = {tier.name: Worth(Rate())}
+        up = BringUp(room, self._allocator, self._pool, self._windows, self._states, self.layout, [tier], worth)
+        return up.bring_up([row], None)
 
     def look_up(self, row: Wanted) -> tuple[int, str] | None:
         """See `BringUp.look_up`."""
@@ -170,7 +183,7 @@ class LowerTiers:
         self._evicted = []
         for tier in self.tiers:
             tier.reset()
-        self._layout.forget()
+        self.layout.forget()
 
     def lose_pool(self) -> None:
         """The pool's content goes; what was evicted of it and not copied goes along, and what tiers have stays."""
@@ -180,7 +193,7 @@ class LowerTiers:
         """Of each tier, in numbers; given a salt, of its contents alone."""
         found = []
         for tier in self.tiers:
-            num_blocks = next((number for kind in self._layout.kinds if (number := tier.num_of(kind, salt or None))), 0)
+            num_blocks = next((number for kind in self.layout.kinds if (number := tier.num_of(kind, salt or None))), 0)
             if salt:
                 found.append(TierStats(tier.name, num_blocks))
                 continue

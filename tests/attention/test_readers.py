@@ -55,13 +55,13 @@ class Bench:
         seed: int = 0,
         *,
         in_parts: bool = False,
-        in_steps: bool = False,
+        in_pairs: bool = False,
         windows: Mapping[int, int] | None = None,
         layers: Sequence[int] = LAYERS,
     ) -> None:
         self.in_parts = in_parts  # a layer reads each of its tensors by itself
-        self.in_steps = in_steps  # a column alone is read by `read_step` where that will do, without gradients
-        self.num_steps = 0  # layers that were read so
+        self.in_pairs = in_pairs  # read by `read_pair` where that will do, without gradients
+        self.num_pairs = 0  # layers that were read so
         self.pool = BlockPool(BLOCK_SIZE)
         self.pool.ensure_capacity(400)
         self.windows = windows or {}  # layer index -> its window
@@ -134,9 +134,9 @@ class Bench:
             if layer_idx in without:
                 self.reader.do_without_copies()
                 self.held_from = None
-            got = self._read_step(layer_idx, new) if self.in_steps and stop - start == 1 else None
+            got = self._read_pair(layer_idx, new) if self.in_pairs else None
             if got is not None:
-                self.num_steps += 1
+                self.num_pairs += 1
             elif self.in_parts:
                 got = {name: self.reader.read(layer_idx, {name: new[name]})[name] for name in new}
             else:
@@ -188,9 +188,9 @@ class Bench:
             held = sum(tensor.nbytes for tensor in buffers_of(self.reader))
             assert self.reader.num_bytes == held + sum(memory.num_bytes for memory in memories_of(self.reader))
 
-    def _read_step(self, layer_idx: int, new: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    def _read_pair(self, layer_idx: int, new: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
         with torch.no_grad():
-            pair = self.reader.read_step(layer_idx, new["key"], new["value"])
+            pair = self.reader.read_pair(layer_idx, new["key"], new["value"])
         return None if pair is None else dict(zip(("key", "value"), pair, strict=True))
 
     def extend(self, tokens: Sequence[Sequence[int]]) -> None:
@@ -251,7 +251,7 @@ def some_windows(chance: random.Random) -> tuple[dict[int, int], tuple[int, ...]
 @BOTH
 @pytest.mark.parametrize("seed", range(12))
 def test_a_forward_reads_what_its_rows_hold_whatever_came_before_it(make_reader: Any, seed: int) -> None:
-    bench = Bench(make_reader, seed, in_parts=seed % 3 == 0, in_steps=seed % 3 == 1)
+    bench = Bench(make_reader, seed, in_parts=seed % 3 == 0, in_pairs=seed % 3 == 1)
     play_random_events(bench, random.Random(seed))
 
 
@@ -260,7 +260,7 @@ def test_a_forward_reads_what_its_rows_hold_whatever_came_before_it(make_reader:
 def test_a_layer_with_a_window_reads_the_window_whatever_came_before_it(make_reader: Any, seed: int) -> None:
     chance = random.Random(seed)
     windows, layers = some_windows(chance)
-    bench = Bench(make_reader, seed, in_parts=seed % 3 == 0, in_steps=seed % 3 == 1, windows=windows, layers=layers)
+    bench = Bench(make_reader, seed, in_parts=seed % 3 == 0, in_pairs=seed % 3 == 1, windows=windows, layers=layers)
     play_random_events(bench, chance)
 
 
@@ -349,20 +349,21 @@ def play_random_events(bench: Bench, chance: random.Random) -> None:
             bench.forward(columns, layers=[chance.choice(bench.layers)])
             bench.reader.drop()
             bench.rows, bench.num_columns = before, columns
-    assert (bench.num_steps > 0) == bench.in_steps
+    assert (bench.num_pairs > 0) == bench.in_pairs
 
 
 @BOTH
 @pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize("max_rows", [3, 5])
 def test_steps_of_rows_that_only_go_on_are_read_in_fewer_lines(make_reader: Any, num_rows: int, max_rows: int) -> None:
-    bench = Bench(make_reader, in_steps=True)
+    bench = Bench(make_reader, in_pairs=True)
     bench.start([row_of(9, first=50 * number) for number in range(num_rows)], max_rows=max_rows)
     bench.forward(0)
+    before = bench.num_pairs
     for token in range(5):
-        bench.extend([[token]] * num_rows)
+        bench.extend([[token] * (1 + token)] * num_rows)
         bench.forward(bench.num_columns)
-    assert bench.num_steps == 5 * len(LAYERS)
+    assert bench.num_pairs - before == 5 * len(LAYERS)
 
 
 @pytest.mark.parametrize("name", ["key", "value"])
@@ -374,9 +375,9 @@ def test_a_step_in_another_type_is_left_to_read(name: str) -> None:
     bench.reader.start_forward(lambda: bench.layouts(bench.rows), 1, 9, 10)
     new = bench.new_states(0, 9, 10)
     with torch.no_grad():
-        assert bench.reader.read_step(0, **{**new, name: new[name].double()}) is None
-        assert bench.reader.read_step(2, **new) is None  # a layer that is new
-        assert bench.reader.read_step(0, **new) is not None
+        assert bench.reader.read_pair(0, **{**new, name: new[name].double()}) is None
+        assert bench.reader.read_pair(2, **new) is None  # a layer that is new
+        assert bench.reader.read_pair(0, **new) is not None
 
 
 # What a contiguous reader keeps

@@ -147,7 +147,7 @@ class Bench:
     def __init__(self, store: BlockStore | None = None, make_reader: Any = ContiguousReader) -> None:
         self.store = BlockStore(BLOCK_SIZE, 100) if store is None else store
         self.call = Call(self.store, make_reader(self.store.pool), is_forward)
-        self.num_steps = 0  # writes of layers by `write_step`
+        self.num_pairs = 0  # writes of layers by `write_pair`
         self.bracket = Bracket()
 
     def begin(self, given: CallLimits | None = None, *, keep_rows: bool = False) -> None:
@@ -210,12 +210,12 @@ class Bench:
         self.call.end(failed=failed)
 
     def _written(self, layer_idx: int, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As the cache does it: by `write_step` where that will do."""
+        """As the cache does it: by `write_pair` where that will do."""
         with torch.no_grad():
-            pair = self.call.write_step(layer_idx, states["key"], states["value"])
+            pair = self.call.write_pair(layer_idx, states["key"], states["value"])
             if pair is None:
                 return self.call.write(layer_idx, states)
-        self.num_steps += 1
+        self.num_pairs += 1
         return dict(zip(("key", "value"), pair, strict=True))
 
 

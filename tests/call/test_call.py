@@ -142,7 +142,7 @@ def test_a_layer_writes_in_a_scheduled_forward_and_nowhere_else(bench: Bench, wh
         with pytest.raises(ForwardMismatchError, match=f"layer 1 writes to a cache whose call {state.value}"):
             bench.call.write(1, states)
         with torch.no_grad():
-            assert bench.call.write_step(1, states["key"], states["value"]) is None
+            assert bench.call.write_pair(1, states["key"], states["value"]) is None
     assert bench.call.state is state
 
 
@@ -253,21 +253,21 @@ def test_a_call_that_is_collected_in_any_state_leaves_its_blocks_to_the_store(wh
 def test_each_layer_of_a_decode_step_is_written_in_fewer_lines_but_not_with_gradients(make_reader: Any) -> None:
     bench = Bench(make_reader=make_reader)
     bench.forward([1, 2, 3, 4], [5, 6, 7, 8])
-    assert bench.num_steps == 0
+    assert bench.num_pairs == 0
     bench.step(1, 2)
-    assert bench.num_steps == len(LAYERS)
+    assert bench.num_pairs == len(LAYERS)
     bench.forward([1], [2])
     bench.forward([1, 1], [2, 2])
-    assert bench.num_steps == len(LAYERS)
+    assert bench.num_pairs == len(LAYERS)
     bench.call.schedule_step([3, 3])
     new = torch.ones(2, 1, 1, 1)
-    assert bench.call.write_step(0, new, new) is None  # gradients are on
+    assert bench.call.write_pair(0, new, new) is None  # gradients are on
     with torch.no_grad():
-        assert bench.call.write_step(0, new, new) is not None
+        assert bench.call.write_pair(0, new, new) is not None
         assert bench.call.state is CallState.SCHEDULED
         bench.call.roll_back()
         assert bench.call.state is CallState.CONFIRMED
-        assert bench.call.write_step(1, new, new) is None  # nothing is scheduled
+        assert bench.call.write_pair(1, new, new) is None  # nothing is scheduled
 
 
 def state_of(bench: Bench) -> list[Any]:
@@ -313,7 +313,7 @@ def test_a_step_is_what_prepare_and_schedule_make_of_it(make_reader: Any, end: t
         bench.end()
         bench.store.allocator.check()
     assert state_of(benches[0]) == state_of(benches[1])
-    assert benches[0].num_steps > benches[1].num_steps == 0
+    assert benches[0].num_pairs > benches[1].num_pairs == 0
 
 
 def test_only_what_generate_computes_behind_its_prompt_may_be_a_step(bench: Bench) -> None:

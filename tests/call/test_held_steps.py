@@ -49,7 +49,7 @@ def step(bench: Bench, *token_ids: int, **given: Any) -> None:
     with torch.no_grad():
         for layer_idx in LAYERS:
             new = torch.ones(len(token_ids), 1, 1, 1)
-            assert bench.call.write_step(layer_idx, new, new) is not None
+            assert bench.call.write_pair(layer_idx, new, new) is not None
     bench.call.confirm()
 
 
@@ -160,8 +160,8 @@ def test_a_layer_that_takes_the_long_way_finds_all_columns_in_the_pool() -> None
     bench.call.schedule_step([21])
     with torch.no_grad():
         one = torch.ones(1, 1, 1, 1)
-        assert bench.call.write_step(0, one, one) is not None
-        assert bench.call.write_step(1, one.double(), one.double()) is None
+        assert bench.call.write_pair(0, one, one) is not None
+        assert bench.call.write_pair(1, one.double(), one.double()) is None
         read = bench.call.write(1, {"key": one.double(), "value": one.double()})
     bench.call.confirm()
     assert 0.0 not in read["key"].flatten().tolist()
@@ -180,10 +180,10 @@ def test_states_of_another_shape_take_the_long_way(shape: tuple[int, ...]) -> No
     bench.call.schedule_step([20, 21])
     right, wrong = torch.ones(2, 1, 1, 1), torch.ones(shape)
     with torch.no_grad():
-        assert bench.call.write_step(0, wrong, right) is None
-        assert bench.call.write_step(0, right, wrong) is None
-        assert bench.call.write_step(0, right.requires_grad_(), right) is None
-        assert bench.call.write_step(0, torch.ones(2, 1, 1, 1), torch.ones(2, 1, 1, 1)) is not None
+        assert bench.call.write_pair(0, wrong, right) is None
+        assert bench.call.write_pair(0, right, wrong) is None
+        assert bench.call.write_pair(0, right.requires_grad_(), right) is None
+        assert bench.call.write_pair(0, torch.ones(2, 1, 1, 1), torch.ones(2, 1, 1, 1)) is not None
 
 
 def test_a_forked_child_that_has_lost_the_calls_thread_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Through a model: each layer of a decode step is written once, by the fast path or a block at a time; with gradients never."""
+"""Through a model: each layer of a forward is written once, by the fast path where it can be; with gradients never."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_paged_cache import PagedPrefixCache
 
 from ..internals import count_writes, held_tensors
-from ..reference import batch, row, run
+from ..reference import assert_same, batch, row, run
 from ..tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,6 +56,22 @@ def test_a_layer_is_written_once_in_a_step(
         assert writes["write"] == (1 + num_apart) * num_layers
 
 
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_what_follows_a_known_prefix_is_written_by_the_fast_path(
+    attention: str, kind: str, writes: Counter[str]
+) -> None:
+    model = tiny(kind)
+    cache, num_layers = PagedPrefixCache(model, attention=attention), model.config.num_hidden_layers
+    run(model, cache, **batch(row((1, 48))), max_new_tokens=1)
+    for question in (2, 3):  # the view grows for the first one
+        writes.clear()
+        given = batch(row((1, 48), (question, 5)))
+        assert_same(run(model, **given, max_new_tokens=1), run(model, cache, **given, max_new_tokens=1))
+        assert cache.last_call.rows[0].matched_tokens > 0
+    assert writes == {"write_pair": num_layers}
+
+
 @pytest.mark.parametrize("trained", ["", "q_proj"], ids=["all weights", "queries alone"])
 @pytest.mark.parametrize("attention", ["contiguous", "gather"])
 def test_a_gradient_flows_through_steps_of_one_token_as_with_a_dynamic_cache(
@@ -84,7 +100,7 @@ def test_a_gradient_flows_through_steps_of_one_token_as_with_a_dynamic_cache(
     assert len(ours) == len(theirs) > 0
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other)
-    assert not writes["write_step"]
+    assert not writes["write_pair"]
     assert not any(tensor.requires_grad for tensor in held_tensors(cache))
 
 

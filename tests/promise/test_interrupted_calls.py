@@ -521,15 +521,15 @@ def test_a_view_that_memory_does_not_hold_in_the_middle_of_a_step_loses_nothing(
     expected = run(model, max_new_tokens=12, **CALLS["greedy"])
     for step in (2, 5):
         cache, steps = PagedPrefixCache(PrefixStore(model, block_size=4)), 0
-        reader, read_step = cache.call.reader, cache.call.reader.read_step
+        reader, read_pair = cache.call.reader, cache.call.reader.read_pair
 
-        def failing(layer_idx: int, *states: Any, step: int = step, read_step: Any = read_step) -> Any:
+        def failing(layer_idx: int, *states: Any, step: int = step, read_pair: Any = read_pair) -> Any:
             nonlocal steps
             steps += layer_idx == 1
-            return None if layer_idx == 1 and steps == step else read_step(layer_idx, *states)
+            return None if layer_idx == 1 and steps == step else read_pair(layer_idx, *states)
 
         reads = OutOfMemoryAt(reader.read, 3)  # two layers of the prompt, then that step
-        monkeypatch.setattr(reader, "read_step", failing)
+        monkeypatch.setattr(reader, "read_pair", failing)
         monkeypatch.setattr(reader, "read", reads)
         assert_same(expected, run(model, cache, max_new_tokens=12, **CALLS["greedy"]))
         assert reads.has_struck

@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,7 +23,9 @@ from tqdm import tqdm
 
 from hf_paged_cache.blocks import BlockTable, WindowBlocks, root_hash
 from hf_paged_cache.errors import OutOfBlocksError
+from hf_paged_cache.kv.contents import write_blocks
 from hf_paged_cache.kv.states import StateKey
+from hf_paged_cache.store import bring_up
 from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.bring_up import Wanted
 from hf_paged_cache.store.state_snapshots import StateRules
@@ -117,7 +120,7 @@ class Driver:
         self.known: dict[Name, None] = {}  # what was committed and not forgotten
         self.seen_snapshots: set[Name] = set()
         self.num_from: dict[str, int] = {}
-        self.num_refused = self.num_hits = 0
+        self.num_refused = self.num_hits = self.num_interrupted = 0
 
     # What contents must be.
 
@@ -174,6 +177,8 @@ class Driver:
         with self.store.lock:
             self.store.settle()
         wanted = [Wanted(root, salt, tokens, len(tokens) - 1) for tokens in prompts]
+        if self.rng.random() < 0.15:
+            self.bring_up_interrupted(wanted)
         brought = self.store.tiers.bring_up(wanted, self.caller)
         for block_id, tier in brought.items():
             self.num_from[tier] = self.num_from.get(tier, 0) + 1
@@ -182,6 +187,25 @@ class Driver:
         self.store.check()
         for tokens in prompts:
             self.run(root, salt, tokens)
+
+    def bring_up_interrupted(self, wanted: list[Wanted]) -> None:
+        """Ctrl-C before something is written, of some of it: nothing may be found of what was not."""
+        countdown = self.rng.randrange(3)
+
+        def write_some(*given: Any) -> None:
+            nonlocal countdown
+            countdown -= 1
+            if countdown < 0:
+                raise KeyboardInterrupt
+            write_blocks(*given)
+
+        with mock.patch.object(bring_up, "write_blocks", write_some):
+            try:
+                self.store.tiers.bring_up(wanted, self.caller)
+            except KeyboardInterrupt:
+                self.num_interrupted += 1
+        self.store.check()
+        self.check(looks=True)
 
     def run(self, root: bytes, salt: bytes, tokens: array[int]) -> None:
         store, table = self.store, self.store.new_table(root, salt)

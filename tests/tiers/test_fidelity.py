@@ -188,6 +188,29 @@ def test_a_row_that_is_all_padding_in_the_first_chunk_has_nothing_to_bring_up(ki
     assert_same(call(model, padded, **given), call(model, padded, cache, **given))
 
 
+@pytest.mark.parametrize("has_tier", [True, False], ids=["with a tier", "without"])
+def test_window_blocks_that_made_room_come_back_to_blocks_that_stayed(has_tier: bool, tmp_path: Path) -> None:
+    model, prompts = tiny("gemma3"), chats(8, 30)
+    sizes = {
+        "block_size": 4,
+        "max_bytes": 72 * 2048,
+    }  # blocks for all prompts, window blocks for the ends of half of them
+    cache = PagedPrefixCache(model, **sizes, disk_folder=tmp_path if has_tier else None)
+    if has_tier:
+        always_worth_it(cache)
+    fill(model, cache, prompts)
+    for ids in prompts[:2]:
+        assert_same(call(model, ids), call(model, ids, cache))
+        cache.check()
+        (of_row,) = cache.last_call.rows
+        assert (of_row.matched_tokens == 28) == has_tier
+        assert of_row.disk_tokens == 0  # all blocks are in the pool
+    if has_tier:
+        assert cache.stats().num_evictions == 0
+        zero_tiers(cache)
+        assert not is_same(call(model, prompts[2]), call(model, prompts[2], cache))
+
+
 def test_chats_that_go_on_find_what_was_generated_too(tmp_path: Path) -> None:
     model = tiny("llama")
     cache, histories = cache_on_disk(model, tmp_path, 2.5), chats(5, 30)
@@ -338,6 +361,9 @@ def test_a_forked_child_begins_with_no_files_and_leaves_its_parents(tmp_path: Pa
     (tier,) = cache.store.blocks.tiers.tiers
     tier.run_bytes = 2**12
     fill(model, cache, prompts)
+    tier.join()
+    files = {file: file.read_bytes() for file in tmp_path.rglob("*.safetensors")}
+    assert files
     references = [call(model, ids) for ids in prompts]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -347,11 +373,15 @@ def test_a_forked_child_begins_with_no_files_and_leaves_its_parents(tmp_path: Pa
             for ids, reference in zip(prompts + prompts, references + references, strict=True):
                 assert_same(reference, call(model, ids, cache))
             cache.check()
-            os._exit(0 if cache.last_call.rows[0].disk_tokens > 0 else 2)
+            has_hit = cache.last_call.rows[0].disk_tokens > 0
+            cache.reset()
+            cache.store.reset_prefix_cache()  # removes its files
+            os._exit(0 if has_hit else 2)
         except BaseException:  # noqa: BLE001  # its exit status says so
             os._exit(1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+    assert {file: file.read_bytes() for file in files} == files, "the child has changed its parent's files"
     for ids, reference in zip(prompts, references, strict=True):
         assert_same(reference, call(model, ids, cache))
     assert cache.last_call.rows[0].disk_tokens > 0

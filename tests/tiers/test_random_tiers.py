@@ -14,3 +14,4 @@ def test_a_store_with_tiers_agrees_with_a_naive_model(world: World) -> None:
     driver = run_operations(world, 450, "short")
     assert driver.num_hits
     assert driver.num_from, "nothing came up"
+    assert driver.num_interrupted

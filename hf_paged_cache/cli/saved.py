@@ -1,0 +1,84 @@
+"""`save` and `load`: prompts that are computed once, and kept in a folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_MODEL = typer.Option(help="A folder, or a name on the hub. Default: SmolLM2-135M-Instruct.", show_default=False)
+
+
+def save(
+    folder: Annotated[Path, typer.Argument(help="Where the blocks are written; made if it is not there.")],
+    prompt_file: Annotated[
+        list[Path], typer.Option(help="A text file: one prefix, as prompts begin with it. May be given more than once.")
+    ],
+    model: Annotated[str | None, _MODEL] = None,
+) -> None:
+    """Compute prefixes and write what was computed into a folder, from which any run with the same model loads it."""
+    from ..cache import PagedPrefixCache
+    from ..errors import PagedCacheError
+    from .demo_model import load_demo_model
+
+    try:
+        texts = [path.read_text(encoding="utf-8") for path in prompt_file]
+        loaded, tokenizer = load_demo_model(model)
+        cache = PagedPrefixCache(loaded)
+        prefixes = [tokenizer(text)["input_ids"] for text in texts]
+        done = cache.prefill(prefixes)
+        saved = cache.store.save(folder, prefixes)
+    except (PagedCacheError, OSError, UnicodeDecodeError) as error:
+        print(f"hf-paged-cache save: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    print(f"computed {done.num_computed} tokens of {len(prefixes)} prefixes, {done.num_tokens} in whole blocks")
+    known = f"; {saved.num_known} blocks were there already" if saved.num_known else ""
+    print(f"wrote {saved.num_blocks} blocks, {saved.num_bytes / 2**20:,.1f} MiB, into {folder}{known}")
+    _print_rest("not saved", saved.not_saved)
+
+
+def load(
+    folder: Annotated[Path, typer.Argument(help="That `save` has written.")],
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Read every file to its end, without a model. Exits with 1 if one is damaged."),
+    ] = False,
+    model: Annotated[str | None, _MODEL] = None,
+) -> None:
+    """Say what a folder holds: with --check whether its files are whole, else what of it this model takes, and why not the rest.
+
+    Exits with 1 if a file is damaged, or nothing was taken.
+    """
+    from ..cache import PagedPrefixCache
+    from ..errors import PagedCacheError
+    from ..saved_report import saved_report
+    from .demo_model import load_demo_model
+
+    try:
+        if check:
+            reports = saved_report(folder)
+        else:
+            loaded = PagedPrefixCache(load_demo_model(model)[0]).store.load(folder)
+    except (PagedCacheError, OSError) as error:
+        print(f"hf-paged-cache load: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    if check:
+        for report in reports:
+            what = report.problem or (
+                f"{report.num_blocks} blocks, {report.num_tokens} tokens, {report.num_bytes / 2**20:,.1f} MiB, of "
+                f"{report.model.get('model')} in {report.model.get('dtype')}, transformers {report.model.get('transformers')}"
+            )
+            print(f"{report.path.name}: {what}")
+        damaged = sum(report.problem is not None for report in reports)
+        print(f"{len(reports)} files, {damaged} of them damaged")
+        raise typer.Exit(1 if damaged else 0)
+    print(f"took {loaded.num_blocks} blocks, {loaded.num_bytes / 2**20:,.1f} MiB, from {folder}")
+    _print_rest("not taken", loaded.not_loaded)
+    raise typer.Exit(0 if loaded.num_blocks else 1)
+
+
+def _print_rest(what: str, reasons: dict[str, int]) -> None:
+    for reason, number in reasons.items():
+        print(f"{what}: {f'{number} blocks: ' if number else ''}{reason}")

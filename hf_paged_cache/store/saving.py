@@ -1,0 +1,281 @@
+"""Writes cached blocks into files that other processes can read: which blocks, by which names, some MB at a time.
+
+Nothing is held meanwhile: blocks that are evicted before it is their turn are left out.
+"""
+
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from filelock import FileLock
+from torch import Tensor
+
+from ..blocks import BlockHash, HashChain
+from ..blocks.hashing import root_hash
+from ..blocks.roots import RootFacts, Roots
+from ..blocks.tokens import TokenIds
+from ..errors import SavedBlocksError
+from ..kv.contents import rows_of_blocks, rows_of_states
+from ..tiers.base import BLOCKS, STATES, Kind
+from ..tiers.saved_file import (
+    SUFFIX,
+    SavedBlock,
+    SavedContents,
+    SavedFile,
+    SavedRoot,
+    block_digest,
+    read_saved_file,
+    remove_unfinished,
+    saved_paths,
+    write_saved_file,
+)
+from .block_store import BlockStore
+
+_FILE_BYTES = 2**26  # of rows in a file, about
+_LOCK = ".lock"
+
+
+class Model(NamedTuple):
+    """Whose blocks they are.
+
+    Attributes:
+        digest: as roots of this process have it.
+        identity: digest of its `facts`.
+        facts, settings: see `ModelIdentity`.
+        roots: of its rows.
+    """
+
+    digest: bytes
+    identity: bytes
+    facts: dict[str, str]
+    settings: dict[str, str]
+    roots: Roots
+
+
+class _Chosen(NamedTuple):
+    """A block to save: as this process names it, and as files do."""
+
+    block_hash: BlockHash
+    saved: SavedBlock
+
+
+class Saved(NamedTuple):
+    """What was written.
+
+    Attributes:
+        num_blocks: written now.
+        num_known: that the folder had.
+        num_bytes: of the files written.
+        not_saved: reason -> blocks.
+    """
+
+    num_blocks: int
+    num_known: int
+    num_bytes: int
+    not_saved: dict[str, int]
+
+
+def saved_root(identity: bytes, facts: RootFacts) -> SavedRoot:
+    """How files name what a root stands for."""
+    of_row = f"{facts.counted_from} {facts.first_position}".encode()
+    digest = root_hash(b"hf_paged_cache", identity, facts.regime, facts.adapter.encode(), of_row)
+    return SavedRoot(digest, facts.regime, facts.adapter, facts.counted_from, facts.first_position)
+
+
+def save_blocks(
+    blocks: BlockStore,
+    model: Model,
+    folder: Path,
+    prefixes: Sequence[TokenIds] | None,
+    *,
+    pinned: bool,
+    progress: Callable[[int, int], None],
+) -> Saved:
+    """Write blocks without a salt into a folder, which is made, for its owner alone, where it is not there.
+
+    Args:
+        prefixes: only blocks of these; None: all.
+        pinned: only those that pins hold.
+        progress: told how many of how many blocks are done.
+    Raises:
+        OSError: the folder or a file cannot be written. Files that were written are whole.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with FileLock(folder / _LOCK, mode=0o600):
+        remove_unfinished(folder)
+        known = _known(folder, model)
+        with blocks.lock:
+            blocks.settle()
+            chosen, roots, not_saved = _choose(blocks, model, prefixes, pinned=pinned)
+            step = _blocks_of_a_file(blocks)
+        num_done = num_known = num_bytes = 0
+        while num_done < len(chosen):
+            some = chosen[num_done : num_done + step]
+            with blocks.lock:
+                blocks.settle()
+                file, rows, num_gone = _copy_out(blocks, model, some, roots, known)
+            num_written = len(file.blocks)
+            if num_gone:
+                not_saved["evicted meanwhile"] = not_saved.get("evicted meanwhile", 0) + num_gone
+            num_known += len(some) - num_gone - num_written
+            if num_written:
+                on_host = {kind: [of_part.cpu() for of_part in of_kind] for kind, of_kind in rows.items()}
+                path = folder / f"{_name(file)}{SUFFIX}"
+                num_bytes += write_saved_file(file._replace(path=path), on_host).num_bytes
+            num_done += len(some)
+            progress(num_done, len(chosen))
+    num_gone = not_saved.get("evicted meanwhile", 0)
+    return Saved(len(chosen) - num_known - num_gone, num_known, num_bytes, not_saved)
+
+
+def _known(folder: Path, model: Model) -> set[tuple[Kind, bytes]]:
+    """What whole files of this model have."""
+    found: set[tuple[Kind, bytes]] = set()
+    for path in saved_paths(folder):
+        try:
+            file = read_saved_file(path)
+        except (SavedBlocksError, OSError):
+            continue
+        if file.facts == model.facts:
+            found |= {
+                (content.kind, file.blocks[number].digest) for content in file.contents for number in content.blocks
+            }
+    return found
+
+
+def _choose(
+    blocks: BlockStore, model: Model, prefixes: Sequence[TokenIds] | None, *, pinned: bool
+) -> tuple[list[_Chosen], dict[bytes, SavedRoot], dict[str, int]]:
+    """Blocks that can be named in files, parents first, one sequence after the other; their roots; and why others cannot."""
+    by_id = blocks.allocator.hashes()
+    by_digest = {block_hash.digest: block_hash for block_hash in by_id.values()}
+    wanted: Collection[bytes] = by_digest
+    if pinned:
+        wanted = {by_id[block_id].digest for block_id in blocks.pins.block_ids(b"") if block_id in by_id}
+    elif prefixes is not None:
+        wanted = {digest for tokens in prefixes for digest in _digests_of(blocks, model, tokens)} & by_digest.keys()
+    names: dict[bytes, SavedBlock | str] = {}  # digest -> its name in files, or why it has none
+    roots: dict[bytes, SavedRoot] = {}
+    for block_hash in by_digest.values():
+        path = [block_hash]
+        while path[-1].parent not in names and path[-1].parent in by_digest:
+            path.append(by_digest[path[-1].parent])
+        for step in reversed(path):
+            if step.digest not in names:
+                names[step.digest] = _named(blocks, model, step, names.get(step.parent), roots)
+    not_saved: dict[str, int] = {}
+    children: dict[bytes, list[_Chosen]] = {}
+    chosen: list[_Chosen] = []
+    for digest in wanted:
+        name = names[digest]
+        if isinstance(name, str):
+            not_saved[name] = not_saved.get(name, 0) + 1
+        else:
+            children.setdefault(name.parent, []).append(_Chosen(by_digest[digest], name))
+    waiting = [each for root in roots for each in reversed(children.get(root, []))]
+    while waiting:
+        each = waiting.pop()
+        chosen.append(each)
+        waiting += reversed(children.get(each.saved.digest, []))
+    return chosen, roots, not_saved
+
+
+def _digests_of(blocks: BlockStore, model: Model, token_ids: TokenIds) -> Iterable[bytes]:
+    """Of all blocks of a prefix, under whatever conditions of the row."""
+    for facts in model.roots.all_of(model.digest, b""):
+        hashes = HashChain(model.roots.of(facts), blocks.block_size)
+        hashes.extend(token_ids)
+        yield from (block_hash.digest for block_hash in hashes.hashes())
+
+
+def _named(
+    blocks: BlockStore,
+    model: Model,
+    block_hash: BlockHash,
+    parent: SavedBlock | str | None,
+    roots: dict[bytes, SavedRoot],
+) -> SavedBlock | str:
+    """How files name a block; else why it cannot be found from there."""
+    if isinstance(parent, str):
+        return parent
+    if block_digest(block_hash.parent, block_hash.token_bytes) != block_hash.digest:
+        return "what they depend on is more than tokens, such as an image"
+    if parent is not None:
+        before = parent.digest
+    else:
+        facts = model.roots.facts_of(block_hash.parent)
+        if facts is None:
+            return "the blocks before them were evicted"
+        if facts.digest != model.digest:
+            return "the model has changed since they were computed"
+        root = saved_root(model.identity, facts)
+        roots[root.digest], before = root, root.digest
+    return SavedBlock(block_digest(before, block_hash.token_bytes), before, block_hash.token_bytes)
+
+
+def _blocks_of_a_file(blocks: BlockStore) -> int:
+    """How many blocks make a file of about `_FILE_BYTES`. The store's lock is held."""
+    parts = blocks.tiers.layout.parts()
+    row_bytes = sum(part.num_bytes for of_kind in parts.values() for part in of_kind)
+    return max(1, _FILE_BYTES // max(1, row_bytes))
+
+
+def _copy_out(
+    blocks: BlockStore,
+    model: Model,
+    some: Sequence[_Chosen],
+    roots: dict[bytes, SavedRoot],
+    known: Collection[tuple[Kind, bytes]],
+) -> tuple[SavedFile, dict[Kind, list[Tensor]], int]:
+    """What is there of these blocks and not known, on its device; and how many blocks have gone. The store's lock is held."""
+    allocator, states, layout = blocks.allocator, blocks.states, blocks.tiers.layout
+    ids = {each: at[0] for each in some if (at := allocator.match_prefix((each.block_hash,), b""))}
+    blocks.pool.join_streams()
+    held: dict[Kind, dict[_Chosen, Any]] = {}  # block, window block or snapshot of each
+    if layout.has_tensors:
+        held[BLOCKS] = {**ids}
+    for group in blocks.windows.groups:
+        held[group.window] = {each: group.places[at] for each, at in ids.items() if at in group.places}
+    if states:
+        held[STATES] = {
+            each: snapshot for each in ids if (snapshot := states.kept.of_digest(each.block_hash.digest)) is not None
+        }
+        for snapshot in held[STATES].values():
+            layout.see_states(snapshot)
+    new = {
+        kind: {each: source for each, source in of_kind.items() if (kind, each.saved.digest) not in known}
+        for kind, of_kind in held.items()
+    }
+    numbers = {each: number for number, each in enumerate(dict.fromkeys(chain.from_iterable(new.values())))}
+    contents: list[SavedContents] = []
+    rows: dict[Kind, list[Tensor]] = {}
+    for kind, of_kind in new.items():
+        parts = layout.parts().get(kind)
+        if of_kind and parts:
+            sources = [*of_kind.values()]
+            if kind == STATES:
+                rows[kind] = [rows_of_states(part, sources) for part in parts]
+            else:
+                rows[kind] = [rows_of_blocks(blocks.pool, part, sources) for part in parts]
+            contents.append(SavedContents(kind, tuple(parts), tuple(numbers[each] for each in of_kind), ()))
+    of_file = tuple(each.saved for each in numbers)
+    used = tuple(root for digest, root in roots.items() if any(block.parent == digest for block in of_file))
+    file = SavedFile(Path(), 0, blocks.block_size, model.facts, model.settings, used, of_file, tuple(contents))
+    return file, rows, len(some) - len(ids)
+
+
+def _name(file: SavedFile) -> str:
+    """Of a file: what it holds names it."""
+    held = [
+        f"{content.kind}".encode() + file.blocks[number].digest
+        for content in file.contents
+        for number in content.blocks
+    ]
+    return root_hash(*held).hex()[:32]
+
+
+def folder_of(folder: str | os.PathLike[str]) -> Path:
+    """The folder that a user names."""
+    return Path(folder).expanduser().absolute()

@@ -1,0 +1,324 @@
+"""Owns the format of a file of saved blocks: how it is written, and what is checked before anything of it is used.
+
+A file is in the safetensors format: for each kind of content, and each part of it, one tensor of bytes, [N, bytes of a row], a row
+for each block. Its header says what the rows are: see `SavedFile`. A file is whole as soon as it has its name.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..blocks.hashing import TOKEN_BYTES, token_array_of
+from ..errors import SavedBlocksError
+from ..kv.contents import Part, Piece
+from ..kv.states import StateKey
+from .base import STATES, Kind
+
+VERSION = 1
+SUFFIX = ".safetensors"
+_FORMAT = "hf_paged_cache blocks"
+_MANIFEST, _CHECKSUM = "manifest", "xxh3_128"
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)}  # fmt: skip
+
+
+class SavedBlock(NamedTuple):
+    """A block, as any process names it.
+
+    Attributes:
+        digest: SHA-256 of `parent` and the block's tokens.
+        parent: digest of the block before, or of a `SavedRoot`.
+        token_bytes: its token ids, int64 little-endian.
+    """
+
+    digest: bytes
+    parent: bytes
+    token_bytes: bytes
+
+
+class SavedRoot(NamedTuple):
+    """What conditions sequences besides the model and their tokens; see `RootFacts`."""
+
+    digest: bytes
+    regime: bytes
+    adapter: str
+    counted_from: int
+    first_position: int
+
+
+class SavedContents(NamedTuple):
+    """What a file has of one kind.
+
+    Attributes:
+        kind: see `Kind`.
+        parts: of a row.
+        blocks: the block of each row, by its number in the file.
+        checksums: of each part, of each row: XXH3, 128 bits.
+    """
+
+    kind: Kind
+    parts: tuple[Part, ...]
+    blocks: tuple[int, ...]
+    checksums: tuple[tuple[str, ...], ...]
+
+
+class SavedFile(NamedTuple):
+    """What a file says of itself.
+
+    Attributes:
+        path: where it is.
+        num_bytes: of the file.
+        block_size: tokens of a block.
+        facts, settings: of the model, see `ModelIdentity`.
+        roots: that its blocks begin from.
+        blocks: those that it names; a parent stands before its children, or in another file.
+        contents: what it holds of them.
+    """
+
+    path: Path
+    num_bytes: int
+    block_size: int
+    facts: Mapping[str, str]
+    settings: Mapping[str, str]
+    roots: tuple[SavedRoot, ...]
+    blocks: tuple[SavedBlock, ...]
+    contents: tuple[SavedContents, ...]
+
+
+def block_digest(parent: bytes, token_bytes: bytes) -> bytes:
+    """What names a block in files."""
+    return sha256(parent + token_bytes).digest()
+
+
+def write_saved_file(file: SavedFile, rows: Mapping[Kind, Sequence[Tensor]]) -> SavedFile:
+    """Write a file whole, or not at all; nobody but its owner may read it.
+
+    Args:
+        file: what it says; checksums and size are not looked at.
+        rows: kind -> of each part, [N, bytes] of the host.
+    Returns:
+        The same with checksums and size.
+    Raises:
+        OSError: the disk is full, or the folder cannot be written; nothing is left of it.
+    """
+    tensors: dict[str, Tensor] = {}
+    contents = []
+    for content in file.contents:
+        of_parts = [part_rows.contiguous() for part_rows in rows[content.kind]]
+        tensors |= {_tensor(content.kind, number): part_rows for number, part_rows in enumerate(of_parts)}
+        checksums = tuple(tuple(_checksum(row) for row in part_rows) for part_rows in of_parts)
+        contents.append(content._replace(checksums=checksums))
+    file = file._replace(contents=tuple(contents))
+    manifest = json.dumps(_as_json(file))
+    metadata = {"format": _FORMAT, _MANIFEST: manifest, _CHECKSUM: xxhash.xxh3_128_hexdigest(manifest.encode())}
+    unfinished = file.path.with_name(f".{uuid4().hex}.unfinished")
+    try:
+        os.close(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        try:
+            save_file(tensors, unfinished, metadata)
+        except SafetensorError as error:
+            raise OSError(f"{unfinished} could not be written: {error}") from error
+        os.chmod(unfinished, 0o600)
+        with open(unfinished, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(unfinished, file.path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+    return file._replace(num_bytes=file.path.stat().st_size)
+
+
+def read_saved_file(path: Path) -> SavedFile:
+    """Read what a file says of itself, and check all of it but the rows, which `read_rows` checks.
+
+    Raises:
+        SavedBlocksError: it is none of ours, of another version of the format, cut or damaged.
+        OSError: it cannot be read.
+    """
+    num_bytes = path.stat().st_size
+    try:
+        with safe_open(path, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise SavedBlocksError(f"{path} holds no saved blocks")
+            manifest = metadata.get(_MANIFEST, "")
+            if xxhash.xxh3_128_hexdigest(manifest.encode()) != metadata.get(_CHECKSUM):
+                raise SavedBlocksError(f"{path} is damaged: its header is not what was written")
+            file = _of_json(path, num_bytes, json.loads(manifest))
+            for content in file.contents:
+                for number, part in enumerate(content.parts):
+                    held = opened.get_slice(_tensor(content.kind, number))
+                    if held.get_dtype() != "U8" or held.get_shape() != [len(content.blocks), part.num_bytes]:
+                        raise SavedBlocksError(f"{path} is damaged: a tensor has another shape than its header says")
+    except SavedBlocksError:
+        raise
+    except (SafetensorError, ArithmeticError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise SavedBlocksError(f"{path} is damaged, or no file of saved blocks: {error}") from error
+    return file
+
+
+def read_rows(file: SavedFile, content: SavedContents, rows: Sequence[tuple[int, int]]) -> list[list[Tensor]]:
+    """Of each part, the rows `[first, first + number)` for each (first, number), as so many tensors of the host.
+
+    Raises:
+        SavedBlocksError: a row is not what was written.
+        OSError: the file is not there any more, or cannot be read.
+    """
+    loaded = []
+    try:
+        with safe_open(file.path, framework="pt") as opened:
+            for number, checksums in enumerate(content.checksums):
+                held = opened.get_slice(_tensor(content.kind, number))
+                fragments = [held[first : first + length] for first, length in rows]
+                for fragment, (first, length) in zip(fragments, rows, strict=True):
+                    if [_checksum(row) for row in fragment] != [*checksums[first : first + length]]:
+                        raise SavedBlocksError(f"{file.path} is damaged: blocks are not what was written")
+                loaded.append(fragments)
+    except SafetensorError as error:
+        raise SavedBlocksError(f"{file.path} is damaged: {error}") from error
+    return loaded
+
+
+def saved_paths(folder: Path) -> list[Path]:
+    """Files that may hold saved blocks, in the order of their names."""
+    return sorted(path for path in folder.iterdir() if path.suffix == SUFFIX and not path.name.startswith("."))
+
+
+def remove_unfinished(folder: Path) -> None:
+    """What processes have left that died while they wrote."""
+    for path in folder.glob(".*.unfinished"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _checksum(row: Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(row.numpy().data)
+
+
+def _tensor(kind: Kind, part: int) -> str:
+    return f"{kind}.{part}"
+
+
+def _as_json(file: SavedFile) -> dict[str, Any]:
+    return {
+        "version": VERSION,
+        "block_size": file.block_size,
+        "model": {"facts": dict(file.facts), "settings": dict(file.settings)},
+        "roots": [root._replace(digest=root.digest.hex(), regime=root.regime.hex())._asdict() for root in file.roots],  # type: ignore[arg-type]
+        "blocks": [
+            {"digest": block.digest.hex(), "parent": block.parent.hex(), "tokens": [*token_array_of(block.token_bytes)]}
+            for block in file.blocks
+        ],
+        "contents": [
+            {
+                "kind": content.kind,
+                "parts": [
+                    {
+                        "kind": part.kind,
+                        "window": part.window,
+                        "num_bytes": part.num_bytes,
+                        "pieces": [
+                            {
+                                "key": [*piece.key],
+                                "offset": piece.offset,
+                                "num_bytes": piece.num_bytes,
+                                "shape": [*piece.shape],
+                                "dtype": str(piece.dtype).removeprefix("torch."),
+                            }
+                            for piece in part.pieces
+                        ],
+                    }
+                    for part in content.parts
+                ],
+                "blocks": [*content.blocks],
+                "checksums": [[*of_part] for of_part in content.checksums],
+            }
+            for content in file.contents
+        ],
+    }
+
+
+def _of_json(path: Path, num_bytes: int, said: Any) -> SavedFile:
+    """The same from JSON. Whatever is not as `_as_json` writes it raises, of some kind."""
+    if said["version"] != VERSION:
+        raise SavedBlocksError(f"{path} is of version {said['version']} of the format, and this is version {VERSION}")
+    block_size = _count(said["block_size"], at_least=1)
+    facts, settings = (_texts(said["model"][name]) for name in ("facts", "settings"))
+    roots = tuple(
+        SavedRoot(
+            bytes.fromhex(root["digest"]),
+            bytes.fromhex(root["regime"]),
+            str(root["adapter"]),
+            _count(root["counted_from"]),
+            _count(root["first_position"]),
+        )
+        for root in said["roots"]
+    )
+    blocks = tuple(_block(path, block_size, block) for block in said["blocks"])
+    contents = tuple(_contents(path, len(blocks), content) for content in said["contents"])
+    if len({content.kind for content in contents}) < len(contents):
+        raise SavedBlocksError(f"{path} is damaged: it holds a kind of content twice")
+    return SavedFile(path, num_bytes, block_size, facts, settings, roots, blocks, contents)
+
+
+def _block(path: Path, block_size: int, said: Any) -> SavedBlock:
+    token_bytes = b"".join(int(token).to_bytes(TOKEN_BYTES, "little", signed=True) for token in said["tokens"])
+    block = SavedBlock(bytes.fromhex(said["digest"]), bytes.fromhex(said["parent"]), token_bytes)
+    if len(token_bytes) != block_size * TOKEN_BYTES or block.digest != block_digest(block.parent, token_bytes):
+        raise SavedBlocksError(f"{path} is damaged: a block has other tokens than its digest says")
+    return block
+
+
+def _contents(path: Path, num_blocks: int, said: Any) -> SavedContents:
+    kind = said["kind"] if isinstance(said["kind"], str) else _count(said["kind"], at_least=1)
+    blocks = tuple(_count(number) for number in said["blocks"])
+    checksums = tuple(tuple(map(str, of_part)) for of_part in said["checksums"])
+    content = SavedContents(kind, tuple(_parts(kind, said["parts"])), blocks, checksums)
+    is_right = len(set(blocks)) == len(blocks) and all(number < num_blocks for number in blocks)
+    is_right &= len(checksums) == len(content.parts) and all(len(of_part) == len(blocks) for of_part in checksums)
+    for part in content.parts:
+        end = 0
+        for piece in part.pieces:
+            size = torch.Size(piece.shape).numel() * piece.dtype.itemsize
+            is_right &= piece.offset >= end and piece.num_bytes == size
+            end = piece.offset + piece.num_bytes
+        is_right &= end <= part.num_bytes
+    if not is_right:
+        raise SavedBlocksError(f"{path} is damaged: its header contradicts itself")
+    return content
+
+
+def _parts(kind: Kind, said: Any) -> Iterator[Part]:
+    for part in said:
+        pieces = tuple(
+            Piece(
+                StateKey(*piece["key"]) if kind == STATES else (_count(piece["key"][0]), str(piece["key"][1])),
+                _count(piece["offset"]),
+                _count(piece["num_bytes"]),
+                tuple(map(_count, piece["shape"])),
+                _DTYPES[piece["dtype"]],
+            )
+            for piece in part["pieces"]
+        )
+        yield Part(part["kind"], part["window"], torch.device("cpu"), _count(part["num_bytes"], at_least=1), pieces)
+
+
+def _count(number: Any, at_least: int = 0) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < at_least:
+        raise ValueError(f"{number!r} is no number of at least {at_least}")
+    return number
+
+
+def _texts(said: Any) -> dict[str, str]:
+    return {str(name): str(value) for name, value in said.items()}

@@ -1,0 +1,85 @@
+"""`hf-paged-cache save` and `load`: from a shell, one run computes and the next one has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.cli.commands import app
+from hf_paged_cache.cli.demo_model import load_demo_model
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path, tiny_llama: Any, tiny_tokenizer: Any) -> str:
+    folder = tmp_path / "model"
+    tiny_llama.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> str:
+    path = tmp_path / "prompt.txt"
+    path.write_text("What is one and one? " * 8, encoding="utf-8")
+    return str(path)
+
+
+def command(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+
+
+def test_one_run_saves_and_the_next_one_has_it(model_folder: str, prompt_file: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    done = command("save", folder, "--prompt-file", prompt_file, "--model", model_folder)
+    assert done.exit_code == 0, done.output
+    model, tokenizer = load_demo_model(model_folder)
+    ids = tokenizer(Path(prompt_file).read_text(encoding="utf-8"))["input_ids"]
+    num_blocks = len(ids) // 16
+    assert f"wrote {num_blocks} blocks" in done.output
+    again = command("save", folder, "--prompt-file", prompt_file, "--model", model_folder)
+    assert f"wrote 0 blocks, 0.0 MiB, into {folder}; {num_blocks} blocks were there already" in again.output
+    checked = command("load", folder, "--check")
+    assert checked.exit_code == 0
+    assert f"{num_blocks} blocks, {num_blocks * 16} tokens" in checked.output
+    assert "1 files, 0 of them damaged" in checked.output
+    taken = command("load", folder, "--model", model_folder)
+    assert taken.exit_code == 0
+    assert f"took {num_blocks} blocks" in taken.output
+    cache = PagedPrefixCache(model)
+    cache.store.load(folder)
+    assert cache.lookup(ids).num_tokens == num_blocks * 16
+
+
+def test_a_damaged_file_is_named_and_the_command_fails(model_folder: str, prompt_file: str, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    command("save", str(folder), "--prompt-file", prompt_file, "--model", model_folder)
+    (path,) = folder.glob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    checked = command("load", str(folder), "--check")
+    assert checked.exit_code == 1
+    assert f"{path.name}: {path} is damaged" in checked.output
+    assert "1 files, 1 of them damaged" in checked.output
+    taken = command("load", str(folder), "--model", model_folder)
+    assert taken.exit_code == 1
+    assert f"{path} is damaged" in taken.output
+
+
+@pytest.mark.parametrize("options", [("--check",), ()])
+def test_a_folder_that_is_not_there_is_one_line(options: tuple[str, ...], model_folder: str, tmp_path: Path) -> None:
+    given = () if options else ("--model", model_folder)
+    done = command("load", str(tmp_path / "nowhere"), *options, *given)
+    assert done.exit_code == 2
+    assert "hf-paged-cache load: there is no folder" in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_a_prompt_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    done = command("save", str(tmp_path), "--prompt-file", str(tmp_path / "nowhere.txt"))
+    assert done.exit_code == 2
+    assert "nowhere.txt" in done.stderr

@@ -1,0 +1,346 @@
+"""What is saved by one store and loaded by another: the same results, and where it is not of this model, nothing, and why."""
+
+from __future__ import annotations
+
+import copy
+import resource
+import signal
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_paged_cache import CacheArgumentError, NotPortableError, PagedPrefixCache, PrefixStore
+from hf_paged_cache.tiers.saved_file import read_saved_file, saved_paths
+
+from .. import saved_folders
+from ..internals import zero_blocks, zero_states
+from ..reference import assert_same, batch, is_same, row, run
+from ..tiny_models import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KINDS = ["llama", "gemma3", "mistral", "qwen3_next", "lfm2"]
+BASE = row((1, 64))
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_paged_cache.integration.session.Session._warn_of_a_lone_turn", lambda *_: None)
+        yield
+
+
+def new_cache(model: PreTrainedModel, **given: Any) -> PagedPrefixCache:
+    return PagedPrefixCache(model, **{"block_size": 4, **given})
+
+
+def asked(*ends: int) -> list[dict[str, Any]]:
+    return [batch([*BASE, *row((end, 9))]) for end in ends]
+
+
+def save(model: PreTrainedModel, folder: Path, **given: Any) -> PagedPrefixCache:
+    """Two prompts behind one prefix, saved."""
+    cache = new_cache(model)
+    for prompt in asked(2, 3):
+        run(model, cache, **prompt, max_new_tokens=2)
+    cache.prefill(BASE)
+    saved = cache.store.save(folder, **given)
+    assert saved.num_blocks > 0
+    assert not saved.not_saved
+    return cache
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_store_goes_on_from_what_was_saved(kind: str, tmp_path: Path) -> None:
+    model = tiny(kind)
+    save(model, tmp_path)
+    twin = copy.deepcopy(model)  # at other addresses
+    cache = new_cache(twin)
+    loaded = cache.store.load(tmp_path)
+    assert loaded.num_blocks >= 16
+    assert loaded.not_loaded.keys() <= {"no state was saved behind which they could be gone on from"}
+    cache.check()
+    for prompt in (*asked(2, 3, 4), batch(BASE[:50]), batch([*BASE, *row((5, 9))], [*BASE[:60], *row((6, 13))])):
+        assert_same(run(model, **prompt), run(twin, cache, **prompt))
+        cache.check()
+    cache.store.reset_prefix_cache()
+    cache.reset()
+    assert cache.store.load(tmp_path).num_blocks == loaded.num_blocks
+    (prompt,) = asked(7)
+    reference = run(twin, **prompt)
+    zero_blocks(cache)
+    zero_states(cache)
+    output = run(twin, cache, **prompt)
+    assert cache.last_call.rows[0].matched_tokens >= 48
+    assert not is_same(reference, output)
+
+
+def test_nothing_is_written_or_read_twice(tmp_path: Path) -> None:
+    model = tiny("llama")
+    cache = save(model, tmp_path)
+    files = saved_paths(tmp_path)
+    again = cache.store.save(tmp_path)
+    assert (again.num_blocks, again.num_bytes) == (0, 0)
+    assert again.num_known == 16 + 2 * 2
+    assert saved_paths(tmp_path) == files
+    loaded = cache.store.load(tmp_path)
+    assert (loaded.num_blocks, loaded.num_known, loaded.num_bytes) == (0, 20, 0)
+    run(model, cache, **asked(9)[0], max_new_tokens=1)
+    assert cache.store.save(tmp_path).num_blocks == 2
+    assert len(saved_paths(tmp_path)) == len(files) + 1
+    other = new_cache(model)
+    assert other.store.load(tmp_path).num_blocks == 22
+
+
+def test_prefixes_by_their_tokens_pins_and_all(tmp_path: Path) -> None:
+    model = tiny("llama")
+    cache = new_cache(model)
+    for prompt in asked(2, 3):
+        run(model, cache, **prompt, max_new_tokens=1)
+    cache.pin(BASE[:32])
+    number = {
+        name: cache.store.save(tmp_path / name, prefixes).num_blocks
+        for name, prefixes in (("all", None), ("pinned", "pinned"), ("some", [BASE[:40], torch.tensor([BASE[:20]])]))
+    }
+    assert number == {"all": 20, "pinned": 8, "some": 10}
+    assert cache.store.save(tmp_path / "none", [row((77, 20))]).num_blocks == 0
+    with pytest.raises(CacheArgumentError, match="give token ids of prefixes, 'pinned', or None"):
+        cache.store.save(tmp_path, "pins")
+    with pytest.raises(CacheArgumentError, match="prefix 0"):
+        cache.store.save(tmp_path, [torch.ones(2, 3)])
+
+
+def test_what_is_in_a_pool_stays_and_what_does_not_fit_is_said(tmp_path: Path) -> None:
+    model = tiny("llama")
+    save(model, tmp_path)
+    cache = new_cache(model, num_blocks=14)
+    loaded = cache.store.load(tmp_path)
+    assert loaded.num_blocks == 13
+    assert loaded.not_loaded == {"there is no room for them in the pool": 7}
+    cache.check()
+    assert cache.lookup(BASE).num_tokens == 52
+    for prompt in asked(2):
+        cache = new_cache(model, num_blocks=25)
+        cache.store.load(tmp_path)
+        assert_same(run(model, **prompt), run(model, cache, **prompt))
+
+
+def test_blocks_that_a_running_call_has_reserved_are_left_to_it(tmp_path: Path) -> None:
+    model = tiny("llama")
+    save(model, tmp_path)
+    store = PrefixStore(model, block_size=4, num_blocks=24)
+    cache, loads = PagedPrefixCache(store), []
+
+    def load_in_between(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        loads.append(store.load(tmp_path))
+        return scores
+
+    prompt = batch(row((9, 40)))
+    output = run(model, cache, **prompt, max_new_tokens=20, logits_processor=[load_in_between])
+    assert_same(run(model, **prompt, max_new_tokens=20), output)
+    assert loads[0].num_blocks <= 23 - 15
+    assert sum(each.num_blocks for each in loads) > 0
+    store.check()
+
+
+def other_weights(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.view(-1)[17] += 1e-3  # one value
+
+
+def other_dtype(model: Any) -> None:
+    model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"), [(other_weights, "other weights"), (other_dtype, "dtype is torch.float32, here torch.bfloat16")]
+)
+def test_what_another_model_computed_is_not_loaded(change: Any, why: str, tmp_path: Path) -> None:
+    model = tiny("llama")
+    save(model, tmp_path)
+    other = copy.deepcopy(model)
+    change(other)
+    cache = new_cache(other)
+    loaded = cache.store.load(tmp_path)
+    assert (loaded.num_blocks, loaded.num_known) == (0, 0)
+    ((told, number),) = loaded.not_loaded.items()
+    assert why in told
+    assert number == 20
+    assert cache.lookup(BASE).num_tokens == 0
+
+
+def test_another_version_architecture_and_block_size_are_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    save(model, tmp_path)
+    told = [
+        new_cache(tiny("mistral")).store.load(tmp_path).not_loaded,
+        new_cache(model, block_size=8).store.load(tmp_path).not_loaded,
+    ]
+    monkeypatch.setattr("hf_paged_cache.model.identity._version", lambda package: "0.1")
+    told.append(new_cache(model).store.load(tmp_path).not_loaded)
+    whys = [" ".join(each) for each in told]
+    assert "model is modeling_llama.LlamaForCausalLM, here modeling_mistral.MistralForCausalLM" in whys[0]
+    assert whys[1] == "their blocks have 4 tokens, and those of this store 8"
+    assert "transformers is" in whys[2]
+    assert [sum(each.values()) for each in told] == [20, 20, 20]
+
+
+def test_what_has_a_salt_is_not_written_and_not_found(tmp_path: Path) -> None:
+    model = tiny("llama")
+    tenant = new_cache(model, cache_salt="a tenant")
+    run(model, tenant, **asked(2)[0], max_new_tokens=1)
+    assert tenant.store.save(tmp_path).num_blocks == 0
+    assert not saved_paths(tmp_path)
+    save(model, tmp_path)
+    other = new_cache(model, cache_salt="a tenant")
+    other.store.load(tmp_path)
+    assert other.lookup(BASE).num_tokens == 0
+
+
+def test_a_model_under_a_hook_is_neither_saved_nor_loaded_and_what_was_computed_before_a_change_is_not(
+    tmp_path: Path,
+) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    cache = save(model, tmp_path)
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 1.5)
+    for work in (cache.store.save, cache.store.load):
+        with pytest.raises(NotPortableError, match="hooks or replaces the forward of a LlamaMLP"):
+            work(tmp_path)
+    run(model, cache, **asked(2)[0], max_new_tokens=1)
+    handle.remove()
+    saved = cache.store.save(tmp_path / "others")
+    assert saved.num_blocks == 20
+    assert saved.not_saved == {"the model has changed since they were computed": 18}
+
+
+def test_rows_with_padding_and_other_positions_are_found_under_their_own_conditions(tmp_path: Path) -> None:
+    model = tiny("llama")
+    cache = new_cache(model)
+    padded = batch(row((1, 40)), row((2, 33)))
+    run(model, cache, **padded, max_new_tokens=1)
+    cache.store.save(tmp_path)
+    other = new_cache(model)
+    other.store.load(tmp_path)
+    assert_same(run(model, **padded), run(model, other, **padded))
+    assert [each.matched_tokens for each in other.last_call.rows] == [40, 32]
+
+
+def test_the_folder_and_its_files_are_their_owners_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "here"
+    save(tiny("llama"), folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+
+
+def test_a_folder_that_is_not_there_or_cannot_be_written_is_said(tmp_path: Path) -> None:
+    cache = new_cache(tiny("llama"))
+    run(tiny("llama"), cache, **asked(2)[0], max_new_tokens=1)
+    with pytest.raises(CacheArgumentError, match="there is no folder"):
+        cache.store.load(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OSError, match="file"):
+        cache.store.save(tmp_path / "file")
+    empty = cache.store.load(tmp_path)
+    assert (empty.num_blocks, empty.not_loaded) == (0, {})
+
+
+def test_a_disk_that_is_full_leaves_whole_files(tmp_path: Path) -> None:
+    model = tiny("llama")
+    cache = new_cache(model)
+    run(model, cache, **asked(2)[0], max_new_tokens=1)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # of a file
+        with pytest.raises(OSError, match="could not be written"):
+            cache.store.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert not saved_paths(tmp_path)
+    assert cache.store.save(tmp_path).num_blocks == 18
+
+
+def test_files_that_vanish_while_they_are_read_are_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    monkeypatch.setattr("hf_paged_cache.store.saving._FILE_BYTES", 2**13)
+    save(model, tmp_path)
+    paths = saved_paths(tmp_path)
+    assert len(paths) > 2
+    cache = new_cache(model)
+    bring_up = cache.store.blocks.tiers.bring_up_from
+
+    def vanishing(*given: Any) -> Any:
+        for path in paths[1:]:
+            path.unlink(missing_ok=True)
+        return bring_up(*given)
+
+    monkeypatch.setattr(cache.store.blocks.tiers, "bring_up_from", vanishing)
+    loaded = cache.store.load(tmp_path)
+    cache.check()
+    assert loaded.not_loaded
+    assert loaded.num_blocks + sum(loaded.not_loaded.values()) == 20
+    (prompt,) = asked(2)
+    assert_same(run(model, **prompt), run(model, cache, **prompt))
+
+
+def test_calls_go_on_while_others_save_and_load(tmp_path: Path) -> None:
+    model = tiny("llama")
+    store = PrefixStore(model, block_size=4, num_blocks=100)
+    errors: list[BaseException] = []
+    is_over = threading.Event()
+
+    def work(what: Any) -> None:
+        try:
+            while not is_over.is_set():
+                what()
+        except BaseException as error:  # noqa: BLE001  # raised below
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=work, args=(lambda each=each: each(tmp_path),)) for each in (store.save, store.load)
+    ]  # type: ignore[misc]
+    store.save(tmp_path)
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(5):
+            prompt = batch([*BASE[: 12 * number], *row((number, 20))])
+            assert_same(run(model, **prompt), run(model, PagedPrefixCache(store), **prompt))
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert not errors
+    store.check()
+
+
+def test_every_file_says_what_it_is(tmp_path: Path) -> None:
+    save(tiny("gemma3"), tmp_path)
+    for path in saved_paths(tmp_path):
+        file = read_saved_file(path)
+        assert file.facts["model"] == "modeling_gemma3.Gemma3ForCausalLM"
+        assert file.block_size == 4
+        assert {content.kind for content in file.contents} >= {"blocks"}
+
+
+def test_killed_while_it_saves_a_process_leaves_whole_files(tmp_path: Path) -> None:
+    found = saved_folders.kill(6, seed=3, folder=tmp_path)
+    assert found["files"] > 0
+    assert found["blocks loaded"] > 0
+
+
+def test_a_flipped_bit_is_a_miss_and_never_another_result(tmp_path: Path) -> None:
+    assert saved_folders.flip(25, seed=4, folder=tmp_path)["seen"] >= 24
+
+
+def test_processes_that_share_a_folder_get_right_results(tmp_path: Path) -> None:
+    assert saved_folders.share(60, seed=5, folder=tmp_path) == {"right": 4, "wrong": 0}
