@@ -41,6 +41,7 @@ class Row:
         "last_kept",
         "num_confirmed",
         "num_known",
+        "num_matched",
         "origin",
         "pad",
         "root",
@@ -53,6 +54,9 @@ class Row:
         self.pad = pad  # columns of left padding
         self.root = root
         self.num_known = table.num_tokens
+        self.num_matched = (
+            table.num_tokens
+        )  # that others have committed, whether it holds them or not: there prompts part
         self.num_confirmed = 0  # what is known counts with the first forward that is confirmed
         self.commit_end: int | None = None  # tokens from here on are never committed; None: all may be
         self.held_from: int | None = (
@@ -66,6 +70,7 @@ class Row:
         """A row with the same tokens in the same blocks."""
         forked = Row(self.table.fork(), self.pad, self.root, self.first_position)
         forked.num_known, forked.num_confirmed, forked.commit_end = self.num_known, self.num_confirmed, self.commit_end
+        forked.num_matched = self.num_matched
         forked._num_judged, forked.held_from, forked.origin = self._num_judged, self.held_from, self.origin
         return forked
 
@@ -82,6 +87,7 @@ class Row:
         """Keep the first `num_tokens` tokens. Interrupted, it leaves tokens that do not count as confirmed."""
         self.num_confirmed = min(self.num_confirmed, num_tokens)
         self.num_known = min(self.num_known, num_tokens)
+        self.num_matched = min(self.num_matched, num_tokens)
         self._num_judged = min(self._num_judged, num_tokens)
         if self.last_kept > num_tokens:
             self.last_kept = 0

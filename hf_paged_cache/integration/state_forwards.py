@@ -176,7 +176,7 @@ class Ahead:
         align, most = states.align, self._bounds.latest - row.pad
         known = (planned.start or row.pad) - row.pad
         with self._blocks.lock:
-            num_free, num_held = states.kept.num_free, row.table.num_tokens
+            num_free, num_held = states.kept.num_free, max(row.num_matched, row.table.num_tokens)
             last = states.deepest(row.table.block_ids, num_held)
         wanted = {most // align * align, min(num_held, most) // align * align}
         grid = range(known // states.grid * states.grid + states.grid, most, states.grid)
