@@ -240,3 +240,16 @@ def test_windows_see_what_is_before_a_state_that_is_known_less_far_than_keys_and
     cache.reset()
     lose_window_blocks(cache, block_ids[5:15])
     play(model, cache, **batch(first[:42], row((2, 8))), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["zaya", "qwen3_next"])
+def test_the_third_prompt_goes_on_from_where_prompts_part_with_windows_beside_the_states_or_without(name: str) -> None:
+    model = zoo.build(name)
+    cache = PagedPrefixCache(model, block_size=4)
+    matched = []
+    for question in (2, 3, 4):
+        play(model, cache, **batch(row((1, 150), (question, 60))), max_new_tokens=2)
+        matched.append(cache.last_call.rows[0].matched_tokens)
+        cache.reset()
+    assert matched[:2] == [0, 0]
+    assert matched[2] >= 64
