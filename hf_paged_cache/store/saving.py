@@ -79,8 +79,7 @@ class Saved(NamedTuple):
 
 def saved_root(identity: bytes, facts: RootFacts) -> SavedRoot:
     """How files name what a root stands for."""
-    of_row = f"{facts.counted_from} {facts.first_position}".encode()
-    digest = root_hash(b"hf_paged_cache", identity, facts.regime, facts.adapter.encode(), of_row)
+    digest = facts._replace(digest=identity, salt=b"").root()
     return SavedRoot(digest, facts.regime, facts.adapter, facts.counted_from, facts.first_position)
 
 
