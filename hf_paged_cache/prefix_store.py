@@ -39,6 +39,7 @@ from .stats import CacheStats
 from .store.block_store import BlockStore
 from .store.loading import Loaded, load_blocks
 from .store.saving import Model, Saved, folder_of, save_blocks
+from .store.sharing import Sharing
 from .store.state_snapshots import StateRules, StateSnapshots
 from .store.store_stats import stats_of
 from .store.window_groups import SHARE_OF_A_BUDGET
@@ -111,7 +112,11 @@ class PrefixStore:
                 )
         elif num_blocks is not None:
             int_of_at_least("num_blocks", num_blocks, 2, "blocks: one is reserved, and a call needs at least one")
-        tiers = make_tiers(model, conditioning, host_bytes, disk_folder, disk_bytes)
+        sharing = None
+        if disk_folder is not None:
+            conditioning.is_shared = True
+            sharing = Sharing(conditioning.roots, conditioning.shared_identity, conditioning.shared_identities)
+        tiers = make_tiers(model, conditioning, host_bytes, disk_folder, disk_bytes, sharing)
         self.model = model
         self.blocks = BlockStore(
             block_size,
@@ -124,6 +129,7 @@ class PrefixStore:
             bytes_per_block,
             has_budget=max_bytes is not None,
             tiers=tiers,
+            sharing=sharing,
         )
         self.argument_reader = ArgumentReader(
             model.config,
@@ -295,6 +301,7 @@ def make_tiers(
     host_bytes: int,
     disk_folder: str | PathLike[str] | None,
     disk_bytes: int | None,
+    sharing: Sharing | None,
 ) -> list[Tier]:
     """The tiers below the pool, from the nearest.
 
@@ -319,7 +326,9 @@ def make_tiers(
             f"host_bytes is {host_bytes}, but the model is on a CPU, so its blocks lie in host memory already: give the store "
             "a larger max_bytes; or give disk_folder, for a tier on a disk or in shared memory"
         )
-    below = None if disk_folder is None else DiskTier(disk_folder, disk_bytes)
+    below = None
+    if disk_folder is not None:
+        below = DiskTier(disk_folder, disk_bytes, (lambda _: None) if sharing is None else sharing.origin_of)
     above = [HostTier(host_bytes, below)] if host_bytes else []
     return [*above, *([] if below is None else [below])]
 

@@ -68,9 +68,13 @@ class Conditioning:
         self._droppers: list[nn.Module] = []
         self._identifying = new_lock()
         self._identity: tuple[bytes, ModelIdentity] | None = None  # digest, and the identity of then
-        self._shared: dict[bytes, ModelIdentity | None] = {}  # digest here -> what it means to other processes, if anything
+        self._shared: dict[
+            bytes, ModelIdentity | None
+        ] = {}  # digest here -> what it means to other processes, if anything
         self._identities: dict[bytes, ModelIdentity] = {}  # digest of an identity -> identity
-        self._weights_read: tuple[tuple[bytes, ...], str] | None = None  # weights as they were, and the digest of their values
+        self._weights_read: tuple[tuple[bytes, ...], str] | None = (
+            None  # weights as they were, and the digest of their values
+        )
         self._told: set[str] = set()
         self._numbers: dict[tuple[int, int], tuple[int, Any]] = {}  # ids of objects -> number, references to them
         self._num_numbers = 0
@@ -110,7 +114,9 @@ class Conditioning:
             if self._num_suspicions:
                 raise NotPortableError("a look at a cached block has shown that weights had changed unseen")
             if self._weights_read is not None and self._weights_read[0] != weights:
-                raise NotPortableError("weights have changed since they were read; build a new store to share blocks again")
+                raise NotPortableError(
+                    "weights have changed since they were read; build a new store to share blocks again"
+                )
             identity = self.identity()
         except NotPortableError as error:
             self._shared[digest] = None
@@ -167,7 +173,9 @@ class Conditioning:
                     for number, function in _functions(listing.modules)
                 ]
                 state = _switches(self._adapters, sorted(listing.device_types | {"cpu"}))
-                found = identify(listing, self.rope, functions, _settings(self.model.config), state, self._weights_read[1])
+                found = identify(
+                    listing, self.rope, functions, _settings(self.model.config), state, self._weights_read[1]
+                )
                 if self._read()[0] != digest:
                     raise NotPortableError("the model has changed while its weights were read")
                 self._identity = digest, found
