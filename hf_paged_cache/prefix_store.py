@@ -112,11 +112,7 @@ class PrefixStore:
                 )
         elif num_blocks is not None:
             int_of_at_least("num_blocks", num_blocks, 2, "blocks: one is reserved, and a call needs at least one")
-        sharing = None
-        if disk_folder is not None:
-            conditioning.is_shared = True
-            sharing = Sharing(conditioning.roots, conditioning.shared_identity, conditioning.shared_identities)
-        tiers = make_tiers(model, conditioning, host_bytes, disk_folder, disk_bytes, sharing)
+        tiers = make_tiers(model, conditioning, host_bytes, disk_folder, disk_bytes)
         self.model = model
         self.blocks = BlockStore(
             block_size,
@@ -129,7 +125,6 @@ class PrefixStore:
             bytes_per_block,
             has_budget=max_bytes is not None,
             tiers=tiers,
-            sharing=sharing,
         )
         self.argument_reader = ArgumentReader(
             model.config,
@@ -301,7 +296,6 @@ def make_tiers(
     host_bytes: int,
     disk_folder: str | PathLike[str] | None,
     disk_bytes: int | None,
-    sharing: Sharing | None,
 ) -> list[Tier]:
     """The tiers below the pool, from the nearest.
 
@@ -328,7 +322,9 @@ def make_tiers(
         )
     below = None
     if disk_folder is not None:
-        below = DiskTier(disk_folder, disk_bytes, (lambda _: None) if sharing is None else sharing.origin_of)
+        conditioning.is_shared = True
+        sharing = Sharing(conditioning.roots, conditioning.shared_identity, conditioning.shared_identities)
+        below = DiskTier(disk_folder, disk_bytes, sharing)
     above = [HostTier(host_bytes, below)] if host_bytes else []
     return [*above, *([] if below is None else [below])]
 

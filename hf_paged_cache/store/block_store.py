@@ -23,7 +23,6 @@ from .call_totals import CallTotals
 from .lower_tiers import LowerTiers
 from .memory_budget import add_store, default_budget_bytes, lacks_room
 from .pins import Pins
-from .sharing import Sharing
 from .state_snapshots import StateRules, StateSnapshots
 from .window_admission import HeldRows, WindowAdmission
 from .window_groups import WindowGroups
@@ -92,7 +91,7 @@ class BlockStore:
         window_share: of the blocks, how many window blocks there can be; see `WindowGroups`.
         states, bytes_per_block: see `StateSnapshots`.
         has_budget: `num_blocks` is what a budget in bytes holds, beside as many bytes of snapshots.
-        tiers, sharing: see `LowerTiers`.
+        tiers: see `LowerTiers`.
     Attributes:
         max_num_blocks: the most blocks there can be; None until a forward shows what the budget holds. Where memory ran
             out, what was managed by then.
@@ -112,7 +111,6 @@ class BlockStore:
         *,
         has_budget: bool = False,
         tiers: Sequence[Tier] = (),
-        sharing: Sharing | None = None,
     ) -> None:
         if num_blocks is not None and num_blocks < 2:
             raise CacheArgumentError(
@@ -131,7 +129,7 @@ class BlockStore:
         self.pool = BlockPool(block_size, first_device)
         if self.windows:
             self.pool = GroupedPool(block_size, first_device, window_of, self.windows.groups)
-        self.tiers = LowerTiers(self, self.allocator, self.pool, self.windows, self.states, tiers, sharing)
+        self.tiers = LowerTiers(self, self.allocator, self.pool, self.windows, self.states, tiers)
         self.call_totals = CallTotals()
         self.max_num_blocks = num_blocks
         self.ran_out_of_memory = False

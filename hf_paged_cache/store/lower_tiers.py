@@ -26,7 +26,6 @@ from ..tiers.worth import Rate, Worth
 from .bring_up import BringUp, Room, Wanted
 from .content_layout import ContentLayout
 from .file_layout import lay_out, parts_here
-from .sharing import Sharing
 from .state_snapshots import StateSnapshots
 from .window_groups import WindowGroups
 
@@ -49,7 +48,6 @@ class LowerTiers:
     Args:
         room: the store. Its lock is held by whoever calls, but for `bring_up`.
         tiers: from the nearest to the furthest. What is evicted goes into the first.
-        sharing: what other processes understand; None: nothing.
     Attributes:
         compute: seconds to compute a block.
         layout: of contents.
@@ -63,10 +61,9 @@ class LowerTiers:
         windows: WindowGroups,
         states: StateSnapshots,
         tiers: Sequence[Tier],
-        sharing: Sharing | None = None,
     ) -> None:
         self.tiers = list(tiers)
-        self._sharing = sharing
+        self._sharing = next((tier.sharing for tier in self.tiers if isinstance(tier, DiskTier)), None)
         self._roots: dict[
             bytes, bytes
         ] = {}  # digest -> root of the sequences that it is in, b"" where it is not shared

@@ -10,24 +10,22 @@ import logging
 import os
 import shutil
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import count
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
-from uuid import uuid4
 from weakref import finalize
 
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from ..errors import BlockStateError, CacheArgumentError, SavedBlocksError
 from ..kv.contents import Part, host_rows, runs
 from .arrival import arrival_on
 from .base import Hold, Kind, Name, Rows, Shelf, TierCounts
+from .own_folder import OwnFolder
 from .run_files import Run, Writer
 from .saved_file import DamagedFileError, SavedFile, SavedOrigin, read_saved_file
 from .shared_folder import SharedFolder, remove
-from .shared_runs import FoundRun, SharedRun, file_bytes_of, is_replaced
+from .shared_runs import FoundRun, SharedRun, Sharing, file_bytes_of, is_replaced
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -35,7 +33,6 @@ _RUN_BYTES = 2**23  # gathered before a file is written
 _MOST_WAITING_BYTES = 2**29  # in memory and not yet written; beyond that, what is evicted is lost
 _SPARE_BYTES = 2**14  # of headers
 _DEFAULT_SHARE = 0.5  # of what the folder's disk has free
-_PREFIX, _LOCK = "hf-paged-cache-", "lock"
 
 
 class _Place(NamedTuple):
@@ -53,7 +50,7 @@ class DiskTier:
     Args:
         folder: made if it is not there.
         max_bytes: of all files, those of other processes too that are for all; None: half of what is free there now.
-        origin_of: root -> where its sequences are from, as other processes understand it; None where they do not.
+        sharing: what other processes understand of its contents; None: nothing.
     Attributes:
         run_bytes: gathered before a file is written.
     Raises:
@@ -66,12 +63,11 @@ class DiskTier:
         self,
         folder: str | os.PathLike[str],
         max_bytes: int | None = None,
-        origin_of: Callable[[bytes], SavedOrigin | None] = lambda _: None,
+        sharing: Sharing | None = None,
     ) -> None:
         parent = Path(folder).expanduser().absolute()
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _remove_left_behind(parent)
             self._begin(parent)
             free = shutil.disk_usage(parent).free
         except OSError as error:
@@ -82,21 +78,16 @@ class DiskTier:
         self.run_bytes = _RUN_BYTES
         self.counts = TierCounts()
         self._parent = parent
-        self._origin_of = origin_of
+        self.sharing = sharing
         self._ignored: set[Path] = set()  # files of others that are not to be found, or are nothing to us
         self._forget_all()
 
     def _begin(self, parent: Path) -> None:
         """A folder of this process."""
-        self._pid, self._writer, self._numbers = os.getpid(), Writer(), count()
-        self._folder = parent / f"{_PREFIX}{self._pid}-{uuid4().hex[:8]}"
-        self._folder.mkdir(mode=0o700)  # prompts can be told from what is in it
-        lock = FileLock(self._folder / _LOCK)
-        lock.acquire(timeout=0)
-        self._open: dict[
-            str, Run
-        ] = {}  # that gather: the one of this process, "", and those of models, by what these are
-        self._clean = finalize(self, _end, self._folder, self._writer, lock, self._pid, self._open)
+        self._writer, self._own = Writer(), OwnFolder(parent)
+        # that gather: the one of this process, "", and those of models, by what these are
+        self._open: dict[str, Run] = {}
+        self._clean = finalize(self, _end, self._own, self._writer, self._open)
 
     def _forget_all(self) -> None:
         self._shelves: dict[Kind, Shelf[_Place]] = {}
@@ -116,7 +107,7 @@ class DiskTier:
             self._num_bytes = sum(run.num_bytes for run in self._runs)
             self._waiting = deque(run for run in self._waiting if run in self._runs)
             self._is_dirty = False
-        if self._pid != os.getpid():
+        if self._own.pid != os.getpid():
             self._clean.detach()
             self._begin(self._parent)
             self._forget_all()
@@ -177,10 +168,14 @@ class DiskTier:
         self.touch(kind, [name for name in names if shelf.has_digest(name)])
         of_origin: dict[str, tuple[SavedOrigin | None, list[int]]] = {}
         for index in new:
-            origin = None if names[index].namespace else self._origin_of(names[index].root)
+            origin = self._origin_of(names[index])
             of_origin.setdefault("" if origin is None else origin.facts_digest, (origin, []))[1].append(index)
         for which, (origin, indices) in of_origin.items():
             self._put(which, origin, kind, shelf, parts, names, rows, indices)
+
+    def _origin_of(self, name: Name) -> SavedOrigin | None:
+        """Where a content is from; None where it is for this process alone."""
+        return None if self.sharing is None or name.namespace else self.sharing.origin_of(name.root)
 
     def _lay_out(self, kind: Kind, parts: Sequence[Part]) -> None:
         """Rows of a kind are made of these parts from here on; what is made of others is found no more."""
@@ -242,7 +237,7 @@ class DiskTier:
             self._waiting.append(run)
         before = run.num_bytes
         if isinstance(run, SharedRun):
-            run.note(kind, parts, names, [self._origin_of(name.root) for name in names])
+            run.note(kind, parts, names, [self._origin_of(name) for name in names])
         number = run.add(chunk, arrival)
         self._num_bytes += run.num_bytes - before
         self._runs.move_to_end(run)
@@ -259,9 +254,8 @@ class DiskTier:
     def _close(self, run: Run) -> None:
         """Nothing is added any more; the writer gets it."""
         run.is_closed = True
-        path = self._folder / f"{next(self._numbers)}.safetensors"
-        if isinstance(run, SharedRun):
-            path = run.path_to_be()
+        path = run.path_to_be() if isinstance(run, SharedRun) else self._own.new_path()
+        if run.is_shared:
             self._of_path[path] = run
         self._writer.give(run, path)
 
@@ -389,7 +383,7 @@ class DiskTier:
         if self._num_bytes != sum(run.num_bytes for run in self._runs):
             raise BlockStateError(f"a disk tier counts {self._num_bytes} bytes, and its runs have others")
         on_disk = 0
-        for path in [*self._folder.glob("*.safetensors"), *self._parent.glob("*.safetensors")]:
+        for path in [*self._own.path.glob("*.safetensors"), *self._parent.glob("*.safetensors")]:
             with contextlib.suppress(OSError):  # gone since
                 on_disk += path.stat().st_size
         if max(self.num_bytes, on_disk) > self.max_bytes:
@@ -481,21 +475,12 @@ def _read(path: Path) -> SavedFile | None:
     return None
 
 
-def _end(folder: Path, writer: Writer, lock: FileLock, pid: int, gathering: Mapping[str, Run]) -> None:
+def _end(own: OwnFolder, writer: Writer, gathering: Mapping[str, Run]) -> None:
     """The store has gone, or the process ends: what others can use and is not written yet is, if that takes seconds at most."""
-    if os.getpid() == pid:
+    if os.getpid() == own.pid:
         writer.stop()
         for run in [*writer.given(), *gathering.values()]:
             if isinstance(run, SharedRun):
                 run.may_wait = False
                 run.write(run.path_to_be())
-        shutil.rmtree(folder, ignore_errors=True)
-        lock.release()
-
-
-def _remove_left_behind(parent: Path) -> None:
-    """Folders of processes that died."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        lock = FileLock(folder / _LOCK)
-        with contextlib.suppress(OSError, Timeout), lock.acquire(timeout=0):
-            shutil.rmtree(folder, ignore_errors=True)
+        own.remove()

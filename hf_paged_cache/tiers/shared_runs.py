@@ -6,6 +6,7 @@ A run of this process is found in its memory until its file is written. Names in
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 from uuid import uuid4
 
 import torch
@@ -31,6 +32,17 @@ from .shared_folder import SharedFolder
 
 _BYTES_OF_A_PIECE = 2**8  # in a header, at most; and of each other thing there
 _BYTES_OF_A_TOKEN = 8  # written as text
+
+
+class Sharing(Protocol):
+    """What other processes understand, and what of theirs is understood here."""
+
+    @property
+    def num_models(self) -> int: ...  # states of this model that rows were computed under
+
+    def origin_of(self, root: bytes) -> SavedOrigin | None: ...  # None: it means nothing to others
+
+    def why_not(self, file: SavedFile, block_size: int) -> str | None: ...  # nothing of a file is found here
 
 
 def file_bytes_of(parts: Sequence[Part], name: Name) -> int:
