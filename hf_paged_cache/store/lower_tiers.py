@@ -189,6 +189,8 @@ class LowerTiers:
                 if kind == STATES:
                     self.layout.see_states(source)
             parts = self.layout.parts()
+            if self._sharing is not None and parts.get(BLOCKS):
+                self._add_what_is_before(tier, of_kind)
             for kind, sources in of_kind.items():
                 tier.touch(kind, [name for name in sources if tier.has(kind, name)])
                 new = {name: source for name, source in sources.items() if not tier.has(kind, name)}
@@ -198,6 +200,23 @@ class LowerTiers:
         else:
             tier.counts.num_refused += len(evicted)
         del self._evicted[: len(evicted)]
+
+    def _add_what_is_before(self, tier: Tier, of_kind: dict[Kind, dict[Name, Any]]) -> None:
+        """Blocks that others may find go down with those before them, which may be in the pool for long: without these, nobody
+        finds them.
+        """
+        sources = of_kind.setdefault(BLOCKS, {})
+        for name in [name for names in list(of_kind.values()) for name in list(names)]:
+            if not name.root:
+                continue
+            parent = name.block_hash.parent
+            while (found := self._allocator.hash_of_digest(parent)) is not None:
+                before = self._name(*found)
+                at = self._allocator.match_prefix(found[:1], before.namespace)
+                if not at or before in sources or tier.has(BLOCKS, before):
+                    break
+                sources[before] = at[0]
+                parent = found[0].parent
 
     def _put(self, tier: Tier, kind: Kind, parts: list[Part], sources: Mapping[Name, Any], *, may_wait: bool) -> None:
         names, step = list(sources), max(1, _MOST_STAGED_BYTES // max(1, sum(part.num_bytes for part in parts)))
