@@ -91,8 +91,8 @@ def flip(times: int, seed: int, folder: Path, show: Callable[[int], object] = la
     random_numbers, found = random.Random(seed), Counter[str]()
     models, references = {kind: tiny(kind) for kind in KINDS}, {}
     for kind, model in models.items():
-        fill(model, folder / kind, range(8))
-        references[kind] = [run(model, **prompt(number), max_new_tokens=2) for number in range(8)]
+        fill(model, folder / kind, range(6))
+        references[kind] = [run(model, **prompt(number), max_new_tokens=2) for number in range(3)]
     for _ in range(times):
         kind = random_numbers.choice(KINDS)
         damaged = Path(tempfile.mkdtemp(dir=folder))

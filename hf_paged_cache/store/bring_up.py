@@ -36,6 +36,7 @@ class Room(Protocol):
 
     lock: RLock
     pool: BlockPool
+    windows: WindowGroups
     first_device: Callable[[], torch.device]
 
     def read_budget(self) -> None: ...

@@ -13,24 +13,32 @@ from ..kv.contents import Part, lay_out_pool
 from ..tiers.base import STATES
 from ..tiers.saved_file import SavedContents, SavedFile
 from .content_layout import ContentLayout
+from .window_groups import WindowGroups
 
 
 class Layouts(Protocol):
     """What must be known of a store."""
 
     pool: BlockPool
+    windows: WindowGroups
     first_device: Callable[[], torch.device]
 
     def make_room(self, num_blocks: int) -> None: ...
 
 
 def lay_out(store: Layouts, file: SavedFile) -> bool:
-    """Nothing was computed yet: what a file holds shows what the layers' tensors are; whether it was looked at."""
-    if store.pool.layer_indices:
-        return False
-    store.make_room(0)
-    lay_out_pool(store.pool, [part for content in file.contents if content.kind != STATES for part in content.parts])
-    return bool(store.pool.layer_indices)
+    """What a file holds shows what the tensors of layers are into which nothing was written yet.
+
+    A file need not have all kinds of content.
+
+    Returns:
+        Whether, with this file, all layers are known.
+    """
+    pool, before = store.pool, store.pool.layout
+    if not pool.layer_indices:
+        store.make_room(0)
+    lay_out_pool(pool, [part for content in file.contents if content.kind != STATES for part in content.parts])
+    return pool.layout != before and set(store.windows.layers) <= set(pool.layer_indices)
 
 
 def parts_here(store: Layouts, layout: ContentLayout, content: SavedContents) -> tuple[Part, ...] | None:

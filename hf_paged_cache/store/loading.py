@@ -72,9 +72,9 @@ def load_blocks(
     files: list[SavedFile] = []
     for file in _files(folder, not_loaded):
         _sort(file, _why_not(blocks, file, why_other), files, not_loaded)
-    if files:
-        with blocks.lock:
-            lay_out(blocks, files[0])
+    with blocks.lock:
+        are_known = [lay_out(blocks, file) for file in files]
+    if any(are_known):
         blocks.read_budget()
         with blocks.lock:
             blocks.settle_budget()
