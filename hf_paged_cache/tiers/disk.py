@@ -382,14 +382,10 @@ class DiskTier:
                 raise BlockStateError(f"{len(strays)} contents of kind {kind!r} are in runs that were dropped")
         if self._num_bytes != sum(run.num_bytes for run in self._runs):
             raise BlockStateError(f"a disk tier counts {self._num_bytes} bytes, and its runs have others")
-        on_disk = 0
-        for path in [*self._own.path.glob("*.safetensors"), *self._parent.glob("*.safetensors")]:
-            with contextlib.suppress(OSError):  # gone since
-                on_disk += path.stat().st_size
-        if max(self.num_bytes, on_disk) > self.max_bytes:
-            raise BlockStateError(
-                f"a disk tier of at most {self.max_bytes} bytes counts {self.num_bytes} and has {on_disk}"
-            )
+        own = self.num_bytes - sum(run.num_bytes for run in self._runs if isinstance(run, FoundRun))
+        counts = {"counts": own, "has": _bytes_in(self._own.path), "has for all": _bytes_in(self._parent)}
+        if max(counts.values()) > self.max_bytes:
+            raise BlockStateError(f"a disk tier of at most {self.max_bytes} bytes is larger: {counts}")
 
     def distrust(self) -> None:
         """What this process has written for others may be wrong: those files go."""
@@ -459,6 +455,15 @@ def _chosen(rows: Tensor, at: Sequence[int]) -> Tensor:
     if len(stretches) == 1:
         return rows[at[0] : at[0] + len(at)]
     return rows[list(at)]
+
+
+def _bytes_in(folder: Path) -> int:
+    """Of the files of blocks in a folder."""
+    num_bytes = 0
+    for path in folder.glob("*.safetensors"):
+        with contextlib.suppress(OSError):  # gone since
+            num_bytes += path.stat().st_size
+    return num_bytes
 
 
 def _read(path: Path) -> SavedFile | None:
