@@ -400,30 +400,29 @@ class DiskTier:
         """
         self._settle()
         try:
-            entries = self._shared.entries()
+            looked = self._shared.look({*self._of_path, *self._ignored})
         except OSError as error:
             logger.warning("PagedPrefixCache: disk_folder cannot be read: %s", error)
             return []
-        if entries is None:
+        if looked is None:
             return []
-        there = {entry.path for entry in entries}
+        there, entries = looked
         self._ignored &= there
         for path, run in list(self._of_path.items()):
             if path not in there and run.path == path:  # and not one that is to be written
                 self._drop(run, keeps_file=True)
         found: list[FoundRun] = []
         for entry in entries:
-            if entry.path not in self._of_path and entry.path not in self._ignored:
-                if (file := _read(entry.path)) is None:
-                    self._ignored.add(entry.path)
-                    continue
-                run = FoundRun(file)
-                self._of_path[entry.path] = run
-                self._is_dirty = True
-                self._runs[run] = None
-                self._num_bytes += run.num_bytes
-                self._is_dirty = False
-                found.append(run)
+            if (file := _read(entry.path)) is None:
+                self._ignored.add(entry.path)
+                continue
+            run = FoundRun(file)
+            self._of_path[entry.path] = run
+            self._is_dirty = True
+            self._runs[run] = None
+            self._num_bytes += run.num_bytes
+            self._is_dirty = False
+            found.append(run)
         return found
 
     def adopt(self, run: FoundRun, parts_of: Mapping[Kind, Sequence[Part]]) -> None:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,9 +52,11 @@ class SharedFolder:
     def __repr__(self) -> str:
         return f"SharedFolder({str(self.path)!r})"
 
-    def entries(self) -> list[Entry] | None:
-        """All whole files, the least recently used first; None where none has come or gone since this was asked last.
+    def look(self, known: Collection[Path]) -> tuple[set[Path], list[Entry]] | None:
+        """All whole files; and those that are not known, the least recently used first. None where none has come or gone since
+        this was asked last.
 
+        Cost: while others write, the names of all files; else one look at the folder.
         Raises:
             OSError: the folder cannot be read.
         """
@@ -62,17 +64,11 @@ class SharedFolder:
         if changed == self._looked_at and self._is_settled:
             return None
         self._looked_at, self._is_settled = changed, time.time_ns() - changed > _NS_OF_A_CLOCK
-        return self._entries()
+        there = self._paths()
+        return there, _entries(there.difference(known))
 
-    def _entries(self) -> list[Entry]:
-        found = []
-        with os.scandir(self.path) as entries:
-            for each in entries:
-                if each.name.endswith(SUFFIX) and not each.name.startswith("."):
-                    with contextlib.suppress(OSError):  # gone since
-                        state = each.stat()
-                        found.append(Entry(Path(each.path), state.st_size, state.st_mtime_ns))
-        return sorted(found, key=lambda entry: (entry.used_ns, entry.path))
+    def _paths(self) -> set[Path]:
+        return {self.path / name for name in os.listdir(self.path) if name.endswith(SUFFIX) and name[0] != "."}
 
     def write(self, num_bytes: int, write: Callable[[], int], *, may_wait: bool = True) -> bool:
         """Have a file written when there is room for it; what was used least goes for it. Others wait meanwhile.
@@ -97,7 +93,7 @@ class SharedFolder:
             return False
 
     def _make_room(self, num_bytes: int) -> bool:
-        entries = self._entries()
+        entries = _entries(self._paths())
         most = self.max_bytes - self.num_beside - num_bytes
         taken = sum(entry.num_bytes for entry in entries)
         for entry in entries:
@@ -112,6 +108,15 @@ class SharedFolder:
         with contextlib.suppress(OSError):
             if time.time_ns() - path.stat().st_mtime_ns > _NS_BETWEEN_USES:
                 os.utime(path)
+
+
+def _entries(paths: Iterable[Path]) -> list[Entry]:
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError):  # gone since
+            state = path.stat()
+            found.append(Entry(path, state.st_size, state.st_mtime_ns))
+    return sorted(found, key=lambda entry: (entry.used_ns, entry.path))
 
 
 def remove(path: Path) -> None:
