@@ -39,6 +39,7 @@ from .stats import CacheStats
 from .store.block_store import BlockStore
 from .store.loading import Loaded, load_blocks
 from .store.saving import Model, Saved, folder_of, save_blocks
+from .store.sharing import Sharing
 from .store.state_snapshots import StateRules, StateSnapshots
 from .store.store_stats import stats_of
 from .store.window_groups import SHARE_OF_A_BUDGET
@@ -319,7 +320,11 @@ def make_tiers(
             f"host_bytes is {host_bytes}, but the model is on a CPU, so its blocks lie in host memory already: give the store "
             "a larger max_bytes; or give disk_folder, for a tier on a disk or in shared memory"
         )
-    below = None if disk_folder is None else DiskTier(disk_folder, disk_bytes)
+    below = None
+    if disk_folder is not None:
+        conditioning.is_shared = True
+        sharing = Sharing(conditioning.roots, conditioning.shared_identity, conditioning.shared_identities)
+        below = DiskTier(disk_folder, disk_bytes, sharing)
     above = [HostTier(host_bytes, below)] if host_bytes else []
     return [*above, *([] if below is None else [below])]
 

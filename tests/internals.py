@@ -35,6 +35,8 @@ from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.state_snapshots import StateRules
 from hf_paged_cache.tiers.disk import DiskTier
 from hf_paged_cache.tiers.host import HostTier
+from hf_paged_cache.tiers.saved_file import write_saved_file
+from hf_paged_cache.tiers.shared_runs import FoundRun, SharedRun
 
 if TYPE_CHECKING:
     import pytest
@@ -487,6 +489,21 @@ def zero_tiers(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
                         chunk.wait()
                         for rows in chunk.rows:
                             rows.zero_()
+                elif isinstance(run, SharedRun | FoundRun):  # with checksums that are right
+                    file = run.file
+                    assert file is not None
+                    rows = {
+                        content.kind: [
+                            torch.zeros((len(content.blocks), part.num_bytes), dtype=torch.uint8)
+                            for part in content.parts
+                        ]
+                        for content in file.contents
+                    }
+                    written = write_saved_file(file, rows)
+                    if isinstance(run, SharedRun):
+                        run._file = written
+                    else:
+                        run.file = written
                 else:
                     tensors = load_file(run._content)
                     save_file({name: torch.zeros_like(rows) for name, rows in tensors.items()}, run._content)

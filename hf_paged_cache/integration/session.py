@@ -233,6 +233,8 @@ class Session:
         if self.verifier is not None and not before and request.bypass is None and self._adapters is None:
             if not self.verifier.verify(request.rows, self._digest, synced_gpus=self._synced_gpus):
                 self._conditioning.suspect()
+                with self._store.lock:
+                    self._store.tiers.distrust()
                 self._read_conditions()
                 request = self._with_roots(request, before)
         try:

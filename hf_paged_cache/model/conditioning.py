@@ -3,6 +3,7 @@
 The digest is part of each row's root. When it changes, blocks of before are not found, so nobody has to reset a cache.
 """
 
+import logging
 import sys
 import threading
 from array import array
@@ -22,10 +23,12 @@ from ..kv.transfers import read_bytes
 from ..locks import new_lock
 from .distributed import RankGroup, rank_groups, world
 from .fingerprint import Listing, WeightFingerprint
-from .identity import ModelIdentity, identify
+from .identity import ModelIdentity, digest_of_weights, identify, require_readable
 from .rope import RopeRegime
 from .state_traits import NO_TRAITS, StateTraits, read_state_traits
 from .support import cache_layers, windows_of
+
+logger = logging.getLogger("hf_paged_cache")
 
 # Hooks and replaced forwards of these packages do not change what a layer computes: they move tensors or record. Of
 # accelerate only the hooks, since its mixed precision replaces a forward, too. What PEFT's carry is read below.
@@ -33,6 +36,7 @@ _NEUTRAL_PACKAGES = ("accelerate.hooks.", "hf_paged_cache.", "peft.", "torch._dy
 _NOISE = ("drop", "jitter", "noise")  # in the names of rates that are attributes of modules
 # Prefixes of settings that keys and values do not depend on.
 _NO_CONDITION = ("output_", "return_", "use_cache", "_output_", "_commit_hash", "_name_or_path", "transformers_version")
+_MOST_SHARED = 256  # states of a model, remembered
 _OF_CLASS, _OF_ALL_MODULES = -1, -2  # in place of a module's number
 _ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
 
@@ -44,12 +48,15 @@ class Conditioning:
         tried: what a trial has shown of its states; None for a model without any.
     Attributes:
         roots: what the hashes of blocks begin with, for rows that were computed under it.
+        is_shared: blocks leave this process by themselves, so digests mean the same in others where they can. Weights that have
+            changed since they were read first are not read again: what they compute stays in this process.
     """
 
     def __init__(self, model: Any, tried: StateTraits | None = None) -> None:
         self.model = model
         self.rope = RopeRegime(())
         self.roots = Roots()
+        self.is_shared = False
         self.state_traits = tried or NO_TRAITS  # with what the modules say, as of the last digest
         self._tried = tried
         self._lock = (
@@ -61,6 +68,14 @@ class Conditioning:
         self._droppers: list[nn.Module] = []
         self._identifying = new_lock()
         self._identity: tuple[bytes, ModelIdentity] | None = None  # digest, and the identity of then
+        self._shared: dict[
+            bytes, ModelIdentity | None
+        ] = {}  # digest here -> what it means to other processes, if anything
+        self._identities: dict[bytes, ModelIdentity] = {}  # digest of an identity -> identity
+        self._weights_read: tuple[tuple[bytes, ...], str] | None = (
+            None  # weights as they were, and the digest of their values
+        )
+        self._told: set[str] = set()
         self._numbers: dict[tuple[int, int], tuple[int, Any]] = {}  # ids of objects -> number, references to them
         self._num_numbers = 0
         self._num_suspicions = 0
@@ -73,8 +88,47 @@ class Conditioning:
         """What every row of a forward depends on now.
 
         Cost: passes over flat lists of modules and tensors, 0.9 ms for the 272 weights of SmolLM2 on a CPU; one wait for
-        each accelerator.
+        each accelerator. Where blocks are shared, the first one reads all weights.
         """
+        digest, weights = self._read()
+        if not self.is_shared:
+            return digest
+        if digest not in self._shared:
+            self._share(digest, weights)
+        identity = self._shared.get(digest)
+        return digest if identity is None else identity.digest
+
+    def shared_identity(self, digest: bytes) -> ModelIdentity | None:
+        """What a digest means to other processes; None: nothing."""
+        return self._identities.get(digest)
+
+    def shared_identities(self) -> list[ModelIdentity]:
+        """Those that rows were computed under."""
+        return list(self._identities.values())
+
+    def _share(self, digest: bytes, weights: tuple[bytes, ...]) -> None:
+        """Find what a digest means to other processes, or say once why it means nothing there."""
+        if len(self._shared) >= _MOST_SHARED:
+            self._shared.clear()
+        try:
+            if self._num_suspicions:
+                raise NotPortableError("a look at a cached block has shown that weights had changed unseen")
+            if self._weights_read is not None and self._weights_read[0] != weights:
+                raise NotPortableError(
+                    "weights have changed since they were read; build a new store to share blocks again"
+                )
+            identity = self.identity()
+        except NotPortableError as error:
+            self._shared[digest] = None
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                logger.warning("PagedPrefixCache: what is computed now is not shared with other processes: %s", error)
+        else:
+            self._identities[identity.digest] = identity
+            self._shared[digest] = identity
+
+    def _read(self) -> tuple[bytes, tuple[bytes, ...]]:
+        """The digest as it is counted in this process; and what is equal as long as no weight is written."""
         with self._lock:
             listing = self._weights.listing()
             if self._listing is not listing:
@@ -94,10 +148,8 @@ class Conditioning:
         for frequencies in rope.static():
             kind = frequencies.device, frequencies.dtype
             values[kind] = [*values.get(kind, ()), frequencies]
-        held = read_bytes(values)
-        return root_hash(
-            listing.structure, held, listing.files_now(), changes.tobytes(), rope.scales(), repr(state).encode()
-        )
+        weights = (listing.structure, read_bytes(values), listing.files_now(), changes.tobytes())
+        return root_hash(*weights, rope.scales(), repr(state).encode()), weights
 
     def identity(self) -> ModelIdentity:
         """What the model is, for other processes; see `identify`. Computed anew where `digest` is another one than last time.
@@ -105,9 +157,13 @@ class Conditioning:
         Raises:
             NotPortableError: it cannot be told.
         """
-        digest = self.digest()
+        digest, weights = self._read()
         with self._identifying:
             if self._identity is None or self._identity[0] != digest:
+                if self._weights_read is None or self._weights_read[0] != weights:
+                    tensors = [weight.tensor for weight in self._weights.listing().weights]
+                    require_readable(self._weights.listing())
+                    self._weights_read = weights, digest_of_weights(tensors)
                 listing = self._weights.listing()
                 functions = [
                     (
@@ -117,8 +173,10 @@ class Conditioning:
                     for number, function in _functions(listing.modules)
                 ]
                 state = _switches(self._adapters, sorted(listing.device_types | {"cpu"}))
-                found = identify(listing, self.rope, functions, _settings(self.model.config), state)
-                if self.digest() != digest:
+                found = identify(
+                    listing, self.rope, functions, _settings(self.model.config), state, self._weights_read[1]
+                )
+                if self._read()[0] != digest:
                     raise NotPortableError("the model has changed while its weights were read")
                 self._identity = digest, found
             return self._identity[1]

@@ -76,20 +76,20 @@ def identify(
     functions: Iterable[tuple[nn.Module | None, Any]],
     settings: Sequence[tuple[str, object]],
     state: object,
+    weights_digest: str,
 ) -> ModelIdentity:
     """Tell what a model is.
 
-    Cost: SHA-256 over all weights, about 1 s a GB on two cores.
     Args:
         functions: those that may change what a module computes: (module, hook or replaced forward), and (None, forward of a
             class).
         settings: of its config.
         state: of adapters and autocast, numbers and names alone.
+        weights_digest: see `digest_of_weights`.
     Raises:
         NotPortableError: a hook, a forward that is a closure, or weights on disk: nobody could name them elsewhere.
     """
-    if listing.files or listing.unwatched is not None:
-        raise NotPortableError("weights of this model are offloaded to files, or where they cannot be read")
+    require_readable(listing)
     code: list[str] = []
     for module, function in functions:
         if module is not None:
@@ -111,7 +111,7 @@ def identify(
         "model": f"{first.__module__.rpartition('.')[2]}.{first.__qualname__}",
         "dtype": ", ".join(sorted({str(weight.dtype) for weight in weights if weight.is_floating_point()})),
         "modules": _sha256("\n".join([*names, *shapes]).encode()),
-        "weights": digest_of_weights(weights),
+        "weights": weights_digest,
         "rope": _sha256(values + rope.scales()),
         "settings": _sha256(json.dumps(named, sort_keys=True).encode()),
         "adapters and autocast": repr(state),
@@ -120,6 +120,12 @@ def identify(
         "torch": _version("torch"),
     }
     return ModelIdentity(facts, named)
+
+
+def require_readable(listing: Listing) -> None:
+    """Raises NotPortableError where weights lie where their values cannot be read."""
+    if listing.files or listing.unwatched is not None:
+        raise NotPortableError("weights of this model are offloaded to files, or where they cannot be read")
 
 
 def digest_of_weights(weights: Iterable[Tensor]) -> str:

@@ -35,6 +35,13 @@ class Room(Protocol):
     """What must be known of a store to take blocks of it."""
 
     lock: RLock
+    pool: BlockPool
+    windows: WindowGroups
+    first_device: Callable[[], torch.device]
+
+    def read_budget(self) -> None: ...
+
+    def settle_budget(self) -> None: ...
 
     def num_obtainable_blocks(self, holder: Any) -> float: ...
 

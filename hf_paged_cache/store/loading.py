@@ -10,19 +10,17 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from ..blocks import BlockHash
 from ..blocks.hashing import token_array_of
 from ..blocks.roots import RootFacts
 from ..errors import SavedBlocksError
-from ..kv.contents import Part, lay_out_pool
 from ..tiers.base import STATES, Name
-from ..tiers.saved_file import SavedBlock, SavedContents, SavedFile, block_digest, read_saved_file, saved_paths
+from ..tiers.saved_file import SavedBlock, SavedFile, block_digest, read_saved_file, saved_paths, saved_root
 from ..tiers.saved_folder import SavedFolder
 from .block_store import BlockStore
 from .bring_up import Wanted
-from .saving import Model, saved_root
+from .file_layout import lay_out, parts_here
+from .saving import Model
 
 _NO_ROOM = "there is no room for them in the pool"
 _NO_STATE = "no state was saved behind which they could be gone on from"
@@ -74,9 +72,9 @@ def load_blocks(
     files: list[SavedFile] = []
     for file in _files(folder, not_loaded):
         _sort(file, _why_not(blocks, file, why_other), files, not_loaded)
-    if files:
-        with blocks.lock:
-            _lay_out(blocks, files[0])
+    with blocks.lock:
+        are_known = [lay_out(blocks, file) for file in files]
+    if any(are_known):
         blocks.read_budget()
     fitting: list[SavedFile] = []
     with blocks.lock:
@@ -132,26 +130,8 @@ def _why_not(blocks: BlockStore, file: SavedFile, why_other: Callable[[SavedFile
     return why_other(file)
 
 
-def _lay_out(blocks: BlockStore, file: SavedFile) -> None:
-    """Nothing was computed yet: what a file holds shows what the layers' tensors are. The store's lock is held."""
-    if not blocks.pool.layer_indices:
-        blocks.make_room(0)
-        lay_out_pool(
-            blocks.pool, [part for content in file.contents if content.kind != STATES for part in content.parts]
-        )
-
-
-def _parts_here(blocks: BlockStore, content: SavedContents) -> tuple[Part, ...] | None:
-    """The parts of what a file holds, on this model's devices; None where layers lie on other devices than they did there."""
-    if content.kind == STATES:
-        return tuple(part._replace(device=blocks.first_device()) for part in content.parts)
-    here = blocks.tiers.layout.parts().get(content.kind, [])
-    anywhere = [part._replace(device=torch.device("cpu")) for part in here]
-    return tuple(here) if anywhere == [*content.parts] else None
-
-
 def _why_laid_out_otherwise(blocks: BlockStore, file: SavedFile) -> str | None:
-    if all(_parts_here(blocks, content) is not None for content in file.contents):
+    if all(parts_here(blocks, blocks.tiers.layout, content) is not None for content in file.contents):
         return None
     return "layers lie on other devices, or have other tensors, than where they were computed"
 
@@ -184,7 +164,7 @@ def _tier_of(blocks: BlockStore, files: Sequence[SavedFile], found: Mapping[byte
     tier = SavedFolder()
     for file in files:
         for content in file.contents:
-            parts = _parts_here(blocks, content)
+            parts = parts_here(blocks, blocks.tiers.layout, content)
             assert parts is not None  # as was seen
             here = content._replace(parts=parts)
             for row, number in enumerate(content.blocks):

@@ -4,6 +4,7 @@ An evicted block's content is in the pool until the next write; what was evicted
 up is committed under its hash as a cached block, so that a prompt finds it as any other, and whatever holds for blocks holds for it.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -18,12 +19,19 @@ from ..kv.states import States
 from ..kv.stopwatch import Stopwatch
 from ..stats import TierStats
 from ..tiers.base import BLOCKS, STATES, Kind, Name, Tier
+from ..tiers.disk import DiskTier
+from ..tiers.saved_file import block_digest
+from ..tiers.shared_runs import FoundRun
 from ..tiers.worth import Rate, Worth
 from .bring_up import BringUp, Room, Wanted
 from .content_layout import ContentLayout
+from .file_layout import lay_out, parts_here
 from .state_snapshots import StateSnapshots
 from .window_groups import WindowGroups
 
+logger = logging.getLogger("hf_paged_cache")
+
+_MOST_ROOTS = 2**17  # of blocks, remembered
 _MOST_STAGED_BYTES = 2**26  # rows that are copied at once, beside the pool
 _LEAST_BLOCKS = 8  # of a forward that is measured
 
@@ -55,6 +63,14 @@ class LowerTiers:
         tiers: Sequence[Tier],
     ) -> None:
         self.tiers = list(tiers)
+        self._sharing = next((tier.sharing for tier in self.tiers if isinstance(tier, DiskTier)), None)
+        self._roots: dict[
+            bytes, bytes
+        ] = {}  # digest -> root of the sequences that it is in, b"" where it is not shared
+        self._strangers: list[FoundRun] = []  # files of other models
+        self._num_models = 0  # states of the model, when those were looked at last
+        self._told: set[str] = set()  # why files are not used
+        self._must_settle = False  # files have shown what a block takes
         self.compute = Rate()
         self.worth = {tier.name: Worth(self.compute) for tier in tiers}
         self._room = ref(room)  # which owns this
@@ -84,7 +100,7 @@ class LowerTiers:
                 group.on_evict = _weakly(self._note_window_block)
 
     def _note_block(self, block_id: int, block_hash: BlockHash, namespace: bytes) -> None:
-        name = Name(block_hash, namespace)
+        name = self._name(block_hash, namespace)
         self._evicted.append(_Evicted(BLOCKS, name, block_id))
         for group in self._windows.groups:
             if (place := group.places.get(block_id)) is not None:
@@ -93,11 +109,68 @@ class LowerTiers:
             self._evicted.append(_Evicted(STATES, name, states))
 
     def _note_window_block(self, window: int, place: int, block_hash: BlockHash, namespace: bytes) -> None:
-        self._evicted.append(_Evicted(window, Name(block_hash, namespace), place))
+        self._evicted.append(_Evicted(window, self._name(block_hash, namespace), place))
 
     def _note_snapshot(self, digest: bytes, states: States) -> None:
         if (found := self._allocator.hash_of_digest(digest)) is not None:
-            self._evicted.append(_Evicted(STATES, Name(*found), states))
+            self._evicted.append(_Evicted(STATES, self._name(*found), states))
+
+    def _name(self, block_hash: BlockHash, namespace: bytes) -> Name:
+        """By what a content is found; with its root, where other processes may find it, too."""
+        if self._sharing is None or namespace:
+            return Name(block_hash, namespace)
+        return Name(block_hash, namespace, self._root_of(block_hash))
+
+    def _root_of(self, block_hash: BlockHash) -> bytes:
+        """The root of a block's sequence; b"" where the block depends on more than tokens."""
+        roots, path = self._roots, [block_hash]
+        if len(roots) > _MOST_ROOTS:
+            roots.clear()
+        while path[-1].digest not in roots:
+            before = self._allocator.hash_of_digest(path[-1].parent)
+            if before is None:
+                break
+            path.append(before[0])
+        last = path[-1]
+        root = roots.get(last.digest, last.parent)
+        for each in reversed(path):
+            if each.digest not in roots and block_digest(each.parent, each.token_bytes) != each.digest:
+                root = b""
+            roots[each.digest] = root
+        return root
+
+    def _refresh(self) -> None:
+        """Find what other processes have written. The store's lock is held."""
+        room, sharing = self._room(), self._sharing
+        if room is None or sharing is None:
+            return
+        for tier in self.tiers:
+            if not isinstance(tier, DiskTier):
+                continue
+            new = tier.look()
+            if sharing.num_models != self._num_models:
+                self._num_models = sharing.num_models
+                new, self._strangers = [*self._strangers, *new], []
+            for run in new:
+                why = sharing.why_not(run.file, self._allocator.block_size)
+                if why is None:
+                    self._must_settle |= lay_out(room, run.file)
+                    parts = {each.kind: parts_here(room, self.layout, each) for each in run.file.contents}
+                    tier.adopt(run, {kind: found for kind, found in parts.items() if found is not None})
+                    if None not in parts.values():
+                        continue
+                    why = "layers lie on other devices, or have other tensors, than where it was computed"
+                else:
+                    self._strangers.append(run)
+                if why not in self._told:
+                    self._told.add(why)
+                    logger.info("a file in disk_folder is not used, as others like it: %s: %s", run.file.path.name, why)
+
+    def distrust(self) -> None:
+        """What was computed may have been wrong all along: other processes are not to find it. The store's lock is held."""
+        for tier in self.tiers:
+            if isinstance(tier, DiskTier):
+                tier.distrust()
 
     def move_down(self, *, may_wait: bool) -> None:
         """Copy out what was evicted since, before anything is written. Where there is no memory for that, it is lost.
@@ -116,6 +189,8 @@ class LowerTiers:
                 if kind == STATES:
                     self.layout.see_states(source)
             parts = self.layout.parts()
+            if self._sharing is not None and parts.get(BLOCKS):
+                self._add_what_is_before(tier, of_kind)
             for kind, sources in of_kind.items():
                 tier.touch(kind, [name for name in sources if tier.has(kind, name)])
                 new = {name: source for name, source in sources.items() if not tier.has(kind, name)}
@@ -125,6 +200,23 @@ class LowerTiers:
         else:
             tier.counts.num_refused += len(evicted)
         del self._evicted[: len(evicted)]
+
+    def _add_what_is_before(self, tier: Tier, of_kind: dict[Kind, dict[Name, Any]]) -> None:
+        """Blocks that others may find go down with those before them, which may be in the pool for long: without these, nobody
+        finds them.
+        """
+        sources = of_kind.setdefault(BLOCKS, {})
+        for name in [name for names in list(of_kind.values()) for name in list(names)]:
+            if not name.root:
+                continue
+            parent = name.block_hash.parent
+            while (found := self._allocator.hash_of_digest(parent)) is not None:
+                before = self._name(*found)
+                at = self._allocator.match_prefix(found[:1], before.namespace)
+                if not at or before in sources or tier.has(BLOCKS, before):
+                    break
+                sources[before] = at[0]
+                parent = found[0].parent
 
     def _put(self, tier: Tier, kind: Kind, parts: list[Part], sources: Mapping[Name, Any], *, may_wait: bool) -> None:
         names, step = list(sources), max(1, _MOST_STAGED_BYTES // max(1, sum(part.num_bytes for part in parts)))
@@ -139,6 +231,15 @@ class LowerTiers:
 
     def bring_up(self, rows: Sequence[Wanted], holder: Any) -> dict[int, str]:
         """See `BringUp.bring_up`."""
+        room = self._room()
+        if room is not None and self._sharing is not None:
+            with room.lock:
+                self._refresh()
+                must_settle, self._must_settle = self._must_settle, False
+            if must_settle:
+                room.read_budget()
+                with room.lock:
+                    room.settle_budget()
         return self._up.bring_up(rows, holder)
 
     def bring_up_from(self, tier: Tier, row: Wanted) -> dict[int, str]:
@@ -154,6 +255,7 @@ class LowerTiers:
 
     def look_up(self, row: Wanted) -> tuple[int, str] | None:
         """See `BringUp.look_up`."""
+        self._refresh()
         return self._up.look_up(row) if self.tiers else None
 
     def is_telling(self, num_columns: int) -> bool:
@@ -181,6 +283,7 @@ class LowerTiers:
     def reset(self) -> None:
         """Nobody finds any content; memory and files are given back."""
         self._evicted = []
+        self._strangers = []
         for tier in self.tiers:
             tier.reset()
         self.layout.forget()

@@ -13,8 +13,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from ..blocks import BlockHash, HashChain
-from ..blocks.hashing import root_hash
-from ..blocks.roots import RootFacts, Roots
+from ..blocks.roots import Roots
 from ..blocks.tokens import TokenIds
 from ..errors import SavedBlocksError
 from ..kv.contents import rows_of_blocks, rows_of_states
@@ -26,9 +25,11 @@ from ..tiers.saved_file import (
     SavedFile,
     SavedRoot,
     block_digest,
+    content_name,
     read_saved_file,
     remove_unfinished,
     saved_paths,
+    saved_root,
     write_saved_file,
 )
 from .block_store import BlockStore
@@ -77,13 +78,6 @@ class Saved(NamedTuple):
     not_saved: dict[str, int]
 
 
-def saved_root(identity: bytes, facts: RootFacts) -> SavedRoot:
-    """How files name what a root stands for."""
-    of_row = f"{facts.counted_from} {facts.first_position}".encode()
-    digest = root_hash(b"hf_paged_cache", identity, facts.regime, facts.adapter.encode(), of_row)
-    return SavedRoot(digest, facts.regime, facts.adapter, facts.counted_from, facts.first_position)
-
-
 def save_blocks(
     blocks: BlockStore,
     model: Model,
@@ -122,7 +116,7 @@ def save_blocks(
             num_known += len(some) - num_gone - num_written
             if num_written:
                 on_host = {kind: [of_part.cpu() for of_part in of_kind] for kind, of_kind in rows.items()}
-                path = folder / f"{_name(file)}{SUFFIX}"
+                path = folder / f"{content_name(file)}{SUFFIX}"
                 num_bytes += write_saved_file(file._replace(path=path), on_host).num_bytes
             num_done += len(some)
             progress(num_done, len(chosen))
@@ -264,16 +258,6 @@ def _copy_out(
     used = tuple(root for digest, root in roots.items() if any(block.parent == digest for block in of_file))
     file = SavedFile(Path(), 0, blocks.block_size, model.facts, model.settings, used, of_file, tuple(contents))
     return file, rows, len(some) - len(ids)
-
-
-def _name(file: SavedFile) -> str:
-    """Of a file: what it holds names it."""
-    held = [
-        f"{content.kind}".encode() + file.blocks[number].digest
-        for content in file.contents
-        for number in content.blocks
-    ]
-    return root_hash(*held).hex()[:32]
 
 
 def folder_of(folder: str | os.PathLike[str]) -> Path:

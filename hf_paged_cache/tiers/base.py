@@ -20,10 +20,17 @@ Rows = Sequence[Tensor]
 
 
 class Name(NamedTuple):
-    """By what a content is found. A hit needs all of it to be equal."""
+    """By what a content is found. A hit needs hash and namespace to be equal."""
 
     block_hash: BlockHash
     namespace: bytes
+    root: bytes = b""  # that its sequence begins with; where it is not known, a content is for this process alone
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Name) and self[:2] == other[:2]
+
+    def __hash__(self) -> int:
+        return hash(self[0][0])
 
     @property
     def digest(self) -> bytes:

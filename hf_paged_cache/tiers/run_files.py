@@ -46,9 +46,12 @@ class Run:
         num_bytes: that the file takes at most.
         is_closed: no rows are added any more.
         is_being_written: now, by the writer; then there is a file of it, whatever becomes of the run.
+        is_shared: its file is for other processes, too.
         is_lost: its file could not be written or read; nothing of it is there.
         names: what is in it, by kind; whoever owns the run keeps these.
     """
+
+    is_shared = False
 
     def __init__(self) -> None:
         self.num_bytes = _HEADER_BYTES
@@ -88,11 +91,8 @@ class Run:
     def _save(self, content: list[_Arriving], path: Path) -> None:
         for chunk in content:
             chunk.wait()
-        tensors = {
-            _name(c, p): rows.contiguous() for c, chunk in enumerate(content) for p, rows in enumerate(chunk.rows)
-        }
         try:
-            save_file(tensors, path)
+            self._write_file(content, path)
         except (OSError, SafetensorError) as error:
             logger.warning(
                 "PagedPrefixCache: blocks could not be written to %s, and are dropped: %s", path.parent, error
@@ -100,29 +100,51 @@ class Run:
             self.is_lost = True
             _unlink(path)
             return
+        if self.is_lost:  # there was no room for it
+            return
         with self._lock:
             if not self._is_dropped:
                 self._content = path
                 return
         _unlink(path)
 
-    def read(self, places: Sequence[tuple[int, int, int]], part: int) -> list[Tensor]:
-        """Rows of the host: for each (chunk, first, number).
+    def _write_file(self, content: list[_Arriving], path: Path) -> None:
+        tensors = {
+            _name(c, p): rows.contiguous() for c, chunk in enumerate(content) for p, rows in enumerate(chunk.rows)
+        }
+        save_file(tensors, path)
+
+    def read(self, places: Sequence[tuple[int, int, int]], num_parts: int) -> list[list[Tensor]]:
+        """Of each part, rows of the host: for each (chunk, first, number). The chunks are of one kind.
 
         Raises:
-            OSError: the file is not there, or not what was written.
+            OSError, SavedBlocksError: the file is not there, or not what was written.
         """
         content = self._content
         if isinstance(content, list):
             for chunk, _, _ in places:
                 content[chunk].wait()
-            return [content[chunk].rows[part][first : first + number] for chunk, first, number in places]
+            return [
+                [content[chunk].rows[part][first : first + number] for chunk, first, number in places]
+                for part in range(num_parts)
+            ]
+        return self._read_file(content, places, num_parts)
+
+    def _read_file(self, path: Path, places: Sequence[tuple[int, int, int]], num_parts: int) -> list[list[Tensor]]:
         try:
-            with safe_open(content, framework="pt") as file:
-                slices = {chunk: file.get_slice(_name(chunk, part)) for chunk, _, _ in places}
-                return [slices[chunk][first : first + number] for chunk, first, number in places]
+            with safe_open(path, framework="pt") as file:
+                loaded = []
+                for part in range(num_parts):
+                    slices = {chunk: file.get_slice(_name(chunk, part)) for chunk, _, _ in places}
+                    loaded.append([slices[chunk][first : first + number] for chunk, first, number in places])
+                return loaded
         except SafetensorError as error:
-            raise OSError(f"{content} is not what was written: {error}") from error
+            raise OSError(f"{path} is not what was written: {error}") from error
+
+    @property
+    def path(self) -> Path | None:
+        """Its file, once it is written."""
+        return self._content if isinstance(self._content, Path) else None
 
     def drop(self) -> None:
         """Nobody asks for it any more: its file goes, written already or not."""
@@ -148,6 +170,15 @@ class Writer:
                 target=_write_all, args=(self._queue, self._must_stop), name="hf_paged_cache tiers", daemon=True
             )
             self._thread.start()
+
+    def given(self) -> list[Run]:
+        """Runs that were not written any more."""
+        found = []
+        while not self._queue.empty():
+            each = self._queue.get()
+            if each is not None:
+                found.append(each[0])
+        return found
 
     def stop(self) -> None:
         """Write no more runs, and wait for the one that is being written, but not for long."""

@@ -7,6 +7,7 @@ for each block. Its header says what the rows are: see `SavedFile`. A file is wh
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -19,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..blocks.hashing import TOKEN_BYTES, token_array_of
+from ..blocks.hashing import TOKEN_BYTES, root_hash, token_array_of
+from ..blocks.roots import RootFacts
 from ..errors import SavedBlocksError
 from ..kv.contents import Part, Piece
 from ..kv.states import StateKey
@@ -27,9 +29,14 @@ from .base import STATES, Kind
 
 VERSION = 1
 SUFFIX = ".safetensors"
+_OWN_NAME = re.compile(r"[0-9a-f]{32}(-[0-9a-f]{8})?\.safetensors")
 _FORMAT = "hf_paged_cache blocks"
 _MANIFEST, _CHECKSUM = "manifest", "xxh3_128"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)}  # fmt: skip
+
+
+class DamagedFileError(SavedBlocksError):
+    """Raised for a file that one of us has written, and that is no longer what was written."""
 
 
 class SavedBlock(NamedTuple):
@@ -54,6 +61,20 @@ class SavedRoot(NamedTuple):
     adapter: str
     counted_from: int
     first_position: int
+
+
+class SavedOrigin(NamedTuple):
+    """Where sequences are from: the model, see `ModelIdentity`, and their root."""
+
+    model: bytes  # digest of the facts
+    facts: Mapping[str, str]
+    settings: Mapping[str, str]
+    root: SavedRoot
+
+    @property
+    def facts_digest(self) -> str:
+        """The same for the same model."""
+        return self.model.hex()
 
 
 class SavedContents(NamedTuple):
@@ -98,6 +119,12 @@ class SavedFile(NamedTuple):
 def block_digest(parent: bytes, token_bytes: bytes) -> bytes:
     """What names a block in files."""
     return sha256(parent + token_bytes).digest()
+
+
+def saved_root(identity: bytes, facts: RootFacts) -> SavedRoot:
+    """How files name what a root stands for."""
+    digest = facts._replace(digest=identity, salt=b"").root()
+    return SavedRoot(digest, facts.regime, facts.adapter, facts.counted_from, facts.first_position)
 
 
 def write_saved_file(file: SavedFile, rows: Mapping[Kind, Sequence[Tensor]]) -> SavedFile:
@@ -154,17 +181,20 @@ def read_saved_file(path: Path) -> SavedFile:
                 raise SavedBlocksError(f"{path} holds no saved blocks")
             manifest = metadata.get(_MANIFEST, "")
             if xxhash.xxh3_128_hexdigest(manifest.encode()) != metadata.get(_CHECKSUM):
-                raise SavedBlocksError(f"{path} is damaged: its header is not what was written")
+                raise DamagedFileError(f"{path} is damaged: its header is not what was written")
             file = _of_json(path, num_bytes, json.loads(manifest))
             for content in file.contents:
                 for number, part in enumerate(content.parts):
                     held = opened.get_slice(_tensor(content.kind, number))
                     if held.get_dtype() != "U8" or held.get_shape() != [len(content.blocks), part.num_bytes]:
-                        raise SavedBlocksError(f"{path} is damaged: a tensor has another shape than its header says")
+                        raise DamagedFileError(f"{path} is damaged: a tensor has another shape than its header says")
     except SavedBlocksError:
         raise
     except (SafetensorError, ArithmeticError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise SavedBlocksError(f"{path} is damaged, or no file of saved blocks: {error}") from error
+        if not path.exists():
+            raise FileNotFoundError(f"{path} has gone") from error
+        kind = DamagedFileError if _OWN_NAME.fullmatch(path.name) else SavedBlocksError
+        raise kind(f"{path} is damaged, or no file of saved blocks: {error}") from error
     return file
 
 
@@ -183,11 +213,23 @@ def read_rows(file: SavedFile, content: SavedContents, rows: Sequence[tuple[int,
                 fragments = [held[first : first + length] for first, length in rows]
                 for fragment, (first, length) in zip(fragments, rows, strict=True):
                     if [_checksum(row) for row in fragment] != [*checksums[first : first + length]]:
-                        raise SavedBlocksError(f"{file.path} is damaged: blocks are not what was written")
+                        raise DamagedFileError(f"{file.path} is damaged: blocks are not what was written")
                 loaded.append(fragments)
     except SafetensorError as error:
-        raise SavedBlocksError(f"{file.path} is damaged: {error}") from error
+        if not file.path.exists():
+            raise FileNotFoundError(f"{file.path} has gone") from error
+        raise DamagedFileError(f"{file.path} is damaged: {error}") from error
     return loaded
+
+
+def content_name(file: SavedFile) -> str:
+    """A name for a file by what it holds."""
+    held = [
+        f"{content.kind}".encode() + file.blocks[number].digest
+        for content in file.contents
+        for number in content.blocks
+    ]
+    return root_hash(*held).hex()[:32]
 
 
 def saved_paths(folder: Path) -> list[Path]:
@@ -268,7 +310,7 @@ def _of_json(path: Path, num_bytes: int, said: Any) -> SavedFile:
     blocks = tuple(_block(path, block_size, block) for block in said["blocks"])
     contents = tuple(_contents(path, len(blocks), content) for content in said["contents"])
     if len({content.kind for content in contents}) < len(contents):
-        raise SavedBlocksError(f"{path} is damaged: it holds a kind of content twice")
+        raise DamagedFileError(f"{path} is damaged: it holds a kind of content twice")
     return SavedFile(path, num_bytes, block_size, facts, settings, roots, blocks, contents)
 
 
@@ -276,7 +318,7 @@ def _block(path: Path, block_size: int, said: Any) -> SavedBlock:
     token_bytes = b"".join(int(token).to_bytes(TOKEN_BYTES, "little", signed=True) for token in said["tokens"])
     block = SavedBlock(bytes.fromhex(said["digest"]), bytes.fromhex(said["parent"]), token_bytes)
     if len(token_bytes) != block_size * TOKEN_BYTES or block.digest != block_digest(block.parent, token_bytes):
-        raise SavedBlocksError(f"{path} is damaged: a block has other tokens than its digest says")
+        raise DamagedFileError(f"{path} is damaged: a block has other tokens than its digest says")
     return block
 
 
@@ -295,7 +337,7 @@ def _contents(path: Path, num_blocks: int, said: Any) -> SavedContents:
             end = piece.offset + piece.num_bytes
         is_right &= end <= part.num_bytes
     if not is_right:
-        raise SavedBlocksError(f"{path} is damaged: its header contradicts itself")
+        raise DamagedFileError(f"{path} is damaged: its header contradicts itself")
     return content
 
 

@@ -151,7 +151,7 @@ def test_weights_are_read_once_until_something_changes(monkeypatch: pytest.Monke
         read.append(1)
         return digest_of_weights(weights)
 
-    monkeypatch.setattr(f"{ModelIdentity.__module__}.digest_of_weights", counting)
+    monkeypatch.setattr(f"{Conditioning.__module__}.digest_of_weights", counting)
     conditioning = Conditioning(model)
     conditioning.identity()
     conditioning.identity()

@@ -1,0 +1,317 @@
+"""A disk folder that several stores have: what one evicts the others find, as if they had computed it, and nothing of another model.
+
+Stores of copies of a model stand for processes; `tests.shared_folders` has real ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import stat
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.model import identity
+from hf_paged_cache.tiers import shared_runs
+from hf_paged_cache.tiers.saved_file import read_saved_file, saved_paths
+
+from .. import shared_folders
+from ..internals import zero_tiers
+from ..reference import assert_same, is_same, run
+from ..shared_folders import new_cache, tier_of
+from ..tiny_models import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KINDS = ("llama", "gemma3", "mistral", "qwen3_next", "lfm2")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="PagedPrefixCache: this prompt")
+        yield
+
+
+def prompts(number: int = 5) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(7)
+    return [torch.randint(3, 120, (1, 70), generator=made) for _ in range(number)]
+
+
+def call(model: PreTrainedModel, ids: torch.Tensor, cache: PagedPrefixCache | None = None) -> Any:
+    return run(model, cache, input_ids=ids, max_new_tokens=3)
+
+
+def leave(model: PreTrainedModel, folder: Path, **sizes: Any) -> None:
+    """Let a store have computed the prompts, evicted most, and gone."""
+    cache = new_cache(model, folder, **sizes)
+    for ids in prompts():
+        call(model, ids, cache)
+    del cache
+    gc.collect()
+
+
+def found(cache: PagedPrefixCache) -> list[int]:
+    return [cache.lookup(ids[0]).num_tokens for ids in prompts()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_store_finds_what_one_has_evicted_and_left(kind: str, tmp_path: Path) -> None:
+    model = tiny(kind)
+    leave(model, tmp_path)
+    twin = copy.deepcopy(model)  # at other addresses
+    cache = new_cache(twin, tmp_path)
+    looked = found(cache)
+    assert looked[0] >= 64
+    assert cache.lookup(prompts()[0][0]).tier == "disk"
+    for ids, num_tokens in list(zip(prompts(), looked, strict=True))[:2]:
+        assert_same(call(model, ids), call(twin, ids, cache))
+        (of_row,) = cache.last_call.rows
+        assert of_row.disk_tokens == of_row.matched_tokens == num_tokens
+        cache.check()
+    other = new_cache(copy.deepcopy(model), tmp_path)
+    zero_tiers(cache)
+    assert found(other)[0] >= 64
+    assert not is_same(call(model, prompts()[0]), call(other.store.model, prompts()[0], other))
+
+
+def test_stores_that_run_at_the_same_time_find_what_the_others_write(tmp_path: Path) -> None:
+    model, ids = tiny("llama"), prompts()[0]
+    one, two = new_cache(model, tmp_path), new_cache(copy.deepcopy(model), tmp_path)
+    assert found(two) == [0] * 5
+    for each in prompts():
+        call(model, each, one)
+        tier_of(one).join()
+    assert found(two)[0] == 68
+    assert_same(call(model, ids), call(two.store.model, ids, two))
+    assert two.last_call.rows[0].disk_tokens == 68
+    for path in saved_paths(tmp_path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    two.check()
+
+
+@pytest.mark.parametrize("is_looked_at", [False, True], ids=["before a look", "after a look"])
+def test_files_that_have_gone_are_misses(is_looked_at: bool, tmp_path: Path) -> None:
+    model = tiny("llama")
+    leave(model, tmp_path)
+    cache = new_cache(copy.deepcopy(model), tmp_path)
+    if is_looked_at:
+        assert found(cache)[0] == 68
+        cache.store.blocks.tiers._refresh = lambda: None  # they go right behind the look
+    for path in saved_paths(tmp_path):
+        path.unlink()
+    assert_same(call(model, prompts()[0]), call(cache.store.model, prompts()[0], cache))
+    assert cache.last_call.reused_tokens == 0
+    cache.check()
+
+
+def test_a_damaged_file_is_a_miss_is_said_once_and_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("llama")
+    leave(model, tmp_path)
+    paths = saved_paths(tmp_path)
+    for path in paths:  # the last byte is of a row
+        path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    cache = new_cache(copy.deepcopy(model), tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            for ids in prompts():
+                assert_same(call(model, ids), call(cache.store.model, ids, cache))
+    removed = [path for path in paths if not path.exists()]
+    assert removed
+    assert all(caplog.text.count(path.name) == 1 for path in removed)
+    cache.check()
+
+
+def test_what_is_not_ours_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("llama")
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "notes.safetensors").write_bytes(b"none")
+    leave(model, tmp_path)
+    cache = new_cache(copy.deepcopy(model), tmp_path)
+    assert found(cache)[0] == 68
+    assert (tmp_path / "model.safetensors").exists()
+    assert (tmp_path / "notes.safetensors").read_bytes() == b"none"
+    assert "model.safetensors holds no saved blocks" in caplog.text
+
+
+def one_value(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 1.5)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "one value of one weight": (one_value, "other weights"),
+    "dtype": (lambda model: model.to(torch.bfloat16), "dtype is torch.float32, here torch.bfloat16"),
+    "setting": (lambda model: setattr(model.config, "rms_norm_eps", 1e-3), "rms_norm_eps is 1e-06, here 0.001"),
+    "hook": (hooked, "hooks or replaces the forward"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_model_finds_nothing_and_it_is_said_why(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, (changed, why) = tiny("llama"), CHANGES[change]
+    leave(model, tmp_path)
+    files = saved_paths(tmp_path)
+    twin = copy.deepcopy(model)
+    changed(twin)
+    cache = new_cache(twin, tmp_path)
+    with caplog.at_level(logging.INFO, "hf_paged_cache"):
+        assert found(cache) == [0] * 5
+        assert_same(call(twin, prompts()[0]), call(twin, prompts()[0], cache))
+    assert why in caplog.text
+    assert saved_paths(tmp_path) == files
+    cache.check()
+
+
+def test_another_version_and_block_size_find_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny("llama")
+    leave(model, tmp_path)
+    with caplog.at_level(logging.INFO, "hf_paged_cache"):
+        assert found(new_cache(copy.deepcopy(model), tmp_path, block_size=8)) == [0] * 5
+        assert "its blocks have 4 tokens, and those of this store 8" in caplog.text
+        monkeypatch.setattr(identity, "_version", lambda package: "0.1")
+        assert found(new_cache(copy.deepcopy(model), tmp_path)) == [0] * 5
+    assert "here 0.1" in caplog.text
+
+
+def test_weights_that_change_later_are_not_shared_and_their_own_blocks_come_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    cache = new_cache(model, tmp_path)
+    call(model, prompts()[0], cache)
+    one_value(model)
+    for _ in range(2):
+        for ids in prompts():
+            assert_same(call(model, ids), call(model, ids, cache))
+    assert cache.last_call.rows[0].disk_tokens > 0
+    assert caplog.text.count("weights have changed since they were read") == 1
+    tier_of(cache).join()
+    of_files = [block for path in saved_paths(tmp_path) for block in read_saved_file(path).blocks]
+    assert len(of_files) <= 18  # of the first call alone
+    fresh = new_cache(copy.deepcopy(model), tmp_path)
+    assert found(fresh) == [0] * 5
+
+
+def test_what_has_a_salt_is_in_no_file_for_all(tmp_path: Path) -> None:
+    model = tiny("llama")
+    cache = new_cache(model, tmp_path, cache_salt="tenant")
+    for _ in range(2):
+        for ids in prompts():
+            call(model, ids, cache)
+    assert cache.last_call.rows[0].disk_tokens > 0
+    tier_of(cache).join()
+    assert not saved_paths(tmp_path)
+    assert all(stat.S_IMODE(own.stat().st_mode) == 0o700 for own in tmp_path.glob("hf-paged-cache-*"))
+    for salt in (None, "tenant"):
+        assert found(new_cache(copy.deepcopy(model), tmp_path, cache_salt=salt)) == [0] * 5
+
+
+def test_the_budget_is_over_the_files_of_all(tmp_path: Path) -> None:
+    model = tiny("llama")
+    sizes = {"disk_bytes": 150_000}
+    caches = [new_cache(copy.deepcopy(model), tmp_path, **sizes) for _ in range(3)]
+    made = torch.Generator().manual_seed(9)
+    for _ in range(4):
+        for cache in caches:
+            for _ in range(3):
+                ids = torch.randint(3, 120, (1, 70), generator=made)
+                assert_same(call(model, ids), call(cache.store.model, ids, cache))
+            tier_of(cache).join()
+            assert sum(path.stat().st_size for path in saved_paths(tmp_path)) <= 150_000
+            cache.store.check()
+    assert sum(tier_of(cache).counts.num_dropped for cache in caches) > 0
+
+
+def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shared_runs, "write_saved_file", full)
+    model = tiny("llama")
+    cache = new_cache(model, tmp_path)
+    for _ in range(2):
+        for ids in prompts():
+            assert_same(call(model, ids), call(model, ids, cache))
+        tier_of(cache).join()
+    cache.check()
+    assert not saved_paths(tmp_path)
+
+
+def test_what_was_saved_by_hand_is_found_and_what_a_tier_has_written_is_loaded(tmp_path: Path) -> None:
+    model = tiny("llama")
+    by_hand = PagedPrefixCache(model, block_size=4)
+    by_hand.prefill(prompts()[0])
+    by_hand.store.save(tmp_path)
+    cache = new_cache(copy.deepcopy(model), tmp_path)
+    assert found(cache)[0] >= 64
+    assert_same(call(model, prompts()[0]), call(cache.store.model, prompts()[0], cache))
+    for ids in prompts():
+        call(cache.store.model, ids, cache)
+    del cache
+    gc.collect()
+    loading = PagedPrefixCache(copy.deepcopy(model), block_size=4)
+    assert loading.store.load(tmp_path).num_blocks > 30
+    assert_same(call(model, prompts()[1]), call(loading.store.model, prompts()[1], loading))
+    assert loading.last_call.reused_tokens >= 60
+
+
+def test_a_reset_finds_nothing_any_more_and_leaves_what_others_have_written(tmp_path: Path) -> None:
+    model = tiny("llama")
+    leave(model, tmp_path)
+    files = saved_paths(tmp_path)
+    cache = new_cache(copy.deepcopy(model), tmp_path)
+    assert found(cache)[0] == 68
+    cache.store.reset_prefix_cache()
+    assert found(cache) == [0] * 5
+    assert saved_paths(tmp_path) == files
+    for ids in prompts():
+        call(cache.store.model, ids, cache)
+    tier_of(cache).join()
+    assert len(saved_paths(tmp_path)) > len(files)
+    cache.reset()
+    cache.store.reset_prefix_cache()
+    assert saved_paths(tmp_path) == files
+
+
+def test_where_a_look_shows_that_weights_changed_unseen_what_was_written_goes(tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    cache = new_cache(model, tmp_path, verify=True)
+    call(model, prompts()[0], cache)
+    model.model.layers[0].self_attn.k_proj.weight.detach().numpy()[:, 1:7] += 1.0  # seen by no count
+    for ids in [*prompts()[1:], prompts()[4]]:
+        call(model, ids, cache)
+        tier_of(cache).join()
+    call(model, prompts()[0], cache)
+    assert_same(call(model, prompts()[0]), call(model, prompts()[0], cache))
+
+
+def test_killed_while_it_evicts_a_process_leaves_whole_files(tmp_path: Path) -> None:
+    done = shared_folders.kill(5, 1, tmp_path)
+    assert done["files"] > 0
+
+
+def test_a_flipped_bit_is_a_miss_and_never_another_result(tmp_path: Path) -> None:
+    done = shared_folders.flip(8, 2, tmp_path)
+    assert done["tokens from files"] > 0
+
+
+def test_processes_on_one_folder_get_right_results(tmp_path: Path) -> None:
+    assert shared_folders.share(60, 3, tmp_path, processes=2) == {"right": 2, "wrong": 0}
