@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 
 from ..blocks import BlockTable
 from ..errors import OutOfBlocksError
-from ..store.block_store import BlockStore, Holder
+from ..store.block_store import BlockStore
+from ..store.holder import Holder
 from ..store.window_admission import RowToCome
 from .rows import Row, Rows
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from ..errors import CacheArgumentError, ForwardMismatchError
 from ..kv.slot_mapping import SlotMapping
 from ..kv.transfers import Transfer
-from ..store.block_store import BlockStore, Holder
+from ..store.block_store import BlockStore
+from ..store.holder import Holder
 from .admission import (
     CallLimits,
     CallToAdmit,
