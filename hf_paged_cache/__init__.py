@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .batch_job import BatchResult, BatchSummary, generate_all
     from .cache import PagedPrefixCache
     from .errors import (
         BlockStateError,
@@ -36,9 +37,12 @@ _HOMES = (
     ".cache",
     ".named_prefixes",
     ".model_check",
+    ".batch_job",
 )  # have all public names; the first two import no torch
 
 __all__ = [
+    "BatchResult",
+    "BatchSummary",
     "BlockStateError",
     "CacheArgumentError",
     "CacheBusyError",
@@ -59,6 +63,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "check_model",
+    "generate_all",
 ]
 
 

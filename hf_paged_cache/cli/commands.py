@@ -9,9 +9,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .generate import ANY_OPTION, generate
 from .questions import QUESTIONS, SHOTS, few_shot_prompt
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command(context_settings=ANY_OPTION)(generate)
 
 
 def _print_version(wanted: bool) -> None:
