@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from .batch.journal import Completion, Record
 from .cache import PagedPrefixCache
@@ -80,7 +88,7 @@ class BatchCalls:
         self._pad = pad if isinstance(pad, int) else min(self._ends, default=0)
         self._options = {**options, "pad_token_id": self._pad}
         if config.stop_strings:
-            self._options["tokenizer"] = tokenizer
+            self._options |= {"tokenizer": tokenizer, "stopping_criteria": StoppingCriteriaList([_PadsWhatHasEnded()])}
 
     def run(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[Record]:
         """The completions of rows, in one record, or in several where they do not fit into one call.
@@ -174,6 +182,15 @@ def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     ids = torch.tensor([[prompt[0]] * (longest - len(prompt)) + [*prompt] for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     return ids, mask
+
+
+class _PadsWhatHasEnded(StoppingCriteria):
+    """Stops nothing. Where no criterion names an end of sequence, `generate` goes on with rows that have come to a stop string."""
+
+    eos_token_id = None
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 class _FirstTokenClock(LogitsProcessor):

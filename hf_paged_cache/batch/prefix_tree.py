@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 TOKEN_BYTES = 4
 
@@ -69,7 +70,7 @@ def grow(prompts: Sequence[Sequence[int]], *, block_size: int = 16, least_saving
             path[-1].branches.append(done)
             path[-1].num_prompts += done.num_prompts
 
-    for number, after in zip(order, [*order[1:], None], strict=True):
+    for number, after in zip_longest(order, order[1:]):
         common = 0 if after is None else _num_common(keys[number], keys[after]) // block_size * block_size
         if common > path[-1].num_tokens:
             path.append(Branch(common))
