@@ -24,9 +24,9 @@ if TYPE_CHECKING:
         PoolArgumentError,
         UnsupportedModelError,
     )
+    from .explanation import Explanation, Lookup
     from .integration.prefill import Prefilled
     from .model_check import ModelReport, check_model
-    from .named_prefixes import Lookup
     from .prefix_store import PrefixStore
     from .scoring import Score
     from .stats import CacheStats, CallStats, RowStats, TierStats
@@ -35,6 +35,7 @@ _HOMES = (
     ".errors",
     ".stats",
     ".cache",
+    ".explanation",
     ".named_prefixes",
     ".model_check",
     ".batch_job",
@@ -48,6 +49,7 @@ __all__ = [
     "CacheBusyError",
     "CacheStats",
     "CallStats",
+    "Explanation",
     "Lookup",
     "ModelReport",
     "OutOfBlocksError",

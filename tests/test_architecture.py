@@ -29,7 +29,17 @@ LEVELS = [
     ["attention", "store", "model"],
     ["call"],
     ["integration"],
-    ["cache", "named_prefixes", "prefix_store", "scoring", "model_check", "batch_calls", "batch_job", "__init__"],
+    [
+        "cache",
+        "named_prefixes",
+        "explanation",
+        "prefix_store",
+        "scoring",
+        "model_check",
+        "batch_calls",
+        "batch_job",
+        "__init__",
+    ],
     ["cli"],
     ["__main__"],
 ]
