@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .batch_job import BatchResult, BatchSummary, generate_all
     from .cache import PagedPrefixCache
     from .errors import (
         BlockStateError,
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
         SavedBlocksError,
         UnsupportedModelError,
     )
+    from .explanation import Explanation, Lookup
     from .integration.prefill import Prefilled
     from .model_check import ModelReport, check_model
-    from .named_prefixes import Lookup
     from .prefix_store import PrefixStore
     from .saved_report import SavedFileReport, saved_report
     from .scoring import Score
@@ -39,18 +40,23 @@ _HOMES = (
     ".errors",
     ".stats",
     ".cache",
+    ".explanation",
     ".named_prefixes",
     ".prefix_store",
     ".saved_report",
     ".model_check",
+    ".batch_job",
 )  # have all public names; the first two import no torch
 
 __all__ = [
+    "BatchResult",
+    "BatchSummary",
     "BlockStateError",
     "CacheArgumentError",
     "CacheBusyError",
     "CacheStats",
     "CallStats",
+    "Explanation",
     "Loaded",
     "Lookup",
     "ModelReport",
@@ -71,6 +77,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "check_model",
+    "generate_all",
     "saved_report",
 ]
 

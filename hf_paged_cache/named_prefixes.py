@@ -5,7 +5,7 @@ Owns what their arguments may be, and which root they have now. Changes no rows 
 
 from abc import abstractmethod
 from array import array
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from .call.call import Call
 from .call.prefix_match import Found
 from .call.scheduled_forward import RowInput
 from .errors import UnsupportedModelError
+from .explanation import Explanation, Lookup, explanation
 from .integration.prefill import Prefill, Prefilled, Prompt
 from .integration.session import Session
 from .integration.side_forward import SiblingCache, SideForwards
@@ -23,23 +24,6 @@ if TYPE_CHECKING:
     from .prefix_store import PrefixStore
 
 DEVICE = "device"  # the tier where the pool is
-
-
-class Lookup(NamedTuple):
-    """What `cache.lookup` has found of a prompt.
-
-    Attributes:
-        num_tokens: known, as `last_call.rows[i].matched_tokens` will say of it.
-        num_blocks: of these, the full blocks.
-        stopped: why no more, in the words of `last_call.rows[i].stopped`.
-        tier: where those lie that are furthest from the model: "device", in the pool; "host" or "disk", from where a call
-            brings them up; None where none is known.
-    """
-
-    num_tokens: int
-    num_blocks: int
-    stopped: str
-    tier: str | None
 
 
 class NamedPrefixes:
@@ -136,6 +120,35 @@ class NamedPrefixes:
             )
         num_blocks, tier = found.num_tokens // blocks.block_size, below or (DEVICE if found.num_tokens else None)
         return Lookup(found.num_tokens, num_blocks, found.stopped, tier)
+
+    def explain(self, token_ids: "list[int] | Tensor", tokenizer: Any = None) -> Explanation:
+        """Say how much of a prompt a `generate` on this cache would reuse now, up to which token, and why no more; `print` it.
+
+        As `lookup`, with what is cached instead: how the closest cached prompt of this `cache_salt` goes on there. Effects:
+        none.  Cost: hashes the tokens of each cached block, 1 us a block.
+
+        Args:
+            token_ids: of the whole prompt, special tokens included: a list or tensor of [T] or [1, T].
+            tokenizer: shows the place as text; None: as token ids.
+        Raises:
+            CacheArgumentError, CacheBusyError: see `lookup`.
+        Example:
+            >>> text = "Answer in one word. What is ice? "
+            >>> cache.prefill(tokenizer(text + "And what is a fire?").input_ids).num_computed
+            52
+            >>> print(cache.explain(tokenizer(text + "And what is snow?").input_ids, tokenizer))
+            48 of 50 tokens are known (96%); 2 would be computed
+            why no more: the 2 tokens from token 48 on do not fill a block of 16
+        """
+        tokens, blocks = array("q", one_sequence("the prompt", token_ids)), self.store.blocks
+        found = self.lookup(tokens.tolist())
+        row = RowInput(tokens, 0, 0, self._session.root_of_prefix(len(tokens)), salt=self.cache_salt)
+        with blocks.lock:
+            blocks.settle()
+            goes_on = self.call.continuation(row, found.num_tokens)
+            first = tokens[: blocks.block_size]
+            is_elsewhere = not found.num_tokens and blocks.allocator.has_tokens(first, self.cache_salt)
+        return explanation(tokens, found, goes_on, tokenizer, is_elsewhere=is_elsewhere)
 
     def pin(self, token_ids: "list[int] | Tensor") -> int:
         """Keep what is cached of this prefix until `unpin`: no other call evicts it, and no collected cache takes it along.

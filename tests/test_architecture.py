@@ -23,13 +23,24 @@ ROOT = Path(__file__).parents[1]
 # modules that a user holds. A file imports from its own folder and from lower levels.
 LEVELS = [
     ["errors", "stats", "locks"],
-    ["blocks"],
+    ["blocks", "batch"],
     ["kv"],
     ["tiers"],
     ["attention", "store", "model"],
     ["call"],
     ["integration"],
-    ["cache", "named_prefixes", "prefix_store", "scoring", "model_check", "saved_report", "__init__"],
+    [
+        "cache",
+        "named_prefixes",
+        "explanation",
+        "prefix_store",
+        "scoring",
+        "model_check",
+        "saved_report",
+        "batch_calls",
+        "batch_job",
+        "__init__",
+    ],
     ["cli"],
     ["__main__"],
 ]
@@ -37,12 +48,15 @@ LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 USERS_LEVEL = LEVEL["cache"]
 
 IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
+    "batch_calls",
+    "batch_job",
     "cache",
     "prefix_store",
     "model_check",
     "cli.demo",
     "cli.demo_model",
     "cli.display",
+    "cli.loading",
     "integration.layers",
     "integration.own_layers",
     "integration.state_layers",
@@ -52,7 +66,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "model.support",
     "model.trial",
 }
-WITHOUT_TORCH = ["errors", "stats", "locks", "blocks", "__init__", "__main__"]
+WITHOUT_TORCH = ["errors", "stats", "locks", "blocks", "batch", "__init__", "__main__"]
 
 MAX_LINES = 500
 LONGER: dict[str, str] = {}  # module -> why its one idea takes more lines

@@ -36,6 +36,27 @@ def root_hash(*parts: bytes) -> bytes:
     return sha256(b"".join(_length_prefixed(part) for part in parts)).digest()
 
 
+def tokens_of(token_bytes: bytes) -> array[int]:
+    """The token ids of a block's `token_bytes`."""
+    token_ids = array("q", token_bytes)
+    if _HOST_IS_BIG_ENDIAN:
+        token_ids.byteswap()
+    return token_ids
+
+
+def bytes_of(token_ids: array[int]) -> bytes:
+    """The `token_bytes` of a block with these tokens."""
+    if _HOST_IS_BIG_ENDIAN:
+        token_ids = token_ids[:]
+        token_ids.byteswap()
+    return token_ids.tobytes()
+
+
+def digest_behind(parent: bytes, token_bytes: bytes) -> bytes:
+    """The digest of a block without extra keys, behind the block or the root with the digest `parent`."""
+    return sha256(parent + token_bytes).digest()
+
+
 def token_array(token_ids: Iterable[int]) -> array[int]:
     """Token ids as `array('q')`, itself if it is one. Raises CacheArgumentError if one is no integer of 64 bits."""
     if isinstance(token_ids, array) and token_ids.typecode == "q":
@@ -44,14 +65,6 @@ def token_array(token_ids: Iterable[int]) -> array[int]:
         return array("q", token_ids)
     except (TypeError, OverflowError) as error:
         raise CacheArgumentError(f"token ids must be integers of 64 bits: {error}") from error
-
-
-def token_array_of(token_bytes: bytes) -> array[int]:
-    """The token ids that `BlockHash.token_bytes` are."""
-    token_ids = array("q", token_bytes)
-    if _HOST_IS_BIG_ENDIAN:
-        token_ids.byteswap()
-    return token_ids
 
 
 class HashChain:

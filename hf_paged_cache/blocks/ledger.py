@@ -7,6 +7,7 @@ After a Ctrl-C anywhere inside, the next operation finds the mark and derives it
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from weakref import ReferenceType
@@ -14,7 +15,7 @@ from weakref import ReferenceType
 from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 from .allocation import Allocation, num_blocks_of_ring
 from .block_states import BlockStates
-from .hashing import BlockHash
+from .hashing import BlockHash, bytes_of, tokens_of
 
 
 class BlockLedger:
@@ -161,6 +162,27 @@ class BlockLedger:
         """
         self._settle()
         return self._states.index.match(block_hashes, namespace)
+
+    def continuations(self, parent: bytes, namespace: bytes = b"") -> list[array[int]]:
+        """Tokens of the computed blocks straight behind the prefix with this digest, or behind a root.  Cost: O(num_blocks)."""
+        self._settle()
+        return [tokens_of(tokens) for tokens in self._states.index.continuations(parent, namespace)]
+
+    def has_tokens(self, token_ids: array[int], namespace: bytes = b"") -> bool:
+        """Whether a full block has these tokens, behind whatever prefix.  Cost: O(num_blocks)."""
+        self._settle()
+        return self._states.index.has_tokens(bytes_of(token_ids), namespace)
+
+    def kinds_of_blocks(self, namespace: bytes | None = None) -> bytes:
+        """Of each block but the null block, or of a namespace: 0 it is free, 1 cached, 2 in use.  Cost: O(num_blocks)."""
+        self._settle()
+        counts, index = self._states.ref_counts, self._states.index
+        return bytes(
+            2 if counts[block_id] else 0 if index.digests[block_id] is None else 1
+            for block_id in range(1, self._states.num_blocks)
+            if namespace is None
+            or (index.namespaces[block_id] == namespace and (counts[block_id] or index.digests[block_id] is not None))
+        )
 
     def get_common_computed_block_ids(self, allocations: Sequence[Allocation]) -> list[int]:
         """Leading computed blocks that all `allocations` hold at the same places."""

@@ -42,6 +42,11 @@ class PrefixCacheMetrics:
         self._recent.append((num_queried_tokens, num_hit_tokens))
 
     @property
+    def recent(self) -> list[tuple[int, int]]:
+        """Tokens queried and tokens hit of each of the last `window` queries, the oldest first."""
+        return list(self._recent)
+
+    @property
     def hit_rate(self) -> float:
         """Tokens hit / tokens queried over all queries; 0.0 before the first."""
         return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from ..errors import BlockStateError
 from .hashing import BlockHash
@@ -70,6 +70,21 @@ class PrefixIndex:
                 break
             append(block_id)
         return hits
+
+    def continuations(self, parent: bytes, namespace: bytes = b"") -> Iterator[bytes]:
+        """Tokens of the computed blocks that come straight behind the prefix with this digest, or behind a root.
+
+        Cost: a look at each block.
+        """
+        for block_id in self.blocks.values():
+            if self.parents[block_id] == parent and self.namespaces[block_id] == namespace:
+                if block_id not in self.uncomputed:
+                    yield self.token_bytes[block_id]
+
+    def has_tokens(self, token_bytes: bytes, namespace: bytes = b"") -> bool:
+        """Whether a block of the namespace has these tokens, behind whatever prefix.  Cost: O(num_blocks)."""
+        held = (block_id for block_id in self.blocks.values() if self.token_bytes[block_id] == token_bytes)
+        return any(self.namespaces[block_id] == namespace for block_id in held)
 
     def insert(self, block_id: int, block_hash: BlockHash, *, computed: bool) -> None:
         """Give a block its hash.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..attention.base import Reader
+from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
 from ..kv.slot_mapping import SlotMapping
 from ..kv.states import LiveStates
@@ -31,7 +32,7 @@ from .admission import UNLIMITED, CallLimits, Demand, admit_call, renew_reservat
 from .call_rows import CallRows, CallState
 from .counters import PromptCounters
 from .held_steps import PassedStep
-from .prefix_match import Found, PreviousRows, found_below, hold_longer, look_up_row
+from .prefix_match import Found, PreviousRows, continuation, found_below, hold_longer, look_up_row
 from .prepare import (
     begin_rows_that_fit,
     continue_rows,
@@ -119,6 +120,13 @@ class Call(CallRows):
         if below is None or below[0] <= found.num_tokens:
             return found, None
         return found_below(self.store, new, below[0]), below[1]
+
+    def continuation(self, new: RowInput, num_tokens: int) -> TokenIds:
+        """How the closest of what a call would find goes on behind a row's first `num_tokens` tokens.  Effects: none. The store's
+        lock is held.
+        """
+        rows = self.rows if self.rows.alias else self.previous
+        return continuation(self.store, new, PreviousRows(() if self.is_in_use else rows.distinct), num_tokens)
 
     def bring_up(self, request: ForwardRequest) -> None:
         """Have what lower tiers know of a prompt cached, before `prepare` looks for it. No lock is held while files are read."""

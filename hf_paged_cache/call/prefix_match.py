@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..blocks import BlockTable
+from ..blocks import BlockTable, HashChain
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..store.block_store import BlockStore
 from .rows import Origin, Row
@@ -103,6 +103,22 @@ def look_up_row(
         known = max(known, deepest_state(store, table, hit.block_ids, min(found.num_tokens, most), known))
         why = _why_no_state(store, found.num_tokens, known, most)
         return Found(known, why) if why else found
+
+
+def continuation(store: BlockStore, new: RowInput, previous: PreviousRows, num_tokens: int) -> TokenIds:
+    """How the closest of what is known goes on behind the first `num_tokens` tokens of a row; empty where nothing does.
+
+    Effects: none.  Cost: a SHA-256 for each block of the store.
+    """
+    row, num_common = previous.closest(new)
+    found = [row.true_token_ids[num_tokens:]] if row is not None and num_common >= num_tokens else []
+    if num_tokens % store.block_size == 0:
+        chain = HashChain(new.root, store.block_size)
+        chain.extend(new.token_ids[:num_tokens])
+        parent = chain.hashes_of(chain.num_full_blocks - 1, chain.num_full_blocks)[0].digest if num_tokens else new.root
+        found += store.allocator.continuations(parent, new.salt)
+    rest = new.token_ids[num_tokens:]
+    return max(found, key=lambda tokens: common_prefix_length(tokens, rest), default=rest[:0])
 
 
 def found_below(store: BlockStore, new: RowInput, num_tokens: int) -> Found:

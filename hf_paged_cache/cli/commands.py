@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .generate import ANY_OPTION, generate
 from .questions import QUESTIONS, SHOTS, few_shot_prompt
 from .saved import load, save
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(save)
 app.command()(load)
+app.command(context_settings=ANY_OPTION)(generate)
 
 
 def _print_version(wanted: bool) -> None:

@@ -64,7 +64,7 @@ def cache_home() -> Path:
 def load_demo_model(
     name_or_path: str | os.PathLike[str] | None = None,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -77,7 +77,7 @@ def load_demo_model(
     Cost: about 2 s and, in fp32, 540 MB once the model is on disk.
     Args:
         name_or_path: a folder written by `save_pretrained`, or a model's name on the hub.
-        dtype: of the weights; torch.float32 if None.
+        dtype: of the weights; torch.float32 if None, "auto" as they are on the disk.
         device: moved there if given.
         progress: show what takes long on stderr, if that is a terminal.
     Returns:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..blocks import BlockHash
-from ..blocks.hashing import token_array_of
+from ..blocks.hashing import digest_behind, tokens_of
 from ..blocks.roots import RootFacts
 from ..errors import SavedBlocksError
 from ..tiers.base import STATES, Name
-from ..tiers.saved_file import SavedBlock, SavedFile, block_digest, read_saved_file, saved_paths, saved_root
+from ..tiers.saved_file import SavedBlock, SavedFile, read_saved_file, saved_paths, saved_root
 from ..tiers.saved_folder import SavedFolder
 from .block_store import BlockStore
 from .bring_up import Wanted
@@ -153,7 +153,7 @@ def _named_here(blocks: BlockStore, model: Model, files: Sequence[SavedFile]) ->
         ]
         while waiting:
             block, parent, before = waiting.pop()
-            block_hash = BlockHash(block_digest(parent, block.token_bytes), block.token_bytes, parent)
+            block_hash = BlockHash(digest_behind(parent, block.token_bytes), block.token_bytes, parent)
             found[block.digest] = _Found(block, block_hash, root, before)
             waiting += [(child, block_hash.digest, block.digest) for child in children.get(block.digest, {}).values()]
     return found
@@ -214,7 +214,7 @@ def _bring_up(blocks: BlockStore, tier: SavedFolder, path: Sequence[_Found], num
     length = bisect_right(num_new, num_left)
     if not length:
         return 0
-    tokens = token_array_of(b"".join(each.saved.token_bytes for each in path[:length]))
+    tokens = tokens_of(b"".join(each.saved.token_bytes for each in path[:length]))
     row = Wanted(path[0].root, b"", tokens, len(tokens))
     num_damaged = -1
     while len(tier.damaged) > num_damaged:  # what is left of it is looked for again

@@ -13,6 +13,7 @@ from weakref import WeakMethod, ref
 import torch
 
 from ..blocks import BlockHash, PrefixCachingBlockAllocator
+from ..blocks.hashing import digest_behind
 from ..kv.block_pool import BlockPool
 from ..kv.contents import Part, rows_of_blocks, rows_of_states
 from ..kv.states import States
@@ -20,7 +21,6 @@ from ..kv.stopwatch import Stopwatch
 from ..stats import TierStats
 from ..tiers.base import BLOCKS, STATES, Kind, Name, Tier
 from ..tiers.disk import DiskTier
-from ..tiers.saved_file import block_digest
 from ..tiers.shared_runs import FoundRun
 from ..tiers.worth import Rate, Worth
 from .bring_up import BringUp, Room, Wanted
@@ -134,7 +134,7 @@ class LowerTiers:
         last = path[-1]
         root = roots.get(last.digest, last.parent)
         for each in reversed(path):
-            if each.digest not in roots and block_digest(each.parent, each.token_bytes) != each.digest:
+            if each.digest not in roots and digest_behind(each.parent, each.token_bytes) != each.digest:
                 root = b""
             roots[each.digest] = root
         return root

@@ -13,6 +13,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from ..blocks import BlockHash, HashChain
+from ..blocks.hashing import digest_behind
 from ..blocks.roots import Roots
 from ..blocks.tokens import TokenIds
 from ..errors import SavedBlocksError
@@ -24,7 +25,6 @@ from ..tiers.saved_file import (
     SavedContents,
     SavedFile,
     SavedRoot,
-    block_digest,
     content_name,
     read_saved_file,
     remove_unfinished,
@@ -194,7 +194,7 @@ def _named(
     """How files name a block; else why it cannot be found from there."""
     if isinstance(parent, str):
         return parent
-    if block_digest(block_hash.parent, block_hash.token_bytes) != block_hash.digest:
+    if digest_behind(block_hash.parent, block_hash.token_bytes) != block_hash.digest:
         return "what they depend on is more than tokens, such as an image"
     if parent is not None:
         before = parent.digest
@@ -206,7 +206,7 @@ def _named(
             return "the model has changed since they were computed"
         root = saved_root(model.identity, facts)
         roots[root.digest], before = root, root.digest
-    return SavedBlock(block_digest(before, block_hash.token_bytes), before, block_hash.token_bytes)
+    return SavedBlock(digest_behind(before, block_hash.token_bytes), before, block_hash.token_bytes)
 
 
 def _blocks_of_a_file(blocks: BlockStore) -> int:

@@ -9,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -20,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..blocks.hashing import TOKEN_BYTES, root_hash, token_array_of
+from ..blocks.hashing import TOKEN_BYTES, digest_behind, root_hash, tokens_of
 from ..blocks.roots import RootFacts
 from ..errors import SavedBlocksError
 from ..kv.contents import Part, Piece
@@ -114,11 +113,6 @@ class SavedFile(NamedTuple):
     roots: tuple[SavedRoot, ...]
     blocks: tuple[SavedBlock, ...]
     contents: tuple[SavedContents, ...]
-
-
-def block_digest(parent: bytes, token_bytes: bytes) -> bytes:
-    """What names a block in files."""
-    return sha256(parent + token_bytes).digest()
 
 
 def saved_root(identity: bytes, facts: RootFacts) -> SavedRoot:
@@ -259,7 +253,7 @@ def _as_json(file: SavedFile) -> dict[str, Any]:
         "model": {"facts": dict(file.facts), "settings": dict(file.settings)},
         "roots": [root._replace(digest=root.digest.hex(), regime=root.regime.hex())._asdict() for root in file.roots],  # type: ignore[arg-type]
         "blocks": [
-            {"digest": block.digest.hex(), "parent": block.parent.hex(), "tokens": [*token_array_of(block.token_bytes)]}
+            {"digest": block.digest.hex(), "parent": block.parent.hex(), "tokens": [*tokens_of(block.token_bytes)]}
             for block in file.blocks
         ],
         "contents": [
@@ -317,7 +311,7 @@ def _of_json(path: Path, num_bytes: int, said: Any) -> SavedFile:
 def _block(path: Path, block_size: int, said: Any) -> SavedBlock:
     token_bytes = b"".join(int(token).to_bytes(TOKEN_BYTES, "little", signed=True) for token in said["tokens"])
     block = SavedBlock(bytes.fromhex(said["digest"]), bytes.fromhex(said["parent"]), token_bytes)
-    if len(token_bytes) != block_size * TOKEN_BYTES or block.digest != block_digest(block.parent, token_bytes):
+    if len(token_bytes) != block_size * TOKEN_BYTES or block.digest != digest_behind(block.parent, token_bytes):
         raise DamagedFileError(f"{path} is damaged: a block has other tokens than its digest says")
     return block
 

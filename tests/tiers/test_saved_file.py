@@ -13,6 +13,7 @@ import xxhash
 from safetensors.torch import load_file, safe_open, save_file
 
 from hf_paged_cache import SavedBlocksError
+from hf_paged_cache.blocks.hashing import digest_behind
 from hf_paged_cache.kv.contents import Part, Piece
 from hf_paged_cache.kv.states import StateKey
 from hf_paged_cache.tiers.base import BLOCKS, STATES
@@ -21,7 +22,6 @@ from hf_paged_cache.tiers.saved_file import (
     SavedContents,
     SavedFile,
     SavedRoot,
-    block_digest,
     read_rows,
     read_saved_file,
     remove_unfinished,
@@ -43,7 +43,7 @@ def chain(*token_ids: int) -> tuple[SavedBlock, ...]:
     blocks, parent = [], ROOT.digest
     for token_id in token_ids:
         tokens = b"".join(token.to_bytes(8, "little", signed=True) for token in (token_id, -token_id))
-        blocks.append(SavedBlock(block_digest(parent, tokens), parent, tokens))
+        blocks.append(SavedBlock(digest_behind(parent, tokens), parent, tokens))
         parent = blocks[-1].digest
     return tuple(blocks)
 

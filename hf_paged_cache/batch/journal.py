@@ -1,0 +1,177 @@
+"""What of a job is done, in a file beside its output that survives a killed process.
+
+A line a batch, appended and synced before the batch counts as done; the first line says what job it is. A line that was being
+written when the process died has no end, and is cut off. Owns no order of rows: that is the output's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from filelock import FileLock, Timeout
+
+from ..errors import CacheArgumentError
+
+Completion = str | list[str]  # several where `num_return_sequences` says so
+
+_FORMAT = 1
+
+
+class Record(NamedTuple):
+    """A batch that is done.
+
+    Attributes:
+        rows: numbers of its rows in the input.
+        completions: of each row.
+        counts: name -> what was counted and timed.
+    """
+
+    rows: list[int]
+    completions: list[Completion]
+    counts: dict[str, float]
+
+
+class Journal:
+    """The done batches of one job. Open it with `with`; one process at a time has it.
+
+    Args:
+        path: of the file, which is made if it is not there.
+        job: name -> a JSON value, everything that shapes the results. Names are quoted to the user.
+        num_rows: of the job.
+    Raises:
+        CacheArgumentError: another job's journal is there, or another process has it open; nothing has changed.
+    """
+
+    def __init__(self, path: Path, job: Mapping[str, Any], num_rows: int) -> None:
+        self.path = path
+        self._lock = FileLock(f"{path}.lock", timeout=0)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise CacheArgumentError(f"another process is working on this job: it holds {path}.lock") from None
+        try:
+            self._file = _opened(path, {"format": _FORMAT, **json.loads(json.dumps(job))})
+            self._starts = array("q", [-1]) * num_rows  # row -> where its record begins in the file
+            self.num_done = 0
+            end = self._file.tell()
+            for start, record in _records(self._file):
+                self._note(record.rows, start)
+                end = self._file.tell()
+            self._file.truncate(end)
+            self._end = end
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._file.close()
+        self._lock.release()
+
+    def __contains__(self, row: int) -> bool:
+        """Whether a row is done."""
+        return self._starts[row] >= 0
+
+    def add(self, record: Record) -> None:
+        """Note a batch as done: it is on the disk when this returns."""
+        start, line = self._end, json.dumps(record._asdict(), ensure_ascii=False).encode() + b"\n"
+        self._file.seek(start)
+        self._file.write(line)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._end = start + len(line)
+        self._note(record.rows, start)
+
+    def completion(self, row: int) -> Completion:
+        """Of a row that is done, read from the file."""
+        self._file.seek(self._starts[row])
+        record = _record(self._file.readline())
+        return record.completions[record.rows.index(row)]
+
+    def records(self) -> Iterator[Record]:
+        """All done batches, in the order in which they were done."""
+        self._file.seek(0)
+        self._file.readline()
+        for _, record in _records(self._file):
+            end = self._file.tell()
+            yield record
+            self._file.seek(end)
+
+    def remove(self) -> None:
+        """The job is done, and its output written."""
+        self._file.close()
+        self.path.unlink()
+        Path(self._lock.lock_file).unlink(missing_ok=True)
+
+    def _note(self, rows: Sequence[int], start: int) -> None:
+        for row in rows:
+            self.num_done += self._starts[row] < 0
+            self._starts[row] = start
+
+
+def _opened(path: Path, job: Mapping[str, Any]) -> BinaryIO:
+    """The journal of this very job, at its first record; made whole or not at all."""
+    if not path.exists():
+        unfinished = path.with_name(f"{path.name}.new")
+        with unfinished.open("wb") as begun:
+            begun.write(json.dumps(job, ensure_ascii=False).encode() + b"\n")
+            begun.flush()
+            os.fsync(begun.fileno())
+        unfinished.replace(path)
+    file = path.open("r+b")
+    try:
+        _compare(path, file.readline(), job)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _compare(path: Path, line: bytes, job: Mapping[str, Any]) -> None:
+    try:
+        before = json.loads(line)
+    except ValueError:
+        before = None
+    if not isinstance(before, dict) or before.get("format") != _FORMAT:
+        raise CacheArgumentError(f"{path} is no journal of this version; remove it, or begin anew with overwrite")
+    different = [name for name in {**job, **before} if before.get(name) != job.get(name)]
+    if different:
+        raise CacheArgumentError(
+            f"{path} is of another job: {'; '.join(_difference(name, before.get(name), job.get(name)) for name in different)}. Go on "
+            "as it was begun, give another output file, or begin anew with overwrite"
+        )
+
+
+def _difference(name: str, before: object, now: object) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        names = [each for each in {**before, **now} if before.get(each) != now.get(each)]
+        return "; ".join(_difference(f"{name} {each}", before.get(each), now.get(each)) for each in names)
+    are_short = all(value is None or isinstance(value, int | float | bool | str) for value in (before, now))
+    are_digests = isinstance(before, str) and isinstance(now, str) and len(before) == len(now) == 64
+    if are_digests or not are_short:
+        return f"{name} has changed"
+    return f"{name} was {json.dumps(before)} and is {json.dumps(now)}"
+
+
+def _records(file: BinaryIO) -> Iterator[tuple[int, Record]]:
+    """Whole records from the file's position on, each with where it begins; ends at one that is torn."""
+    while True:
+        start = file.tell()
+        line = file.readline()
+        if not line.endswith(b"\n"):
+            return
+        try:
+            yield start, _record(line)
+        except (ValueError, TypeError):
+            return
+
+
+def _record(line: bytes) -> Record:
+    return Record(**json.loads(line))

@@ -1,0 +1,223 @@
+"""One batch of a job on the model: its rows padded into one `generate`, and what comes back cut into completions.
+
+A batch that does not fit is run in halves, and a row that does not fit alone without the store, so no prompt is lost for want
+of memory. Owns no order and no file.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from .batch.journal import Completion, Record
+from .cache import PagedPrefixCache
+from .errors import CacheArgumentError, OutOfBlocksError, PagedCacheError
+from .model.probing import input_device
+
+# Options of `generate` that would make a row's result depend on its batch, or another thing than tokens; each with its reason.
+_REFUSED = {
+    "max_length": "it counts a row's padding, too; give max_new_tokens",
+    "min_length": "it counts a row's padding, too; give min_new_tokens",
+    "use_cache": "the job runs on a cache of its own",
+    "cache_implementation": "the job runs on a cache of its own",
+    "cache_config": "the job runs on a cache of its own",
+    "return_dict_in_generate": "the job keeps completions alone",
+    "output_scores": "the job keeps completions alone",
+    "output_logits": "the job keeps completions alone",
+    "output_attentions": "the job keeps completions alone",
+    "output_hidden_states": "the job keeps completions alone",
+}
+
+
+def generation_config(model: Any, options: Mapping[str, Any]) -> Any:
+    """What `model.generate(**options)` would go by.
+
+    Raises:
+        CacheArgumentError: a name that is no generation option, one that a batch job refuses, or values that do not fit.
+    """
+    kind: Any = GenerationConfig
+    known = set(kind().to_dict()) - {"transformers_version"}
+    for name in options:
+        if name in _REFUSED:
+            raise CacheArgumentError(f"{name} is not an option here: {_REFUSED[name]}")
+        if name not in known:
+            raise CacheArgumentError(
+                f"{name} is no option of generate; see transformers' GenerationConfig for all of them"
+            )
+    config = kind.from_dict(model.generation_config.to_dict())
+    try:
+        config.update(**options)
+        config.validate()
+    except (ValueError, TypeError) as error:
+        raise CacheArgumentError(f"generate cannot run so: {error}") from error
+    return config
+
+
+class BatchCalls:
+    """Runs batches of one job.
+
+    Args:
+        cache: a cache of the model.
+        config: see `generation_config`.
+        options: as the caller gave them.
+        seed: of samples. Each batch has a stream of its own, that follows from this number and its rows.
+    """
+
+    def __init__(
+        self, cache: PagedPrefixCache, tokenizer: Any, config: Any, options: Mapping[str, Any], seed: int
+    ) -> None:
+        self._cache, self._tokenizer, self._seed = cache, tokenizer, seed
+        self._model: Any = cache.store.model
+        self._samples = bool(config.do_sample)
+        self._num_returned = config.num_return_sequences or 1
+        eos, pad = config.eos_token_id, config.pad_token_id
+        self._ends = {eos} if isinstance(eos, int) else set(eos or ())
+        self._pad = pad if isinstance(pad, int) else min(self._ends, default=0)
+        self._options = {**options, "pad_token_id": self._pad}
+        if config.stop_strings:
+            self._options |= {"tokenizer": tokenizer, "stopping_criteria": StoppingCriteriaList([_PadsWhatHasEnded()])}
+
+    def run(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[Record]:
+        """The completions of rows, in one record, or in several where they do not fit into one call.
+
+        Args:
+            rows: their numbers.
+            prompts: token ids of each.
+        Raises:
+            torch.OutOfMemoryError: a row does not fit by itself.
+        """
+        waiting = [(list(rows), list(prompts))]
+        while waiting:
+            numbers, tokens = waiting.pop()
+            try:
+                yield self._run(numbers, tokens, self._cache)
+            except (OutOfBlocksError, torch.OutOfMemoryError) as error:
+                half = len(numbers) // 2
+                if half:
+                    waiting += [(numbers[half:], tokens[half:]), (numbers[:half], tokens[:half])]
+                elif isinstance(error, OutOfBlocksError):
+                    yield self._run(numbers, tokens, None)
+                else:
+                    raise
+
+    def _run(self, rows: list[int], prompts: list[Sequence[int]], cache: PagedPrefixCache | None) -> Record:
+        device = input_device(self._model)
+        ids, mask = _padded(prompts)
+        clock = _FirstTokenClock()
+        started = time.perf_counter()
+        try:
+            with self._seeded(rows):
+                output = self._model.generate(
+                    input_ids=ids.to(device),
+                    attention_mask=mask.to(device),
+                    past_key_values=DynamicCache(config=self._model.config) if cache is None else cache,
+                    logits_processor=LogitsProcessorList([clock]),
+                    **self._options,
+                )
+        except (ValueError, TypeError) as error:
+            if isinstance(error, PagedCacheError):
+                raise
+            raise CacheArgumentError(f"generate cannot run so: {error}") from error
+        new = [self._cut(row) for row in output[:, ids.shape[1] :].tolist()]  # waits for the device
+        seconds = time.perf_counter() - started
+        texts = [str(self._tokenizer.decode(each, skip_special_tokens=True)) for each in new]
+        count = self._num_returned
+        completions: list[Completion] = (
+            [texts[start : start + count] for start in range(0, len(texts), count)] if count > 1 else [*texts]
+        )
+        num_tokens = sum(map(len, prompts))
+        counts = {
+            "prompt_tokens": num_tokens,
+            "computed_tokens": num_tokens if cache is None else min(num_tokens, cache.last_call.computed_tokens),
+            "new_tokens": sum(map(len, new)),
+            "seconds": seconds,
+            "prefill_seconds": (clock.first_at or started) - started,
+            "bypassed": int(cache is None),
+        }
+        return Record(rows, completions, counts)
+
+    def _cut(self, new: list[int]) -> list[int]:
+        """The tokens that a row has generated: to its first end of sequence, without the padding behind it."""
+        end = next((place + 1 for place, token in enumerate(new) if token in self._ends), len(new))
+        while end and new[end - 1] == self._pad and self._pad not in self._ends:
+            end -= 1
+        return new[:end]
+
+    @contextmanager
+    def _seeded(self, rows: Sequence[int]) -> Iterator[None]:
+        """Samples that follow from the seed and the rows; afterwards torch goes on as if none had been drawn."""
+        if not self._samples:
+            yield
+            return
+        digest = hashlib.sha256(f"{self._seed}: {[*rows]}".encode()).digest()
+        device = input_device(self._model)
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_generator_type(device)):
+            torch.manual_seed(int.from_bytes(digest[:7], "big"))
+            yield
+
+
+def _generator_type(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type  # of no device: the CPU's generator is forked always
+
+
+def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids and mask, [rows, longest]: padded on the left with a row's own first token.
+
+    Nothing attends to padding, but penalties on repeated tokens count it: so it is none that the row has not.
+    """
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[prompt[0]] * (longest - len(prompt)) + [*prompt] for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return ids, mask
+
+
+class _PadsWhatHasEnded(StoppingCriteria):
+    """Stops nothing. Where no criterion names an end of sequence, `generate` goes on with rows that have come to a stop string."""
+
+    eos_token_id = None
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class _FirstTokenClock(LogitsProcessor):
+    """Notes when the logits of the first new token were there; changes none."""
+
+    def __init__(self) -> None:
+        self.first_at: float | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.first_at is None:
+            if scores.device.type != "cpu":
+                getattr(torch, scores.device.type).synchronize()
+            self.first_at = time.perf_counter()
+        return scores
+
+
+def digest_of_model(model: PreTrainedModel) -> str:
+    """Of settings and of eight values of each weight, the same in every process: 64 hexadecimal digits."""
+    settings = {name: value for name, value in model.config.to_diff_dict().items() if name not in _NO_SETTINGS}
+    digest = hashlib.sha256(repr(sorted(settings.items(), key=lambda item: item[0])).encode())
+    for name, weight in model.state_dict().items():
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        if weight.numel() and weight.device.type != "meta":
+            flat = weight.detach().flatten()
+            values = flat[:: max(1, len(flat) // 8)].cpu().contiguous()
+            digest.update(bytes(values.view(torch.uint8).tolist()))
+    return digest.hexdigest()
+
+
+_NO_SETTINGS = {"_name_or_path", "transformers_version", "name_or_path"}

@@ -1,0 +1,325 @@
+"""`generate_all`: completions of many prompts, with what they share computed once, in the order of their prefix tree.
+
+Owns the job from its prompts to its summary: what is refused before anything runs, and what is kept where.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from .batch.journal import Completion, Journal, Record
+from .batch.output import ORDERS, Output
+from .batch.plan import batches, ordered
+from .batch.prefix_tree import grow
+from .batch.rows import Row, digest_of, opened, prompt_of
+from .batch_calls import BatchCalls, digest_of_model, generation_config
+from .blocks.arguments import int_of_at_least
+from .cache import PagedPrefixCache
+from .errors import CacheArgumentError
+from .integration.hooks import detach, is_attached
+from .model.support import unwrapped
+from .prefix_store import PrefixStore
+
+_CHUNK = 1000  # prompts that are tokenized at a time
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSummary:
+    """What a job has done; of one that was interrupted, all its runs together. `print` shows it in a few lines.
+
+    Attributes:
+        prompt_tokens: of all prompts, without padding.
+        reused_tokens: of these, those that did not run through the model.
+        num_batches: calls of `generate`.
+        num_bypassed: prompts that did not fit into the pool alone, and ran without it.
+        seconds: that the calls took; loading and tokenizing are not in it.
+        seconds_without: an estimate of what they would take without the cache: every prompt token at the fastest rate at which
+            prompts ran here, and the same decode steps. None where nothing ran.
+    """
+
+    num_prompts: int
+    prompt_tokens: int
+    reused_tokens: int
+    new_tokens: int
+    num_batches: int
+    num_bypassed: int
+    seconds: float
+    seconds_without: float | None
+
+    def __str__(self) -> str:
+        share = self.reused_tokens / max(1, self.prompt_tokens)
+        lines = [
+            f"{self.num_prompts:,} prompts in {self.num_batches:,} batches: {self.prompt_tokens:,} prompt tokens, of which "
+            f"{self.reused_tokens:,} were reused ({share:.0%}); {self.new_tokens:,} new tokens",
+            f"{self.seconds:,.1f} s",
+        ]
+        if self.seconds_without is not None and self.seconds:
+            lines[-1] += (
+                f"; without the cache about {self.seconds_without:,.1f} s ({self.seconds_without / self.seconds:.1f}x)"
+            )
+        if self.num_bypassed:
+            lines.append(f"{self.num_bypassed:,} prompts did not fit into the pool, and ran without it")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """What `generate_all` returns.
+
+    Attributes:
+        completions: of each prompt, in the order given: a text, or a list of them with `num_return_sequences`. None where they
+            went into a file.
+    """
+
+    completions: list[Completion] | None
+    summary: BatchSummary
+
+
+def generate_all(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    prompts: "str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row]",
+    *,
+    out: "str | PathLike[str] | None" = None,
+    column: str = "prompt",
+    order: Literal["given", "done"] = "given",
+    batch_size: int = 8,
+    max_new_tokens: int = 128,
+    cache: PagedPrefixCache | PrefixStore | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: bool | None = None,
+    **generation: Any,
+) -> BatchResult:
+    """Complete many prompts, each as `model.generate` would: what they share is computed once, and is there when it is needed.
+
+    Prompts run in the order of their prefix tree, in batches of rows that go on about as long. With greedy search each
+    completion is that of a `generate` of its prompt alone. Samples (`do_sample`, here or in the model's `generation_config`) are
+    drawn a batch at a time: they follow from `seed` and the batch, so the same job has the same ones, interrupted or not, and
+    a prompt alone has others. A batch that does not fit into the pool runs in halves.
+
+    With `out`, each batch that is done is in a journal beside that file (`OUT.journal`) before the next one runs. The same
+    call goes on where an earlier one was interrupted or killed: no prompt runs twice, and none is lost.
+
+    Args:
+        tokenizer: the model's. A chat goes through its chat template, with the beginning of an answer.
+        prompts: a file (JSON lines, CSV or Parquet, read with `datasets`); or a list of texts, of chats (lists of messages), or
+            of rows with a `column`, such as a `datasets.Dataset`.
+        out: a file of JSON lines: each row with its `completion`. It grows while the job runs.
+        column: where the prompt is, in a row.
+        order: of the rows in `out`: as they were given, or as they are done.
+        batch_size: rows of a `generate` at most.
+        cache: to run on, or a store to make one of; None: a new one for this job.
+        overwrite: remove an `out` and a journal that are there; without it they are refused, or gone on from.
+        progress: show a bar on stderr; None: only on a terminal.
+        generation: options of `generate` by name, such as `do_sample=True`, `num_beams=4`, `stop_strings=["\\n"]`.
+    Raises:
+        CacheArgumentError: a row that has no prompt, a prompt that is longer than the model's positions, options that do not fit, an
+            `out` that another job has written; nothing has run.
+        UnsupportedModelError: see `PagedPrefixCache`.
+    Example:
+        >>> shared = "Question: What is one and one?\\nAnswer: Two.\\n"
+        >>> result = generate_all(
+        ...     model, tokenizer, [shared + "Question: What is ice?\\nAnswer:", shared], max_new_tokens=4
+        ... )
+        >>> len(result.completions), result.summary.num_prompts
+        (2, 2)
+    """
+    int_of_at_least("batch_size", batch_size, 1, "rows of a batch")
+    int_of_at_least("max_new_tokens", max_new_tokens, 1, "tokens")
+    int_of_at_least("seed", seed, 0, "as a seed")
+    if order not in ORDERS:
+        raise CacheArgumentError(f"order is {order!r}; give {' or '.join(map(repr, ORDERS))}")
+    options = {"max_new_tokens": max_new_tokens, **generation}
+    inside = unwrapped(model)
+    config = generation_config(inside, options)
+    with ExitStack() as stack:
+        if not is_attached(inside):
+            stack.callback(detach, inside)
+        on = cache if isinstance(cache, PagedPrefixCache) else PagedPrefixCache(model if cache is None else cache)
+        if on.store.model is not inside:
+            raise CacheArgumentError("cache is of another model than the one given")
+        stack.callback(on.reset)
+        rows = stack.enter_context(opened(prompts, column))
+        tokens = [*_tokenized(rows, column, tokenizer)]
+        _require_positions(inside, tokens, max_new_tokens)
+        journal = output = None
+        if out is not None:
+            path = Path(out)
+            _require_free(path, overwrite)
+            job = {
+                "the model": digest_of_model(inside),
+                "the prompts' file": digest_of(rows),
+                "the prompts' tokens": _digest_of_tokens(tokens),
+                "the option": _options_of_results(config, column, batch_size, seed),
+            }
+            journal = stack.enter_context(Journal(journal_of(path), job, len(rows)))
+            output = stack.enter_context(Output(path, journal, rows.__getitem__, len(rows), order))
+        done = _Done(len(rows), journal, output)
+        calls = BatchCalls(on, tokenizer, config, options, seed)
+        with tqdm(total=len(rows), initial=done.num_rows, unit="prompt", disable=_is_off(progress)) as bar:
+            for numbers in _plan(tokens, on.store.blocks.block_size, batch_size, max_new_tokens):
+                waiting = [number for number in numbers if number not in done]
+                for record in calls.run(waiting, [tokens[number] for number in waiting]) if waiting else ():
+                    done.add(record)
+                    bar.set_postfix_str(f"{done.reused_share:.0%} of prompt tokens reused", refresh=False)
+                    bar.update(len(record.rows))
+        if output is not None and journal is not None:
+            output.finish()
+            journal.remove()
+        return BatchResult(done.completions, done.summary())
+
+
+def journal_of(out: Path) -> Path:
+    """The file beside `out` that says what is done."""
+    return out.with_name(f"{out.name}.journal")
+
+
+def _is_off(progress: bool | None) -> bool | None:
+    return None if progress is None else not progress
+
+
+def _tokenized(rows: Sequence[Row], column: str, tokenizer: Any) -> "Iterator[array[int]]":
+    """Token ids of each row's prompt."""
+    for start in range(0, len(rows), _CHUNK):
+        numbers = range(start, min(start + _CHUNK, len(rows)))
+        for number, ids in zip(numbers, _ids([prompt_of(rows[n], n, column) for n in numbers], tokenizer), strict=True):
+            if not ids:
+                raise CacheArgumentError(f"row {number}: the tokenizer makes no token of its {column!r}")
+            yield array("i", ids)
+
+
+def _ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
+    """Texts as the tokenizer makes prompts of them; chats through its template, which has special tokens of its own."""
+    is_chat = [not isinstance(prompt, str) for prompt in prompts]
+    if any(is_chat) and getattr(tokenizer, "chat_template", None) is None:
+        raise CacheArgumentError("there are chats among the prompts, and the tokenizer has no chat template")
+    texts = [
+        tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True) if chat else prompt
+        for prompt, chat in zip(prompts, is_chat, strict=True)
+    ]
+    ids: list[list[int]] = [[]] * len(texts)
+    for chat in {*is_chat}:
+        numbers = [number for number, each in enumerate(is_chat) if each is chat]
+        encoded = tokenizer([texts[number] for number in numbers], add_special_tokens=not chat)["input_ids"]
+        for number, each in zip(numbers, encoded, strict=True):
+            ids[number] = each
+    return ids
+
+
+def _require_positions(model: Any, tokens: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    config = model.config.get_text_config(decoder=True)
+    highest = max((max(each) for each in tokens), default=0)
+    if highest >= config.vocab_size:
+        raise CacheArgumentError(
+            f"the tokenizer gives token {highest}, and the model has none: the two do not belong together"
+        )
+    limit = getattr(config, "max_position_embeddings", None)
+    too_long = [n for n, each in enumerate(tokens) if isinstance(limit, int) and len(each) + max_new_tokens - 1 > limit]
+    if too_long:
+        first = too_long[0]
+        raise CacheArgumentError(
+            f"{len(too_long)} prompts are too long for the model's {limit} positions, with {max_new_tokens} new tokens; the first is "
+            f"row {first}, of {len(tokens[first])} tokens: shorten or remove them"
+        )
+
+
+def _require_free(out: Path, overwrite: bool) -> None:
+    """Refuse a file that is not this job's to write."""
+    journal = journal_of(out)
+    if not out.parent.is_dir():
+        raise CacheArgumentError(f"there is no folder {out.parent} to write {out.name} into")
+    if out.is_dir():
+        raise CacheArgumentError(f"{out} is a folder; give a file to write into")
+    if out.suffix in (".csv", ".tsv", ".parquet"):
+        raise CacheArgumentError(f"{out}: what is written are JSON lines; give a name that ends with .jsonl")
+    if overwrite:
+        journal.unlink(missing_ok=True)
+        out.unlink(missing_ok=True)
+    elif out.exists() and not journal.exists():
+        raise CacheArgumentError(
+            f"{out} is there already, and no journal beside it: it is done, or another's. Give another file, or overwrite"
+        )
+
+
+def _options_of_results(config: Any, column: str, batch_size: int, seed: int) -> dict[str, Any]:
+    """What shapes the completions; of samples the batches do, too."""
+    options = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
+    drawn = {"batch_size": batch_size, "seed": seed} if config.do_sample else {}
+    return {**options, "column": column, **drawn}
+
+
+def _digest_of_tokens(tokens: "Sequence[array[int]]") -> str:
+    return digest_of([{"length": len(each), "ids": each.tobytes().hex()} for each in tokens])
+
+
+def _plan(tokens: "Sequence[array[int]]", block_size: int, batch_size: int, max_new_tokens: int) -> list[list[int]]:
+    placed = [*ordered(grow(tokens, block_size=block_size), [*map(len, tokens)])]
+    return batches(placed, batch_size, max_new_tokens)
+
+
+class _Done:
+    """What of a job is done, and what it counted: in memory, and in journal and output where there are any."""
+
+    def __init__(self, num_rows: int, journal: Journal | None, output: Output | None) -> None:
+        self._journal, self._output = journal, output
+        self._kept: dict[int, Completion] = {}
+        self._total = num_rows
+        self._counts = dict.fromkeys(("prompt_tokens", "computed_tokens", "new_tokens", "bypassed"), 0)
+        self._num_batches = self.num_rows = 0
+        self._seconds = self._decode_seconds = self._best_rate = 0.0
+        for record in () if journal is None else journal.records():
+            self._count(record)
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._kept if self._journal is None else row in self._journal
+
+    def add(self, record: Record) -> None:
+        if self._journal is None:
+            self._kept.update(zip(record.rows, record.completions, strict=True))
+        else:
+            self._journal.add(record)
+        if self._output is not None:
+            self._output.take(record)
+        self._count(record)
+
+    @property
+    def completions(self) -> list[Completion] | None:
+        return None if self._journal is not None else [self._kept[row] for row in range(self._total)]
+
+    @property
+    def reused_share(self) -> float:
+        return 1 - self._counts["computed_tokens"] / max(1, self._counts["prompt_tokens"])
+
+    def summary(self) -> BatchSummary:
+        prompt_tokens, computed = self._counts["prompt_tokens"], self._counts["computed_tokens"]
+        without = self._decode_seconds + prompt_tokens / self._best_rate if self._best_rate else None
+        return BatchSummary(
+            num_prompts=self._total,
+            prompt_tokens=prompt_tokens,
+            reused_tokens=prompt_tokens - computed,
+            new_tokens=self._counts["new_tokens"],
+            num_batches=self._num_batches,
+            num_bypassed=self._counts["bypassed"],
+            seconds=self._seconds,
+            seconds_without=without,
+        )
+
+    def _count(self, record: Record) -> None:
+        counts = record.counts
+        for name in self._counts:
+            self._counts[name] += int(counts[name])
+        self._num_batches += 1
+        self.num_rows += len(record.rows)
+        self._seconds += counts["seconds"]
+        prefill = counts["prefill_seconds"]
+        self._decode_seconds += counts["seconds"] - prefill
+        if prefill:
+            self._best_rate = max(self._best_rate, counts["computed_tokens"] / prefill)

@@ -1,0 +1,120 @@
+"""`generate`: a file of prompts in, a file of completions out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+ANY_OPTION = {"allow_extra_args": True, "ignore_unknown_options": True}
+INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended
+
+
+class Order(StrEnum):
+    """Of the rows in the output."""
+
+    GIVEN = "given"
+    DONE = "done"
+
+
+def generate(
+    context: typer.Context,
+    prompts: Annotated[Path, typer.Argument(help="A file of JSON lines, CSV or Parquet (.jsonl, .csv, .parquet).")],
+    model: Annotated[str, typer.Option(help="A folder, or a name on the hub.")],
+    out: Annotated[Path, typer.Option(help="A file of JSON lines: each row of the input, with its completion.")],
+    column: Annotated[
+        str, typer.Option(help="Where the prompt is: a text, or a chat as a list of messages.")
+    ] = "prompt",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest completion.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that run at once, at most.")] = 8,
+    order: Annotated[Order, typer.Option(help="Rows as they are given, or as they are done.")] = Order.GIVEN,
+    seed: Annotated[int, typer.Option(min=0, help="Of samples, with --do-sample.")] = 0,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights, such as bfloat16; as they are on the disk, if not given.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where to run, such as cuda; an accelerator if there is one.", show_default=False)
+    ] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(min=2, help="The most blocks of 16 tokens.", show_default=False)
+    ] = None,
+    disk_folder: Annotated[
+        Path | None, typer.Option(help="Where evicted blocks go, to be read back.", show_default=False)
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever is in OUT.")] = False,
+) -> None:
+    """Complete every prompt of a file; what prompts share is computed once.
+
+    Each batch that is done is noted in OUT.journal: the same command goes on where an earlier one was stopped or killed. Any
+    other option of transformers' generate can be given by its name: --do-sample --temperature 0.7 --num-beams 4
+    --stop-strings '["\\n"]'. Exits with 130 after Ctrl-C.
+    """
+    from hf_paged_cache import PagedCacheError, PrefixStore, generate_all
+
+    from .loading import load_model
+
+    journal = out.with_name(f"{out.name}.journal")
+    try:
+        options = options_by_name(context.args)
+        if not prompts.is_file():
+            raise typer.BadParameter(f"there is no file {prompts}", param_hint="PROMPTS")
+        print(f"loading {model} ...", file=sys.stderr, flush=True)
+        loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+        store = PrefixStore(loaded, num_blocks=num_blocks, disk_folder=disk_folder)
+        result = generate_all(
+            loaded,
+            tokenizer,
+            prompts,
+            out=out,
+            column=column,
+            order=order.value,
+            batch_size=batch_size,
+            max_new_tokens=max_new_tokens,
+            cache=store,
+            seed=seed,
+            overwrite=overwrite,
+            **options,
+        )
+    except KeyboardInterrupt:
+        done = f" What is done is in {out}.journal; the same command goes on from there." if journal.exists() else ""
+        print(f"hf-paged-cache generate: stopped.{done}", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    except (PagedCacheError, OSError) as error:
+        print(f"hf-paged-cache generate: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    print(f"{out}: {result.summary}")
+
+
+def options_by_name(arguments: list[str]) -> dict[str, Any]:
+    """`--do-sample --top-p 0.9` as the arguments of a call; a value is JSON, or else a text. `--no-do-sample` is False.
+
+    Example:
+        >>> options_by_name(["--do-sample", "--top-p", "0.9", "--stop-strings", '["a"]', "--eos-token-id=2"])
+        {'do_sample': True, 'top_p': 0.9, 'stop_strings': ['a'], 'eos_token_id': 2}
+    """
+    options: dict[str, Any] = {}
+    waiting = list(arguments)
+    while waiting:
+        given = waiting.pop(0)
+        if not given.startswith("--"):
+            raise typer.BadParameter(f"{given!r} belongs to no option")
+        name, equals, value = given[2:].partition("=")
+        if not equals and waiting and not waiting[0].startswith("--"):
+            value, equals = waiting.pop(0), "="
+        name = name.replace("-", "_")
+        if equals:
+            options[name] = _value(value)
+        else:
+            options[name.removeprefix("no_")] = not name.startswith("no_") or name.startswith("no_repeat")
+    return options
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"True": True, "False": False, "None": None}.get(text, text)

@@ -1,0 +1,106 @@
+"""What is known of a prompt, and why no more, told in words: with the text round the place where it stops."""
+
+from array import array
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .blocks.tokens import TokenIds, common_prefix_length
+
+_NUM_SHOWN = 16  # tokens before the place, and behind it
+
+
+class Lookup(NamedTuple):
+    """What `cache.lookup` has found of a prompt.
+
+    Attributes:
+        num_tokens: known, as `last_call.rows[i].matched_tokens` will say of it.
+        num_blocks: of these, the full blocks.
+        stopped: why no more, in the words of `last_call.rows[i].stopped`.
+        tier: where those lie that are furthest from the model: "device", in the pool; "host" or "disk", from where a call
+            brings them up; None where none is known.
+    """
+
+    num_tokens: int
+    num_blocks: int
+    stopped: str
+    tier: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What `cache.explain` has found of a prompt. `print` shows it in a few lines.
+
+    Attributes:
+        num_tokens: of the prompt.
+        num_known: of these, found by a call of this prompt now; it computes the last token in any case.
+        stopped: why no more.
+        parts_at: token from which on the prompt is another than the closest cached one; `num_known` where none goes on.
+        before, after: the prompt on both sides of that place.
+        cached: how the closest cached prompt goes on there, as far as it does in that block; None where none does.
+        advice: what may be behind it; empty where nothing can be said.
+    """
+
+    num_tokens: int
+    num_known: int
+    stopped: str
+    parts_at: int
+    before: str
+    after: str
+    cached: str | None = None
+    advice: str = ""
+
+    def __str__(self) -> str:
+        num_computed = max(1, self.num_tokens - self.num_known)
+        share = self.num_known / max(1, self.num_tokens)
+        lines = [
+            f"{self.num_known:,} of {self.num_tokens:,} tokens are known ({share:.0%}); {num_computed:,} would be computed",
+            f"why no more: {self.stopped}",
+        ]
+        if self.cached is not None:
+            lines += [
+                f"from token {self.parts_at} on they part, behind   {self.before!r}",
+                f"  the prompt goes on with   {self.after!r}",
+                f"  what is cached with       {self.cached!r}",
+            ]
+        if self.advice:
+            lines.append(self.advice)
+        return "\n".join(lines)
+
+
+def explanation(
+    tokens: TokenIds, found: Lookup, goes_on: TokenIds, tokenizer: Any, *, is_elsewhere: bool
+) -> Explanation:
+    """Put together what a look has found.
+
+    Args:
+        goes_on: tokens of the closest that is cached, from `found.num_tokens` on; empty where there is none.
+        is_elsewhere: nothing is known, and a cached block has the prompt's first tokens.
+    """
+    known = found.num_tokens
+    parts_at = known + common_prefix_length(goes_on, tokens[known:])
+    num_agreed = parts_at - known
+    advice = ""
+    if is_elsewhere:
+        advice = (
+            "its first tokens are cached, but behind others, as without a special token at the beginning, or under other conditions: "
+            "another adapter, other weights or settings, or padding before them where the model counts columns"
+        )
+    elif num_agreed and parts_at < len(tokens):
+        advice = f"blocks are shared whole, so the {num_agreed} tokens from token {known} on that are the same are computed, too"
+    return Explanation(
+        num_tokens=len(tokens),
+        num_known=known,
+        stopped=found.stopped,
+        parts_at=parts_at,
+        before=_shown(tokens[max(0, parts_at - _NUM_SHOWN) : parts_at], tokenizer),
+        after=_shown(tokens[parts_at : parts_at + _NUM_SHOWN], tokenizer),
+        cached=_shown(goes_on[num_agreed : num_agreed + _NUM_SHOWN], tokenizer) if len(goes_on) > num_agreed else None,
+        advice=advice,
+    )
+
+
+def _shown(tokens: "array[int]", tokenizer: Any) -> str:
+    """Text; without a tokenizer, ids."""
+    if tokenizer is None:
+        return " ".join(map(str, tokens))
+    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False))

@@ -1,0 +1,107 @@
+"""The journal of a job and the output that follows from it: wherever a write was cut off, nothing is lost and nothing is twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_paged_cache import CacheArgumentError
+from hf_paged_cache.batch.journal import Journal, Record
+from hf_paged_cache.batch.output import Order, Output
+
+JOB = {"the model": "a" * 64, "the option": {"top_k": 3}}
+ROWS: list[dict[str, Any]] = [{"prompt": f"é{number}", "n": number} for number in range(6)]
+RECORDS = [
+    Record([4, 1], ["four", "one ü\n"], {"seconds": 1.0}),
+    Record([0], ["zero"], {"seconds": 2.0}),
+    Record([5, 2, 3], ["five", "two", "three"], {"seconds": 3.0}),
+]
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def run(folder: Path, order: Order, records: list[Record]) -> list[int]:
+    """Go on with the job until all records are done; returns the rows that were still to be done."""
+    missing = []
+    with Journal(folder / "journal", JOB, len(ROWS)) as journal, Output(folder / "out", journal, ROWS.__getitem__, len(ROWS), order) as output:  # fmt: skip
+        for record in records:
+            if all(row in journal for row in record.rows):
+                continue
+            missing += record.rows
+            journal.add(record)
+            output.take(record)
+    return missing
+
+
+def test_what_is_done_is_found_again(tmp_path: Path) -> None:
+    assert run(tmp_path, "given", RECORDS[:2]) == [4, 1, 0]
+    assert written(tmp_path / "out") == [
+        {"prompt": "é0", "n": 0, "completion": "zero"},
+        {"prompt": "é1", "n": 1, "completion": "one ü\n"},
+    ]
+    assert run(tmp_path, "given", RECORDS) == [5, 2, 3]
+    assert [row["completion"] for row in written(tmp_path / "out")] == ["zero", "one ü\n", "two", "three", "four", "five"]  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["given", "done"])
+def test_a_journal_that_is_cut_off_anywhere_leads_to_the_same_output(order: Order, tmp_path: Path) -> None:
+    run(tmp_path, order, RECORDS)
+    whole, output = (tmp_path / "journal").read_bytes(), (tmp_path / "out").read_bytes()
+    header = whole.index(b"\n") + 1
+    for end in range(header, len(whole), 7):
+        (tmp_path / "journal").write_bytes(whole[:end])
+        missing = run(tmp_path, order, RECORDS)
+        lines_left = whole[:end].count(b"\n") - 1
+        assert missing == [row for record in RECORDS[lines_left:] for row in record.rows]
+        assert (tmp_path / "out").read_bytes() == output
+        assert (tmp_path / "journal").read_bytes() == whole
+
+
+def test_a_damaged_line_and_what_follows_it_are_done_again(tmp_path: Path) -> None:
+    run(tmp_path, "given", RECORDS)
+    lines = (tmp_path / "journal").read_bytes().splitlines(keepends=True)
+    lines[2] = b"{" + lines[2][1:].replace(b"]", b"", 1)
+    (tmp_path / "journal").write_bytes(b"".join(lines))
+    assert run(tmp_path, "given", RECORDS) == [0, 5, 2, 3]
+
+
+def test_rows_come_as_they_are_done_if_asked_for(tmp_path: Path) -> None:
+    run(tmp_path, "done", RECORDS)
+    assert [row["n"] for row in written(tmp_path / "out")] == [4, 1, 0, 5, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        ({**JOB, "the model": "b" * 64}, "the model has changed"),
+        ({**JOB, "the option": {"top_k": 4}}, "the option top_k was 3 and is 4"),
+        ({**JOB, "the option": {"top_k": 3, "top_p": 0.5}}, "the option top_p was null and is 0.5"),
+    ],
+)
+def test_another_jobs_journal_is_refused_with_what_is_different(job: dict[str, Any], said: str, tmp_path: Path) -> None:
+    run(tmp_path, "given", RECORDS[:1])
+    before = (tmp_path / "journal").read_bytes()
+    with pytest.raises(CacheArgumentError, match=said):
+        Journal(tmp_path / "journal", job, len(ROWS))
+    assert (tmp_path / "journal").read_bytes() == before
+    with Journal(tmp_path / "journal", JOB, len(ROWS)) as journal:
+        assert journal.num_done == 2
+
+
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "journal").write_text("notes of mine\n")
+    with pytest.raises(CacheArgumentError, match="no journal"):
+        Journal(tmp_path / "journal", JOB, len(ROWS))
+    assert (tmp_path / "journal").read_text() == "notes of mine\n"
+
+
+def test_a_second_process_is_refused_while_one_works(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal", JOB, len(ROWS)), pytest.raises(CacheArgumentError, match="another process"):
+        Journal(tmp_path / "journal", JOB, len(ROWS))
+    Journal(tmp_path / "journal", JOB, len(ROWS)).remove()
+    assert not [*tmp_path.iterdir()]

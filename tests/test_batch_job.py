@@ -1,0 +1,334 @@
+"""`generate_all`: what `generate` gives for each prompt alone, what is reused, and what is kept when it ends early."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hf_paged_cache import BatchResult, CacheArgumentError, PagedPrefixCache, PrefixStore, generate_all
+from hf_paged_cache.batch_calls import BatchCalls
+
+from .killed_jobs import few_shot_prompts, kill_again_and_again
+from .reference import zero_blocks
+from .tiny_models import CHARACTERS, build, character_tokenizer, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = few_shot_prompts(3, 20, 3)
+NEW = 5
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"  # fmt: skip
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerBase:
+    made = character_tokenizer(CHARACTERS)
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def alone(model: Any, tokenizer: Any, prompt: str, **options: Any) -> str | list[str]:
+    """What `generate` gives for one prompt, with `DynamicCache`."""
+    if "stop_strings" in options:
+        options["tokenizer"] = tokenizer
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    output = model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
+    texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return texts if len(texts) > 1 else texts[0]
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def run(model: Any, tokenizer: Any, prompts: Any = PROMPTS, **options: Any) -> BatchResult:
+    return generate_all(model, tokenizer, prompts, **{"max_new_tokens": NEW, "progress": False, **options})
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "an end of sequence": {"eos_token_id": [20, 50, 70, 80, 90]},
+    "beams": {"num_beams": 3},
+    "several beams returned": {"num_beams": 3, "num_return_sequences": 2},
+    "a penalty on what is repeated": {"repetition_penalty": 1.8, "no_repeat_ngram_size": 2},
+    "at least so many": {"eos_token_id": [20, 50, 70, 80, 90], "min_new_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+def test_completions_are_those_of_each_prompt_alone(how: str, tokenizer: Any) -> None:
+    model = tiny("llama")
+    result = run(model, tokenizer, batch_size=6, **OPTIONS[how])
+    assert result.completions == [alone(model, tokenizer, prompt, **OPTIONS[how]) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", "lfm2"])
+def test_other_models_give_them_too(name: str, tokenizer: Any) -> None:
+    model = tiny(name)
+    assert run(model, tokenizer).completions == [alone(model, tokenizer, prompt) for prompt in PROMPTS]
+
+
+def test_what_stops_at_a_string_ends_there(tokenizer: Any) -> None:
+    model = tiny("llama")
+    texts = [alone(model, tokenizer, prompt) for prompt in PROMPTS]
+    stop = texts[0][1]
+    result = run(model, tokenizer, stop_strings=[stop])
+    assert result.completions == [alone(model, tokenizer, each, stop_strings=[stop]) for each in PROMPTS]
+
+
+def test_wrong_blocks_would_show(tokenizer: Any) -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model)
+    right = run(model, tokenizer, cache=cache).completions
+    zero_blocks(cache)
+    assert run(model, tokenizer, cache=cache).completions != right
+
+
+def test_what_prompts_share_is_computed_once_even_in_a_pool_for_one_task(tokenizer: Any) -> None:
+    model = tiny("llama")
+    prompts = few_shot_prompts(8, 48, 6)
+    lengths = [len(tokenizer(prompt).input_ids) for prompt in prompts]
+    heads = {prompt.split("\n")[0]: len(prompt[: prompt.rindex("Q:")]) for prompt in prompts}
+    tails = sum(lengths) - sum(len(prompt[: prompt.rindex("Q:")]) for prompt in prompts)
+    num_blocks = 1 + 2 * max(lengths) // 16 + 6 * 6
+    store = PrefixStore(model, num_blocks=num_blocks)
+    summary = run(model, tokenizer, prompts, cache=store, batch_size=6).summary
+    computed = summary.prompt_tokens - summary.reused_tokens
+    assert summary.prompt_tokens == sum(lengths)
+    assert computed < sum(heads.values()) + 3 * (tails + 16 * len(prompts))  # the prefixes, and padded tails
+    given = PagedPrefixCache(PrefixStore(model, num_blocks=num_blocks))
+    by_hand = 0
+    for start in range(0, len(prompts), 6):
+        inputs = tokenizer(prompts[start : start + 6], return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)  # fmt: skip
+        try:
+            model.generate(**inputs, past_key_values=given, max_new_tokens=NEW, do_sample=False)
+            by_hand += given.last_call.computed_tokens
+        except Exception:  # noqa: BLE001 - does not fit: all of it would be computed
+            by_hand += int(inputs["attention_mask"].sum())
+    assert computed < by_hand / 2
+
+
+def test_a_batch_that_does_not_fit_runs_in_parts_and_a_prompt_without_the_pool(tokenizer: Any) -> None:
+    model = tiny("llama")
+    prompts = [*PROMPTS, "x" * 400]
+    result = run(model, tokenizer, prompts, cache=PrefixStore(model, num_blocks=1 + 20), batch_size=8)
+    assert result.completions == [alone(model, tokenizer, prompt) for prompt in prompts]
+    assert result.summary.num_bypassed == 1
+    assert result.summary.num_batches > 4
+    assert "1 prompts did not fit" in str(result.summary)
+
+
+def test_memory_that_runs_out_halves_the_batch(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = tiny("llama"), BatchCalls._run
+
+    def run_small(self: BatchCalls, rows: list[int], *rest: Any) -> Any:
+        if len(rows) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return calls(self, rows, *rest)
+
+    monkeypatch.setattr(BatchCalls, "_run", run_small)
+    assert run(model, tokenizer).completions == [alone(model, tokenizer, prompt) for prompt in PROMPTS]
+
+
+def test_samples_follow_from_the_seed_and_leave_torchs_own_alone(tokenizer: Any, tmp_path: Path) -> None:
+    model = tiny("llama")
+    torch.manual_seed(3)
+    expected_draw = torch.rand(1)
+    torch.manual_seed(3)
+    one, again, other = (run(model, tokenizer, do_sample=True, seed=seed).completions for seed in (1, 1, 2))
+    assert torch.equal(torch.rand(1), expected_draw)
+    assert one == again != other
+
+
+# Files
+
+
+@pytest.fixture
+def rows() -> list[dict[str, Any]]:
+    return [{"id": number, "text": prompt, "é": [number, None]} for number, prompt in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet", "jsonl.gz"])
+def test_rows_of_a_file_get_a_completion(
+    suffix: str, rows: list[dict[str, Any]], tokenizer: Any, tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    if suffix == "csv":
+        rows = [{**row, "é": f"a,{row['id']}\n"} for row in rows]
+    path, model = tmp_path / f"prompts.{suffix}", tiny("llama")
+    table = datasets.Dataset.from_list(rows)
+    {"jsonl": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[suffix.partition(".")[0]](str(path))
+    result = run(model, tokenizer, path, column="text", out=tmp_path / "out.jsonl")
+    assert result.completions is None
+    assert written(tmp_path / "out.jsonl") == [
+        {**row, "completion": alone(model, tokenizer, row["text"])} for row in rows
+    ]
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, "out.jsonl"}
+
+
+def test_chats_go_through_the_template_without_what_a_table_has_filled_in(tokenizer: Any, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    model, path = tiny("llama"), tmp_path / "chats.jsonl"
+    chats = [
+        [{"role": "system", "content": "Be short."}, {"role": "user", "content": f"{n} and one?"}] for n in range(5)
+    ]
+    chats[2][1]["name"] = "Ann"
+    path.write_text("\n".join(json.dumps({"prompt": chat}) for chat in chats), "utf-8")
+    texts = [
+        f"system: Be short.\nuser: {number} and one?\nassistant: " for number in range(5)
+    ]  # the template shows no name
+    wanted = [alone(model, tokenizer, text, max_new_tokens=3) for text in texts]
+    run(model, tokenizer, path, out=tmp_path / "out.jsonl", max_new_tokens=3)
+    assert [row["completion"] for row in written(tmp_path / "out.jsonl")] == wanted
+    assert run(model, tokenizer, chats, max_new_tokens=3).completions == wanted
+
+
+def interrupted(after: int, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] = KeyboardInterrupt) -> None:
+    """The job raises when so many batches are done."""
+    calls, done = BatchCalls._run, 0
+
+    def run_some(self: BatchCalls, *arguments: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done > after:
+            raise error
+        return calls(self, *arguments)
+
+    monkeypatch.setattr(BatchCalls, "_run", run_some)
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"order": "done"}])
+def test_a_job_goes_on_where_it_was_interrupted(
+    options: dict[str, Any], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = tiny("llama"), tmp_path / "out.jsonl"
+    whole = run(model, tokenizer, out=tmp_path / "whole.jsonl", batch_size=4, **options).summary
+    with monkeypatch.context() as patch:
+        interrupted(2, patch)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, tokenizer, out=out, batch_size=4, **options)
+    done = {row for line in (tmp_path / "out.jsonl.journal").read_text().splitlines()[1:] for row in json.loads(line)["rows"]}  # fmt: skip
+    ran: list[int] = []
+    with monkeypatch.context() as patch:
+        calls = BatchCalls._run
+        patch.setattr(BatchCalls, "_run", lambda self, rows, *rest: ran.extend(rows) or calls(self, rows, *rest))
+        summary = run(model, tokenizer, out=out, batch_size=4, **options).summary
+    assert sorted([*ran, *done]) == [*range(len(PROMPTS))]
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert (summary.num_prompts, summary.prompt_tokens, summary.new_tokens) == (whole.num_prompts, whole.prompt_tokens, whole.new_tokens)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"max_new_tokens": 6}, "the option max_new_tokens was 5 and is 6"),
+        ({"prompts": [*PROMPTS[:-1], "another"]}, "prompts' file has changed"),
+        ({"model": "other"}, "the model has changed"),
+        ({"template": "other"}, "the prompts' tokens has changed"),
+        ({"do_sample": True}, "the option do_sample"),
+    ],
+)
+def test_a_job_that_has_changed_is_refused_and_says_how(
+    change: dict[str, Any], said: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch:
+        interrupted(1, patch)
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny("llama"), tokenizer, out=out)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    change = dict(change)
+    model = tiny("llama", 1) if change.pop("model", None) else tiny("llama")
+    if change.pop("template", None):
+        tokenizer = character_tokenizer(CHARACTERS[::-1])
+    with pytest.raises(CacheArgumentError, match=said):
+        run(model, tokenizer, change.pop("prompts", PROMPTS), out=out, **change)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_file_that_is_there_is_written_only_if_asked_for(tokenizer: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("mine\n")
+    with pytest.raises(CacheArgumentError, match="is there already"):
+        run(tiny("llama"), tokenizer, out=out)
+    assert out.read_text() == "mine\n"
+    run(tiny("llama"), tokenizer, out=out, overwrite=True)
+    assert len(written(out)) == len(PROMPTS)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_job_that_is_killed_twenty_times_has_the_same_output(tokenizer: Any, tmp_path: Path) -> None:
+    model, prompts = tiny("llama"), few_shot_prompts(3, 90, 3)
+
+    def start(out: Path) -> int:
+        process = os.fork()
+        if process:
+            return process
+        status = 1
+        try:
+            run(model, tokenizer, prompts, out=out)
+            status = 0
+        finally:
+            os._exit(status)
+
+    assert kill_again_and_again(start, tmp_path, times=20, seed=0, longest=0.2) >= 1
+
+
+# What is refused
+
+
+BAD: list[tuple[Any, dict[str, Any], str]] = [
+    (["a", ""], {}, "row 1: 'prompt' is empty"),
+    (["a", 3], {}, "row 1: 'prompt' is of type int"),
+    ([{"text": "a"}], {}, "no column 'prompt'; there are 'text'"),
+    ([{"prompt": "a", "completion": "b"}], {}, "'completion' already"),
+    (["a", "x" * 600], {}, "1 prompts are too long .* row 1, of 600 tokens"),
+    (["a"], {"batch_size": 0}, "batch_size is 0"),
+    (["a"], {"order": "random"}, "order is 'random'"),
+    (["a"], {"max_length": 8}, "max_length is not an option here"),
+    (["a"], {"tempreature": 1.0}, "tempreature is no option of generate"),
+    (["a"], {"num_beams": 2, "num_return_sequences": 3}, "generate cannot run so"),
+    (["a"], {"out": "nowhere/out.jsonl"}, "there is no folder nowhere"),
+    ("prompts.txt", {}, "is of no kind that is read"),
+    ("prompts.jsonl", {}, "there is no file prompts.jsonl"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "options", "said"), BAD)
+def test_bad_input_is_refused_before_anything_runs(
+    prompts: Any, options: dict[str, Any], said: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BatchCalls, "_run", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(CacheArgumentError, match=said):
+        run(tiny("llama"), tokenizer, prompts, **options)
+
+
+@pytest.mark.parametrize("text", ["{not json}\n", "", "\0\0"])
+def test_a_file_that_cannot_be_read_is_refused_in_one_line(text: str, tokenizer: Any, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "prompts.jsonl").write_text(text)
+    with pytest.raises(CacheArgumentError, match=r"cannot be read|is empty") as raised:
+        run(tiny("llama"), tokenizer, tmp_path / "prompts.jsonl")
+    assert "\n" not in str(raised.value)
+
+
+def test_no_prompts_are_no_job(tokenizer: Any) -> None:
+    result = run(tiny("llama"), tokenizer, [])
+    assert result.completions == []
+    assert result.summary.num_batches == 0
+
+
+def test_a_job_that_brings_no_cache_leaves_the_model_as_it_was(tokenizer: Any) -> None:
+    model = build("llama")
+    run(model, tokenizer, PROMPTS[:3])
+    assert "generate" not in model.__dict__
+    assert not model._forward_pre_hooks
+    cache = PagedPrefixCache(model)
+    run(model, tokenizer, PROMPTS[:3])
+    assert "generate" in model.__dict__
+    assert cache.stats().num_calls == 0
