@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 NUM_QUESTION = 12
 LEAST_SPEEDUP = 8.0
@@ -58,10 +59,9 @@ def compute(folder: Path, num_tokens: int, threads: int) -> None:
     cache.prefill(prefix)
     start = time.perf_counter()
     saved = cache.store.save(folder)
-    sys.stdout.write(
-        f"computing {seconds:.2f} s; saving {saved.num_blocks} blocks, {saved.num_bytes / 2**20:.0f} MiB," + " "
-    )
-    sys.stdout.write(f"{time.perf_counter() - start:.2f} s" + "\n")
+    saving = time.perf_counter() - start
+    size = f"{saved.num_blocks} blocks, {saved.num_bytes / 2**20:.0f} MiB"
+    tqdm.write(f"computing {seconds:.2f} s; saving {size}, {saving:.2f} s, the weights' digest included")
     torch.save({"logits": logits, "seconds": seconds}, folder / "right.pt")
 
 
@@ -88,15 +88,13 @@ def answer(folder: Path, num_tokens: int, threads: int, *, is_tier: bool) -> Non
     distance = float((logits - right["logits"]).abs().max() / right["logits"].abs().max())
     speedup = right["seconds"] / seconds
     how = "disk_folder" if is_tier else "store.load"
-    sys.stdout.write(
-        f"{how}: first token after {seconds:.3f} s, {speedup:.1f}x; weights' digest {identifying:.2f} s;" + " "
-    )
-    sys.stdout.write(f"logits within {distance:.1e}; a plain read {plain / 1e9:.2f} GB/s")
+    told = f"{how}: first token after {seconds:.3f} s, {speedup:.1f}x; weights' digest {identifying:.2f} s; "
+    told += f"logits within {distance:.1e}; a plain read {plain / 1e9:.2f} GB/s"
     speed = plain
     if not is_tier:
         speed = loaded.num_bytes / loading
-        sys.stdout.write(f", loading {speed / 1e9:.2f} GB/s")
-    sys.stdout.write("\n")
+        told += f", loading {speed / 1e9:.2f} GB/s"
+    tqdm.write(told)
     is_right = distance <= TOLERANCE and bool((logits.argmax(-1) == right["logits"].argmax(-1)).all())
     if not is_right or speedup < LEAST_SPEEDUP or speed < LEAST_SHARE * plain:
         sys.exit(1)

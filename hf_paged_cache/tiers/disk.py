@@ -399,6 +399,7 @@ class DiskTier:
         What is damaged is removed, and said.
         """
         self._settle()
+        written = [(path, run) for path, run in self._of_path.items() if run.path == path]  # others are there soon
         try:
             looked = self._shared.look({*self._of_path, *self._ignored})
         except OSError as error:
@@ -408,8 +409,8 @@ class DiskTier:
             return []
         there, entries = looked
         self._ignored &= there
-        for path, run in list(self._of_path.items()):
-            if path not in there and run.path == path:  # and not one that is to be written
+        for path, run in written:
+            if path not in there:
                 self._drop(run, keeps_file=True)
         found: list[FoundRun] = []
         for entry in entries:

@@ -9,6 +9,7 @@ import copy
 import gc
 import logging
 import stat
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.model import identity
 from hf_paged_cache.tiers import shared_runs
 from hf_paged_cache.tiers.saved_file import read_saved_file, saved_paths
+from hf_paged_cache.tiers.shared_folder import SharedFolder
 
 from .. import shared_folders
 from ..internals import zero_tiers
@@ -315,3 +317,36 @@ def test_a_flipped_bit_is_a_miss_and_never_another_result(tmp_path: Path) -> Non
 
 def test_processes_on_one_folder_get_right_results(tmp_path: Path) -> None:
     assert shared_folders.share(60, 3, tmp_path, processes=2) == {"right": 2, "wrong": 0}
+
+
+def test_a_file_that_is_there_only_after_the_folder_was_listed_has_not_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    cache, other = new_cache(model, tmp_path), new_cache(copy.deepcopy(model), tmp_path)
+    tier, look, write, is_listed = tier_of(cache), SharedFolder.look, SharedFolder.write, threading.Event()
+
+    def listed_before(folder: SharedFolder, known: Any) -> Any:
+        found = look(folder, known)
+        is_listed.set()
+        tier.join()  # what was to be written is there now
+        is_listed.clear()
+        return found
+
+    def written_after(folder: SharedFolder, *given: Any, **named: Any) -> bool:
+        is_listed.wait()
+        return write(folder, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedFolder, "look", listed_before)
+        patch.setattr(SharedFolder, "write", written_after)
+        for ids in [*prompts(), prompts()[0]]:
+            (tmp_path / "changed").write_bytes(b"")  # so that the folder is listed
+            (tmp_path / "changed").unlink()
+            call(model, ids, cache)
+        is_listed.set()
+        tier.join()
+    cache.reset()
+    cache.store.reset_prefix_cache()
+    assert not saved_paths(tmp_path)
+    assert found(other) == [0] * 5
