@@ -22,6 +22,7 @@ from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
 from .integration.token_input import one_sequence
 from .model.conditioning import Conditioning
+from .model.positions import numbers_columns
 from .model.probing import input_device, measure_bytes_per_token
 from .model.state_sizes import measure_states
 from .model.state_traits import StateTraits, read_state_traits
@@ -130,7 +131,7 @@ class PrefixStore:
             model.config,
             takes_positions=takes(model, "position_ids"),
             takes_logits_to_keep=takes(model, "logits_to_keep"),
-            remembers_positions=any(hasattr(module, "rope_deltas") for module in model.modules()),
+            numbers_columns=numbers_columns(model),
             cross_inputs=cross_inputs(model),
             carries_states=states is not None,
             sees_columns=bool(layers),

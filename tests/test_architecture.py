@@ -61,6 +61,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "integration.own_layers",
     "integration.state_layers",
     "model.cache_adapters",
+    "model.positions",
     "model.probing",
     "model.state_sizes",
     "model.support",

@@ -47,7 +47,7 @@ class ArgumentReader:
         config: the model's, for outputs that it asks for by default.
         takes_positions: the forward has `position_ids`; where it has not, positions follow the mask.
         takes_logits_to_keep: the forward can leave out logits.
-        remembers_positions: where no positions are passed, they follow from the forward before.
+        numbers_columns: where no positions are passed, the model counts on from the columns in its cache.
         cross_inputs: arguments that a cross attention reads; refused.
         carries_states: of some layers, which do not look at the mask of a forward of one column.
         sees_columns: some layers attend to earlier columns, which their mask may hide.
@@ -59,7 +59,7 @@ class ArgumentReader:
         *,
         takes_positions: bool,
         takes_logits_to_keep: bool,
-        remembers_positions: bool = False,
+        numbers_columns: bool = True,
         cross_inputs: Sequence[str] = (),
         carries_states: bool = False,
         sees_columns: bool = True,
@@ -67,7 +67,7 @@ class ArgumentReader:
         self._config = config
         self._carries_states = carries_states
         self._sees_columns = sees_columns
-        self._remembers_positions = remembers_positions
+        self._numbers_columns = numbers_columns
         self._cross_inputs = cross_inputs
         self.takes_positions = takes_positions
         self.takes_logits_to_keep = takes_logits_to_keep
@@ -161,7 +161,7 @@ class ArgumentReader:
             if arguments.get(name) is not None:
                 return None
         if positions is None:
-            if self.takes_positions and (self._remembers_positions or any(r.first_position != r.pad for r in running)):
+            if self.takes_positions and (not self._numbers_columns or any(r.first_position != r.pad for r in running)):
                 return None
         elif not isinstance(positions, Tensor) or positions.shape not in ((num_rows, 1), (1, 1)):
             return None
@@ -182,8 +182,8 @@ class ArgumentReader:
         if not self.takes_positions:
             return expected, None
         if given is None:
-            if self._remembers_positions:
-                return expected, "without position_ids the model counts on from what it saw in an earlier call"
+            if not self._numbers_columns:
+                return expected, "without position_ids it is not known which positions this model gives its tokens"
             # the model numbers columns, whatever the padding
             first = list(pads)
             if running and first != expected:

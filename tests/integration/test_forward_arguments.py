@@ -78,12 +78,12 @@ def test_what_a_cross_attention_reads_is_refused_before_anything_changes() -> No
     assert tokens(read({"input_ids": IDS}, in_generate=True, cross_inputs=("a", "b"))) == IDS.tolist()
 
 
-def test_a_model_that_remembers_positions_needs_them_to_reuse() -> None:
-    given = read({"input_ids": IDS}, remembers_positions=True)
-    assert given.bypass == "without position_ids the model counts on from what it saw in an earlier call"
+def test_a_model_that_does_not_number_columns_needs_positions_to_reuse() -> None:
+    given = read({"input_ids": IDS}, numbers_columns=False)
+    assert given.bypass == "without position_ids it is not known which positions this model gives its tokens"
     assert not given.may_alias
     counted = {"input_ids": IDS, "position_ids": torch.arange(4)[None]}
-    assert read(counted, remembers_positions=True).bypass is None
+    assert read(counted, numbers_columns=False).bypass is None
 
 
 # Ids and masks
