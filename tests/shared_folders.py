@@ -52,6 +52,7 @@ def fill(model: Any, folder: Path, numbers: range) -> None:
     cache = new_cache(model, folder)
     for number in numbers:
         run(model, cache, **prompt(number), max_new_tokens=1)
+    tier_of(cache).join()
     del cache
     gc.collect()
 

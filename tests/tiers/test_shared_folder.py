@@ -58,6 +58,7 @@ def leave(model: PreTrainedModel, folder: Path, **sizes: Any) -> None:
     cache = new_cache(model, folder, **sizes)
     for ids in prompts():
         call(model, ids, cache)
+    tier_of(cache).join()
     del cache
     gc.collect()
 
