@@ -103,9 +103,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "initializer_range": 0.1,
     },
 }
+SHAPES |= {  # wider, where forwards take longer and what is done beside them counts less
+    "gemma-3-1b": SHAPES["gemma-3"] | {"hidden_size": 1152, "intermediate_size": 6912},  # Gemma 3 1B's widths
+    "gpt-oss-wide": SHAPES["gpt-oss"] | {"hidden_size": 1440, "intermediate_size": 1440, "num_attention_heads": 32},
+}
 _CLASSES: dict[str, tuple[Any, Any]] = {
     "gemma-3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gemma-3-1b": (Gemma3TextConfig, Gemma3ForCausalLM),
     "gpt-oss": (GptOssConfig, GptOssForCausalLM),
+    "gpt-oss-wide": (GptOssConfig, GptOssForCausalLM),
     "qwen3.5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM),
 }

@@ -135,10 +135,14 @@ class NamedPrefixes:
         Example:
             >>> text = "Answer in one word. What is ice? "
             >>> cache.prefill(tokenizer(text + "And what is a fire?").input_ids).num_computed
-            52
+            48
             >>> print(cache.explain(tokenizer(text + "And what is snow?").input_ids, tokenizer))
-            48 of 50 tokens are known (96%); 2 would be computed
-            why no more: the 2 tokens from token 48 on do not fill a block of 16
+            32 of 50 tokens are known (64%); 18 would be computed
+            why no more: no cached block goes on with tokens 32 to 47
+            from token 45 on they part, behind   'ce? And what is '
+              the prompt goes on with   'snow?'
+              what is cached with       'a f'
+            blocks are shared whole, so the 13 tokens from token 32 on that are the same are computed, too
         """
         tokens, blocks = array("q", one_sequence("the prompt", token_ids)), self.store.blocks
         found = self.lookup(tokens.tolist())

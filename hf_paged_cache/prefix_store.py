@@ -22,7 +22,7 @@ from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
 from .integration.token_input import one_sequence
 from .model.conditioning import Conditioning
-from .model.positions import numbers_columns
+from .model.positions import default_numbering
 from .model.probing import input_device, measure_bytes_per_token
 from .model.state_sizes import measure_states
 from .model.state_traits import StateTraits, read_state_traits
@@ -127,11 +127,12 @@ class PrefixStore:
             has_budget=max_bytes is not None,
             tiers=tiers,
         )
+        takes_positions = takes(model, "position_ids")
         self.argument_reader = ArgumentReader(
             model.config,
-            takes_positions=takes(model, "position_ids"),
+            takes_positions=takes_positions,
             takes_logits_to_keep=takes(model, "logits_to_keep"),
-            numbers_columns=numbers_columns(model),
+            default_numbering=default_numbering(model) if takes_positions else "tokens",
             cross_inputs=cross_inputs(model),
             carries_states=states is not None,
             sees_columns=bool(layers),

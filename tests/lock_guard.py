@@ -26,6 +26,7 @@ from hf_paged_cache.integration.side_forward import SideForwards
 from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.prefix_store import PrefixStore
 from hf_paged_cache.store.block_store import BlockStore
+from hf_paged_cache.store.lower_tiers import LowerTiers
 from hf_paged_cache.store.pins import Pins
 
 PACKAGE = f"{Path(hf_paged_cache.__file__).parent}/"
@@ -69,7 +70,7 @@ class LockError(AssertionError):
 def guard(store: BlockStore) -> None:
     """From here on, this store and the calls on it are guarded."""
     with store.lock:
-        for part in (store, store.allocator, store.pool, store.pins):
+        for part in (store, store.allocator, store.pool, store.pins, store.tiers):
             vars(part)["_lock_under_test"] = store.lock
         for call in store.holders():
             _guard_call(call)
@@ -87,7 +88,12 @@ def install() -> None:
     for name in ("_holders", "_reserved"):
         _guard_attribute(BlockStore, name)
     # Their texts say that the caller holds the lock.
-    for cls, name in [(Session, "_require_may_begin"), (SharedPrefixes, "plan")]:
+    for cls, name in [
+        (Session, "_require_may_begin"),
+        (SharedPrefixes, "plan"),
+        (LowerTiers, "_refresh"),
+        (LowerTiers, "distrust"),
+    ]:
         _wrap(cls, name, _require_owned)
     # A model runs between these, and users' callbacks, or what they call writes to a log.
     for cls, names in [

@@ -28,6 +28,7 @@ from .conformance import zoo
 from .internals import always_worth_it, hold_all_token_ids, make_forwards_cheap
 from .lock_guard import LockError
 from .reference import AtStep, batch, row, run
+from .shared_folders import tier_of
 from .tiny_models import build
 
 PACKAGE = Path(hf_paged_cache.__file__).parent
@@ -39,7 +40,7 @@ OTHERWISE_TESTED = {
     "integration.hooks:detach": "test_attaching_and_detaching_at_once_leaves_all_or_nothing",
     "integration.ambient:open_scope": "guards a tuple of this module, of no store",
     "integration.ambient:close_scope": "guards a tuple of this module, of no store",
-    "model.conditioning:Conditioning.digest": "test_conditions_read_by_many_threads_are_the_same",
+    "model.conditioning:Conditioning._read": "test_conditions_read_by_many_threads_are_the_same",
     "integration.session:Session._schedule_on_all_ranks": "runs only where processes share a model",
     "store.capacity:Capacity.read_budget": "before the first forward is confirmed; a look at devices, and one number",
     "store.capacity:Capacity.bytes_to_come": "asked by another store before its first forward is confirmed; numbers",
@@ -157,6 +158,7 @@ def generate_and_ask() -> None:
     for _ in range(2):
         cache.prefill(row((4, 10)))
     cache.lookup(ids)
+    cache.explain(ids)
     copy.deepcopy(cache).crop(-2)
     assert cache.layers[0].keys is not None
     cache.reset()
@@ -191,9 +193,18 @@ def come_back_from_a_tier() -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         cache = PagedPrefixCache(build("llama"), block_size=4, num_blocks=20, disk_folder=folder)
         always_worth_it(cache)
+        tier_of(cache).run_bytes = 2**12
         for tokens in ((1, 18), (2, 30), (3, 30), (1, 18)):
             run(cache.store.model, cache, input_ids=torch.tensor([row(tokens)]))
         assert cache.last_call.rows[0].disk_tokens
+        tier_of(cache).join()
+        other = PagedPrefixCache(copy.deepcopy(cache.store.model), block_size=4, disk_folder=folder, verify=True)
+        always_worth_it(other)
+        run(other.store.model, other, input_ids=torch.tensor([row((2, 30))]))
+        assert other.last_call.rows[0].disk_tokens
+        weight = other.store.model.model.layers[0].self_attn.k_proj.weight
+        weight.detach().numpy()[:, 1:7] += 1.0  # seen by no count, so only by a look at a block
+        run(other.store.model, other, input_ids=torch.tensor([row((2, 30))]))
 
 
 def save_and_load() -> None:

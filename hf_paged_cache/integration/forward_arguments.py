@@ -4,7 +4,7 @@ Never guesses: token ids, a mask of the form 0...01...1 and positions that count
 is named as the reason why the forward is computed without reuse. Inputs are shortened by name, never by shape.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..call.rows import Row, Rows
 from ..call.scheduled_forward import ForwardRequest, RowInput, ScheduledForward
 from ..errors import CacheArgumentError
 from ..kv.transfers import to_device
+from ..model.positions import Numbering
 from .input_values import KnownInputs, MaskValues, PositionValues, num_pads, read_inputs
 
 # Read here, or without influence on keys and values. Any other argument that is no plain number, flag or name makes
@@ -47,7 +48,7 @@ class ArgumentReader:
         config: the model's, for outputs that it asks for by default.
         takes_positions: the forward has `position_ids`; where it has not, positions follow the mask.
         takes_logits_to_keep: the forward can leave out logits.
-        numbers_columns: where no positions are passed, the model counts on from the columns in its cache.
+        default_numbering: what the model numbers where no positions are passed: see `model.positions`.
         cross_inputs: arguments that a cross attention reads; refused.
         carries_states: of some layers, which do not look at the mask of a forward of one column.
         sees_columns: some layers attend to earlier columns, which their mask may hide.
@@ -59,7 +60,7 @@ class ArgumentReader:
         *,
         takes_positions: bool,
         takes_logits_to_keep: bool,
-        numbers_columns: bool = True,
+        default_numbering: Numbering | None = "columns",
         cross_inputs: Sequence[str] = (),
         carries_states: bool = False,
         sees_columns: bool = True,
@@ -67,7 +68,7 @@ class ArgumentReader:
         self._config = config
         self._carries_states = carries_states
         self._sees_columns = sees_columns
-        self._numbers_columns = numbers_columns
+        self._default_numbering = default_numbering
         self._cross_inputs = cross_inputs
         self.takes_positions = takes_positions
         self.takes_logits_to_keep = takes_logits_to_keep
@@ -161,7 +162,9 @@ class ArgumentReader:
             if arguments.get(name) is not None:
                 return None
         if positions is None:
-            if self.takes_positions and (not self._numbers_columns or any(r.first_position != r.pad for r in running)):
+            if self.takes_positions and self._first_by_default(row.pad for row in running) != [
+                row.first_position for row in running
+            ]:
                 return None
         elif not isinstance(positions, Tensor) or positions.shape not in ((num_rows, 1), (1, 1)):
             return None
@@ -173,6 +176,12 @@ class ArgumentReader:
             return None
         return [*chain.from_iterable(ids.tolist())]
 
+    def _first_by_default(self, pads: Iterable[int]) -> list[int] | None:
+        """The position of each row's first token where none are passed."""
+        if self._default_numbering is None:
+            return None
+        return [pad if self._default_numbering == "columns" else 0 for pad in pads]
+
     def _first_positions(
         self, given: PositionValues | None, rows: Rows, pads: Sequence[int], num_new: int, *, is_bypassed: bool
     ) -> tuple[list[int], str | None]:
@@ -182,10 +191,9 @@ class ArgumentReader:
         if not self.takes_positions:
             return expected, None
         if given is None:
-            if not self._numbers_columns:
+            first = self._first_by_default(pads)
+            if first is None:
                 return expected, "without position_ids it is not known which positions this model gives its tokens"
-            # the model numbers columns, whatever the padding
-            first = list(pads)
             if running and first != expected:
                 return expected, "positions were not passed for padded rows"
             return first, None

@@ -79,11 +79,18 @@ def test_what_a_cross_attention_reads_is_refused_before_anything_changes() -> No
 
 
 def test_a_model_that_does_not_number_columns_needs_positions_to_reuse() -> None:
-    given = read({"input_ids": IDS}, numbers_columns=False)
+    given = read({"input_ids": IDS}, default_numbering=None)
     assert given.bypass == "without position_ids it is not known which positions this model gives its tokens"
     assert not given.may_alias
     counted = {"input_ids": IDS, "position_ids": torch.arange(4)[None]}
-    assert read(counted, numbers_columns=False).bypass is None
+    assert read(counted, default_numbering=None).bypass is None
+
+
+def test_where_a_model_numbers_tokens_padding_has_no_positions() -> None:
+    given = read({"input_ids": IDS, "attention_mask": MASK}, default_numbering="tokens")
+    assert (given.bypass, first_positions(given)) == (None, [0, 0])
+    given = read({"input_ids": IDS, "attention_mask": MASK}, default_numbering="columns")
+    assert (given.bypass, first_positions(given)) == (None, [2, 0])
 
 
 # Ids and masks
