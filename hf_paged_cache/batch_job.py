@@ -148,8 +148,8 @@ def generate_all(
             raise CacheArgumentError("cache is of another model than the one given")
         stack.callback(on.reset)
         rows = stack.enter_context(opened(prompts, column))
-        tokens = [*_tokenized(rows, column, tokenizer)]
-        _require_positions(inside, tokens, max_new_tokens)
+        tokens = [*tokenized(rows, column, tokenizer)]
+        require_positions(inside, tokens, max_new_tokens)
         journal = output = None
         if out is not None:
             path = Path(out)
@@ -186,8 +186,12 @@ def _is_off(progress: bool | None) -> bool | None:
     return None if progress is None else not progress
 
 
-def _tokenized(rows: Sequence[Row], column: str, tokenizer: Any) -> "Iterator[array[int]]":
-    """Token ids of each row's prompt."""
+def tokenized(rows: Sequence[Row], column: str, tokenizer: Any) -> "Iterator[array[int]]":
+    """Token ids of each row's prompt.
+
+    Raises:
+        CacheArgumentError: a row has none.
+    """
     for start in range(0, len(rows), _CHUNK):
         numbers = range(start, min(start + _CHUNK, len(rows)))
         for number, ids in zip(numbers, _ids([prompt_of(rows[n], n, column) for n in numbers], tokenizer), strict=True):
@@ -214,7 +218,12 @@ def _ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
     return ids
 
 
-def _require_positions(model: Any, tokens: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def require_positions(model: Any, tokens: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Refuse prompts with tokens or lengths that the model has no embedding or position for.
+
+    Raises:
+        CacheArgumentError: naming the first.
+    """
     config = model.config.get_text_config(decoder=True)
     highest = max((max(each) for each in tokens), default=0)
     if highest >= config.vocab_size:

@@ -94,7 +94,7 @@ def check_model(model: Any) -> ModelReport:
             if not was_attached:
                 detach(model)
     except PagedCacheError as error:
-        return ModelReport(name, False, str(error), layers=layers)
+        return ModelReport(name, False, str(error).removeprefix(f"{name}: "), layers=layers)
 
 
 def _try(model: PreTrainedModel, name: str, layers: dict[str, int]) -> ModelReport:

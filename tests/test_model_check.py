@@ -106,6 +106,4 @@ def test_a_report_reads_as_a_few_lines() -> None:
     assert lines[3] == "reused 23 of 24 tokens of a prompt that was known"
     assert lines[4].startswith("it takes no position_ids")
     refused = str(check_model(build("mamba")))
-    assert refused.startswith(
-        "MambaForCausalLM is not supported: MambaForCausalLM: its scan of several tokens starts without"
-    )
+    assert refused.startswith("MambaForCausalLM is not supported: its scan of several tokens starts without")

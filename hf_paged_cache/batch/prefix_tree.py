@@ -11,7 +11,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 TOKEN_BYTES = 4
 
@@ -80,6 +80,17 @@ def grow(prompts: Sequence[Sequence[int]], *, block_size: int = 16, least_saving
     close(0)
     _dissolve(path[0], least_saving)
     return path[0]
+
+
+def num_shared_tokens(prompts: Sequence[Sequence[int]], *, block_size: int = 16) -> int:
+    """Tokens that another prompt of these begins with, too, in whole blocks: as many as a cache with room for all of them reuses.
+
+    Example:
+        >>> num_shared_tokens([[1, 2, 3, 4], [9], [1, 2, 3, 5], [1, 2, 7]], block_size=1)
+        5
+    """
+    keys = sorted(map(_sortable, prompts))
+    return sum(_num_common(*pair) // block_size * block_size for pair in pairwise(keys))
 
 
 def _dissolve(tree: Branch, least_saving: int) -> None:

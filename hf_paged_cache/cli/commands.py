@@ -9,11 +9,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .bench import bench
+from .doctor import doctor
 from .generate import ANY_OPTION, generate
 from .questions import QUESTIONS, SHOTS, few_shot_prompt
 from .saved import load, save
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(doctor)
+app.command()(bench)
 app.command()(save)
 app.command()(load)
 app.command(context_settings=ANY_OPTION)(generate)

@@ -8,7 +8,7 @@ of the second side share one `PagedPrefixCache`, whose first call computes the w
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from .questions import ask, few_shot_prompt
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import BatchEncoding, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from hf_paged_cache import PagedPrefixCache
 
@@ -123,16 +123,31 @@ def run_demo(
         raise DemoInputError(
             f"prompt and answer need {num_tokens} positions and the model has {limit}: ask with fewer --shots or --max-new-tokens"
         )
-    stop_ids = _stop_ids(model, tokenizer)
+    return compare(
+        model, tokenizer, cache, zip(questions, prompts, strict=True), max_new_tokens, _stop_ids(model, tokenizer)
+    )
 
-    def compare() -> Iterator[Comparison]:
-        _warm_up(model, prompts[0], cache)
-        for question, prompt in zip(questions, prompts, strict=True):
-            dynamic = _generate(model, tokenizer, prompt, max_new_tokens, stop_ids, cache=None)
-            paged = _generate(model, tokenizer, prompt, max_new_tokens, stop_ids, cache=cache)
-            yield Comparison(question, dynamic, paged)
 
-    return compare()
+def compare(
+    model: Model,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: PagedPrefixCache,
+    prompts: Iterable[tuple[str, Mapping[str, Tensor]]],
+    max_new_tokens: int,
+    stop_ids: list[int] | None = None,
+) -> Iterator[Comparison]:
+    """Answer every prompt twice, when the next result is asked for: with generate's own cache, then with ours.
+
+    Args:
+        prompts: what to call each, and its `input_ids` and `attention_mask` of [1, T].
+        stop_ids: an answer ends with one of them; None: as the model's generation config says.
+    """
+    for number, (question, prompt) in enumerate(prompts):
+        if not number:
+            _warm_up(model, prompt, cache)
+        dynamic = _generate(model, tokenizer, prompt, max_new_tokens, stop_ids, cache=None)
+        paged = _generate(model, tokenizer, prompt, max_new_tokens, stop_ids, cache=cache)
+        yield Comparison(question, dynamic, paged)
 
 
 def _stop_ids(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
@@ -145,7 +160,7 @@ def _stop_ids(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[int] | N
     return ids or None
 
 
-def _warm_up(model: Model, prompt: BatchEncoding, cache: PagedPrefixCache) -> None:
+def _warm_up(model: Model, prompt: Mapping[str, Tensor], cache: PagedPrefixCache) -> None:
     """Pay for first-time costs outside the clock, with tokens that no question starts with: the prompt, reversed."""
     ids, mask = prompt["input_ids"].flip(1), prompt["attention_mask"]
     model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
@@ -157,7 +172,7 @@ def _warm_up(model: Model, prompt: BatchEncoding, cache: PagedPrefixCache) -> No
 def _generate(
     model: Model,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: BatchEncoding,
+    prompt: Mapping[str, Tensor],
     max_new_tokens: int,
     stop_ids: list[int] | None,
     *,
@@ -172,7 +187,7 @@ def _generate(
         streamer=clock,
         max_new_tokens=max_new_tokens,
         do_sample=False,
-        eos_token_id=stop_ids,
+        **({} if stop_ids is None else {"eos_token_id": stop_ids}),
         pad_token_id=0,
     )
     ended_at = time.perf_counter()

@@ -14,6 +14,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,9 @@ _CONVERTED = f"smollm2-135m-instruct-{_GGUF_SHA256[:8]}"
 _HUB_FILES = ["config.json", "generation_config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*"]  # fmt: skip
 _HUB_TIMEOUT_SECONDS = 5.0
 _DOWNLOAD_TIMEOUT_SECONDS = 1800.0
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class DemoModelError(PagedCacheError):
@@ -134,6 +138,8 @@ def _find_named_model(name: str, progress: bool) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
+    if not _HUB_NAME.fullmatch(name):
+        raise DemoModelError(f"there is no folder {name}")
     try:
         return _in_hub_cache(name) or _from_hub(name, progress)
     except DemoModelError as error:

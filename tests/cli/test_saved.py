@@ -14,14 +14,6 @@ from hf_paged_cache.cli.demo_model import load_demo_model
 
 
 @pytest.fixture
-def model_folder(tmp_path: Path, tiny_llama: Any, tiny_tokenizer: Any) -> str:
-    folder = tmp_path / "model"
-    tiny_llama.save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture
 def prompt_file(tmp_path: Path) -> str:
     path = tmp_path / "prompt.txt"
     path.write_text("What is one and one? " * 8, encoding="utf-8")

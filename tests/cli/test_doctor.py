@@ -1,0 +1,102 @@
+"""`hf-paged-cache doctor`: of this machine, of a supported model, of a refused one, and of what is none."""
+
+from __future__ import annotations
+
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache
+from typer.testing import CliRunner
+
+from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.cli.commands import app
+
+from ..tiny_models import build
+
+
+def doctor(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def test_without_a_model_it_says_what_there_is() -> None:
+    done = doctor()
+    assert done.exit_code == 0, done.output
+    for version in (transformers.__version__, torch.__version__, platform.python_version()):
+        assert version in done.output
+    free, total = map(float, re.findall(r"cpu +([\d.]+) of ([\d.]+) GiB free", done.output)[0])
+    assert 0 < free < total
+    assert torch.accelerator.is_available() or "none that torch can use" in done.output
+
+
+def test_of_a_supported_model_it_says_what_a_token_costs_and_how_many_fit(model_folder: str, tiny_llama: Any) -> None:
+    done = doctor(model_folder, "--dtype", "float32", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    assert "LlamaForCausalLM is supported" in done.output
+    plain = DynamicCache(config=tiny_llama.config)
+    tiny_llama(torch.tensor([[1]]), past_key_values=plain)
+    of_a_token = sum(layer.keys.nbytes + layer.values.nbytes for layer in plain.layers)
+    assert f"a token      {of_a_token / 2**10:,.1f} KiB of keys and values" in done.output
+    tokens, blocks = re.findall(r"room for +([\d,]+) tokens, in ([\d,]+) blocks of 16", done.output)[0]
+    assert int(tokens.replace(",", "")) == 16 * int(blocks.replace(",", "")) > 0
+    assert "a snapshot" not in done.output
+
+
+def test_of_states_it_says_what_a_snapshot_takes(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    model = build("lfm2")
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    done = doctor(str(tmp_path))
+    assert done.exit_code == 0, done.output
+    num_bytes = PagedPrefixCache(model).store.blocks.states.rules.num_bytes
+    assert f"a snapshot   {num_bytes / 2**20:,.2f} MiB" in done.output
+
+
+def test_of_a_refused_model_it_says_why_and_fails(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    build("mamba").save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    done = doctor(str(tmp_path))
+    assert done.exit_code == 1
+    assert "MambaForCausalLM is not supported: its scan of several tokens starts without the state" in done.output
+    assert "room for" not in done.output
+
+
+def spoil_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"none")
+
+
+def spoil_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{", encoding="utf-8")
+
+
+def remove_tokenizer(folder: Path) -> None:
+    for path in folder.glob("*token*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (spoil_weights, "holds no causal language model that can be read"),
+        (spoil_config, "config.json cannot be used"),
+        (remove_tokenizer, "holds no tokenizer that can be read"),
+    ],
+)
+@pytest.mark.parametrize("command", ["doctor", "bench"])
+def test_what_cannot_be_loaded_is_one_line(command: str, spoil: Any, why: str, model_folder: str) -> None:
+    spoil(Path(model_folder))
+    done = CliRunner().invoke(app, [command, model_folder])
+    assert done.exit_code == 2
+    assert isinstance(done.exception, SystemExit)
+    assert [line for line in done.stderr.splitlines() if line.startswith(f"hf-paged-cache {command}: ") and why in line]
+
+
+@pytest.mark.parametrize("command", ["doctor", "bench"])
+def test_a_folder_that_is_not_there_is_named(command: str) -> None:
+    done = CliRunner().invoke(app, [command, "/no/such/folder"])
+    assert done.exit_code == 2
+    assert f"hf-paged-cache {command}: there is no folder /no/such/folder\n" in done.stderr
