@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .integration.prefill import Prefilled
     from .model_check import ModelReport, check_model
     from .prefix_store import PrefixStore
+    from .prompts import Prompts, read_prompts
     from .saved_report import SavedFileReport, saved_report
     from .scoring import Score
     from .stats import CacheStats, CallStats, RowStats, TierStats
@@ -46,6 +47,7 @@ _HOMES = (
     ".saved_report",
     ".model_check",
     ".batch_job",
+    ".prompts",
 )  # have all public names; the first two import no torch
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "PoolArgumentError",
     "Prefilled",
     "PrefixStore",
+    "Prompts",
     "RowStats",
     "Saved",
     "SavedBlocksError",
@@ -78,6 +81,7 @@ __all__ = [
     "__version__",
     "check_model",
     "generate_all",
+    "read_prompts",
     "saved_report",
 ]
 

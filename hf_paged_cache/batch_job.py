@@ -4,7 +4,7 @@ Owns the job from its prompts to its summary: what is refused before anything ru
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike
@@ -18,7 +18,7 @@ from .batch.journal import Completion, Journal, Record
 from .batch.output import ORDERS, Output
 from .batch.plan import batches, ordered
 from .batch.prefix_tree import grow
-from .batch.rows import Row, digest_of, opened, prompt_of
+from .batch.rows import Row, digest_of, opened
 from .batch_calls import BatchCalls, digest_of_model, generation_config
 from .blocks.arguments import int_of_at_least
 from .cache import PagedPrefixCache
@@ -26,8 +26,7 @@ from .errors import CacheArgumentError
 from .integration.hooks import detach, is_attached
 from .model.support import unwrapped
 from .prefix_store import PrefixStore
-
-_CHUNK = 1000  # prompts that are tokenized at a time
+from .prompts import require_positions, tokenized
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,60 +183,6 @@ def journal_of(out: Path) -> Path:
 
 def _is_off(progress: bool | None) -> bool | None:
     return None if progress is None else not progress
-
-
-def tokenized(rows: Sequence[Row], column: str, tokenizer: Any) -> "Iterator[array[int]]":
-    """Token ids of each row's prompt.
-
-    Raises:
-        CacheArgumentError: a row has none.
-    """
-    for start in range(0, len(rows), _CHUNK):
-        numbers = range(start, min(start + _CHUNK, len(rows)))
-        for number, ids in zip(numbers, _ids([prompt_of(rows[n], n, column) for n in numbers], tokenizer), strict=True):
-            if not ids:
-                raise CacheArgumentError(f"row {number}: the tokenizer makes no token of its {column!r}")
-            yield array("i", ids)
-
-
-def _ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
-    """Texts as the tokenizer makes prompts of them; chats through its template, which has special tokens of its own."""
-    is_chat = [not isinstance(prompt, str) for prompt in prompts]
-    if any(is_chat) and getattr(tokenizer, "chat_template", None) is None:
-        raise CacheArgumentError("there are chats among the prompts, and the tokenizer has no chat template")
-    texts = [
-        tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True) if chat else prompt
-        for prompt, chat in zip(prompts, is_chat, strict=True)
-    ]
-    ids: list[list[int]] = [[]] * len(texts)
-    for chat in {*is_chat}:
-        numbers = [number for number, each in enumerate(is_chat) if each is chat]
-        encoded = tokenizer([texts[number] for number in numbers], add_special_tokens=not chat)["input_ids"]
-        for number, each in zip(numbers, encoded, strict=True):
-            ids[number] = each
-    return ids
-
-
-def require_positions(model: Any, tokens: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Refuse prompts with tokens or lengths that the model has no embedding or position for.
-
-    Raises:
-        CacheArgumentError: naming the first.
-    """
-    config = model.config.get_text_config(decoder=True)
-    highest = max((max(each) for each in tokens), default=0)
-    if highest >= config.vocab_size:
-        raise CacheArgumentError(
-            f"the tokenizer gives token {highest}, and the model has none: the two do not belong together"
-        )
-    limit = getattr(config, "max_position_embeddings", None)
-    too_long = [n for n, each in enumerate(tokens) if isinstance(limit, int) and len(each) + max_new_tokens - 1 > limit]
-    if too_long:
-        first = too_long[0]
-        raise CacheArgumentError(
-            f"{len(too_long)} prompts are too long for the model's {limit} positions, with {max_new_tokens} new tokens; the first is "
-            f"row {first}, of {len(tokens[first])} tokens: shorten or remove them"
-        )
 
 
 def _require_free(out: Path, overwrite: bool) -> None:

@@ -33,6 +33,7 @@ from .integration.state_layers import live_states, make_layer
 from .integration.verification import Verifier
 from .model.support import cache_layers
 from .named_prefixes import NamedPrefixes
+from .picture import Picture, as_figure, as_html
 from .prefix_store import PrefixStore, store_of
 from .scoring import Score, score
 from .stats import CacheStats, CallStats
@@ -150,6 +151,29 @@ class PagedPrefixCache(NamedPrefixes, Cache):
         rows = f"{own.num_rows if own.has_rows else len(self.call.rows)} rows of {self.get_seq_length()} tokens"
         where = f"{type(self.store.model).__name__}, with a salt" if self.cache_salt else repr(self.store)
         return f"PagedPrefixCache({rows}{' without the store' if own.has_rows else ''}, {where})"
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it: hits over the last prompts, and a map of the pool."""
+        return as_html(self._picture())
+
+    def plot(self) -> Any:
+        """Draw hits over the last prompts, and a map of the pool: a `matplotlib` figure; with a salt, of its own blocks.
+
+        Raises:
+            CacheArgumentError: matplotlib is not installed.
+        Example:
+            >>> cache.plot().get_size_inches().tolist()
+            [8.0, 4.0]
+        """
+        return as_figure(self._picture())
+
+    def _picture(self) -> Picture:
+        stats, blocks = self.stats(), self.store.blocks
+        with blocks.lock:
+            calls, kinds = self.call.counters.metrics.recent, blocks.allocator.kinds_of_blocks(self.cache_salt or None)
+        facts = f"{stats.num_calls:,} calls, {stats.reused_tokens:,} of {stats.prompt_tokens:,} prompt tokens reused ({stats.hit_rate:.0%})"
+        size = f"blocks of {blocks.block_size} tokens, {stats.kv_bytes / 2**20:,.1f} MiB of keys and values"
+        return Picture(f"PagedPrefixCache of {type(self.store.model).__name__}", f"{facts}; {size}", calls, kinds)
 
     @property
     def layers(self) -> list[Any]:

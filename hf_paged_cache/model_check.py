@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from .cache import PagedPrefixCache
 from .errors import PagedCacheError
 from .integration.hooks import detach, is_attached
-from .model.probing import types_of_logits, undisturbed
+from .model.probing import measure_bytes_per_token, types_of_logits, undisturbed
 from .model.support import cache_layers, require_supported, takes, unwrapped
 from .model.trial import (
     NUM_CACHED,
@@ -41,6 +41,8 @@ class ModelReport:
             None if not measured.
         own_distance: the same for `DynamicCache`.
         reused_tokens, prompt_tokens: of a prompt whose first blocks were cached.
+        kv_bytes_per_token: of keys and values in all layers; behind a window's end less.
+        snapshot_bytes: of its states at one place, where it has any.
         layers: type of cache layer -> how many the model has.
         remarks: sentences on what limits reuse.
     """
@@ -53,6 +55,8 @@ class ModelReport:
     reused_tokens: int | None = None
     prompt_tokens: int | None = None
     layers: Mapping[str, int] | None = None
+    kv_bytes_per_token: float | None = None
+    snapshot_bytes: int = 0
     remarks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -66,6 +70,9 @@ class ModelReport:
             )
         if self.reused_tokens is not None:
             lines.append(f"reused {self.reused_tokens} of {self.prompt_tokens} tokens of a prompt that was known")
+        if self.kv_bytes_per_token is not None:
+            states = f", a snapshot of its states {self.snapshot_bytes / 2**20:,.2f} MiB" if self.snapshot_bytes else ""
+            lines.append(f"a token takes {self.kv_bytes_per_token / 2**10:,.1f} KiB of keys and values{states}")
         return "\n".join([*lines, *self.remarks])
 
 
@@ -114,7 +121,17 @@ def _try(model: PreTrainedModel, name: str, layers: dict[str, int]) -> ModelRepo
     if not reason and not counts.reused_tokens and can_reuse:
         reason = f"nothing of a known prompt is reused: {counts.rows[0].stopped if counts.rows else 'no row ran'}"
     return ModelReport(
-        name, not reason, reason, ours, own, counts.reused_tokens, counts.prompt_tokens, layers, _remarks(model, cache)
+        name,
+        not reason,
+        reason,
+        ours,
+        own,
+        counts.reused_tokens,
+        counts.prompt_tokens,
+        layers,
+        measure_bytes_per_token(model),
+        cache.store.blocks.states.rules.num_bytes if cache.store.blocks.states else 0,
+        _remarks(model, cache),
     )
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import io
+import re
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import hf_paged_cache
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
+Run = Callable[..., list[str]]
 
 pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="the examples are not beside the tests")
 
@@ -25,24 +26,33 @@ def model_folder(tmp_path: Path, tiny_llama: Any, tiny_tokenizer: Any) -> str:
     return str(folder)
 
 
-def run_example(name: str, *arguments: str) -> list[str]:
-    """What it prints, line by line."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(hf_paged_cache.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+@pytest.fixture
+def run_example(model_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs one as the command does, and returns what it prints, line by line."""
+
+    def run(name: str, *arguments: str, typed: str = "") -> list[str]:
+        monkeypatch.setattr(sys, "argv", [name, *arguments, "--model", model_folder])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out.splitlines()
+
+    return run
 
 
-def test_save_and_load_computes_in_its_first_run_alone(model_folder: str, tmp_path: Path) -> None:
+def numbers(line: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", line)]
+
+
+def test_every_example_is_run_here() -> None:
+    text = Path(__file__).read_text("utf-8")
+    elsewhere = {"execute.py", "lm_eval_few_shot.py"}  # test_notebook.py, neighbours/test_lm_eval.py
+    assert all(path.name in text for path in EXAMPLES.glob("*.py") if path.name not in elsewhere)
+
+
+def test_save_and_load_computes_in_its_first_run_alone(run_example: Run, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
-    runs = [run_example("save_and_load.py", folder, "--model", model_folder) for _ in range(2)]
+    runs = [run_example("save_and_load.py", folder) for _ in range(2)]
     computed, answer = runs[0][0], runs[0][-1]
     assert " 0 known" in computed
     assert runs[1][0].startswith("loaded ")
@@ -50,3 +60,64 @@ def test_save_and_load_computes_in_its_first_run_alone(model_folder: str, tmp_pa
     assert runs[1][1].endswith(" 0 computed")
     assert runs[1][2].startswith("saved 0 new blocks")
     assert runs[1][-1].split()[0] == answer.split()[0]
+
+
+def test_few_shot_eval_computes_its_examples_once(run_example: Run) -> None:
+    right, reused = run_example("few_shot_eval.py", "--shots", "2", "--questions", "6", "--batch-size", "3")
+    assert right.split(" right")[0].endswith(" of 6")
+    share = int(re.findall(r"\((\d+)%\)", reused)[0])
+    assert share > 40
+
+
+def test_chat_computes_what_is_new_of_a_turn(run_example: Run) -> None:
+    lines = run_example(
+        "chat.py", "--max-new-tokens", "6", typed="What is one and one?\nAnd two and two?\n\nnever read\n"
+    )
+    first, second = (numbers(line) for line in lines if line.startswith("("))
+    assert first[0] == 0
+    assert second[0] >= first[1] - 16
+    assert not any("never read" in line for line in lines)
+
+
+def test_best_of_n_computes_the_prompt_once(run_example: Run) -> None:
+    computed, best = run_example("best_of_n.py", "What is one and one?", "--samples", "4", "--max-new-tokens", "4")
+    assert computed == "computed 20 prompt tokens for 4 samples"
+    assert re.match(r"sample [0-3]: ", best)
+
+
+def test_beam_search_gives_the_same_tokens_in_less_memory(run_example: Run) -> None:
+    *_, same, memory = run_example("beam_search.py", "--max-new-tokens", "4")
+    assert same.endswith("True")
+    ours, plain = map(float, re.findall(r"([\d.]+) MiB", memory))
+    assert ours < plain  # of two layers one is copied for its attention
+
+
+def test_score_choices_computes_a_question_once(run_example: Run) -> None:
+    *_, counts = run_example("score_choices.py")
+    computed, of = numbers(counts)
+    assert computed < of / 2
+
+
+def test_speculative_decoding_gives_the_same_tokens(run_example: Run, model_folder: str) -> None:
+    *ways, same = run_example("speculative.py", "--assistant", model_folder, "--max-new-tokens", "8")
+    assert len(ways) == 3
+    assert same == "the same tokens: True"
+
+
+def test_adapters_have_blocks_of_their_own(run_example: Run) -> None:
+    reused = [numbers(line)[0] for line in run_example("adapters.py")]
+    assert reused[:2] == [0, 0]
+    assert min(reused[2:]) > 200
+
+
+def test_grpo_computes_the_samples_of_a_prompt_once(run_example: Run) -> None:
+    calls, computed, of = numbers(run_example("grpo_rollouts.py", "--samples", "4")[-1])
+    assert calls >= 2
+    assert computed <= of / 2
+
+
+def test_multi_gpu_runs_on_what_there_is(run_example: Run) -> None:
+    first, second, devices = run_example("multi_gpu.py")
+    assert " 0 of " in first
+    assert numbers(second)[1] > 200
+    assert devices.startswith("layers on ")

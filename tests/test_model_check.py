@@ -104,6 +104,7 @@ def test_a_report_reads_as_a_few_lines() -> None:
     assert lines[1] == "cache layers: 2 DynamicLayer"
     assert lines[2].startswith("distance from one forward without a cache: ")
     assert lines[3] == "reused 23 of 24 tokens of a prompt that was known"
-    assert lines[4].startswith("it takes no position_ids")
+    assert lines[4].startswith("a token takes ")
+    assert lines[5].startswith("it takes no position_ids")
     refused = str(check_model(build("mamba")))
     assert refused.startswith("MambaForCausalLM is not supported: its scan of several tokens starts without")

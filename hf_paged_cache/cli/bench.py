@@ -43,10 +43,8 @@ def bench(
     """
     import torch
 
-    from ..batch.prefix_tree import num_shared_tokens
-    from ..batch_job import require_positions
-    from ..cache import PagedPrefixCache
-    from ..errors import PagedCacheError
+    from hf_paged_cache import PagedCacheError, PagedPrefixCache, read_prompts
+
     from .demo import compare
     from .display import summary
     from .loading import load_model
@@ -57,41 +55,39 @@ def bench(
         print(f"loading {model} ...", file=sys.stderr, flush=True)
         loaded, tokenizer = load_model(model, dtype=dtype, device=device)
         cache = PagedPrefixCache(loaded)
-        tokens = _tokens(prompts, column, tokenizer)
-        require_positions(loaded, tokens, max_new_tokens)
+        read = read_prompts(
+            _few_shot_prompts() if prompts is None else prompts,
+            tokenizer,
+            column=column,
+            model=loaded,
+            max_new_tokens=max_new_tokens,
+        )
         started, answered = time.perf_counter(), []
-        for each in compare(loaded, tokenizer, cache, _inputs(tokens, tokenizer, loaded.device), max_new_tokens):
+        for each in compare(
+            loaded, tokenizer, cache, _inputs(read.token_ids, tokenizer, loaded.device), max_new_tokens
+        ):
             answered.append(each)
-            _show_progress(len(answered), len(tokens), each.speedup, each.paged.reused_tokens, each.paged.prompt_tokens)
+            _show_progress(
+                len(answered), len(read.token_ids), each.speedup, each.paged.reused_tokens, each.paged.prompt_tokens
+            )
             if time.perf_counter() - started > seconds and len(answered) >= _LEAST_PROMPTS:
                 break
     except (PagedCacheError, OSError) as error:
         print(f"hf-paged-cache bench: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
-    spent, num_tokens = time.perf_counter() - started, sum(map(len, tokens))
-    shared = num_shared_tokens(tokens, block_size=cache.store.blocks.block_size)
-    print(f"{len(answered)} of {len(tokens)} prompts, {max_new_tokens} new tokens at most, in {spent:.0f} s.")
+    spent = time.perf_counter() - started
+    print(f"{len(answered)} of {len(read.token_ids)} prompts, {max_new_tokens} new tokens at most, in {spent:.0f} s.")
     print(summary(answered).replace("questions", "prompts").replace("question", "prompt"))
+    share = read.num_shared_tokens / read.num_tokens
     print(
-        f"Of the {num_tokens:,} tokens of all prompts, {shared:,} ({shared / num_tokens:.0%}) begin another prompt, too."
+        f"Of the {read.num_tokens:,} tokens of all prompts, {read.num_shared_tokens:,} ({share:.0%}) begin another one, too."
     )
     if loaded.dtype == torch.float32 and not all(each.same_tokens for each in answered):
         raise typer.Exit(1)
 
 
-def _tokens(prompts: Path | None, column: str, tokenizer: Any) -> list[Sequence[int]]:
-    """Token ids of every prompt."""
-    if prompts is None:
-        shared = few_shot_prompt(len(SHOTS))
-        return [tokenizer(shared + ask(question))["input_ids"] for question in QUESTIONS]
-    from ..batch.rows import opened
-    from ..batch_job import tokenized
-    from ..errors import CacheArgumentError
-
-    with opened(prompts, column) as rows:
-        if not len(rows):
-            raise CacheArgumentError(f"{prompts} has no rows")
-        return list(tokenized(rows, column, tokenizer))
+def _few_shot_prompts() -> list[str]:
+    return [few_shot_prompt(len(SHOTS)) + ask(question) for question in QUESTIONS]
 
 
 def _inputs(tokens: Sequence[Sequence[int]], tokenizer: Any, device: Any) -> Iterator[tuple[str, Mapping[str, Tensor]]]:

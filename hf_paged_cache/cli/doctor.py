@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_GIB = 2**30
+_BLOCK_SIZE = 16  # of a PagedPrefixCache without options
 _NAMES = 13  # columns of the names of what is told
 
 
@@ -32,8 +32,8 @@ def doctor(
 
     Exits with 1 if the model is not supported.
     """
-    from ..errors import PagedCacheError
-    from ..model_check import check_model
+    from hf_paged_cache import PagedCacheError, check_model
+
     from .loading import load_model
 
     _print(of_machine())
@@ -63,24 +63,24 @@ def of_machine() -> Iterator[tuple[str, str]]:
 
     import hf_paged_cache
 
-    from ..model.support import TESTED_VERSION, is_tested_version
-    from ..store.memory_budget import free_bytes
-
-    tested = "" if is_tested_version() else f" (all model types were tried with {TESTED_VERSION})"
     yield (
         "versions",
-        f"hf_paged_cache {hf_paged_cache.__version__}, transformers {transformers.__version__}{tested}, "
-        f"torch {torch.__version__}, Python {platform.python_version()}",
+        f"hf_paged_cache {hf_paged_cache.__version__}, transformers {transformers.__version__}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}",
     )
-    of = f"{free_bytes(torch.device('cpu')) / _GIB:.1f} of {psutil.virtual_memory().total / _GIB:.1f} GiB free"
-    yield "cpu", f"{of}, {torch.get_num_threads()} threads"
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        for index in range(torch.accelerator.device_count()):
-            found = torch.device(kind.type if kind else "cuda", index)
-            yield str(found), f"{free_bytes(found) / _GIB:.1f} GiB free"
-    else:
+    memory = psutil.virtual_memory()
+    yield "cpu", f"{_gib(memory.available)} of {_gib(memory.total)} GiB free, {torch.get_num_threads()} threads"
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None:
         yield "accelerator", "none that torch can use"
+        return
+    for index in range(torch.accelerator.device_count()):
+        free, total = torch.accelerator.get_memory_info(index)
+        yield f"{kind.type}:{index}", f"{_gib(free)} of {_gib(total)} GiB free"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f}"
 
 
 def of_model(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
@@ -92,28 +92,21 @@ def of_model(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
         "model",
         f"{type(model).__name__}, {parameters / 1e6:,.1f} million parameters, {dtype} on {', '.join(devices)}",
     )
-    yield (
-        "attention",
-        f"{model.config._attn_implementation}, over the copy that attention='contiguous' keeps of a running row",
-    )
+    yield "attention", str(model.config._attn_implementation)
 
 
 def of_memory(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """What a token costs, and how many fit, as a `PagedPrefixCache` without options has it."""
-    from ..cache import PagedPrefixCache
-    from ..model.probing import measure_bytes_per_token
+    """How many tokens a `PagedPrefixCache` without options has room for."""
+    from hf_paged_cache import PagedPrefixCache
 
     cache = PagedPrefixCache(model)
-    cache.prefill([0] * (2 * cache.store.blocks.block_size))  # shows what a block takes, and so what the budget holds
-    stats, size = cache.stats(), cache.store.blocks.block_size
-    yield "a token", f"{measure_bytes_per_token(model) / 2**10:,.1f} KiB of keys and values"
-    if snapshot := cache.store.blocks.states.rules.num_bytes if cache.store.blocks.states else 0:
-        yield "a snapshot", f"{snapshot / 2**20:,.2f} MiB of states, at places to go on from"
-    if stats.num_blocks is not None:
-        num_blocks = stats.num_blocks - 1  # one is reserved
+    cache.prefill([0] * (2 * _BLOCK_SIZE))  # shows what a block takes, and so how many there can be
+    num_blocks = cache.stats().num_blocks
+    if num_blocks is not None:
+        tokens = (num_blocks - 1) * _BLOCK_SIZE  # one is reserved
         yield (
             "room for",
-            f"{num_blocks * size:,} tokens, in {num_blocks:,} blocks of {size}, if nothing is said of num_blocks",
+            f"{tokens:,} tokens, in {num_blocks - 1:,} blocks of {_BLOCK_SIZE}, if nothing is said of num_blocks",
         )
 
 

@@ -1,0 +1,135 @@
+"""A cache as a picture: tokens reused over the last calls, and a map of the pool. As HTML for notebooks, and as a figure.
+
+Colours are of middle lightness and text has that of its surroundings, so both read on light and on dark.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from html import escape
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from .errors import CacheArgumentError
+
+_REUSED, _COMPUTED, _IN_USE, _FREE = "#2a9d6f", "#c07d2b", "#4a86d8", "#8a8a8a"
+_KINDS = {2: ("in use", _IN_USE, 1.0), 1: ("cached", _REUSED, 1.0), 0: ("free", _FREE, 0.35)}
+_MOST_CELLS = 480  # of the map
+_COLUMNS = 60
+_CELL = 10  # pixels
+_WIDTH, _HEIGHT = _COLUMNS * _CELL, 80  # of the bars
+
+
+class Picture(NamedTuple):
+    """What is drawn.
+
+    Attributes:
+        title: what it is a picture of.
+        facts: a line below it.
+        calls: prompt tokens, and those reused, of the last forwards of prompts, the oldest first.
+        kinds: of each block: 0 it is free, 1 cached, 2 in use.
+    """
+
+    title: str
+    facts: str
+    calls: Sequence[tuple[int, int]]
+    kinds: bytes
+
+
+class Cells(NamedTuple):
+    """A map: a cell for so many blocks each, of the kind that most of them have."""
+
+    kinds: list[int]
+    blocks_each: int
+
+
+def cells_of(kinds: bytes) -> Cells:
+    """The map of a pool, of at most 480 cells.
+
+    Example:
+        >>> cells_of(bytes([2, 2, 1, 0]))
+        Cells(kinds=[2, 2, 1, 0], blocks_each=1)
+    """
+    each = max(1, -(-len(kinds) // _MOST_CELLS))
+    parts = [kinds[start : start + each] for start in range(0, len(kinds), each)]
+    return Cells([max(counts := Counter(part), key=lambda kind: (counts[kind], kind)) for part in parts], each)
+
+
+def as_html(picture: Picture) -> str:
+    """A self-contained piece of HTML: two drawings with their legends, no script, no style outside of it."""
+    cells = cells_of(picture.kinds)
+    counts = Counter(picture.kinds)
+    blocks = "".join(f"{_swatch(color)} {counts[kind]:,} {name} " for kind, (name, color, _) in _KINDS.items())
+    each = f", {cells.blocks_each} a square" if cells.blocks_each > 1 else ""
+    calls = f"{_swatch(_REUSED)} reused {_swatch(_COMPUTED)} computed, tokens of the last {len(picture.calls)} prompts"
+    return (
+        f'<div style="font: 13px sans-serif; max-width: {_WIDTH}px"><div><b>{escape(picture.title)}</b></div>'
+        f"<div>{escape(picture.facts)}</div>"
+        f'<div style="margin-top: 8px">{calls}</div>{_bars(picture.calls)}'
+        f'<div style="margin-top: 8px">blocks: {blocks}{each}</div>{_map(cells)}</div>'
+    )
+
+
+def _swatch(color: str) -> str:
+    return f'<span style="color: {color}">&#9632;</span>'
+
+
+def _bars(calls: Sequence[tuple[int, int]]) -> str:
+    most = max((num_tokens for num_tokens, _ in calls), default=0) or 1
+    width = min(24.0, _WIDTH / max(1, len(calls)))
+    drawn = []
+    for number, (num_tokens, num_reused) in enumerate(calls):
+        whole, reused = (_HEIGHT * count / most for count in (num_tokens, num_reused))
+        for color, height, bottom in ((_COMPUTED, whole - reused, reused), (_REUSED, reused, 0.0)):
+            if height:
+                drawn.append(
+                    f'<rect x="{number * width:.1f}" y="{_HEIGHT - bottom - height:.1f}" width="{0.85 * width:.1f}" '
+                    f'height="{height:.1f}" fill="{color}"/>'
+                )
+    return _svg(_HEIGHT, "tokens of each prompt", drawn)
+
+
+def _map(cells: Cells) -> str:
+    drawn = []
+    for number, kind in enumerate(cells.kinds):
+        _, color, opacity = _KINDS[kind]
+        drawn.append(
+            f'<rect x="{number % _COLUMNS * _CELL}" y="{number // _COLUMNS * _CELL}" width="{_CELL - 1}" '
+            f'height="{_CELL - 1}" fill="{color}" opacity="{opacity}"/>'
+        )
+    return _svg(-(-len(cells.kinds) // _COLUMNS) * _CELL, "map of the pool", drawn)
+
+
+def _svg(height: int, label: str, drawn: Sequence[str]) -> str:
+    return (
+        f'<svg role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {max(1, height)}" width="100%" '
+        f'style="display: block">{"".join(drawn)}</svg>'
+    )
+
+
+def as_figure(picture: Picture) -> Any:
+    """The same as a `matplotlib` figure, in the style in use.
+
+    Raises:
+        CacheArgumentError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise CacheArgumentError("plot needs matplotlib: pip install matplotlib, or '.[plot]'")
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    bars, blocks = figure.subplots(2, 1)
+    numbers = range(1, len(picture.calls) + 1)
+    reused = [num_reused for _, num_reused in picture.calls]
+    bars.bar(numbers, reused, color=_REUSED, label="reused")
+    bars.bar(numbers, [n - r for n, r in picture.calls], bottom=reused, color=_COMPUTED, label="computed")
+    bars.set(xlabel="the last prompts", ylabel="tokens", title=f"{picture.title}\n{picture.facts}")
+    bars.legend()
+    cells = cells_of(picture.kinds)
+    rows = [cells.kinds[start : start + _COLUMNS] for start in range(0, len(cells.kinds), _COLUMNS)]
+    filled = [[*row, *[float("nan")] * (_COLUMNS - len(row))] for row in rows] or [[float("nan")]]
+    blocks.imshow(filled, cmap=ListedColormap([_FREE, _REUSED, _IN_USE]), vmin=0, vmax=2, aspect="auto")
+    blocks.set(xticks=[], yticks=[], xlabel=f"blocks, {cells.blocks_each} a square")
+    blocks.legend(handles=[Patch(color=color, label=name) for name, color, _ in _KINDS.values()], ncols=3)
+    return figure

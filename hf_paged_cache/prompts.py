@@ -1,0 +1,119 @@
+"""The prompts of a file or a list as token ids, as `generate_all` runs them."""
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from .batch.prefix_tree import num_shared_tokens
+from .batch.rows import Row, opened, prompt_of
+from .blocks.arguments import int_of_at_least
+from .errors import CacheArgumentError
+from .model.support import unwrapped
+
+_CHUNK = 1000  # prompts that are tokenized at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Prompts as token ids, in the order given.
+
+    Attributes:
+        token_ids: of each prompt, special tokens included.
+        num_tokens: of all prompts.
+        num_shared_tokens: of these, those that another prompt begins with, too, in whole blocks: what a cache with room for all of
+            them reuses.
+    """
+
+    token_ids: "list[array[int]]"
+    num_tokens: int
+    num_shared_tokens: int
+
+
+def read_prompts(
+    prompts: "str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row]",
+    tokenizer: Any,
+    *,
+    column: str = "prompt",
+    block_size: int = 16,
+    model: PreTrainedModel | None = None,
+    max_new_tokens: int = 1,
+) -> Prompts:
+    """Read prompts and count what they share, before anything runs: see `generate_all` for what is read.
+
+    Args:
+        block_size: tokens of a block, which is shared whole.
+        model: refuse prompts that it has no positions for, with `max_new_tokens` behind them, or no embeddings; None: do not look.
+    Raises:
+        CacheArgumentError: no prompts, or one that cannot be used, with its row.
+    Example:
+        >>> shared = "Question: What is one and one?\\nAnswer: Two.\\n"
+        >>> found = read_prompts([shared + "What is ice?", shared + "What is snow?"], tokenizer, model=model)
+        >>> len(found.token_ids), found.num_tokens, found.num_shared_tokens
+        (2, 113, 48)
+    """
+    int_of_at_least("block_size", block_size, 1, "tokens of a block")
+    with opened(prompts, column) as rows:
+        if not len(rows):
+            raise CacheArgumentError("there are no prompts")
+        token_ids = list(tokenized(rows, column, tokenizer))
+    if model is not None:
+        require_positions(unwrapped(model), token_ids, max_new_tokens)
+    return Prompts(token_ids, sum(map(len, token_ids)), num_shared_tokens(token_ids, block_size=block_size))
+
+
+def tokenized(rows: Sequence[Row], column: str, tokenizer: Any) -> "Iterator[array[int]]":
+    """Token ids of each row's prompt.
+
+    Raises:
+        CacheArgumentError: a row has none.
+    """
+    for start in range(0, len(rows), _CHUNK):
+        numbers = range(start, min(start + _CHUNK, len(rows)))
+        for number, ids in zip(numbers, _ids([prompt_of(rows[n], n, column) for n in numbers], tokenizer), strict=True):
+            if not ids:
+                raise CacheArgumentError(f"row {number}: the tokenizer makes no token of its {column!r}")
+            yield array("i", ids)
+
+
+def _ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
+    """Texts as the tokenizer makes prompts of them; chats through its template, which has special tokens of its own."""
+    is_chat = [not isinstance(prompt, str) for prompt in prompts]
+    if any(is_chat) and getattr(tokenizer, "chat_template", None) is None:
+        raise CacheArgumentError("there are chats among the prompts, and the tokenizer has no chat template")
+    texts = [
+        tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True) if chat else prompt
+        for prompt, chat in zip(prompts, is_chat, strict=True)
+    ]
+    ids: list[list[int]] = [[]] * len(texts)
+    for chat in {*is_chat}:
+        numbers = [number for number, each in enumerate(is_chat) if each is chat]
+        encoded = tokenizer([texts[number] for number in numbers], add_special_tokens=not chat)["input_ids"]
+        for number, each in zip(numbers, encoded, strict=True):
+            ids[number] = each
+    return ids
+
+
+def require_positions(model: Any, tokens: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Refuse prompts with tokens or lengths that the model has no embedding or position for.
+
+    Raises:
+        CacheArgumentError: naming the first.
+    """
+    config = model.config.get_text_config(decoder=True)
+    highest = max((max(each) for each in tokens), default=0)
+    if highest >= config.vocab_size:
+        raise CacheArgumentError(
+            f"the tokenizer gives token {highest}, and the model has none: the two do not belong together"
+        )
+    limit = getattr(config, "max_position_embeddings", None)
+    too_long = [n for n, each in enumerate(tokens) if isinstance(limit, int) and len(each) + max_new_tokens - 1 > limit]
+    if too_long:
+        first = too_long[0]
+        raise CacheArgumentError(
+            f"{len(too_long)} prompts are too long for the model's {limit} positions, with {max_new_tokens} new tokens; the first is "
+            f"row {first}, of {len(tokens[first])} tokens: shorten or remove them"
+        )
