@@ -16,6 +16,7 @@ IN_PLACE = "in place"  # a ready cache whose keys and values are appended to in 
 BY_HAND = "kept by hand"  # a DynamicCache that the caller keeps from turn to turn
 BATCHING = "continuous batching"
 PLAIN_READ = "plain read"  # of the same files, into memory
+GIVEN_ORDER = "ours, order given"  # batches as the prompts come
 ONE_TIER = "ours, no tier"  # the same pool, and what is evicted is gone
 
 Kind = Literal["ratio", "share", "microseconds", "tokens"]
