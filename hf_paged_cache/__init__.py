@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .batch_job import BatchResult, BatchSummary, generate_all
+    from .batch_workers import generate_all_on_ray
     from .cache import PagedPrefixCache
     from .errors import (
         BlockStateError,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         PoolArgumentError,
         SavedBlocksError,
         UnsupportedModelError,
+        WorkersLostError,
     )
     from .explanation import Explanation, Lookup
     from .integration.prefill import Prefilled
@@ -48,6 +50,7 @@ _HOMES = (
     ".model_check",
     ".batch_job",
     ".prompts",
+    ".batch_workers",
 )  # have all public names; the first two import no torch
 
 __all__ = [
@@ -78,9 +81,11 @@ __all__ = [
     "TierStats",
     "ForwardMismatchError",
     "UnsupportedModelError",
+    "WorkersLostError",
     "__version__",
     "check_model",
     "generate_all",
+    "generate_all_on_ray",
     "read_prompts",
     "saved_report",
 ]

@@ -4,18 +4,19 @@ Owns the job from its prompts to its summary: what is refused before anything ru
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from .batch.journal import Completion, Journal, Record
 from .batch.output import ORDERS, Output
+from .batch.placement import placed
 from .batch.plan import batches, ordered
 from .batch.prefix_tree import grow
 from .batch.rows import Row, digest_of, opened
@@ -27,6 +28,8 @@ from .integration.hooks import detach, is_attached
 from .model.support import unwrapped
 from .prefix_store import PrefixStore
 from .prompts import require_positions, tokenized
+
+Batch = tuple[list[int], "list[array[int]]"]  # row numbers, and the token ids of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,30 +149,86 @@ def generate_all(
         if on.store.model is not inside:
             raise CacheArgumentError("cache is of another model than the one given")
         stack.callback(on.reset)
+        calls = BatchCalls(on, tokenizer, config, options, seed)
+        runner = Runner(
+            tokenizer,
+            inside.config,
+            config,
+            lambda: digest_of_model(inside),
+            on.store.blocks.block_size,
+            1,
+            lambda queues: (record for batch in queues[0] for record in calls.run(*batch)),
+        )
+        return run_job(
+            runner,
+            prompts,
+            out=out,
+            column=column,
+            order=order,
+            batch_size=batch_size,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            overwrite=overwrite,
+            progress=progress,
+        )
+
+
+class Runner(NamedTuple):
+    """What runs the batches of a job: a model here, or workers.
+
+    Attributes:
+        config: the model's.
+        generation_config: what its calls go by.
+        digest: of the model, computed when it is asked for.
+        run: of each worker, its batches in order, each as row numbers and their token ids -> records, as they are done.
+    """
+
+    tokenizer: Any
+    config: Any
+    generation_config: Any
+    digest: Callable[[], str]
+    block_size: int
+    num_workers: int
+    run: "Callable[[list[list[Batch]]], Iterator[Record]]"
+
+
+def run_job(
+    runner: Runner,
+    prompts: "str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row]",
+    *,
+    out: "str | PathLike[str] | None",
+    column: str,
+    order: Literal["given", "done"],
+    batch_size: int,
+    max_new_tokens: int,
+    seed: int,
+    overwrite: bool,
+    progress: bool | None,
+) -> BatchResult:
+    """A job on whatever runs its batches; see `generate_all` for the arguments and what is refused."""
+    with ExitStack() as stack:
         rows = stack.enter_context(opened(prompts, column))
-        tokens = [*tokenized(rows, column, tokenizer)]
-        require_positions(inside, tokens, max_new_tokens)
+        tokens = [*tokenized(rows, column, runner.tokenizer)]
+        require_positions(runner.config, tokens, max_new_tokens)
         journal = output = None
         if out is not None:
             path = Path(out)
             _require_free(path, overwrite)
             job = {
-                "the model": digest_of_model(inside),
+                "the model": runner.digest(),
                 "the prompts' file": digest_of(rows),
                 "the prompts' tokens": _digest_of_tokens(tokens),
-                "the option": _options_of_results(config, column, batch_size, seed),
+                "the option": _options_of_results(runner.generation_config, column, batch_size, seed),
             }
             journal = stack.enter_context(Journal(journal_of(path), job, len(rows)))
             output = stack.enter_context(Output(path, journal, rows.__getitem__, len(rows), order))
         done = _Done(len(rows), journal, output)
-        calls = BatchCalls(on, tokenizer, config, options, seed)
+        queues = _planned(runner, tokens, batch_size, max_new_tokens, done)
         with tqdm(total=len(rows), initial=done.num_rows, unit="prompt", disable=_is_off(progress)) as bar:
-            for numbers in _plan(tokens, on.store.blocks.block_size, batch_size, max_new_tokens):
-                waiting = [number for number in numbers if number not in done]
-                for record in calls.run(waiting, [tokens[number] for number in waiting]) if waiting else ():
-                    done.add(record)
-                    bar.set_postfix_str(f"{done.reused_share:.0%} of prompt tokens reused", refresh=False)
-                    bar.update(len(record.rows))
+            for record in runner.run(queues):
+                done.add(record)
+                bar.set_postfix_str(f"{done.reused_share:.0%} of prompt tokens reused", refresh=False)
+                bar.update(len(record.rows))
         if output is not None and journal is not None:
             output.finish()
             journal.remove()
@@ -214,9 +273,27 @@ def _digest_of_tokens(tokens: "Sequence[array[int]]") -> str:
     return digest_of([{"length": len(each), "ids": each.tobytes().hex()} for each in tokens])
 
 
-def _plan(tokens: "Sequence[array[int]]", block_size: int, batch_size: int, max_new_tokens: int) -> list[list[int]]:
-    placed = [*ordered(grow(tokens, block_size=block_size), [*map(len, tokens)])]
-    return batches(placed, batch_size, max_new_tokens)
+def _planned(
+    runner: Runner, tokens: "Sequence[array[int]]", batch_size: int, max_new_tokens: int, done: "_Done"
+) -> "list[list[Batch]]":
+    """Of each worker, the batches that it is to run, without the rows that are done."""
+    tree, lengths = grow(tokens, block_size=runner.block_size), [*map(len, tokens)]
+    order = [*ordered(tree, lengths)]
+    if runner.num_workers > 1:
+        place = {each.prompt: each for each in order}
+        orders = [
+            [place[number] for number in numbers]
+            for numbers in placed(tree, lengths, runner.num_workers, max_new_tokens)
+        ]
+    else:
+        orders = [order]
+    queues: list[list[Batch]] = []
+    for own in orders:
+        left = (
+            [number for number in numbers if number not in done] for numbers in batches(own, batch_size, max_new_tokens)
+        )
+        queues.append([(numbers, [tokens[number] for number in numbers]) for numbers in left if numbers])
+    return queues
 
 
 class _Done:

@@ -39,5 +39,9 @@ class SavedBlocksError(PagedCacheError):
     """Raised when a file of blocks is damaged, or not one of ours; the message names the file and what is wrong."""
 
 
+class WorkersLostError(PagedCacheError):
+    """Raised when workers of a batch job die again and again at one batch; what is done is kept."""
+
+
 class ForwardMismatchError(PagedCacheError):
     """Raised when a forward writes other than was scheduled for it; run the model through its `__call__`."""

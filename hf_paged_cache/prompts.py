@@ -61,7 +61,7 @@ def read_prompts(
             raise CacheArgumentError("there are no prompts")
         token_ids = list(tokenized(rows, column, tokenizer))
     if model is not None:
-        require_positions(unwrapped(model), token_ids, max_new_tokens)
+        require_positions(unwrapped(model).config, token_ids, max_new_tokens)
     return Prompts(token_ids, sum(map(len, token_ids)), num_shared_tokens(token_ids, block_size=block_size))
 
 
@@ -97,13 +97,13 @@ def _ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
     return ids
 
 
-def require_positions(model: Any, tokens: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Refuse prompts with tokens or lengths that the model has no embedding or position for.
+def require_positions(config: Any, tokens: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Refuse prompts with tokens or lengths that a model of this config has no embedding or position for.
 
     Raises:
         CacheArgumentError: naming the first.
     """
-    config = model.config.get_text_config(decoder=True)
+    config = config.get_text_config(decoder=True)
     highest = max((max(each) for each in tokens), default=0)
     if highest >= config.vocab_size:
         raise CacheArgumentError(

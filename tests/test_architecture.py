@@ -40,6 +40,7 @@ LEVELS = [
         "saved_report",
         "batch_calls",
         "batch_job",
+        "batch_workers",
         "prompts",
         "__init__",
     ],

@@ -121,3 +121,15 @@ def test_multi_gpu_runs_on_what_there_is(run_example: Run) -> None:
     assert " 0 of " in first
     assert numbers(second)[1] > 200
     assert devices.startswith("layers on ")
+
+
+def test_ray_batch_completes_each_prompt(run_example: Run) -> None:
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    try:
+        lines = run_example("ray_batch.py", "--questions", "4")
+    finally:
+        ray.shutdown()
+    assert len([line for line in lines if "' ->" in line]) == 4
+    assert any(line.startswith("8 prompts in ") for line in lines)

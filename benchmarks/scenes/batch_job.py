@@ -130,7 +130,9 @@ def _loop(
             texts = [" ".join(map(str, row)) for row in output[:, ids.shape[1] :].tolist()]
             seconds += time.perf_counter() - started
         if bench.is_exact:
-            assert texts == [*completions[start : start + BATCH]], f"other tokens in the batch from prompt {start} on"
+            assert texts == [*completions[start : start + BATCH]], (
+                f"other tokens than the job's in the batch from prompt {start} on"
+            )
     return seconds * len(prompts) / sum(len(prompts[start : start + BATCH]) for start in chosen), len(chosen)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +46,12 @@ def generate(
     disk_folder: Annotated[
         Path | None, typer.Option(help="Where evicted blocks go, to be read back.", show_default=False)
     ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Run on so many workers of Ray, each with a model.", show_default=False)
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Of a Ray cluster, such as auto; else this machine.", show_default=False)
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever is in OUT.")] = False,
 ) -> None:
     """Complete every prompt of a file; what prompts share is computed once.
@@ -53,7 +60,7 @@ def generate(
     other option of transformers' generate can be given by its name: --do-sample --temperature 0.7 --num-beams 4
     --stop-strings '["\\n"]'. Exits with 130 after Ctrl-C.
     """
-    from hf_paged_cache import PagedCacheError, PrefixStore, generate_all
+    from hf_paged_cache import PagedCacheError, PrefixStore, generate_all, generate_all_on_ray
 
     from .loading import load_model
 
@@ -62,23 +69,34 @@ def generate(
         options = options_by_name(context.args)
         if not prompts.is_file():
             raise typer.BadParameter(f"there is no file {prompts}", param_hint="PROMPTS")
-        print(f"loading {model} ...", file=sys.stderr, flush=True)
-        loaded, tokenizer = load_model(model, dtype=dtype, device=device)
-        store = PrefixStore(loaded, num_blocks=num_blocks, disk_folder=disk_folder)
-        result = generate_all(
-            loaded,
-            tokenizer,
-            prompts,
-            out=out,
-            column=column,
-            order=order.value,
-            batch_size=batch_size,
-            max_new_tokens=max_new_tokens,
-            cache=store,
-            seed=seed,
-            overwrite=overwrite,
+        shaped: dict[str, Any] = {
+            "out": out,
+            "column": column,
+            "order": order.value,
+            "batch_size": batch_size,
+            "max_new_tokens": max_new_tokens,
+            "seed": seed,
+            "overwrite": overwrite,
             **options,
-        )
+        }
+        load = partial(load_model, model, dtype=dtype, device=device)
+        print(f"loading {model} ...", file=sys.stderr, flush=True)
+        if workers is not None:
+            result = generate_all_on_ray(
+                load,
+                prompts,
+                num_workers=workers,
+                address=address,
+                num_blocks=num_blocks,
+                disk_folder=disk_folder,
+                **shaped,
+            )
+        elif address is not None:
+            raise typer.BadParameter("give --workers, too", param_hint="--address")
+        else:
+            loaded, tokenizer = load()
+            store = PrefixStore(loaded, num_blocks=num_blocks, disk_folder=disk_folder)
+            result = generate_all(loaded, tokenizer, prompts, cache=store, **shaped)
     except KeyboardInterrupt:
         done = f" What is done is in {out}.journal; the same command goes on from there." if journal.exists() else ""
         print(f"hf-paged-cache generate: stopped.{done}", file=sys.stderr)

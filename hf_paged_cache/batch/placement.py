@@ -1,0 +1,60 @@
+"""Which worker runs which prompts, so that each shared prefix is computed on as few of them as can be, and all have as much to do.
+
+Prompts stand in the order of their prefix tree, where what shares a prefix stands side by side; the order is cut into one
+stretch a worker, of equal cost. So each cut parts at most one path of prefixes, which two workers then compute, and a prefix that
+most prompts have is spread over as many workers as its prompts take. Integers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .plan import ordered
+from .prefix_tree import Branch
+
+
+def placed(tree: Branch, lengths: Sequence[int], num_workers: int, num_new_tokens: int = 1) -> list[list[int]]:
+    """Numbers of the prompts of each worker, in the order in which it runs them; of more workers than prompts some have none.
+
+    Args:
+        tree: of all prompts.
+        lengths: tokens of each prompt.
+        num_new_tokens: that each is expected to generate, which cost as much as so many of a prompt.
+    Example:
+        >>> from hf_paged_cache.batch.prefix_tree import grow
+        >>> prompts = [[1, 2, 3], [7, 8, 9], [1, 2, 4], [7, 8, 6]]
+        >>> placed(grow(prompts, block_size=1, least_saving=1), [*map(len, prompts)], num_workers=2)
+        [[1, 3], [0, 2]]
+    """
+    order = [each.prompt for each in ordered(tree, lengths)]
+    costs = _costs(tree, lengths, num_new_tokens)
+    total, done = sum(costs.values()), 0
+    workers: list[list[int]] = [[] for _ in range(num_workers)]
+    for prompt in order:
+        middle = done + costs[prompt] / 2
+        workers[min(num_workers - 1, int(middle * num_workers / max(1, total)))].append(prompt)
+        done += costs[prompt]
+    return workers
+
+
+def _costs(tree: Branch, lengths: Sequence[int], num_new_tokens: int) -> dict[int, int]:
+    """Tokens that each prompt computes; the first that runs of a branch computes its prefix."""
+    costs: dict[int, int] = {}
+    for branch, num_known in _with_parents(tree):
+        for prompt in branch.prompts:
+            costs[prompt] = lengths[prompt] - branch.num_tokens + num_new_tokens
+        first = next((each for each in branch.walk() if each.prompts), None)
+        if first is not None:
+            prompt = first.prompts[0]
+            costs[prompt] = costs.get(prompt, 0) + branch.num_tokens - num_known
+    return costs
+
+
+def _with_parents(tree: Branch) -> Iterator[tuple[Branch, int]]:
+    """Each branch, those within it first, and the tokens of its parent's prefix."""
+    found, waiting = [], [(tree, 0)]
+    while waiting:
+        branch, num_known = waiting.pop()
+        found.append((branch, num_known))
+        waiting.extend((each, branch.num_tokens) for each in branch.branches)
+    return reversed(found)

@@ -1,0 +1,240 @@
+"""`generate_all_on_ray`: the batch job on many machines. Each worker, an actor of Ray, has a model and a store of its own.
+
+Which worker runs what is `batch.placement`'s; a worker that has no more takes the last batch of the one that has most left, and
+one that dies is replaced, with the batch that it was at. Plain actors and not Ray Data: its `map_batches` gives a block of rows to
+any actor that is free, so what shares a prefix would not stay together. Journal, output and summary are those of the job on one machine.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from importlib.util import find_spec
+from os import PathLike
+from typing import Any, Literal, NamedTuple
+
+from .batch.journal import Record
+from .batch.output import ORDERS
+from .batch.rows import Row
+from .batch_calls import BatchCalls, digest_of_model, generation_config
+from .batch_job import Batch, BatchResult, Runner, run_job
+from .blocks.arguments import int_of_at_least
+from .cache import PagedPrefixCache
+from .errors import CacheArgumentError, PagedCacheError, WorkersLostError
+from .model.support import unwrapped
+from .prefix_store import PrefixStore
+
+_MOST_DEATHS = 3  # of workers at one batch
+
+
+class Described(NamedTuple):
+    """What the driver must know of the workers' model."""
+
+    tokenizer: Any
+    config: Any
+    generation_config: Any
+    digest: str
+    block_size: int
+
+
+class Worker:
+    """A model, a store and the batches that run on it: what Ray makes an actor of.
+
+    Args:
+        load: makes the model and its tokenizer, in the worker's process.
+        store: options of `PrefixStore`.
+        options: of `generate`.
+        seed: of samples.
+    """
+
+    def __init__(
+        self, load: Callable[[], tuple[Any, Any]], store: Mapping[str, Any], options: Mapping[str, Any], seed: int
+    ) -> None:
+        self._given = load, dict(store), dict(options), seed
+
+    @cached_property
+    def _ready(self) -> "_Ready":
+        """Loaded at the first question: an error in an actor's making would arrive as its death."""
+        load, store, options, seed = self._given
+        model, tokenizer = load()
+        config = generation_config(unwrapped(model), options)
+        cache = PagedPrefixCache(PrefixStore(model, **store))
+        return _Ready(tokenizer, cache, config, BatchCalls(cache, tokenizer, config, options, seed))
+
+    def describe(self) -> Described:
+        """The model, as the driver must know it."""
+        tokenizer, cache, config, _ = self._ready
+        store = cache.store
+        return Described(tokenizer, store.model.config, config, digest_of_model(store.model), store.blocks.block_size)
+
+    def run(self, rows: list[int], prompts: list[Any]) -> list[Record]:
+        """The completions of one batch."""
+        return list(self._ready.calls.run(rows, prompts))
+
+
+class _Ready(NamedTuple):
+    tokenizer: Any
+    cache: PagedPrefixCache
+    config: Any
+    calls: BatchCalls
+
+
+def generate_all_on_ray(
+    load: Callable[[], tuple[Any, Any]],
+    prompts: "str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row]",
+    *,
+    num_workers: int,
+    address: str | None = None,
+    gpus_per_worker: float | None = None,
+    out: "str | PathLike[str] | None" = None,
+    column: str = "prompt",
+    order: Literal["given", "done"] = "given",
+    batch_size: int = 8,
+    max_new_tokens: int = 128,
+    num_blocks: int | None = None,
+    disk_folder: "str | PathLike[str] | None" = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: bool | None = None,
+    **generation: Any,
+) -> BatchResult:
+    """`generate_all` on workers of Ray: prompts that share a prefix go to one of them, and a worker that dies is replaced.
+
+    With greedy search the completions are those of `generate_all`. Samples follow from `seed` and the batch, and batches from
+    `num_workers`.
+
+    Args:
+        load: makes the model and its tokenizer in each worker's process, such as `functools.partial(load_my_model, "name")`; it is
+            pickled.
+        num_workers: actors, each with a model and a store.
+        address: of a Ray cluster, such as "auto"; None: the one this process is connected to, or a new one on this machine.
+        gpus_per_worker: of Ray's accounting; None: 1 where the cluster has a GPU for each worker, else none.
+        num_blocks, disk_folder: of each worker's store; a `disk_folder` that all reach gives a new worker the prefixes of the others.
+    Raises:
+        CacheArgumentError: see `generate_all`; or Ray is not installed.
+        WorkersLostError: workers died three times at one batch. What is done is in the journal of `out`.
+        UnsupportedModelError: see `PagedPrefixCache`.
+    """
+    int_of_at_least("num_workers", num_workers, 1, "workers")
+    int_of_at_least("batch_size", batch_size, 1, "rows of a batch")
+    int_of_at_least("max_new_tokens", max_new_tokens, 1, "tokens")
+    int_of_at_least("seed", seed, 0, "as a seed")
+    if order not in ORDERS:
+        raise CacheArgumentError(f"order is {order!r}; give {' or '.join(map(repr, ORDERS))}")
+    if find_spec("ray") is None:
+        raise CacheArgumentError("workers need Ray: pip install ray, or '.[ray]'")
+    import ray
+
+    with ExitStack() as stack:
+        if not ray.is_initialized():
+            ray.init(address=address, include_dashboard=False if address is None else None, log_to_driver=False)
+            stack.callback(ray.shutdown)
+        if gpus_per_worker is None:
+            resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            gpus_per_worker = 1.0 if resources.get("GPU", 0) >= num_workers else 0.0
+        given = (
+            load,
+            {"num_blocks": num_blocks, "disk_folder": disk_folder},
+            {"max_new_tokens": max_new_tokens, **generation},
+            seed,
+        )
+        actor: Any = ray.remote(Worker).options(num_gpus=gpus_per_worker)
+        crew = Crew(lambda: actor.remote(*given), num_workers)
+        stack.callback(crew.dismiss)
+        told = crew.ask_one("describe")
+        runner = Runner(
+            told.tokenizer,
+            told.config,
+            told.generation_config,
+            lambda: told.digest,
+            told.block_size,
+            num_workers,
+            crew.run,
+        )
+        return run_job(
+            runner,
+            prompts,
+            out=out,
+            column=column,
+            order=order,
+            batch_size=batch_size,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            overwrite=overwrite,
+            progress=progress,
+        )
+
+
+class Crew:
+    """Workers, and what each of them is at.
+
+    Args:
+        hire: starts one more.
+    """
+
+    def __init__(self, hire: Callable[[], Any], num_workers: int) -> None:
+        self._hire = hire
+        self._workers = [hire() for _ in range(num_workers)]
+
+    def ask_one(self, question: str) -> Any:
+        """The answer of the first worker."""
+        return _answer(getattr(self._workers[0], question).remote())
+
+    def run(self, queues: list[list[Batch]]) -> Iterator[Record]:
+        """Run the batches of each worker, and yield what is done as it comes.
+
+        Raises:
+            WorkersLostError: workers died three times at one batch.
+        """
+        import ray
+
+        waiting = [deque(batches) for batches in queues]
+        running: dict[Any, tuple[int, Batch]] = {}
+        deaths: Counter[int] = Counter()  # first row of a batch -> workers that died at it
+
+        def give(number: int) -> None:
+            """The worker's next batch, or the last one of the worker that has most left."""
+            most = max(waiting, key=len)
+            batch = waiting[number].popleft() if waiting[number] else most.pop() if most else None
+            if batch is not None:
+                running[self._workers[number].run.remote(*batch)] = number, batch
+
+        for number in range(len(self._workers)):
+            give(number)
+        while running:
+            (done,), _ = ray.wait([*running], num_returns=1)
+            number, batch = running.pop(done)
+            try:
+                records = _answer(done)
+            except ray.exceptions.RayActorError as error:
+                deaths[batch[0][0]] += 1
+                if deaths[batch[0][0]] >= _MOST_DEATHS:
+                    raise WorkersLostError(
+                        f"{_MOST_DEATHS} workers died one after another at the batch of row {batch[0][0]} "
+                        f"({str(error).strip().splitlines()[0]}); give smaller batches, or look at the workers' memory"
+                    ) from error
+                self._workers[number] = self._hire()
+                waiting[number].appendleft(batch)
+                give(number)
+                continue
+            give(number)
+            yield from records
+
+    def dismiss(self) -> None:
+        """End all workers."""
+        import ray
+
+        for worker in self._workers:
+            ray.kill(worker)
+
+
+def _answer(reference: Any) -> Any:
+    """What a worker returns. Its own errors are raised here as they were there, those of ours without Ray's trace round them."""
+    import ray
+
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, PagedCacheError):
+            raise error.cause from None
+        raise

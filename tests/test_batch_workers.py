@@ -1,0 +1,156 @@
+"""The batch job on a real local Ray: the same results as on one machine, also where a worker is killed, each prompt once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_paged_cache import CacheArgumentError, WorkersLostError, batch_workers, generate_all, generate_all_on_ray
+from hf_paged_cache.batch.journal import Record
+from hf_paged_cache.batch_job import Batch
+from hf_paged_cache.batch_workers import Crew
+
+ray = pytest.importorskip("ray")
+
+SHARED = ["Question: What is one and one?\nAnswer: Two.\n" * 2, "Write a word that rhymes with light: " * 3]
+PROMPTS = [f"{SHARED[number % 2]}{number} and {number}" for number in range(12)]
+
+
+def load(folder: str, deadly: str | None = None) -> tuple[Any, Any]:
+    """Runs in a worker, which has no access to the tests; with `deadly`, its third forward kills it while that file is not there."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    seen = []
+
+    def die(*_: Any) -> None:
+        seen.append(1)
+        if len(seen) == 3 and not os.path.exists(str(deadly)):
+            open(str(deadly), "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if deadly is not None:
+        model.register_forward_pre_hook(die)
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["load"]))
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path, tiny_llama: Any, tiny_tokenizer: Any) -> str:
+    folder = tmp_path / "model"
+    tiny_llama.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_workers_give_the_same_results_also_where_one_is_killed(model_folder: str, tmp_path: Path) -> None:
+    alone = generate_all(*load(model_folder), PROMPTS, max_new_tokens=4, batch_size=2).completions
+    out, deadly = tmp_path / "out.jsonl", tmp_path / "dead"
+    result = generate_all_on_ray(
+        partial(load, model_folder, str(deadly)), PROMPTS, num_workers=2, out=out, max_new_tokens=4, batch_size=2
+    )
+    assert deadly.exists()  # one was killed
+    rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert [row["prompt"] for row in rows] == PROMPTS
+    assert [row["completion"] for row in rows] == alone
+    assert result.summary.num_prompts == len(PROMPTS)
+    assert result.summary.reused_tokens > result.summary.prompt_tokens / 4
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_what_a_worker_refuses_is_said_as_it_is_on_one_machine(model_folder: str) -> None:
+    with pytest.raises(CacheArgumentError, match=r"^no_such_option is no option of generate"):
+        generate_all_on_ray(partial(load, model_folder), PROMPTS, num_workers=1, no_such_option=1)
+
+
+def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_workers, "find_spec", lambda name: None)
+    with pytest.raises(CacheArgumentError, match=r"^workers need Ray: pip install ray, or '\.\[ray\]'$"):
+        generate_all_on_ray(lambda: (None, None), PROMPTS, num_workers=1)
+
+
+# Who runs what, without Ray
+
+
+class _Later:
+    """A call of a fake worker: what it will return or raise."""
+
+    def __init__(self, outcome: Callable[[], Any]) -> None:
+        self.outcome = outcome
+
+
+class _Method:
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def remote(self, *arguments: Any) -> _Later:
+        return _Later(partial(self._run, *arguments))
+
+
+class _FakeWorker:
+    def __init__(self, name: int, log: list[tuple[int, int]], dies_at: Counter[int]) -> None:
+        self._name, self._log, self._dies_at = name, log, dies_at
+        self.run = _Method(self._answer)
+
+    def _answer(self, rows: list[int], prompts: list[Any]) -> list[Record]:
+        if self._dies_at[rows[0]]:
+            self._dies_at[rows[0]] -= 1
+            raise ray.exceptions.RayActorError
+        self._log.append((self._name, rows[0]))
+        return [Record(rows, ["" for _ in rows], {})]
+
+
+def crew(
+    monkeypatch: pytest.MonkeyPatch, num_workers: int, dies_at: dict[int, int]
+) -> tuple[Crew, list[tuple[int, int]]]:
+    log: list[tuple[int, int]] = []
+    names = iter(range(100))
+    deaths = Counter(dies_at)
+    monkeypatch.setattr(ray, "get", lambda later: later.outcome())
+    monkeypatch.setattr(ray, "wait", lambda waiting, num_returns: (waiting[:1], waiting[1:]))
+    return Crew(lambda: _FakeWorker(next(names), log, deaths), num_workers), log
+
+
+def queues(*lengths: int) -> list[list[Batch]]:
+    numbers = iter(range(1000))
+    return [[([next(numbers)], []) for _ in range(length)] for length in lengths]
+
+
+def test_a_worker_without_batches_takes_the_last_of_the_one_that_has_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, log = crew(monkeypatch, 3, {})
+    records = list(made.run(queues(6, 1, 0)))
+    assert sorted(record.rows[0] for record in records) == [*range(7)]
+    assert next(row for name, row in log if name == 2) == 5
+    assert max(Counter(name for name, _ in log).values()) <= 3
+
+
+def test_a_dead_worker_is_replaced_and_its_batch_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, log = crew(monkeypatch, 2, {1: 2, 4: 1})
+    records = list(made.run(queues(3, 3)))
+    assert sorted(record.rows[0] for record in records) == [*range(6)]
+    assert len({name for name, _ in log} - {0, 1}) >= 1
+
+
+def test_a_batch_that_kills_every_worker_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, log = crew(monkeypatch, 2, {1: 5})
+    with pytest.raises(WorkersLostError, match=r"^3 workers died one after another at the batch of row 1 "):
+        list(made.run(queues(3, 3)))
+    assert (0, 1) not in log
