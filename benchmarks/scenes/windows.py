@@ -37,8 +37,12 @@ def windows(bench: Bench, repeat: Repeat) -> Lines:
 
 
 def _bench(bench: Bench, shape: str, part: int) -> Bench:
-    model = models.random_model(shape, bench.model.device, bench.model.dtype, sliding_window=bench.sizes.shared // part)
-    return Bench(model, bench.sizes, has_bars=bench.has_bars, is_quick=not bench.warmups)
+    is_quick = not bench.warmups
+    narrow = {"hidden_size": 64, "intermediate_size": 64} if is_quick else {}
+    model = models.random_model(
+        shape, bench.model.device, bench.model.dtype, sliding_window=bench.sizes.shared // part, **narrow
+    )
+    return Bench(model, bench.sizes, has_bars=bench.has_bars, is_quick=is_quick)
 
 
 def _nohit(bench: Bench, shape: str, repeat: Repeat) -> Lines:
