@@ -13,6 +13,12 @@ from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.cli.demo_model import load_demo_model
 
 
+def up_to_its_end(tokens: list[int], end: int | list[int] | None) -> list[int]:
+    """A sample without what fills its row; its end of sequence is a token that the model chose, and counts."""
+    ends = end if isinstance(end, list) else [end]
+    return tokens[: next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("prompt", nargs="?", default="The best way to learn to cook is")
@@ -36,11 +42,9 @@ def main() -> None:
 
     # `score` reads the same blocks: what a sample has in common with the prompt is not computed again.
     start = inputs.input_ids.shape[1]
-    continuations = [
-        [token for token in row[start:].tolist() if token != model.generation_config.pad_token_id] for row in samples
-    ]
+    continuations = [up_to_its_end(row[start:].tolist(), model.generation_config.eos_token_id) for row in samples]
     scores = cache.score(inputs.input_ids[0], continuations)
-    best = max(range(len(scores)), key=lambda number: scores[number].total / max(1, len(continuations[number])))
+    best = max(range(len(scores)), key=lambda number: scores[number].total / scores[number].num_tokens)
     print(f"sample {best}: {tokenizer.decode(continuations[best], skip_special_tokens=True).strip()}")
 
 

@@ -1,6 +1,6 @@
 """A model whose layers lie on several devices (`device_map`): each layer's blocks are where the layer is.
 
-pip install accelerate; python examples/multi_gpu.py [--model FOLDER_OR_NAME] [--device-map auto]
+pip install accelerate; python examples/multi_gpu.py [--model FOLDER_OR_NAME]
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from importlib.util import find_spec
+from io import BytesIO
 from typing import Any, NamedTuple
 
 from .errors import CacheArgumentError
@@ -118,7 +119,15 @@ def as_figure(picture: Picture) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    class ShownFigure(Figure):
+        """Shows itself in a notebook that has not imported pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            drawn = BytesIO()
+            self.savefig(drawn, format="png")
+            return drawn.getvalue()
+
+    figure = ShownFigure(figsize=(8, 4), layout="constrained")
     bars, blocks = figure.subplots(2, 1)
     numbers = range(1, len(picture.calls) + 1)
     reused = [num_reused for _, num_reused in picture.calls]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from IPython.core.formatters import DisplayFormatter
 
 from hf_paged_cache import PagedPrefixCache, picture
 from hf_paged_cache.errors import CacheArgumentError
@@ -87,6 +88,11 @@ def test_a_figure_has_the_same_numbers() -> None:
     assert sum(bar.get_height() for bar in bars.containers[1]) == cache.stats().computed_tokens
     (image,) = blocks.images
     assert (image.get_array() == 2).sum() == cache.stats().num_blocks_in_use
+
+
+def test_a_notebook_without_pyplot_shows_the_figure() -> None:
+    shown, _ = DisplayFormatter().format(used_cache().plot())
+    assert shown["image/png"].startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The README's Python, its diff, and the examples in docstrings run as they stand, on a tiny model."""
+"""The Python of the README and of the pages to start from, the README's diff, and the examples in docstrings run as they stand, on a tiny model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import hf_paged_cache
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "docs" / "index.md", ROOT / "docs" / "your_prompts.md"]
 MODULES = [
     "hf_paged_cache",
     *(m.name for m in pkgutil.walk_packages(hf_paged_cache.__path__, "hf_paged_cache.") if "__main__" not in m.name),
@@ -24,8 +26,8 @@ MODULES = [
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-def code_blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+def code_blocks(language: str, page: Path = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
@@ -40,9 +42,16 @@ def reader(tiny_llama: Any, tiny_tokenizer: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("code", code_blocks("python"))
-def test_the_readmes_python_runs(code: str, reader: dict[str, Any]) -> None:
-    exec(compile(code, str(README), "exec"), reader)
+@pytest.mark.parametrize(
+    ("page", "code"),
+    [
+        pytest.param(page, code, id=f"{page.stem}-{number}")
+        for page in PAGES
+        for number, code in enumerate(code_blocks("python", page))
+    ],
+)
+def test_a_pages_python_runs(page: Path, code: str, reader: dict[str, Any]) -> None:
+    exec(compile(code, str(page), "exec"), reader)
 
 
 def test_both_sides_of_the_readmes_diff_run_and_give_the_same_tokens(reader: dict[str, Any]) -> None:

@@ -43,13 +43,14 @@ def bench(
     """
     import torch
 
-    from hf_paged_cache import PagedCacheError, PagedPrefixCache, read_prompts
+    from hf_paged_cache import PagedPrefixCache, read_prompts
 
     from .demo import compare
     from .display import summary
     from .loading import load_model
+    from .refusal import in_one_line
 
-    try:
+    with in_one_line("bench"):
         if prompts is not None and not prompts.is_file():
             raise typer.BadParameter(f"there is no file {prompts}", param_hint="PROMPTS")
         print(f"loading {model} ...", file=sys.stderr, flush=True)
@@ -72,9 +73,6 @@ def bench(
             )
             if time.perf_counter() - started > seconds and len(answered) >= _LEAST_PROMPTS:
                 break
-    except (PagedCacheError, OSError) as error:
-        print(f"hf-paged-cache bench: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
     spent = time.perf_counter() - started
     print(f"{len(answered)} of {len(read.token_ids)} prompts, {max_new_tokens} new tokens at most, in {spent:.0f} s.")
     print(summary(answered).replace("questions", "prompts").replace("question", "prompt"))

@@ -64,15 +64,15 @@ def demo(
 
     Exits with 1 if the tokens differ.
     """
-    from ..errors import PagedCacheError
     from .demo import run_demo
     from .demo_model import DEMO_MODEL, load_demo_model
     from .display import as_json, show_lines, show_table, summary
+    from .refusal import in_one_line
 
     console, name, asked = Console(), model or DEMO_MODEL, QUESTIONS[:questions]
     if not in_json:
         print("loading the model ...", file=sys.stderr, flush=True)
-    try:
+    with in_one_line("demo"):
         loaded, tokenizer = load_demo_model(model)
         comparisons = run_demo(loaded, tokenizer, questions=asked, num_shots=shots, max_new_tokens=max_new_tokens)
         if in_json:
@@ -89,8 +89,5 @@ def demo(
                 show_table(comparisons, asked, console) if console.is_terminal else show_lines(comparisons, questions)
             )
             print(summary(answered))
-    except PagedCacheError as error:
-        print(f"hf-paged-cache demo: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
     if not all(each.same_tokens for each in answered):
         raise typer.Exit(1)

@@ -47,6 +47,7 @@ _CONVERTED = f"smollm2-135m-instruct-{_GGUF_SHA256[:8]}"
 _HUB_FILES = ["config.json", "generation_config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*"]  # fmt: skip
 _HUB_TIMEOUT_SECONDS = 5.0
 _DOWNLOAD_TIMEOUT_SECONDS = 1800.0
+_LOG_IN = "log in with `hf auth login`"
 
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -186,6 +187,7 @@ def _from_hub(name: str, progress: bool) -> Path:
     The first request has a short timeout: without a network, transformers' own loader goes on trying for 25 s.
     """
     from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     if constants.is_offline_mode():
         raise DemoModelError("not in the local cache, and HF_HUB_OFFLINE is set")
@@ -193,6 +195,10 @@ def _from_hub(name: str, progress: bool) -> Path:
         HfApi().model_info(name, timeout=_HUB_TIMEOUT_SECONDS)
         with nullcontext() if progress else _quiet_transformers():
             return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except GatedRepoError as error:
+        raise DemoModelError(f"{name} is gated: ask for access on its page there, and {_LOG_IN}") from error
+    except RepositoryNotFoundError as error:
+        raise DemoModelError(f"it has no {name}, or keeps it private: see how it is written, or {_LOG_IN}") from error
     except Exception as error:  # those of the client's HTTP library, too, which changed with its version 1
         raise DemoModelError(_brief(error)) from error
 

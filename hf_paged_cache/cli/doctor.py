@@ -32,14 +32,15 @@ def doctor(
 
     Exits with 1 if the model is not supported.
     """
-    from hf_paged_cache import PagedCacheError, check_model
+    from hf_paged_cache import check_model
 
     from .loading import load_model
+    from .refusal import in_one_line
 
     _print(of_machine())
     if model is None:
         return
-    try:
+    with in_one_line("doctor"):
         print(f"loading {model} ...", file=sys.stderr, flush=True)
         loaded, _ = load_model(model, dtype=dtype, device=device)
         report = check_model(loaded)
@@ -49,9 +50,6 @@ def doctor(
         )
         if report.is_supported:
             _print(of_memory(loaded))
-    except (PagedCacheError, OSError) as error:
-        print(f"hf-paged-cache doctor: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
     raise typer.Exit(0 if report.is_supported else 1)
 
 

@@ -60,50 +60,49 @@ def generate(
     other option of transformers' generate can be given by its name: --do-sample --temperature 0.7 --num-beams 4
     --stop-strings '["\\n"]'. Exits with 130 after Ctrl-C.
     """
-    from hf_paged_cache import PagedCacheError, PrefixStore, generate_all, generate_all_on_ray
+    from hf_paged_cache import PrefixStore, generate_all, generate_all_on_ray
 
     from .loading import load_model
+    from .refusal import in_one_line
 
     journal = out.with_name(f"{out.name}.journal")
     try:
-        options = options_by_name(context.args)
-        if not prompts.is_file():
-            raise typer.BadParameter(f"there is no file {prompts}", param_hint="PROMPTS")
-        shaped: dict[str, Any] = {
-            "out": out,
-            "column": column,
-            "order": order.value,
-            "batch_size": batch_size,
-            "max_new_tokens": max_new_tokens,
-            "seed": seed,
-            "overwrite": overwrite,
-            **options,
-        }
-        load = partial(load_model, model, dtype=dtype, device=device)
-        print(f"loading {model} ...", file=sys.stderr, flush=True)
-        if workers is not None:
-            result = generate_all_on_ray(
-                load,
-                prompts,
-                num_workers=workers,
-                address=address,
-                num_blocks=num_blocks,
-                disk_folder=disk_folder,
-                **shaped,
-            )
-        elif address is not None:
-            raise typer.BadParameter("give --workers, too", param_hint="--address")
-        else:
-            loaded, tokenizer = load()
-            store = PrefixStore(loaded, num_blocks=num_blocks, disk_folder=disk_folder)
-            result = generate_all(loaded, tokenizer, prompts, cache=store, **shaped)
+        with in_one_line("generate"):
+            options = options_by_name(context.args)
+            if not prompts.is_file():
+                raise typer.BadParameter(f"there is no file {prompts}", param_hint="PROMPTS")
+            shaped: dict[str, Any] = {
+                "out": out,
+                "column": column,
+                "order": order.value,
+                "batch_size": batch_size,
+                "max_new_tokens": max_new_tokens,
+                "seed": seed,
+                "overwrite": overwrite,
+                **options,
+            }
+            load = partial(load_model, model, dtype=dtype, device=device)
+            print(f"loading {model} ...", file=sys.stderr, flush=True)
+            if workers is not None:
+                result = generate_all_on_ray(
+                    load,
+                    prompts,
+                    num_workers=workers,
+                    address=address,
+                    num_blocks=num_blocks,
+                    disk_folder=disk_folder,
+                    **shaped,
+                )
+            elif address is not None:
+                raise typer.BadParameter("give --workers, too", param_hint="--address")
+            else:
+                loaded, tokenizer = load()
+                store = PrefixStore(loaded, num_blocks=num_blocks, disk_folder=disk_folder)
+                result = generate_all(loaded, tokenizer, prompts, cache=store, **shaped)
     except KeyboardInterrupt:
         done = f" What is done is in {out}.journal; the same command goes on from there." if journal.exists() else ""
         print(f"hf-paged-cache generate: stopped.{done}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-    except (PagedCacheError, OSError) as error:
-        print(f"hf-paged-cache generate: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
     print(f"{out}: {result.summary}")
 
 

@@ -33,4 +33,6 @@ def load_model(
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
         said = str(error).partition("\n")[0]
         raise DemoModelError(f"device {device} cannot be used: {said}") from error
+    if where.type == "meta":
+        raise DemoModelError("device meta cannot be used: it holds shapes, and no numbers")
     return load_demo_model(name, dtype=kind, device=where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -20,19 +19,16 @@ def save(
 ) -> None:
     """Compute prefixes and write what was computed into a folder, from which any run with the same model loads it."""
     from ..cache import PagedPrefixCache
-    from ..errors import PagedCacheError
     from .demo_model import load_demo_model
+    from .refusal import in_one_line
 
-    try:
+    with in_one_line("save"):
         texts = [path.read_text(encoding="utf-8") for path in prompt_file]
         loaded, tokenizer = load_demo_model(model)
         cache = PagedPrefixCache(loaded)
         prefixes = [tokenizer(text)["input_ids"] for text in texts]
         done = cache.prefill(prefixes)
         saved = cache.store.save(folder, prefixes)
-    except (PagedCacheError, OSError, UnicodeDecodeError) as error:
-        print(f"hf-paged-cache save: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
     print(f"computed {done.num_computed} tokens of {len(prefixes)} prefixes, {done.num_tokens} in whole blocks")
     known = f"; {saved.num_known} blocks were there already" if saved.num_known else ""
     print(f"wrote {saved.num_blocks} blocks, {saved.num_bytes / 2**20:,.1f} MiB, into {folder}{known}")
@@ -52,18 +48,15 @@ def load(
     Exits with 1 if a file is damaged, or nothing was taken.
     """
     from ..cache import PagedPrefixCache
-    from ..errors import PagedCacheError
     from ..saved_report import saved_report
     from .demo_model import load_demo_model
+    from .refusal import in_one_line
 
-    try:
+    with in_one_line("load"):
         if check:
             reports = saved_report(folder)
         else:
             loaded = PagedPrefixCache(load_demo_model(model)[0]).store.load(folder)
-    except (PagedCacheError, OSError) as error:
-        print(f"hf-paged-cache load: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
     if check:
         for report in reports:
             what = report.problem or (

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.errors
 import pytest
 import torch
 from rich.console import Console
@@ -296,6 +298,26 @@ def test_a_hub_that_does_not_answer_is_asked_once(without_hub: Path, monkeypatch
     with pytest.raises(DemoModelError, match=r"from the hub: OSError: no route to host$"):
         load_demo_model("nobody/nothing")
     assert asked == [("nobody/nothing", loader._HUB_TIMEOUT_SECONDS)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("GatedRepoError", "some/model is gated: ask for access on its page there, and log in with `hf auth login`"),
+        ("RepositoryNotFoundError", "it has no some/model, or keeps it private: see how it is written, or log in with"),
+    ],
+)
+def test_of_a_model_that_the_hub_keeps_back_it_is_said_what_to_do(
+    kind: str, why: str, without_hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept_back(self: Any, name: str, timeout: float) -> None:
+        error = getattr(huggingface_hub.errors, kind)
+        raise error.__new__(error)  # its class's arguments are an HTTP library's, and have changed
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", kept_back)
+    with pytest.raises(DemoModelError, match=f"from the hub: {re.escape(why)}"):
+        load_demo_model("some/model")
 
 
 def test_a_half_downloaded_model_in_the_hubs_cache_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

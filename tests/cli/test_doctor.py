@@ -94,6 +94,37 @@ def test_what_cannot_be_loaded_is_one_line(command: str, spoil: Any, why: str, m
     assert [line for line in done.stderr.splitlines() if line.startswith(f"hf-paged-cache {command}: ") and why in line]
 
 
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("out of memory. Tried to allocate 20 GiB.\nMore of it."), RuntimeError("can't allocate memory: 9 bytes")],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["doctor", "bench"])
+def test_a_model_for_which_there_is_no_memory_is_one_line(
+    command: str, error: Exception, model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.nn.Module, "to", full)
+    done = CliRunner().invoke(app, [command, model_folder])
+    assert done.exit_code == 2
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith(f"hf-paged-cache {command}: "))
+    assert f"there is no memory for it ({str(error).partition(chr(10))[0]})" in line
+    assert "More of it" not in done.stderr
+
+
+def test_a_defect_keeps_its_traceback(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("index 9 is out of bounds")
+
+    monkeypatch.setattr(torch.nn.Module, "to", broken)
+    assert str(doctor(model_folder).exception) == "index 9 is out of bounds"
+
+
+def test_a_device_without_numbers_is_refused(model_folder: str) -> None:
+    assert "device meta cannot be used: it holds shapes" in doctor(model_folder, "--device", "meta").stderr
+
+
 @pytest.mark.parametrize("command", ["doctor", "bench"])
 def test_a_folder_that_is_not_there_is_named(command: str) -> None:
     done = CliRunner().invoke(app, [command, "/no/such/folder"])

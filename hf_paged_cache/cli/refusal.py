@@ -1,0 +1,38 @@
+"""What a command cannot do becomes one line on stderr and the exit code 2; a defect of ours keeps its traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from textwrap import shorten
+
+import typer
+
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # what torch says of it, by platform
+
+
+@contextmanager
+def in_one_line(command: str) -> Iterator[None]:
+    """End the command with one line where what runs inside is refused, cannot be read, or finds no memory.
+
+    Raises:
+        typer.Exit: with 2, for a refusal (`PagedCacheError`), a file that cannot be read, or memory that is not there.
+    """
+    from hf_paged_cache import PagedCacheError
+
+    try:
+        yield
+    except (PagedCacheError, OSError, UnicodeDecodeError) as error:
+        _say(command, str(error))
+        raise typer.Exit(2) from error
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; of a host torch raises no kind of its own
+        if not any(words in str(error) for words in _OUT_OF_MEMORY):
+            raise
+        said = shorten(str(error).partition("\n")[0], 200, placeholder=" ...")
+        _say(command, f"there is no memory for it ({said}); take a smaller model or dtype, or another device")
+        raise typer.Exit(2) from error
+
+
+def _say(command: str, what: str) -> None:
+    print(f"hf-paged-cache {command}: {what}", file=sys.stderr)
