@@ -159,6 +159,7 @@ def generate_and_ask() -> None:
         cache.prefill(row((4, 10)))
     cache.lookup(ids)
     cache.explain(ids)
+    cache._repr_html_()
     copy.deepcopy(cache).crop(-2)
     assert cache.layers[0].keys is not None
     cache.reset()
