@@ -31,7 +31,11 @@ def test_a_model_that_is_held_is_reported_with_what_was_measured(name: str) -> N
 @FROM_5_23
 @pytest.mark.parametrize(
     ("name", "reused", "multiple"),
-    [("bamba", 16, "the block size"), ("qwen3_next", 0, "64 tokens and of the block size")],
+    [
+        ("bamba", 16, "the block size"),
+        ("mamba2", 16, "the block size"),
+        ("qwen3_next", 0, "64 tokens and of the block size"),
+    ],
 )
 def test_a_model_whose_layers_carry_states_is_held_and_told_where_they_are_kept(
     name: str, reused: int, multiple: str

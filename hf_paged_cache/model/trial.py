@@ -25,6 +25,10 @@ NUM_CACHED = 16
 _NUM_PADS = 5  # of the second row
 _MIN_TOLERANCE = 1e-3  # of the logits' scale; attention to later tokens makes 0.04 and more
 _TOLERANCE_IN_EPS = 16  # a bfloat16 forward of another length differs by some per cent
+_STATE_TOLERANCE_IN_EPS = 4  # of the first layer's state, rounded a few times
+_KEPT_IN_MODULES = (
+    "its layers keep their state in modules and not in the cache, so the state of a prefix cannot be kept"
+)
 
 
 class Failure(NamedTuple):
@@ -39,10 +43,11 @@ _tried: WeakKeyDictionary[nn.Module, StateTraits] = WeakKeyDictionary()  # what 
 
 
 def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> None:
-    """Refuse a model whose logits with a cache are not those without.  Cost: six short forwards, until it has passed.
+    """Refuse a model whose logits with a cache are not those without.  Cost: six short forwards, until it has passed; two more of a model with states.
 
     Args:
         if_it_runs: accept a model that cannot be tried, such as one whose adapters want an argument in each call.
+
     Raises:
         UnsupportedModelError: naming what was seen.
     """
@@ -64,7 +69,8 @@ def why_it_fails(model: PreTrainedModel) -> Failure:
             try:
                 whole = last_logits(model(**inputs, use_cache=False), NUM_COLUMNS - NUM_CACHED)
                 was_run = True
-                continued = continue_behind(model, inputs, dynamic_cache(model))
+                cache = dynamic_cache(model)
+                continued = continue_behind(model, inputs, cache)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 (a model may raise anything)
@@ -72,9 +78,12 @@ def why_it_fails(model: PreTrainedModel) -> Failure:
                 return Failure(f"it cannot be {what} ({quoted(error)})", was_run)
             if not whole.isfinite().any():
                 return Failure("none of its logits is finite, so nothing can be compared", was_tried=False)
-            reason = _why_they_differ(whole, continued, tolerance(model, seen))
+            allowed = tolerance(model, seen)
+            reason = _why_they_differ(whole, continued, allowed) or _why_states_differ(
+                model, inputs, cache, eps_computed_in(model, seen)
+            )
             if reason:
-                return Failure(_why_a_state_is_lost(model, alone, whole, tolerance(model, seen)) or reason)
+                return Failure(_why_a_state_is_lost(model, alone, whole, allowed) or reason)
     _passed.add(model)
     return Failure("")
 
@@ -108,6 +117,40 @@ def _seen_traits(model: PreTrainedModel) -> StateTraits:
     )
 
 
+def _why_states_differ(model: PreTrainedModel, inputs: dict[str, Tensor], continued: Any, eps: float) -> str:
+    """Whether a state is another than that of one forward, though logits may hardly show it; "" if not, or without any.
+
+    Of the first layer that has one: what reaches it has hardly been rounded, nor been sent to another expert.
+    """
+    states: list[Any] = [layer for layer in continued.layers if has_state(layer)]
+    if not states:
+        return ""
+    if not all(map(_was_written, states)):
+        return _KEPT_IN_MODULES
+    at_once = dynamic_cache(model)
+    model(**inputs, **present_cache(model, {cache_argument(model): at_once, "use_cache": True}))
+    wanted = next(layer for layer in at_once.layers if has_state(layer))
+    pairs = zip(_states_of(wanted), _states_of(states[0]), strict=True)
+    most = max((distance(whole.flatten(), held.flatten()) for whole, held in pairs), default=0.0)
+    if most <= max(_MIN_TOLERANCE, _STATE_TOLERANCE_IN_EPS * eps):
+        return ""
+    return (
+        f"continued behind {NUM_CACHED} cached tokens a state differs by {most:.2g} of its scale from that of one forward: "
+        "it does not follow from the state before it"
+    )
+
+
+def _was_written(layer: Any) -> bool:
+    """Whether a forward has left a state in a layer that is for one."""
+    return any(layer.has_previous_state.values())
+
+
+def _states_of(layer: Any) -> list[Tensor]:
+    """What a layer carries of the rows, besides keys and values."""
+    held = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return [state.float().cpu() for state in held if state is not None]
+
+
 def _why_a_state_is_lost(model: PreTrainedModel, row: dict[str, Tensor], whole: Tensor, allowed: float) -> str:
     """What became of the states of a model that failed; "" where that says nothing, and for a model without any."""
     cache = dynamic_cache(model)
@@ -115,8 +158,8 @@ def _why_a_state_is_lost(model: PreTrainedModel, row: dict[str, Tensor], whole: 
     if not states:
         return ""
     single = continue_behind(model, row, cache, one_by_one=True)
-    if not all(any(layer.has_previous_state.values()) for layer in states):
-        return "its layers keep their state in modules and not in the cache, so the state of a prefix cannot be kept"
+    if not all(map(_was_written, states)):
+        return _KEPT_IN_MODULES
     if _why_they_differ(whole[:1], single, allowed):
         return ""
     return (
@@ -132,12 +175,14 @@ def continue_behind(
 
     Args:
         one_by_one: each of the 8 in a forward of its own.
+
     Raises:
         ValueError: the cache holds another number of columns than were passed.
     """
     argument = cache_argument(model)
     given = present_cache(model, {argument: cache, "use_cache": True})
-    mask_begins = None if argument == "cache_params" else 0  # such models want the mask of the new columns alone
+    wants_new_columns = argument == "cache_params" and isinstance(cache, DynamicCache)  # for a cache of ours it is cut
+    mask_begins = None if wants_new_columns else 0
     model(**_columns(inputs, 0, NUM_CACHED, 0), **given)
     if any(map(has_keys, cache.layers)) and cache.get_seq_length() != NUM_CACHED:
         raise ValueError(f"after {NUM_CACHED} tokens its cache holds {cache.get_seq_length()}")

@@ -22,7 +22,10 @@ from hf_paged_cache.model.trial import (
     NUM_CACHED,
     NUM_COLUMNS,
     behind_padding,
+    continue_behind,
     distance,
+    dynamic_cache,
+    last_logits,
     require_continuable,
     state_traits,
     tolerance,
@@ -248,6 +251,29 @@ def test_a_scan_that_forgets_the_state_before_several_tokens_is_said_to(name: st
     assert why_it_fails(zoo.build(name)).reason == (
         "its scan of several tokens starts without the state before them, which only a single token continues, so no "
         "prompt can go on from a prefix"
+    )
+
+
+@FROM_5_23
+def test_a_scan_that_forgets_is_seen_where_its_state_does_not_show_in_logits() -> None:
+    model_class, config = zoo.configuration("zamba")
+    torch.manual_seed(0)
+    model = model_class(config).eval()  # drawn as transformers draws a new model: its layers add little
+    inputs = trial_inputs(model)
+    with torch.no_grad():
+        whole = last_logits(model(**inputs, use_cache=False), NUM_COLUMNS - NUM_CACHED)
+        continued = continue_behind(model, inputs, dynamic_cache(model))
+    assert distance(whole, continued) < 1e-6
+    with pytest.raises(UnsupportedModelError, match="scan of several tokens starts without the state"):
+        PagedPrefixCache(model)
+
+
+@FROM_5_23
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_that_no_forward_leaves_in_the_cache_is_seen_whatever_its_weight(dtype: torch.dtype) -> None:
+    model_class, config = zoo.configuration("recurrent_gemma")
+    assert (
+        "keep their state in modules and not in the cache" in why_it_fails(model_class(config).eval().to(dtype)).reason
     )
 
 
