@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .model_check import ModelReport, check_model
     from .prefix_store import PrefixStore
     from .prompts import Prompts, read_prompts
-    from .saved_report import SavedFileReport, saved_report
+    from .saved_files import SavedFileReport, saved_report
     from .scoring import Score
     from .stats import CacheStats, CallStats, RowStats, TierStats
     from .store.loading import Loaded
@@ -46,7 +46,7 @@ _HOMES = (
     ".explanation",
     ".named_prefixes",
     ".prefix_store",
-    ".saved_report",
+    ".saved_files",
     ".model_check",
     ".batch_job",
     ".prompts",

@@ -96,6 +96,7 @@ class BatchCalls:
         Args:
             rows: their numbers.
             prompts: token ids of each.
+
         Raises:
             torch.OutOfMemoryError: a row does not fit by itself.
         """

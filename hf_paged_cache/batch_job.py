@@ -44,6 +44,11 @@ class BatchSummary:
         seconds: that the calls took; loading and tokenizing are not in it.
         seconds_without: an estimate of what they would take without the cache: every prompt token at the fastest rate at which
             prompts ran here, and the same decode steps. None where nothing ran.
+
+    Examples:
+        >>> summary = generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2).summary
+        >>> summary.num_prompts, summary.num_batches
+        (2, 1)
     """
 
     num_prompts: int
@@ -78,6 +83,11 @@ class BatchResult:
     Attributes:
         completions: of each prompt, in the order given: a text, or a list of them with `num_return_sequences`. None where they
             went into a file.
+
+    Examples:
+        >>> result = generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2)
+        >>> len(result.completions)
+        2
     """
 
     completions: list[Completion] | None
@@ -122,11 +132,13 @@ def generate_all(
         overwrite: remove an `out` and a journal that are there; without it they are refused, or gone on from.
         progress: show a bar on stderr; None: only on a terminal.
         generation: options of `generate` by name, such as `do_sample=True`, `num_beams=4`, `stop_strings=["\\n"]`.
+
     Raises:
         CacheArgumentError: a row that has no prompt, a prompt that is longer than the model's positions, options that do not fit, an
             `out` that another job has written; nothing has run.
         UnsupportedModelError: see `PagedPrefixCache`.
-    Example:
+
+    Examples:
         >>> shared = "Question: What is one and one?\\nAnswer: Two.\\n"
         >>> result = generate_all(
         ...     model, tokenizer, [shared + "Question: What is ice?\\nAnswer:", shared], max_new_tokens=4

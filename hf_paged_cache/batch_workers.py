@@ -110,10 +110,20 @@ def generate_all_on_ray(
         address: of a Ray cluster, such as "auto"; None: the one this process is connected to, or a new one on this machine.
         gpus_per_worker: of Ray's accounting; None: 1 where the cluster has a GPU for each worker, else none.
         num_blocks, disk_folder: of each worker's store; a `disk_folder` that all reach gives a new worker the prefixes of the others.
+
     Raises:
         CacheArgumentError: see `generate_all`; or Ray is not installed.
         WorkersLostError: workers died three times at one batch. What is done is in the journal of `out`.
         UnsupportedModelError: see `PagedPrefixCache`.
+
+    Examples:
+        >>> from functools import partial
+        >>> from hf_paged_cache.cli.demo_model import load_demo_model
+        >>> model.save_pretrained(folder), tokenizer.save_pretrained(folder)
+        (...)
+        >>> load = partial(load_demo_model, folder)
+        >>> len(generate_all_on_ray(load, ["One and one", "One and two"], num_workers=1, max_new_tokens=4).completions)
+        2
     """
     int_of_at_least("num_workers", num_workers, 1, "workers")
     int_of_at_least("batch_size", batch_size, 1, "rows of a batch")

@@ -66,9 +66,11 @@ class PagedPrefixCache(NamedPrefixes, Cache):
         on_full: what becomes of a call that does not fit into the pool. "refuse" raises OutOfBlocksError. "bypass" runs it
             as `DynamicCache` would, without the store; its rows stay so until the next `generate`, or `reset()`.
             `score` refuses always.
+
     Raises:
         UnsupportedModelError, CacheArgumentError: see `PrefixStore`.
-    Example:
+
+    Examples:
         >>> cache = PagedPrefixCache(model)
         >>> first = model.generate(**inputs, past_key_values=cache, max_new_tokens=4)
         >>> again = model.generate(**inputs, past_key_values=cache, max_new_tokens=4)
@@ -161,7 +163,8 @@ class PagedPrefixCache(NamedPrefixes, Cache):
 
         Raises:
             CacheArgumentError: matplotlib is not installed.
-        Example:
+
+        Examples:
             >>> cache.plot().get_size_inches().tolist()
             [8.0, 4.0]
         """
@@ -294,12 +297,15 @@ class PagedPrefixCache(NamedPrefixes, Cache):
             context: token ids, [T] or [1, T], at least one.
             continuations: each of at least one token id, [N] or [1, N]; they follow the context as they are.
             batch_size: rows of a forward at most; None: as many as keep its logits below 2**27 numbers.
+
         Returns:
             a `Score` for each continuation, in order.
+
         Raises:
             CacheArgumentError: token ids that are none, are outside the vocabulary, or are missing; nothing has changed.
             OutOfBlocksError: a forward does not fit; a smaller `batch_size` needs fewer blocks.
-        Example:
+
+        Examples:
             >>> context = tokenizer("Question: What is one and one? Answer:").input_ids
             >>> scores = cache.score(context, [tokenizer(answer).input_ids for answer in (" two", " three")])
             >>> [score.num_tokens for score in scores], all(score.total < 0 for score in scores)
@@ -404,7 +410,8 @@ class PagedPrefixCache(NamedPrefixes, Cache):
 
         Raises:
             CacheBusyError: another cache is this model's in all threads.
-        Example:
+
+        Examples:
             >>> from concurrent.futures import ThreadPoolExecutor
             >>> with cache.in_all_threads(), ThreadPoolExecutor(2) as pool:
             ...     output = pool.submit(model.generate, **inputs, max_new_tokens=4).result()

@@ -4,44 +4,152 @@ from __future__ import annotations
 
 
 class PagedCacheError(Exception):
-    """Base of every error raised here on purpose; catch it to tell our refusals from a defect."""
+    """Base of every error raised here on purpose; catch it to tell our refusals from a defect.
+
+    Examples:
+        >>> try:
+        ...     PagedPrefixCache("no model")
+        ... except PagedCacheError as error:
+        ...     print(type(error).__name__)
+        UnsupportedModelError
+    """
 
 
 class UnsupportedModelError(PagedCacheError):
-    """Raised when a cache is built for a model or layer type that we cannot hold right; use `DynamicCache` for it."""
+    """Raised when a cache is built for a model or layer type that we cannot hold right; use `DynamicCache` for it.
+
+    Examples:
+        >>> from transformers import MambaConfig, MambaForCausalLM
+        >>> other = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
+        >>> try:
+        ...     PagedPrefixCache(other)
+        ... except UnsupportedModelError:
+        ...     print(check_model(other).is_supported)
+        False
+    """
 
 
 class OutOfBlocksError(PagedCacheError):
-    """Raised before anything has changed when blocks run out; free tables, ask for less, or give the pool more blocks."""
+    """Raised before anything has changed when blocks run out; free tables, ask for less, or give the pool more blocks.
+
+    Examples:
+        >>> small = PagedPrefixCache(model, num_blocks=4)
+        >>> try:
+        ...     small.prefill(list(range(64)))
+        ... except OutOfBlocksError:
+        ...     print(small.stats().num_cached_blocks)
+        0
+    """
 
 
 class CacheBusyError(PagedCacheError):
-    """Raised when a second call starts on a cache whose call is running; use another cache on the same store."""
+    """Raised when a second call starts on a cache whose call is running; use another cache on the same store.
+
+    Examples:
+        >>> from transformers import LogitsProcessor
+        >>> class Again(LogitsProcessor):
+        ...     def __call__(self, input_ids, scores):
+        ...         try:
+        ...             model.generate(**inputs, past_key_values=cache)
+        ...         except CacheBusyError as error:
+        ...             print("busy")
+        ...         return scores
+        >>> _ = model.generate(**inputs, past_key_values=cache, max_new_tokens=1, logits_processor=[Again()])
+        busy
+    """
 
 
 class BlockStateError(PagedCacheError):
-    """Raised when a block is not in the state that an operation needs, such as a double free; the caller has a defect."""
+    """Raised when a block is not in the state that an operation needs, such as a double free; the caller has a defect.
+
+    Examples:
+        >>> from hf_paged_cache.blocks.allocator import PrefixCachingBlockAllocator
+        >>> allocator = PrefixCachingBlockAllocator(num_blocks=4, block_size=16)
+        >>> held = allocator.allocate(num_mutable_blocks=1)
+        >>> allocator.free(held)
+        >>> try:
+        ...     allocator.free(held)
+        ... except BlockStateError as error:
+        ...     print(error)
+        Allocation(num_blocks=0, num_prefix_blocks=0) has ref_count 0: it was freed, or is another allocator's
+    """
 
 
 class CacheArgumentError(PagedCacheError, ValueError):
-    """Raised when an argument is outside what its text allows; the message says what was given and what is allowed."""
+    """Raised when an argument is outside what its text allows; the message says what was given and what is allowed.
+
+    Examples:
+        >>> PagedPrefixCache(model, attention="fast")
+        Traceback (most recent call last):
+        hf_paged_cache.errors.CacheArgumentError: attention is 'fast'; give 'contiguous' or 'gather'
+    """
 
 
 class PoolArgumentError(PagedCacheError, ValueError):
-    """Raised when the pool is given a tensor of the wrong shape or type, or asked for a layer it has not; the message says what was expected."""
+    """Raised when the pool is given a tensor of the wrong shape or type, or asked for a layer it has not; the message says what was expected.
+
+    Examples:
+        >>> from hf_paged_cache.kv.block_pool import BlockPool
+        >>> pool = BlockPool(block_size=16)
+        >>> try:
+        ...     pool.gather(7, None)
+        ... except PoolArgumentError as error:
+        ...     print(error)
+        layer 7 was never written; layers written are []
+    """
 
 
 class NotPortableError(PagedCacheError):
-    """Raised when keys and values cannot leave their process: what they depend on has no name elsewhere, such as a hook."""
+    """Raised when keys and values cannot leave their process: what they depend on has no name elsewhere, such as a hook.
+
+    Examples:
+        >>> hook = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: None)
+        >>> _ = cache.prefill(inputs["input_ids"])
+        >>> try:
+        ...     cache.store.save(folder)
+        ... except NotPortableError as error:
+        ...     print(error)
+        __main__.<lambda> hooks or replaces the forward of a LlamaMLP, and what it does cannot be named for another process; take it off
+        >>> hook.remove()
+    """
 
 
 class SavedBlocksError(PagedCacheError):
-    """Raised when a file of blocks is damaged, or not one of ours; the message names the file and what is wrong."""
+    """Raised when a file of blocks is damaged, or not one of ours; the message names the file and what is wrong.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from hf_paged_cache.tiers.saved_file import read_saved_file
+        >>> path = Path(f"{folder}.safetensors")
+        >>> path.write_bytes(b"not one of ours")
+        15
+        >>> try:
+        ...     read_saved_file(path)
+        ... except SavedBlocksError as error:
+        ...     print(error.args[0].replace(str(path), "PATH"))
+        PATH ...
+    """
 
 
 class WorkersLostError(PagedCacheError):
-    """Raised when workers of a batch job die again and again at one batch; what is done is kept."""
+    """Raised when workers of a batch job die again and again at one batch; what is done is kept.
+
+    Examples:
+        >>> try:
+        ...     raise WorkersLostError("3 workers died one after another at the batch of row 8")
+        ... except PagedCacheError as error:
+        ...     print(error)  # the same job, started again, goes on behind the last batch that was done
+        3 workers died one after another at the batch of row 8
+    """
 
 
 class ForwardMismatchError(PagedCacheError):
-    """Raised when a forward writes other than was scheduled for it; run the model through its `__call__`."""
+    """Raised when a forward writes other than was scheduled for it; run the model through its `__call__`.
+
+    Examples:
+        >>> try:
+        ...     model.forward(**inputs, past_key_values=cache)
+        ... except ForwardMismatchError:
+        ...     print("hooks run in model(...) alone")
+        hooks run in model(...) alone
+    """

@@ -18,6 +18,12 @@ class Lookup(NamedTuple):
         stopped: why no more, in the words of `last_call.rows[i].stopped`.
         tier: where those lie that are furthest from the model: "device", in the pool; "host" or "disk", from where a call
             brings them up; None where none is known.
+
+    Examples:
+        >>> _ = cache.prefill(inputs["input_ids"])
+        >>> found = cache.lookup(inputs["input_ids"])
+        >>> found.num_tokens == 16 * found.num_blocks, found.tier
+        (True, 'device')
     """
 
     num_tokens: int
@@ -38,6 +44,14 @@ class Explanation:
         before, after: the prompt on both sides of that place.
         cached: how the closest cached prompt goes on there, as far as it does in that block; None where none does.
         advice: what may be behind it; empty where nothing can be said.
+
+    Examples:
+        >>> _ = cache.prefill(inputs["input_ids"])
+        >>> other = inputs["input_ids"][0].tolist()
+        >>> other[20] += 1
+        >>> why = cache.explain(other, tokenizer)
+        >>> why.num_known, why.parts_at
+        (16, 20)
     """
 
     num_tokens: int

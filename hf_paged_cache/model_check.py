@@ -45,6 +45,11 @@ class ModelReport:
         snapshot_bytes: of its states at one place, where it has any.
         layers: type of cache layer -> how many the model has.
         remarks: sentences on what limits reuse.
+
+    Examples:
+        >>> report = check_model(model)
+        >>> report.is_supported, report.layers
+        (True, {'DynamicLayer': 2})
     """
 
     model: str
@@ -80,9 +85,11 @@ def check_model(model: Any) -> ModelReport:
     """Try a model: two rows of 24 tokens, one of them padded, and one alone, with 16 tokens in a cache and without.
 
     Effects: none that last. An unsupported model is reported, not raised.  Cost: a dozen short forwards.
+
     Raises:
         torch.OutOfMemoryError: a forward of the model does not fit.
-    Example:
+
+    Examples:
         >>> check_model(model).is_supported
         True
     """

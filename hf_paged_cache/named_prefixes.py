@@ -49,14 +49,17 @@ class NamedPrefixes:
                 or a list of such.
             chunk_size: new tokens that run in one forward, so that a long prefix takes bounded memory. Where rotary
                 frequencies depend on length, each runs whole.
+
         Returns:
             tokens cached now, known before, and computed; see `Prefilled`.
+
         Raises:
             OutOfBlocksError: they do not fit at a time; nothing was computed.
             UnsupportedModelError: nothing that the model computes now may be reused, such as with an active dropout.
             CacheArgumentError: not the token ids of sequences, or outside the vocabulary; or no `chunk_size`.
             CacheBusyError: rotary frequencies depend on length, and a call is running.
-        Example:
+
+        Examples:
             >>> cache.prefill(inputs["input_ids"])
             Prefilled(num_tokens=80, num_known=0, num_computed=80)
             >>> cache.prefill(inputs["input_ids"])
@@ -101,10 +104,12 @@ class NamedPrefixes:
 
         Args:
             token_ids: of the whole prompt, special tokens included: a list or tensor of [T] or [1, T].
+
         Raises:
             CacheArgumentError: not the token ids of one sequence.
             CacheBusyError: rotary frequencies depend on length, and a call is running.
-        Example:
+
+        Examples:
             >>> cache.lookup(inputs["input_ids"]).stopped
             'no cached block has these first 16 tokens under the same conditions'
             >>> cache.prefill(inputs["input_ids"]).num_tokens, cache.lookup(inputs["input_ids"]).num_tokens
@@ -130,9 +135,11 @@ class NamedPrefixes:
         Args:
             token_ids: of the whole prompt, special tokens included: a list or tensor of [T] or [1, T].
             tokenizer: shows the place as text; None: as token ids.
+
         Raises:
             CacheArgumentError, CacheBusyError: see `lookup`.
-        Example:
+
+        Examples:
             >>> text = "Answer in one word. What is ice? "
             >>> cache.prefill(tokenizer(text + "And what is a fire?").input_ids).num_computed
             48
@@ -165,13 +172,16 @@ class NamedPrefixes:
 
         Args:
             token_ids: of the prefix as prompts begin with it, special tokens included: a list or tensor of [T] or [1, T].
+
         Returns:
             The number of tokens pinned: a multiple of the block size, 0 when the first block is not cached.
+
         Raises:
             OutOfBlocksError: running calls have reserved those blocks; nothing has changed.
             CacheArgumentError: not the token ids of one sequence.
             CacheBusyError: rotary frequencies depend on length, and a call is running.
-        Example:
+
+        Examples:
             >>> cache.prefill(inputs["input_ids"]).num_tokens
             80
             >>> cache.pin(inputs["input_ids"]), cache.stats().num_pinned_blocks
@@ -190,6 +200,7 @@ class NamedPrefixes:
 
         Returns:
             The number of tokens that were pinned; 0 when none were.
+
         Raises:
             CacheArgumentError: not the token ids of one sequence.
         """

@@ -46,7 +46,7 @@ class Cells(NamedTuple):
 def cells_of(kinds: bytes) -> Cells:
     """The map of a pool, of at most 480 cells.
 
-    Example:
+    Examples:
         >>> cells_of(bytes([2, 2, 1, 0]))
         Cells(kinds=[2, 2, 1, 0], blocks_each=1)
     """

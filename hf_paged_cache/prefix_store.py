@@ -67,9 +67,17 @@ class PrefixStore:
         disk_folder: where evicted blocks go that host memory does not keep, or all of them; one in shared memory
             (/dev/shm) is host memory for a model on a CPU. None: nowhere. See docs/tiers.md.
         disk_bytes: of files there; None: half of what is free when the store is made.
+
     Raises:
         UnsupportedModelError: the model's cache cannot be held right; the message names what is in the way.
         CacheArgumentError: a size is out of range, or both sizes are given.
+
+    Examples:
+        >>> store = PrefixStore(model, num_blocks=64)
+        >>> teacher, pupil = PagedPrefixCache(store), PagedPrefixCache(store)
+        >>> _ = teacher.prefill(inputs["input_ids"])
+        >>> pupil.lookup(inputs["input_ids"]).num_tokens
+        80
     """
 
     is_paged_prefix_cache = True  # a call that is given the store instead of a cache is refused by name
@@ -172,18 +180,22 @@ class PrefixStore:
         salt are not written. Blocks that a lower tier has are not, either: bring them up first, by `lookup` and a call.
 
         Cost: the first time, SHA-256 over all weights, 1 to 3 s a GB; then a copy of the blocks. Calls may run meanwhile.
+
         Args:
             folder: made where it is not there.
             prefixes: token ids, each a list or tensor of [T] or [1, T], of which the whole blocks are written that are cached;
                 "pinned": those that pins hold; None: all.
             progress: show a bar on a terminal.
+
         Returns:
             blocks written, and why others were not; see `Saved`.
+
         Raises:
             NotPortableError: what the model computes cannot be named for another process, such as under a hook.
             CacheArgumentError: not the token ids of sequences.
             OSError: the folder cannot be written, or is full; files that were written are whole.
-        Example:
+
+        Examples:
             >>> cache.prefill(inputs["input_ids"]).num_tokens
             80
             >>> cache.store.save(folder).num_blocks
@@ -207,15 +219,19 @@ class PrefixStore:
         reserved is left to them.
 
         Cost: as `save`.
+
         Args:
             folder: that `save` was given.
             progress: show a bar on a terminal.
+
         Returns:
             blocks that came, and why others did not; see `Loaded`.
+
         Raises:
             NotPortableError: see `save`.
             CacheArgumentError: there is no such folder.
-        Example:
+
+        Examples:
             >>> cache.prefill(inputs["input_ids"]).num_tokens, cache.store.save(folder).num_blocks
             (80, 5)
             >>> cache.store.reset_prefix_cache()

@@ -26,6 +26,11 @@ class Prompts:
         num_tokens: of all prompts.
         num_shared_tokens: of these, those that another prompt begins with, too, in whole blocks: what a cache with room for all of
             them reuses.
+
+    Examples:
+        >>> prompts = read_prompts(["What is one and one?"] * 2, tokenizer, block_size=4)
+        >>> len(prompts.token_ids), prompts.num_shared_tokens <= prompts.num_tokens
+        (2, True)
     """
 
     token_ids: "list[array[int]]"
@@ -47,9 +52,11 @@ def read_prompts(
     Args:
         block_size: tokens of a block, which is shared whole.
         model: refuse prompts that it has no positions for, with `max_new_tokens` behind them, or no embeddings; None: do not look.
+
     Raises:
         CacheArgumentError: no prompts, or one that cannot be used, with its row.
-    Example:
+
+    Examples:
         >>> shared = "Question: What is one and one?\\nAnswer: Two.\\n"
         >>> found = read_prompts([shared + "What is ice?", shared + "What is snow?"], tokenizer, model=model)
         >>> len(found.token_ids), found.num_tokens, found.num_shared_tokens

@@ -31,6 +31,12 @@ class Score:
     Attributes:
         log_probs: of each token, given the context and the tokens before it; natural logarithms.
         is_greedy: each token was the most probable one, so greedy search would have generated just these.
+
+    Examples:
+        >>> ids = inputs["input_ids"][0].tolist()
+        >>> (score,) = cache.score(ids[:-2], [ids[-2:]])
+        >>> score.num_tokens, score.total < 0
+        (2, True)
     """
 
     log_probs: tuple[float, ...]
@@ -84,6 +90,7 @@ def score(
     Args:
         side: runs the forwards.
         by_length: keys and values depend on the length of the forward, so rows of other lengths share nothing.
+
     Returns:
         the scores; the tokens of all continuations, each with the context; and how many tokens were computed.
     """
@@ -127,7 +134,8 @@ def plan(continuations: Sequence[Tokens], *, batch_size: int | None, max_tokens:
     Args:
         batch_size: rows of a forward at most; None: as many as have `max_tokens` tokens, or one.
         share_trunk: False: with the context runs nothing else.
-    Example:
+
+    Examples:
         >>> plan([(1, 2, 3), (1, 2, 4), (1, 5, 6)], batch_size=None, max_tokens=100).trunk
         (1,)
         >>> plan([(1, 2, 3), (1, 2, 4), (1, 5, 6)], batch_size=None, max_tokens=100).branches[0].rows

@@ -32,6 +32,12 @@ class CacheStats:
         num_snapshots: of what layers with a state carry, at the ends of blocks; 0 where no layer does.
         snapshot_bytes: of these; not in the pool. What running rows carry is not counted.
         tiers: below the pool, from the nearest; empty where there are none.
+
+    Examples:
+        >>> _ = model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
+        >>> stats = cache.stats()
+        >>> stats.num_calls, stats.prompt_tokens == inputs["input_ids"].numel()
+        (1, True)
     """
 
     prompt_tokens: int
@@ -77,6 +83,11 @@ class TierStats:
         read_ms: milliseconds to read a block back, as it was lately; None: not measured yet.
         compute_ms: milliseconds to compute one.
         is_worth_it: whether blocks move to it and from it: not where reading takes longer than computing.
+
+    Examples:
+        >>> tiered = PagedPrefixCache(model, disk_folder=folder, disk_bytes=2**20)
+        >>> [(tier.name, tier.num_blocks, tier.max_bytes) for tier in tiered.stats().tiers]
+        [('disk', 0, 1048576)]
     """
 
     name: str
@@ -117,6 +128,13 @@ class RowStats:
         stopped: why the match ended there, or why known tokens were computed again.
         host_tokens, disk_tokens: of those found, how many were read back from a lower tier for this call; all others were
             in the pool. 0 where there is no such tier.
+
+    Examples:
+        >>> for _ in range(2):
+        ...     _ = model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
+        >>> row = cache.last_call.rows[0]
+        >>> row.prompt_tokens - row.reused_tokens, row.stopped
+        (1, 'the whole prompt was known')
     """
 
     prompt_tokens: int
@@ -139,6 +157,12 @@ class CallStats:
 
     Attributes:
         rows: each row by itself, in the order of the batch.
+
+    Examples:
+        >>> for _ in range(2):
+        ...     _ = model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
+        >>> cache.last_call.computed_tokens, len(cache.last_call.rows)
+        (1, 1)
     """
 
     prompt_tokens: int

@@ -37,7 +37,7 @@ LEVELS = [
         "prefix_store",
         "scoring",
         "model_check",
-        "saved_report",
+        "saved_files",
         "batch_calls",
         "batch_job",
         "batch_workers",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import doctest
 import pkgutil
 import re
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -88,10 +90,10 @@ def test_the_docstrings_example_runs(test: doctest.DocTest, request: pytest.Fixt
         "allocator": make_allocator,
         "folder": lambda: str(request.getfixturevalue("tmp_path") / "saved"),
         "torch": lambda: import_module("torch"),
-        "PagedPrefixCache": lambda: hf_paged_cache.PagedPrefixCache,
-        "saved_report": lambda: hf_paged_cache.saved_report,
+        **{name: partial(getattr, hf_paged_cache, name) for name in hf_paged_cache.__all__},
     }
     blocks = import_module("hf_paged_cache.blocks")
+    test.globs["__name__"] = "__main__"  # where a reader types it
     test.globs.update({name: getattr(blocks, name) for name in blocks.__all__})
     source = "".join(example.source for example in test.examples)
     for name, make in given.items():
@@ -102,16 +104,30 @@ def test_the_docstrings_example_runs(test: doctest.DocTest, request: pytest.Fixt
     assert not failed, "".join(report)
 
 
+METHODS = {  # what a user calls, besides what the package exports
+    hf_paged_cache.PagedPrefixCache: ["score", "plot", "prefill", "lookup", "explain", "pin", "in_all_threads"],
+    hf_paged_cache.PrefixStore: ["save", "load"],
+}
+
+
+@pytest.mark.parametrize("name", [name for name in hf_paged_cache.__all__ if name != "__version__"])
+def test_every_public_name_has_an_example_and_a_place_in_the_interface(name: str) -> None:
+    public = getattr(hf_paged_cache, name)
+    assert f"{public.__module__}.{name}" in {test.name for test in docstring_examples()}
+    pages = (ROOT / "docs" / "interface.md").read_text("utf-8")
+    whole_modules = ("hf_paged_cache.errors", "hf_paged_cache.stats")
+    shown = public.__module__ if public.__module__ in whole_modules else f"{public.__module__}.{name}"
+    assert f"::: {shown}\n" in pages
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "cache.PagedPrefixCache",
-        "cache.PagedPrefixCache.score",
-        "prefix_store.PrefixStore.save",
-        "prefix_store.PrefixStore.load",
-        "saved_report.saved_report",
-        *(f"named_prefixes.NamedPrefixes.{name}" for name in ("pin", "prefill", "lookup")),
-    ],
+    "method", [getattr(kind, name) for kind, names in METHODS.items() for name in names], ids=lambda each: each.__name__
 )
-def test_what_a_user_calls_has_an_example(name: str) -> None:
-    assert f"hf_paged_cache.{name}" in {test.name for test in docstring_examples()}
+def test_every_method_for_users_has_an_example(method: Any) -> None:
+    assert any(test.name.endswith(f".{method.__qualname__}") for test in docstring_examples())
+
+
+def test_a_public_name_is_what_it_names_whatever_was_imported_before() -> None:
+    for name in MODULES:
+        import_module(name)
+    assert not [name for name in hf_paged_cache.__all__ if isinstance(getattr(hf_paged_cache, name), ModuleType)]

@@ -11,7 +11,7 @@ class Windows:
 
     Shared by a cache's layers and its reader; they change only before rows begin.
 
-    Example:
+    Examples:
         >>> windows = Windows({1: 8})
         >>> windows.first_column(0, 20), windows.first_column(1, 20)
         (0, 13)

@@ -43,6 +43,7 @@ class Journal:
         path: of the file, which is made if it is not there.
         job: name -> a JSON value, everything that shapes the results. Names are quoted to the user.
         num_rows: of the job.
+
     Raises:
         CacheArgumentError: another job's journal is there, or another process has it open; nothing has changed.
     """

@@ -20,7 +20,8 @@ def placed(tree: Branch, lengths: Sequence[int], num_workers: int, num_new_token
         tree: of all prompts.
         lengths: tokens of each prompt.
         num_new_tokens: that each is expected to generate, which cost as much as so many of a prompt.
-    Example:
+
+    Examples:
         >>> from hf_paged_cache.batch.prefix_tree import grow
         >>> prompts = [[1, 2, 3], [7, 8, 9], [1, 2, 4], [7, 8, 6]]
         >>> placed(grow(prompts, block_size=1, least_saving=1), [*map(len, prompts)], num_workers=2)

@@ -30,7 +30,7 @@ class Placed(NamedTuple):
 def ordered(tree: Branch, lengths: Sequence[int]) -> Iterator[Placed]:
     """All prompts of a tree in the order in which they run; `lengths` are tokens, by number.
 
-    Example:
+    Examples:
         >>> from hf_paged_cache.batch.prefix_tree import grow
         >>> prompts = [[7, 7], [1, 2, 3, 4], [9], [1, 2, 3, 5, 6]]
         >>> [each.prompt for each in ordered(grow(prompts, block_size=1, least_saving=1), [*map(len, prompts)])]
@@ -63,7 +63,7 @@ def batches(order: Sequence[Placed], batch_size: int, num_new_tokens: int = 1) -
     A batch computes the longest remainder of its rows in every row, and costs `BATCH_COST` tokens a step besides; of all ways to
     cut, one that costs the least is taken.  Cost: `batch_size` steps a prompt.
 
-    Example:
+    Examples:
         >>> order = [Placed(0, 500), Placed(1, 490), Placed(2, 10), Placed(3, 9)]
         >>> batches(order, batch_size=4), batches(order, batch_size=4, num_new_tokens=100)
         ([[0, 1], [2, 3]], [[0, 1, 2, 3]])

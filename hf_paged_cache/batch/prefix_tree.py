@@ -50,7 +50,8 @@ def grow(prompts: Sequence[Sequence[int]], *, block_size: int = 16, least_saving
         block_size: prefixes are shared in multiples of so many tokens.
         least_saving: tokens that a branch saves at least, against running its prompts behind its parent's prefix; about what a
             forward more costs.
-    Example:
+
+    Examples:
         >>> tree = grow([[1, 2, 3, 4], [9], [1, 2, 3, 5], [1, 2, 7]], block_size=1, least_saving=1)
         >>> tree.prompts, [(each.num_tokens, each.prompts, len(each.branches)) for each in tree.branches]
         ([1], [(2, [3], 1)])
@@ -85,7 +86,7 @@ def grow(prompts: Sequence[Sequence[int]], *, block_size: int = 16, least_saving
 def num_shared_tokens(prompts: Sequence[Sequence[int]], *, block_size: int = 16) -> int:
     """Tokens that another prompt of these begins with, too, in whole blocks: as many as a cache with room for all of them reuses.
 
-    Example:
+    Examples:
         >>> num_shared_tokens([[1, 2, 3, 4], [9], [1, 2, 3, 5], [1, 2, 7]], block_size=1)
         5
     """

@@ -57,7 +57,8 @@ class Allocation:
         num_tokens: number of positions that run round the ring; None without a window.
         window: last tokens that are kept; None where all are.
         resumption: where its holder may go on, as far as layers with a window must know; see `WindowBlocks`.
-    Example:
+
+    Examples:
         >>> from . import PrefixCachingBlockAllocator
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=4, block_size=16)
         >>> with allocator.allocate([], num_mutable_blocks=2) as allocation:

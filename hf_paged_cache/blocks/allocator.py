@@ -21,7 +21,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
     Every operation finishes or changes nothing. Block 0 is the null block: never handed out, in no state. Not
     thread-safe: use one lock for the allocator and the content.
 
-    Example:
+    Examples:
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=4, block_size=16)
         >>> allocation = allocator.allocate([], num_mutable_blocks=2)
         >>> allocation.block_ids, allocator.num_free_blocks
@@ -56,6 +56,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
             namespace: whose blocks they are; only blocks of the same are hit, and each is counted by itself.
             num_tokens, window: in place of hashes and numbers of blocks, a ring of fresh blocks for layers that see the
                 last `window` of `num_tokens` tokens, `ceil(min(num_tokens, window) / block_size)`; see `Allocation`.
+
         Raises:
             OutOfBlocksError: nothing has changed.
             CacheArgumentError: a negative number, or a hash given twice; one of `num_tokens` and `window` alone, no
@@ -208,8 +209,10 @@ class PrefixCachingBlockAllocator(BlockLedger):
 
         Args:
             start: logical index of the first block.
+
         Returns:
             The number of blocks replaced; `block_ids` has the new ids.
+
         Raises:
             CacheArgumentError: more hashes than blocks from `start`.
             BlockStateError: a block has another hash already.

@@ -34,7 +34,8 @@ class BlockTable:
     Args:
         root, extra_keys: see `HashChain`.
         namespace: see `PrefixCachingBlockAllocator.allocate`.
-    Example:
+
+    Examples:
         >>> from . import PrefixCachingBlockAllocator, root_hash
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
         >>> table = BlockTable(allocator, root_hash(b"model"))
@@ -138,6 +139,7 @@ class BlockTable:
 
         Returns:
             The number of tokens hit, a multiple of block_size.
+
         Raises:
             OutOfBlocksError: nothing has changed.
             BlockStateError: the table is not empty, or was freed.
@@ -194,6 +196,7 @@ class BlockTable:
         Args:
             cut: tokens to which the table may be cut again until more are appended; None: no fewer than it has then. Here
                 any number may; see `WindowedTable`.
+
         Raises:
             OutOfBlocksError: nothing has changed.
             CacheArgumentError: a token that is no 64-bit integer, a negative lookahead.
@@ -311,6 +314,7 @@ class BlockTable:
 
         Returns:
             The hashes of those that were not committed yet.
+
         Raises:
             CacheArgumentError: a number that is negative or above `num_tokens`.
         """

@@ -18,7 +18,8 @@ class FreeBlockQueue:
     Args:
         num_blocks: ids are 1 to num_blocks - 1; id 0 is the sentinel.
         block_ids: what the queue holds at first, the next to be handed out first.
-    Example:
+
+    Examples:
         >>> queue = FreeBlockQueue(4, [1, 2, 3])
         >>> queue.remove(2)
         >>> queue.popleft(), list(queue)

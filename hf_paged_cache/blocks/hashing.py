@@ -76,7 +76,8 @@ class HashChain:
         root: parent of the first block's hash, see `root_hash`.
         block_size: tokens of a block, at least 1.
         extra_keys: logical block index -> bytes that the block's hash covers besides tokens; empty for none.
-    Example:
+
+    Examples:
         >>> chain = HashChain(root_hash(b"model"), block_size=2)
         >>> chain.extend([1, 2, 3])
         >>> [len(block_hash.digest) for block_hash in chain.hashes()]
@@ -144,6 +145,7 @@ class HashChain:
         Args:
             start: 0 <= start; hashes before it are computed where needed.
             stop: None, or above the number of full blocks: all of them.
+
         Raises:
             BlockStateError: the chain was cut below a block already yielded. It may grow.
         """

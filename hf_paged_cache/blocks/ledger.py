@@ -26,6 +26,7 @@ class BlockLedger:
     Args:
         num_blocks: at least 2, with the null block.
         block_size: tokens of a block, at least 1.
+
     Raises:
         CacheArgumentError: a size below that.
     """

@@ -10,7 +10,7 @@ from ..errors import CacheArgumentError
 class PrefixCacheMetrics:
     """Share of queried tokens that were hit, over all queries and over the last `window` of them.
 
-    Example:
+    Examples:
         >>> metrics = PrefixCacheMetrics(window=1)
         >>> metrics.record(10, 0), metrics.record(10, 8)
         (None, None)

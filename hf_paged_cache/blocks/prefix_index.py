@@ -91,6 +91,7 @@ class PrefixIndex:
 
         Args:
             computed: whether its content is there; `match` stops at a block without.
+
         Raises:
             BlockStateError: the block has a hash, or another block has this one.
         """

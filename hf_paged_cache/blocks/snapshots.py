@@ -23,11 +23,13 @@ class Snapshots(Generic[Content]):
 
     Args:
         allocator: of the blocks.
+
     Attributes:
         most: snapshots that there can be.
         num_evictions: those that others have taken the place of, so far.
         on_evict: told of each of these, with its block's digest; None: nobody is.
-    Example:
+
+    Examples:
         >>> from . import BlockTable, PrefixCachingBlockAllocator, root_hash
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
         >>> table = BlockTable(allocator, root_hash(b"model"))

@@ -78,9 +78,11 @@ class BlockSwapper:
 
     Args:
         device, host: two allocators of one block size.
+
     Raises:
         CacheArgumentError: they are one, or have other block sizes.
-    Example:
+
+    Examples:
         >>> from . import BlockTable, PrefixCachingBlockAllocator, root_hash
         >>> device, host = (PrefixCachingBlockAllocator(num_blocks=8, block_size=2) for _ in range(2))
         >>> swapper, table = BlockSwapper(device, host), BlockTable(device, root_hash(b"model"))
@@ -136,6 +138,7 @@ class BlockSwapper:
 
         Returns:
             (block of the device, block of the host) to be copied.
+
         Raises:
             OutOfBlocksError: the host lacks blocks; nothing has changed.
             BlockStateError: a table is not on the device, or copies on write are pending there: make them first.

@@ -11,7 +11,7 @@ TokenIds: TypeAlias = "array[int]"  # typecode "q"
 def common_prefix_length(left: TokenIds, right: TokenIds) -> int:
     """How many leading tokens are equal. Cost: O(n) comparisons of bytes, by doubling and halving.
 
-    Example:
+    Examples:
         >>> common_prefix_length(array("q", [7, 8, 9]), array("q", [7, 8, 1, 1]))
         2
     """

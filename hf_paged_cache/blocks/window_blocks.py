@@ -28,6 +28,7 @@ class WindowBlocks:
         allocator: of the blocks.
         window: tokens that a query sees, itself included; at least 1.
         num_blocks: window blocks at first, with number 0.
+
     Attributes:
         places: block id -> window block.
         copies: (source, destination) window blocks, to be copied in this order before the next write.
@@ -36,7 +37,8 @@ class WindowBlocks:
         num_evictions: idle window blocks that were taken so far.
         on_evict: told of each of these: the window, its number, the hash and the namespace of its block. What it holds is
             there until the next write. None: nobody is.
-    Example:
+
+    Examples:
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
         >>> group = WindowBlocks(allocator, window=3, num_blocks=4)
         >>> group.span(8, 8), group.num_blocks_of_a_row
@@ -170,6 +172,7 @@ class WindowBlocks:
                 is left to who asks before these have been written.
             copied: a block, and one that takes its place for one holder: required, and begins with the same content.
             likely: of the optional ones, those that may take all that is spare, also from the end of another sequence.
+
         Raises:
             OutOfBlocksError: there are not enough; nothing has changed.
         """

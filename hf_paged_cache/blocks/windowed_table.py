@@ -28,7 +28,8 @@ class WindowedTable(BlockTable):
 
     Args:
         groups: of all windows, one each.
-    Example:
+
+    Examples:
         >>> from . import PrefixCachingBlockAllocator, root_hash
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=16, block_size=2)
         >>> group = WindowBlocks(allocator, window=3, num_blocks=4)

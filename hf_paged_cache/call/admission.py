@@ -179,6 +179,7 @@ def admit_call(call: CallToAdmit, num_columns: int) -> None:
 
     Args:
         num_columns: as in `demand_of`.
+
     Raises:
         OutOfBlocksError: nothing has changed.
     """
@@ -218,6 +219,7 @@ def require(store: BlockStore, holder: Holder, demand: Demand, what: str) -> Non
 
     Args:
         what: who asks, for the message.
+
     Raises:
         OutOfBlocksError: nothing has changed. With the arithmetic, but for a salted holder: whose the other blocks are,
             and how many, is not told.

@@ -254,6 +254,7 @@ class Call(CallRows):
             latest_start: columns from here on are computed, whatever is known; rows go on where they stand all the same.
             state_column: where the origins of all rows are; None: where all can go on, as they are.
             cold: running rows that begin anew before that column, if they have not been run up to there.
+
         Raises:
             OutOfBlocksError: the call does not fit; running rows are as before.
             ForwardMismatchError: what layers carry of the rows is lost.
@@ -283,6 +284,7 @@ class Call(CallRows):
 
         Args:
             passed: a token for each row; or what holds them, to be read when a block is complete.
+
         Raises:
             CacheArgumentError: see `catch_up`.
         """
@@ -327,6 +329,7 @@ class Call(CallRows):
         """Store a layer's new keys and values and return what its attention reads.
 
         Shapes: [R, H, T, D] with the scheduled rows and columns; returns [R, H, columns, D], see `Reader.read`.
+
         Raises:
             ForwardMismatchError: no forward is scheduled, the shapes are not its, or the layer has written already.
             PoolArgumentError: this layer's states are no [R, H, T, D] of the sizes that it has had.
@@ -357,6 +360,7 @@ class Call(CallRows):
         Args:
             most_blocks: that other processes can have, where the store's budget is settled now.
             conditions_held: of the model, since the forward was scheduled; None: nobody looked. See `end`.
+
         Raises:
             ForwardMismatchError: none is scheduled; or a layer has not written, and the forward is rolled back.
         """

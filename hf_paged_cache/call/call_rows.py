@@ -113,8 +113,10 @@ class CallRows:
 
         Args:
             asked: integers that are to be read as well.
+
         Returns:
             those.
+
         Raises:
             CacheArgumentError: a step ran on what is not there, or where the rows do not stand; nothing from there on is
                 ever committed.
@@ -194,6 +196,7 @@ class CallRows:
 
         Args:
             sources: where they are a tensor, it is read together with held steps, and need not be sent to its device again.
+
         Raises:
             CacheArgumentError: a source that is no row; nothing has changed.
             CacheBusyError: a `generate` or a forward of another thread is running on them.

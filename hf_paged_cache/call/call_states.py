@@ -70,6 +70,7 @@ class CallStates:
 
         Args:
             found: of each row of the batch, what is known of its tokens; none where they go on.
+
         Returns:
             the same, less what no state is known behind.
         """

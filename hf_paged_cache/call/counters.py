@@ -15,6 +15,7 @@ class PromptCounters:
 
     Args:
         of_all: of all caches of the store, in which these calls are counted, too; None: in none.
+
     Attributes:
         rows: of the running call.
         totals: of all calls.

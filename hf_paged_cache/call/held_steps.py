@@ -205,6 +205,7 @@ class HeldSteps:
             steps: those that were unread.
             numbers: of the steps' tensors, one after the other.
             ends: token ids that end a row; what follows is never committed.
+
         Returns:
             the first error of a step.
         """

@@ -100,6 +100,7 @@ class LayerWrites:
 
         Args:
             slot_mapping: where they go in the pool; None: the reader alone gets them, and the pool later.
+
         Returns:
             What attention reads; None where `write` must be called, which writes whatever is written by then once more.
         """

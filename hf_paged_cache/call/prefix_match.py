@@ -168,6 +168,7 @@ def match_states(store: BlockStore, row: Row, most: int) -> str:
 
     Args:
         most: tokens behind which it may go on at most.
+
     Returns:
         Why the row goes on from less than its blocks have; "" where it does not.
     """

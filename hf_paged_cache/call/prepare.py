@@ -34,6 +34,7 @@ def begin_rows(store: BlockStore, request: ForwardRequest, previous: Sequence[Ro
 
     Args:
         previous: rows of the call before; None: nothing is looked for.
+
     Returns:
         the rows, equal ones as aliases; and what was found of each row of the batch.
     """
@@ -90,6 +91,7 @@ def continue_rows(store: BlockStore, request: ForwardRequest, rows: Rows) -> lis
 
     Returns:
         new running row -> old running row, for the reader; None when they are the same.
+
     Raises:
         CacheArgumentError: another number of rows.
     """
@@ -152,6 +154,7 @@ def hold_windows(rows: Rows, before: int, start: int) -> int:
 
     Args:
         before: columns at which the rows stand.
+
     Raises:
         ForwardMismatchError: the rows cannot go on from there: a forward that skipped more of a prompt has died.
     """
@@ -186,8 +189,10 @@ def take_blocks(
 
     Args:
         keeps_past: what follows the prompt may be taken back.
+
     Returns:
         the number of blocks taken.
+
     Raises:
         OutOfBlocksError: tables may have grown; the caller rolls back.
     """
@@ -227,8 +232,10 @@ def take_step(
 
     Args:
         flush: writes to the pool what it has not got yet, before blocks are committed.
+
     Returns:
         the number of blocks taken, and the slots of the tokens.
+
     Raises:
         OutOfBlocksError: tables may have grown; the caller rolls back.
     """

@@ -30,7 +30,7 @@ class Groups(NamedTuple):
 def group_equal(keys: Sequence[Hashable]) -> Groups:
     """Group rows with equal keys.
 
-    Example:
+    Examples:
         >>> group_equal(["a", "b", "a"])
         Groups(members=[0, 1], group_of=[0, 1, 0])
     """
@@ -58,7 +58,8 @@ def start_column(known_columns: Sequence[int], *, start: int, stop: int, num_nee
         start: columns below it are known in every row; never fewer.
         stop: end of the last column.
         num_needed: so many of the last columns are computed whatever is known.
-    Example:
+
+    Examples:
         >>> start_column([48, 42], start=0, stop=60, num_needed=1)
         42
     """
@@ -103,7 +104,8 @@ def plan_shared_prefixes(
         num_known: leading tokens of each row whose keys and values are in the pool.
         start, stop: columns of the forward, padding included.
         num_needed: so many of its last columns are computed whatever is known.
-    Example:
+
+    Examples:
         >>> from array import array
         >>> rows = [RowInput(array("q", [*range(100), last, 7]), 0, 0) for last in (1, 2, 3)]
         >>> plan_shared_prefixes(rows, [0, 0, 0], start=0, stop=102, num_needed=1, block_size=4, forward_cost=8)

@@ -58,7 +58,8 @@ def climb(rows: Sequence[StatefulRow], bounds: Bounds, *, may_run_ahead: bool = 
 
     Args:
         may_run_ahead: else without steps.
-    Example:
+
+    Examples:
         >>> rows = [StatefulRow(pad=0, start=100), StatefulRow(pad=20, start=120)]
         >>> climb(rows, Bounds(before=0, stop=140, latest=139, width=4, forward_cost=10))
         Staircase(steps=(Step(rows=(0,), start=100, stop=120),), column=120, cold=frozenset(), cost=70)

@@ -100,6 +100,7 @@ def run_demo(
     """Ask every question twice, when the next result is asked for; what cannot be run is refused at once.
 
     Effects: runs `2 * len(questions) + 2` calls of `generate`, and leaves the cache's hooks on the model.
+
     Raises:
         UnsupportedModelError: from `PagedPrefixCache`.
         DemoInputError: the tokenizer is another model's, or prompt and answer are longer than the model's positions.

@@ -80,16 +80,20 @@ def load_demo_model(
 
     Effects: may download; may write the hub's cache and `cache_home()`. Two processes that do so at once do no harm.
     Cost: about 2 s and, in fp32, 540 MB once the model is on disk.
+
     Args:
         name_or_path: a folder written by `save_pretrained`, or a model's name on the hub.
         dtype: of the weights; torch.float32 if None, "auto" as they are on the disk.
         device: moved there if given.
         progress: show what takes long on stderr, if that is a terminal.
+
     Returns:
         The model in eval mode, and its tokenizer.
+
     Raises:
         DemoModelError: there is no such model, it cannot be had from here, or a file of it is missing or broken.
-    Example:
+
+    Examples:
         >>> model, tokenizer = load_demo_model()  # doctest: +SKIP
     """
     name = None if name_or_path is None else os.fspath(name_or_path)

@@ -109,7 +109,7 @@ def generate(
 def options_by_name(arguments: list[str]) -> dict[str, Any]:
     """`--do-sample --top-p 0.9` as the arguments of a call; a value is JSON, or else a text. `--no-do-sample` is False.
 
-    Example:
+    Examples:
         >>> options_by_name(["--do-sample", "--top-p", "0.9", "--stop-strings", '["a"]', "--eos-token-id=2"])
         {'do_sample': True, 'top_p': 0.9, 'stop_strings': ['a'], 'eos_token_id': 2}
     """

@@ -18,6 +18,7 @@ def load_model(
     Args:
         dtype: of the weights, by torch's name for it; None: as they are on the disk.
         device: None: an accelerator if there is one.
+
     Raises:
         DemoModelError: it cannot be had, or there is no such dtype or device; in one line.
     """

@@ -16,7 +16,7 @@ QUESTIONS: list[str] = _DATA["questions"]
 def few_shot_prompt(num_shots: int) -> str:
     """The instruction and the first `num_shots` solved examples: what all questions share.
 
-    Example:
+    Examples:
         >>> print(few_shot_prompt(1))
         Answer each question in one short sentence.
         Question: What is the capital of Spain?

@@ -48,7 +48,7 @@ def load(
     Exits with 1 if a file is damaged, or nothing was taken.
     """
     from ..cache import PagedPrefixCache
-    from ..saved_report import saved_report
+    from ..saved_files import saved_report
     from .demo_model import load_demo_model
     from .refusal import in_one_line
 

@@ -90,6 +90,7 @@ class ArgumentReader:
             in_generate: it is `generate` that calls, and trusts only the last logits.
             records_drafts: drafts are verified, so `generate` may want logits that it does not ask for.
             known: what is passed, where that is known; else it is read, which waits for its device.
+
         Raises:
             CacheArgumentError: ids, mask or positions contradict each other or the rows; or a cross attention is used.
         """

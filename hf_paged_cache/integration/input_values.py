@@ -97,6 +97,7 @@ def read_inputs(arguments: Mapping[str, Any], num_running: int, before: int, *, 
         num_running: rows that go on; 0 for a first forward.
         before: columns that they have.
         takes_positions: the model's forward has `position_ids`.
+
     Raises:
         CacheArgumentError: no ids and no embeddings; or another number of rows, or of columns of the mask.
     """

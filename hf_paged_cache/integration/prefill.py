@@ -23,6 +23,12 @@ class Prefilled(NamedTuple):
         num_known: were known, and not computed again.
         num_computed: ran through the model. More than what is new where layers carry states, and blocks were known
             further than a state.
+
+    Examples:
+        >>> cache.prefill(inputs["input_ids"])
+        Prefilled(num_tokens=80, num_known=0, num_computed=80)
+        >>> cache.prefill(inputs["input_ids"])
+        Prefilled(num_tokens=80, num_known=80, num_computed=0)
     """
 
     num_tokens: int
@@ -147,7 +153,8 @@ def stops_of(start: int, marks: Sequence[int], chunk_size: int, least: int) -> l
     Args:
         marks: numbers of tokens, the lower ones first. One that would make a later forward of fewer than `least` tokens is
             passed over; the first one computes as many in any case, known ones among them.
-    Example:
+
+    Examples:
         >>> stops_of(32, [100, 112], chunk_size=32, least=1)
         [64, 96, 100, 112]
     """

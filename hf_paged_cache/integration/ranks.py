@@ -48,6 +48,7 @@ class Ranks:
         conditioning: the model, and over whom it is split.
         store: its budget is settled by all.
         verifies: the cache looks at one block of each hit, which ranks that are passed the same tokens must all do.
+
     Attributes:
         is_settled: the next forward runs without another word: `generate` goes on behind its prompt.
     """
@@ -84,8 +85,10 @@ class Ranks:
         Args:
             what: the ranks are about to do; the same on all.
             same: by name, what else must be the same where ranks are passed the same tokens; at most 4.
+
         Returns:
             for each of the numbers the least that a rank gives; where ranks have inputs of their own, what was given.
+
         Raises:
             PagedCacheError: another rank has refused; of the kind that was raised there.
             CacheArgumentError: something differs that must be the same.
@@ -124,6 +127,7 @@ class Ranks:
 
         Args:
             always: what is settled is another call's.
+
         Raises:
             PagedCacheError: another rank has refused for another kind of reason, which all ranks then raise.
         """

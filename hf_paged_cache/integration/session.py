@@ -118,6 +118,7 @@ class Session:
 
         Args:
             bracket: the caller's own. When it is gone, so is that `generate`.
+
         Raises:
             CacheBusyError: another one runs on this cache.
             CacheArgumentError: another model's, or one that asks for a cache of its own.

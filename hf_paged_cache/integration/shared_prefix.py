@@ -84,6 +84,7 @@ class SharedPrefixes:
 
         Args:
             arguments: of the forward, by name.
+
         Yields:
             row of the batch -> tokens computed for it. Fewer than planned where the pool has no room.
         """

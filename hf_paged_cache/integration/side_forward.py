@@ -103,8 +103,10 @@ class SideForwards:
             commits: False: nothing is committed, and nothing stored takes the place of what is computed.
             digest: see `GenerateArguments`.
             options: other arguments of the forward.
+
         Returns:
             logits of the last columns, [R, num_logits, vocabulary].
+
         Raises:
             OutOfBlocksError: the forward does not fit.
         """
@@ -155,6 +157,7 @@ class SideForwards:
 
         Args:
             stops: numbers of tokens, the lower ones first.
+
         Raises:
             OutOfBlocksError: the row does not fit; nothing was computed.
         """
@@ -195,6 +198,7 @@ class SideForwards:
         Args:
             digest: see `GenerateArguments`.
             options: other arguments of the forward.
+
         Raises:
             OutOfBlocksError: the forward does not fit.
         """

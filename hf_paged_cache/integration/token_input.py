@@ -17,6 +17,7 @@ def one_sequence(what: str, given: object) -> tuple[int, ...]:
 
     Args:
         what: the argument's name, for messages.
+
     Raises:
         CacheArgumentError: it is something else.
     """

@@ -32,7 +32,8 @@ class BlockPool:
     Args:
         first_device: where the first write will be, asked as long as there was none.
         beside: a pool of the same blocks, used by the same calls.
-    Example:
+
+    Examples:
         >>> pool = BlockPool(block_size=4)
         >>> pool.ensure_capacity(3)
         >>> new = torch.ones(1, 2, 5, 8)  # 1 row, 2 heads, 5 tokens, head size 8
@@ -118,6 +119,7 @@ class BlockPool:
         One tensor after the other, each of which gives its old memory back before the next one grows.
 
         Cost: a copy of the blocks used so far, when the tensors must grow.
+
         Raises:
             torch.OutOfMemoryError: the content and `capacity` are as before. Tensors that had grown keep their new memory
                 where there is none for a smaller one.
@@ -153,10 +155,12 @@ class BlockPool:
         """Store new keys and values of one layer.
 
         Shapes: R rows, H heads, T new columns, D head size.  Effects: the mapping's slots, nothing else.
+
         Args:
             layer_idx: the layer; its tensors are made at its first write.
             states: name -> [R, H, T, D]. A dtype that the pool's cannot hold without loss widens the pool's.
             slot_mapping: the slots, and which of the R * T tokens they take.
+
         Raises:
             PoolArgumentError: a tensor is not 4-D, or has other heads or head size than the layer was made with.
         """
@@ -181,6 +185,7 @@ class BlockPool:
         """The fast path of `write` for each layer of a decode step, and of a prompt of one row.
 
         Shapes: [R, H, 1, D], or [1, H, T, D] in slots side by side.
+
         Returns:
             Whether they were written. Not if the layer is new, has other names, shapes, dtypes or devices, if a gradient
             is to flow, or if not all of the tokens have a slot.
@@ -231,10 +236,12 @@ class BlockPool:
         """Store columns of many layers that lie in one block of each row, at the same place: the blocks are all the index.
 
         Shapes: R rows, H heads, T columns, D head size.
+
         Args:
             columns: layer index -> name -> [R, H, T, D], of the sizes that the layer was made with.
             block_ids: row -> its block, no block twice.
             offset: of the first column in all these blocks; `offset + T` is at most a block.
+
         Raises:
             torch.OutOfMemoryError: some are stored and some are not.
         """
@@ -261,13 +268,16 @@ class BlockPool:
 
         Shapes: R rows, C columns, H heads, D head size.  Effects: none.  Cost: reads R * C * H * D elements a tensor; by
         block, the rest of the first and the last block, too.
+
         Args:
             layer_idx: a layer that was written.
             names: the tensors wanted, each of which was written; None: all.
             memory: for copies in host memory; None: new memory.
+
         Returns:
             name -> [R, H, C, D], the caller's, in the pool's dtype. Models may view it as [R * H, C, D]. By block it is
             a part of [R, H, whole blocks, D].
+
         Raises:
             PoolArgumentError: the layer was never written.
         """

@@ -28,6 +28,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, h
     Args:
         huge_pages: ask the kernel for them. For memory that is used as a whole, and again; where memory fills up bit by
             bit, each huge page is waited for, in a virtual machine several times as long as for its small pages.
+
     Raises:
         torch.OutOfMemoryError: on whatever device; torch raises others of a host and of some accelerators.
     """

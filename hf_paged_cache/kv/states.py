@@ -69,6 +69,7 @@ class ConvRecorder:
         """A convolution runs.
 
         Shapes: inputs [R, ..., past + columns of the forward].
+
         Args:
             width: of a state.
         """

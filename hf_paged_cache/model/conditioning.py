@@ -46,6 +46,7 @@ class Conditioning:
 
     Args:
         tried: what a trial has shown of its states; None for a model without any.
+
     Attributes:
         roots: what the hashes of blocks begin with, for rows that were computed under it.
         is_shared: blocks leave this process by themselves, so digests mean the same in others where they can. Weights that have

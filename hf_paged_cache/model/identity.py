@@ -86,6 +86,7 @@ def identify(
         settings: of its config.
         state: of adapters and autocast, numbers and names alone.
         weights_digest: see `digest_of_weights`.
+
     Raises:
         NotPortableError: a hook, a forward that is a closure, or weights on disk: nobody could name them elsewhere.
     """

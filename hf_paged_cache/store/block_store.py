@@ -226,6 +226,7 @@ class BlockStore(Capacity):
 
         Args:
             keep_tiers: what lower tiers have stays.
+
         Raises:
             BlockStateError: rows hold blocks; nothing has changed.
         """

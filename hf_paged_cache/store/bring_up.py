@@ -124,6 +124,7 @@ class BringUp:
 
         Args:
             holder: the call that is about to look for them.
+
         Returns:
             block id -> name of the tier that it came from.
         """

@@ -46,6 +46,7 @@ class Capacity:
         window_share: of the blocks, how many window blocks there can be; see `WindowGroups`.
         states, bytes_per_block: see `StateSnapshots`.
         has_budget: `num_blocks` is what a budget in bytes holds, beside as many bytes of snapshots.
+
     Attributes:
         max_num_blocks: the most blocks there can be; None until a forward shows what the budget holds. Where memory ran
             out, what was managed by then.

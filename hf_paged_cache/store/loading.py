@@ -35,6 +35,14 @@ class Loaded(NamedTuple):
         num_known: that were cached already.
         num_bytes: of the rows that were read.
         not_loaded: reason, with the file where it is one file's -> blocks; 0 where a file could not be read at all.
+
+    Examples:
+        >>> _ = cache.prefill(inputs["input_ids"])
+        >>> _ = cache.store.save(folder)
+        >>> cache.reset_prefix_cache()
+        >>> loaded = cache.store.load(folder)
+        >>> loaded.num_blocks, loaded.not_loaded
+        (5, {})
     """
 
     num_blocks: int
@@ -65,6 +73,7 @@ def load_blocks(
     Args:
         why_other: why a file is not of this model; None if it is.
         progress: told how many of how many blocks are done.
+
     Raises:
         OSError: there is no such folder, or it cannot be read.
     """

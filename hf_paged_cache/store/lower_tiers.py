@@ -48,6 +48,7 @@ class LowerTiers:
     Args:
         room: the store. Its lock is held by whoever calls, but for `bring_up`.
         tiers: from the nearest to the furthest. What is evicted goes into the first.
+
     Attributes:
         compute: seconds to compute a block.
         layout: of contents.

@@ -64,8 +64,10 @@ class Pins:
         Args:
             root: of the blocks' hashes.
             num_obtainable: blocks that nobody holds and no call has reserved.
+
         Returns:
             The number of tokens pinned, a multiple of the block size; 0 leaves no pin.
+
         Raises:
             OutOfBlocksError: the pin would take blocks that running calls have reserved; nothing has changed.
         """

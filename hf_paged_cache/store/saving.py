@@ -70,6 +70,11 @@ class Saved(NamedTuple):
         num_known: that the folder had.
         num_bytes: of the files written.
         not_saved: reason -> blocks.
+
+    Examples:
+        >>> _ = cache.prefill(inputs["input_ids"])
+        >>> cache.store.save(folder).num_blocks, cache.store.save(folder).num_known
+        (5, 5)
     """
 
     num_blocks: int
@@ -93,6 +98,7 @@ def save_blocks(
         prefixes: only blocks of these; None: all.
         pinned: only those that pins hold.
         progress: told how many of how many blocks are done.
+
     Raises:
         OSError: the folder or a file cannot be written. Files that were written are whole.
     """

@@ -46,6 +46,7 @@ class StateSnapshots:
         rules: None: no layer carries states.
         bytes_per_block: keys and values of a block.
         has_least: a number of blocks was given.
+
     Attributes:
         align: tokens; snapshots are kept at multiples.
         grid: tokens; at multiples they are kept where there is room, in prompts that are long enough.

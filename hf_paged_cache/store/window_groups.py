@@ -22,6 +22,7 @@ class WindowGroups:
         layers: indices of all layers that hold keys and values.
         share: window blocks for each block that there can be, where some layers have no window.
         most: blocks that there can be; None: nobody knows yet.
+
     Attributes:
         are_all: no layer is without a window. Then a block costs nothing beside its window blocks, and the most there can
             be counts these.

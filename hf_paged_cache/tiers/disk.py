@@ -51,8 +51,10 @@ class DiskTier:
         folder: made if it is not there.
         max_bytes: of all files, those of other processes too that are for all; None: half of what is free there now.
         sharing: what other processes understand of its contents; None: nothing.
+
     Attributes:
         run_bytes: gathered before a file is written.
+
     Raises:
         CacheArgumentError: the folder cannot be made or written.
     """

@@ -20,8 +20,10 @@ class OwnFolder:
 
     Args:
         parent: where; it is there.
+
     Attributes:
         pid: of the process; a forked child has none.
+
     Raises:
         OSError: it cannot be made.
     """

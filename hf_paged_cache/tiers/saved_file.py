@@ -127,8 +127,10 @@ def write_saved_file(file: SavedFile, rows: Mapping[Kind, Sequence[Tensor]]) -> 
     Args:
         file: what it says; checksums and size are not looked at.
         rows: kind -> of each part, [N, bytes] of the host.
+
     Returns:
         The same with checksums and size.
+
     Raises:
         OSError: the disk is full, or the folder cannot be written; nothing is left of it.
     """

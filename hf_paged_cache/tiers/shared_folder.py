@@ -38,6 +38,7 @@ class SharedFolder:
     Args:
         path: it is there.
         max_bytes: of all its files.
+
     Attributes:
         num_beside: bytes that count as well, in files of this process alone.
     """
@@ -57,6 +58,7 @@ class SharedFolder:
         this was asked last.
 
         Cost: while others write, the names of all files; else one look at the folder.
+
         Raises:
             OSError: the folder cannot be read.
         """
@@ -77,8 +79,10 @@ class SharedFolder:
             num_bytes: of the file, at most.
             write: writes it, and returns its bytes.
             may_wait: for others that write; else for some seconds.
+
         Returns:
             Whether it was.
+
         Raises:
             OSError: it could not be.
         """

@@ -58,6 +58,7 @@ class SharedRun(Run):
     Args:
         folder: where.
         origin: of the first content that comes in; all are of this model.
+
     Attributes:
         may_wait: for other processes that write.
     """

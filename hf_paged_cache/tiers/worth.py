@@ -42,6 +42,7 @@ class Worth:
 
     Args:
         compute: seconds for each block computed; the same object for all tiers.
+
     Attributes:
         read: seconds for each block read back.
     """

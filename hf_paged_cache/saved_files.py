@@ -19,6 +19,12 @@ class SavedFileReport(NamedTuple):
         num_tokens: of these.
         num_bytes: of the file.
         model: what computed them: class, dtype, versions and digests, by name; see docs/save_and_load.md.
+
+    Examples:
+        >>> _ = cache.prefill(inputs["input_ids"])
+        >>> _ = cache.store.save(folder)
+        >>> [(file.problem, file.num_tokens) for file in saved_report(folder)]
+        [(None, 80)]
     """
 
     path: Path
@@ -33,9 +39,11 @@ def saved_report(folder: str | PathLike[str]) -> list[SavedFileReport]:
     """Read every file that `store.save` has written into a folder, to its last byte.
 
     Effects: none.  Cost: reads all files.
+
     Raises:
         CacheArgumentError: there is no such folder.
-    Example:
+
+    Examples:
         >>> cache.prefill(inputs["input_ids"]).num_tokens, cache.store.save(folder).num_blocks
         (80, 5)
         >>> [(file.problem, file.num_blocks, file.num_tokens) for file in saved_report(folder)]
