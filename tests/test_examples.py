@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import re
 import runpy
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +125,32 @@ def test_multi_gpu_runs_on_what_there_is(run_example: Run) -> None:
     assert devices.startswith("layers on ")
 
 
-def test_ray_batch_completes_each_prompt(run_example: Run) -> None:
+@pytest.fixture
+def ray_with_two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import ray
 
+    monkeypatch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # this machine may be busy
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-    try:
-        lines = run_example("ray_batch.py", "--questions", "4")
-    finally:
-        ray.shutdown()
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.usefixtures("ray_with_two_cores")
+def test_a_service_sends_each_task_to_the_replica_that_knows_it(run_example: Run) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
+        port = probe.getsockname()[1]
+    lines = run_example("ray_serve.py", "--questions", "3", "--port", str(port))
+    answers = [numbers(line.rpartition("reused ")[2]) for line in lines if "reused" in line]
+    assert [reused for reused, _ in answers[:2]] == [0, 0]
+    assert len(answers) == 6
+    assert all(reused > of / 2 for reused, of in answers[2:])
+    ran = {line.partition(" on replica ")[2] for line in lines if " ran on replica " in line}
+    assert len(ran) == 2
+    assert not any("," in replica for replica in ran)
+
+
+@pytest.mark.usefixtures("ray_with_two_cores")
+def test_ray_batch_completes_each_prompt(run_example: Run) -> None:
+    lines = run_example("ray_batch.py", "--questions", "4")
     assert len([line for line in lines if "' ->" in line]) == 4
     assert any(line.startswith("8 prompts in ") for line in lines)
