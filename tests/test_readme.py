@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "docs" / "index.md", ROOT / "docs" / "your_prompts.md"]
+PAGES = [README, *((ROOT / "docs" / f"{name}.md") for name in ("index", "your_prompts", "use"))]
 MODULES = [
     "hf_paged_cache",
     *(m.name for m in pkgutil.walk_packages(hf_paged_cache.__path__, "hf_paged_cache.") if "__main__" not in m.name),
