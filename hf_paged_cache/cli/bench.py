@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .model_options import Device, Dtype, Revision
 from .questions import QUESTIONS, SHOTS, ask, few_shot_prompt
 
 if TYPE_CHECKING:
@@ -30,12 +31,9 @@ def bench(
     ] = "prompt",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 16,
     seconds: Annotated[float, typer.Option(min=1, help="About how long to measure.")] = 60,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of the weights, such as bfloat16; as they are on the disk, if not given.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Where to run, such as cuda; an accelerator if there is one.", show_default=False)
-    ] = None,
+    revision: Revision = None,
+    dtype: Dtype = None,
+    device: Device = None,
 ) -> None:
     """Answer prompts one by one, in the order given, each with DynamicCache, then with PagedPrefixCache, for about a minute.
 
@@ -54,7 +52,7 @@ def bench(
         if prompts is not None and not prompts.is_file():
             raise typer.BadParameter(f"there is no file {prompts}", param_hint="PROMPTS")
         print(f"loading {model} ...", file=sys.stderr, flush=True)
-        loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+        loaded, tokenizer = load_model(model, revision=revision, dtype=dtype, device=device)
         cache = PagedPrefixCache(loaded)
         read = read_prompts(
             _few_shot_prompts() if prompts is None else prompts,

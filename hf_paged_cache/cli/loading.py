@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .demo_model import DemoModelError, load_demo_model
+from .demo_model import load_demo_model
+from .hub import DemoModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def load_model(
-    name: str | None, *, dtype: str | None = None, device: str | None = None
+    name: str | None, *, revision: str | None = None, dtype: str | None = None, device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer, from a folder or from the hub; without a name, the demo's.
 
     Args:
+        revision: of a model on the hub: a branch, a tag or a commit; None: its main branch.
         dtype: of the weights, by torch's name for it; None: as they are on the disk.
         device: None: an accelerator if there is one.
 
@@ -36,4 +38,4 @@ def load_model(
         raise DemoModelError(f"device {device} cannot be used: {said}") from error
     if where.type == "meta":
         raise DemoModelError("device meta cannot be used: it holds shapes, and no numbers")
-    return load_demo_model(name, dtype=kind, device=where)
+    return load_demo_model(name, revision=revision, dtype=kind, device=where)

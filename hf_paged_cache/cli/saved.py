@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .model_options import Revision
+
 _MODEL = typer.Option(help="A folder, or a name on the hub. Default: SmolLM2-135M-Instruct.", show_default=False)
 
 
@@ -16,6 +18,7 @@ def save(
         list[Path], typer.Option(help="A text file: one prefix, as prompts begin with it. May be given more than once.")
     ],
     model: Annotated[str | None, _MODEL] = None,
+    revision: Revision = None,
 ) -> None:
     """Compute prefixes and write what was computed into a folder, from which any run with the same model loads it."""
     from ..cache import PagedPrefixCache
@@ -24,7 +27,7 @@ def save(
 
     with in_one_line("save"):
         texts = [path.read_text(encoding="utf-8") for path in prompt_file]
-        loaded, tokenizer = load_demo_model(model)
+        loaded, tokenizer = load_demo_model(model, revision=revision)
         cache = PagedPrefixCache(loaded)
         prefixes = [tokenizer(text)["input_ids"] for text in texts]
         done = cache.prefill(prefixes)
@@ -42,6 +45,7 @@ def load(
         typer.Option("--check", help="Read every file to its end, without a model. Exits with 1 if one is damaged."),
     ] = False,
     model: Annotated[str | None, _MODEL] = None,
+    revision: Revision = None,
 ) -> None:
     """Say what a folder holds: with --check whether its files are whole, else what of it this model takes, and why not the rest.
 
@@ -56,7 +60,7 @@ def load(
         if check:
             reports = saved_report(folder)
         else:
-            loaded = PagedPrefixCache(load_demo_model(model)[0]).store.load(folder)
+            loaded = PagedPrefixCache(load_demo_model(model, revision=revision)[0]).store.load(folder)
     if check:
         for report in reports:
             what = report.problem or (

