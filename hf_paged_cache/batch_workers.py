@@ -109,11 +109,12 @@ def generate_all_on_ray(
         num_workers: actors, each with a model and a store.
         address: of a Ray cluster, such as "auto"; None: the one this process is connected to, or a new one on this machine.
         gpus_per_worker: of Ray's accounting; None: 1 where the cluster has a GPU for each worker, else none.
-        num_blocks, disk_folder: of each worker's store; a `disk_folder` that all reach gives a new worker the prefixes of the others.
+        num_blocks: of each worker's store.
+        disk_folder: of each worker's store; one that all reach gives a new worker the prefixes of the others.
 
     Raises:
         CacheArgumentError: see `generate_all`; or Ray is not installed.
-        WorkersLostError: workers died three times at one batch. What is done is in the journal of `out`.
+        WorkersLostError: three workers died at one batch, or while they loaded the model. What is done is in the journal of `out`.
         UnsupportedModelError: see `PagedPrefixCache`.
 
     Examples:
@@ -151,7 +152,7 @@ def generate_all_on_ray(
         actor: Any = ray.remote(Worker).options(num_gpus=gpus_per_worker)
         crew = Crew(lambda: actor.remote(*given), num_workers)
         stack.callback(crew.dismiss)
-        told = crew.ask_one("describe")
+        told = crew.describe()
         runner = Runner(
             told.tokenizer,
             told.config,
@@ -186,15 +187,28 @@ class Crew:
         self._hire = hire
         self._workers = [hire() for _ in range(num_workers)]
 
-    def ask_one(self, question: str) -> Any:
-        """The answer of the first worker."""
-        return _answer(getattr(self._workers[0], question).remote())
+    def describe(self) -> Described:
+        """The model, as one worker has loaded it.
+
+        Raises:
+            WorkersLostError: three workers died, each while it loaded the model.
+        """
+        import ray
+
+        deaths = 0
+        while True:
+            try:
+                described: Described = _answer(self._workers[0].describe.remote())
+                return described
+            except ray.exceptions.RayActorError as error:
+                deaths += 1
+                self._replace(0, deaths, "while loading the model", error)
 
     def run(self, queues: list[list[Batch]]) -> Iterator[Record]:
         """Run the batches of each worker, and yield what is done as it comes.
 
         Raises:
-            WorkersLostError: workers died three times at one batch.
+            WorkersLostError: three workers died at one batch.
         """
         import ray
 
@@ -217,18 +231,23 @@ class Crew:
             try:
                 records = _answer(done)
             except ray.exceptions.RayActorError as error:
-                deaths[batch[0][0]] += 1
-                if deaths[batch[0][0]] >= _MOST_DEATHS:
-                    raise WorkersLostError(
-                        f"{_MOST_DEATHS} workers died one after another at the batch of row {batch[0][0]} "
-                        f"({str(error).strip().splitlines()[0]}); give smaller batches, or look at the workers' memory"
-                    ) from error
-                self._workers[number] = self._hire()
+                first = batch[0][0]
+                deaths[first] += 1
+                self._replace(number, deaths[first], f"at the batch of row {first}", error)
                 waiting[number].appendleft(batch)
                 give(number)
                 continue
             give(number)
             yield from records
+
+    def _replace(self, number: int, deaths: int, at: str, error: Exception) -> None:
+        """Hire one for a worker that died; not for the third that died at the same."""
+        if deaths >= _MOST_DEATHS:
+            raise WorkersLostError(
+                f"{deaths} workers died one after another {at} ({str(error).strip().splitlines()[0]}); "
+                "give smaller batches, fewer workers, or a machine with more memory"
+            ) from error
+        self._workers[number] = self._hire()
 
     def dismiss(self) -> None:
         """End all workers."""

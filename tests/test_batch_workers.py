@@ -106,9 +106,16 @@ class _Method:
 
 
 class _FakeWorker:
-    def __init__(self, name: int, log: list[tuple[int, int]], dies_at: Counter[int]) -> None:
+    def __init__(self, name: int, log: list[tuple[int, int]], dies_at: Counter[int | str]) -> None:
         self._name, self._log, self._dies_at = name, log, dies_at
         self.run = _Method(self._answer)
+        self.describe = _Method(self._describe)
+
+    def _describe(self) -> str:
+        if self._dies_at["loading"]:
+            self._dies_at["loading"] -= 1
+            raise ray.exceptions.RayActorError
+        return f"described by worker {self._name}"
 
     def _answer(self, rows: list[int], prompts: list[Any]) -> list[Record]:
         if self._dies_at[rows[0]]:
@@ -119,11 +126,11 @@ class _FakeWorker:
 
 
 def crew(
-    monkeypatch: pytest.MonkeyPatch, num_workers: int, dies_at: dict[int, int]
+    monkeypatch: pytest.MonkeyPatch, num_workers: int, dies_at: dict[int, int], num_deaths_while_loading: int = 0
 ) -> tuple[Crew, list[tuple[int, int]]]:
     log: list[tuple[int, int]] = []
     names = iter(range(100))
-    deaths = Counter(dies_at)
+    deaths: Counter[int | str] = Counter({**dies_at, "loading": num_deaths_while_loading})
     monkeypatch.setattr(ray, "get", lambda later: later.outcome())
     monkeypatch.setattr(ray, "wait", lambda waiting, num_returns: (waiting[:1], waiting[1:]))
     return Crew(lambda: _FakeWorker(next(names), log, deaths), num_workers), log
@@ -154,3 +161,16 @@ def test_a_batch_that_kills_every_worker_ends_the_job(monkeypatch: pytest.Monkey
     with pytest.raises(WorkersLostError, match=r"^3 workers died one after another at the batch of row 1 "):
         list(made.run(queues(3, 3)))
     assert (0, 1) not in log
+
+
+@pytest.mark.parametrize("num_deaths", [0, 2, 3])
+def test_a_worker_that_dies_while_it_loads_is_replaced_twice(monkeypatch: pytest.MonkeyPatch, num_deaths: int) -> None:
+    made, _ = crew(monkeypatch, 2, {}, num_deaths_while_loading=num_deaths)
+    if num_deaths < 3:
+        assert made.describe() == "described by worker " + str(0 if num_deaths == 0 else num_deaths + 1)
+    else:
+        with pytest.raises(
+            WorkersLostError, match=r"^3 workers died one after another while loading the model \("
+        ) as raised:
+            made.describe()
+        assert "\n" not in str(raised.value)
