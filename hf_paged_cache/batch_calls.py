@@ -6,8 +6,10 @@ of memory. Owns no order and no file.
 
 import hashlib
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -20,50 +22,14 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 
 from .batch.journal import Completion, Record
+from .batch_options import REPLACED
 from .cache import PagedPrefixCache
-from .errors import CacheArgumentError, OutOfBlocksError, PagedCacheError
+from .errors import CacheArgumentError, OutOfBlocksError
 from .model.probing import input_device
-
-# Options of `generate` that would make a row's result depend on its batch, or another thing than tokens; each with its reason.
-_REFUSED = {
-    "max_length": "it counts a row's padding, too; give max_new_tokens",
-    "min_length": "it counts a row's padding, too; give min_new_tokens",
-    "use_cache": "the job runs on a cache of its own",
-    "cache_implementation": "the job runs on a cache of its own",
-    "cache_config": "the job runs on a cache of its own",
-    "return_dict_in_generate": "the job keeps completions alone",
-    "output_scores": "the job keeps completions alone",
-    "output_logits": "the job keeps completions alone",
-    "output_attentions": "the job keeps completions alone",
-    "output_hidden_states": "the job keeps completions alone",
-}
-
-
-def generation_config(model: Any, options: Mapping[str, Any]) -> Any:
-    """What `model.generate(**options)` would go by.
-
-    Raises:
-        CacheArgumentError: a name that is no generation option, one that a batch job refuses, or values that do not fit.
-    """
-    kind: Any = GenerationConfig
-    known = set(kind().to_dict()) - {"transformers_version"}
-    for name in options:
-        if name in _REFUSED:
-            raise CacheArgumentError(f"{name} is not an option here: {_REFUSED[name]}")
-        if name not in known:
-            raise CacheArgumentError(
-                f"{name} is no option of generate; see transformers' GenerationConfig for all of them"
-            )
-    config = kind.from_dict(model.generation_config.to_dict())
-    try:
-        config.update(**options)
-        config.validate()
-    except (ValueError, TypeError) as error:
-        raise CacheArgumentError(f"generate cannot run so: {error}") from error
-    return config
 
 
 class BatchCalls:
@@ -77,7 +43,12 @@ class BatchCalls:
     """
 
     def __init__(
-        self, cache: PagedPrefixCache, tokenizer: Any, config: Any, options: Mapping[str, Any], seed: int
+        self,
+        cache: PagedPrefixCache,
+        tokenizer: Any,
+        config: GenerationConfig,
+        options: Mapping[str, Any],
+        seed: int,
     ) -> None:
         self._cache, self._tokenizer, self._seed = cache, tokenizer, seed
         self._model: Any = cache.store.model
@@ -85,10 +56,33 @@ class BatchCalls:
         self._num_returned = config.num_return_sequences or 1
         eos, pad = config.eos_token_id, config.pad_token_id
         self._ends = {eos} if isinstance(eos, int) else set(eos or ())
-        self._pad = pad if isinstance(pad, int) else min(self._ends, default=0)
-        self._options = {**options, "pad_token_id": self._pad}
+        is_token = isinstance(pad, int) and pad >= 0
+        self._options = {**options, **REPLACED, "pad_token_id": pad if is_token else max(0, min(self._ends, default=0))}
+        self._begins: list[int] = []  # the first block of the prompt that ran last
+        self._stop: StopStringCriteria | None = None
         if config.stop_strings:
+            self._stop = StopStringCriteria(tokenizer, config.stop_strings)
             self._options |= {"tokenizer": tokenizer, "stopping_criteria": StoppingCriteriaList([_PadsWhatHasEnded()])}
+
+    def try_out(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Make one call of two new tokens at most, so that options which `generate` refuses are refused before anything is written.
+
+        Args:
+            prompts: token ids of as many rows as a batch has at most; of these two run, the first two tokens of each.
+
+        Raises:
+            CacheArgumentError: `generate` takes the options not, or not for so many rows.
+        """
+        num_new = min(2, self._options["max_new_tokens"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of least lengths, which are longer than this call
+            try:
+                self._generate([0], *_padded([each[:2] for each in prompts[:2]]), None, max_new_tokens=num_new)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # transformers looks at options where it uses them, and raises whatever comes
+                said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                raise CacheArgumentError(f"generate cannot run so: {shorten(said, 300, placeholder=' ...')}") from error
 
     def run(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[Record]:
         """The completions of rows, in one record, or in several where they do not fit into one call.
@@ -115,24 +109,16 @@ class BatchCalls:
                     raise
 
     def _run(self, rows: list[int], prompts: list[Sequence[int]], cache: PagedPrefixCache | None) -> Record:
-        device = input_device(self._model)
+        block = slice(self._cache.store.blocks.block_size)
+        if cache is not None and len(prompts) == 1 and [*prompts[0][block]] != self._begins:
+            cache.reset()  # of no use to this prompt, which is warned of as a turn of a chat otherwise
+        self._begins = [*prompts[0][block]]
         ids, mask = _padded(prompts)
         clock = _FirstTokenClock()
+        num_bypassed = 0 if cache is None else cache.stats().num_bypassed_calls
         started = time.perf_counter()
-        try:
-            with self._seeded(rows):
-                output = self._model.generate(
-                    input_ids=ids.to(device),
-                    attention_mask=mask.to(device),
-                    past_key_values=DynamicCache(config=self._model.config) if cache is None else cache,
-                    logits_processor=LogitsProcessorList([clock]),
-                    **self._options,
-                )
-        except (ValueError, TypeError) as error:
-            if isinstance(error, PagedCacheError):
-                raise
-            raise CacheArgumentError(f"generate cannot run so: {error}") from error
-        new = [self._cut(row) for row in output[:, ids.shape[1] :].tolist()]  # waits for the device
+        output = self._generate(rows, ids, mask, cache, logits_processor=LogitsProcessorList([clock]))
+        new = [self._cut(row, ids.shape[1]) for row in output.cpu()]  # waits for the device
         seconds = time.perf_counter() - started
         texts = [str(self._tokenizer.decode(each, skip_special_tokens=True)) for each in new]
         count = self._num_returned
@@ -140,22 +126,47 @@ class BatchCalls:
             [texts[start : start + count] for start in range(0, len(texts), count)] if count > 1 else [*texts]
         )
         num_tokens = sum(map(len, prompts))
+        is_bypassed = cache is None or cache.stats().num_bypassed_calls > num_bypassed
         counts = {
             "prompt_tokens": num_tokens,
             "computed_tokens": num_tokens if cache is None else min(num_tokens, cache.last_call.computed_tokens),
             "new_tokens": sum(map(len, new)),
             "seconds": seconds,
             "prefill_seconds": (clock.first_at or started) - started,
-            "bypassed": int(cache is None),
+            "bypassed": len(rows) * is_bypassed,
         }
         return Record(rows, completions, counts)
 
-    def _cut(self, new: list[int]) -> list[int]:
-        """The tokens that a row has generated: to its first end of sequence, without the padding behind it."""
-        end = next((place + 1 for place, token in enumerate(new) if token in self._ends), len(new))
-        while end and new[end - 1] == self._pad and self._pad not in self._ends:
-            end -= 1
-        return new[:end]
+    def _generate(
+        self, rows: Sequence[int], ids: Tensor, mask: Tensor, cache: PagedPrefixCache | None, **options: Any
+    ) -> Tensor:
+        device = input_device(self._model)
+        with self._seeded(rows):
+            output: Tensor = self._model.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                past_key_values=DynamicCache(config=self._model.config) if cache is None else cache,
+                **{**self._options, **options},
+            )
+        return output
+
+    def _cut(self, row: Tensor, num_prompt: int) -> list[int]:
+        """The tokens that a row has generated: to its first end of sequence, or to where a stop string ends.
+
+        Behind that `generate` pads, with a token that the model may have generated itself in another row.
+
+        Args:
+            row: [T], the padded prompt and what came behind it.
+            num_prompt: tokens of the padded prompt.
+        """
+        new: list[int] = row[num_prompt:].tolist()
+        length = next((place + 1 for place, token in enumerate(new) if token in self._ends), len(new))
+        if self._stop is not None:
+            num_pads = next((n for n, token in enumerate(reversed(new[:length])) if token != new[-1]), length)
+            for end in range(max(1, length - num_pads), length):
+                if self._stop(row[None, : num_prompt + end], None).item():
+                    return new[:end]
+        return new[:length]
 
     @contextmanager
     def _seeded(self, rows: Sequence[int]) -> Iterator[None]:

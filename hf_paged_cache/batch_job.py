@@ -3,6 +3,7 @@
 Owns the job from its prompts to its summary: what is refused before anything runs, and what is kept where.
 """
 
+import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -19,15 +20,19 @@ from .batch.output import ORDERS, Output
 from .batch.placement import placed
 from .batch.plan import batches, ordered
 from .batch.prefix_tree import grow
-from .batch.rows import Row, digest_of, opened
-from .batch_calls import BatchCalls, digest_of_model, generation_config
+from .batch.prompt_files import Row
+from .batch.rows import digest_of, opened
+from .batch_calls import BatchCalls, digest_of_model
+from .batch_options import generation_config, tokens_seen
 from .blocks.arguments import int_of_at_least
 from .cache import PagedPrefixCache
 from .errors import CacheArgumentError
 from .integration.hooks import detach, is_attached
-from .model.support import unwrapped
+from .model.support import require_supported, unwrapped
 from .prefix_store import PrefixStore
 from .prompts import require_positions, tokenized
+
+_NO_OPTION = "transformers_version"
 
 Batch = tuple[list[int], "list[array[int]]"]  # row numbers, and the token ids of each
 
@@ -153,7 +158,12 @@ def generate_all(
         raise CacheArgumentError(f"order is {order!r}; give {' or '.join(map(repr, ORDERS))}")
     options = {"max_new_tokens": max_new_tokens, **generation}
     inside = unwrapped(model)
+    require_supported(inside)
     config = generation_config(inside, options)
+    if not isinstance(cache, PagedPrefixCache | PrefixStore | None):
+        raise CacheArgumentError(
+            f"cache is of type {type(cache).__name__}; give a PagedPrefixCache or a PrefixStore of this model, or None"
+        )
     with ExitStack() as stack:
         if not is_attached(inside):
             stack.callback(detach, inside)
@@ -169,6 +179,7 @@ def generate_all(
             lambda: digest_of_model(inside),
             on.store.blocks.block_size,
             1,
+            calls.try_out,
             lambda queues: (record for batch in queues[0] for record in calls.run(*batch)),
         )
         return run_job(
@@ -192,6 +203,7 @@ class Runner(NamedTuple):
         config: the model's.
         generation_config: what its calls go by.
         digest: of the model, computed when it is asked for.
+        try_out: makes a short call with the options, on the beginnings of these prompts, and raises what is wrong with them.
         run: of each worker, its batches in order, each as row numbers and their token ids -> records, as they are done.
     """
 
@@ -201,6 +213,7 @@ class Runner(NamedTuple):
     digest: Callable[[], str]
     block_size: int
     num_workers: int
+    try_out: "Callable[[Sequence[Sequence[int]]], None]"
     run: "Callable[[list[list[Batch]]], Iterator[Record]]"
 
 
@@ -224,15 +237,18 @@ def run_job(
         require_positions(runner.config, tokens, max_new_tokens)
         journal = output = None
         if out is not None:
+            _require_free(Path(out), prompts, overwrite)
+        if tokens:
+            runner.try_out([[*each[:2]] for each in tokens[: min(batch_size, 2)]])
+        if out is not None:
             path = Path(out)
-            _require_free(path, overwrite)
             job = {
                 "the model": runner.digest(),
                 "the prompts' file": digest_of(rows),
                 "the prompts' tokens": _digest_of_tokens(tokens),
                 "the option": _options_of_results(runner.generation_config, column, batch_size, seed),
             }
-            journal = stack.enter_context(Journal(journal_of(path), job, len(rows)))
+            journal = stack.enter_context(Journal(journal_of(path), job, len(rows), anew=overwrite))
             output = stack.enter_context(Output(path, journal, rows.__getitem__, len(rows), order))
         done = _Done(len(rows), journal, output)
         queues = _planned(runner, tokens, batch_size, max_new_tokens, done)
@@ -256,19 +272,17 @@ def _is_off(progress: bool | None) -> bool | None:
     return None if progress is None else not progress
 
 
-def _require_free(out: Path, overwrite: bool) -> None:
+def _require_free(out: Path, prompts: object, overwrite: bool) -> None:
     """Refuse a file that is not this job's to write."""
-    journal = journal_of(out)
     if not out.parent.is_dir():
         raise CacheArgumentError(f"there is no folder {out.parent} to write {out.name} into")
     if out.is_dir():
         raise CacheArgumentError(f"{out} is a folder; give a file to write into")
     if out.suffix in (".csv", ".tsv", ".parquet"):
         raise CacheArgumentError(f"{out}: what is written are JSON lines; give a name that ends with .jsonl")
-    if overwrite:
-        journal.unlink(missing_ok=True)
-        out.unlink(missing_ok=True)
-    elif out.exists() and not journal.exists():
+    if isinstance(prompts, str | PathLike) and out.exists() and out.samefile(prompts):
+        raise CacheArgumentError(f"{out} holds the prompts themselves, which would be lost; give another file")
+    if out.exists() and not (overwrite or journal_of(out).exists()):
         raise CacheArgumentError(
             f"{out} is there already, and no journal beside it: it is done, or another's. Give another file, or overwrite"
         )
@@ -276,7 +290,7 @@ def _require_free(out: Path, overwrite: bool) -> None:
 
 def _options_of_results(config: Any, column: str, batch_size: int, seed: int) -> dict[str, Any]:
     """What shapes the completions; of samples the batches do, too."""
-    options = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
+    options = {name: value for name, value in json.loads(config.to_json_string()).items() if name != _NO_OPTION}
     drawn = {"batch_size": batch_size, "seed": seed} if config.do_sample else {}
     return {**options, "column": column, **drawn}
 
@@ -290,6 +304,7 @@ def _planned(
 ) -> "list[list[Batch]]":
     """Of each worker, the batches that it is to run, without the rows that are done."""
     tree, lengths = grow(tokens, block_size=runner.block_size), [*map(len, tokens)]
+    least_padded = tokens_seen(runner.generation_config)
     order = [*ordered(tree, lengths)]
     if runner.num_workers > 1:
         place = {each.prompt: each for each in order}
@@ -302,7 +317,8 @@ def _planned(
     queues: list[list[Batch]] = []
     for own in orders:
         left = (
-            [number for number in numbers if number not in done] for numbers in batches(own, batch_size, max_new_tokens)
+            [number for number in numbers if number not in done]
+            for numbers in batches(own, batch_size, max_new_tokens, least_padded)
         )
         queues.append([(numbers, [tokens[number] for number in numbers]) for numbers in left if numbers])
     return queues

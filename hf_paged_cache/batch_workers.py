@@ -15,9 +15,10 @@ from typing import Any, Literal, NamedTuple
 
 from .batch.journal import Record
 from .batch.output import ORDERS
-from .batch.rows import Row
-from .batch_calls import BatchCalls, digest_of_model, generation_config
+from .batch.prompt_files import Row
+from .batch_calls import BatchCalls, digest_of_model
 from .batch_job import Batch, BatchResult, Runner, run_job
+from .batch_options import generation_config
 from .blocks.arguments import int_of_at_least
 from .cache import PagedPrefixCache
 from .errors import CacheArgumentError, PagedCacheError, WorkersLostError
@@ -67,6 +68,10 @@ class Worker:
         store = cache.store
         return Described(tokenizer, store.model.config, config, digest_of_model(store.model), store.blocks.block_size)
 
+    def try_out(self, prompts: list[list[int]]) -> None:
+        """See `BatchCalls.try_out`."""
+        self._ready.calls.try_out(prompts)
+
     def run(self, rows: list[int], prompts: list[Any]) -> list[Record]:
         """The completions of one batch."""
         return list(self._ready.calls.run(rows, prompts))
@@ -114,7 +119,7 @@ def generate_all_on_ray(
 
     Raises:
         CacheArgumentError: see `generate_all`; or Ray is not installed.
-        WorkersLostError: three workers died at one batch, or while they loaded the model. What is done is in the journal of `out`.
+        WorkersLostError: three workers died at one batch, or before the first one. What is done is in the journal of `out`.
         UnsupportedModelError: see `PagedPrefixCache`.
 
     Examples:
@@ -152,7 +157,7 @@ def generate_all_on_ray(
         actor: Any = ray.remote(Worker).options(num_gpus=gpus_per_worker)
         crew = Crew(lambda: actor.remote(*given), num_workers)
         stack.callback(crew.dismiss)
-        told = crew.describe()
+        told = crew.ask_one("describe")
         runner = Runner(
             told.tokenizer,
             told.config,
@@ -160,6 +165,7 @@ def generate_all_on_ray(
             lambda: told.digest,
             told.block_size,
             num_workers,
+            lambda beginnings: crew.ask_one("try_out", beginnings),
             crew.run,
         )
         return run_job(
@@ -187,22 +193,21 @@ class Crew:
         self._hire = hire
         self._workers = [hire() for _ in range(num_workers)]
 
-    def describe(self) -> Described:
-        """The model, as one worker has loaded it.
+    def ask_one(self, question: str, *given: Any) -> Any:
+        """What the first worker answers, before the first batch.
 
         Raises:
-            WorkersLostError: three workers died, each while it loaded the model.
+            WorkersLostError: three workers died of the question, such as of loading the model.
         """
         import ray
 
         deaths = 0
         while True:
             try:
-                described: Described = _answer(self._workers[0].describe.remote())
-                return described
+                return _answer(getattr(self._workers[0], question).remote(*given))
             except ray.exceptions.RayActorError as error:
                 deaths += 1
-                self._replace(0, deaths, "while loading the model", error)
+                self._replace(0, deaths, "before the first batch", error)
 
     def run(self, queues: list[list[Batch]]) -> Iterator[Record]:
         """Run the batches of each worker, and yield what is done as it comes.

@@ -4,12 +4,14 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from textwrap import shorten
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from .batch.prefix_tree import num_shared_tokens
-from .batch.rows import Row, opened, prompt_of
+from .batch.prompt_files import Row
+from .batch.rows import Prompt, opened, prompt_of
 from .blocks.arguments import int_of_at_least
 from .errors import CacheArgumentError
 from .model.support import unwrapped
@@ -80,28 +82,45 @@ def tokenized(rows: Sequence[Row], column: str, tokenizer: Any) -> "Iterator[arr
     """
     for start in range(0, len(rows), _CHUNK):
         numbers = range(start, min(start + _CHUNK, len(rows)))
-        for number, ids in zip(numbers, _ids([prompt_of(rows[n], n, column) for n in numbers], tokenizer), strict=True):
+        for number, ids in zip(
+            numbers, _ids(numbers, [prompt_of(rows[n], n, column) for n in numbers], tokenizer), strict=True
+        ):
             if not ids:
                 raise CacheArgumentError(f"row {number}: the tokenizer makes no token of its {column!r}")
             yield array("i", ids)
 
 
-def _ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
-    """Texts as the tokenizer makes prompts of them; chats through its template, which has special tokens of its own."""
+def _ids(numbers: Sequence[int], prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
+    """Token ids of the prompts of rows with these numbers: of texts with the tokenizer's special tokens, of chats with its template's."""
     is_chat = [not isinstance(prompt, str) for prompt in prompts]
     if any(is_chat) and getattr(tokenizer, "chat_template", None) is None:
         raise CacheArgumentError("there are chats among the prompts, and the tokenizer has no chat template")
-    texts = [
-        tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True) if chat else prompt
-        for prompt, chat in zip(prompts, is_chat, strict=True)
-    ]
+    texts = [_text(number, prompt, tokenizer) for number, prompt in zip(numbers, prompts, strict=True)]
     ids: list[list[int]] = [[]] * len(texts)
     for chat in {*is_chat}:
-        numbers = [number for number, each in enumerate(is_chat) if each is chat]
-        encoded = tokenizer([texts[number] for number in numbers], add_special_tokens=not chat)["input_ids"]
-        for number, each in zip(numbers, encoded, strict=True):
-            ids[number] = each
+        places = [place for place, each in enumerate(is_chat) if each is chat]
+        encoded = tokenizer([texts[place] for place in places], add_special_tokens=not chat)["input_ids"]
+        for place, each in zip(places, encoded, strict=True):
+            ids[place] = each
     return ids
+
+
+def _text(number: int, prompt: Prompt, tokenizer: Any) -> str:
+    if isinstance(prompt, str):
+        text = prompt
+    else:
+        try:
+            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        except (
+            Exception
+        ) as error:  # of the template's own making: a role that it knows not, a variable that is not there
+            said = shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
+            raise CacheArgumentError(f"row {number}: the chat template cannot be filled with it ({said})") from error
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CacheArgumentError(f"row {number}: its prompt is no text ({error})") from error
+    return text
 
 
 def require_positions(config: Any, tokens: Sequence[Sequence[int]], max_new_tokens: int) -> None:

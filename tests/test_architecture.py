@@ -39,6 +39,7 @@ LEVELS = [
         "model_check",
         "saved_files",
         "batch_calls",
+        "batch_options",
         "batch_job",
         "batch_workers",
         "prompts",
@@ -52,6 +53,7 @@ USERS_LEVEL = LEVEL["cache"]
 
 IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "batch_calls",
+    "batch_options",
     "batch_job",
     "cache",
     "prefix_store",

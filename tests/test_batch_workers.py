@@ -167,10 +167,10 @@ def test_a_batch_that_kills_every_worker_ends_the_job(monkeypatch: pytest.Monkey
 def test_a_worker_that_dies_while_it_loads_is_replaced_twice(monkeypatch: pytest.MonkeyPatch, num_deaths: int) -> None:
     made, _ = crew(monkeypatch, 2, {}, num_deaths_while_loading=num_deaths)
     if num_deaths < 3:
-        assert made.describe() == "described by worker " + str(0 if num_deaths == 0 else num_deaths + 1)
+        assert made.ask_one("describe") == "described by worker " + str(0 if num_deaths == 0 else num_deaths + 1)
     else:
         with pytest.raises(
-            WorkersLostError, match=r"^3 workers died one after another while loading the model \("
+            WorkersLostError, match=r"^3 workers died one after another before the first batch \("
         ) as raised:
-            made.describe()
+            made.ask_one("describe")
         assert "\n" not in str(raised.value)

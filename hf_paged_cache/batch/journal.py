@@ -43,12 +43,13 @@ class Journal:
         path: of the file, which is made if it is not there.
         job: name -> a JSON value, everything that shapes the results. Names are quoted to the user.
         num_rows: of the job.
+        anew: forget a journal that is there.
 
     Raises:
-        CacheArgumentError: another job's journal is there, or another process has it open; nothing has changed.
+        CacheArgumentError: a journal of another job that has begun is there, or another process has it open; nothing has changed.
     """
 
-    def __init__(self, path: Path, job: Mapping[str, Any], num_rows: int) -> None:
+    def __init__(self, path: Path, job: Mapping[str, Any], num_rows: int, *, anew: bool = False) -> None:
         self.path = path
         self._lock = FileLock(f"{path}.lock", timeout=0)
         try:
@@ -56,11 +57,12 @@ class Journal:
         except Timeout:
             raise CacheArgumentError(f"another process is working on this job: it holds {path}.lock") from None
         try:
-            self._file = _opened(path, {"format": _FORMAT, **json.loads(json.dumps(job))})
+            self._num_rows = num_rows
+            self._file = _opened(path, {"format": _FORMAT, **json.loads(json.dumps(job))}, anew)
             self._starts = array("q", [-1]) * num_rows  # row -> where its record begins in the file
             self.num_done = 0
             end = self._file.tell()
-            for start, record in _records(self._file):
+            for start, record in _records(self._file, num_rows):
                 self._note(record.rows, start)
                 end = self._file.tell()
             self._file.truncate(end)
@@ -93,14 +95,14 @@ class Journal:
     def completion(self, row: int) -> Completion:
         """Of a row that is done, read from the file."""
         self._file.seek(self._starts[row])
-        record = _record(self._file.readline())
+        record = _record(self._file.readline(), self._num_rows)
         return record.completions[record.rows.index(row)]
 
     def records(self) -> Iterator[Record]:
         """All done batches, in the order in which they were done."""
         self._file.seek(0)
         self._file.readline()
-        for _, record in _records(self._file):
+        for _, record in _records(self._file, self._num_rows):
             end = self._file.tell()
             yield record
             self._file.seek(end)
@@ -117,9 +119,9 @@ class Journal:
             self._starts[row] = start
 
 
-def _opened(path: Path, job: Mapping[str, Any]) -> BinaryIO:
+def _opened(path: Path, job: Mapping[str, Any], anew: bool) -> BinaryIO:
     """The journal of this very job, at its first record; made whole or not at all."""
-    if not path.exists():
+    if anew or not path.exists() or not _is_of(job, path):
         unfinished = path.with_name(f"{path.name}.new")
         with unfinished.open("wb") as begun:
             begun.write(json.dumps(job, ensure_ascii=False).encode() + b"\n")
@@ -127,15 +129,18 @@ def _opened(path: Path, job: Mapping[str, Any]) -> BinaryIO:
             os.fsync(begun.fileno())
         unfinished.replace(path)
     file = path.open("r+b")
-    try:
-        _compare(path, file.readline(), job)
-    except BaseException:
-        file.close()
-        raise
+    file.readline()
     return file
 
 
-def _compare(path: Path, line: bytes, job: Mapping[str, Any]) -> None:
+def _is_of(job: Mapping[str, Any], path: Path) -> bool:
+    """Whether the journal is of this job; one of another job in which nothing is done is of none.
+
+    Raises:
+        CacheArgumentError: it is of another job, and says what is different; or it is no journal.
+    """
+    with path.open("rb") as file:
+        line, has_begun = file.readline(), bool(file.readline())
     try:
         before = json.loads(line)
     except ValueError:
@@ -143,11 +148,12 @@ def _compare(path: Path, line: bytes, job: Mapping[str, Any]) -> None:
     if not isinstance(before, dict) or before.get("format") != _FORMAT:
         raise CacheArgumentError(f"{path} is no journal of this version; remove it, or begin anew with overwrite")
     different = [name for name in {**job, **before} if before.get(name) != job.get(name)]
-    if different:
+    if different and has_begun:
         raise CacheArgumentError(
             f"{path} is of another job: {'; '.join(_difference(name, before.get(name), job.get(name)) for name in different)}. Go on "
             "as it was begun, give another output file, or begin anew with overwrite"
         )
+    return not different
 
 
 def _difference(name: str, before: object, now: object) -> str:
@@ -161,18 +167,23 @@ def _difference(name: str, before: object, now: object) -> str:
     return f"{name} was {json.dumps(before)} and is {json.dumps(now)}"
 
 
-def _records(file: BinaryIO) -> Iterator[tuple[int, Record]]:
-    """Whole records from the file's position on, each with where it begins; ends at one that is torn."""
+def _records(file: BinaryIO, num_rows: int) -> Iterator[tuple[int, Record]]:
+    """Whole records from the file's position on, each with where it begins; ends at one that is torn or damaged."""
     while True:
         start = file.tell()
         line = file.readline()
         if not line.endswith(b"\n"):
             return
         try:
-            yield start, _record(line)
+            yield start, _record(line, num_rows)
         except (ValueError, TypeError):
             return
 
 
-def _record(line: bytes) -> Record:
-    return Record(**json.loads(line))
+def _record(line: bytes, num_rows: int) -> Record:
+    record = Record(**json.loads(line))
+    if len(record.rows) != len(record.completions) or not all(row in range(num_rows) for row in record.rows):
+        raise ValueError("a damaged record")
+    if not isinstance(record.counts, dict):
+        raise ValueError("a damaged record")
+    return record

@@ -6,6 +6,7 @@ It follows from the journal, so it is written anew when a job goes on, and grows
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -67,11 +68,31 @@ class Output:
             self._write_row(self._num_written, self._journal.completion(self._num_written))
 
     def _write_row(self, row: int, completion: Completion) -> None:
-        line = json.dumps({**self._row(row), COMPLETION: completion}, ensure_ascii=False, default=_as_json)
-        self._file.write(line + "\n")
+        self._file.write(_line({**self._row(row), COMPLETION: completion}))
         self._num_written += 1
 
 
+def _line(row: dict[str, Any]) -> str:
+    """A row as a line of JSON, which knows no NaN and no infinity: they are written as null."""
+    try:
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_as_json)
+    except ValueError:
+        text = json.dumps(_finite(json.loads(json.dumps(row, default=_as_json))), ensure_ascii=False)
+    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        text = json.dumps(json.loads(text))  # half of a surrogate pair has no bytes of its own
+    return text + "\n"
+
+
 def _as_json(value: Any) -> Any:
-    """What a column may hold besides JSON: dates and times, bytes, decimals."""
+    """What a column may hold besides JSON: arrays and tensors, dates and times, bytes, decimals."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else None

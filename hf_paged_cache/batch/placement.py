@@ -28,7 +28,7 @@ def placed(tree: Branch, lengths: Sequence[int], num_workers: int, num_new_token
         [[1, 3], [0, 2]]
     """
     order = [each.prompt for each in ordered(tree, lengths)]
-    costs = _costs(tree, lengths, num_new_tokens)
+    costs = costs_of(tree, order, lengths, num_new_tokens)
     total, done = sum(costs.values()), 0
     workers: list[list[int]] = [[] for _ in range(num_workers)]
     for prompt in order:
@@ -38,16 +38,17 @@ def placed(tree: Branch, lengths: Sequence[int], num_workers: int, num_new_token
     return workers
 
 
-def _costs(tree: Branch, lengths: Sequence[int], num_new_tokens: int) -> dict[int, int]:
+def costs_of(tree: Branch, order: Sequence[int], lengths: Sequence[int], num_new_tokens: int) -> dict[int, int]:
     """Tokens that each prompt computes; the first that runs of a branch computes its prefix."""
+    place = {prompt: number for number, prompt in enumerate(order)}
     costs: dict[int, int] = {}
+    first: dict[int, int] = {}  # id of a branch -> the place of the first prompt in it that runs
     for branch, num_known in _with_parents(tree):
         for prompt in branch.prompts:
             costs[prompt] = lengths[prompt] - branch.num_tokens + num_new_tokens
-        first = next((each for each in branch.walk() if each.prompts), None)
-        if first is not None:
-            prompt = first.prompts[0]
-            costs[prompt] = costs.get(prompt, 0) + branch.num_tokens - num_known
+        own = (place[prompt] for prompt in branch.prompts)
+        first[id(branch)] = min([*own, *(first[id(each)] for each in branch.branches)])
+        costs[order[first[id(branch)]]] += branch.num_tokens - num_known
     return costs
 
 

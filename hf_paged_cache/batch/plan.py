@@ -20,10 +20,12 @@ class Placed(NamedTuple):
 
     Attributes:
         prompt: its number.
-        remainder: tokens behind the prefix of its branch.
+        num_tokens: of the prompt.
+        remainder: of these, those behind the prefix of its branch.
     """
 
     prompt: int
+    num_tokens: int
     remainder: int
 
 
@@ -45,7 +47,7 @@ def ordered(tree: Branch, lengths: Sequence[int]) -> Iterator[Placed]:
             waiting.extend(sorted(branch.branches, key=lambda each: longest[id(each)]))
         else:
             for prompt in sorted(branch.prompts, key=lambda number: (-lengths[number], number)):
-                yield Placed(prompt, lengths[prompt] - branch.num_tokens)
+                yield Placed(prompt, lengths[prompt], lengths[prompt] - branch.num_tokens)
 
 
 def _longest(tree: Branch, lengths: Sequence[int]) -> dict[int, int]:
@@ -57,22 +59,33 @@ def _longest(tree: Branch, lengths: Sequence[int]) -> dict[int, int]:
     return longest
 
 
-def batches(order: Sequence[Placed], batch_size: int, num_new_tokens: int = 1) -> list[list[int]]:
+def batches(
+    order: Sequence[Placed], batch_size: int, num_new_tokens: int = 1, least_padded: int = 0
+) -> list[list[int]]:
     """Numbers of the prompts of each batch: runs of the order, so cut that the least is computed.
 
     A batch computes the longest remainder of its rows in every row, and costs `BATCH_COST` tokens a step besides; of all ways to
-    cut, one that costs the least is taken.  Cost: `batch_size` steps a prompt.
+    cut, one that costs the least is taken. Cost: `batch_size` steps a prompt.
+
+    Args:
+        least_padded: prompts of fewer tokens are not padded: the rows of their batch are as long as they are.
 
     Examples:
-        >>> order = [Placed(0, 500), Placed(1, 490), Placed(2, 10), Placed(3, 9)]
-        >>> batches(order, batch_size=4), batches(order, batch_size=4, num_new_tokens=100)
-        ([[0, 1], [2, 3]], [[0, 1, 2, 3]])
+        >>> order = [Placed(0, 500, 500), Placed(1, 490, 490), Placed(2, 10, 10), Placed(3, 9, 9), Placed(4, 9, 9)]
+        >>> batches(order, batch_size=5), batches(order, batch_size=5, num_new_tokens=100)
+        ([[0, 1], [2, 3, 4]], [[0, 1, 2, 3, 4]])
+        >>> batches(order, batch_size=5, least_padded=10)
+        [[0, 1], [2], [3, 4]]
     """
     fixed = BATCH_COST * num_new_tokens
     costs, starts = [0], [0]  # of the first n prompts: the least cost, and where the last batch begins
     for stop in range(1, len(order) + 1):
         best, best_start, longest = -1, stop - 1, 0
+        most = least = order[stop - 1].num_tokens
         for start in range(stop - 1, max(-1, stop - 1 - batch_size), -1):
+            most, least = max(most, order[start].num_tokens), min(least, order[start].num_tokens)
+            if least < min(most, least_padded):
+                break
             longest = max(longest, order[start].remainder)
             cost = costs[start] + fixed + longest * (stop - start)
             if best < 0 or cost < best or (cost == best and stop - start == batch_size):

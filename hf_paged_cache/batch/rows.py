@@ -1,6 +1,6 @@
-"""The rows of a job: a file read with `datasets`, or what a caller has in memory; and the prompt in each.
+"""The rows of a job: of a file, or what a caller has in memory; and the prompt in each.
 
-Owns which files are read and what a prompt may be. Refuses, with the number of the row, what is none.
+Owns what a prompt may be. Refuses, with the number of the row, what is none.
 """
 
 from __future__ import annotations
@@ -10,93 +10,63 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from os import PathLike, fspath
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 from ..errors import CacheArgumentError
 from .output import COMPLETION
+from .prompt_files import Row, read_rows
 
-Row = Mapping[str, Any]
 Messages = list[dict[str, Any]]
 Prompt = str | Messages
-
-_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
 @contextmanager
 def opened(prompts: Any, column: str) -> Iterator[Sequence[Row]]:
     """The rows of a file, or of what is in memory: a list of texts, of chats or of rows, or a `datasets.Dataset`.
 
-    What `datasets` makes of a file lies in a folder that is removed at the end; its rows are read from there one by one.
+    What `datasets` makes of a file lies in a folder that is removed at the end.
 
     Raises:
-        CacheArgumentError: no such file, of no kind that is read, not readable, without rows, or without the column.
+        CacheArgumentError: a file that cannot be read, or nothing that holds rows.
     """
     if isinstance(prompts, str | PathLike):
         with tempfile.TemporaryDirectory(prefix="hf-paged-cache-", ignore_cleanup_errors=True) as folder:
-            rows = _read(Path(fspath(prompts)), folder)
-            yield _checked(rows, rows.column_names, str(prompts), column)
+            yield read_rows(Path(fspath(prompts)), folder)
         return
-    given = prompts if hasattr(prompts, "column_names") else list(prompts)
-    if not len(given):
-        yield given
-        return
-    if hasattr(given, "column_names"):
-        yield _checked(given, given.column_names, "the dataset", column)
-    elif isinstance(given[0], Mapping):
-        yield _checked(given, list(given[0]), "the first row", column)
-    else:
-        yield [{column: each} for each in given]
+    yield _in_memory(prompts, column)
 
 
-def _checked(rows: Any, names: Sequence[str], where: str, column: str) -> Any:
-    if column not in names:
-        raise CacheArgumentError(
-            f"{where} has no column {column!r}; there are {', '.join(map(repr, names))}: say which one with column"
-        )
-    if COMPLETION in names:
-        raise CacheArgumentError(f"{where} has a column {COMPLETION!r} already, which would be lost: rename it")
-    return rows
-
-
-def _read(path: Path, folder: str) -> Any:
-    suffix = path.suffixes[-2] if path.suffix in _COMPRESSED and len(path.suffixes) > 1 else path.suffix
-    reader = _READERS.get(suffix.lower())
-    if reader is None:
-        raise CacheArgumentError(f"{path} is of no kind that is read: its name must end with {', '.join(_READERS)}")
-    if not path.is_file():
-        raise CacheArgumentError(f"there is no file {path}")
-    if not path.stat().st_size:
-        raise CacheArgumentError(f"{path} is empty")
-    if find_spec("datasets") is None:
-        raise CacheArgumentError("reading a file of prompts needs datasets: pip install datasets, or '.[batch]'")
-    import datasets
-
-    how: dict[str, Any] = {"sep": "\t"} if suffix.lower() == ".tsv" else {}
-    had_bars = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
+def _in_memory(prompts: Any, column: str) -> Sequence[Row]:
+    kind = type(prompts).__name__
+    if isinstance(prompts, Mapping) or (hasattr(prompts, "to_dict") and hasattr(prompts, "columns")):
+        raise CacheArgumentError(f"prompts is of type {kind}, a table; give a list of its rows")
+    if hasattr(prompts, "with_format"):  # a dataset that gives its rows as tensors, too
+        prompts = prompts.with_format(None)
+    if hasattr(prompts, "column_names") and hasattr(prompts, "__len__"):
+        return prompts  # type: ignore[no-any-return]
     try:
-        return datasets.load_dataset(reader, data_files=fspath(path), split="train", cache_dir=folder, **how)
-    except Exception as error:  # of pyarrow, pandas and datasets, each with kinds of its own
-        cause = error.__cause__ or error
-        said = shorten(f"{type(cause).__name__}: {cause}", 200, placeholder=" ...")
-        raise CacheArgumentError(f"{path} cannot be read as {reader} ({said})") from error
-    finally:
-        if had_bars:
-            datasets.enable_progress_bars()
+        given = list(prompts)
+    except TypeError:
+        raise CacheArgumentError(f"prompts is of type {kind}; give a file, or a list of texts, chats or rows") from None
+    return [each if isinstance(each, Mapping) else {column: each} for each in given]
 
 
-def prompt_of(row: Row, number: int, column: str) -> Prompt:
+def prompt_of(row: Any, number: int, column: str) -> Prompt:
     """The text or the chat of a row, as it was written: a table fills up with None what a message has not.
 
     Raises:
-        CacheArgumentError: neither of them, or empty.
+        CacheArgumentError: neither of them, or empty; or a row that cannot be written with its completion.
     """
-    value: Any = row.get(column)
+    if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
+        raise CacheArgumentError(f"row {number} is no object with names and values")
+    if column not in row:
+        names = ", ".join(map(repr, row)) or "none"
+        raise CacheArgumentError(f"row {number} has no column {column!r}; there are {names}: say which one with column")
+    if COMPLETION in row:
+        raise CacheArgumentError(f"row {number} has a column {COMPLETION!r} already, which would be lost: rename it")
+    value: Any = row[column]
     if isinstance(value, str) and value:
         return value
     are_messages = (
@@ -107,7 +77,8 @@ def prompt_of(row: Row, number: int, column: str) -> Prompt:
     )
     if are_messages:
         return [{name: said for name, said in message.items() if said is not None} for message in value]
-    what = "is empty" if value in ("", [], None) else f"is of type {type(value).__name__}"
+    is_empty = value is None or (isinstance(value, str | list) and not value)
+    what = "is empty" if is_empty else f"is of type {type(value).__name__}"
     raise CacheArgumentError(
         f"row {number}: {column!r} {what}; give a text, or a chat as a list of messages with a role and a content"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -41,16 +42,17 @@ def bench(
     """
     import torch
 
-    from hf_paged_cache import PagedPrefixCache, read_prompts
+    from hf_paged_cache import CacheArgumentError, PagedPrefixCache, read_prompts
 
     from .demo import compare
     from .display import summary
     from .loading import load_model
     from .refusal import in_one_line
 
-    with in_one_line("bench"):
+    with in_one_line("bench"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "PagedPrefixCache: this prompt of")  # one after the other, and no chat
         if prompts is not None and not prompts.is_file():
-            raise typer.BadParameter(f"there is no file {prompts}", param_hint="PROMPTS")
+            raise CacheArgumentError(f"there is no file {prompts}")
         print(f"loading {model} ...", file=sys.stderr, flush=True)
         loaded, tokenizer = load_model(model, revision=revision, dtype=dtype, device=device)
         cache = PagedPrefixCache(loaded)

@@ -93,6 +93,8 @@ def load_demo_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    if not (folder / "config.json").is_file():
+        raise DemoModelError(f"{folder} holds no config.json, so no model; write one there: model.save_pretrained")
     with quiet_transformers():
         with _in_one_line(
             f"{folder}: config.json cannot be used", "write it with save_pretrained or download it again"

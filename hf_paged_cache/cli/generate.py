@@ -6,6 +6,7 @@ import json
 import sys
 from enum import StrEnum
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,11 +56,13 @@ def generate(
 ) -> None:
     """Complete every prompt of a file; what prompts share is computed once.
 
-    Each batch that is done is noted in OUT.journal: the same command goes on where an earlier one was stopped or killed. Any
-    other option of transformers' generate can be given by its name: --do-sample --temperature 0.7 --num-beams 4
-    --stop-strings '["\\n"]'. Exits with 130 after Ctrl-C.
+    Each batch that is done is noted in OUT.journal: the same command goes on where it was stopped or killed.
+
+    Any other option of transformers' generate is given by its name: --do-sample --temperature 0.7 --stop-strings '["\\n"]'.
+
+    Exits with 130 after Ctrl-C.
     """
-    from hf_paged_cache import PrefixStore, generate_all, generate_all_on_ray
+    from hf_paged_cache import CacheArgumentError, PrefixStore, generate_all, generate_all_on_ray
 
     from .loading import load_model
     from .refusal import in_one_line
@@ -69,7 +72,9 @@ def generate(
         with in_one_line("generate"):
             options = options_by_name(context.args)
             if not prompts.is_file():
-                raise typer.BadParameter(f"there is no file {prompts}", param_hint="PROMPTS")
+                raise CacheArgumentError(f"there is no file {prompts}")
+            if address is not None and workers is None:
+                raise CacheArgumentError("--address is of a Ray cluster; give --workers, too")
             shaped: dict[str, Any] = {
                 "out": out,
                 "column": column,
@@ -92,8 +97,6 @@ def generate(
                     disk_folder=disk_folder,
                     **shaped,
                 )
-            elif address is not None:
-                raise typer.BadParameter("give --workers, too", param_hint="--address")
             else:
                 loaded, tokenizer = load()
                 store = PrefixStore(loaded, num_blocks=num_blocks, disk_folder=disk_folder)
@@ -108,16 +111,22 @@ def generate(
 def options_by_name(arguments: list[str]) -> dict[str, Any]:
     """`--do-sample --top-p 0.9` as the arguments of a call; a value is JSON, or else a text. `--no-do-sample` is False.
 
+    Raises:
+        CacheArgumentError: a value without a name, or a name of `generate_all`'s own, which the command has under another one or not.
+
     Examples:
         >>> options_by_name(["--do-sample", "--top-p", "0.9", "--stop-strings", '["a"]', "--eos-token-id=2"])
         {'do_sample': True, 'top_p': 0.9, 'stop_strings': ['a'], 'eos_token_id': 2}
     """
+    from hf_paged_cache import CacheArgumentError, generate_all, generate_all_on_ray
+
+    own = {*signature(generate_all).parameters, *signature(generate_all_on_ray).parameters}
     options: dict[str, Any] = {}
     waiting = list(arguments)
     while waiting:
         given = waiting.pop(0)
         if not given.startswith("--"):
-            raise typer.BadParameter(f"{given!r} belongs to no option")
+            raise CacheArgumentError(f"{given!r} belongs to no option; see --help")
         name, equals, value = given[2:].partition("=")
         if not equals and waiting and not waiting[0].startswith("--"):
             value, equals = waiting.pop(0), "="
@@ -125,7 +134,11 @@ def options_by_name(arguments: list[str]) -> dict[str, Any]:
         if equals:
             options[name] = _value(value)
         else:
-            options[name.removeprefix("no_")] = not name.startswith("no_") or name.startswith("no_repeat")
+            is_off = name.startswith("no_") and not name.startswith("no_repeat")
+            name = name.removeprefix("no_") if is_off else name
+            options[name] = not is_off
+        if name in own:
+            raise CacheArgumentError(f"{given} is no option of generate; see --help for those of the command")
     return options
 
 

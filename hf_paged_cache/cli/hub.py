@@ -34,6 +34,8 @@ def find_named_model(name: str, revision: str | None, progress: bool) -> Path:
         if revision is not None:
             raise DemoModelError(f"{name} is a folder, which has no revisions; leave revision {revision} out")
         return folder
+    if folder.exists():
+        raise DemoModelError(f"{name} is a file; give the folder that it is in")
     if not _HUB_NAME.fullmatch(name):
         raise DemoModelError(f"there is no folder {name}")
     try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged_cache.batch.placement import placed
+from hf_paged_cache.batch.placement import costs_of, placed
+from hf_paged_cache.batch.plan import ordered
 from hf_paged_cache.batch.prefix_tree import grow, num_shared_tokens
 
 from ..simulated_placement import simulate
@@ -40,6 +41,16 @@ def test_load_is_even_but_for_one_prompt_and_a_path(prompts: list[list[int]], nu
     loads = [computed(prompts, numbers) + len(numbers) for numbers in workers]
     fair = (computed(prompts, [*range(len(prompts))]) + len(prompts)) / num_workers
     assert max(loads) <= fair + 3 * (longest + 1)
+
+
+@given(PROMPTS)
+def test_a_prompt_costs_what_it_computes_behind_those_before_it(prompts: list[list[int]]) -> None:
+    tree = grow(prompts, block_size=1, least_saving=1)
+    lengths = [*map(len, prompts)]
+    order = [each.prompt for each in ordered(tree, lengths)]
+    behind = [computed(prompts, order[: n + 1]) - computed(prompts, order[:n]) for n in range(len(order))]
+    costs = costs_of(tree, order, lengths, num_new_tokens=5)
+    assert [costs[prompt] - 5 for prompt in order] == behind
 
 
 def test_a_prefix_that_most_have_is_spread() -> None:

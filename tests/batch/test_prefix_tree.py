@@ -88,10 +88,22 @@ def cost(cut: Sequence[Sequence[Placed]], num_new: int) -> int:
     return sum(64 * num_new + len(rows) * max(each.remainder for each in rows) for rows in cut)
 
 
-@given(st.lists(st.integers(0, 300), max_size=9), st.integers(1, 4), st.integers(1, 3))
-def test_batches_are_cut_so_that_the_least_is_computed(remainders: list[int], batch_size: int, num_new: int) -> None:
-    order = [Placed(number, remainder) for number, remainder in enumerate(remainders)]
-    cut = batches(order, batch_size, num_new)
+def is_padded_too_short(rows: Sequence[Placed], least_padded: int) -> bool:
+    longest = max(each.num_tokens for each in rows)
+    return any(each.num_tokens < min(longest, least_padded) for each in rows)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 4)), max_size=9),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(0, 6),
+)
+def test_batches_are_cut_so_that_the_least_is_computed(
+    sizes: list[tuple[int, int]], batch_size: int, num_new: int, least_padded: int
+) -> None:
+    order = [Placed(number, num_tokens, remainder) for number, (remainder, num_tokens) in enumerate(sizes)]
+    cut = batches(order, batch_size, num_new, least_padded)
     assert [number for rows in cut for number in rows] == [*range(len(order))]
     assert all(1 <= len(rows) <= batch_size for rows in cut)
     ways: list[list[list[Placed]]] = [[]]  # all ways to cut, one placed after the other
@@ -99,6 +111,8 @@ def test_batches_are_cut_so_that_the_least_is_computed(remainders: list[int], ba
         ways = [[*way, [each]] for way in ways] + [
             [*way[:-1], [*way[-1], each]] for way in ways if way and len(way[-1]) < batch_size
         ]
+    ways = [way for way in ways if not any(is_padded_too_short(rows, least_padded) for rows in way)]
+    assert not any(is_padded_too_short([order[number] for number in rows], least_padded) for rows in cut)
     assert cost([[order[number] for number in rows] for rows in cut], num_new) == min(cost(w, num_new) for w in ways)
 
 

@@ -1,0 +1,112 @@
+"""Which options of `generate` a batch job takes, and which of them see the padding in front of a row.
+
+Owns no call of `generate`. Attention never sees padding; an option that reads tokens does, so rows that it would read padding of
+are not padded: they run with rows of their own length.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers import GenerationConfig
+
+from .errors import CacheArgumentError
+
+ALL = sys.maxsize  # tokens in front of the next one that an option reads: every one
+
+# Options that would make a row's result depend on its batch or on the clock, or another thing than tokens; each with its reason.
+_REFUSED = {
+    "max_length": "it counts a row's padding, too; give max_new_tokens",
+    "min_length": "it counts a row's padding, too; give min_new_tokens",
+    "max_time": "a completion would depend on how fast the machine is; give max_new_tokens",
+    "use_cache": "the job runs on a cache of its own",
+    "cache_implementation": "the job runs on a cache of its own",
+    "cache_config": "the job runs on a cache of its own",
+    "return_dict_in_generate": "the job keeps completions alone",
+    "output_scores": "the job keeps completions alone",
+    "output_logits": "the job keeps completions alone",
+    "output_attentions": "the job keeps completions alone",
+    "output_hidden_states": "the job keeps completions alone",
+}
+# Settings that a model may have saved and that the job replaces, so that completions come as token ids from its own cache.
+REPLACED = {
+    "return_dict_in_generate": False,
+    "output_scores": False,
+    "output_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "use_cache": True,
+    "cache_implementation": None,
+    "max_time": None,
+}
+# Options that read no tokens in front of the next one, or only which ones there are.
+_SEE_NO_PADDING = {
+    *("max_new_tokens", "min_new_tokens", "max_length", "do_sample", "num_beams", "num_return_sequences"),
+    *("early_stopping", "length_penalty", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
+    *("epsilon_cutoff", "eta_cutoff", "repetition_penalty", "renormalize_logits", "remove_invalid_values"),
+    *("suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "disable_compile"),
+    *("stop_strings", "bad_words_ids", "sequence_bias"),  # these have a length
+    *REPLACED,
+}
+_OF_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "forced_bos_token_id", "forced_eos_token_id")
+
+
+def generation_config(model: Any, options: Mapping[str, Any]) -> GenerationConfig:
+    """What `model.generate(**options)` would go by.
+
+    Raises:
+        CacheArgumentError: a name that is no generation option, one that a batch job refuses, or values that do not fit.
+    """
+    known = set(GenerationConfig().to_dict()) - {"transformers_version"}  # type: ignore[no-untyped-call]
+    for name in options:
+        if name in _REFUSED:
+            raise CacheArgumentError(f"{name} is not an option here: {_REFUSED[name]}")
+        if name not in known:
+            raise CacheArgumentError(
+                f"{name} is no option of generate; see transformers' GenerationConfig for all of them"
+            )
+    try:
+        config = GenerationConfig.from_dict({**model.generation_config.to_dict(), **options, **REPLACED})
+        config.validate()
+    except (ValueError, TypeError) as error:
+        raise CacheArgumentError(f"generate cannot run so: {error}") from error
+    stop = config.stop_strings
+    if stop is not None and not ((isinstance(stop, str) and stop) or _are_texts(stop)):
+        raise CacheArgumentError(f"stop_strings is {stop!r}; give a text, or a list of texts")
+    num_tokens = model.config.get_text_config(decoder=True).vocab_size
+    for name in _OF_TOKENS:
+        _require_tokens(name, getattr(config, name, None), num_tokens)
+    return config
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, str) and each for each in value)
+
+
+def _require_tokens(name: str, value: Any, num_tokens: int) -> None:
+    ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    if not all(isinstance(each, int) and not isinstance(each, bool) and each < num_tokens for each in ids):
+        raise CacheArgumentError(f"{name} is {value!r}; give a token id of 0 to {num_tokens - 1}, or a list of them")
+
+
+def tokens_seen(config: GenerationConfig) -> int:
+    """The most tokens in front of the next one that an option reads: a prompt of as many may be padded; `ALL`: none may.
+
+    Examples:
+        >>> from transformers import GenerationConfig
+        >>> tokens_seen(GenerationConfig(top_k=5)), tokens_seen(GenerationConfig(stop_strings=["\\n\\n", "end"]))
+        (0, 3)
+        >>> tokens_seen(GenerationConfig(no_repeat_ngram_size=2)) == ALL
+        True
+    """
+    given = {name: value for name, value in config.to_diff_dict().items() if value}
+    if given.keys() - _SEE_NO_PADDING:
+        return ALL
+    stop, bias = given.get("stop_strings") or [], given.get("sequence_bias") or []
+    sequences: list[Iterable[Any]] = [
+        *([stop] if isinstance(stop, str) else stop),  # a token is at least a letter
+        *(given.get("bad_words_ids") or []),
+        *(bias if isinstance(bias, dict) else [tokens for tokens, _ in bias]),
+    ]
+    return max((len([*each]) for each in sequences), default=0)
