@@ -175,14 +175,11 @@ class BatchCalls:
             yield
             return
         digest = hashlib.sha256(f"{self._seed}: {[*rows]}".encode()).digest()
-        device = input_device(self._model)
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_generator_type(device)):
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        devices = range(torch.accelerator.device_count()) if accelerator else ()  # those that manual_seed seeds, too
+        with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else "cuda"):
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
             yield
-
-
-def _generator_type(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type  # of no device: the CPU's generator is forked always
 
 
 def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from .batch.journal import Completion, Journal, Record
-from .batch.output import ORDERS, Output
+from .batch.journal import Completion, Journal, Record, journal_of
+from .batch.output import ORDERS, Output, require_room
 from .batch.placement import placed
 from .batch.plan import batches, ordered
 from .batch.prefix_tree import grow
@@ -47,8 +47,8 @@ class BatchSummary:
         num_batches: calls of `generate`.
         num_bypassed: prompts that did not fit into the pool alone, and ran without it.
         seconds: that the calls took; loading and tokenizing are not in it.
-        seconds_without: an estimate of what they would take without the cache: every prompt token at the fastest rate at which
-            prompts ran here, and the same decode steps. None where nothing ran.
+        seconds_without: an estimate of what they would take without the cache: every prompt token at the fastest rate of the
+            calls that computed at least half of theirs, and the same decode steps. None where there was no such call.
 
     Examples:
         >>> summary = generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2).summary
@@ -118,7 +118,7 @@ def generate_all(
     """Complete many prompts, each as `model.generate` would: what they share is computed once, and is there when it is needed.
 
     Prompts run in the order of their prefix tree, in batches of rows that go on about as long. With greedy search each
-    completion is that of a `generate` of its prompt alone. Samples (`do_sample`, here or in the model's `generation_config`) are
+    completion is that of a `generate` of its prompt alone; in bf16 and fp16 a batch rounds otherwise than a row, with any cache. Samples (`do_sample`, here or in the model's `generation_config`) are
     drawn a batch at a time: they follow from `seed` and the batch, so the same job has the same ones, interrupted or not, and
     a prompt alone has others. A batch that does not fit into the pool runs in halves.
 
@@ -238,6 +238,7 @@ def run_job(
         journal = output = None
         if out is not None:
             _require_free(Path(out), prompts, overwrite)
+            require_room(rows)
         if tokens:
             runner.try_out([[*each[:2]] for each in tokens[: min(batch_size, 2)]])
         if out is not None:
@@ -263,11 +264,6 @@ def run_job(
         return BatchResult(done.completions, done.summary())
 
 
-def journal_of(out: Path) -> Path:
-    """The file beside `out` that says what is done."""
-    return out.with_name(f"{out.name}.journal")
-
-
 def _is_off(progress: bool | None) -> bool | None:
     return None if progress is None else not progress
 
@@ -278,6 +274,8 @@ def _require_free(out: Path, prompts: object, overwrite: bool) -> None:
         raise CacheArgumentError(f"there is no folder {out.parent} to write {out.name} into")
     if out.is_dir():
         raise CacheArgumentError(f"{out} is a folder; give a file to write into")
+    if out.exists() and not out.is_file():
+        raise CacheArgumentError(f"{out} is no regular file; give a file to write into")
     if out.suffix in (".csv", ".tsv", ".parquet"):
         raise CacheArgumentError(f"{out}: what is written are JSON lines; give a name that ends with .jsonl")
     if isinstance(prompts, str | PathLike) and out.exists() and out.samefile(prompts):
@@ -380,5 +378,5 @@ class _Done:
         self._seconds += counts["seconds"]
         prefill = counts["prefill_seconds"]
         self._decode_seconds += counts["seconds"] - prefill
-        if prefill:
+        if prefill and counts["computed_tokens"] * 2 >= counts["prompt_tokens"]:  # the others' time is that of a call
             self._best_rate = max(self._best_rate, counts["computed_tokens"] / prefill)

@@ -69,7 +69,7 @@ def generation_config(model: Any, options: Mapping[str, Any]) -> GenerationConfi
     try:
         config = GenerationConfig.from_dict({**model.generation_config.to_dict(), **options, **REPLACED})
         config.validate()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise CacheArgumentError(f"generate cannot run so: {error}") from error
     stop = config.stop_strings
     if stop is not None and not ((isinstance(stop, str) and stop) or _are_texts(stop)):

@@ -112,8 +112,9 @@ def generate_all_on_ray(
         load: makes the model and its tokenizer in each worker's process, such as `functools.partial(load_my_model, "name")`; it is
             pickled.
         num_workers: actors, each with a model and a store.
-        address: of a Ray cluster, such as "auto"; None: the one this process is connected to, or a new one on this machine.
-        gpus_per_worker: of Ray's accounting; None: 1 where the cluster has a GPU for each worker, else none.
+        address: of a Ray cluster, such as "auto"; None: the one this process is connected to, the one that `RAY_ADDRESS` names,
+            or a new one on this machine.
+        gpus_per_worker: of Ray's accounting; None: 1, or where there are fewer GPUs than workers an equal part of one.
         num_blocks: of each worker's store.
         disk_folder: of each worker's store; one that all reach gives a new worker the prefixes of the others.
 
@@ -141,13 +142,17 @@ def generate_all_on_ray(
         raise CacheArgumentError("workers need Ray: pip install ray, or '.[ray]'")
     import ray
 
+    if address is not None and ray.is_initialized():
+        raise CacheArgumentError(
+            f"address is {address!r}, and this process is connected to a cluster of Ray: leave it out"
+        )
     with ExitStack() as stack:
         if not ray.is_initialized():
             ray.init(address=address, include_dashboard=False if address is None else None, log_to_driver=False)
             stack.callback(ray.shutdown)
         if gpus_per_worker is None:
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-            gpus_per_worker = 1.0 if resources.get("GPU", 0) >= num_workers else 0.0
+            gpus_per_worker = min(1.0, resources.get("GPU", 0) / num_workers // 0.01 / 100)
         given = (
             load,
             {"num_blocks": num_blocks, "disk_folder": disk_folder},
@@ -199,13 +204,11 @@ class Crew:
         Raises:
             WorkersLostError: three workers died of the question, such as of loading the model.
         """
-        import ray
-
         deaths = 0
         while True:
             try:
                 return _answer(getattr(self._workers[0], question).remote(*given))
-            except ray.exceptions.RayActorError as error:
+            except _deaths() as error:
                 deaths += 1
                 self._replace(0, deaths, "before the first batch", error)
 
@@ -235,7 +238,7 @@ class Crew:
             number, batch = running.pop(done)
             try:
                 records = _answer(done)
-            except ray.exceptions.RayActorError as error:
+            except _deaths() as error:
                 first = batch[0][0]
                 deaths[first] += 1
                 self._replace(number, deaths[first], f"at the batch of row {first}", error)
@@ -260,6 +263,13 @@ class Crew:
 
         for worker in self._workers:
             ray.kill(worker)
+
+
+def _deaths() -> tuple[type[Exception], ...]:
+    """What Ray raises where a worker died: by itself, for want of memory, or with its machine."""
+    from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError
+
+    return RayActorError, OutOfMemoryError, NodeDiedError
 
 
 def _answer(reference: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from .cache import PagedPrefixCache
 from .errors import PagedCacheError
@@ -146,8 +146,13 @@ def _first_step(model: PreTrainedModel, cache: PagedPrefixCache, inputs: Mapping
     """The logits of the first token that is generated after the first row, whose blocks are cached: [1, vocabulary]."""
     generate: Any = model.generate
     first = {name: inputs[name][:1] for name in ("input_ids", "attention_mask")}
-    how = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
-    output = generate(**first, **how, past_key_values=cache, output_logits=True, return_dict_in_generate=True)
+    saved, model.generation_config = model.generation_config, GenerationConfig()  # type: ignore[no-untyped-call]
+    try:
+        output = generate(
+            **first, past_key_values=cache, max_new_tokens=1, output_logits=True, return_dict_in_generate=True
+        )
+    finally:
+        model.generation_config = saved
     logits: Tensor = output.logits[0]
     return logits.float().cpu()
 

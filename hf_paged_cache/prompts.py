@@ -1,7 +1,7 @@
 """The prompts of a file or a list as token ids, as `generate_all` runs them."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from textwrap import shorten
@@ -135,11 +135,23 @@ def require_positions(config: Any, tokens: Sequence[Sequence[int]], max_new_toke
         raise CacheArgumentError(
             f"the tokenizer gives token {highest}, and the model has none: the two do not belong together"
         )
-    limit = getattr(config, "max_position_embeddings", None)
-    too_long = [n for n, each in enumerate(tokens) if isinstance(limit, int) and len(each) + max_new_tokens - 1 > limit]
+    limit = _num_positions(config)
+    too_long = [n for n, each in enumerate(tokens) if limit and len(each) + max_new_tokens - 1 > limit]
     if too_long:
         first = too_long[0]
         raise CacheArgumentError(
             f"{len(too_long)} prompts are too long for the model's {limit} positions, with {max_new_tokens} new tokens; the first is "
             f"row {first}, of {len(tokens[first])} tokens: shorten or remove them"
         )
+
+
+def _num_positions(config: Any) -> int:
+    """Positions of a model, those included that its rotary embedding is stretched over; 0: without a limit."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return 0
+    rope = getattr(config, "rope_parameters", None) or {}
+    factor = rope.get("factor") if isinstance(rope, Mapping) else None
+    if not isinstance(factor, int | float):
+        return limit
+    return max(limit, int((rope.get("original_max_position_embeddings") or limit) * factor))

@@ -119,6 +119,11 @@ class Journal:
             self._starts[row] = start
 
 
+def journal_of(out: Path) -> Path:
+    """The file beside an output that says what is done."""
+    return out.with_name(f"{out.name}.journal")
+
+
 def _opened(path: Path, job: Mapping[str, Any], anew: bool) -> BinaryIO:
     """The journal of this very job, at its first record; made whole or not at all."""
     if anew or not path.exists() or not _is_of(job, path):
@@ -176,7 +181,7 @@ def _records(file: BinaryIO, num_rows: int) -> Iterator[tuple[int, Record]]:
             return
         try:
             yield start, _record(line, num_rows)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return
 
 
@@ -184,6 +189,6 @@ def _record(line: bytes, num_rows: int) -> Record:
     record = Record(**json.loads(line))
     if len(record.rows) != len(record.completions) or not all(row in range(num_rows) for row in record.rows):
         raise ValueError("a damaged record")
-    if not isinstance(record.counts, dict):
+    if not isinstance(record.counts, dict) or not all(isinstance(n, int | float) for n in record.counts.values()):
         raise ValueError("a damaged record")
     return record

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from ..errors import CacheArgumentError
 from .journal import Completion, Journal, Record
 
 Order = Literal["given", "done"]
@@ -72,18 +73,31 @@ class Output:
         self._num_written += 1
 
 
+def require_room(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse rows that have a column of the completion's name.
+
+    Raises:
+        CacheArgumentError: naming the first.
+    """
+    for number, row in enumerate(rows):
+        if COMPLETION in row:
+            raise CacheArgumentError(
+                f"row {number} has a column {COMPLETION!r} already, which would be lost: rename it"
+            )
+
+
 def _line(row: dict[str, Any]) -> str:
     """A row as a line of JSON, which knows no NaN and no infinity: they are written as null."""
     try:
-        text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_as_json)
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=as_json)
     except ValueError:
-        text = json.dumps(_finite(json.loads(json.dumps(row, default=_as_json))), ensure_ascii=False)
+        text = json.dumps(_finite(json.loads(json.dumps(row, default=as_json))), ensure_ascii=False)
     if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
         text = json.dumps(json.loads(text))  # half of a surrogate pair has no bytes of its own
     return text + "\n"
 
 
-def _as_json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """What a column may hold besides JSON: arrays and tensors, dates and times, bytes, decimals."""
     if hasattr(value, "tolist"):
         return value.tolist()

@@ -2,7 +2,7 @@
 
 Prompts stand in the order of their prefix tree, where what shares a prefix stands side by side; the order is cut into one
 stretch a worker, of equal cost. So each cut parts at most one path of prefixes, which two workers then compute, and a prefix that
-most prompts have is spread over as many workers as its prompts take. Integers only.
+most prompts have is spread over as many workers as its prompts take.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from .prefix_tree import Branch
 
 
 def placed(tree: Branch, lengths: Sequence[int], num_workers: int, num_new_tokens: int = 1) -> list[list[int]]:
-    """Numbers of the prompts of each worker, in the order in which it runs them; of more workers than prompts some have none.
+    """Numbers of the prompts of each worker, in the order in which it runs them. With more workers than prompts some have none.
 
     Args:
         tree: of all prompts.
         lengths: tokens of each prompt.
-        num_new_tokens: that each is expected to generate, which cost as much as so many of a prompt.
+        num_new_tokens: expected of each prompt; one costs as much as a token of a prompt.
 
     Examples:
         >>> from hf_paged_cache.batch.prefix_tree import grow

@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 from ..errors import CacheArgumentError
-from .output import COMPLETION
+from .output import as_json
 from .prompt_files import Row, read_rows
 
 Messages = list[dict[str, Any]]
@@ -26,14 +26,14 @@ Prompt = str | Messages
 def opened(prompts: Any, column: str) -> Iterator[Sequence[Row]]:
     """The rows of a file, or of what is in memory: a list of texts, of chats or of rows, or a `datasets.Dataset`.
 
-    What `datasets` makes of a file lies in a folder that is removed at the end.
+    What `datasets` makes of a table lies in a folder that is removed at the end.
 
     Raises:
         CacheArgumentError: a file that cannot be read, or nothing that holds rows.
     """
     if isinstance(prompts, str | PathLike):
         with tempfile.TemporaryDirectory(prefix="hf-paged-cache-", ignore_cleanup_errors=True) as folder:
-            yield read_rows(Path(fspath(prompts)), folder)
+            yield read_rows(Path(fspath(prompts)), Path(folder))
         return
     yield _in_memory(prompts, column)
 
@@ -64,8 +64,6 @@ def prompt_of(row: Any, number: int, column: str) -> Prompt:
     if column not in row:
         names = ", ".join(map(repr, row)) or "none"
         raise CacheArgumentError(f"row {number} has no column {column!r}; there are {names}: say which one with column")
-    if COMPLETION in row:
-        raise CacheArgumentError(f"row {number} has a column {COMPLETION!r} already, which would be lost: rename it")
     value: Any = row[column]
     if isinstance(value, str) and value:
         return value
@@ -84,10 +82,17 @@ def prompt_of(row: Any, number: int, column: str) -> Prompt:
     )
 
 
-def digest_of(rows: Sequence[Row], to_json: Callable[[Any], Any] = str) -> str:
-    """Of all that the rows hold, whatever file they came from: 64 hexadecimal digits."""
+def digest_of(rows: Sequence[Row]) -> str:
+    """Of all that the rows hold and JSON can say, whatever file they came from: 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(json.dumps(dict(row), default=to_json, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+        digest.update(
+            json.dumps(dict(row), default=_name_or_value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        )
         digest.update(b"\n")
     return digest.hexdigest()
+
+
+def _name_or_value(value: Any) -> Any:
+    told = as_json(value)
+    return type(value).__name__ if isinstance(told, str) and " at 0x" in told else told  # an address is of this process

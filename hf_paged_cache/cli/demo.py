@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 
     from hf_paged_cache import PagedPrefixCache
 
+_ONE_GREEDY_ANSWER: dict[str, Any] = {  # whatever the model's generation config has saved
+    "do_sample": False,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "stop_strings": None,
+    "use_cache": True,
+    "cache_implementation": None,
+    "return_dict_in_generate": False,
+    "output_scores": False,
+    "output_logits": False,
+}
 Model = Any  # a PreTrainedModel with a GenerationMixin, which transformers has no one type for
 
 
@@ -164,10 +175,9 @@ def _stop_ids(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[int] | N
 def _warm_up(model: Model, prompt: Mapping[str, Tensor], cache: PagedPrefixCache) -> None:
     """Pay for first-time costs outside the clock, with tokens that no question starts with: the prompt, reversed."""
     ids, mask = prompt["input_ids"].flip(1), prompt["attention_mask"]
-    model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
-    model.generate(
-        input_ids=ids[:, :8], attention_mask=mask[:, :8], past_key_values=cache, max_new_tokens=2, do_sample=False
-    )
+    short: Any = {"max_new_tokens": 2, **_ONE_GREEDY_ANSWER}
+    model.generate(input_ids=ids, attention_mask=mask, **short)
+    model.generate(input_ids=ids[:, :8], attention_mask=mask[:, :8], past_key_values=cache, **short)
 
 
 def _generate(
@@ -187,7 +197,7 @@ def _generate(
         past_key_values=cache,
         streamer=clock,
         max_new_tokens=max_new_tokens,
-        do_sample=False,
+        **_ONE_GREEDY_ANSWER,
         **({} if stop_ids is None else {"eos_token_id": stop_ids}),
         pad_token_id=0,
     )

@@ -99,9 +99,9 @@ def load_demo_model(
         with _in_one_line(
             f"{folder}: config.json cannot be used", "write it with save_pretrained or download it again"
         ):
-            config = AutoConfig.from_pretrained(folder)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with _in_one_line(f"{folder} holds no tokenizer that can be read", "save one there: tokenizer.save_pretrained"):
-            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             if set(tokenizer("Question", add_special_tokens=False)["input_ids"]) <= set(tokenizer.all_special_ids):
                 raise ValueError("its vocabulary is empty")  # so are some classes' where no file is
         with _in_one_line(
@@ -111,6 +111,7 @@ def load_demo_model(
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
+                trust_remote_code=False,
                 dtype=torch.float32 if dtype is None else dtype,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,

@@ -102,7 +102,8 @@ def generate(
                 store = PrefixStore(loaded, num_blocks=num_blocks, disk_folder=disk_folder)
                 result = generate_all(loaded, tokenizer, prompts, cache=store, **shaped)
     except KeyboardInterrupt:
-        done = f" What is done is in {out}.journal; the same command goes on from there." if journal.exists() else ""
+        how = "the same command without --overwrite" if overwrite else "the same command"
+        done = f" What is done is in {journal}; {how} goes on from there." if journal.exists() else ""
         print(f"hf-paged-cache generate: stopped.{done}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
     print(f"{out}: {result.summary}")

@@ -13,7 +13,9 @@ from typing import Any
 
 from ..errors import PagedCacheError
 
-_HUB_FILES = ["config.json", "generation_config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*"]  # fmt: skip
+_NOT_NEEDED = ["*/*", "*.h5", "*.msgpack", "*.ot", "*.onnx", "*.gguf", "*.pth", "*.pt", "*.tflite", "*.zip", "consolidated*", "*.png", "*.jpg", "*.pdf"]  # fmt: skip
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that is there is read; of parts, with an index
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 _HUB_TIMEOUT_SECONDS = 5.0
 _LOG_IN = "log in with `hf auth login`"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -49,13 +51,20 @@ def in_hub_cache(name: str, revision: str | None = None) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=_HUB_FILES))
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
     except (OSError, ValueError):  # not there, not whole, or no name that a hub repository can have
         return None
-    index = folder / "model.safetensors.index.json"
-    shards = json.loads(index.read_text("utf-8"))["weight_map"].values() if index.exists() else ["model.safetensors"]
-    parts = {"config.json", "tokenizer_config.json", *shards}
-    return folder if all((folder / part).exists() for part in parts) else None
+    has_tokenizer = any(True for pattern in _TOKENIZERS for _ in folder.glob(pattern))
+    return folder if (folder / "config.json").exists() and _has_weights(folder) and has_tokenizer else None
+
+
+def _has_weights(folder: Path) -> bool:
+    for whole in _WEIGHTS:
+        index = folder / f"{whole}.index.json"
+        parts = json.loads(index.read_text("utf-8"))["weight_map"].values() if index.exists() else [whole]
+        if all((folder / part).exists() for part in parts):
+            return True
+    return False
 
 
 def from_hub(name: str, progress: bool, revision: str | None = None) -> Path:
@@ -69,9 +78,11 @@ def from_hub(name: str, progress: bool, revision: str | None = None) -> Path:
     if constants.is_offline_mode():
         raise DemoModelError("not in the local cache, and HF_HUB_OFFLINE is set")
     try:
-        HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT_SECONDS)
+        found = HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT_SECONDS)
+        has_safetensors = any(file.rfilename.endswith(".safetensors") for file in found.siblings or ())
         with nullcontext() if progress else quiet_transformers():
-            return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
+            others = [*_NOT_NEEDED, *(["*.bin"] if has_safetensors else [])]
+            return Path(snapshot_download(name, revision=revision, ignore_patterns=others))
     except RevisionNotFoundError as error:
         raise DemoModelError(f"it has no revision {revision} of {name}; give a branch, a tag or a commit") from error
     except GatedRepoError as error:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .model_options import Revision
+from .model_options import Device, Dtype, Revision
 
 _MODEL = typer.Option(help="A folder, or a name on the hub. Default: SmolLM2-135M-Instruct.", show_default=False)
 
@@ -19,15 +19,17 @@ def save(
     ],
     model: Annotated[str | None, _MODEL] = None,
     revision: Revision = None,
+    dtype: Dtype = None,
+    device: Device = None,
 ) -> None:
     """Compute prefixes and write what was computed into a folder, from which any run with the same model loads it."""
     from ..cache import PagedPrefixCache
-    from .demo_model import load_demo_model
+    from .loading import load_model
     from .refusal import in_one_line
 
     with in_one_line("save"):
         texts = [path.read_text(encoding="utf-8") for path in prompt_file]
-        loaded, tokenizer = load_demo_model(model, revision=revision)
+        loaded, tokenizer = load_model(model, revision=revision, dtype=dtype, device=device)
         cache = PagedPrefixCache(loaded)
         prefixes = [tokenizer(text)["input_ids"] for text in texts]
         done = cache.prefill(prefixes)
@@ -46,6 +48,8 @@ def load(
     ] = False,
     model: Annotated[str | None, _MODEL] = None,
     revision: Revision = None,
+    dtype: Dtype = None,
+    device: Device = None,
 ) -> None:
     """Say what a folder holds: with --check whether its files are whole, else what of it this model takes, and why not the rest.
 
@@ -53,14 +57,15 @@ def load(
     """
     from ..cache import PagedPrefixCache
     from ..saved_files import saved_report
-    from .demo_model import load_demo_model
+    from .loading import load_model
     from .refusal import in_one_line
 
     with in_one_line("load"):
         if check:
             reports = saved_report(folder)
         else:
-            loaded = PagedPrefixCache(load_demo_model(model, revision=revision)[0]).store.load(folder)
+            tried, _ = load_model(model, revision=revision, dtype=dtype, device=device)
+            loaded = PagedPrefixCache(tried).store.load(folder)
     if check:
         for report in reports:
             what = report.problem or (

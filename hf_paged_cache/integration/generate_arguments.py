@@ -41,6 +41,9 @@ class GenerateArguments:
     digest: bytes = b""
 
 
+_DEFAULT_IF_NONE = ("use_cache",)
+
+
 def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateArguments:
     """Read a call of `generate(inputs=None, generation_config=None, ..., **kwargs)`.
 
@@ -50,8 +53,8 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     configs = [config for config in (given, getattr(model, "generation_config", None)) if config is not None]
 
     def option(name: str) -> Any:
-        if kwargs.get(name) is not None:
-            return kwargs[name]
+        if name in kwargs and (kwargs[name] is not None or name not in _DEFAULT_IF_NONE):
+            return kwargs[name]  # None, too: it takes the place of what a config has
         return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
 
     implementation = option("cache_implementation")

@@ -215,8 +215,3 @@ def stacked(rows: Sequence[States]) -> dict[StateKey, Tensor]:
         like = next(row[key] for row in rows if key in row)
         made[key] = torch.cat([row[key] if key in row else torch.zeros_like(like) for row in rows]).detach()
     return made
-
-
-def num_bytes_of(states: Mapping[Any, Tensor]) -> int:
-    """Bytes of all of them."""
-    return sum(held.nbytes for held in states.values())

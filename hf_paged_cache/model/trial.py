@@ -71,19 +71,19 @@ def why_it_fails(model: PreTrainedModel) -> Failure:
                 was_run = True
                 cache = dynamic_cache(model)
                 continued = continue_behind(model, inputs, cache)
+                if not whole.isfinite().any():
+                    return Failure("none of its logits is finite, so nothing can be compared", was_tried=False)
+                allowed = tolerance(model, seen)
+                reason = _why_they_differ(whole, continued, allowed) or _why_states_differ(
+                    model, inputs, cache, eps_computed_in(model, seen)
+                )
+                if reason:
+                    return Failure(_why_a_state_is_lost(model, alone, whole, allowed) or reason)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 (a model may raise anything)
                 what = "continued behind a cache" if was_run else "run on token ids alone"
                 return Failure(f"it cannot be {what} ({quoted(error)})", was_run)
-            if not whole.isfinite().any():
-                return Failure("none of its logits is finite, so nothing can be compared", was_tried=False)
-            allowed = tolerance(model, seen)
-            reason = _why_they_differ(whole, continued, allowed) or _why_states_differ(
-                model, inputs, cache, eps_computed_in(model, seen)
-            )
-            if reason:
-                return Failure(_why_a_state_is_lost(model, alone, whole, allowed) or reason)
     _passed.add(model)
     return Failure("")
 
@@ -92,11 +92,21 @@ def state_traits(model: PreTrainedModel) -> StateTraits | None:
     """What a run shows of a model's states beyond what its modules say; None for a model without any. Tried once.
 
     One token at a time behind a cache, and one row behind different padding.  Cost: a dozen short forwards.
+
+    Raises:
+        UnsupportedModelError: it cannot be run so.
     """
     if not any(map(has_state, cache_layers(model))):
         return None
     if model not in _tried:
-        _tried[model] = _seen_traits(model)
+        try:
+            _tried[model] = _seen_traits(model)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model may raise anything
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: it cannot be run a token at a time, or behind padding ({quoted(error)})"
+            ) from error
     return _tried[model]
 
 
@@ -118,9 +128,13 @@ def _seen_traits(model: PreTrainedModel) -> StateTraits:
 
 
 def _why_states_differ(model: PreTrainedModel, inputs: dict[str, Tensor], continued: Any, eps: float) -> str:
-    """Whether a state is another than that of one forward, though logits may hardly show it; "" if not, or without any.
+    """How a state differs from that of one forward, though logits may hardly show it; "" where it does not, or without any.
 
     Of the first layer that has one: what reaches it has hardly been rounded, nor been sent to another expert.
+
+    Args:
+        continued: the cache in which the inputs were continued.
+        eps: of the least exact dtype that the model computes in.
     """
     states: list[Any] = [layer for layer in continued.layers if has_state(layer)]
     if not states:

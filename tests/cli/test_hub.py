@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from hf_paged_cache.cli import hub
 from hf_paged_cache.cli.demo_model import load_demo_model
@@ -51,9 +53,7 @@ def test_of_a_model_that_the_hub_keeps_back_it_is_said_what_to_do(
 
 
 def test_a_half_downloaded_model_in_the_hubs_cache_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda name, revision, local_files_only, allow_patterns: str(tmp_path)
-    )
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, revision, local_files_only: str(tmp_path))
     for name in ("config.json", "tokenizer_config.json", "model-00001-of-00002.safetensors"):
         (tmp_path / name).touch()
     assert hub.in_hub_cache("some/model") is None
@@ -64,20 +64,35 @@ def test_a_half_downloaded_model_in_the_hubs_cache_is_not_used(tmp_path: Path, m
     assert hub.in_hub_cache("some/model") == tmp_path
 
 
-def test_a_revision_is_asked_of_the_hub_and_found_in_its_cache(
-    without_hub: Path, model_folder: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("weights", [["pytorch_model.bin"], ["model.safetensors", "pytorch_model.bin"]])
+def test_of_a_revision_on_the_hub_all_files_come_that_a_model_may_need(
+    weights: list[str], without_hub: Path, model_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    asked, wanted = [], []
+    files = [
+        "config.json",
+        "spiece.model",
+        "vocab.txt",
+        "added_tokens.json",
+        "modeling.py",
+        *weights,
+        "onnx/model.onnx",
+    ]
+    found = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in files])
 
-    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(name: str, revision: str | None, ignore_patterns: list[str]) -> str:
         asked.append((name, revision))
+        wanted.extend(filter_repo_objects(files, ignore_patterns=ignore_patterns))
         return model_folder
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda self, name, revision, timeout: None)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda self, name, revision, timeout: found)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     model, _ = load_demo_model("some/model", revision="v2")
     assert asked == [("some/model", "v2")]
+    assert wanted == [
+        name for name in files if "onnx" not in name and (name != "pytorch_model.bin" or len(weights) == 1)
+    ]
     assert type(model).__name__ == "LlamaForCausalLM"
 
 
