@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .batch_job import BatchResult, BatchSummary, generate_all
+    from .batch_job import BatchResult, generate_all
+    from .batch_progress import BatchSummary
     from .batch_workers import generate_all_on_ray
     from .cache import PagedPrefixCache
     from .errors import (
@@ -49,6 +50,7 @@ _HOMES = (
     ".saved_files",
     ".model_check",
     ".batch_job",
+    ".batch_progress",
     ".prompts",
     ".batch_workers",
 )  # have all public names; the first two import no torch

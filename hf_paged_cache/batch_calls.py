@@ -19,7 +19,6 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -84,12 +83,15 @@ class BatchCalls:
                 said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 raise CacheArgumentError(f"generate cannot run so: {shorten(said, 300, placeholder=' ...')}") from error
 
-    def run(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[Record]:
+    def run(
+        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], done: frozenset[int] = frozenset()
+    ) -> Iterator[Record]:
         """The completions of rows, in one record, or in several where they do not fit into one call.
 
         Args:
             rows: their numbers.
             prompts: token ids of each.
+            done: of the rows, those that were done in an earlier run, in parts: the others run in the parts that are left.
 
         Raises:
             torch.OutOfMemoryError: a row does not fit by itself.
@@ -97,16 +99,21 @@ class BatchCalls:
         waiting = [(list(rows), list(prompts))]
         while waiting:
             numbers, tokens = waiting.pop()
-            try:
-                yield self._run(numbers, tokens, self._cache)
-            except (OutOfBlocksError, torch.OutOfMemoryError) as error:
-                half = len(numbers) // 2
-                if half:
-                    waiting += [(numbers[half:], tokens[half:]), (numbers[:half], tokens[:half])]
-                elif isinstance(error, OutOfBlocksError):
-                    yield self._run(numbers, tokens, None)
-                else:
-                    raise
+            if done.issuperset(numbers):
+                continue
+            half = len(numbers) // 2
+            if done.isdisjoint(numbers):
+                try:
+                    yield self._run(numbers, tokens, self._cache)
+                    continue
+                except OutOfBlocksError:
+                    if not half:
+                        yield self._run(numbers, tokens, None)
+                        continue
+                except torch.OutOfMemoryError:
+                    if not half:
+                        raise
+            waiting += [(numbers[half:], tokens[half:]), (numbers[:half], tokens[:half])]
 
     def _run(self, rows: list[int], prompts: list[Sequence[int]], cache: PagedPrefixCache | None) -> Record:
         block = slice(self._cache.store.blocks.block_size)
@@ -214,19 +221,3 @@ class _FirstTokenClock(LogitsProcessor):
                 getattr(torch, scores.device.type).synchronize()
             self.first_at = time.perf_counter()
         return scores
-
-
-def digest_of_model(model: PreTrainedModel) -> str:
-    """Of settings and of eight values of each weight, the same in every process: 64 hexadecimal digits."""
-    settings = {name: value for name, value in model.config.to_diff_dict().items() if name not in _NO_SETTINGS}
-    digest = hashlib.sha256(repr(sorted(settings.items(), key=lambda item: item[0])).encode())
-    for name, weight in model.state_dict().items():
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        if weight.numel() and weight.device.type != "meta":
-            flat = weight.detach().flatten()
-            values = flat[:: max(1, len(flat) // 8)].cpu().contiguous()
-            digest.update(bytes(values.view(torch.uint8).tolist()))
-    return digest.hexdigest()
-
-
-_NO_SETTINGS = {"_name_or_path", "transformers_version", "name_or_path"}

@@ -15,70 +15,40 @@ from typing import Any, Literal, NamedTuple
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from .batch.journal import Completion, Journal, Record, journal_of
-from .batch.output import ORDERS, Output, require_room
-from .batch.placement import placed
+from .batch.journal import Completion, Journal, Record, claimed, journal_of
+from .batch.output import ORDERS, Output, require_free, require_room, require_writable
+from .batch.placement import partition
 from .batch.plan import batches, ordered
-from .batch.prefix_tree import grow
+from .batch.prefix_tree import build_prefix_tree
 from .batch.prompt_files import Row
 from .batch.rows import digest_of, opened
-from .batch_calls import BatchCalls, digest_of_model
+from .batch_calls import BatchCalls
 from .batch_options import generation_config, tokens_seen
+from .batch_progress import BatchSummary, Progress
 from .blocks.arguments import int_of_at_least
 from .cache import PagedPrefixCache
 from .errors import CacheArgumentError
-from .integration.hooks import detach, is_attached
+from .integration.hooks import left_as_it_was
+from .model.identity import sampled_digest
 from .model.support import require_supported, unwrapped
 from .prefix_store import PrefixStore
 from .prompts import require_positions, tokenized
 
 _NO_OPTION = "transformers_version"
 
-Batch = tuple[list[int], "list[array[int]]"]  # row numbers, and the token ids of each
 
-
-@dataclass(frozen=True, slots=True)
-class BatchSummary:
-    """What a job has done; of one that was interrupted, all its runs together. `print` shows it in a few lines.
+class Batch(NamedTuple):
+    """Rows that run in one call, if they fit.
 
     Attributes:
-        prompt_tokens: of all prompts, without padding.
-        reused_tokens: of these, those that did not run through the model.
-        num_batches: calls of `generate`.
-        num_bypassed: prompts that did not fit into the pool alone, and ran without it.
-        seconds: that the calls took; loading and tokenizing are not in it.
-        seconds_without: an estimate of what they would take without the cache: every prompt token at the fastest rate of the
-            calls that computed at least half of theirs, and the same decode steps. None where there was no such call.
-
-    Examples:
-        >>> summary = generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2).summary
-        >>> summary.num_prompts, summary.num_batches
-        (2, 1)
+        rows: their numbers.
+        prompts: token ids of each.
+        done: of the rows, those that an earlier run of the job has done.
     """
 
-    num_prompts: int
-    prompt_tokens: int
-    reused_tokens: int
-    new_tokens: int
-    num_batches: int
-    num_bypassed: int
-    seconds: float
-    seconds_without: float | None
-
-    def __str__(self) -> str:
-        share = self.reused_tokens / max(1, self.prompt_tokens)
-        lines = [
-            f"{self.num_prompts:,} prompts in {self.num_batches:,} batches: {self.prompt_tokens:,} prompt tokens, of which "
-            f"{self.reused_tokens:,} were reused ({share:.0%}); {self.new_tokens:,} new tokens",
-            f"{self.seconds:,.1f} s",
-        ]
-        if self.seconds_without is not None and self.seconds:
-            lines[-1] += (
-                f"; without the cache about {self.seconds_without:,.1f} s ({self.seconds_without / self.seconds:.1f}x)"
-            )
-        if self.num_bypassed:
-            lines.append(f"{self.num_bypassed:,} prompts did not fit into the pool, and ran without it")
-        return "\n".join(lines)
+    rows: list[int]
+    prompts: "list[array[int]]"
+    done: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +135,7 @@ def generate_all(
             f"cache is of type {type(cache).__name__}; give a PagedPrefixCache or a PrefixStore of this model, or None"
         )
     with ExitStack() as stack:
-        if not is_attached(inside):
-            stack.callback(detach, inside)
+        stack.enter_context(left_as_it_was(inside))
         on = cache if isinstance(cache, PagedPrefixCache) else PagedPrefixCache(model if cache is None else cache)
         if on.store.model is not inside:
             raise CacheArgumentError("cache is of another model than the one given")
@@ -176,7 +145,7 @@ def generate_all(
             tokenizer,
             inside.config,
             config,
-            lambda: digest_of_model(inside),
+            lambda: sampled_digest(inside),
             on.store.blocks.block_size,
             1,
             calls.try_out,
@@ -232,12 +201,15 @@ def run_job(
 ) -> BatchResult:
     """A job on whatever runs its batches; see `generate_all` for the arguments and what is refused."""
     with ExitStack() as stack:
+        if out is not None:
+            require_writable(Path(out), prompts)
+            stack.enter_context(claimed(Path(out)))
+            require_free(Path(out), overwrite)
         rows = stack.enter_context(opened(prompts, column))
         tokens = [*tokenized(rows, column, runner.tokenizer)]
         require_positions(runner.config, tokens, max_new_tokens)
         journal = output = None
         if out is not None:
-            _require_free(Path(out), prompts, overwrite)
             require_room(rows)
         if tokens:
             runner.try_out([[*each[:2]] for each in tokens[: min(batch_size, 2)]])
@@ -251,7 +223,7 @@ def run_job(
             }
             journal = stack.enter_context(Journal(journal_of(path), job, len(rows), anew=overwrite))
             output = stack.enter_context(Output(path, journal, rows.__getitem__, len(rows), order))
-        done = _Done(len(rows), journal, output)
+        done = Progress(len(rows), journal, output)
         queues = _planned(runner, tokens, batch_size, max_new_tokens, done)
         with tqdm(total=len(rows), initial=done.num_rows, unit="prompt", disable=_is_off(progress)) as bar:
             for record in runner.run(queues):
@@ -268,24 +240,6 @@ def _is_off(progress: bool | None) -> bool | None:
     return None if progress is None else not progress
 
 
-def _require_free(out: Path, prompts: object, overwrite: bool) -> None:
-    """Refuse a file that is not this job's to write."""
-    if not out.parent.is_dir():
-        raise CacheArgumentError(f"there is no folder {out.parent} to write {out.name} into")
-    if out.is_dir():
-        raise CacheArgumentError(f"{out} is a folder; give a file to write into")
-    if out.exists() and not out.is_file():
-        raise CacheArgumentError(f"{out} is no regular file; give a file to write into")
-    if out.suffix in (".csv", ".tsv", ".parquet"):
-        raise CacheArgumentError(f"{out}: what is written are JSON lines; give a name that ends with .jsonl")
-    if isinstance(prompts, str | PathLike) and out.exists() and out.samefile(prompts):
-        raise CacheArgumentError(f"{out} holds the prompts themselves, which would be lost; give another file")
-    if out.exists() and not (overwrite or journal_of(out).exists()):
-        raise CacheArgumentError(
-            f"{out} is there already, and no journal beside it: it is done, or another's. Give another file, or overwrite"
-        )
-
-
 def _options_of_results(config: Any, column: str, batch_size: int, seed: int) -> dict[str, Any]:
     """What shapes the completions; of samples the batches do, too."""
     options = {name: value for name, value in json.loads(config.to_json_string()).items() if name != _NO_OPTION}
@@ -298,85 +252,26 @@ def _digest_of_tokens(tokens: "Sequence[array[int]]") -> str:
 
 
 def _planned(
-    runner: Runner, tokens: "Sequence[array[int]]", batch_size: int, max_new_tokens: int, done: "_Done"
+    runner: Runner, tokens: "Sequence[array[int]]", batch_size: int, max_new_tokens: int, done: Progress
 ) -> "list[list[Batch]]":
     """Of each worker, the batches that it is to run, without the rows that are done."""
-    tree, lengths = grow(tokens, block_size=runner.block_size), [*map(len, tokens)]
+    tree, lengths = build_prefix_tree(tokens, block_size=runner.block_size), [*map(len, tokens)]
     least_padded = tokens_seen(runner.generation_config)
     order = [*ordered(tree, lengths)]
     if runner.num_workers > 1:
         place = {each.prompt: each for each in order}
         orders = [
             [place[number] for number in numbers]
-            for numbers in placed(tree, lengths, runner.num_workers, max_new_tokens)
+            for numbers in partition(tree, lengths, runner.num_workers, max_new_tokens)
         ]
     else:
         orders = [order]
     queues: list[list[Batch]] = []
     for own in orders:
-        left = (
-            [number for number in numbers if number not in done]
-            for numbers in batches(own, batch_size, max_new_tokens, least_padded)
-        )
-        queues.append([(numbers, [tokens[number] for number in numbers]) for numbers in left if numbers])
+        queue = []
+        for numbers in batches(own, batch_size, max_new_tokens, least_padded):
+            known = frozenset(number for number in numbers if number in done)
+            if len(known) < len(numbers):
+                queue.append(Batch(numbers, [tokens[number] for number in numbers], known))
+        queues.append(queue)
     return queues
-
-
-class _Done:
-    """What of a job is done, and what it counted: in memory, and in journal and output where there are any."""
-
-    def __init__(self, num_rows: int, journal: Journal | None, output: Output | None) -> None:
-        self._journal, self._output = journal, output
-        self._kept: dict[int, Completion] = {}
-        self._total = num_rows
-        self._counts = dict.fromkeys(("prompt_tokens", "computed_tokens", "new_tokens", "bypassed"), 0)
-        self._num_batches = self.num_rows = 0
-        self._seconds = self._decode_seconds = self._best_rate = 0.0
-        for record in () if journal is None else journal.records():
-            self._count(record)
-
-    def __contains__(self, row: int) -> bool:
-        return row in self._kept if self._journal is None else row in self._journal
-
-    def add(self, record: Record) -> None:
-        if self._journal is None:
-            self._kept.update(zip(record.rows, record.completions, strict=True))
-        else:
-            self._journal.add(record)
-        if self._output is not None:
-            self._output.take(record)
-        self._count(record)
-
-    @property
-    def completions(self) -> list[Completion] | None:
-        return None if self._journal is not None else [self._kept[row] for row in range(self._total)]
-
-    @property
-    def reused_share(self) -> float:
-        return 1 - self._counts["computed_tokens"] / max(1, self._counts["prompt_tokens"])
-
-    def summary(self) -> BatchSummary:
-        prompt_tokens, computed = self._counts["prompt_tokens"], self._counts["computed_tokens"]
-        without = self._decode_seconds + prompt_tokens / self._best_rate if self._best_rate else None
-        return BatchSummary(
-            num_prompts=self._total,
-            prompt_tokens=prompt_tokens,
-            reused_tokens=prompt_tokens - computed,
-            new_tokens=self._counts["new_tokens"],
-            num_batches=self._num_batches,
-            num_bypassed=self._counts["bypassed"],
-            seconds=self._seconds,
-            seconds_without=without,
-        )
-
-    def _count(self, record: Record) -> None:
-        counts = record.counts
-        for name in self._counts:
-            self._counts[name] += int(counts[name])
-        self._num_batches += 1
-        self.num_rows += len(record.rows)
-        self._seconds += counts["seconds"]
-        prefill = counts["prefill_seconds"]
-        self._decode_seconds += counts["seconds"] - prefill
-        if prefill and counts["computed_tokens"] * 2 >= counts["prompt_tokens"]:  # the others' time is that of a call
-            self._best_rate = max(self._best_rate, counts["computed_tokens"] / prefill)

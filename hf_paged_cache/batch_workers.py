@@ -16,12 +16,13 @@ from typing import Any, Literal, NamedTuple
 from .batch.journal import Record
 from .batch.output import ORDERS
 from .batch.prompt_files import Row
-from .batch_calls import BatchCalls, digest_of_model
+from .batch_calls import BatchCalls
 from .batch_job import Batch, BatchResult, Runner, run_job
 from .batch_options import generation_config
 from .blocks.arguments import int_of_at_least
 from .cache import PagedPrefixCache
 from .errors import CacheArgumentError, PagedCacheError, WorkersLostError
+from .model.identity import sampled_digest
 from .model.support import unwrapped
 from .prefix_store import PrefixStore
 
@@ -66,15 +67,15 @@ class Worker:
         """The model, as the driver must know it."""
         tokenizer, cache, config, _ = self._ready
         store = cache.store
-        return Described(tokenizer, store.model.config, config, digest_of_model(store.model), store.blocks.block_size)
+        return Described(tokenizer, store.model.config, config, sampled_digest(store.model), store.blocks.block_size)
 
     def try_out(self, prompts: list[list[int]]) -> None:
         """See `BatchCalls.try_out`."""
         self._ready.calls.try_out(prompts)
 
-    def run(self, rows: list[int], prompts: list[Any]) -> list[Record]:
+    def run(self, batch: Batch) -> list[Record]:
         """The completions of one batch."""
-        return list(self._ready.calls.run(rows, prompts))
+        return list(self._ready.calls.run(*batch))
 
 
 class _Ready(NamedTuple):
@@ -160,9 +161,9 @@ def generate_all_on_ray(
             seed,
         )
         actor: Any = ray.remote(Worker).options(num_gpus=gpus_per_worker)
-        crew = Crew(lambda: actor.remote(*given), num_workers)
-        stack.callback(crew.dismiss)
-        told = crew.ask_one("describe")
+        workers = WorkerPool(lambda: actor.remote(*given), num_workers)
+        stack.callback(workers.shut_down)
+        told = workers.ask_first("describe")
         runner = Runner(
             told.tokenizer,
             told.config,
@@ -170,8 +171,8 @@ def generate_all_on_ray(
             lambda: told.digest,
             told.block_size,
             num_workers,
-            lambda beginnings: crew.ask_one("try_out", beginnings),
-            crew.run,
+            lambda beginnings: workers.ask_first("try_out", beginnings),
+            workers.run,
         )
         return run_job(
             runner,
@@ -187,18 +188,18 @@ def generate_all_on_ray(
         )
 
 
-class Crew:
+class WorkerPool:
     """Workers, and what each of them is at.
 
     Args:
-        hire: starts one more.
+        start: starts one more.
     """
 
-    def __init__(self, hire: Callable[[], Any], num_workers: int) -> None:
-        self._hire = hire
-        self._workers = [hire() for _ in range(num_workers)]
+    def __init__(self, start: Callable[[], Any], num_workers: int) -> None:
+        self._start = start
+        self._workers = [start() for _ in range(num_workers)]
 
-    def ask_one(self, question: str, *given: Any) -> Any:
+    def ask_first(self, question: str, *given: Any) -> Any:
         """What the first worker answers, before the first batch.
 
         Raises:
@@ -229,7 +230,7 @@ class Crew:
             most = max(waiting, key=len)
             batch = waiting[number].popleft() if waiting[number] else most.pop() if most else None
             if batch is not None:
-                running[self._workers[number].run.remote(*batch)] = number, batch
+                running[self._workers[number].run.remote(batch)] = number, batch
 
         for number in range(len(self._workers)):
             give(number)
@@ -239,7 +240,7 @@ class Crew:
             try:
                 records = _answer(done)
             except _deaths() as error:
-                first = batch[0][0]
+                first = batch.rows[0]
                 deaths[first] += 1
                 self._replace(number, deaths[first], f"at the batch of row {first}", error)
                 waiting[number].appendleft(batch)
@@ -255,9 +256,9 @@ class Crew:
                 f"{deaths} workers died one after another {at} ({str(error).strip().splitlines()[0]}); "
                 "give smaller batches, fewer workers, or a machine with more memory"
             ) from error
-        self._workers[number] = self._hire()
+        self._workers[number] = self._start()
 
-    def dismiss(self) -> None:
+    def shut_down(self) -> None:
         """End all workers."""
         import ray
 

@@ -13,7 +13,7 @@ from .blocks.arguments import int_of_at_least
 from .call.call import Call
 from .call.prefix_match import Found
 from .call.scheduled_forward import RowInput
-from .errors import UnsupportedModelError
+from .errors import CacheArgumentError, UnsupportedModelError
 from .explanation import Explanation, Lookup, explanation
 from .integration.prefill import Prefill, Prefilled, Prompt
 from .integration.session import Session
@@ -152,6 +152,10 @@ class NamedPrefixes:
             blocks are shared whole, so the 13 tokens from token 32 on that are the same are computed, too
         """
         tokens, blocks = array("q", one_sequence("the prompt", token_ids)), self.store.blocks
+        if not tokens:
+            raise CacheArgumentError("the prompt has no tokens, so there is nothing to explain; give at least one")
+        if tokenizer is not None and not hasattr(tokenizer, "decode"):
+            raise CacheArgumentError(f"tokenizer is of type {type(tokenizer).__name__}; give the model's, or None")
         found = self.lookup(tokens.tolist())
         row = RowInput(tokens, 0, 0, self._session.root_of_prefix(len(tokens)), salt=self.cache_salt)
         with blocks.lock:

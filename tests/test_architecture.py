@@ -40,6 +40,7 @@ LEVELS = [
         "saved_files",
         "batch_calls",
         "batch_options",
+        "batch_progress",
         "batch_job",
         "batch_workers",
         "prompts",

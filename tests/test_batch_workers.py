@@ -16,7 +16,7 @@ import pytest
 from hf_paged_cache import CacheArgumentError, WorkersLostError, batch_workers, generate_all, generate_all_on_ray
 from hf_paged_cache.batch.journal import Record
 from hf_paged_cache.batch_job import Batch
-from hf_paged_cache.batch_workers import Crew
+from hf_paged_cache.batch_workers import WorkerPool
 
 ray = pytest.importorskip("ray")
 
@@ -117,7 +117,8 @@ class _FakeWorker:
             raise ray.exceptions.RayActorError
         return f"described by worker {self._name}"
 
-    def _answer(self, rows: list[int], prompts: list[Any]) -> list[Record]:
+    def _answer(self, batch: Batch) -> list[Record]:
+        rows = batch.rows
         if self._dies_at[rows[0]]:
             self._dies_at[rows[0]] -= 1
             raise ray.exceptions.RayActorError
@@ -125,24 +126,24 @@ class _FakeWorker:
         return [Record(rows, ["" for _ in rows], {})]
 
 
-def crew(
+def workers(
     monkeypatch: pytest.MonkeyPatch, num_workers: int, dies_at: dict[int, int], num_deaths_while_loading: int = 0
-) -> tuple[Crew, list[tuple[int, int]]]:
+) -> tuple[WorkerPool, list[tuple[int, int]]]:
     log: list[tuple[int, int]] = []
     names = iter(range(100))
     deaths: Counter[int | str] = Counter({**dies_at, "loading": num_deaths_while_loading})
     monkeypatch.setattr(ray, "get", lambda later: later.outcome())
     monkeypatch.setattr(ray, "wait", lambda waiting, num_returns: (waiting[:1], waiting[1:]))
-    return Crew(lambda: _FakeWorker(next(names), log, deaths), num_workers), log
+    return WorkerPool(lambda: _FakeWorker(next(names), log, deaths), num_workers), log
 
 
 def queues(*lengths: int) -> list[list[Batch]]:
     numbers = iter(range(1000))
-    return [[([next(numbers)], []) for _ in range(length)] for length in lengths]
+    return [[Batch([next(numbers)], []) for _ in range(length)] for length in lengths]
 
 
 def test_a_worker_without_batches_takes_the_last_of_the_one_that_has_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, log = crew(monkeypatch, 3, {})
+    made, log = workers(monkeypatch, 3, {})
     records = list(made.run(queues(6, 1, 0)))
     assert sorted(record.rows[0] for record in records) == [*range(7)]
     assert next(row for name, row in log if name == 2) == 5
@@ -150,14 +151,14 @@ def test_a_worker_without_batches_takes_the_last_of_the_one_that_has_most(monkey
 
 
 def test_a_dead_worker_is_replaced_and_its_batch_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, log = crew(monkeypatch, 2, {1: 2, 4: 1})
+    made, log = workers(monkeypatch, 2, {1: 2, 4: 1})
     records = list(made.run(queues(3, 3)))
     assert sorted(record.rows[0] for record in records) == [*range(6)]
     assert len({name for name, _ in log} - {0, 1}) >= 1
 
 
 def test_a_batch_that_kills_every_worker_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, log = crew(monkeypatch, 2, {1: 5})
+    made, log = workers(monkeypatch, 2, {1: 5})
     with pytest.raises(WorkersLostError, match=r"^3 workers died one after another at the batch of row 1 "):
         list(made.run(queues(3, 3)))
     assert (0, 1) not in log
@@ -165,12 +166,12 @@ def test_a_batch_that_kills_every_worker_ends_the_job(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("num_deaths", [0, 2, 3])
 def test_a_worker_that_dies_while_it_loads_is_replaced_twice(monkeypatch: pytest.MonkeyPatch, num_deaths: int) -> None:
-    made, _ = crew(monkeypatch, 2, {}, num_deaths_while_loading=num_deaths)
+    made, _ = workers(monkeypatch, 2, {}, num_deaths_while_loading=num_deaths)
     if num_deaths < 3:
-        assert made.ask_one("describe") == "described by worker " + str(0 if num_deaths == 0 else num_deaths + 1)
+        assert made.ask_first("describe") == "described by worker " + str(0 if num_deaths == 0 else num_deaths + 1)
     else:
         with pytest.raises(
             WorkersLostError, match=r"^3 workers died one after another before the first batch \("
         ) as raised:
-            made.ask_one("describe")
+            made.ask_first("describe")
         assert "\n" not in str(raised.value)

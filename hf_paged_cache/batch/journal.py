@@ -10,6 +10,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -37,7 +38,7 @@ class Record(NamedTuple):
 
 
 class Journal:
-    """The done batches of one job. Open it with `with`; one process at a time has it.
+    """The done batches of one job. Open it with `with`, in a process that has the output (`claimed`).
 
     Args:
         path: of the file, which is made if it is not there.
@@ -46,37 +47,25 @@ class Journal:
         anew: forget a journal that is there.
 
     Raises:
-        CacheArgumentError: a journal of another job that has begun is there, or another process has it open; nothing has changed.
+        CacheArgumentError: a journal of another job that has begun is there; nothing has changed.
     """
 
     def __init__(self, path: Path, job: Mapping[str, Any], num_rows: int, *, anew: bool = False) -> None:
-        self.path = path
-        self._lock = FileLock(f"{path}.lock", timeout=0)
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise CacheArgumentError(f"another process is working on this job: it holds {path}.lock") from None
-        try:
-            self._num_rows = num_rows
-            self._file = _opened(path, {"format": _FORMAT, **json.loads(json.dumps(job))}, anew)
-            self._starts = array("q", [-1]) * num_rows  # row -> where its record begins in the file
-            self.num_done = 0
-            end = self._file.tell()
-            for start, record in _records(self._file, num_rows):
-                self._note(record.rows, start)
-                end = self._file.tell()
-            self._file.truncate(end)
-            self._end = end
-        except BaseException:
-            self._lock.release()
-            raise
+        self.path, self._num_rows = path, num_rows
+        self._file = _opened(path, {"format": _FORMAT, **json.loads(json.dumps(job))}, anew)
+        self._starts = array("q", [-1]) * num_rows  # row -> where its record begins in the file
+        self.num_done = 0
+        self._end = self._file.tell()
+        for start, record in _records(self._file, num_rows):
+            self._note(record.rows, start)
+            self._end = self._file.tell()
+        self._file.truncate(self._end)
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._file.close()
-        self._lock.release()
 
     def __contains__(self, row: int) -> bool:
         """Whether a row is done."""
@@ -111,12 +100,31 @@ class Journal:
         """The job is done, and its output written."""
         self._file.close()
         self.path.unlink()
-        Path(self._lock.lock_file).unlink(missing_ok=True)
 
     def _note(self, rows: Sequence[int], start: int) -> None:
         for row in rows:
             self.num_done += self._starts[row] < 0
             self._starts[row] = start
+
+
+@contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """Have an output and its journal to this process alone.
+
+    Raises:
+        CacheArgumentError: another process has them.
+    """
+    lock = FileLock(f"{journal_of(out)}.lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise CacheArgumentError(f"another process is working on {out}: it holds {lock.lock_file}") from None
+    try:
+        yield
+    finally:
+        if not journal_of(out).exists():
+            Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
 
 
 def journal_of(out: Path) -> Path:

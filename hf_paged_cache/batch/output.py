@@ -9,11 +9,12 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CacheArgumentError
-from .journal import Completion, Journal, Record
+from .journal import Completion, Journal, Record, journal_of
 
 Order = Literal["given", "done"]
 ORDERS: tuple[Order, ...] = ("given", "done")
@@ -71,6 +72,28 @@ class Output:
     def _write_row(self, row: int, completion: Completion) -> None:
         self._file.write(_line({**self._row(row), COMPLETION: completion}))
         self._num_written += 1
+
+
+def require_writable(out: Path, prompts: object) -> None:
+    """Refuse what a job cannot write."""
+    if not out.parent.is_dir():
+        raise CacheArgumentError(f"there is no folder {out.parent} to write {out.name} into")
+    if out.is_dir():
+        raise CacheArgumentError(f"{out} is a folder; give a file to write into")
+    if out.exists() and not out.is_file():
+        raise CacheArgumentError(f"{out} is no regular file; give a file to write into")
+    if out.suffix in (".csv", ".tsv", ".parquet"):
+        raise CacheArgumentError(f"{out}: what is written are JSON lines; give a name that ends with .jsonl")
+    if isinstance(prompts, str | PathLike) and out.exists() and out.samefile(prompts):
+        raise CacheArgumentError(f"{out} holds the prompts themselves, which would be lost; give another file")
+
+
+def require_free(out: Path, overwrite: bool) -> None:
+    """Refuse a file that is not this job's to write."""
+    if out.exists() and not (overwrite or journal_of(out).exists()):
+        raise CacheArgumentError(
+            f"{out} is there already, and no journal beside it: it is done, or another's. Give another file, or overwrite"
+        )
 
 
 def require_room(rows: Iterable[Mapping[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from .plan import ordered
 from .prefix_tree import Branch
 
 
-def placed(tree: Branch, lengths: Sequence[int], num_workers: int, num_new_tokens: int = 1) -> list[list[int]]:
+def partition(tree: Branch, lengths: Sequence[int], num_workers: int, num_new_tokens: int = 1) -> list[list[int]]:
     """Numbers of the prompts of each worker, in the order in which it runs them. With more workers than prompts some have none.
 
     Args:
@@ -22,9 +22,9 @@ def placed(tree: Branch, lengths: Sequence[int], num_workers: int, num_new_token
         num_new_tokens: expected of each prompt; one costs as much as a token of a prompt.
 
     Examples:
-        >>> from hf_paged_cache.batch.prefix_tree import grow
+        >>> from hf_paged_cache.batch.prefix_tree import build_prefix_tree
         >>> prompts = [[1, 2, 3], [7, 8, 9], [1, 2, 4], [7, 8, 6]]
-        >>> placed(grow(prompts, block_size=1, least_saving=1), [*map(len, prompts)], num_workers=2)
+        >>> partition(build_prefix_tree(prompts, block_size=1, least_saving=1), [*map(len, prompts)], num_workers=2)
         [[1, 3], [0, 2]]
     """
     order = [each.prompt for each in ordered(tree, lengths)]

@@ -15,7 +15,7 @@ from .prefix_tree import Branch
 BATCH_COST = 64  # of a forward, in tokens
 
 
-class Placed(NamedTuple):
+class OrderedPrompt(NamedTuple):
     """A prompt in its place of the order.
 
     Attributes:
@@ -29,13 +29,16 @@ class Placed(NamedTuple):
     remainder: int
 
 
-def ordered(tree: Branch, lengths: Sequence[int]) -> Iterator[Placed]:
+def ordered(tree: Branch, lengths: Sequence[int]) -> Iterator[OrderedPrompt]:
     """All prompts of a tree in the order in which they run; `lengths` are tokens, by number.
 
     Examples:
-        >>> from hf_paged_cache.batch.prefix_tree import grow
+        >>> from hf_paged_cache.batch.prefix_tree import build_prefix_tree
         >>> prompts = [[7, 7], [1, 2, 3, 4], [9], [1, 2, 3, 5, 6]]
-        >>> [each.prompt for each in ordered(grow(prompts, block_size=1, least_saving=1), [*map(len, prompts)])]
+        >>> [
+        ...     each.prompt
+        ...     for each in ordered(build_prefix_tree(prompts, block_size=1, least_saving=1), [*map(len, prompts)])
+        ... ]
         [3, 1, 0, 2]
     """
     longest = _longest(tree, lengths)
@@ -47,7 +50,7 @@ def ordered(tree: Branch, lengths: Sequence[int]) -> Iterator[Placed]:
             waiting.extend(sorted(branch.branches, key=lambda each: longest[id(each)]))
         else:
             for prompt in sorted(branch.prompts, key=lambda number: (-lengths[number], number)):
-                yield Placed(prompt, lengths[prompt], lengths[prompt] - branch.num_tokens)
+                yield OrderedPrompt(prompt, lengths[prompt], lengths[prompt] - branch.num_tokens)
 
 
 def _longest(tree: Branch, lengths: Sequence[int]) -> dict[int, int]:
@@ -60,7 +63,7 @@ def _longest(tree: Branch, lengths: Sequence[int]) -> dict[int, int]:
 
 
 def batches(
-    order: Sequence[Placed], batch_size: int, num_new_tokens: int = 1, least_padded: int = 0
+    order: Sequence[OrderedPrompt], batch_size: int, num_new_tokens: int = 1, least_padded: int = 0
 ) -> list[list[int]]:
     """Numbers of the prompts of each batch: runs of the order, so cut that the least is computed.
 
@@ -71,7 +74,13 @@ def batches(
         least_padded: prompts of fewer tokens are not padded: the rows of their batch are as long as they are.
 
     Examples:
-        >>> order = [Placed(0, 500, 500), Placed(1, 490, 490), Placed(2, 10, 10), Placed(3, 9, 9), Placed(4, 9, 9)]
+        >>> order = [
+        ...     OrderedPrompt(0, 500, 500),
+        ...     OrderedPrompt(1, 490, 490),
+        ...     OrderedPrompt(2, 10, 10),
+        ...     OrderedPrompt(3, 9, 9),
+        ...     OrderedPrompt(4, 9, 9),
+        ... ]
         >>> batches(order, batch_size=5), batches(order, batch_size=5, num_new_tokens=100)
         ([[0, 1], [2, 3, 4]], [[0, 1, 2, 3, 4]])
         >>> batches(order, batch_size=5, least_padded=10)
@@ -94,6 +103,6 @@ def batches(
         starts.append(best_start)
     cut, stop = [], len(order)
     while stop:
-        cut.append([placed.prompt for placed in order[starts[stop] : stop]])
+        cut.append([each.prompt for each in order[starts[stop] : stop]])
         stop = starts[stop]
     return cut[::-1]

@@ -41,7 +41,7 @@ class Branch:
             waiting.extend(reversed(branch.branches))
 
 
-def grow(prompts: Sequence[Sequence[int]], *, block_size: int = 16, least_saving: int = 64) -> Branch:
+def build_prefix_tree(prompts: Sequence[Sequence[int]], *, block_size: int = 16, least_saving: int = 64) -> Branch:
     """The tree of the prompts' token ids; its root is the empty prefix.
 
     Cost: sorts the prompts as bytes; a few comparisons more for each.
@@ -52,7 +52,7 @@ def grow(prompts: Sequence[Sequence[int]], *, block_size: int = 16, least_saving
             forward more costs.
 
     Examples:
-        >>> tree = grow([[1, 2, 3, 4], [9], [1, 2, 3, 5], [1, 2, 7]], block_size=1, least_saving=1)
+        >>> tree = build_prefix_tree([[1, 2, 3, 4], [9], [1, 2, 3, 5], [1, 2, 7]], block_size=1, least_saving=1)
         >>> tree.prompts, [(each.num_tokens, each.prompts, len(each.branches)) for each in tree.branches]
         ([1], [(2, [3], 1)])
         >>> tree.branches[0].branches

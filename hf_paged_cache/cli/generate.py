@@ -60,16 +60,16 @@ def generate(
 
     Any other option of transformers' generate is given by its name: --do-sample --temperature 0.7 --stop-strings '["\\n"]'.
 
-    Exits with 130 after Ctrl-C.
+    Exits with 130 after Ctrl-C and after SIGTERM.
     """
     from hf_paged_cache import CacheArgumentError, PrefixStore, generate_all, generate_all_on_ray
 
     from .loading import load_model
-    from .refusal import in_one_line
+    from .refusal import in_one_line, terminated_as_interrupted
 
     journal = out.with_name(f"{out.name}.journal")
     try:
-        with in_one_line("generate"):
+        with terminated_as_interrupted(), in_one_line("generate"):
             options = options_by_name(context.args)
             if not prompts.is_file():
                 raise CacheArgumentError(f"there is no file {prompts}")

@@ -21,7 +21,7 @@ _LOG_IN = "log in with `hf auth login`"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-class DemoModelError(PagedCacheError):
+class ModelLoadError(PagedCacheError):
     """The model could not be had; the message lists every place that was tried."""
 
 
@@ -29,21 +29,21 @@ def find_named_model(name: str, revision: str | None, progress: bool) -> Path:
     """The folder of a model: `name` itself, or what the hub's cache or the hub has under it.
 
     Raises:
-        DemoModelError: there is none; the message says what the hub answered.
+        ModelLoadError: there is none; the message says what the hub answered.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         if revision is not None:
-            raise DemoModelError(f"{name} is a folder, which has no revisions; leave revision {revision} out")
+            raise ModelLoadError(f"{name} is a folder, which has no revisions; leave revision {revision} out")
         return folder
     if folder.exists():
-        raise DemoModelError(f"{name} is a file; give the folder that it is in")
+        raise ModelLoadError(f"{name} is a file; give the folder that it is in")
     if not _HUB_NAME.fullmatch(name):
-        raise DemoModelError(f"there is no folder {name}")
+        raise ModelLoadError(f"there is no folder {name}")
     try:
         return in_hub_cache(name, revision) or from_hub(name, progress, revision)
-    except DemoModelError as error:
-        raise DemoModelError(f"there is no folder {name} here, and from the hub: {error}") from error
+    except ModelLoadError as error:
+        raise ModelLoadError(f"there is no folder {name} here, and from the hub: {error}") from error
 
 
 def in_hub_cache(name: str, revision: str | None = None) -> Path | None:
@@ -76,7 +76,7 @@ def from_hub(name: str, progress: bool, revision: str | None = None) -> Path:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     if constants.is_offline_mode():
-        raise DemoModelError("not in the local cache, and HF_HUB_OFFLINE is set")
+        raise ModelLoadError("not in the local cache, and HF_HUB_OFFLINE is set")
     try:
         found = HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT_SECONDS)
         has_safetensors = any(file.rfilename.endswith(".safetensors") for file in found.siblings or ())
@@ -84,13 +84,13 @@ def from_hub(name: str, progress: bool, revision: str | None = None) -> Path:
             others = [*_NOT_NEEDED, *(["*.bin"] if has_safetensors else [])]
             return Path(snapshot_download(name, revision=revision, ignore_patterns=others))
     except RevisionNotFoundError as error:
-        raise DemoModelError(f"it has no revision {revision} of {name}; give a branch, a tag or a commit") from error
+        raise ModelLoadError(f"it has no revision {revision} of {name}; give a branch, a tag or a commit") from error
     except GatedRepoError as error:
-        raise DemoModelError(f"{name} is gated: ask for access on its page there, and {_LOG_IN}") from error
+        raise ModelLoadError(f"{name} is gated: ask for access on its page there, and {_LOG_IN}") from error
     except RepositoryNotFoundError as error:
-        raise DemoModelError(f"it has no {name}, or keeps it private: see how it is written, or {_LOG_IN}") from error
+        raise ModelLoadError(f"it has no {name}, or keeps it private: see how it is written, or {_LOG_IN}") from error
     except Exception as error:  # those of the client's HTTP library, too, which changed with its version 1
-        raise DemoModelError(brief(error)) from error
+        raise ModelLoadError(brief(error)) from error
 
 
 @contextmanager

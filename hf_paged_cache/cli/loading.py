@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .demo_model import load_demo_model
-from .hub import DemoModelError
+from .hub import ModelLoadError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,20 +22,20 @@ def load_model(
         device: None: an accelerator if there is one.
 
     Raises:
-        DemoModelError: it cannot be had, or there is no such dtype or device; in one line.
+        ModelLoadError: it cannot be had, or there is no such dtype or device; in one line.
     """
     import torch
 
     kind: Any = "auto" if dtype is None else getattr(torch, dtype.removeprefix("torch."), None)
     if kind != "auto" and not isinstance(kind, torch.dtype):
-        raise DemoModelError(f"there is no dtype {dtype}; give float32, bfloat16 or float16")
+        raise ModelLoadError(f"there is no dtype {dtype}; give float32, bfloat16 or float16")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     try:
         where = (accelerator or torch.device("cpu")) if device is None else torch.device(device)
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
         said = str(error).partition("\n")[0]
-        raise DemoModelError(f"device {device} cannot be used: {said}") from error
+        raise ModelLoadError(f"device {device} cannot be used: {said}") from error
     if where.type == "meta":
-        raise DemoModelError("device meta cannot be used: it holds shapes, and no numbers")
+        raise ModelLoadError("device meta cannot be used: it holds shapes, and no numbers")
     return load_demo_model(name, revision=revision, dtype=kind, device=where)

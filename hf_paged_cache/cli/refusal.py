@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from textwrap import shorten
@@ -32,6 +34,23 @@ def in_one_line(command: str) -> Iterator[None]:
         said = shorten(str(error).partition("\n")[0], 200, placeholder=" ...")
         _say(command, f"there is no memory for it ({said}); take a smaller model or dtype, or another device")
         raise typer.Exit(2) from error
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM, with which a batch system ends a job, does what Ctrl-C does: what is open is closed, and temporary files go.
+
+    Raises:
+        KeyboardInterrupt: in the main thread, when the signal comes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _say(command: str, what: str) -> None:

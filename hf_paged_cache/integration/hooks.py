@@ -6,10 +6,10 @@ Knows a cache by protocol only, and holds none: it finds the cache in `past_key_
 
 import inspect
 import warnings
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from .generate_arguments import GenerateArguments, read_generate
 
 _CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # what forwards call it
 _attaching = new_lock()  # held while bracket and hooks come or go: two caches of a model may be built at once
+_spans: WeakKeyDictionary[nn.Module, int] = (
+    WeakKeyDictionary()
+)  # of `left_as_it_was`, of models that had no bracket before
 
 
 class AttachedCache(Protocol):
@@ -148,6 +151,26 @@ def _remove_hooks(model: nn.Module) -> None:
 def is_attached(model: nn.Module) -> bool:
     """Whether bracket and hooks are there."""
     return isinstance(model.__dict__.get("generate"), GenerateBracket)
+
+
+@contextmanager
+def left_as_it_was(model: Any) -> Iterator[None]:
+    """Take bracket and hooks off at the end, if they were not there; of several spans at once, at the end of the last."""
+    with _attaching:
+        is_ours = model in _spans or not is_attached(model)
+        if is_ours:
+            _spans[model] = _spans.get(model, 0) + 1
+    try:
+        yield
+    finally:
+        if is_ours:
+            with _attaching:
+                _spans[model] -= 1
+                is_last = not _spans[model]
+                if is_last:
+                    del _spans[model]
+            if is_last:
+                detach(model)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -23,7 +23,7 @@ from ..kv.transfers import read_bytes
 from ..locks import new_lock
 from .distributed import RankGroup, rank_groups, world
 from .fingerprint import Listing, WeightFingerprint
-from .identity import ModelIdentity, digest_of_weights, identify, require_readable
+from .identity import ModelIdentity, adapter_state, digest_of_weights, identify, require_readable
 from .rope import RopeRegime
 from .state_traits import NO_TRAITS, StateTraits, read_state_traits
 from .support import cache_layers, windows_of
@@ -38,7 +38,6 @@ _NOISE = ("drop", "jitter", "noise")  # in the names of rates that are attribute
 _NO_CONDITION = ("output_", "return_", "use_cache", "_output_", "_commit_hash", "_name_or_path", "transformers_version")
 _MOST_SHARED = 256  # states of a model, remembered
 _OF_CLASS, _OF_ALL_MODULES = -1, -2  # in place of a module's number
-_ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
 
 
 class Conditioning:
@@ -281,7 +280,7 @@ def _functions(modules: list[nn.Module]) -> Iterator[tuple[int, Any]]:
 def _switches(adapters: list[nn.Module], device_types: list[str]) -> tuple[object, ...]:
     """What is switched on: adapters, and autocast."""
     return (
-        [[getattr(module, name, None) for name in _ADAPTER_STATE] for module in adapters],
+        [adapter_state(module) for module in adapters],
         [(kind, torch.get_autocast_dtype(kind)) for kind in device_types if torch.is_autocast_enabled(kind)],
     )
 

@@ -24,6 +24,8 @@ from .rope import RopeRegime
 
 _CHUNK_BYTES = 2**26  # of a device's weights that are on the host at a time
 _THREADS = 4  # that hash; SHA-256 lets others run meanwhile
+_NUM_SAMPLED = 8  # values of a weight, at most
+_NO_SETTINGS = {"_name_or_path", "transformers_version", "name_or_path"}
 _PACKAGES = ("torch", "transformers")  # whose versions are part of an identity, so that their code need not be
 
 
@@ -121,6 +123,34 @@ def identify(
         "torch": _version("torch"),
     }
     return ModelIdentity(facts, named)
+
+
+def sampled_digest(model: Any) -> str:
+    """Of settings, adapters in use and a few values of each weight, the same in every process: 64 hexadecimal digits.
+
+    Cheap, and so no proof: a model of which a few values have changed may have the same.
+    """
+    digest = hashlib.sha256()
+    for name, value in sorted(model.config.to_diff_dict().items()):
+        if name not in _NO_SETTINGS:
+            digest.update(f"{name} {value!r}".encode())
+    for name, module in model.named_modules():
+        if hasattr(module, "_active_adapter"):
+            digest.update(f"{name} {adapter_state(module)}".encode())
+    for name, weight in model.state_dict().items():
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        if weight.numel() and weight.device.type != "meta":
+            flat = weight.detach().flatten()
+            values = flat[:: -(-len(flat) // _NUM_SAMPLED)].cpu().contiguous()
+            digest.update(values.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def adapter_state(module: nn.Module) -> list[object]:
+    """What a layer with PEFT's adapters heeds besides weights: numbers and names."""
+    return [
+        getattr(module, name, None) for name in ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
+    ]
 
 
 def require_readable(listing: Listing) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged_cache.batch.placement import costs_of, placed
+from hf_paged_cache.batch.placement import costs_of, partition
 from hf_paged_cache.batch.plan import ordered
-from hf_paged_cache.batch.prefix_tree import grow, num_shared_tokens
+from hf_paged_cache.batch.prefix_tree import build_prefix_tree, num_shared_tokens
 
 from ..simulated_placement import simulate
 
@@ -15,8 +15,8 @@ PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_siz
 
 
 def place(prompts: list[list[int]], num_workers: int, num_new_tokens: int = 1) -> list[list[int]]:
-    tree = grow(prompts, block_size=1, least_saving=1)
-    return placed(tree, [*map(len, prompts)], num_workers, num_new_tokens)
+    tree = build_prefix_tree(prompts, block_size=1, least_saving=1)
+    return partition(tree, [*map(len, prompts)], num_workers, num_new_tokens)
 
 
 def computed(prompts: list[list[int]], numbers: list[int]) -> int:
@@ -45,7 +45,7 @@ def test_load_is_even_but_for_one_prompt_and_a_path(prompts: list[list[int]], nu
 
 @given(PROMPTS)
 def test_a_prompt_costs_what_it_computes_behind_those_before_it(prompts: list[list[int]]) -> None:
-    tree = grow(prompts, block_size=1, least_saving=1)
+    tree = build_prefix_tree(prompts, block_size=1, least_saving=1)
     lengths = [*map(len, prompts)]
     order = [each.prompt for each in ordered(tree, lengths)]
     behind = [computed(prompts, order[: n + 1]) - computed(prompts, order[:n]) for n in range(len(order))]

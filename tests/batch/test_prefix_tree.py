@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged_cache.batch.plan import Placed, batches, ordered
-from hf_paged_cache.batch.prefix_tree import Branch, grow
+from hf_paged_cache.batch.plan import OrderedPrompt, batches, ordered
+from hf_paged_cache.batch.prefix_tree import Branch, build_prefix_tree
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=24)
 
@@ -36,7 +36,7 @@ def plain_prefixes(prompts: Sequence[Sequence[int]], block_size: int) -> dict[tu
 
 @given(PROMPTS, st.sampled_from([1, 2, 3]))
 def test_branches_are_the_prefixes_at_which_prompts_part(prompts: list[list[int]], block_size: int) -> None:
-    tree = grow(prompts, block_size=block_size, least_saving=0)
+    tree = build_prefix_tree(prompts, block_size=block_size, least_saving=0)
     found = {}
     for branch in [each for each in tree.walk() if each is not tree]:
         who = members(branch)
@@ -49,7 +49,7 @@ def test_branches_are_the_prefixes_at_which_prompts_part(prompts: list[list[int]
 
 @given(PROMPTS, st.integers(0, 12))
 def test_a_branch_that_saves_too_little_is_dissolved_and_loses_no_prompt(prompts: list[list[int]], least: int) -> None:
-    tree = grow(prompts, block_size=1, least_saving=least)
+    tree = build_prefix_tree(prompts, block_size=1, least_saving=least)
     for parent in tree.walk():
         for branch in parent.branches:
             assert (branch.num_prompts - 1) * (branch.num_tokens - parent.num_tokens) >= least
@@ -58,19 +58,19 @@ def test_a_branch_that_saves_too_little_is_dissolved_and_loses_no_prompt(prompts
 
 def test_small_steps_towards_a_long_prefix_make_a_branch_together() -> None:
     prompts = [[1] * length + [2, number] for number, length in enumerate([16, 32, 48, 64, 80, 80])]
-    tree = grow(prompts, block_size=16, least_saving=64)
+    tree = build_prefix_tree(prompts, block_size=16, least_saving=64)
     assert max(each.num_tokens for each in tree.walk()) >= 48
 
 
 def test_a_very_deep_tree_needs_no_recursion() -> None:
     prompts = [[1] * length for length in range(3000)]
-    tree = grow(prompts, block_size=1, least_saving=0)
+    tree = build_prefix_tree(prompts, block_size=1, least_saving=0)
     assert len([*ordered(tree, [*map(len, prompts)])]) == 3000
 
 
 @given(PROMPTS)
 def test_the_prompts_of_a_branch_stand_together(prompts: list[list[int]]) -> None:
-    tree = grow(prompts, block_size=1, least_saving=1)
+    tree = build_prefix_tree(prompts, block_size=1, least_saving=1)
     places = {each.prompt: place for place, each in enumerate(ordered(tree, [*map(len, prompts)]))}
     assert sorted(places) == [*range(len(prompts))]
     for branch in tree.walk():
@@ -81,14 +81,14 @@ def test_the_prompts_of_a_branch_stand_together(prompts: list[list[int]]) -> Non
 def test_side_by_side_the_longest_come_first() -> None:
     lengths = [3, 40, 7, 22]
     prompts = [[number] * length for number, length in enumerate(lengths)]
-    assert [each.prompt for each in ordered(grow(prompts), lengths)] == [1, 3, 2, 0]
+    assert [each.prompt for each in ordered(build_prefix_tree(prompts), lengths)] == [1, 3, 2, 0]
 
 
-def cost(cut: Sequence[Sequence[Placed]], num_new: int) -> int:
+def cost(cut: Sequence[Sequence[OrderedPrompt]], num_new: int) -> int:
     return sum(64 * num_new + len(rows) * max(each.remainder for each in rows) for rows in cut)
 
 
-def is_padded_too_short(rows: Sequence[Placed], least_padded: int) -> bool:
+def is_padded_too_short(rows: Sequence[OrderedPrompt], least_padded: int) -> bool:
     longest = max(each.num_tokens for each in rows)
     return any(each.num_tokens < min(longest, least_padded) for each in rows)
 
@@ -102,11 +102,11 @@ def is_padded_too_short(rows: Sequence[Placed], least_padded: int) -> bool:
 def test_batches_are_cut_so_that_the_least_is_computed(
     sizes: list[tuple[int, int]], batch_size: int, num_new: int, least_padded: int
 ) -> None:
-    order = [Placed(number, num_tokens, remainder) for number, (remainder, num_tokens) in enumerate(sizes)]
+    order = [OrderedPrompt(number, num_tokens, remainder) for number, (remainder, num_tokens) in enumerate(sizes)]
     cut = batches(order, batch_size, num_new, least_padded)
     assert [number for rows in cut for number in rows] == [*range(len(order))]
     assert all(1 <= len(rows) <= batch_size for rows in cut)
-    ways: list[list[list[Placed]]] = [[]]  # all ways to cut, one placed after the other
+    ways: list[list[list[OrderedPrompt]]] = [[]]  # all ways to cut, one placed after the other
     for each in order:
         ways = [[*way, [each]] for way in ways] + [
             [*way[:-1], [*way[-1], each]] for way in ways if way and len(way[-1]) < batch_size
@@ -137,6 +137,6 @@ def test_a_pool_of_two_prompts_is_enough_to_reuse_every_shared_prefix_once_it_is
     heads = [[task] * 60 for task in range(10)]
     prompts = [heads[number % 10] + [100 + number] * random_.randint(1, 20) for number in range(80)]
     random_.shuffle(prompts)
-    order = [each.prompt for each in ordered(grow(prompts, block_size=1), [*map(len, prompts)])]
+    order = [each.prompt for each in ordered(build_prefix_tree(prompts, block_size=1), [*map(len, prompts)])]
     assert reused(order, prompts, 2) == 70 * 60
     assert reused(range(80), prompts, 2) < 70 * 60 / 2

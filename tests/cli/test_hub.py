@@ -14,7 +14,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from hf_paged_cache.cli import hub
 from hf_paged_cache.cli.demo_model import load_demo_model
-from hf_paged_cache.cli.hub import DemoModelError
+from hf_paged_cache.cli.hub import ModelLoadError
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(without_hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +26,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(without_hub: Path, monkeypatch
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", no_network)
-    with pytest.raises(DemoModelError, match=r"from the hub: OSError: no route to host$"):
+    with pytest.raises(ModelLoadError, match=r"from the hub: OSError: no route to host$"):
         load_demo_model("nobody/nothing")
     assert asked == [("nobody/nothing", None, hub._HUB_TIMEOUT_SECONDS)]
 
@@ -48,7 +48,7 @@ def test_of_a_model_that_the_hub_keeps_back_it_is_said_what_to_do(
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", kept_back)
-    with pytest.raises(DemoModelError, match=f"from the hub: {re.escape(why)}"):
+    with pytest.raises(ModelLoadError, match=f"from the hub: {re.escape(why)}"):
         load_demo_model("some/model", revision="v2")
 
 
@@ -98,5 +98,5 @@ def test_of_a_revision_on_the_hub_all_files_come_that_a_model_may_need(
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_revision_of_a_folder_or_of_no_model_is_refused(named: bool, model_folder: str) -> None:
-    with pytest.raises(DemoModelError, match="revision v2"):
+    with pytest.raises(ModelLoadError, match="revision v2"):
         load_demo_model(model_folder if named else None, revision="v2")

@@ -1,0 +1,114 @@
+"""What of a batch job is done, and what it took: in memory, and in the journal and output where there are any."""
+
+from dataclasses import dataclass
+
+from .batch.journal import Completion, Journal, Record
+from .batch.output import Output
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSummary:
+    """What a job has done; of one that was interrupted, all its runs together. `print` shows it in a few lines.
+
+    Attributes:
+        prompt_tokens: of all prompts, without padding.
+        reused_tokens: of these, those that did not run through the model.
+        num_batches: calls of `generate`.
+        num_bypassed: prompts that did not fit into the pool alone, and ran without it.
+        seconds: that the calls took; loading and tokenizing are not in it.
+        seconds_without: an estimate of what they would take without the cache: every prompt token at the fastest rate of the
+            calls that computed at least half of theirs, and the same decode steps. None where there was no such call.
+
+    Examples:
+        >>> summary = generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2).summary
+        >>> summary.num_prompts, summary.num_batches
+        (2, 1)
+    """
+
+    num_prompts: int
+    prompt_tokens: int
+    reused_tokens: int
+    new_tokens: int
+    num_batches: int
+    num_bypassed: int
+    seconds: float
+    seconds_without: float | None
+
+    def __str__(self) -> str:
+        share = self.reused_tokens / max(1, self.prompt_tokens)
+        lines = [
+            f"{self.num_prompts:,} prompts in {self.num_batches:,} batches: {self.prompt_tokens:,} prompt tokens, of which "
+            f"{self.reused_tokens:,} were reused ({share:.0%}); {self.new_tokens:,} new tokens",
+            f"{self.seconds:,.1f} s",
+        ]
+        if self.seconds_without is not None and self.seconds:
+            lines[-1] += (
+                f"; without the cache about {self.seconds_without:,.1f} s ({self.seconds_without / self.seconds:.1f}x)"
+            )
+        if self.num_bypassed:
+            lines.append(f"{self.num_bypassed:,} prompts did not fit into the pool, and ran without it")
+        return "\n".join(lines)
+
+
+class Progress:
+    """What of a job is done, and what it counted.
+
+    Args:
+        num_rows: of the job.
+    """
+
+    def __init__(self, num_rows: int, journal: Journal | None, output: Output | None) -> None:
+        self._journal, self._output = journal, output
+        self._kept: dict[int, Completion] = {}
+        self._total = num_rows
+        self._counts = dict.fromkeys(("prompt_tokens", "computed_tokens", "new_tokens", "bypassed"), 0)
+        self._num_batches = self.num_rows = 0
+        self._seconds = self._decode_seconds = self._best_rate = 0.0
+        for record in () if journal is None else journal.records():
+            self._count(record)
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._kept if self._journal is None else row in self._journal
+
+    def add(self, record: Record) -> None:
+        if self._journal is None:
+            self._kept.update(zip(record.rows, record.completions, strict=True))
+        else:
+            self._journal.add(record)
+        if self._output is not None:
+            self._output.take(record)
+        self._count(record)
+
+    @property
+    def completions(self) -> list[Completion] | None:
+        return None if self._journal is not None else [self._kept[row] for row in range(self._total)]
+
+    @property
+    def reused_share(self) -> float:
+        return 1 - self._counts["computed_tokens"] / max(1, self._counts["prompt_tokens"])
+
+    def summary(self) -> BatchSummary:
+        prompt_tokens, computed = self._counts["prompt_tokens"], self._counts["computed_tokens"]
+        without = self._decode_seconds + prompt_tokens / self._best_rate if self._best_rate else None
+        return BatchSummary(
+            num_prompts=self._total,
+            prompt_tokens=prompt_tokens,
+            reused_tokens=prompt_tokens - computed,
+            new_tokens=self._counts["new_tokens"],
+            num_batches=self._num_batches,
+            num_bypassed=self._counts["bypassed"],
+            seconds=self._seconds,
+            seconds_without=without,
+        )
+
+    def _count(self, record: Record) -> None:
+        counts = record.counts
+        for name in self._counts:
+            self._counts[name] += int(counts[name])
+        self._num_batches += 1
+        self.num_rows += len(record.rows)
+        self._seconds += counts["seconds"]
+        prefill = counts["prefill_seconds"]
+        self._decode_seconds += counts["seconds"] - prefill
+        if prefill and counts["computed_tokens"] * 2 >= counts["prompt_tokens"]:  # the others' time is that of a call
+            self._best_rate = max(self._best_rate, counts["computed_tokens"] / prefill)
