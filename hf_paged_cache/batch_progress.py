@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from .batch.journal import Completion, Journal, Record
 from .batch.output import Output
+from .wording import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,7 @@ class BatchSummary:
     Attributes:
         prompt_tokens: of all prompts, without padding.
         reused_tokens: of these, those that did not run through the model.
+        num_done_before: prompts that were done when this run began.
         num_batches: calls of `generate`.
         num_bypassed: prompts that did not fit into the pool alone, and ran without it.
         seconds: that the calls took; loading and tokenizing are not in it.
@@ -26,6 +28,7 @@ class BatchSummary:
     """
 
     num_prompts: int
+    num_done_before: int
     prompt_tokens: int
     reused_tokens: int
     new_tokens: int
@@ -37,16 +40,19 @@ class BatchSummary:
     def __str__(self) -> str:
         share = self.reused_tokens / max(1, self.prompt_tokens)
         lines = [
-            f"{self.num_prompts:,} prompts in {self.num_batches:,} batches: {self.prompt_tokens:,} prompt tokens, of which "
-            f"{self.reused_tokens:,} were reused ({share:.0%}); {self.new_tokens:,} new tokens",
+            f"{counted(self.num_prompts, 'prompt')} in {counted(self.num_batches, 'batch')}: "
+            f"{counted(self.prompt_tokens, 'prompt token')}, of which {self.reused_tokens:,} were reused ({share:.0%}); "
+            f"{counted(self.new_tokens, 'new token')}",
             f"{self.seconds:,.1f} s",
         ]
+        if self.num_done_before:
+            lines[-1] += f" in all runs, of which earlier ones did {counted(self.num_done_before, 'prompt')}"
         if self.seconds_without is not None and self.seconds:
             lines[-1] += (
                 f"; without the cache about {self.seconds_without:,.1f} s ({self.seconds_without / self.seconds:.1f}x)"
             )
         if self.num_bypassed:
-            lines.append(f"{self.num_bypassed:,} prompts did not fit into the pool, and ran without it")
+            lines.append(f"{counted(self.num_bypassed, 'prompt')} did not fit into the pool, and ran without it")
         return "\n".join(lines)
 
 
@@ -66,6 +72,7 @@ class Progress:
         self._seconds = self._decode_seconds = self._best_rate = 0.0
         for record in () if journal is None else journal.records():
             self._count(record)
+        self._num_done_before = self.num_rows
 
     def __contains__(self, row: int) -> bool:
         return row in self._kept if self._journal is None else row in self._journal
@@ -92,6 +99,7 @@ class Progress:
         without = self._decode_seconds + prompt_tokens / self._best_rate if self._best_rate else None
         return BatchSummary(
             num_prompts=self._total,
+            num_done_before=self._num_done_before,
             prompt_tokens=prompt_tokens,
             reused_tokens=prompt_tokens - computed,
             new_tokens=self._counts["new_tokens"],

@@ -5,6 +5,7 @@ one that dies is replaced, with the batch that it was at. Plain actors and not R
 any actor that is free, so what shares a prefix would not stay together. Journal, output and summary are those of the job on one machine.
 """
 
+import socket
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from .model.identity import sampled_digest
 from .model.support import unwrapped
 from .prefix_store import PrefixStore
 
+_SECONDS_TO_ANSWER = 10.0
 _MOST_DEATHS = 3  # of workers at one batch
 
 
@@ -147,6 +149,8 @@ def generate_all_on_ray(
         raise CacheArgumentError(
             f"address is {address!r}, and this process is connected to a cluster of Ray: leave it out"
         )
+    if address is not None:
+        _require_answer(address)
     with ExitStack() as stack:
         if not ray.is_initialized():
             ray.init(address=address, include_dashboard=False if address is None else None, log_to_driver=False)
@@ -186,6 +190,16 @@ def generate_all_on_ray(
             overwrite=overwrite,
             progress=progress,
         )
+
+
+def _require_answer(address: str) -> None:
+    """Refuse a cluster that nobody answers for: Ray itself would wait for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), timeout=_SECONDS_TO_ANSWER).close()
+        except OSError as error:
+            raise CacheArgumentError(f"no cluster of Ray answers at {address} ({error})") from error
 
 
 class WorkerPool:

@@ -15,6 +15,7 @@ from .batch.rows import Prompt, opened, prompt_of
 from .blocks.arguments import int_of_at_least
 from .errors import CacheArgumentError
 from .model.support import unwrapped
+from .wording import counted
 
 _CHUNK = 1000  # prompts that are tokenized at a time
 
@@ -140,8 +141,8 @@ def require_positions(config: Any, tokens: Sequence[Sequence[int]], max_new_toke
     if too_long:
         first = too_long[0]
         raise CacheArgumentError(
-            f"{len(too_long)} prompts are too long for the model's {limit} positions, with {max_new_tokens} new tokens; the first is "
-            f"row {first}, of {len(tokens[first])} tokens: shorten or remove them"
+            f"{counted(len(too_long), 'prompt')} with {counted(max_new_tokens, 'new token')} behind would be too long for the "
+            f"model's {limit} positions; the first is row {first}, of {counted(len(tokens[first]), 'token')}: shorten or remove"
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_paged_cache import BatchResult, CacheArgumentError, PagedPrefixCache, PrefixStore, generate_all
+from hf_paged_cache import BatchResult, CacheArgumentError, PagedPrefixCache, PrefixStore, batch_job, generate_all
+from hf_paged_cache.batch.journal import claimed, journal_of
 from hf_paged_cache.batch_calls import BatchCalls
 
 from .killed_jobs import few_shot_prompts, kill_again_and_again
@@ -120,7 +123,7 @@ def test_a_batch_that_does_not_fit_runs_in_parts_and_a_prompt_without_the_pool(t
     assert result.completions == [alone(model, tokenizer, prompt) for prompt in prompts]
     assert result.summary.num_bypassed == 1
     assert result.summary.num_batches > 4
-    assert "1 prompts did not fit" in str(result.summary)
+    assert "1 prompt did not fit" in str(result.summary)
 
 
 def test_memory_that_runs_out_halves_the_batch(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +162,7 @@ def test_rows_of_a_file_get_a_completion(
 ) -> None:
     datasets = pytest.importorskip("datasets")
     if suffix == "csv":
-        rows = [{**row, "é": f"a,{row['id']}\n"} for row in rows]
+        rows = [{**row, "id": f"0{row['id']}", "é": f"a,{row['id']}\n"} for row in rows]
     path, model = tmp_path / f"prompts.{suffix}", tiny("llama")
     table = datasets.Dataset.from_list(rows)
     {"jsonl": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[suffix.partition(".")[0]](str(path))
@@ -251,6 +254,148 @@ def test_a_job_that_has_changed_is_refused_and_says_how(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_overwrite_begins_an_interrupted_job_anew(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = tiny("llama"), tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch:
+        interrupted(2, patch)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, tokenizer, out=out, batch_size=4)
+    summary = run(model, tokenizer, PROMPTS[:3], out=out, overwrite=True).summary
+    assert (summary.num_prompts, summary.num_done_before) == (3, 0)
+    assert [row["prompt"] for row in written(out)] == PROMPTS[:3]
+
+
+def test_what_another_job_is_writing_stays_also_with_overwrite(tokenizer: Any, tmp_path: Path) -> None:
+    model, out = tiny("llama"), tmp_path / "out.jsonl"
+    out.write_text("of a running job\n")
+    journal_of(out).write_text("of a running job\n")
+    with claimed(out), pytest.raises(CacheArgumentError, match="another process is working on"):
+        run(model, tokenizer, out=out, overwrite=True)
+    assert out.read_text() == journal_of(out).read_text() == "of a running job\n"
+
+
+def test_an_output_that_is_finished_while_the_job_waits_to_begin_stays(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = tiny("llama"), tmp_path / "out.jsonl"
+    first = batch_job.opened
+
+    def opened_later(*given: Any) -> Any:
+        monkeypatch.setattr(batch_job, "opened", first)
+        with pytest.raises(CacheArgumentError, match="another process is working on"):
+            run(model, tokenizer, out=out)
+        return first(*given)
+
+    monkeypatch.setattr(batch_job, "opened", opened_later)
+    run(model, tokenizer, PROMPTS[:2], out=out)
+    assert [row["prompt"] for row in written(out)] == PROMPTS[:2]
+
+
+@pytest.mark.parametrize("how", ["itself", "symbolic link", "hard link"])
+def test_the_prompts_file_is_no_output(how: str, tokenizer: Any, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(json.dumps({"prompt": "a"}) + "\n")
+    if how == "itself":
+        out = prompts
+    elif how == "symbolic link":
+        out.symlink_to(prompts)
+    else:
+        os.link(prompts, out)
+    with pytest.raises(CacheArgumentError, match="holds the prompts themselves"):
+        run(tiny("llama"), tokenizer, prompts, out=out, overwrite=True)
+    assert json.loads(prompts.read_text()) == {"prompt": "a"}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with a name here")
+def test_an_output_that_is_no_file_stays(tokenizer: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CacheArgumentError, match="is no regular file"):
+        run(tiny("llama"), tokenizer, out=tmp_path / "pipe", overwrite=True)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_samples_of_a_batch_that_runs_in_parts_are_the_same_after_an_interruption(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = tiny("llama"), tmp_path / "out.jsonl"
+    prompts = [f"{number:02} " + "x" * 57 for number in range(16)]
+    how: dict[str, Any] = {"do_sample": True, "seed": 3, "batch_size": 16}
+    whole = run(model, tokenizer, prompts, cache=PrefixStore(model, num_blocks=26), **how)
+    assert whole.summary.num_batches > 2
+    with monkeypatch.context() as patch:
+        calls, ended = BatchCalls._run, []
+
+        def run_one(self: BatchCalls, *given: Any) -> Any:
+            if ended:
+                raise KeyboardInterrupt
+            record = calls(self, *given)
+            ended.append(record)
+            return record
+
+        patch.setattr(BatchCalls, "_run", run_one)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, tokenizer, prompts, cache=PrefixStore(model, num_blocks=26), out=out, **how)
+    summary = run(model, tokenizer, prompts, cache=PrefixStore(model, num_blocks=26), out=out, **how).summary
+    assert [row["completion"] for row in written(out)] == whole.completions
+    assert summary.num_done_before == len(ended[0].rows)
+
+
+def test_jobs_in_several_threads_on_one_model_do_not_take_it_from_each_other(tokenizer: Any) -> None:
+    model = build("llama")
+    sizes = [4, 18, 10]
+    expected = [alone(model, tokenizer, prompt) for prompt in PROMPTS]
+    with ThreadPoolExecutor(3) as threads:
+        results = [*threads.map(lambda size: run(model, tokenizer, PROMPTS[:size], batch_size=2).completions, sizes)]
+    assert results == [expected[:size] for size in sizes]
+    assert "generate" not in model.__dict__
+
+
+def test_a_job_warns_of_nothing(tokenizer: Any) -> None:
+    prompts = ["x" * 60, "y" * 20, "z" * 12, "x" * 60]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run(tiny("llama"), tokenizer, prompts, batch_size=1).completions is not None
+
+
+def test_after_a_job_its_cache_holds_no_rows_and_another_models_is_refused(tokenizer: Any) -> None:
+    cache = PagedPrefixCache(build("llama"))
+    run(cache.store.model, tokenizer, cache=cache)
+    assert cache.stats().num_blocks_in_use == 0
+    with pytest.raises(CacheArgumentError, match="cache is of another model"):
+        run(tiny("llama"), tokenizer, cache=cache)
+    with pytest.raises(CacheArgumentError, match="cache is of type str; give a PagedPrefixCache or a PrefixStore"):
+        run(tiny("llama"), tokenizer, cache="x")
+
+
+def test_what_a_cache_of_the_callers_bypasses_is_counted(tokenizer: Any) -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(PrefixStore(model, num_blocks=1 + 20), on_full="bypass")
+    result = run(model, tokenizer, ["x" * 400, "y"], cache=cache)
+    assert result.completions == [alone(model, tokenizer, prompt) for prompt in ["x" * 400, "y"]]
+    assert result.summary.num_bypassed == 1
+
+
+def test_counts_are_of_prompts_and_of_what_was_generated(tokenizer: Any) -> None:
+    model = tiny("llama")
+    texts = [alone(model, tokenizer, prompt) for prompt in PROMPTS]
+    stop = str(texts[0])[1]
+    summary = run(model, tokenizer, stop_strings=[stop]).summary
+    assert summary.new_tokens == sum(str(text).find(stop) + 1 or NEW for text in texts)
+    beams = run(model, tokenizer, ["abc", "b"], num_beams=4).summary
+    assert beams.prompt_tokens == 4
+    assert beams.reused_tokens >= 0
+
+
+def test_a_prompt_may_be_as_long_as_the_rotary_embedding_is_stretched(tokenizer: Any) -> None:
+    stretched = build("llama", max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4})  # fmt: skip
+    prompt = "x" * 62
+    assert run(stretched, tokenizer, [prompt]).completions == [alone(stretched, tokenizer, prompt)]
+    with pytest.raises(CacheArgumentError, match="too long for the model's 512 positions"):
+        run(stretched, tokenizer, ["x" * 512])
+
+
 def test_a_file_that_is_there_is_written_only_if_asked_for(tokenizer: Any, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("mine\n")
@@ -286,26 +431,48 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (["a", ""], {}, "row 1: 'prompt' is empty"),
     (["a", 3], {}, "row 1: 'prompt' is of type int"),
     ([{"text": "a"}], {}, "no column 'prompt'; there are 'text'"),
-    ([{"prompt": "a", "completion": "b"}], {}, "'completion' already"),
-    (["a", "x" * 600], {}, "1 prompts are too long .* row 1, of 600 tokens"),
+    (
+        [{"prompt": "a"}, {"prompt": "a", "completion": "b"}],
+        {"out": "out.jsonl"},
+        "row 1 has a column 'completion' already",
+    ),
+    (["a", "x" * 600], {}, "1 prompt with 5 new tokens behind would be too long .* row 1, of 600 tokens"),
     (["a"], {"batch_size": 0}, "batch_size is 0"),
     (["a"], {"order": "random"}, "order is 'random'"),
     (["a"], {"max_length": 8}, "max_length is not an option here"),
     (["a"], {"tempreature": 1.0}, "tempreature is no option of generate"),
     (["a"], {"num_beams": 2, "num_return_sequences": 3}, "generate cannot run so"),
     (["a"], {"out": "nowhere/out.jsonl"}, "there is no folder nowhere"),
-    ("prompts.txt", {}, "is of no kind that is read"),
+    (["a"], {"out": "out.csv"}, "what is written are JSON lines"),
+    (["a\ud800"], {}, "row 0: its prompt is no text"),
+    ([3], {}, "row 0: 'prompt' is of type int"),
+    ("prompts.txt", {}, "is of no kind of file that is read.*; prompts themselves are given as a list"),
     ("prompts.jsonl", {}, "there is no file prompts.jsonl"),
 ]
 
 
 @pytest.mark.parametrize(("prompts", "options", "said"), BAD)
 def test_bad_input_is_refused_before_anything_runs(
-    prompts: Any, options: dict[str, Any], said: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    prompts: Any,
+    options: dict[str, Any],
+    said: str,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(BatchCalls, "_run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(CacheArgumentError, match=said):
         run(tiny("llama"), tokenizer, prompts, **options)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no such role') }}", "{{ messages[0].content.text }}", "{{"])
+def test_a_chat_that_its_template_refuses_is_refused_with_its_row(template: str, tokenizer: Any) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(CacheArgumentError, match=r"^row 1: the chat template cannot be filled with it") as raised:
+        run(tiny("llama"), tokenizer, ["a", [{"role": "user"}]])
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("text", ["{not json}\n", "", "\0\0"])

@@ -118,7 +118,11 @@ def claimed(out: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
+        if not Path(lock.lock_file).exists():
+            raise CacheArgumentError(f"{out} cannot be written: no file can be made beside it") from None
         raise CacheArgumentError(f"another process is working on {out}: it holds {lock.lock_file}") from None
+    except OSError as error:
+        raise CacheArgumentError(f"{out} cannot be written ({error})") from error
     try:
         yield
     finally:
@@ -154,17 +158,21 @@ def _is_of(job: Mapping[str, Any], path: Path) -> bool:
     """
     with path.open("rb") as file:
         line, has_begun = file.readline(), bool(file.readline())
+    if not line:
+        return False
     try:
         before = json.loads(line)
     except ValueError:
         before = None
     if not isinstance(before, dict) or before.get("format") != _FORMAT:
-        raise CacheArgumentError(f"{path} is no journal of this version; remove it, or begin anew with overwrite")
+        raise CacheArgumentError(
+            f"{path} is no journal of this version; remove it, or begin anew with overwrite (--overwrite)"
+        )
     different = [name for name in {**job, **before} if before.get(name) != job.get(name)]
     if different and has_begun:
         raise CacheArgumentError(
             f"{path} is of another job: {'; '.join(_difference(name, before.get(name), job.get(name)) for name in different)}. Go on "
-            "as it was begun, give another output file, or begin anew with overwrite"
+            "as it was begun, give another output file, or begin anew with overwrite (--overwrite)"
         )
     return not different
 

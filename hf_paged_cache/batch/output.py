@@ -5,6 +5,7 @@ It follows from the journal, so it is written anew when a job goes on, and grows
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -92,7 +93,7 @@ def require_free(out: Path, overwrite: bool) -> None:
     """Refuse a file that is not this job's to write."""
     if out.exists() and not (overwrite or journal_of(out).exists()):
         raise CacheArgumentError(
-            f"{out} is there already, and no journal beside it: it is done, or another's. Give another file, or overwrite"
+            f"{out} is there already, and no journal beside it: it is done, or another's. Give another file, or overwrite it (--overwrite)"
         )
 
 
@@ -121,9 +122,11 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """What a column may hold besides JSON: arrays and tensors, dates and times, bytes, decimals."""
+    """What a column may hold besides JSON: arrays and tensors, bytes (as base64), dates and times, decimals."""
     if hasattr(value, "tolist"):
         return value.tolist()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 

@@ -40,7 +40,9 @@ def read_rows(path: Path, folder: Path) -> Sequence[Row]:
     suffix = path.suffixes[-2].lower() if is_compressed else path.suffix.lower()
     kind = _KINDS.get(suffix)
     if kind is None:
-        raise CacheArgumentError(f"{path} is of no kind that is read: its name must end with {', '.join(_KINDS)}")
+        raise CacheArgumentError(
+            f"{path} is of no kind of file that is read: its name must end with {', '.join(_KINDS)}; prompts themselves are given as a list"
+        )
     if not path.is_file():
         raise CacheArgumentError(f"there is no file {path}")
     if not path.stat().st_size:
@@ -77,8 +79,10 @@ def _table(path: Path, folder: Path, suffix: str) -> Sequence[Row]:
     how: dict[str, Any] = {}
     if suffix != ".parquet":
         separator = "\t" if suffix == ".tsv" else ","
-        names = pd.read_csv(link, sep=separator, nrows=0).columns
-        texts = datasets.Features({name: datasets.Value("string") for name in names})
+        beginning = pd.read_csv(link, sep=separator, nrows=1)
+        if beginning.empty:
+            return []
+        texts = datasets.Features({name: datasets.Value("string") for name in beginning.columns})
         how = {"sep": separator, "features": texts, "keep_default_na": False, "na_filter": False}
     had_bars = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()

@@ -63,7 +63,7 @@ def prompt_of(row: Any, number: int, column: str) -> Prompt:
         raise CacheArgumentError(f"row {number} is no object with names and values")
     if column not in row:
         names = ", ".join(map(repr, row)) or "none"
-        raise CacheArgumentError(f"row {number} has no column {column!r}; there are {names}: say which one with column")
+        raise CacheArgumentError(f"row {number} has no column {column!r}; there are {names}: name another (--column)")
     value: Any = row[column]
     if isinstance(value, str) and value:
         return value
@@ -75,6 +75,13 @@ def prompt_of(row: Any, number: int, column: str) -> Prompt:
     )
     if are_messages:
         return [{name: said for name, said in message.items() if said is not None} for message in value]
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes) and value:
+        wrong = next(
+            n for n, each in enumerate(value) if not (isinstance(each, Mapping) and isinstance(each.get("role"), str))
+        )
+        raise CacheArgumentError(
+            f"row {number}: message {wrong} of {column!r} has no role; give a chat as a list of messages with a role and a content"
+        )
     is_empty = value is None or (isinstance(value, str | list) and not value)
     what = "is empty" if is_empty else f"is of type {type(value).__name__}"
     raise CacheArgumentError(

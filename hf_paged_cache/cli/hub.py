@@ -90,7 +90,8 @@ def from_hub(name: str, progress: bool, revision: str | None = None) -> Path:
     except RepositoryNotFoundError as error:
         raise ModelLoadError(f"it has no {name}, or keeps it private: see how it is written, or {_LOG_IN}") from error
     except Exception as error:  # those of the client's HTTP library, too, which changed with its version 1
-        raise ModelLoadError(brief(error)) from error
+        is_unreachable = "connect" in type(error).__name__.lower() or "timeout" in type(error).__name__.lower()
+        raise ModelLoadError(f"{'it cannot be reached: ' if is_unreachable else ''}{brief(error)}") from error
 
 
 @contextmanager

@@ -23,18 +23,26 @@ def save(
     device: Device = None,
 ) -> None:
     """Compute prefixes and write what was computed into a folder, from which any run with the same model loads it."""
+    from hf_paged_cache import CacheArgumentError
+
     from ..cache import PagedPrefixCache
+    from ..wording import counted
     from .loading import load_model
     from .refusal import in_one_line
 
     with in_one_line("save"):
+        for path in prompt_file:
+            if not path.is_file():
+                raise CacheArgumentError(f"there is no file {path}")
         texts = [path.read_text(encoding="utf-8") for path in prompt_file]
         loaded, tokenizer = load_model(model, revision=revision, dtype=dtype, device=device)
         cache = PagedPrefixCache(loaded)
         prefixes = [tokenizer(text)["input_ids"] for text in texts]
         done = cache.prefill(prefixes)
         saved = cache.store.save(folder, prefixes)
-    print(f"computed {done.num_computed} tokens of {len(prefixes)} prefixes, {done.num_tokens} in whole blocks")
+    print(
+        f"computed {done.num_computed} tokens of {counted(len(prefixes), 'prefix')}, {done.num_tokens} in whole blocks"
+    )
     known = f"; {saved.num_known} blocks were there already" if saved.num_known else ""
     print(f"wrote {saved.num_blocks} blocks, {saved.num_bytes / 2**20:,.1f} MiB, into {folder}{known}")
     _print_rest("not saved", saved.not_saved)
@@ -55,14 +63,19 @@ def load(
 
     Exits with 1 if a file is damaged, or nothing was taken.
     """
+    from hf_paged_cache import CacheArgumentError
+
     from ..cache import PagedPrefixCache
     from ..saved_files import saved_report
+    from ..wording import counted
     from .loading import load_model
     from .refusal import in_one_line
 
     with in_one_line("load"):
         if check:
             reports = saved_report(folder)
+            if not reports:
+                raise CacheArgumentError(f"{folder} holds no saved blocks")
         else:
             tried, _ = load_model(model, revision=revision, dtype=dtype, device=device)
             loaded = PagedPrefixCache(tried).store.load(folder)
@@ -74,7 +87,7 @@ def load(
             )
             print(f"{report.path.name}: {what}")
         damaged = sum(report.problem is not None for report in reports)
-        print(f"{len(reports)} files, {damaged} of them damaged")
+        print(f"{counted(len(reports), 'file')}, {damaged} of them damaged")
         raise typer.Exit(1 if damaged else 0)
     print(f"took {loaded.num_blocks} blocks, {loaded.num_bytes / 2**20:,.1f} MiB, from {folder}")
     _print_rest("not taken", loaded.not_loaded)

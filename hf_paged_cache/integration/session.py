@@ -473,12 +473,12 @@ class Session:
             )
 
     def _warn_of_a_lone_turn(self, request: ForwardRequest, previous: list[tuple[bytes, int]]) -> None:
-        """Once: a prompt that is shorter than the row before it and starts otherwise may be a chat's new turn alone."""
+        """Once: a prompt half as long as the row before it, or less, that starts otherwise may be a chat's new turn alone."""
         if self._has_warned or len(previous) != 1 or len(request.rows) > 1 or request.bypass or not self.is_open:
             return
         (row,), (new,), (root, num_previous) = self._call.rows.distinct, request.rows, previous[0]
         is_new = row.num_known < self._store.block_size and not (row.table.num_committed_blocks or row.num_confirmed)
-        if is_new and new.root == root and len(new.token_ids) < num_previous:
+        if is_new and new.root == root and 2 * len(new.token_ids) < num_previous:
             self._has_warned = True
             warnings.warn(
                 f"PagedPrefixCache: this prompt of {len(new.token_ids)} tokens shares less than a block with the "

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hf_paged_cache import CacheArgumentError
-from hf_paged_cache.batch.journal import Journal, Record
+from hf_paged_cache.batch.journal import Journal, Record, claimed, journal_of
 from hf_paged_cache.batch.output import Order, Output
 
 JOB = {"the model": "a" * 64, "the option": {"top_k": 3}}
@@ -100,8 +102,61 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "journal").read_text() == "notes of mine\n"
 
 
-def test_a_second_process_is_refused_while_one_works(tmp_path: Path) -> None:
-    with Journal(tmp_path / "journal", JOB, len(ROWS)), pytest.raises(CacheArgumentError, match="another process"):
-        Journal(tmp_path / "journal", JOB, len(ROWS))
-    Journal(tmp_path / "journal", JOB, len(ROWS)).remove()
+def test_an_output_is_claimed_once_and_leaves_a_lock_only_beside_a_journal(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with claimed(out):
+        with pytest.raises(CacheArgumentError, match=f"^another process is working on {out}"), claimed(out):
+            pass
+        journal = Journal(journal_of(out), JOB, len(ROWS))
+    assert {path.name for path in tmp_path.iterdir()} == {"out.journal", "out.journal.lock"}
+    with claimed(out):
+        journal.remove()
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_only_a_journal_in_which_nothing_is_done_makes_room_for_another_job(anew: bool, tmp_path: Path) -> None:
+    Journal(tmp_path / "journal", {"the model": "b" * 64}, 3)
+    with Journal(tmp_path / "journal", JOB, len(ROWS)) as journal:
+        journal.add(RECORDS[0])
+    with Journal(tmp_path / "journal", JOB, len(ROWS), anew=anew) as journal:
+        assert journal.num_done == (0 if anew else 2)
+
+
+DAMAGED = [
+    {"rows": [99], "completions": ["a"], "counts": {}},
+    {"rows": [-1], "completions": ["a"], "counts": {}},
+    {"rows": ["1"], "completions": ["a"], "counts": {}},
+    {"rows": [1, 2], "completions": ["a"], "counts": {}},
+    {"rows": [1], "completions": None, "counts": {}},
+    {"rows": [1], "completions": ["a"], "counts": {"seconds": "long"}},
+    {"rows": [1], "completions": ["a"]},
+    [1],
+    "[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("record", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_record_that_cannot_be_is_done_again(record: object, tmp_path: Path) -> None:
+    run(tmp_path, "given", RECORDS[:1])
+    with (tmp_path / "journal").open("a") as file:
+        file.write((record if isinstance(record, str) else json.dumps(record)) + "\n")
+    with Journal(tmp_path / "journal", JOB, len(ROWS)) as journal:
+        assert [each.rows for each in journal.records()] == [[4, 1]]
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        (float("nan"), '{"x": null, "completion": "c"}'),
+        ([1.5, {"y": float("inf")}], '{"x": [1.5, {"y": null}], "completion": "c"}'),
+        ("\ud800 é", '{"x": "\\ud800 \\u00e9", "completion": "c"}'),
+        ("é\u2028", '{"x": "é\u2028", "completion": "c"}'),
+        (np.arange(3), '{"x": [0, 1, 2], "completion": "c"}'),
+        (datetime(2024, 1, 2, tzinfo=UTC), '{"x": "2024-01-02T00:00:00+00:00", "completion": "c"}'),
+    ],
+)
+def test_a_row_is_written_as_json_can_say_it(value: object, line: str, tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal", JOB, 1) as journal, Output(tmp_path / "out", journal, lambda row: {"x": value}, 1, "done") as output:  # fmt: skip
+        output.take(Record([0], ["c"], {}))
+    assert (tmp_path / "out").read_text("utf-8") == line + "\n"

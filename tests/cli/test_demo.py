@@ -107,7 +107,7 @@ def test_the_command_exits_with_1_if_a_token_differs(model_folder: str, monkeypa
         (["--questions", "0"], "--questions"),
         (["--shots", str(len(SHOTS) + 1)], "--shots"),
         (["--model", "./no/such/folder"], "there is no folder ./no/such/folder\n"),
-        (["--model", __file__], f"there is no folder {__file__}\n"),
+        (["--model", __file__], f"{__file__} is a file; give the folder that it is in\n"),
     ],
 )
 def test_bad_input_is_named_and_exits_with_2(arguments: list[str], message: str) -> None:
@@ -263,7 +263,7 @@ def test_a_folder_is_loaded_in_the_dtype_asked_for(model_folder: str) -> None:
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"config\.json cannot be used"):
+    with pytest.raises(ModelLoadError, match=r"holds no config\.json, so no model; write one there"):
         load_demo_model(tmp_path)
 
 

@@ -37,7 +37,7 @@ def test_one_run_saves_and_the_next_one_has_it(model_folder: str, prompt_file: s
     checked = command("load", folder, "--check")
     assert checked.exit_code == 0
     assert f"{num_blocks} blocks, {num_blocks * 16} tokens" in checked.output
-    assert "1 files, 0 of them damaged" in checked.output
+    assert "1 file, 0 of them damaged" in checked.output
     taken = command("load", folder, "--model", model_folder)
     assert taken.exit_code == 0
     assert f"took {num_blocks} blocks" in taken.output
@@ -56,7 +56,7 @@ def test_a_damaged_file_is_named_and_the_command_fails(model_folder: str, prompt
     checked = command("load", str(folder), "--check")
     assert checked.exit_code == 1
     assert f"{path.name}: {path} is damaged" in checked.output
-    assert "1 files, 1 of them damaged" in checked.output
+    assert "1 file, 1 of them damaged" in checked.output
     taken = command("load", str(folder), "--model", model_folder)
     assert taken.exit_code == 1
     assert f"{path} is damaged" in taken.output

@@ -204,6 +204,7 @@ def test_the_whole_conversation_and_only_new_tokens_that_go_on_do_not_warn(
 OTHERS: dict[str, dict[str, Any]] = {
     "a shared block": {"input_ids": torch.tensor([row((1, 16), (3, 4))])},
     "a longer prompt": {"input_ids": torch.tensor([row((4, 80))])},
+    "a prompt of more than half the length": {"input_ids": torch.tensor([row((4, 28))])},
     "several rows": batch(row((4, 9)), row((5, 9))),
 }
 

@@ -1,0 +1,12 @@
+"""Words of messages that more than one module needs."""
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun, of which the plural ends with s or es.
+
+    Examples:
+        >>> counted(1, "prompt"), counted(1200, "batch")
+        ('1 prompt', '1,200 batches')
+    """
+    plural = f"{noun}es" if noun.endswith(("s", "x", "ch")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"

@@ -1,0 +1,194 @@
+"""`hf-paged-cache generate`: a file in, a file out, options by name, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_paged_cache.batch_calls import BatchCalls
+from hf_paged_cache.cli import loading
+from hf_paged_cache.cli.commands import app
+from hf_paged_cache.cli.generate import options_by_name
+
+from ..test_batch_job import alone
+
+SHARED = "What is one and one? " * 4
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{SHARED}{end}", "n": end}) + "\n" for end in ("a", "bc", "def", "g")))
+    return path
+
+
+def generate(prompts: Path, model: str, out: Path, *arguments: str) -> Any:
+    given = [str(prompts), "--model", model, "--out", str(out), "--column", "text", "--max-new-tokens", "3"]
+    return CliRunner().invoke(app, ["generate", *given, *arguments], env={"COLUMNS": "200"})
+
+
+def written(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ([], {}),
+        (["--num-beams", "2", "--batch-size=3"], {"num_beams": 2}),
+        (["--num-beams=2", "--num-return-sequences", "2"], {"num_beams": 2, "num_return_sequences": 2}),
+        (["--stop-strings", '["a", "b"]', "--num-blocks", "40"], {"stop_strings": ["a", "b"]}),
+        (["--no-repeat-ngram-size", "2", "--seed", "3"], {"no_repeat_ngram_size": 2}),
+    ],
+)
+def test_each_row_gets_what_generate_gives_it(
+    arguments: list[str], options: dict[str, Any], prompts: Path, model_folder: str, tmp_path: Path
+) -> None:
+    done = generate(prompts, model_folder, tmp_path / "out.jsonl", *arguments)
+    assert done.exit_code == 0, done.output
+    model, tokenizer = loading.load_model(model_folder)
+    rows = written(tmp_path / "out.jsonl")
+    assert [{**row, "completion": None} for row in rows] == [{**row, "completion": None} for row in written(prompts)]
+    assert [row["completion"] for row in rows] == [
+        alone(model, tokenizer, row["text"], max_new_tokens=3, **options) for row in rows
+    ]
+    assert done.stdout.startswith(f"{tmp_path / 'out.jsonl'}: 4 prompts in ")
+
+
+def test_rows_may_come_as_they_are_done(prompts: Path, model_folder: str, tmp_path: Path) -> None:
+    assert (
+        generate(prompts, model_folder, tmp_path / "out.jsonl", "--order", "done", "--batch-size", "1").exit_code == 0
+    )
+    rows = [row["n"] for row in written(tmp_path / "out.jsonl")]
+    assert sorted(rows) == ["a", "bc", "def", "g"] != rows
+
+
+def test_ctrl_c_says_how_to_go_on(
+    prompts: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, num_calls = BatchCalls._run, 0
+
+    def run_one(self: BatchCalls, *given: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise KeyboardInterrupt
+        return calls(self, *given)
+
+    monkeypatch.setattr(BatchCalls, "_run", run_one)
+    out = tmp_path / "out.jsonl"
+    first = generate(prompts, model_folder, out, "--batch-size", "2", "--overwrite")
+    assert first.exit_code == 130
+    assert f"stopped. What is done is in {out}.journal; the same command without --overwrite goes on" in first.stderr
+    second = generate(prompts, model_folder, out, "--batch-size", "2")
+    assert second.exit_code == 0, second.output
+    assert re.search(r"in all runs, of which earlier ones did [1-3] prompts?", second.stdout)
+    assert [row["n"] for row in written(out)] == ["a", "bc", "def", "g"]
+
+
+MISTAKES: list[tuple[list[str], str]] = [
+    (["--column", "question"], "row 0 has no column 'question'; there are 'text', 'n': name another (--column)"),
+    (["--batchsize", "4"], "there is no option --batchsize; did you mean --batch-size?"),
+    (["--batch_size", "4"], "there is no option --batch_size; did you mean --batch-size?"),
+    (["--temprature=0.5"], "there is no option --temprature; did you mean --temperature?"),
+    (["--cache", "3"], "there is no option --cache"),
+    (["--progress", "false"], "there is no option --progress"),
+    (["--tokenizer", "x"], "there is no option --tokenizer"),
+    (["--stop-strings", '["a"'], '["a" begins as JSON and is none'),
+    (["stray"], "'stray' belongs to no option"),
+    (["--address", "auto"], "give --workers, too"),
+    (["--out", "no/such/folder/out.jsonl"], "there is no folder no/such/folder to write out.jsonl into"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), MISTAKES)
+def test_a_mistake_is_one_line_before_a_model_is_loaded(
+    arguments: list[str], said: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    before = {path.name for path in tmp_path.iterdir()}
+    done = generate(prompts, "no-model", tmp_path / "out.jsonl", *arguments)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("hf-paged-cache generate: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("dtype", ["float99", "Tensor"])
+def test_a_dtype_that_is_none_is_named(dtype: str, prompts: Path, model_folder: str, tmp_path: Path) -> None:
+    done = generate(prompts, model_folder, tmp_path / "out.jsonl", "--dtype", dtype)
+    assert done.exit_code == 2
+    assert f"there is no dtype {dtype}; give float32, bfloat16 or float16" in done.stderr
+
+
+def test_a_missing_file_of_prompts_is_one_line(tmp_path: Path) -> None:
+    done = generate(tmp_path / "none.jsonl", "no-model", tmp_path / "out.jsonl")
+    assert done.exit_code == 2
+    assert done.stderr == f"hf-paged-cache generate: there is no file {tmp_path / 'none.jsonl'}\n"
+
+
+def test_an_output_that_is_there_is_kept(prompts: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text("mine\n")
+    done = generate(prompts, "no-model", tmp_path / "out.jsonl")
+    assert done.exit_code == 2
+    assert "is there already" in done.stderr
+    assert (tmp_path / "out.jsonl").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0.5", 0.5), ("[1]", [1]), ("null", None), ("None", None), ("True", True), ("false", False), ("word", "word")],
+)
+def test_a_value_is_json_or_a_text(text: str, value: object) -> None:
+    assert options_by_name(["--top-p", text]) == {"top_p": value}
+
+
+def test_no_in_front_switches_off_and_is_part_of_a_name() -> None:
+    assert options_by_name(["--no-do-sample", "--no-repeat-ngram-size", "2"]) == {
+        "do_sample": False,
+        "no_repeat_ngram_size": 2,
+    }
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no terminals like this here")
+def test_on_a_terminal_a_bar_shows_what_is_reused_and_sigterm_ends_it_as_ctrl_c_does(
+    prompts: Path, model_folder: str, tmp_path: Path
+) -> None:
+    prompts.write_text("".join(json.dumps({"text": f"{SHARED}{end}"}) + "\n" for end in range(40)))
+    out, (ours, theirs) = tmp_path / "out.jsonl", pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 200))
+    command = [sys.executable, "-m", "hf_paged_cache", "generate", str(prompts), "--model", model_folder, "--out", str(out), "--column", "text", "--batch-size", "1"]  # fmt: skip
+    running = subprocess.Popen(command, stderr=theirs, stdout=subprocess.DEVNULL)
+    os.close(theirs)
+    shown = read_until(ours, b"of prompt tokens reused")
+    running.send_signal(signal.SIGTERM)
+    shown += read_until(ours, b"goes on from there.")
+    assert running.wait(60) == 130
+    assert f"What is done is in {out}.journal".encode() in shown
+    assert Path(f"{out}.journal").read_text().count("\n") > 1
+    rest = generate(prompts, model_folder, out, "--batch-size", "1", "--max-new-tokens", "128", "--order", "given")
+    assert rest.exit_code == 0, rest.output
+    assert len(written(out)) == 40
+
+
+def read_until(terminal: int, wanted: bytes) -> bytes:
+    """What a terminal shows until that; it ends without it only with its process."""
+    shown = b""
+    while wanted not in shown:
+        try:
+            shown += os.read(terminal, 4096)
+        except OSError:  # the other end is closed
+            pytest.fail(f"{wanted!r} was never shown: {shown!r}")
+    return shown
