@@ -38,6 +38,7 @@ from .prefix_store import PrefixStore, store_of
 from .scoring import Score, score
 from .stats import CacheStats, CallStats
 from .store.store_stats import stats_of
+from .wording import counted
 
 _ON_FULL = ("refuse", "bypass")
 
@@ -174,7 +175,7 @@ class PagedPrefixCache(NamedPrefixes, Cache):
         stats, blocks = self.stats(), self.store.blocks
         with blocks.lock:
             calls, kinds = self.call.counters.metrics.recent, blocks.allocator.kinds_of_blocks(self.cache_salt or None)
-        facts = f"{stats.num_calls:,} calls, {stats.reused_tokens:,} of {stats.prompt_tokens:,} prompt tokens reused ({stats.hit_rate:.0%})"
+        facts = f"{counted(stats.num_calls, 'call')}, {stats.reused_tokens:,} of {stats.prompt_tokens:,} prompt tokens reused ({stats.hit_rate:.0%})"
         size = f"blocks of {blocks.block_size} tokens, {stats.kv_bytes / 2**20:,.1f} MiB of keys and values"
         return Picture(f"PagedPrefixCache of {type(self.store.model).__name__}", f"{facts}; {size}", calls, kinds)
 

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from html import escape
 from importlib.util import find_spec
 from io import BytesIO
+from textwrap import fill
 from typing import Any, NamedTuple
 
 from .errors import CacheArgumentError
+from .wording import counted
 
 _REUSED, _COMPUTED, _IN_USE, _FREE = "#2a9d6f", "#c07d2b", "#4a86d8", "#8a8a8a"
 _KINDS = {2: ("in use", _IN_USE, 1.0), 1: ("cached", _REUSED, 1.0), 0: ("free", _FREE, 0.35)}
 _MOST_CELLS = 480  # of the map
 _COLUMNS = 60
+_FEWEST_BARS = 8  # that there is room for
 _CELL = 10  # pixels
 _WIDTH, _HEIGHT = _COLUMNS * _CELL, 80  # of the bars
 
@@ -60,8 +63,8 @@ def as_html(picture: Picture) -> str:
     cells = cells_of(picture.kinds)
     counts = Counter(picture.kinds)
     blocks = "".join(f"{_swatch(color)} {counts[kind]:,} {name} " for kind, (name, color, _) in _KINDS.items())
-    each = f", {cells.blocks_each} a square" if cells.blocks_each > 1 else ""
-    calls = f"{_swatch(_REUSED)} reused {_swatch(_COMPUTED)} computed, tokens of the last {len(picture.calls)} prompts"
+    each = f"({cells.blocks_each} a square)" if cells.blocks_each > 1 else ""
+    calls = f"{_swatch(_REUSED)} reused {_swatch(_COMPUTED)} computed, tokens of the last {counted(len(picture.calls), 'prompt')}"
     return (
         f'<div style="font: 13px sans-serif; max-width: {_WIDTH}px"><div><b>{escape(picture.title)}</b></div>'
         f"<div>{escape(picture.facts)}</div>"
@@ -118,6 +121,7 @@ def as_figure(picture: Picture) -> Any:
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
 
     class ShownFigure(Figure):
         """Shows itself in a notebook that has not imported pyplot."""
@@ -133,12 +137,17 @@ def as_figure(picture: Picture) -> Any:
     reused = [num_reused for _, num_reused in picture.calls]
     bars.bar(numbers, reused, color=_REUSED, label="reused")
     bars.bar(numbers, [n - r for n, r in picture.calls], bottom=reused, color=_COMPUTED, label="computed")
-    bars.set(xlabel="the last prompts", ylabel="tokens", title=f"{picture.title}\n{picture.facts}")
-    bars.legend()
+    figure.suptitle(fill(f"{picture.title}: {picture.facts}", 100), fontsize="medium")
+    bars.set(xlabel="the last prompts", ylabel="tokens", xlim=(0.4, max(_FEWEST_BARS, len(picture.calls)) + 0.6))
+    bars.xaxis.set_major_locator(MaxNLocator(integer=True))
+    beside: Any = {"loc": "upper left", "bbox_to_anchor": (1, 1), "frameon": False}
+    bars.legend(**beside)
     cells = cells_of(picture.kinds)
     rows = [cells.kinds[start : start + _COLUMNS] for start in range(0, len(cells.kinds), _COLUMNS)]
     filled = [[*row, *[float("nan")] * (_COLUMNS - len(row))] for row in rows] or [[float("nan")]]
     blocks.imshow(filled, cmap=ListedColormap([_FREE, _REUSED, _IN_USE]), vmin=0, vmax=2, aspect="auto")
-    blocks.set(xticks=[], yticks=[], xlabel=f"blocks, {cells.blocks_each} a square")
-    blocks.legend(handles=[Patch(color=color, label=name) for name, color, _ in _KINDS.values()], ncols=3)
+    blocks.set(
+        xticks=[], yticks=[], xlabel="blocks" if cells.blocks_each == 1 else f"blocks, {cells.blocks_each} a square"
+    )
+    blocks.legend(handles=[Patch(color=color, label=name) for name, color, _ in _KINDS.values()], **beside)
     return figure

@@ -8,7 +8,7 @@ import re
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *((ROOT / "docs" / f"{name}.md") for name in ("index", "your_prompts", "use"))]
+PAGES = [
+    README,
+    *(
+        (ROOT / "docs" / f"{name}.md")
+        for name in ("index", "your_prompts", "use", "save_and_load", "security", "neighbours", "tiers")
+    ),
+]
 MODULES = [
     "hf_paged_cache",
     *(m.name for m in pkgutil.walk_packages(hf_paged_cache.__path__, "hf_paged_cache.") if "__main__" not in m.name),
@@ -36,7 +42,10 @@ def code_blocks(language: str, page: Path = README) -> list[str]:
 def reader(tiny_llama: Any, tiny_tokenizer: Any) -> dict[str, Any]:
     """What the README's examples take as given."""
     return {
+        "PagedPrefixCache": hf_paged_cache.PagedPrefixCache,
         "cache": hf_paged_cache.PagedPrefixCache(tiny_llama),
+        "trainer": SimpleNamespace(train=lambda: None),
+        "question": "Question: What is snow?\nAnswer:",
         "model": tiny_llama,
         "tokenizer": tiny_tokenizer,
         "few_shot_prompt": "Question: What is one and one?\nAnswer: Two.\n" * 2,
@@ -52,8 +61,16 @@ def reader(tiny_llama: Any, tiny_tokenizer: Any) -> dict[str, Any]:
         for number, code in enumerate(code_blocks("python", page))
     ],
 )
-def test_a_pages_python_runs(page: Path, code: str, reader: dict[str, Any]) -> None:
-    exec(compile(code, str(page), "exec"), reader)
+def test_a_pages_python_runs(
+    page: Path, code: str, reader: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if page.stem == "save_and_load":  # whose second piece loads what the first has saved
+        reader["cache"].prefill(reader["tokenizer"](reader["few_shot_prompt"]).input_ids)
+        reader["cache"].store.save("prompts")
+    elsewhere = re.sub(r'"/(dev/shm|nvme)/', f'"{tmp_path}/', code)
+    elsewhere = re.sub(r", host_bytes=[\d *]+", "", elsewhere)  # is refused where the model is in host memory
+    exec(compile(elsewhere, str(page), "exec"), reader)
 
 
 def test_both_sides_of_the_readmes_diff_run_and_give_the_same_tokens(reader: dict[str, Any]) -> None:

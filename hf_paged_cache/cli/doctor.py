@@ -103,7 +103,7 @@ def of_memory(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
         tokens = (num_blocks - 1) * _BLOCK_SIZE  # one is reserved
         yield (
             "room for",
-            f"{tokens:,} tokens, in {num_blocks - 1:,} blocks of {_BLOCK_SIZE}, if nothing is said of num_blocks",
+            f"{tokens:,} tokens, in {num_blocks - 1:,} blocks of {_BLOCK_SIZE}, with the default num_blocks",
         )
 
 
