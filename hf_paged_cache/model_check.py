@@ -11,19 +11,19 @@ from transformers import GenerationConfig, PreTrainedModel
 from .cache import PagedPrefixCache
 from .errors import PagedCacheError
 from .integration.hooks import detach, is_attached
-from .model.probing import measure_bytes_per_token, types_of_logits, undisturbed
-from .model.support import cache_layers, require_supported, takes, unwrapped
-from .model.trial import (
+from .model.comparison import (
     NUM_CACHED,
     NUM_COLUMNS,
     continue_behind,
     distance,
     dynamic_cache,
     last_logits,
-    require_continuable,
     tolerance,
     trial_inputs,
 )
+from .model.probing import measure_bytes_per_token, types_of_logits, undisturbed
+from .model.support import cache_layers, require_supported, takes, unwrapped
+from .model.trial import require_continuable
 from .prefix_store import PrefixStore
 
 _BLOCK_SIZE = 8

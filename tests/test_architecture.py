@@ -70,6 +70,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "integration.own_layers",
     "integration.state_layers",
     "model.cache_adapters",
+    "model.comparison",
     "model.positions",
     "model.probing",
     "model.state_sizes",

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .probing import types_of_logits, undisturbed
-from .trial import (
+from .comparison import (
     NUM_CACHED,
     NUM_COLUMNS,
     continue_behind,
@@ -18,6 +17,7 @@ from .trial import (
     tolerance,
     trial_inputs,
 )
+from .probing import types_of_logits, undisturbed
 
 Numbering = Literal["columns", "tokens"]
 

@@ -6,9 +6,9 @@ import torch
 from transformers import PreTrainedModel
 
 from .cache_adapters import cache_argument, present_cache
+from .comparison import dynamic_cache
 from .probing import input_device, undisturbed
 from .support import cache_layers, has_state
-from .trial import dynamic_cache
 
 
 class StateSizes(NamedTuple):

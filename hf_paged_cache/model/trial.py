@@ -5,26 +5,33 @@ what structure does not: attention to later tokens, a cache that is ignored or f
 tokens', masks that are wrong with a cache. Where layers carry a state, also what that depends on. The model is left as it was.
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from .cache_adapters import cache_argument, present_cache
-from .probing import eps_computed_in, input_device, types_of_logits, undisturbed
+from .comparison import (
+    MIN_TOLERANCE,
+    NUM_CACHED,
+    NUM_COLUMNS,
+    NUM_PADS,
+    behind_padding,
+    continue_behind,
+    distance,
+    distances,
+    dynamic_cache,
+    last_logits,
+    tolerance,
+    trial_inputs,
+)
+from .probing import eps_computed_in, types_of_logits, undisturbed
 from .state_traits import EVERY_PAD, StateTraits, read_state_traits
-from .support import cache_layers, has_keys, has_state, is_no_decoder, quoted, takes
+from .support import cache_layers, has_state, is_no_decoder, quoted
 
-NUM_COLUMNS = 24
-NUM_CACHED = 16
-_NUM_PADS = 5  # of the second row
-_MIN_TOLERANCE = 1e-3  # of the logits' scale; attention to later tokens makes 0.04 and more
-_TOLERANCE_IN_EPS = 16  # a bfloat16 forward of another length differs by some per cent
 _STATE_TOLERANCE_IN_EPS = 4  # of the first layer's state, rounded a few times
 _KEPT_IN_MODULES = (
     "its layers keep their state in modules and not in the cache, so the state of a prefix cannot be kept"
@@ -38,8 +45,8 @@ class Failure(NamedTuple):
     was_tried: bool = True  # False: it does not run on token ids alone, or no logit is finite
 
 
-_passed: WeakSet[nn.Module] = WeakSet()  # models that failed are tried again: they may have been mended
-_tried: WeakKeyDictionary[nn.Module, StateTraits] = WeakKeyDictionary()  # what their states were seen to heed
+_continuable: WeakSet[nn.Module] = WeakSet()  # models that failed are tried again: they may have been mended
+_seen: WeakKeyDictionary[nn.Module, StateTraits] = WeakKeyDictionary()  # what their states were seen to heed
 
 
 def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> None:
@@ -59,7 +66,7 @@ def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> 
 
 def why_it_fails(model: PreTrainedModel) -> Failure:
     """The trial with a `DynamicCache`. A model that has passed is not tried again."""
-    if model in _passed:
+    if model in _continuable:
         return Failure("")
     was_run = False
     padded = trial_inputs(model)
@@ -84,7 +91,7 @@ def why_it_fails(model: PreTrainedModel) -> Failure:
             except Exception as error:  # noqa: BLE001 (a model may raise anything)
                 what = "continued behind a cache" if was_run else "run on token ids alone"
                 return Failure(f"it cannot be {what} ({quoted(error)})", was_run)
-    _passed.add(model)
+    _continuable.add(model)
     return Failure("")
 
 
@@ -98,16 +105,16 @@ def state_traits(model: PreTrainedModel) -> StateTraits | None:
     """
     if not any(map(has_state, cache_layers(model))):
         return None
-    if model not in _tried:
+    if model not in _seen:
         try:
-            _tried[model] = _seen_traits(model)
+            _seen[model] = _seen_traits(model)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a model may raise anything
             raise UnsupportedModelError(
                 f"{type(model).__name__}: it cannot be run a token at a time, or behind padding ({quoted(error)})"
             ) from error
-    return _tried[model]
+    return _seen[model]
 
 
 def _seen_traits(model: PreTrainedModel) -> StateTraits:
@@ -118,7 +125,7 @@ def _seen_traits(model: PreTrainedModel) -> StateTraits:
         single = continue_behind(model, row, dynamic_cache(model), one_by_one=True)
         less, more = (
             last_logits(model(**behind_padding(row, num_pads), use_cache=False), NUM_COLUMNS)
-            for num_pads in (num_shown, num_shown + _NUM_PADS)
+            for num_pads in (num_shown, num_shown + NUM_PADS)
         )
         allowed = tolerance(model, seen)
     return StateTraits(
@@ -146,7 +153,7 @@ def _why_states_differ(model: PreTrainedModel, inputs: dict[str, Tensor], contin
     wanted = next(layer for layer in at_once.layers if has_state(layer))
     pairs = zip(_states_of(wanted), _states_of(states[0]), strict=True)
     most = max((distance(whole.flatten(), held.flatten()) for whole, held in pairs), default=0.0)
-    if most <= max(_MIN_TOLERANCE, _STATE_TOLERANCE_IN_EPS * eps):
+    if most <= max(MIN_TOLERANCE, _STATE_TOLERANCE_IN_EPS * eps):
         return ""
     return (
         f"continued behind {NUM_CACHED} cached tokens a state differs by {most:.2g} of its scale from that of one forward: "
@@ -182,54 +189,10 @@ def _why_a_state_is_lost(model: PreTrainedModel, row: dict[str, Tensor], whole: 
     )
 
 
-def continue_behind(
-    model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any, *, one_by_one: bool = False
-) -> Tensor:
-    """The logits of the last 8 columns with the first `NUM_CACHED` in the cache: [R, 8, vocabulary].
-
-    Args:
-        one_by_one: each of the 8 in a forward of its own.
-
-    Raises:
-        ValueError: the cache holds another number of columns than were passed.
-    """
-    argument = cache_argument(model)
-    given = present_cache(model, {argument: cache, "use_cache": True})
-    wants_new_columns = argument == "cache_params" and isinstance(cache, DynamicCache)  # for a cache of ours it is cut
-    mask_begins = None if wants_new_columns else 0
-    model(**_columns(inputs, 0, NUM_CACHED, 0), **given)
-    if any(map(has_keys, cache.layers)) and cache.get_seq_length() != NUM_CACHED:
-        raise ValueError(f"after {NUM_CACHED} tokens its cache holds {cache.get_seq_length()}")
-    starts = range(NUM_CACHED, NUM_COLUMNS, 1 if one_by_one else NUM_COLUMNS)
-    ends = [*starts[1:], NUM_COLUMNS]
-    outputs = [model(**_columns(inputs, *part, mask_begins), **given) for part in zip(starts, ends, strict=True)]
-    return torch.cat(
-        [last_logits(output, end - start) for output, start, end in zip(outputs, starts, ends, strict=True)], 1
-    )
-
-
-def _columns(inputs: dict[str, Tensor], start: int, stop: int, mask_begins: int | None) -> dict[str, Tensor]:
-    """Those columns of all inputs; of the mask, those from `mask_begins` on, where that is given."""
-    of_mask = start if mask_begins is None else mask_begins
-    return {name: value[:, of_mask if name == "attention_mask" else start : stop] for name, value in inputs.items()}
-
-
-def behind_padding(row: dict[str, Tensor], num_pads: int) -> dict[str, Tensor]:
-    """The same row with so much padding before it."""
-    return {name: torch.nn.functional.pad(value, (num_pads, 0)) for name, value in row.items()}
-
-
-def dynamic_cache(model: PreTrainedModel) -> DynamicCache:
-    """The cache that transformers makes; it grows where the model has more layers than its config names."""
-    cache = DynamicCache(config=model.config)
-    cache.layer_class_to_replicate = DynamicLayer
-    return cache
-
-
 def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:
     """Names the rows whose logits differ by more than rounding; "" if there are none."""
     # the median over columns: rounding may send one token to another expert, but not most of them
-    rows = [float(_distances(*pair).sort().values[whole.shape[1] // 2]) for pair in zip(whole, continued, strict=True)]
+    rows = [float(distances(*pair).sort().values[whole.shape[1] // 2]) for pair in zip(whole, continued, strict=True)]
     if max(rows) <= allowed:
         return ""
     where = "" if rows[0] > allowed else " in a row with padding"
@@ -237,45 +200,3 @@ def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:
         f"continued behind {NUM_CACHED} cached tokens its logits differ{where} by {max(rows):.2g} of their scale: its "
         "keys and values depend on more than the tokens before them, or it does not use its cache"
     )
-
-
-def distance(reference: Tensor, logits: Tensor) -> float:
-    """The largest difference where the reference is finite, as a share of its scale; infinite if one is NaN."""
-    return float(_distances(reference, logits).max())
-
-
-def _distances(reference: Tensor, logits: Tensor) -> Tensor:
-    """The same of each column; the scale is the largest finite number of all, or 1 if that is 0."""
-    finite = reference.isfinite()
-    known = reference.where(finite, 0).double()
-    differences = (logits - known).where(finite, 0).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return differences.amax(-1) / (float(known.abs().max()) or 1.0)
-
-
-def tolerance(model: PreTrainedModel, seen: Iterable[torch.dtype]) -> float:
-    """How far rounding may move logits of dtypes `seen` between forwards of other lengths, as a share of their scale."""
-    return max(_MIN_TOLERANCE, _TOLERANCE_IN_EPS * eps_computed_in(model, seen))
-
-
-def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Ids of no special tokens, their mask and, where the model takes them, positions: [2, 24] each."""
-    config = model.config.get_text_config(decoder=True)
-    named = [value for part in (model.config, config) for name, value in vars(part).items() if "token" in name]
-    special = [token for value in named for token in (value if isinstance(value, list) else [value])]
-    known = range(min(int(config.vocab_size), 512))
-    plain = [token for token in known[3:] if token not in special] or list(known)
-    ids = torch.tensor([plain[(7 * i * i + 3 * i) % len(plain)] for i in range(2 * NUM_COLUMNS)]).view(2, NUM_COLUMNS)
-    mask = torch.ones_like(ids)
-    pad = getattr(config, "pad_token_id", None)
-    ids[1, :_NUM_PADS] = pad if isinstance(pad, int) and pad >= 0 else 0
-    mask[1, :_NUM_PADS] = 0
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    if takes(model, "position_ids"):
-        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_(min=0)
-    return {name: value.to(input_device(model)) for name, value in inputs.items()}
-
-
-def last_logits(output: Any, num_columns: int) -> Tensor:
-    """The logits of the last columns, in float32 on the CPU: [R, columns, vocabulary]."""
-    logits: Tensor = output.logits[:, -num_columns:]
-    return logits.float().cpu()

@@ -14,11 +14,9 @@ import pytest
 import torch
 import transformers
 
-from hf_paged_cache import PagedPrefixCache, UnsupportedModelError, prefix_store
+from hf_paged_cache import PagedPrefixCache, UnsupportedModelError, check_model, prefix_store
 from hf_paged_cache.model import support
-from hf_paged_cache.model.probing import types_of_logits
-from hf_paged_cache.model.state_traits import EVERY_PAD, StateTraits, read_state_traits
-from hf_paged_cache.model.trial import (
+from hf_paged_cache.model.comparison import (
     NUM_CACHED,
     NUM_COLUMNS,
     behind_padding,
@@ -26,12 +24,12 @@ from hf_paged_cache.model.trial import (
     distance,
     dynamic_cache,
     last_logits,
-    require_continuable,
-    state_traits,
     tolerance,
     trial_inputs,
-    why_it_fails,
 )
+from hf_paged_cache.model.probing import types_of_logits
+from hf_paged_cache.model.state_traits import EVERY_PAD, StateTraits, read_state_traits
+from hf_paged_cache.model.trial import require_continuable, state_traits, why_it_fails
 
 from ..conformance import zoo
 from ..tiny_models import build
@@ -265,6 +263,46 @@ def test_a_scan_that_forgets_is_seen_where_its_state_does_not_show_in_logits() -
         continued = continue_behind(model, inputs, dynamic_cache(model))
     assert distance(whole, continued) < 1e-6
     with pytest.raises(UnsupportedModelError, match="scan of several tokens starts without the state"):
+        PagedPrefixCache(model)
+
+
+@FROM_5_23
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_that_is_a_tenth_off_is_seen_where_logits_hardly_show_it(dtype: torch.dtype) -> None:
+    model_class, config = zoo.configuration("bamba")
+    model = model_class(config).eval().to(dtype)
+    assert why_it_fails(copy.deepcopy(model)).reason == ""
+
+    def disturb(_: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if kwargs["input_ids"].shape[1] == NUM_COLUMNS - NUM_CACHED and kwargs.get("past_key_values") is not None:
+            for layer in kwargs["past_key_values"].layers:
+                for state in getattr(layer, "recurrent_states", {}).values():
+                    state.mul_(1.1)
+
+    model.register_forward_hook(disturb, with_kwargs=True)
+    assert "a state differs by 0.1" in why_it_fails(model).reason
+
+
+@FROM_5_23
+@pytest.mark.parametrize(
+    ("num_columns", "said"),
+    [
+        (NUM_COLUMNS, "it cannot be continued behind a cache"),
+        (1, "it cannot be run a token at a time, or behind padding"),
+    ],
+)
+def test_an_error_where_states_are_looked_at_is_a_reason_and_no_traceback(num_columns: int, said: str) -> None:
+    model = zoo.build("lfm2")
+
+    def fail(_: Any, args: Any, kwargs: Any) -> None:
+        if kwargs["input_ids"].shape[1] == num_columns and kwargs.get("past_key_values") is not None:
+            raise RuntimeError("of the model's own")
+
+    model.register_forward_pre_hook(fail, with_kwargs=True)
+    report = check_model(model)
+    assert not report.is_supported
+    assert report.reason.startswith(f"{said} (RuntimeError: of the model's own)")
+    with pytest.raises(UnsupportedModelError, match=said):
         PagedPrefixCache(model)
 
 

@@ -1,0 +1,109 @@
+"""Logits of short inputs with a cache and without, and how far apart they are: what a trial and `check_model` compare.
+
+Two rows of 24 tokens, one padded on the left. Owns no judgement: what is allowed follows from the dtypes that are computed in, what
+becomes of a model that differs is its callers'.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from .cache_adapters import cache_argument, present_cache
+from .probing import eps_computed_in, input_device
+from .support import has_keys, takes
+
+NUM_COLUMNS = 24
+NUM_CACHED = 16
+MIN_TOLERANCE = 1e-3  # of the logits' scale; attention to later tokens makes 0.04 and more
+NUM_PADS = 5  # of the second row
+_TOLERANCE_IN_EPS = 16  # a bfloat16 forward of another length differs by some per cent
+
+
+def continue_behind(
+    model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any, *, one_by_one: bool = False
+) -> Tensor:
+    """The logits of the last 8 columns with the first `NUM_CACHED` in the cache: [R, 8, vocabulary].
+
+    Args:
+        one_by_one: each of the 8 in a forward of its own.
+
+    Raises:
+        ValueError: the cache holds another number of columns than were passed.
+    """
+    argument = cache_argument(model)
+    given = present_cache(model, {argument: cache, "use_cache": True})
+    wants_new_columns = argument == "cache_params" and isinstance(cache, DynamicCache)  # for a cache of ours it is cut
+    mask_begins = None if wants_new_columns else 0
+    model(**_columns(inputs, 0, NUM_CACHED, 0), **given)
+    if any(map(has_keys, cache.layers)) and cache.get_seq_length() != NUM_CACHED:
+        raise ValueError(f"after {NUM_CACHED} tokens its cache holds {cache.get_seq_length()}")
+    starts = range(NUM_CACHED, NUM_COLUMNS, 1 if one_by_one else NUM_COLUMNS)
+    ends = [*starts[1:], NUM_COLUMNS]
+    outputs = [model(**_columns(inputs, *part, mask_begins), **given) for part in zip(starts, ends, strict=True)]
+    return torch.cat(
+        [last_logits(output, end - start) for output, start, end in zip(outputs, starts, ends, strict=True)], 1
+    )
+
+
+def _columns(inputs: dict[str, Tensor], start: int, stop: int, mask_begins: int | None) -> dict[str, Tensor]:
+    """Those columns of all inputs; of the mask, those from `mask_begins` on, where that is given."""
+    of_mask = start if mask_begins is None else mask_begins
+    return {name: value[:, of_mask if name == "attention_mask" else start : stop] for name, value in inputs.items()}
+
+
+def behind_padding(row: dict[str, Tensor], num_pads: int) -> dict[str, Tensor]:
+    """The same row with so much padding before it."""
+    return {name: torch.nn.functional.pad(value, (num_pads, 0)) for name, value in row.items()}
+
+
+def dynamic_cache(model: PreTrainedModel) -> DynamicCache:
+    """The cache that transformers makes; it grows where the model has more layers than its config names."""
+    cache = DynamicCache(config=model.config)
+    cache.layer_class_to_replicate = DynamicLayer
+    return cache
+
+
+def distance(reference: Tensor, logits: Tensor) -> float:
+    """The largest difference where the reference is finite, as a share of its scale; infinite if one is NaN."""
+    return float(distances(reference, logits).max())
+
+
+def distances(reference: Tensor, logits: Tensor) -> Tensor:
+    """The same of each column; the scale is the largest finite number of all, or 1 if that is 0."""
+    finite = reference.isfinite()
+    known = reference.where(finite, 0).double()
+    differences = (logits - known).where(finite, 0).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return differences.amax(-1) / (float(known.abs().max()) or 1.0)
+
+
+def tolerance(model: PreTrainedModel, seen: Iterable[torch.dtype]) -> float:
+    """How far rounding may move logits of dtypes `seen` between forwards of other lengths, as a share of their scale."""
+    return max(MIN_TOLERANCE, _TOLERANCE_IN_EPS * eps_computed_in(model, seen))
+
+
+def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Ids of no special tokens, their mask and, where the model takes them, positions: [2, 24] each."""
+    config = model.config.get_text_config(decoder=True)
+    named = [value for part in (model.config, config) for name, value in vars(part).items() if "token" in name]
+    special = [token for value in named for token in (value if isinstance(value, list) else [value])]
+    known = range(min(int(config.vocab_size), 512))
+    plain = [token for token in known[3:] if token not in special] or list(known)
+    ids = torch.tensor([plain[(7 * i * i + 3 * i) % len(plain)] for i in range(2 * NUM_COLUMNS)]).view(2, NUM_COLUMNS)
+    mask = torch.ones_like(ids)
+    pad = getattr(config, "pad_token_id", None)
+    ids[1, :NUM_PADS] = pad if isinstance(pad, int) and pad >= 0 else 0
+    mask[1, :NUM_PADS] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if takes(model, "position_ids"):
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_(min=0)
+    return {name: value.to(input_device(model)) for name, value in inputs.items()}
+
+
+def last_logits(output: Any, num_columns: int) -> Tensor:
+    """The logits of the last columns, in float32 on the CPU: [R, columns, vocabulary]."""
+    logits: Tensor = output.logits[:, -num_columns:]
+    return logits.float().cpu()
