@@ -58,7 +58,7 @@ class PrefixStore:
             transformers is not the tested version.
         block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
         num_blocks: the most blocks, one of which is reserved; of layers with a window as many, apart from the others'.
-        max_bytes: instead of `num_blocks`, the most bytes of keys and values; a forward of one token measures what a
+        max_bytes: instead of `num_blocks`, the most bytes of keys, values and snapshots; a forward of one token measures what a
             block needs. Without either: blocks, and the copies of running rows that attention reads, take at most half of the
             memory that is free after the first forward on each device with layers of the model (on a host: available, or left
             of the container's limit), less what other stores of this process may still take.

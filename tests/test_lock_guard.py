@@ -38,6 +38,8 @@ LOCK = re.compile(r"(\.lock|\._lock|_attaching|_opening|_registering)$")
 OTHERWISE_TESTED = {
     "integration.hooks:attach": "test_threads_that_attach_a_model_at_once_attach_it_once",
     "integration.hooks:detach": "test_attaching_and_detaching_at_once_leaves_all_or_nothing",
+    "integration.hooks:left_as_it_was": "test_jobs_in_several_threads_on_one_model_do_not_take_it_from_each_other",
+    "integration.hooks:left_as_it_was:1": "test_jobs_in_several_threads_on_one_model_do_not_take_it_from_each_other",
     "integration.ambient:open_scope": "guards a tuple of this module, of no store",
     "integration.ambient:close_scope": "guards a tuple of this module, of no store",
     "model.conditioning:Conditioning._read": "test_conditions_read_by_many_threads_are_the_same",

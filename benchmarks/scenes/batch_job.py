@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore, generate_all
-from hf_paged_cache.batch_calls import generation_config
+from hf_paged_cache.batch_options import generation_config
 
 from .line import BASELINE, GIVEN_ORDER, OURS, Line
 from .registry import Lines, Repeat, scene
@@ -57,6 +57,7 @@ def batch_job(bench: Bench, repeat: Repeat) -> Lines:
     num_blocks = 1 + num_held * -(-shared // 16) + BATCH * -(-(_QUESTION[1] + NEW_TOKENS + 16) // 16)
     seconds, completions, hit_rate = _job(bench, prompts, num_blocks)
     cache = PagedPrefixCache(PrefixStore(bench.model, num_blocks=num_blocks), on_full="bypass")
+    _loop(bench, prompts[:BATCH], completions[:BATCH], 1, lambda: cache)  # fills the pool
     loop, num_loop = _loop(bench, prompts, completions, repeat(12), lambda: cache)
     yield (
         "batch_job / order",
