@@ -121,11 +121,7 @@ def generate_all(
         >>> len(result.completions), result.summary.num_prompts
         (2, 2)
     """
-    int_of_at_least("batch_size", batch_size, 1, "rows of a batch")
-    int_of_at_least("max_new_tokens", max_new_tokens, 1, "tokens")
-    int_of_at_least("seed", seed, 0, "as a seed")
-    if order not in ORDERS:
-        raise CacheArgumentError(f"order is {order!r}; give {' or '.join(map(repr, ORDERS))}")
+    how = How(out, column, order, batch_size, max_new_tokens, seed, overwrite, progress).checked()
     options = {"max_new_tokens": max_new_tokens, **generation}
     inside = unwrapped(model)
     require_supported(inside)
@@ -142,27 +138,42 @@ def generate_all(
         stack.callback(on.reset)
         calls = BatchCalls(on, tokenizer, config, options, seed)
         runner = Runner(
-            tokenizer,
-            inside.config,
-            config,
-            lambda: sampled_digest(inside),
-            on.store.blocks.block_size,
-            1,
-            calls.try_out,
-            lambda queues: (record for batch in queues[0] for record in calls.run(*batch)),
+            tokenizer=tokenizer,
+            config=inside.config,
+            generation_config=config,
+            digest=lambda: sampled_digest(inside),
+            block_size=on.store.blocks.block_size,
+            num_workers=1,
+            try_out=calls.try_out,
+            run=lambda queues: (record for batch in queues[0] for record in calls.run(*batch)),
         )
-        return run_job(
-            runner,
-            prompts,
-            out=out,
-            column=column,
-            order=order,
-            batch_size=batch_size,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            overwrite=overwrite,
-            progress=progress,
-        )
+        return run_job(runner, prompts, how)
+
+
+class How(NamedTuple):
+    """The arguments of a job that do not depend on where it runs; see `generate_all`."""
+
+    out: "str | PathLike[str] | None"
+    column: str
+    order: Literal["given", "done"]
+    batch_size: int
+    max_new_tokens: int
+    seed: int
+    overwrite: bool
+    progress: bool | None
+
+    def checked(self) -> "How":
+        """Itself.
+
+        Raises:
+            CacheArgumentError: a number out of its range, or no such order.
+        """
+        int_of_at_least("batch_size", self.batch_size, 1, "rows of a batch")
+        int_of_at_least("max_new_tokens", self.max_new_tokens, 1, "tokens")
+        int_of_at_least("seed", self.seed, 0, "as a seed")
+        if self.order not in ORDERS:
+            raise CacheArgumentError(f"order is {self.order!r}; give {' or '.join(map(repr, ORDERS))}")
+        return self
 
 
 class Runner(NamedTuple):
@@ -187,45 +198,35 @@ class Runner(NamedTuple):
 
 
 def run_job(
-    runner: Runner,
-    prompts: "str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row]",
-    *,
-    out: "str | PathLike[str] | None",
-    column: str,
-    order: Literal["given", "done"],
-    batch_size: int,
-    max_new_tokens: int,
-    seed: int,
-    overwrite: bool,
-    progress: bool | None,
+    runner: Runner, prompts: "str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row]", how: How
 ) -> BatchResult:
-    """A job on whatever runs its batches; see `generate_all` for the arguments and what is refused."""
+    """A job on whatever runs its batches; see `generate_all` for what is refused."""
+    path = None if how.out is None else Path(how.out)
     with ExitStack() as stack:
-        if out is not None:
-            require_writable(Path(out), prompts)
-            stack.enter_context(claimed(Path(out)))
-            require_free(Path(out), overwrite)
-        rows = stack.enter_context(opened(prompts, column))
-        tokens = [*tokenized(rows, column, runner.tokenizer)]
-        require_positions(runner.config, tokens, max_new_tokens)
-        journal = output = None
-        if out is not None:
+        if path is not None:
+            require_writable(path, prompts)
+            stack.enter_context(claimed(path))
+            require_free(path, how.overwrite)
+        rows = stack.enter_context(opened(prompts, how.column))
+        tokens = [*tokenized(rows, how.column, runner.tokenizer)]
+        require_positions(runner.config, tokens, how.max_new_tokens)
+        if path is not None:
             require_room(rows)
         if tokens:
-            runner.try_out([[*each[:2]] for each in tokens[: min(batch_size, 2)]])
-        if out is not None:
-            path = Path(out)
+            runner.try_out([[*each[:2]] for each in tokens[: min(how.batch_size, 2)]])
+        journal = output = None
+        if path is not None:  # from here on there are files
             job = {
-                "the model": runner.digest(),
-                "the prompts' file": digest_of(rows),
-                "the prompts' tokens": _digest_of_tokens(tokens),
-                "the option": _options_of_results(runner.generation_config, column, batch_size, seed),
+                "model": runner.digest(),
+                "prompts": digest_of(rows),
+                "tokens of the prompts": _digest_of_tokens(tokens),
+                "option": _options_of_results(runner.generation_config, how),
             }
-            journal = stack.enter_context(Journal(journal_of(path), job, len(rows), anew=overwrite))
-            output = stack.enter_context(Output(path, journal, rows.__getitem__, len(rows), order))
+            journal = stack.enter_context(Journal(journal_of(path), job, len(rows), anew=how.overwrite))
+            output = stack.enter_context(Output(path, journal, rows.__getitem__, len(rows), how.order))
         done = Progress(len(rows), journal, output)
-        queues = _planned(runner, tokens, batch_size, max_new_tokens, done)
-        with tqdm(total=len(rows), initial=done.num_rows, unit="prompt", disable=_is_off(progress)) as bar:
+        queues = _planned(runner, tokens, how, done)
+        with tqdm(total=len(rows), initial=done.num_rows, unit="prompt", disable=_is_off(how.progress)) as bar:
             for record in runner.run(queues):
                 done.add(record)
                 bar.set_postfix_str(f"{done.reused_share:.0%} of prompt tokens reused", refresh=False)
@@ -240,20 +241,18 @@ def _is_off(progress: bool | None) -> bool | None:
     return None if progress is None else not progress
 
 
-def _options_of_results(config: Any, column: str, batch_size: int, seed: int) -> dict[str, Any]:
+def _options_of_results(config: Any, how: How) -> dict[str, Any]:
     """What shapes the completions; of samples the batches do, too."""
     options = {name: value for name, value in json.loads(config.to_json_string()).items() if name != _NO_OPTION}
-    drawn = {"batch_size": batch_size, "seed": seed} if config.do_sample else {}
-    return {**options, "column": column, **drawn}
+    drawn = {"batch_size": how.batch_size, "seed": how.seed} if config.do_sample else {}
+    return {**options, "column": how.column, **drawn}
 
 
 def _digest_of_tokens(tokens: "Sequence[array[int]]") -> str:
     return digest_of([{"length": len(each), "ids": each.tobytes().hex()} for each in tokens])
 
 
-def _planned(
-    runner: Runner, tokens: "Sequence[array[int]]", batch_size: int, max_new_tokens: int, done: Progress
-) -> "list[list[Batch]]":
+def _planned(runner: Runner, tokens: "Sequence[array[int]]", how: How, done: Progress) -> "list[list[Batch]]":
     """Of each worker, the batches that it is to run, without the rows that are done."""
     tree, lengths = build_prefix_tree(tokens, block_size=runner.block_size), [*map(len, tokens)]
     least_padded = tokens_seen(runner.generation_config)
@@ -262,14 +261,14 @@ def _planned(
         place = {each.prompt: each for each in order}
         orders = [
             [place[number] for number in numbers]
-            for numbers in partition(tree, lengths, runner.num_workers, max_new_tokens)
+            for numbers in partition(tree, lengths, runner.num_workers, how.max_new_tokens)
         ]
     else:
         orders = [order]
     queues: list[list[Batch]] = []
     for own in orders:
         queue = []
-        for numbers in batches(own, batch_size, max_new_tokens, least_padded):
+        for numbers in batches(own, how.batch_size, how.max_new_tokens, least_padded):
             known = frozenset(number for number in numbers if number in done)
             if len(known) < len(numbers):
                 queue.append(Batch(numbers, [tokens[number] for number in numbers], known))

@@ -15,10 +15,9 @@ from os import PathLike
 from typing import Any, Literal, NamedTuple
 
 from .batch.journal import Record
-from .batch.output import ORDERS
 from .batch.prompt_files import Row
 from .batch_calls import BatchCalls
-from .batch_job import Batch, BatchResult, Runner, run_job
+from .batch_job import Batch, BatchResult, How, Runner, run_job
 from .batch_options import generation_config
 from .blocks.arguments import int_of_at_least
 from .cache import PagedPrefixCache
@@ -136,11 +135,7 @@ def generate_all_on_ray(
         2
     """
     int_of_at_least("num_workers", num_workers, 1, "workers")
-    int_of_at_least("batch_size", batch_size, 1, "rows of a batch")
-    int_of_at_least("max_new_tokens", max_new_tokens, 1, "tokens")
-    int_of_at_least("seed", seed, 0, "as a seed")
-    if order not in ORDERS:
-        raise CacheArgumentError(f"order is {order!r}; give {' or '.join(map(repr, ORDERS))}")
+    how = How(out, column, order, batch_size, max_new_tokens, seed, overwrite, progress).checked()
     if find_spec("ray") is None:
         raise CacheArgumentError("workers need Ray: pip install ray, or '.[ray]'")
     import ray
@@ -169,27 +164,16 @@ def generate_all_on_ray(
         stack.callback(workers.shut_down)
         told = workers.ask_first("describe")
         runner = Runner(
-            told.tokenizer,
-            told.config,
-            told.generation_config,
-            lambda: told.digest,
-            told.block_size,
-            num_workers,
-            lambda beginnings: workers.ask_first("try_out", beginnings),
-            workers.run,
+            tokenizer=told.tokenizer,
+            config=told.config,
+            generation_config=told.generation_config,
+            digest=lambda: told.digest,
+            block_size=told.block_size,
+            num_workers=num_workers,
+            try_out=lambda beginnings: workers.ask_first("try_out", beginnings),
+            run=workers.run,
         )
-        return run_job(
-            runner,
-            prompts,
-            out=out,
-            column=column,
-            order=order,
-            batch_size=batch_size,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            overwrite=overwrite,
-            progress=progress,
-        )
+        return run_job(runner, prompts, how)
 
 
 def _require_answer(address: str) -> None:

@@ -128,17 +128,17 @@ def _try(model: PreTrainedModel, name: str, layers: dict[str, int]) -> ModelRepo
     if not reason and not counts.reused_tokens and can_reuse:
         reason = f"nothing of a known prompt is reused: {counts.rows[0].stopped if counts.rows else 'no row ran'}"
     return ModelReport(
-        name,
-        not reason,
-        reason,
-        ours,
-        own,
-        counts.reused_tokens,
-        counts.prompt_tokens,
-        layers,
-        measure_bytes_per_token(model),
-        cache.store.blocks.states.rules.num_bytes if cache.store.blocks.states else 0,
-        _remarks(model, cache),
+        model=name,
+        is_supported=not reason,
+        reason=reason,
+        distance=ours,
+        own_distance=own,
+        reused_tokens=counts.reused_tokens,
+        prompt_tokens=counts.prompt_tokens,
+        layers=layers,
+        kv_bytes_per_token=measure_bytes_per_token(model),
+        snapshot_bytes=cache.store.blocks.states.rules.num_bytes if cache.store.blocks.states else 0,
+        remarks=_remarks(model, cache),
     )
 
 

@@ -229,11 +229,11 @@ def test_a_job_goes_on_where_it_was_interrupted(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"max_new_tokens": 6}, "the option max_new_tokens was 5 and is 6"),
-        ({"prompts": [*PROMPTS[:-1], "another"]}, "prompts' file has changed"),
-        ({"model": "other"}, "the model has changed"),
-        ({"template": "other"}, "the prompts' tokens has changed"),
-        ({"do_sample": True}, "the option do_sample"),
+        ({"max_new_tokens": 6}, "option max_new_tokens was 5 and is 6"),
+        ({"prompts": [*PROMPTS[:-1], "another"]}, "other prompts[;.]"),
+        ({"model": "other"}, "other model[;.]"),
+        ({"template": "other"}, "other tokens of the prompts"),
+        ({"do_sample": True}, "option do_sample"),
     ],
 )
 def test_a_job_that_has_changed_is_refused_and_says_how(

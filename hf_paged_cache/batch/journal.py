@@ -184,7 +184,7 @@ def _difference(name: str, before: object, now: object) -> str:
     are_short = all(value is None or isinstance(value, int | float | bool | str) for value in (before, now))
     are_digests = isinstance(before, str) and isinstance(now, str) and len(before) == len(now) == 64
     if are_digests or not are_short:
-        return f"{name} has changed"
+        return f"other {name}" if are_digests else f"{name} has changed"
     return f"{name} was {json.dumps(before)} and is {json.dumps(now)}"
 
 

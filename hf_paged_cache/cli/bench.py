@@ -75,7 +75,7 @@ def bench(
                 break
     spent = time.perf_counter() - started
     print(f"{len(answered)} of {len(read.token_ids)} prompts, {max_new_tokens} new tokens at most, in {spent:.0f} s.")
-    print(summary(answered).replace("questions", "prompts").replace("question", "prompt"))
+    print(summary(answered, "prompt"))
     share = read.num_shared_tokens / read.num_tokens
     print(
         f"Of the {read.num_tokens:,} tokens of all prompts, {read.num_shared_tokens:,} ({share:.0%}) stand at the beginning of another one, too."

@@ -59,21 +59,21 @@ def show_lines(comparisons: Iterable[Comparison], num_questions: int) -> list[Co
     return shown
 
 
-def summary(comparisons: Sequence[Comparison]) -> str:
-    """The totals, in three lines."""
+def summary(comparisons: Sequence[Comparison], noun: str = "question") -> str:
+    """The totals, in three lines; `noun` says of what."""
     of = totals(comparisons)
     warm = of["first_token_speedup_after_first_question"]
     num_different = sum(not each.same_tokens for each in comparisons)
     return (
-        f"Time to first token, {len(comparisons)} questions: DynamicCache {of['dynamic_cache_first_token_seconds']:.2f} s, "
+        f"Time to first token, {len(comparisons)} {noun}s: DynamicCache {of['dynamic_cache_first_token_seconds']:.2f} s, "
         f"PagedPrefixCache {of['paged_prefix_cache_first_token_seconds']:.2f} s: speed-up {of['first_token_speedup']:.1f}x"
-        + ("" if warm is None else f", {warm:.1f}x after the first question (median)")
+        + ("" if warm is None else f", {warm:.1f}x after the first {noun} (median)")
         + f".\nWhole answers: speed-up {of['total_speedup']:.1f}x. Reused {of['reused_tokens']} of "
         f"{of['prompt_tokens']} prompt tokens ({of['reused_tokens'] / of['prompt_tokens']:.0%}).\nSame tokens"
         + (
             f": NO, {num_different} of {len(comparisons)} answers differ."
             if num_different
-            else " for every question: yes."
+            else f" for every {noun}: yes."
         )
     )
 

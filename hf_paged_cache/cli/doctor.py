@@ -14,7 +14,6 @@ from .model_options import Device, Dtype, Revision
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_BLOCK_SIZE = 16  # of a PagedPrefixCache without options
 _NAMES = 13  # columns of the names of what is told
 
 
@@ -97,13 +96,14 @@ def of_memory(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     from hf_paged_cache import PagedPrefixCache
 
     cache = PagedPrefixCache(model)
-    cache.prefill([0] * (2 * _BLOCK_SIZE))  # shows what a block takes, and so how many there can be
+    block_size = cache.store.blocks.block_size
+    cache.prefill([0] * (2 * block_size))  # shows what a block takes, and so how many there can be
     num_blocks = cache.stats().num_blocks
     if num_blocks is not None:
-        tokens = (num_blocks - 1) * _BLOCK_SIZE  # one is reserved
+        tokens = (num_blocks - 1) * block_size  # one is reserved
         yield (
             "room for",
-            f"{tokens:,} tokens, in {num_blocks - 1:,} blocks of {_BLOCK_SIZE}, with the default num_blocks",
+            f"{tokens:,} tokens, in {num_blocks - 1:,} blocks of {block_size}, with the default num_blocks",
         )
 
 

@@ -14,7 +14,7 @@ from hf_paged_cache import CacheArgumentError
 from hf_paged_cache.batch.journal import Journal, Record, claimed, journal_of
 from hf_paged_cache.batch.output import Order, Output
 
-JOB = {"the model": "a" * 64, "the option": {"top_k": 3}}
+JOB = {"model": "a" * 64, "option": {"top_k": 3}}
 ROWS: list[dict[str, Any]] = [{"prompt": f"é{number}", "n": number} for number in range(6)]
 RECORDS = [
     Record([4, 1], ["four", "one ü\n"], {"seconds": 1.0}),
@@ -80,9 +80,9 @@ def test_rows_come_as_they_are_done_if_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        ({**JOB, "the model": "b" * 64}, "the model has changed"),
-        ({**JOB, "the option": {"top_k": 4}}, "the option top_k was 3 and is 4"),
-        ({**JOB, "the option": {"top_k": 3, "top_p": 0.5}}, "the option top_p was null and is 0.5"),
+        ({**JOB, "model": "b" * 64}, "other model"),
+        ({**JOB, "option": {"top_k": 4}}, "option top_k was 3 and is 4"),
+        ({**JOB, "option": {"top_k": 3, "top_p": 0.5}}, "option top_p was null and is 0.5"),
     ],
 )
 def test_another_jobs_journal_is_refused_with_what_is_different(job: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_an_output_is_claimed_once_and_leaves_a_lock_only_beside_a_journal(tmp_p
 
 @pytest.mark.parametrize("anew", [True, False])
 def test_only_a_journal_in_which_nothing_is_done_makes_room_for_another_job(anew: bool, tmp_path: Path) -> None:
-    Journal(tmp_path / "journal", {"the model": "b" * 64}, 3)
+    Journal(tmp_path / "journal", {"model": "b" * 64}, 3)
     with Journal(tmp_path / "journal", JOB, len(ROWS)) as journal:
         journal.add(RECORDS[0])
     with Journal(tmp_path / "journal", JOB, len(ROWS), anew=anew) as journal:
