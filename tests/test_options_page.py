@@ -15,7 +15,7 @@ from hf_paged_cache import PagedPrefixCache, PrefixStore, generate_all, generate
 from hf_paged_cache.cli.commands import app
 
 PAGE = (Path(__file__).parents[1] / "docs" / "options.md").read_text("utf-8")
-SECTIONS = PAGE.split("Of the command:")
+SECTIONS = PAGE.split("## The command")
 CALLS: list[Callable[..., Any]] = [PagedPrefixCache, PrefixStore, generate_all, generate_all_on_ray]
 
 
