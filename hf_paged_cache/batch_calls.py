@@ -140,6 +140,7 @@ class BatchCalls:
             "new_tokens": sum(map(len, new)),
             "seconds": seconds,
             "prefill_seconds": (clock.first_at or started) - started,
+            "decode_steps": max(0, clock.num_steps - 1),
             "bypassed": len(rows) * is_bypassed,
         }
         return Record(rows, completions, counts)
@@ -210,12 +211,14 @@ class _PadsWhatHasEnded(StoppingCriteria):
 
 
 class _FirstTokenClock(LogitsProcessor):
-    """Notes when the logits of the first new token were there; changes none."""
+    """Notes when the logits of the first new token were there, and how often there were any; changes none."""
 
     def __init__(self) -> None:
         self.first_at: float | None = None
+        self.num_steps = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.num_steps += 1
         if self.first_at is None:
             if scores.device.type != "cpu":
                 getattr(torch, scores.device.type).synchronize()

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +23,7 @@ from .batch.prefix_tree import build_prefix_tree
 from .batch.prompt_files import Row
 from .batch.rows import digest_of, opened
 from .batch_calls import BatchCalls
-from .batch_options import generation_config, tokens_seen
+from .batch_options import NO_OPTIONS, generation_config, tokens_seen
 from .batch_progress import BatchSummary, Progress
 from .blocks.arguments import int_of_at_least
 from .cache import PagedPrefixCache
@@ -33,8 +33,6 @@ from .model.identity import sampled_digest
 from .model.support import require_supported, unwrapped
 from .prefix_store import PrefixStore
 from .prompts import require_positions, tokenized
-
-_NO_OPTION = "transformers_version"
 
 
 class Batch(NamedTuple):
@@ -123,6 +121,8 @@ def generate_all(
     """
     how = How(out, column, order, batch_size, max_new_tokens, seed, overwrite, progress).checked()
     options = {"max_new_tokens": max_new_tokens, **generation}
+    if not callable(tokenizer):
+        raise CacheArgumentError(f"tokenizer is of type {type(tokenizer).__name__}; give the model's")
     inside = unwrapped(model)
     require_supported(inside)
     config = generation_config(inside, options)
@@ -166,11 +166,18 @@ class How(NamedTuple):
         """Itself.
 
         Raises:
-            CacheArgumentError: a number out of its range, or no such order.
+            CacheArgumentError: naming the first argument that is of another type, or out of its range.
         """
         int_of_at_least("batch_size", self.batch_size, 1, "rows of a batch")
         int_of_at_least("max_new_tokens", self.max_new_tokens, 1, "tokens")
         int_of_at_least("seed", self.seed, 0, "as a seed")
+        for name, value in (("overwrite", self.overwrite), ("progress", self.progress)):
+            if not isinstance(value, bool) and (value is not None or name == "overwrite"):
+                raise CacheArgumentError(f"{name} is {value!r}; give True or False")
+        if not isinstance(self.column, str):
+            raise CacheArgumentError(f"column is {self.column!r}; give the name of a column")
+        if not isinstance(self.out, str | PathLike | None) or "\0" in fspath(self.out or ""):
+            raise CacheArgumentError(f"out is {self.out!r}; give a file's path")
         if self.order not in ORDERS:
             raise CacheArgumentError(f"order is {self.order!r}; give {' or '.join(map(repr, ORDERS))}")
         return self
@@ -220,7 +227,7 @@ def run_job(
                 "model": runner.digest(),
                 "prompts": digest_of(rows),
                 "tokens of the prompts": _digest_of_tokens(tokens),
-                "option": _options_of_results(runner.generation_config, how),
+                "option": _options_of_results(runner, how),
             }
             journal = stack.enter_context(Journal(journal_of(path), job, len(rows), anew=how.overwrite))
             output = stack.enter_context(Output(path, journal, rows.__getitem__, len(rows), how.order))
@@ -241,11 +248,17 @@ def _is_off(progress: bool | None) -> bool | None:
     return None if progress is None else not progress
 
 
-def _options_of_results(config: Any, how: How) -> dict[str, Any]:
+def _options_of_results(runner: Runner, how: How) -> dict[str, Any]:
     """What shapes the completions; of samples the batches do, too."""
-    options = {name: value for name, value in json.loads(config.to_json_string()).items() if name != _NO_OPTION}
-    drawn = {"batch_size": how.batch_size, "seed": how.seed} if config.do_sample else {}
-    return {**options, "column": how.column, **drawn}
+    saved = json.loads(runner.generation_config.to_json_string())
+    drawn = {
+        "batch_size": how.batch_size,
+        "seed": how.seed,
+        "num_workers": runner.num_workers,
+        "block_size": runner.block_size,
+    }
+    options = {name: value for name, value in saved.items() if name not in NO_OPTIONS}
+    return {**options, "column": how.column, **(drawn if runner.generation_config.do_sample else {})}
 
 
 def _digest_of_tokens(tokens: "Sequence[array[int]]") -> str:

@@ -6,11 +6,14 @@ are not padded: they run with rows of their own length.
 
 import sys
 from collections.abc import Iterable, Mapping
+from inspect import signature
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 
+from .blocks.arguments import int_of_at_least
 from .errors import CacheArgumentError
+from .prefix_store import PrefixStore
 
 ALL = sys.maxsize  # tokens in front of the next one that an option reads: every one
 
@@ -22,6 +25,7 @@ _REFUSED = {
     "use_cache": "the job runs on a cache of its own",
     "cache_implementation": "the job runs on a cache of its own",
     "cache_config": "the job runs on a cache of its own",
+    "continuous_batching_config": "it is of another way to generate, generate_batch",
     "return_dict_in_generate": "the job keeps completions alone",
     "output_scores": "the job keeps completions alone",
     "output_logits": "the job keeps completions alone",
@@ -39,33 +43,69 @@ REPLACED = {
     "cache_implementation": None,
     "max_time": None,
 }
+NO_OPTIONS = ("transformers_version", "_from_model_config")  # what a generation config holds besides
 # Options that read no tokens in front of the next one, or only which ones there are.
 _SEE_NO_PADDING = {
     *("max_new_tokens", "min_new_tokens", "max_length", "do_sample", "num_beams", "num_return_sequences"),
     *("early_stopping", "length_penalty", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
-    *("epsilon_cutoff", "eta_cutoff", "repetition_penalty", "renormalize_logits", "remove_invalid_values"),
+    *("epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty"),
+    *("renormalize_logits", "remove_invalid_values"),
     *("suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "disable_compile"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "disable_compile"),
+    # of drafts, which another option turns on
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind"),
     *("stop_strings", "bad_words_ids", "sequence_bias"),  # these have a length
     *REPLACED,
 }
+_OFF = {"num_beam_groups": 1, "guidance_scale": 1.0}  # values that change nothing, besides those that are false
+_WHOLE_NUMBERS = {  # name -> the least
+    **dict.fromkeys(("num_beams", "num_return_sequences", "num_beam_groups", "prompt_lookup_num_tokens"), 1),
+    **dict.fromkeys(("min_new_tokens", "top_k", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+}
+_FLAGS = (
+    *("do_sample", "renormalize_logits", "remove_invalid_values", "token_healing", "disable_compile", "is_assistant"),
+    *("use_mtp", "low_memory"),
+)
+_NUMBERS = (
+    *("temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"),
+    *("encoder_repetition_penalty", "length_penalty", "diversity_penalty", "guidance_scale", "penalty_alpha"),
+)
+NEED_A_VALUE = {*_WHOLE_NUMBERS, *_NUMBERS}
 _OF_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "forced_bos_token_id", "forced_eos_token_id")
+
+
+def require_names(options: Iterable[str]) -> None:
+    """Refuse options that a batch job does not take, whatever the model.
+
+    Raises:
+        CacheArgumentError: a name that is no generation option, or one that a batch job refuses.
+    """
+    known = _known_names()
+    for name in options:
+        if name in _REFUSED:
+            raise CacheArgumentError(f"{name} is not an option here: {_REFUSED[name]}")
+        if name not in known:
+            raise CacheArgumentError(f"{name} is no option of generate{_instead(name)}")
+
+
+def _instead(name: str) -> str:
+    if name in signature(PrefixStore).parameters:
+        return f"; give cache=PagedPrefixCache(model, {name}=...)"
+    if name in signature(GenerationMixin.generate).parameters:
+        return " that a batch job takes: it takes those by name that transformers' GenerationConfig has"
+    return "; see transformers' GenerationConfig for all of them"
 
 
 def generation_config(model: Any, options: Mapping[str, Any]) -> GenerationConfig:
     """What `model.generate(**options)` would go by.
 
     Raises:
-        CacheArgumentError: a name that is no generation option, one that a batch job refuses, or values that do not fit.
+        CacheArgumentError: see `require_names`; or values that do not fit.
     """
-    known = set(GenerationConfig().to_dict()) - {"transformers_version"}  # type: ignore[no-untyped-call]
+    require_names(options)
     for name in options:
-        if name in _REFUSED:
-            raise CacheArgumentError(f"{name} is not an option here: {_REFUSED[name]}")
-        if name not in known:
-            raise CacheArgumentError(
-                f"{name} is no option of generate; see transformers' GenerationConfig for all of them"
-            )
+        _require_kind(name, options[name])
     try:
         config = GenerationConfig.from_dict({**model.generation_config.to_dict(), **options, **REPLACED})
         config.validate()
@@ -84,6 +124,15 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, str) and each for each in value)
 
 
+def _require_kind(name: str, value: Any) -> None:
+    if name in _FLAGS and not isinstance(value, bool | None):
+        raise CacheArgumentError(f"{name} is {value!r}; give True or False")
+    if name in _WHOLE_NUMBERS and value is not None:
+        int_of_at_least(name, value, _WHOLE_NUMBERS[name], "of generate")
+    if name in _NUMBERS and value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise CacheArgumentError(f"{name} is {value!r}; give a number")
+
+
 def _require_tokens(name: str, value: Any, num_tokens: int) -> None:
     ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if not all(isinstance(each, int) and not isinstance(each, bool) and each < num_tokens for each in ids):
@@ -94,13 +143,20 @@ def tokens_seen(config: GenerationConfig) -> int:
     """The most tokens in front of the next one that an option reads: a prompt of as many may be padded; `ALL`: none may.
 
     Examples:
-        >>> from transformers import GenerationConfig
+        >>> from transformers import GenerationConfig, GenerationMixin
         >>> tokens_seen(GenerationConfig(top_k=5)), tokens_seen(GenerationConfig(stop_strings=["\\n\\n", "end"]))
         (0, 3)
+        >>> tokens_seen(GenerationConfig.from_model_config(model.config))
+        0
         >>> tokens_seen(GenerationConfig(no_repeat_ngram_size=2)) == ALL
         True
     """
-    given = {name: value for name, value in config.to_diff_dict().items() if value}
+    known = _known_names()
+    given = {
+        name: value
+        for name, value in config.to_diff_dict().items()
+        if value and name in known and value != _OFF.get(name)  # any other name is a model's own
+    }
     if given.keys() - _SEE_NO_PADDING:
         return ALL
     stop, bias = given.get("stop_strings") or [], given.get("sequence_bias") or []
@@ -110,3 +166,7 @@ def tokens_seen(config: GenerationConfig) -> int:
         *(bias if isinstance(bias, dict) else [tokens for tokens, _ in bias]),
     ]
     return max((len([*each]) for each in sequences), default=0)
+
+
+def _known_names() -> set[str]:
+    return set(GenerationConfig().to_dict()) - {*NO_OPTIONS}  # type: ignore[no-untyped-call]

@@ -1,6 +1,8 @@
 """What of a batch job is done, and what it took: in memory, and in the journal and output where there are any."""
 
+from array import array
 from dataclasses import dataclass
+from statistics import median
 
 from .batch.journal import Completion, Journal, Record
 from .batch.output import Output
@@ -18,8 +20,9 @@ class BatchSummary:
         num_batches: calls of `generate`.
         num_bypassed: prompts that did not fit into the pool alone, and ran without it.
         seconds: that the calls took; loading and tokenizing are not in it.
-        seconds_without: an estimate of what they would take without the cache: every prompt token at the fastest rate of the
-            calls that computed at least half of theirs, and the same decode steps. None where there was no such call.
+        seconds_without: an estimate of what they would take without the cache: besides, what was reused at the price of a token,
+            which is the time by which the calls that computed most took longer for a first token than for a next one. None
+            where no call computed more tokens than it has rows.
 
     Examples:
         >>> summary = generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2).summary
@@ -52,7 +55,9 @@ class BatchSummary:
                 f"; without the cache about {self.seconds_without:,.1f} s ({self.seconds_without / self.seconds:.1f}x)"
             )
         if self.num_bypassed:
-            lines.append(f"{counted(self.num_bypassed, 'prompt')} did not fit into the pool, and ran without it")
+            lines.append(
+                f"{counted(self.num_bypassed, 'prompt')} did not fit into the pool, and ran without it: more blocks are needed (num_blocks, --num-blocks)"
+            )
         return "\n".join(lines)
 
 
@@ -69,7 +74,8 @@ class Progress:
         self._total = num_rows
         self._counts = dict.fromkeys(("prompt_tokens", "computed_tokens", "new_tokens", "bypassed"), 0)
         self._num_batches = self.num_rows = 0
-        self._seconds = self._decode_seconds = self._best_rate = 0.0
+        self._seconds = 0.0
+        self._computed, self._prices = array("q"), array("d")  # of each call: tokens, and the seconds of one
         for record in () if journal is None else journal.records():
             self._count(record)
         self._num_done_before = self.num_rows
@@ -96,7 +102,8 @@ class Progress:
 
     def summary(self) -> BatchSummary:
         prompt_tokens, computed = self._counts["prompt_tokens"], self._counts["computed_tokens"]
-        without = self._decode_seconds + prompt_tokens / self._best_rate if self._best_rate else None
+        price = self._price()
+        without = None if price is None else self._seconds + (prompt_tokens - computed) * price
         return BatchSummary(
             num_prompts=self._total,
             num_done_before=self._num_done_before,
@@ -116,7 +123,15 @@ class Progress:
         self._num_batches += 1
         self.num_rows += len(record.rows)
         self._seconds += counts["seconds"]
-        prefill = counts["prefill_seconds"]
-        self._decode_seconds += counts["seconds"] - prefill
-        if prefill and counts["computed_tokens"] * 2 >= counts["prompt_tokens"]:  # the others' time is that of a call
-            self._best_rate = max(self._best_rate, counts["computed_tokens"] / prefill)
+        prefill, num_steps = counts["prefill_seconds"], counts["decode_steps"]
+        step = (counts["seconds"] - prefill) / num_steps if num_steps else 0.0
+        num_computed = int(counts["computed_tokens"]) - len(record.rows)  # a step computes a token of each row
+        if num_computed > 0:
+            self._computed.append(num_computed)
+            self._prices.append(max(0.0, prefill - step) / num_computed)
+
+    def _price(self) -> float | None:
+        """Seconds that a prompt token takes: the median of the calls that computed at least half as many as any did."""
+        most = max(self._computed, default=0)
+        prices = (price for number, price in zip(self._computed, self._prices, strict=True) if 2 * number >= most)
+        return median(prices) if most else None

@@ -5,13 +5,18 @@ one that dies is replaced, with the batch that it was at. Plain actors and not R
 any actor that is free, so what shares a prefix would not stay together. Journal, output and summary are those of the job on one machine.
 """
 
+import os
+import signal
 import socket
+import threading
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from importlib.util import find_spec
 from os import PathLike
+from textwrap import shorten
 from typing import Any, Literal, NamedTuple
 
 from .batch.journal import Record
@@ -25,6 +30,7 @@ from .errors import CacheArgumentError, PagedCacheError, WorkersLostError
 from .model.identity import sampled_digest
 from .model.support import unwrapped
 from .prefix_store import PrefixStore
+from .wording import counted
 
 _SECONDS_TO_ANSWER = 10.0
 _MOST_DEATHS = 3  # of workers at one batch
@@ -135,6 +141,8 @@ def generate_all_on_ray(
         2
     """
     int_of_at_least("num_workers", num_workers, 1, "workers")
+    if gpus_per_worker is not None and not (0 <= gpus_per_worker <= 1 or gpus_per_worker in range(1, 1000)):
+        raise CacheArgumentError(f"gpus_per_worker is {gpus_per_worker!r}; give 0 or more, and above 1 a whole number")
     how = How(out, column, order, batch_size, max_new_tokens, seed, overwrite, progress).checked()
     if find_spec("ray") is None:
         raise CacheArgumentError("workers need Ray: pip install ray, or '.[ray]'")
@@ -144,15 +152,16 @@ def generate_all_on_ray(
         raise CacheArgumentError(
             f"address is {address!r}, and this process is connected to a cluster of Ray: leave it out"
         )
-    if address is not None:
-        _require_answer(address)
     with ExitStack() as stack:
+        is_own = not ray.is_initialized() and address is None and not os.environ.get("RAY_ADDRESS")
         if not ray.is_initialized():
-            ray.init(address=address, include_dashboard=False if address is None else None, log_to_driver=False)
+            with _handler_of_termination_kept(), _answering(address):
+                ray.init(address=address, include_dashboard=False if address is None else None, log_to_driver=False)
             stack.callback(ray.shutdown)
+        num_gpus: float = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
         if gpus_per_worker is None:
-            resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-            gpus_per_worker = min(1.0, resources.get("GPU", 0) / num_workers // 0.01 / 100)
+            gpus_per_worker = min(1.0, num_gpus / num_workers // 0.01 / 100)
+        _require_gpus(num_workers, gpus_per_worker, num_gpus, may_come=not is_own)
         given = (
             load,
             {"num_blocks": num_blocks, "disk_folder": disk_folder},
@@ -176,14 +185,45 @@ def generate_all_on_ray(
         return run_job(runner, prompts, how)
 
 
-def _require_answer(address: str) -> None:
-    """Refuse a cluster that nobody answers for: Ray itself would wait for minutes."""
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    if host and port.isdecimal():
-        try:
+@contextmanager
+def _handler_of_termination_kept() -> Iterator[None]:
+    """Ray sets a handler of SIGTERM, and one that aborts below it; the process's own goes on, if it has one."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(before) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _answering(address: str | None) -> Iterator[None]:
+    """Refuse a cluster that nobody answers for: Ray itself would wait for minutes.
+
+    Raises:
+        CacheArgumentError: there is none at this address.
+    """
+    host, _, port = (address or "").rpartition("://")[2].rpartition(":")
+    try:
+        if host and port.isdecimal():
             socket.create_connection((host, int(port)), timeout=_SECONDS_TO_ANSWER).close()
-        except OSError as error:
-            raise CacheArgumentError(f"no cluster of Ray answers at {address} ({error})") from error
+        yield
+    except OSError as error:  # Ray's ConnectionError, too
+        said = shorten(str(error), 100, placeholder=" ...")
+        raise CacheArgumentError(
+            f"no cluster of Ray answers at {address} ({said}); without an address there is a new one on this machine"
+        ) from error
+
+
+def _require_gpus(num_workers: int, gpus_per_worker: float, num_gpus: float, *, may_come: bool) -> None:
+    """Refuse workers that would wait for GPUs for ever; a cluster may get more of them."""
+    if num_workers * gpus_per_worker <= num_gpus:
+        return
+    problem = (
+        f"{counted(num_workers, 'worker')} with gpus_per_worker={gpus_per_worker:g} need {num_workers * gpus_per_worker:g} "
+        f"GPUs, and Ray has {num_gpus:g}"
+    )
+    if not may_come:
+        raise CacheArgumentError(f"{problem}: give fewer")
+    warnings.warn(f"{problem} so far: those without one wait until the cluster has more", stacklevel=3)
 
 
 class WorkerPool:

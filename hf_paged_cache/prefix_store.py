@@ -8,7 +8,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any, Literal, NoReturn
 
 from torch import Tensor
@@ -326,6 +326,8 @@ def make_tiers(
         int_of_at_least("disk_bytes", disk_bytes, 1, "bytes")
         if disk_folder is None:
             raise CacheArgumentError(f"disk_bytes is {disk_bytes} without disk_folder; say in which folder they are")
+    if disk_folder is not None and not (isinstance(disk_folder, str | PathLike) and fspath(disk_folder)):
+        raise CacheArgumentError(f"disk_folder is {disk_folder!r}; give a folder's path")
     if not host_bytes and disk_folder is None:
         return []
     if conditioning.rank_groups():
@@ -357,5 +359,5 @@ def store_of(model_or_store: PreTrainedModel | PrefixStore, sizes: Mapping[str, 
     if not isinstance(model_or_store, PrefixStore):
         return PrefixStore(model_or_store, **given)
     if given:
-        raise CacheArgumentError(f"{' and '.join(given)} are the store's; give them to PrefixStore")
+        raise CacheArgumentError(f"{' and '.join(given)}: of the store, which is there already; give it to PrefixStore")
     return model_or_store

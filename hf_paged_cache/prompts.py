@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from .batch.prefix_tree import num_shared_tokens
 from .batch.prompt_files import Row
-from .batch.rows import Prompt, opened, prompt_of
+from .batch.rows import Prompt, RowError, opened, prompt_of
 from .blocks.arguments import int_of_at_least
 from .errors import CacheArgumentError
 from .model.support import unwrapped
@@ -79,7 +79,7 @@ def tokenized(rows: Sequence[Row], column: str, tokenizer: Any) -> "Iterator[arr
     """Token ids of each row's prompt.
 
     Raises:
-        CacheArgumentError: a row has none.
+        RowError: a row has none.
     """
     for start in range(0, len(rows), _CHUNK):
         numbers = range(start, min(start + _CHUNK, len(rows)))
@@ -87,7 +87,7 @@ def tokenized(rows: Sequence[Row], column: str, tokenizer: Any) -> "Iterator[arr
             numbers, _ids(numbers, [prompt_of(rows[n], n, column) for n in numbers], tokenizer), strict=True
         ):
             if not ids:
-                raise CacheArgumentError(f"row {number}: the tokenizer makes no token of its {column!r}")
+                raise RowError(number, f"the tokenizer makes no token of its {column!r}; leave it out")
             yield array("i", ids)
 
 
@@ -116,11 +116,11 @@ def _text(number: int, prompt: Prompt, tokenizer: Any) -> str:
             Exception
         ) as error:  # of the template's own making: a role that it knows not, a variable that is not there
             said = shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
-            raise CacheArgumentError(f"row {number}: the chat template cannot be filled with it ({said})") from error
+            raise RowError(number, f"the chat template cannot be filled with it ({said})") from error
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise CacheArgumentError(f"row {number}: its prompt is no text ({error})") from error
+        raise RowError(number, f"its prompt is no text ({error})") from error
     return text
 
 
@@ -140,9 +140,11 @@ def require_positions(config: Any, tokens: Sequence[Sequence[int]], max_new_toke
     too_long = [n for n, each in enumerate(tokens) if limit and len(each) + max_new_tokens - 1 > limit]
     if too_long:
         first = too_long[0]
-        raise CacheArgumentError(
-            f"{counted(len(too_long), 'prompt')} with {counted(max_new_tokens, 'new token')} behind would be too long for the "
-            f"model's {limit} positions; the first is row {first}, of {counted(len(tokens[first]), 'token')}: shorten or remove"
+        others = f", and so do {counted(len(too_long) - 1, 'prompt')} behind it" if len(too_long) > 1 else ""
+        raise RowError(
+            first,
+            f"its {counted(len(tokens[first]), 'token')} with {counted(max_new_tokens, 'new token')} behind need more than the "
+            f"model's {limit} positions{others}: shorten or remove",
         )
 
 

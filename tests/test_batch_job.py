@@ -68,6 +68,9 @@ def test_completions_are_those_of_each_prompt_alone(how: str, tokenizer: Any) ->
     model = tiny("llama")
     result = run(model, tokenizer, batch_size=6, **OPTIONS[how])
     assert result.completions == [alone(model, tokenizer, prompt, **OPTIONS[how]) for prompt in PROMPTS]
+    num_lengths = len({len(prompt) for prompt in PROMPTS})
+    sees_padding = "no_repeat_ngram_size" in OPTIONS[how]
+    assert (result.summary.num_batches < num_lengths) is not sees_padding  # a letter is a token
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma3", "lfm2"])
@@ -392,7 +395,7 @@ def test_a_prompt_may_be_as_long_as_the_rotary_embedding_is_stretched(tokenizer:
     stretched = build("llama", max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4})  # fmt: skip
     prompt = "x" * 62
     assert run(stretched, tokenizer, [prompt]).completions == [alone(stretched, tokenizer, prompt)]
-    with pytest.raises(CacheArgumentError, match="too long for the model's 512 positions"):
+    with pytest.raises(CacheArgumentError, match="need more than the model's 512 positions"):
         run(stretched, tokenizer, ["x" * 512])
 
 
@@ -428,26 +431,36 @@ def test_a_job_that_is_killed_twenty_times_has_the_same_output(tokenizer: Any, t
 
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [
-    (["a", ""], {}, "row 1: 'prompt' is empty"),
-    (["a", 3], {}, "row 1: 'prompt' is of type int"),
+    (["a", ""], {}, "row 1, counted from 0: 'prompt' is empty"),
+    (["a", 3], {}, "row 1, counted from 0: 'prompt' is of type int"),
     ([{"text": "a"}], {}, "no column 'prompt'; there are 'text'"),
     (
         [{"prompt": "a"}, {"prompt": "a", "completion": "b"}],
         {"out": "out.jsonl"},
-        "row 1 has a column 'completion' already",
+        "row 1, counted from 0: it has a column 'completion' already",
     ),
-    (["a", "x" * 600], {}, "1 prompt with 5 new tokens behind would be too long .* row 1, of 600 tokens"),
+    (
+        ["a", "x" * 600],
+        {},
+        "row 1, counted from 0: its 600 tokens with 5 new tokens behind need more than the model's 512 positions: ",
+    ),
     (["a"], {"batch_size": 0}, "batch_size is 0"),
+    (["a"], {"overwrite": "no"}, "overwrite is 'no'; give True or False"),
+    (["a"], {"progress": "yes"}, "progress is 'yes'; give True or False"),
+    (["a"], {"column": 3}, "column is 3; give the name of a column"),
+    (["a"], {"out": 5}, "out is 5; give a file's path"),
+    (["a"], {"out": "a\0b"}, "give a file's path"),
     (["a"], {"order": "random"}, "order is 'random'"),
     (["a"], {"max_length": 8}, "max_length is not an option here"),
     (["a"], {"tempreature": 1.0}, "tempreature is no option of generate"),
     (["a"], {"num_beams": 2, "num_return_sequences": 3}, "generate cannot run so"),
     (["a"], {"out": "nowhere/out.jsonl"}, "there is no folder nowhere"),
-    (["a"], {"out": "out.csv"}, "what is written are JSON lines"),
-    (["a\ud800"], {}, "row 0: its prompt is no text"),
-    ([3], {}, "row 0: 'prompt' is of type int"),
-    ("prompts.txt", {}, "is of no kind of file that is read.*; prompts themselves are given as a list"),
-    ("prompts.jsonl", {}, "there is no file prompts.jsonl"),
+    (["a"], {"out": "out.csv"}, "what is written are plain JSON lines"),
+    (["a"], {"out": "out.jsonl.gz"}, "what is written are plain JSON lines"),
+    (["a\ud800"], {}, "row 0, counted from 0: its prompt is no text"),
+    ([3], {}, "row 0, counted from 0: 'prompt' is of type int"),
+    ("prompts.txt", {}, "there is no file 'prompts.txt'; prompts themselves are given as a list"),
+    ("prompts.jsonl", {}, "there is no file 'prompts.jsonl'; prompts themselves"),
 ]
 
 
@@ -470,18 +483,56 @@ def test_bad_input_is_refused_before_anything_runs(
 @pytest.mark.parametrize("template", ["{{ raise_exception('no such role') }}", "{{ messages[0].content.text }}", "{{"])
 def test_a_chat_that_its_template_refuses_is_refused_with_its_row(template: str, tokenizer: Any) -> None:
     tokenizer.chat_template = template
-    with pytest.raises(CacheArgumentError, match=r"^row 1: the chat template cannot be filled with it") as raised:
+    with pytest.raises(
+        CacheArgumentError, match=r"^row 1, counted from 0: the chat template cannot be filled with it"
+    ) as raised:
         run(tiny("llama"), tokenizer, ["a", [{"role": "user"}]])
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("text", ["{not json}\n", "", "\0\0"])
 def test_a_file_that_cannot_be_read_is_refused_in_one_line(text: str, tokenizer: Any, tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
     (tmp_path / "prompts.jsonl").write_text(text)
-    with pytest.raises(CacheArgumentError, match=r"cannot be read|is empty") as raised:
+    with pytest.raises(CacheArgumentError, match=r"is no JSON|is empty") as raised:
         run(tiny("llama"), tokenizer, tmp_path / "prompts.jsonl")
     assert "\n" not in str(raised.value)
+
+
+def test_without_a_tokenizer_nothing_runs() -> None:
+    with pytest.raises(CacheArgumentError, match=r"^tokenizer is of type NoneType; give the model's$"):
+        run(tiny("llama"), None)
+
+
+def test_a_disk_that_is_full_is_named_and_the_job_goes_on_afterwards(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out, sync = tiny("llama"), tmp_path / "out.jsonl", os.fsync
+    num_synced = 0
+
+    def fail(file: int) -> None:
+        nonlocal num_synced
+        num_synced += 1
+        if num_synced == 3:
+            raise OSError(28, "No space left on device")
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=r"No space left on device: '.*out\.jsonl\.journal'"):
+        run(model, tokenizer, out=out)
+    run(model, tokenizer, out=out)
+    assert [row["completion"] for row in written(out)] == run(model, tokenizer).completions
+
+
+def test_samples_go_on_only_on_as_many_workers(tokenizer: Any, tmp_path: Path) -> None:
+    model, out = tiny("llama"), tmp_path / "out.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        interrupted(1, patch)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, tokenizer, out=out, do_sample=True, batch_size=4)
+        other = batch_job._options_of_results
+        patch.setattr(batch_job, "_options_of_results", lambda runner, how: other(runner._replace(num_workers=2), how))
+        with pytest.raises(CacheArgumentError, match="option num_workers was 1 and is 2"):
+            run(model, tokenizer, out=out, do_sample=True, batch_size=4)
 
 
 def test_no_prompts_are_no_job(tokenizer: Any) -> None:

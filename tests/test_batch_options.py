@@ -71,6 +71,7 @@ SEES_TOKENS: dict[str, dict[str, Any]] = {
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "a penalty": {"repetition_penalty": 1.5},
+    "a penalty on the prompt": {"encoder_repetition_penalty": 3.0},
     "at least so many": {"min_new_tokens": 5, "eos_token_id": A},
     "suppressed": {"suppress_tokens": [A]},
     "no padding token": {"pad_token_id": -1},
@@ -125,13 +126,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"eos_token_id": "abc"}, "eos_token_id is 'abc'; give a token id of 0 to"),
     ({"eos_token_id": [[1]]}, r"eos_token_id is \[\[1\]\]; give a token id of 0 to"),
     ({"forced_eos_token_id": 9999}, "forced_eos_token_id is 9999; give a token id of 0 to"),
-    ({"num_beams": 0}, "generate cannot run so: ZeroDivisionError"),
-    ({"num_beams": 2.5}, "generate cannot run so: TypeError"),
+    ({"num_beams": 0}, "num_beams is 0; it must be an int, 1 or more"),
+    ({"num_beams": 2.5}, "num_beams is 2.5; it must be an int, 1 or more"),
+    ({"top_p": "high", "do_sample": True}, "top_p is 'high'; give a number"),
+    ({"length_penalty": True, "num_beams": 2}, "length_penalty is True; give a number"),
     ({"bad_words_ids": 3}, "bad_words_ids"),
     ({"watermarking_config": 5}, "generate cannot run so"),
     ({"penalty_alpha": 0.5}, "generate cannot run so"),
+    ({"do_sample": "no"}, "do_sample is 'no'; give True or False"),
+    ({"logits_processor": []}, "logits_processor is no option of generate that a batch job takes"),
+    ({"num_blocks": 8}, r"give cache=PagedPrefixCache\(model, num_blocks=\.\.\.\)"),
     ({"max_time": 3.0}, "max_time is not an option here"),
-    ({"do_sample": True, "temperature": "hot"}, "strictly positive"),
+    ({"do_sample": True, "temperature": -1.0}, "strictly positive"),
 ]
 
 
@@ -143,6 +149,22 @@ def test_what_generate_cannot_do_is_refused_before_anything_is_written(
         together(repeater(), tokenizer, out=tmp_path / "out.jsonl", **options)
     assert "\n" not in str(raised.value)
     assert not [*tmp_path.iterdir()]
+
+
+OFF: list[dict[str, Any]] = [
+    {"num_beam_groups": 1, "diversity_penalty": 0.0, "guidance_scale": 1.0, "encoder_repetition_penalty": 1.0},
+    {"num_assistant_tokens": 20, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.4},
+    {"target_lookbehind": 10, "assistant_lookbehind": 10, "max_matching_ngram_size": 2},
+    {"chat_format": "chatml", "_from_model_config": True},
+]
+
+
+@pytest.mark.parametrize("saved", OFF)
+def test_what_changes_nothing_lets_rows_be_padded(saved: dict[str, Any], tokenizer: Any) -> None:
+    model = repeater(**saved)
+    result = generate_all(model, tokenizer, PROMPTS, max_new_tokens=NEW, progress=False)
+    assert result.completions == [alone(model, tokenizer, prompt) for prompt in PROMPTS]
+    assert result.summary.num_batches < len({len(prompt) for prompt in PROMPTS})
 
 
 def test_drafts_from_the_prompt_run_a_row_at_a_time(tokenizer: Any) -> None:

@@ -8,34 +8,43 @@ from hf_paged_cache.batch.journal import Record
 from hf_paged_cache.batch_progress import Progress
 
 
-def record(row: int, prompt_tokens: int, computed_tokens: int, prefill: float, decode: float = 0.0) -> Record:
+def record(row: int, prompt_tokens: int, computed_tokens: int, prefill: float, step: float = 0.0) -> Record:
     counts = {
         "prompt_tokens": prompt_tokens,
         "computed_tokens": computed_tokens,
-        "new_tokens": 2,
+        "new_tokens": 3,
         "bypassed": 0,
-        "seconds": prefill + decode,
+        "seconds": prefill + 2 * step,
         "prefill_seconds": prefill,
+        "decode_steps": 2 if step else 0,
     }
     return Record([row], [""], counts)
 
 
-def test_the_estimate_takes_the_rate_of_calls_that_computed_their_prompts() -> None:
-    done = Progress(3, None, None)
-    done.add(record(0, 1000, 1000, prefill=1.0, decode=0.5))
-    done.add(record(1, 1000, 10, prefill=0.5, decode=0.5))  # 20 tokens a second, which says nothing
-    done.add(record(2, 1000, 500, prefill=0.25))  # 2,000 tokens a second
+def test_the_estimate_adds_what_was_reused_at_the_price_of_a_token() -> None:
+    done = Progress(4, None, None)
+    done.add(record(0, 1000, 601, prefill=1.3, step=0.1))  # 2 ms a token, besides those that any step takes
+    done.add(record(1, 1000, 11, prefill=0.5))  # 50 ms a token, which says nothing
+    done.add(record(2, 1000, 301, prefill=1.2))  # 4 ms a token
+    done.add(record(3, 1000, 1, prefill=0.1))
     summary = done.summary()
-    assert summary.seconds_without == pytest.approx(3000 / 2000 + 1.0)
-    assert (summary.reused_tokens, summary.num_prompts, summary.num_done_before) == (1490, 3, 0)
-    assert "2.8 s; without the cache about 2.5 s (0.9x)" in str(summary)
+    assert summary.seconds == pytest.approx(3.3)
+    assert summary.seconds_without == pytest.approx(3.3 + 3086 * 0.003)
+    assert (summary.reused_tokens, summary.num_prompts, summary.num_done_before) == (3086, 4, 0)
+    assert "3.3 s; without the cache about 12.6 s (3.8x)" in str(summary)
 
 
-def test_where_nearly_all_was_known_there_is_no_estimate() -> None:
+def test_a_device_that_computes_many_tokens_in_the_time_of_one_gains_nothing() -> None:
     done = Progress(1, None, None)
-    done.add(record(0, 1000, 10, prefill=0.5))
+    done.add(record(0, 1000, 500, prefill=0.1, step=0.1))
+    assert done.summary().seconds_without == done.summary().seconds
+
+
+def test_where_all_was_known_there_is_no_estimate() -> None:
+    done = Progress(1, None, None)
+    done.add(record(0, 1000, 1, prefill=0.5))
     assert done.summary().seconds_without is None
     assert str(done.summary()).splitlines() == [
-        "1 prompt in 1 batch: 1,000 prompt tokens, of which 990 were reused (99%); 2 new tokens",
+        "1 prompt in 1 batch: 1,000 prompt tokens, of which 999 were reused (100%); 3 new tokens",
         "0.5 s",
     ]

@@ -81,6 +81,24 @@ def test_what_a_worker_refuses_is_said_as_it_is_on_one_machine(model_folder: str
         generate_all_on_ray(partial(load, model_folder), PROMPTS, num_workers=1, no_such_option=1)
 
 
+@pytest.mark.parametrize("share", [-1, 1.5])
+def test_a_share_of_a_gpu_that_ray_does_not_know_is_refused(share: float) -> None:
+    with pytest.raises(CacheArgumentError, match=f"gpus_per_worker is {share}; give 0 or more, and above 1 a whole"):
+        generate_all_on_ray(lambda: (None, None), PROMPTS, num_workers=1, gpus_per_worker=share)
+
+
+@pytest.mark.parametrize("num_gpus", [0, 3])
+def test_workers_that_would_wait_for_gpus_for_ever_are_refused(num_gpus: int) -> None:
+    require = batch_workers._require_gpus
+    with pytest.raises(
+        CacheArgumentError, match=f"2 workers with gpus_per_worker=2 need 4 GPUs, and Ray has {num_gpus}: "
+    ):
+        require(2, 2, num_gpus, may_come=False)
+    with pytest.warns(UserWarning, match="wait until the cluster has more"):
+        require(2, 2, num_gpus, may_come=True)
+    require(3, 1.0, 3, may_come=False)
+
+
 def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_workers, "find_spec", lambda name: None)
     with pytest.raises(CacheArgumentError, match=r"^workers need Ray: pip install ray, or '\.\[ray\]'$"):

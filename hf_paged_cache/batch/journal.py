@@ -20,7 +20,7 @@ from ..errors import CacheArgumentError
 
 Completion = str | list[str]  # several where `num_return_sequences` says so
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Record(NamedTuple):
@@ -74,10 +74,11 @@ class Journal:
     def add(self, record: Record) -> None:
         """Note a batch as done: it is on the disk when this returns."""
         start, line = self._end, json.dumps(record._asdict(), ensure_ascii=False).encode() + b"\n"
-        self._file.seek(start)
-        self._file.write(line)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            self._file.seek(start)
+            self._file.write(line)
+            self._file.flush()
+            os.fsync(self._file.fileno())
         self._end = start + len(line)
         self._note(record.rows, start)
 
@@ -105,6 +106,16 @@ class Journal:
         for row in rows:
             self.num_done += self._starts[row] < 0
             self._starts[row] = start
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An error of writing to an open file, such as of a full disk, says which file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 @contextmanager

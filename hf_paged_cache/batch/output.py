@@ -5,9 +5,6 @@ It follows from the journal, so it is written anew when a job goes on, and grows
 
 from __future__ import annotations
 
-import base64
-import json
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
@@ -15,7 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CacheArgumentError
-from .journal import Completion, Journal, Record, journal_of
+from .journal import Completion, Journal, Record, journal_of, naming
+from .json_rows import json_line
+from .prompt_files import COMPRESSED
+from .rows import RowError
 
 Order = Literal["given", "done"]
 ORDERS: tuple[Order, ...] = ("given", "done")
@@ -34,15 +34,17 @@ class Output:
     def __init__(
         self, path: Path, journal: Journal, row: Callable[[int], Mapping[str, Any]], num_rows: int, order: Order
     ) -> None:
+        self._path = path
         self._journal, self._row, self._num_rows, self._order = journal, row, num_rows, order
         self._file = path.open("w", encoding="utf-8", newline="\n")
         self._num_written = 0
-        if order == "done":
-            for record in journal.records():
-                self._write(record)
-        else:
-            self._write_on()
-        self._file.flush()
+        with naming(path):
+            if order == "done":
+                for record in journal.records():
+                    self._write(record)
+            else:
+                self._write_on()
+            self._file.flush()
 
     def __enter__(self) -> Output:
         return self
@@ -52,11 +54,12 @@ class Output:
 
     def take(self, record: Record) -> None:
         """A batch is done, and in the journal."""
-        if self._order == "done":
-            self._write(record)
-        else:
-            self._write_on()
-        self._file.flush()
+        with naming(self._path):
+            if self._order == "done":
+                self._write(record)
+            else:
+                self._write_on()
+            self._file.flush()
 
     def finish(self) -> None:
         """Everything is done: it is on the disk when this returns."""
@@ -71,7 +74,7 @@ class Output:
             self._write_row(self._num_written, self._journal.completion(self._num_written))
 
     def _write_row(self, row: int, completion: Completion) -> None:
-        self._file.write(_line({**self._row(row), COMPLETION: completion}))
+        self._file.write(json_line({**self._row(row), COMPLETION: completion}))
         self._num_written += 1
 
 
@@ -83,9 +86,9 @@ def require_writable(out: Path, prompts: object) -> None:
         raise CacheArgumentError(f"{out} is a folder; give a file to write into")
     if out.exists() and not out.is_file():
         raise CacheArgumentError(f"{out} is no regular file; give a file to write into")
-    if out.suffix in (".csv", ".tsv", ".parquet"):
-        raise CacheArgumentError(f"{out}: what is written are JSON lines; give a name that ends with .jsonl")
-    if isinstance(prompts, str | PathLike) and out.exists() and out.samefile(prompts):
+    if out.suffix.lower() in (".csv", ".tsv", ".parquet", *COMPRESSED):
+        raise CacheArgumentError(f"{out}: what is written are plain JSON lines; give a name that ends with .jsonl")
+    if isinstance(prompts, str | PathLike) and out.exists() and Path(prompts).exists() and out.samefile(prompts):
         raise CacheArgumentError(f"{out} holds the prompts themselves, which would be lost; give another file")
 
 
@@ -101,38 +104,8 @@ def require_room(rows: Iterable[Mapping[str, Any]]) -> None:
     """Refuse rows that have a column of the completion's name.
 
     Raises:
-        CacheArgumentError: naming the first.
+        RowError: of the first.
     """
     for number, row in enumerate(rows):
         if COMPLETION in row:
-            raise CacheArgumentError(
-                f"row {number} has a column {COMPLETION!r} already, which would be lost: rename it"
-            )
-
-
-def _line(row: dict[str, Any]) -> str:
-    """A row as a line of JSON, which knows no NaN and no infinity: they are written as null."""
-    try:
-        text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=as_json)
-    except ValueError:
-        text = json.dumps(_finite(json.loads(json.dumps(row, default=as_json))), ensure_ascii=False)
-    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        text = json.dumps(json.loads(text))  # half of a surrogate pair has no bytes of its own
-    return text + "\n"
-
-
-def as_json(value: Any) -> Any:
-    """What a column may hold besides JSON: arrays and tensors, bytes (as base64), dates and times, decimals."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else None
+            raise RowError(number, f"it has a column {COMPLETION!r} already, which would be lost: rename it")

@@ -9,14 +9,14 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 from ..errors import CacheArgumentError
-from .output import as_json
-from .prompt_files import Row, read_rows
+from .json_rows import as_json
+from .prompt_files import Lines, Row, read_rows
 
 Messages = list[dict[str, Any]]
 Prompt = str | Messages
@@ -26,20 +26,44 @@ Prompt = str | Messages
 def opened(prompts: Any, column: str) -> Iterator[Sequence[Row]]:
     """The rows of a file, or of what is in memory: a list of texts, of chats or of rows, or a `datasets.Dataset`.
 
-    What `datasets` makes of a table lies in a folder that is removed at the end.
+    What is made of a table lies in a folder that is removed at the end. A `RowError` inside comes out with the place of its row.
 
     Raises:
         CacheArgumentError: a file that cannot be read, or nothing that holds rows.
     """
-    if isinstance(prompts, str | PathLike):
-        with tempfile.TemporaryDirectory(prefix="hf-paged-cache-", ignore_cleanup_errors=True) as folder:
-            yield read_rows(Path(fspath(prompts)), Path(folder))
-        return
-    yield _in_memory(prompts, column)
+    with ExitStack() as stack:
+        if isinstance(prompts, str) and not Path(prompts).exists():
+            raise CacheArgumentError(f"there is no file {prompts!r}; prompts themselves are given as a list")
+        if isinstance(prompts, str | PathLike):
+            folder = tempfile.TemporaryDirectory(prefix="hf-paged-cache-", ignore_cleanup_errors=True)
+            rows = read_rows(Path(fspath(prompts)), Path(stack.enter_context(folder)))
+        else:
+            rows = _in_memory(prompts, column)
+        try:
+            yield rows
+        except RowError as error:
+            if not isinstance(rows, Lines):
+                raise
+            raise CacheArgumentError(f"{rows.place(error.number)}: {error.problem}") from error
+
+
+class RowError(CacheArgumentError):
+    """A row that a job cannot run with.
+
+    Args:
+        number: of the row, from 0.
+        problem: what is wrong, and what to do.
+    """
+
+    def __init__(self, number: int, problem: str) -> None:
+        super().__init__(f"row {number}, counted from 0: {problem}")
+        self.number, self.problem = number, problem
 
 
 def _in_memory(prompts: Any, column: str) -> Sequence[Row]:
     kind = type(prompts).__name__
+    if isinstance(prompts, Mapping) and all(hasattr(each, "column_names") for each in prompts.values()) and prompts:
+        raise CacheArgumentError(f"prompts is of type {kind}; give one of its splits: {', '.join(map(repr, prompts))}")
     if isinstance(prompts, Mapping) or (hasattr(prompts, "to_dict") and hasattr(prompts, "columns")):
         raise CacheArgumentError(f"prompts is of type {kind}, a table; give a list of its rows")
     if hasattr(prompts, "with_format"):  # a dataset that gives its rows as tensors, too
@@ -57,13 +81,13 @@ def prompt_of(row: Any, number: int, column: str) -> Prompt:
     """The text or the chat of a row, as it was written: a table fills up with None what a message has not.
 
     Raises:
-        CacheArgumentError: neither of them, or empty; or a row that cannot be written with its completion.
+        RowError: neither of them, or empty; or a row that cannot be written with its completion.
     """
     if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
-        raise CacheArgumentError(f"row {number} is no object with names and values")
+        raise RowError(number, "it is no object with names and values")
     if column not in row:
         names = ", ".join(map(repr, row)) or "none"
-        raise CacheArgumentError(f"row {number} has no column {column!r}; there are {names}: name another (--column)")
+        raise RowError(number, f"it has no column {column!r}; there are {names}: mend it, or name another (--column)")
     value: Any = row[column]
     if isinstance(value, str) and value:
         return value
@@ -76,27 +100,44 @@ def prompt_of(row: Any, number: int, column: str) -> Prompt:
     if are_messages:
         return [{name: said for name, said in message.items() if said is not None} for message in value]
     if isinstance(value, Sequence) and not isinstance(value, str | bytes) and value:
+        if all(isinstance(each, int) for each in value):
+            raise RowError(number, f"{column!r} is a list of numbers; give a text, and the tokenizer its token ids")
         wrong = next(
             n for n, each in enumerate(value) if not (isinstance(each, Mapping) and isinstance(each.get("role"), str))
         )
-        raise CacheArgumentError(
-            f"row {number}: message {wrong} of {column!r} has no role; give a chat as a list of messages with a role and a content"
+        raise RowError(
+            number,
+            f"message {wrong} of {column!r} has no role; give a chat as a list of messages with a role and a content",
         )
     is_empty = value is None or (isinstance(value, str | list) and not value)
     what = "is empty" if is_empty else f"is of type {type(value).__name__}"
-    raise CacheArgumentError(
-        f"row {number}: {column!r} {what}; give a text, or a chat as a list of messages with a role and a content"
-    )
+    raise RowError(number, f"{column!r} {what}; give a text, or a chat as a list of messages with a role and a content")
+
+
+def require_prompts(path: Path, column: str) -> None:
+    """Refuse a file with a row that has no prompt, before a model is loaded.
+
+    Raises:
+        CacheArgumentError: naming the first.
+    """
+    with opened(path, column) as rows:
+        for number in range(len(rows)):
+            prompt_of(rows[number], number, column)
 
 
 def digest_of(rows: Sequence[Row]) -> str:
-    """Of all that the rows hold and JSON can say, whatever file they came from: 64 hexadecimal digits."""
+    """Of all that the rows hold and JSON can say, whatever file they came from: 64 hexadecimal digits.
+
+    Raises:
+        RowError: a row that JSON cannot say.
+    """
     digest = hashlib.sha256()
-    for row in rows:
-        digest.update(
-            json.dumps(dict(row), default=_name_or_value, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        )
-        digest.update(b"\n")
+    for number, row in enumerate(rows):
+        try:
+            text = json.dumps(dict(row), default=_name_or_value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RowError(number, f"it cannot be written as JSON ({error}); leave that out") from error
+        digest.update(text.encode("utf-8", "surrogatepass") + b"\n")
     return digest.hexdigest()
 
 

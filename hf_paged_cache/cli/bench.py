@@ -44,6 +44,7 @@ def bench(
 
     from hf_paged_cache import CacheArgumentError, PagedPrefixCache, read_prompts
 
+    from ..batch.rows import require_prompts
     from .demo import compare
     from .display import summary
     from .loading import load_model
@@ -51,8 +52,10 @@ def bench(
 
     with in_one_line("bench"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "PagedPrefixCache: this prompt of")  # one after the other, and no chat
-        if prompts is not None and not prompts.is_file():
-            raise CacheArgumentError(f"there is no file {prompts}")
+        if prompts is not None and prompts.is_dir():
+            raise CacheArgumentError(f"{prompts} is a folder; give MODEL first, then PROMPTS, a file")
+        if prompts is not None:
+            require_prompts(prompts, column)
         print(f"loading {model} ...", file=sys.stderr, flush=True)
         loaded, tokenizer = load_model(model, revision=revision, dtype=dtype, device=device)
         cache = PagedPrefixCache(loaded)

@@ -156,7 +156,7 @@ def compare(
     """
     for number, (question, prompt) in enumerate(prompts):
         if not number:
-            _warm_up(model, prompt, cache)
+            _warm_up(model, prompt, cache, min(2, max_new_tokens))
         dynamic = _generate(model, tokenizer, prompt, max_new_tokens, stop_ids, cache=None)
         paged = _generate(model, tokenizer, prompt, max_new_tokens, stop_ids, cache=cache)
         yield Comparison(question, dynamic, paged)
@@ -172,10 +172,10 @@ def _stop_ids(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[int] | N
     return ids or None
 
 
-def _warm_up(model: Model, prompt: Mapping[str, Tensor], cache: PagedPrefixCache) -> None:
+def _warm_up(model: Model, prompt: Mapping[str, Tensor], cache: PagedPrefixCache, max_new_tokens: int) -> None:
     """Pay for first-time costs outside the clock, with tokens that no question starts with: the prompt, reversed."""
     ids, mask = prompt["input_ids"].flip(1), prompt["attention_mask"]
-    short: Any = {"max_new_tokens": 2, **_ONE_GREEDY_ANSWER}
+    short: Any = {"max_new_tokens": max_new_tokens, **_ONE_GREEDY_ANSWER}
     model.generate(input_ids=ids, attention_mask=mask, **short)
     model.generate(input_ids=ids[:, :8], attention_mask=mask[:, :8], past_key_values=cache, **short)
 

@@ -59,28 +59,30 @@ def generate(
 
     Each batch that is done is noted in OUT.journal: the same command goes on where it was stopped or killed.
 
-    Any other option of transformers' generate is given by its name: --do-sample --temperature 0.7 --stop-strings '["\\n"]'.
+    Any other option of transformers' generate is given by its name, behind PROMPTS: --do-sample --temperature 0.7 --stop-strings '["\\n"]'.
 
     Exits with 130 after Ctrl-C and after SIGTERM.
     """
     from hf_paged_cache import CacheArgumentError, PrefixStore, generate_all, generate_all_on_ray
 
     from ..batch.output import require_free, require_writable
-    from ..batch.rows import opened, prompt_of
+    from ..batch.rows import require_prompts
+    from ..batch_options import require_names
     from .loading import load_model
     from .refusal import in_one_line, terminated_as_interrupted
 
     journal = out.with_name(f"{out.name}.journal")
     try:
         with terminated_as_interrupted(), in_one_line("generate"):
+            if str(prompts).startswith("--"):
+                raise CacheArgumentError(f"give PROMPTS before options of transformers' generate, such as {prompts}")
             options = options_by_name(context.args)
+            require_names(options)
             if address is not None and workers is None:
                 raise CacheArgumentError("--address is of a Ray cluster; give --workers, too")
             require_writable(out, prompts)
             require_free(out, overwrite)
-            with opened(prompts, column) as rows:  # what is wrong with them is said before a model is loaded
-                for number in range(len(rows)):
-                    prompt_of(rows[number], number, column)
+            require_prompts(prompts, column)
             shaped: dict[str, Any] = {
                 "out": out,
                 "column": column,
@@ -129,6 +131,8 @@ def options_by_name(arguments: list[str]) -> dict[str, Any]:
 
     from hf_paged_cache import CacheArgumentError, generate_all, generate_all_on_ray
 
+    from ..batch_options import NEED_A_VALUE
+
     known = {*GenerationConfig().to_dict()}  # type: ignore[no-untyped-call]
     own = {*signature(generate_all).parameters, *signature(generate_all_on_ray).parameters}
     options: dict[str, Any] = {}
@@ -141,6 +145,8 @@ def options_by_name(arguments: list[str]) -> dict[str, Any]:
         if not equals and waiting and not waiting[0].startswith("--"):
             value, equals = waiting.pop(0), "="
         name = name.replace("-", "_")
+        if not equals and name in NEED_A_VALUE:
+            raise CacheArgumentError(f"{given} needs a value behind it")
         if equals:
             options[name] = _value(value)
         else:

@@ -21,10 +21,13 @@ def in_one_line(command: str) -> Iterator[None]:
     Raises:
         typer.Exit: with 2, for a refusal (`PagedCacheError`), a file that cannot be read, or memory that is not there.
     """
-    from hf_paged_cache import PagedCacheError
+    from hf_paged_cache import PagedCacheError, UnsupportedModelError
 
     try:
         yield
+    except UnsupportedModelError as error:
+        _say(command, f"the model is not supported: {error}")
+        raise typer.Exit(2) from error
     except (PagedCacheError, OSError, UnicodeDecodeError) as error:
         _say(command, str(error))
         raise typer.Exit(2) from error

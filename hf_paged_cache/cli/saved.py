@@ -25,19 +25,24 @@ def save(
     """Compute prefixes and write what was computed into a folder, from which any run with the same model loads it."""
     from hf_paged_cache import CacheArgumentError
 
+    from ..batch.rows import RowError
     from ..cache import PagedPrefixCache
+    from ..prompts import require_positions, tokenized
     from ..wording import counted
     from .loading import load_model
     from .refusal import in_one_line
 
     with in_one_line("save"):
-        for path in prompt_file:
-            if not path.is_file():
-                raise CacheArgumentError(f"there is no file {path}")
-        texts = [path.read_text(encoding="utf-8") for path in prompt_file]
+        if folder.exists() and not folder.is_dir():
+            raise CacheArgumentError(f"{folder} is a file; give a folder to write into")
+        texts = [_text_of(path) for path in prompt_file]
         loaded, tokenizer = load_model(model, revision=revision, dtype=dtype, device=device)
         cache = PagedPrefixCache(loaded)
-        prefixes = [tokenizer(text)["input_ids"] for text in texts]
+        try:
+            prefixes = [[*each] for each in tokenized([{"prompt": text} for text in texts], "prompt", tokenizer)]
+            require_positions(loaded.config, prefixes, max_new_tokens=1)
+        except RowError as error:
+            raise CacheArgumentError(f"{prompt_file[error.number]}: {error.problem}") from error
         done = cache.prefill(prefixes)
         saved = cache.store.save(folder, prefixes)
     print(
@@ -92,6 +97,20 @@ def load(
     print(f"took {loaded.num_blocks} blocks, {loaded.num_bytes / 2**20:,.1f} MiB, from {folder}")
     _print_rest("not taken", loaded.not_loaded)
     raise typer.Exit(0 if loaded.num_blocks else 1)
+
+
+def _text_of(path: Path) -> str:
+    from hf_paged_cache import CacheArgumentError
+
+    if not path.is_file():
+        raise CacheArgumentError(f"there is no file {path}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CacheArgumentError(f"{path} is not UTF-8 ({error.reason}); save it so") from error
+    if not text:
+        raise CacheArgumentError(f"{path} is empty")
+    return text
 
 
 def _print_rest(what: str, reasons: dict[str, int]) -> None:

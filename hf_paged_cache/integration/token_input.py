@@ -34,7 +34,9 @@ def one_sequence(what: str, given: object) -> tuple[int, ...]:
     if hasattr(given, "keys"):
         raise CacheArgumentError(f"{what} is of type {type(given).__name__}; give its input_ids")
     if isinstance(given, str | bytes | bytearray) or not isinstance(given, Iterable):
-        raise CacheArgumentError(f"{what} is of type {type(given).__name__}; give a sequence of token ids")
+        raise CacheArgumentError(
+            f"{what} is of type {type(given).__name__}; give a sequence of token ids, such as tokenizer(text).input_ids"
+        )
     tokens = list(given)
     if tokens and (isinstance(tokens[0], list | tuple) or getattr(tokens[0], "ndim", 0) > 0):
         if len(tokens) > 1:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_paged_cache import CacheArgumentError
-from hf_paged_cache.batch.rows import digest_of, opened, prompt_of
+from hf_paged_cache.batch.rows import RowError, digest_of, opened, prompt_of
 
 ODD: list[dict[str, Any]] = [
     {"prompt": "2024-01-01", "n": 1, "at": "2024-01-02T03:04:05+02:00", "nested": {"a": [None, 18446744073709551615]}},
@@ -36,7 +37,6 @@ def test_json_is_read_as_it_was_written(name: str, mark: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("folder", ["plain", "run[1]"])
 def test_values_of_a_csv_stay_texts(folder: str, tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
     path = tmp_path / folder / "p.csv"
     path.parent.mkdir()
     path.write_text('prompt,id,x\nNA,007,1e5\n"a\nb",2,null\nNone,,\n')
@@ -45,6 +45,72 @@ def test_values_of_a_csv_stay_texts(folder: str, tmp_path: Path) -> None:
         {"prompt": "a\nb", "id": "2", "x": "null"},
         {"prompt": "None", "id": "", "x": ""},
     ]
+
+
+def test_a_csv_is_read_with_what_spreadsheets_leave_in_it(tmp_path: Path) -> None:
+    long = "x" * 200_000
+    (tmp_path / "p.tsv").write_bytes(f'\ufeffprompt\tid\r\n\r\na "b", c\t1\t\t\r\n{long}\t2\r\n'.encode())
+    assert read(tmp_path / "p.tsv") == [{"prompt": 'a "b", c', "id": "1"}, {"prompt": long, "id": "2"}]
+    (tmp_path / "p.csv.gz").write_bytes(gzip.compress(b',prompt\n0,a\n1,"b"\n'))
+    assert read(tmp_path / "p.csv.gz") == [{"": "0", "prompt": "a"}, {"": "1", "prompt": "b"}]
+    (tmp_path / "p.csv").write_text("prompt,id,,\n")
+    assert read(tmp_path / "p.csv") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prompt\nHello, world\nBye, world\n", "line 2 has 2 values for 1 column; "),
+        ("id,prompt\n1,Hello\n2,Bye, you\n", "line 3 has 3 values for 2 columns; "),
+        ('prompt,id\n"a\nb",1\n"what\nis it\n', "line 4 is no CSV "),
+        ('prompt,id\n"a" b,1\n', "line 2 is no CSV "),
+        ("prompt,id\na,1\nis\n", "line 3 has 1 value for 2 columns; "),
+        ("prompt,id,id\n", "has two columns 'id'"),
+    ],
+)
+def test_a_csv_whose_values_fit_no_columns_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.csv"
+    path.write_text(text)
+    with pytest.raises(CacheArgumentError, match=said) as raised:
+        read(path)
+    assert str(raised.value).startswith(str(path))
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p.json"])
+def test_a_file_in_another_encoding_is_told_so(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes('["prompt", "é"]'.encode("latin-1"))
+    with pytest.raises(CacheArgumentError, match=r" is not UTF-8 \(.*\); save it so$"):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "json"])
+def test_a_file_that_is_written_anew_meanwhile_changes_nothing(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"p.{suffix}"
+    form = {"jsonl": '{"prompt": "%s"}', "csv": "prompt\n%s\n", "json": '[{"prompt": "%s"}]'}[suffix]
+    path.write_text(form % "old")
+    with opened(path, "prompt") as rows:
+        path.write_text(form % "new")
+        assert dict(rows[0]) == {"prompt": "old"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "place"),
+    [
+        ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": 3}\n', "p.jsonl, line 3: "),
+        ("p.csv", 'prompt\n"a\nb"\n""\n', "p.csv, line 4: "),
+        ("p.json", '[{"prompt": "a"}, {"prompt": 3}]', "row 1, counted from 0: "),
+    ],
+)
+def test_an_error_of_a_row_says_where_it_is(name: str, text: str, place: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+
+    def look() -> None:
+        with opened(tmp_path / name, "prompt") as rows:
+            for number, row in enumerate(rows):
+                prompt_of(row, number, "prompt")
+
+    with pytest.raises(CacheArgumentError, match=f"{re.escape(place)}'prompt' is"):
+        look()
 
 
 def test_a_parquet_file_keeps_its_types(tmp_path: Path) -> None:
@@ -57,10 +123,10 @@ def test_a_parquet_file_keeps_its_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b'{"prompt": "a"}\n\n{"prompt": \n', "line 3 is no JSON "),
+        (b'{"prompt": "a"}\n\n{"prompt": \n', r"line 3 is no JSON \(.*, at character \d+\)$"),
         (b'{"prompt": "a"}\n["b"]\n', "line 2 is no JSON object"),
-        ('{"prompt": "é"}'.encode("latin-1"), "line 1 is no JSON "),
-        (b"[" * 100_000 + b"\n", "line 1 is no JSON "),
+        ('{"prompt": "é"}'.encode("latin-1"), "line 1 is no JSON: it is not UTF-8 "),
+        (b"[" * 100_000 + b"\n", "line 1 cannot be read "),
     ],
 )
 def test_a_line_that_is_no_row_is_named(data: bytes, said: str, tmp_path: Path) -> None:
@@ -75,17 +141,36 @@ def test_a_line_that_is_no_row_is_named(data: bytes, said: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("text", "^row 7 is no object"),
-        ({("a",): 1}, "^row 7 is no object"),
-        ({"text": 3}, "^row 7 has no column 'prompt'; there are 'text'"),
-        ({"prompt": None}, "^row 7: 'prompt' is empty"),
-        ({"prompt": [{"rle": "user", "content": "a"}]}, "^row 7: message 0 of 'prompt' has no role"),
-        ({"prompt": 3}, "^row 7: 'prompt' is of type int"),
+        ("text", "^row 7, counted from 0: it is no object"),
+        ({("a",): 1}, "^row 7, counted from 0: it is no object"),
+        ({"text": 3}, "^row 7, counted from 0: it has no column 'prompt'; there are 'text'"),
+        ({"prompt": None}, "^row 7, counted from 0: 'prompt' is empty"),
+        ({"prompt": [{"rle": "user", "content": "a"}]}, "^row 7, counted from 0: message 0 of 'prompt' has no role"),
+        ({"prompt": 3}, "^row 7, counted from 0: 'prompt' is of type int"),
+        ({"prompt": [1, 2]}, "^row 7, counted from 0: 'prompt' is a list of numbers; give a text"),
     ],
 )
 def test_a_row_without_a_prompt_is_refused_with_its_number(row: Any, said: str) -> None:
     with pytest.raises(CacheArgumentError, match=said):
         prompt_of(row, 7, "prompt")
+
+
+def test_a_damaged_parquet_file_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "p.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(CacheArgumentError, match=r"p\.parquet cannot be read as Parquet \(Arrow"):
+        read(tmp_path / "p.parquet")
+    assert not caplog.records
+
+
+def test_a_killed_process_leaves_no_copy_of_the_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, copies = tmp_path / "p.jsonl", tmp_path / "copies"
+    path.write_text('{"prompt": "a"}')
+    copies.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(copies))
+    with opened(path, "prompt") as rows:
+        assert len(rows) == 1
+        assert not [each for each in copies.rglob("*") if each.is_file()]
 
 
 def table(kind: str) -> Any:
@@ -108,11 +193,18 @@ def test_rows_in_memory_are_plain_whatever_holds_them(kind: str) -> None:
         assert [dict(row) for row in rows] == [{"prompt": "a", "v": [1, 2]}, {"prompt": "b", "v": [3]}]
 
 
-@pytest.mark.parametrize("kind", ["frame", "columns", "number", "None"])
+@pytest.mark.parametrize("kind", ["frame", "columns", "number", "None", "splits"])
 def test_what_holds_no_rows_is_refused(kind: str) -> None:
     import pandas as pd
 
-    given: dict[str, Any] = {"frame": pd.DataFrame({"prompt": ["a"]}), "columns": {"prompt": ["a"]}, "number": 5}
+    datasets = pytest.importorskip("datasets")
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list([{"prompt": "a"}])})
+    given: dict[str, Any] = {
+        "frame": pd.DataFrame({"prompt": ["a"]}),
+        "columns": {"prompt": ["a"]},
+        "number": 5,
+        "splits": splits,
+    }
     with pytest.raises(CacheArgumentError, match=r"^prompts is of type "), opened(given.get(kind), "prompt"):
         pass
 
@@ -123,3 +215,6 @@ def test_a_digest_knows_values_and_no_addresses() -> None:
 
     assert digest_of([{"x": Image()}]) == digest_of([{"x": Image()}])
     assert digest_of([{"x": 1}]) != digest_of([{"x": 2}])
+    assert digest_of([{"x": {"a", "b", "c"}}]) == digest_of([{"x": ["a", "b", "c"]}])
+    with pytest.raises(RowError, match=r"^row 1, counted from 0: it cannot be written as JSON \(keys must be str"):
+        digest_of([{"x": 1}, {"x": {(1, 2): 3}}])

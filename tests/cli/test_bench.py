@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from hf_paged_cache.batch.prefix_tree import num_shared_tokens
 from hf_paged_cache.cli import bench as module
 from hf_paged_cache.cli.commands import app
+from hf_paged_cache.cli.demo_model import load_demo_model
 
 SHARED = "What is one and one? " * 4
 
@@ -57,6 +58,18 @@ def test_prompts_that_cannot_be_used_are_one_line(model_folder: str, prompt_file
     (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
     assert "is empty" in bench(model_folder, str(tmp_path / "empty.jsonl")).stderr
     assert bench(model_folder, str(tmp_path / "none.jsonl")).exit_code == 2
+    assert "is a folder; give MODEL first" in bench(prompt_file, str(tmp_path)).stderr
+
+
+def test_a_prompt_may_be_as_long_as_the_model_has_positions(model_folder: str, tmp_path: Path) -> None:
+    model, tokenizer = load_demo_model(model_folder)
+    limit = model.config.max_position_embeddings
+    text = "What is one and one? " * limit
+    while (length := len(tokenizer(text).input_ids)) > limit:
+        text = text[: len(text) * limit // length]
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": text}))
+    done = bench(model_folder, str(tmp_path / "long.jsonl"), "--max-new-tokens", "1")
+    assert done.exit_code == 0, done.output
 
 
 def test_what_is_shared_is_counted_as_a_naive_count_does() -> None:

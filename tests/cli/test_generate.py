@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from hf_paged_cache import UnsupportedModelError
 from hf_paged_cache.batch_calls import BatchCalls
 from hf_paged_cache.cli import loading
 from hf_paged_cache.cli.commands import app
@@ -98,7 +99,10 @@ def test_ctrl_c_says_how_to_go_on(
 
 
 MISTAKES: list[tuple[list[str], str]] = [
-    (["--column", "question"], "row 0 has no column 'question'; there are 'text', 'n': name another (--column)"),
+    (
+        ["--column", "question"],
+        "line 1: it has no column 'question'; there are 'text', 'n': mend it, or name another (--column)",
+    ),
     (["--batchsize", "4"], "there is no option --batchsize; did you mean --batch-size?"),
     (["--batch_size", "4"], "there is no option --batch_size; did you mean --batch-size?"),
     (["--temprature=0.5"], "there is no option --temprature; did you mean --temperature?"),
@@ -107,6 +111,9 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--tokenizer", "x"], "there is no option --tokenizer"),
     (["--stop-strings", '["a"'], '["a" begins as JSON and is none'),
     (["stray"], "'stray' belongs to no option"),
+    (["--num-beams"], "--num-beams needs a value behind it"),
+    (["--max-length", "10"], "max_length is not an option here: "),
+    (["--out", "out.jsonl.gz"], "what is written are plain JSON lines"),
     (["--address", "auto"], "give --workers, too"),
     (["--out", "no/such/folder/out.jsonl"], "there is no folder no/such/folder to write out.jsonl into"),
 ]
@@ -124,6 +131,25 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_prompts_come_before_options_of_generate(prompts: Path, tmp_path: Path) -> None:
+    given = ["--do-sample", str(prompts), "--model", "no-model", "--out", str(tmp_path / "out.jsonl")]
+    done = CliRunner().invoke(app, ["generate", *given])
+    assert done.exit_code == 2
+    assert "give PROMPTS before options of transformers' generate, such as --do-sample" in done.stderr
+
+
+def test_a_model_that_is_refused_is_called_unsupported(
+    prompts: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise UnsupportedModelError("SomeModel: it keeps its state elsewhere")
+
+    monkeypatch.setattr("hf_paged_cache.prefix_store.require_supported", refuse)
+    done = generate(prompts, model_folder, tmp_path / "out.jsonl")
+    assert done.exit_code == 2
+    assert "hf-paged-cache generate: the model is not supported: SomeModel: it keeps" in done.stderr
 
 
 @pytest.mark.parametrize("dtype", ["float99", "Tensor"])

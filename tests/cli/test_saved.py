@@ -71,6 +71,35 @@ def test_a_folder_that_is_not_there_is_one_line(options: tuple[str, ...], model_
     assert "Traceback" not in done.output
 
 
+def test_a_prompt_that_a_model_cannot_take_is_one_line(model_folder: str, prompt_file: str, tmp_path: Path) -> None:
+    long = tmp_path / "long.txt"
+    long.write_text("What is one and one? " * 400)
+    done = command("save", str(tmp_path / "to"), "--prompt-file", prompt_file, "--prompt-file", str(long), "--model", model_folder)  # fmt: skip
+    assert done.exit_code == 2
+    assert f"hf-paged-cache save: {long}: its " in done.stderr
+    assert "new token behind need more than the model's" in done.stderr
+    assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "folder", "said"),
+    [
+        ("é".encode("latin-1"), "to", "wrong.txt is not UTF-8"),
+        (b"", "to", "wrong.txt is empty"),
+        (b"a", "wrong.txt", "wrong.txt is a file; give a folder"),
+    ],
+)
+def test_what_cannot_be_saved_is_said_before_a_model_is_loaded(
+    text: bytes, folder: str, said: str, tmp_path: Path
+) -> None:
+    wrong = tmp_path / "wrong.txt"
+    wrong.write_bytes(text)
+    done = command("save", str(tmp_path / folder), "--prompt-file", str(wrong), "--model", "no-model")
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_prompt_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     done = command("save", str(tmp_path), "--prompt-file", str(tmp_path / "nowhere.txt"))
     assert done.exit_code == 2
