@@ -5,10 +5,8 @@ What differs from machine to machine or from run to run without a meaning (times
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
-
-import nbformat
-from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).with_name("few_shot_prompt_reuse.ipynb")
 METADATA = {
@@ -19,6 +17,9 @@ METADATA = {
 
 def execute() -> None:
     """Effects: overwrites the notebook, unless a cell fails."""
+    import nbformat
+    from nbclient import NotebookClient
+
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     folder = {"metadata": {"path": str(NOTEBOOK.parent)}}
     options = {"timeout": 1800, "kernel_name": "python3", "record_timing": False, "coalesce_streams": True}
@@ -32,4 +33,5 @@ def execute() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     execute()

@@ -13,7 +13,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.cli.demo_model import load_demo_model
+from hf_paged_cache.cli.demo_model import load_or_exit
 
 PROMPTS = ["Write a word that rhymes with light: ", "Write a word that rhymes with day: "]
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4, help="of each prompt")
     given = parser.parse_args()
 
-    model, tokenizer = load_demo_model(given.model)
+    model, tokenizer = load_or_exit(given.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(

@@ -10,7 +10,7 @@ import json
 from functools import partial
 from pathlib import Path
 
-from hf_paged_cache import generate_all_on_ray
+from hf_paged_cache import PagedCacheError, generate_all_on_ray
 from hf_paged_cache.cli.demo_model import load_demo_model
 
 REVIEWS = [json.loads(line) for line in Path(__file__).with_name("reviews.jsonl").read_text("utf-8").splitlines()]
@@ -31,13 +31,16 @@ def main() -> None:
         "Words": "".join(f"Review: {each['text']}\nWords: {len(each['text'].split())}\n\n" for each in shots),
     }
     prompts = [f"{text}Review: {each['text']}\n{task}:" for each in asked for task, text in tasks.items()]
-    result = generate_all_on_ray(
-        partial(load_demo_model, given.model),
-        prompts,
-        num_workers=given.workers,
-        address=given.address,
-        max_new_tokens=3,
-    )
+    try:
+        result = generate_all_on_ray(
+            partial(load_demo_model, given.model),
+            prompts,
+            num_workers=given.workers,
+            address=given.address,
+            max_new_tokens=3,
+        )
+    except PagedCacheError as error:
+        raise SystemExit(str(error)) from None
     for prompt, completion in zip(prompts[:4], result.completions or (), strict=False):
         print(f"{prompt.rpartition('Review: ')[2]!r} ->{completion.partition(chr(10))[0]}")
     print(result.summary)

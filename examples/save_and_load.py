@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.cli.demo_model import load_demo_model
+from hf_paged_cache.cli.demo_model import load_or_exit
 
 PROMPT = "".join(
     f"Review: {text}\nSentiment: {label}\n\n"
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--model", help="a folder, or a name on the hub; default: SmolLM2-135M-Instruct")
     given = parser.parse_args()
 
-    model, tokenizer = load_demo_model(given.model)
+    model, tokenizer = load_or_exit(given.model)
     cache = PagedPrefixCache(model)
     if given.folder.is_dir():
         loaded = cache.store.load(given.folder)

@@ -16,12 +16,12 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from .batch.journal import Completion, Journal, Record, claimed, journal_of
-from .batch.output import ORDERS, Output, require_free, require_room, require_writable
+from .batch.output import ORDERS, Output, require_free, require_writable
 from .batch.placement import partition
 from .batch.plan import batches, ordered
 from .batch.prefix_tree import build_prefix_tree
 from .batch.prompt_files import Row
-from .batch.rows import digest_of, opened
+from .batch.rows import digest_of, opened, require_room
 from .batch_calls import BatchCalls
 from .batch_options import NO_OPTIONS, generation_config, tokens_seen
 from .batch_progress import BatchSummary, Progress
@@ -176,7 +176,7 @@ class How(NamedTuple):
                 raise CacheArgumentError(f"{name} is {value!r}; give True or False")
         if not isinstance(self.column, str):
             raise CacheArgumentError(f"column is {self.column!r}; give the name of a column")
-        if not isinstance(self.out, str | PathLike | None) or "\0" in fspath(self.out or ""):
+        if not isinstance(self.out, str | PathLike | None) or "\0" in fspath(self.out or "") or self.out == "":
             raise CacheArgumentError(f"out is {self.out!r}; give a file's path")
         if self.order not in ORDERS:
             raise CacheArgumentError(f"order is {self.order!r}; give {' or '.join(map(repr, ORDERS))}")
@@ -208,6 +208,10 @@ def run_job(
     runner: Runner, prompts: "str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row]", how: How
 ) -> BatchResult:
     """A job on whatever runs its batches; see `generate_all` for what is refused."""
+    if runner.generation_config.prompt_lookup_num_tokens and how.batch_size > 1:
+        raise CacheArgumentError(
+            f"prompt_lookup_num_tokens runs one row at a time; give batch_size=1, not {how.batch_size}"
+        )
     path = None if how.out is None else Path(how.out)
     with ExitStack() as stack:
         if path is not None:

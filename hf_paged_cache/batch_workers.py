@@ -19,6 +19,8 @@ from os import PathLike
 from textwrap import shorten
 from typing import Any, Literal, NamedTuple
 
+from torch import nn
+
 from .batch.journal import Record
 from .batch.prompt_files import Row
 from .batch_calls import BatchCalls
@@ -65,7 +67,12 @@ class Worker:
     def _ready(self) -> "_Ready":
         """Loaded at the first question: an error in an actor's making would arrive as its death."""
         load, store, options, seed = self._given
-        model, tokenizer = load()
+        loaded = load()
+        if not isinstance(loaded, tuple | list) or len(loaded) != 2:
+            raise CacheArgumentError(
+                f"load returned {type(loaded).__name__}; it is to return a model and its tokenizer"
+            )
+        model, tokenizer = loaded
         config = generation_config(unwrapped(model), options)
         cache = PagedPrefixCache(PrefixStore(model, **store))
         return _Ready(tokenizer, cache, config, BatchCalls(cache, tokenizer, config, options, seed))
@@ -144,6 +151,11 @@ def generate_all_on_ray(
     if gpus_per_worker is not None and not (0 <= gpus_per_worker <= 1 or gpus_per_worker in range(1, 1000)):
         raise CacheArgumentError(f"gpus_per_worker is {gpus_per_worker!r}; give 0 or more, and above 1 a whole number")
     how = How(out, column, order, batch_size, max_new_tokens, seed, overwrite, progress).checked()
+    if not callable(load) or isinstance(load, nn.Module):
+        raise CacheArgumentError(
+            f"load is of type {type(load).__name__}; give a function that returns a model and its tokenizer, such as "
+            "functools.partial(load_my_model, 'name'): each worker calls it"
+        )
     if find_spec("ray") is None:
         raise CacheArgumentError("workers need Ray: pip install ray, or '.[ray]'")
     import ray

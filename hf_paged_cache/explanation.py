@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .blocks.tokens import TokenIds, common_prefix_length
+from .wording import counted
 
 _NUM_SHOWN = 16  # tokens before the place, and behind it
 
@@ -65,9 +66,9 @@ class Explanation:
 
     def __str__(self) -> str:
         num_computed = max(1, self.num_tokens - self.num_known)
-        share = self.num_known / max(1, self.num_tokens)
+        percent = 100 * self.num_known // max(1, self.num_tokens)
         lines = [
-            f"{self.num_known:,} of {self.num_tokens:,} tokens are known ({share:.0%}); {num_computed:,} would be computed",
+            f"{self.num_known:,} of {self.num_tokens:,} tokens are known ({percent}%); {num_computed:,} would be computed",
             f"why no more: {self.stopped}",
         ]
         if self.cached is not None:
@@ -100,7 +101,7 @@ def explanation(
             "another adapter, other weights or settings, or padding before them where the model counts columns"
         )
     elif num_agreed and parts_at < len(tokens):
-        advice = f"blocks are shared whole, so the {num_agreed} tokens from token {known} on that are the same are computed, too"
+        advice = f"blocks are shared whole, so {counted(num_agreed, 'token')} from token {known} on that the two have in common {'is' if num_agreed == 1 else 'are'} computed, too"
     return Explanation(
         num_tokens=len(tokens),
         num_known=known,

@@ -149,7 +149,7 @@ class NamedPrefixes:
             from token 45 on they part, behind   'ce? And what is '
               the prompt goes on with   'snow?'
               what is cached with       'a f'
-            blocks are shared whole, so the 13 tokens from token 32 on that are the same are computed, too
+            blocks are shared whole, so 13 tokens from token 32 on that the two have in common are computed, too
         """
         tokens, blocks = array("q", one_sequence("the prompt", token_ids)), self.store.blocks
         if not tokens:

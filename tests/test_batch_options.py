@@ -119,7 +119,7 @@ def test_what_a_model_has_saved_is_heeded_as_in_a_call_of_one_row(what: str, tok
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"prompt_lookup_num_tokens": 3}, "only supported for batch_size = 1"),
+    ({"prompt_lookup_num_tokens": 3}, "runs one row at a time; give batch_size=1, not 8"),
     ({"repetition_penalty": 0}, "strictly positive"),
     ({"stop_strings": []}, r"stop_strings is \[\]; give a text"),
     ({"stop_strings": 5}, "stop_strings is 5; give a text"),

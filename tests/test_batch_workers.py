@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_paged_cache import CacheArgumentError, WorkersLostError, batch_workers, generate_all, generate_all_on_ray
 from hf_paged_cache.batch.journal import Record
@@ -79,6 +80,19 @@ def test_workers_give_the_same_results_also_where_one_is_killed(model_folder: st
 def test_what_a_worker_refuses_is_said_as_it_is_on_one_machine(model_folder: str) -> None:
     with pytest.raises(CacheArgumentError, match=r"^no_such_option is no option of generate"):
         generate_all_on_ray(partial(load, model_folder), PROMPTS, num_workers=1, no_such_option=1)
+
+
+@pytest.mark.parametrize("load", ["name", torch.nn.Linear(1, 1)])
+def test_what_cannot_be_called_for_a_model_is_refused_before_ray_begins(load: Any) -> None:
+    with pytest.raises(
+        CacheArgumentError, match=r"^load is of type (str|Linear); give a function that returns a model"
+    ):
+        generate_all_on_ray(load, PROMPTS, num_workers=1)
+
+
+def test_a_worker_says_what_its_function_returned() -> None:
+    with pytest.raises(CacheArgumentError, match=r"^load returned int; it is to return a model and its tokenizer$"):
+        batch_workers.Worker(lambda: 1, {}, {}, 0).describe()  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize("share", [-1, 1.5])

@@ -52,6 +52,17 @@ def test_every_example_is_run_here() -> None:
     assert all(path.name in text for path in EXAMPLES.glob("*.py") if path.name not in elsewhere)
 
 
+@pytest.mark.parametrize("name", ["adapters", "beam_search", "best_of_n", "chat", "few_shot_eval", "grpo_rollouts", "multi_gpu", "ray_batch", "score_choices", "speculative"])  # fmt: skip
+def test_a_model_that_is_not_there_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in {"adapters": ["peft"], "grpo_rollouts": ["trl", "datasets"], "ray_batch": ["ray"]}.get(name, []):
+        pytest.importorskip(package)
+    monkeypatch.setattr(sys, "argv", [name, "--model", "no/such/folder"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert str(ended.value).startswith("there is no folder no/such/folder")
+    assert "\n" not in str(ended.value)
+
+
 def test_save_and_load_computes_in_its_first_run_alone(run_example: Run, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     runs = [run_example("save_and_load.py", folder) for _ in range(2)]

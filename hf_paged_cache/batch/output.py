@@ -6,7 +6,7 @@ It follows from the journal, so it is written anew when a job goes on, and grows
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +15,10 @@ from ..errors import CacheArgumentError
 from .journal import Completion, Journal, Record, journal_of, naming
 from .json_rows import json_line
 from .prompt_files import COMPRESSED
-from .rows import RowError
+from .rows import COMPLETION
 
 Order = Literal["given", "done"]
 ORDERS: tuple[Order, ...] = ("given", "done")
-COMPLETION = "completion"  # the column that is added
 
 
 class Output:
@@ -98,14 +97,3 @@ def require_free(out: Path, overwrite: bool) -> None:
         raise CacheArgumentError(
             f"{out} is there already, and no journal beside it: it is done, or another's. Give another file, or overwrite it (--overwrite)"
         )
-
-
-def require_room(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse rows that have a column of the completion's name.
-
-    Raises:
-        RowError: of the first.
-    """
-    for number, row in enumerate(rows):
-        if COMPLETION in row:
-            raise RowError(number, f"it has a column {COMPLETION!r} already, which would be lost: rename it")

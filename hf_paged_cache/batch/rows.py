@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from os import PathLike, fspath
 from pathlib import Path
@@ -20,6 +20,7 @@ from .prompt_files import Lines, Row, read_rows
 
 Messages = list[dict[str, Any]]
 Prompt = str | Messages
+COMPLETION = "completion"  # the column that a job adds
 
 
 @contextmanager
@@ -65,7 +66,8 @@ def _in_memory(prompts: Any, column: str) -> Sequence[Row]:
     if isinstance(prompts, Mapping) and all(hasattr(each, "column_names") for each in prompts.values()) and prompts:
         raise CacheArgumentError(f"prompts is of type {kind}; give one of its splits: {', '.join(map(repr, prompts))}")
     if isinstance(prompts, Mapping) or (hasattr(prompts, "to_dict") and hasattr(prompts, "columns")):
-        raise CacheArgumentError(f"prompts is of type {kind}, a table; give a list of its rows")
+        how = ", to_dict('records')" if hasattr(prompts, "to_dict") else ""
+        raise CacheArgumentError(f"prompts is of type {kind}, a table; give a list of its rows{how}")
     if hasattr(prompts, "with_format"):  # a dataset that gives its rows as tensors, too
         prompts = prompts.with_format(None)
     if hasattr(prompts, "column_names") and hasattr(prompts, "__len__"):
@@ -114,8 +116,22 @@ def prompt_of(row: Any, number: int, column: str) -> Prompt:
     raise RowError(number, f"{column!r} {what}; give a text, or a chat as a list of messages with a role and a content")
 
 
-def require_prompts(path: Path, column: str) -> None:
+def require_room(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse rows that have a column of the completion's name.
+
+    Raises:
+        RowError: of the first.
+    """
+    for number, row in enumerate(rows):
+        if COMPLETION in row:
+            raise RowError(number, f"it has a column {COMPLETION!r} already, which would be lost: rename it")
+
+
+def require_prompts(path: Path, column: str, *, with_room: bool = False) -> None:
     """Refuse a file with a row that has no prompt, before a model is loaded.
+
+    Args:
+        with_room: also one with a row that has a completion; see `require_room`.
 
     Raises:
         CacheArgumentError: naming the first.
@@ -123,6 +139,8 @@ def require_prompts(path: Path, column: str) -> None:
     with opened(path, column) as rows:
         for number in range(len(rows)):
             prompt_of(rows[number], number, column)
+        if with_room:
+            require_room(rows)
 
 
 def digest_of(rows: Sequence[Row]) -> str:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..blocks import BlockTable, HashChain
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..store.block_store import BlockStore
+from ..wording import counted
 from .rows import Origin, Row
 from .scheduled_forward import RowInput
 
@@ -225,7 +226,9 @@ def _why_stopped(num_known: int, token_ids: TokenIds, block_size: int, previous:
         return f"the prompt differs from the last call's tokens at token {num_known}"
     end = (num_known // block_size + 1) * block_size
     if end > len(token_ids):
-        return f"the {len(token_ids) - num_known} tokens from token {num_known} on do not fill a block of {block_size}"
+        num_left = len(token_ids) - num_known
+        do = "does" if num_left == 1 else "do"
+        return f"the {counted(num_left, 'token')} from token {num_known} on {do} not fill a block of {block_size}"
     if num_known == 0:
         return f"no cached block has these first {block_size} tokens under the same conditions"
     return f"no cached block goes on with tokens {num_known} to {end - 1}"

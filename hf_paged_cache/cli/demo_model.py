@@ -127,6 +127,21 @@ def load_demo_model(
     return model.eval(), tokenizer
 
 
+def load_or_exit(name_or_path: str | os.PathLike[str] | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """`load_demo_model` for a script: why a model cannot be had is its last line.
+
+    Raises:
+        SystemExit: with that line, where `load_demo_model` raises.
+
+    Examples:
+        >>> model, tokenizer = load_or_exit()  # doctest: +SKIP
+    """
+    try:
+        return load_demo_model(name_or_path)
+    except ModelLoadError as error:
+        raise SystemExit(str(error)) from None
+
+
 @contextmanager
 def _in_one_line(problem: str, advice: str) -> Iterator[None]:
     """Any error becomes a `ModelLoadError` of one line. Files are read by several libraries, each with errors of its own."""

@@ -82,7 +82,7 @@ def generate(
                 raise CacheArgumentError("--address is of a Ray cluster; give --workers, too")
             require_writable(out, prompts)
             require_free(out, overwrite)
-            require_prompts(prompts, column)
+            require_prompts(prompts, column, with_room=True)
             shaped: dict[str, Any] = {
                 "out": out,
                 "column": column,

@@ -48,8 +48,9 @@ def save(
     print(
         f"computed {done.num_computed} tokens of {counted(len(prefixes), 'prefix')}, {done.num_tokens} in whole blocks"
     )
-    known = f"; {saved.num_known} blocks were there already" if saved.num_known else ""
-    print(f"wrote {saved.num_blocks} blocks, {saved.num_bytes / 2**20:,.1f} MiB, into {folder}{known}")
+    were = "was" if saved.num_known == 1 else "were"
+    known = f"; {counted(saved.num_known, 'block')} {were} there already" if saved.num_known else ""
+    print(f"wrote {counted(saved.num_blocks, 'block')}, {saved.num_bytes / 2**20:,.1f} MiB, into {folder}{known}")
     _print_rest("not saved", saved.not_saved)
 
 
@@ -87,15 +88,17 @@ def load(
     if check:
         for report in reports:
             what = report.problem or (
-                f"{report.num_blocks} blocks, {report.num_tokens} tokens, {report.num_bytes / 2**20:,.1f} MiB, of "
+                f"{counted(report.num_blocks, 'block')}, {report.num_tokens} tokens, {report.num_bytes / 2**20:,.1f} MiB, of "
                 f"{report.model.get('model')} in {report.model.get('dtype')}, transformers {report.model.get('transformers')}"
             )
             print(f"{report.path.name}: {what}")
         damaged = sum(report.problem is not None for report in reports)
         print(f"{counted(len(reports), 'file')}, {damaged} of them damaged")
         raise typer.Exit(1 if damaged else 0)
-    print(f"took {loaded.num_blocks} blocks, {loaded.num_bytes / 2**20:,.1f} MiB, from {folder}")
+    print(f"took {counted(loaded.num_blocks, 'block')}, {loaded.num_bytes / 2**20:,.1f} MiB, from {folder}")
     _print_rest("not taken", loaded.not_loaded)
+    if not loaded.num_blocks and model is None:
+        print("this was tried with the demo's model; name the one that has computed it: --model MODEL")
     raise typer.Exit(0 if loaded.num_blocks else 1)
 
 
@@ -114,5 +117,7 @@ def _text_of(path: Path) -> str:
 
 
 def _print_rest(what: str, reasons: dict[str, int]) -> None:
+    from ..wording import counted
+
     for reason, number in reasons.items():
-        print(f"{what}: {f'{number} blocks: ' if number else ''}{reason}")
+        print(f"{what}: {counted(number, 'block') + ': ' if number else ''}{reason}")

@@ -116,7 +116,10 @@ def load_blocks(
 
 def _files(folder: Path, not_loaded: dict[str, int]) -> Iterator[SavedFile]:
     """Those that can be read."""
-    for path in saved_paths(folder):
+    paths = saved_paths(folder)
+    if not paths:
+        not_loaded[f"{folder} holds no saved blocks"] = 0
+    for path in paths:
         try:
             yield read_saved_file(path)
         except SavedBlocksError as error:

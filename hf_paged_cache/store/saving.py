@@ -16,7 +16,7 @@ from ..blocks import BlockHash, HashChain
 from ..blocks.hashing import digest_behind
 from ..blocks.roots import Roots
 from ..blocks.tokens import TokenIds
-from ..errors import SavedBlocksError
+from ..errors import CacheArgumentError, SavedBlocksError
 from ..kv.contents import rows_of_blocks, rows_of_states
 from ..tiers.base import BLOCKS, STATES, Kind
 from ..tiers.saved_file import (
@@ -69,7 +69,7 @@ class Saved(NamedTuple):
         num_blocks: written now.
         num_known: that the folder had.
         num_bytes: of the files written.
-        not_saved: reason -> blocks.
+        not_saved: reason -> blocks; 0 where there are none.
 
     Examples:
         >>> _ = cache.prefill(inputs["input_ids"])
@@ -156,6 +156,7 @@ def _choose(
         wanted = {by_id[block_id].digest for block_id in blocks.pins.block_ids(b"") if block_id in by_id}
     elif prefixes is not None:
         wanted = {digest for tokens in prefixes for digest in _digests_of(blocks, model, tokens)} & by_digest.keys()
+    not_saved = {} if wanted else {"no such block is cached: compute it first, with cache.prefill": 0}
     names: dict[bytes, SavedBlock | str] = {}  # digest -> its name in files, or why it has none
     roots: dict[bytes, SavedRoot] = {}
     for block_hash in by_digest.values():
@@ -165,7 +166,6 @@ def _choose(
         for step in reversed(path):
             if step.digest not in names:
                 names[step.digest] = _named(blocks, model, step, names.get(step.parent), roots)
-    not_saved: dict[str, int] = {}
     children: dict[bytes, list[_Chosen]] = {}
     chosen: list[_Chosen] = []
     for digest in wanted:
@@ -267,5 +267,12 @@ def _copy_out(
 
 
 def folder_of(folder: str | os.PathLike[str]) -> Path:
-    """The folder that a user names."""
-    return Path(folder).expanduser().absolute()
+    """The folder that a user names.
+
+    Raises:
+        CacheArgumentError: it is a file.
+    """
+    path = Path(folder).expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise CacheArgumentError(f"{path} is a file; give a folder")
+    return path

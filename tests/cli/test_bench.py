@@ -67,6 +67,8 @@ def test_a_prompt_may_be_as_long_as_the_model_has_positions(model_folder: str, t
     text = "What is one and one? " * limit
     while (length := len(tokenizer(text).input_ids)) > limit:
         text = text[: len(text) * limit // length]
+    while len(tokenizer(text).input_ids) < limit:
+        text += "?"
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": text}))
     done = bench(model_folder, str(tmp_path / "long.jsonl"), "--max-new-tokens", "1")
     assert done.exit_code == 0, done.output
