@@ -113,6 +113,16 @@ def test_workers_that_would_wait_for_gpus_for_ever_are_refused(num_gpus: int) ->
     require(3, 1.0, 3, may_come=False)
 
 
+def test_a_handler_of_sigterm_stays_where_ray_sets_its_own() -> None:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with batch_workers._handler_of_termination_kept():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_workers, "find_spec", lambda name: None)
     with pytest.raises(CacheArgumentError, match=r"^workers need Ray: pip install ray, or '\.\[ray\]'$"):

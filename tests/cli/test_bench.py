@@ -19,7 +19,7 @@ SHARED = "What is one and one? " * 4
 
 
 def bench(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["bench", *arguments, "--max-new-tokens", "2"], env={"COLUMNS": "200"})
+    return CliRunner().invoke(app, ["bench", "--max-new-tokens", "2", *arguments], env={"COLUMNS": "200"})
 
 
 @pytest.fixture
