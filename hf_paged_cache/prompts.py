@@ -144,7 +144,7 @@ def require_positions(config: Any, tokens: Sequence[Sequence[int]], max_new_toke
         raise RowError(
             first,
             f"its {counted(len(tokens[first]), 'token')} with {counted(max_new_tokens, 'new token')} behind need more than the "
-            f"model's {limit} positions{others}: shorten or remove",
+            f"model's {limit} positions{others}: shorten or remove it, or give fewer new tokens (max_new_tokens)",
         )
 
 

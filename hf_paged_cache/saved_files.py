@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .errors import CacheArgumentError, SavedBlocksError
+from .store.saving import folder_of
 from .tiers.saved_file import SavedFile, read_rows, read_saved_file, saved_paths
 
 
@@ -41,7 +42,7 @@ def saved_report(folder: str | PathLike[str]) -> list[SavedFileReport]:
     Effects: none.  Cost: reads all files.
 
     Raises:
-        CacheArgumentError: there is no such folder.
+        CacheArgumentError: there is no such folder, or it is a file.
 
     Examples:
         >>> cache.prefill(inputs["input_ids"]).num_tokens, cache.store.save(folder).num_blocks
@@ -49,7 +50,7 @@ def saved_report(folder: str | PathLike[str]) -> list[SavedFileReport]:
         >>> [(file.problem, file.num_blocks, file.num_tokens) for file in saved_report(folder)]
         [(None, 5, 80)]
     """
-    where = Path(folder).expanduser().absolute()
+    where = folder_of(folder)
     if not where.is_dir():
         raise CacheArgumentError(f"there is no folder {where}; give one that `save` has written")
     return list(_reports(where))

@@ -131,7 +131,9 @@ def claimed(out: Path) -> Iterator[None]:
     except Timeout:
         if not Path(lock.lock_file).exists():
             raise CacheArgumentError(f"{out} cannot be written: no file can be made beside it") from None
-        raise CacheArgumentError(f"another process is working on {out}: it holds {lock.lock_file}") from None
+        raise CacheArgumentError(
+            f"another process is working on {out}: it holds {lock.lock_file}; wait for it, or give another file"
+        ) from None
     except OSError as error:
         raise CacheArgumentError(f"{out} cannot be written ({error})") from error
     try:

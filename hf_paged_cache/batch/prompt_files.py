@@ -45,6 +45,8 @@ def read_rows(path: Path, folder: Path) -> Sequence[Row]:
     is_compressed = path.suffix.lower() in COMPRESSED and len(path.suffixes) > 1
     suffix = path.suffixes[-2].lower() if is_compressed else path.suffix.lower()
     kind = _KINDS.get(suffix)
+    if path.is_dir():
+        raise CacheArgumentError(f"{path} is a folder; give a file")
     if not path.is_file():
         raise CacheArgumentError(f"there is no file {path}")
     if kind is None:
@@ -105,7 +107,7 @@ class Lines(Sequence[Row]):
             return [self[each] for each in range(*row.indices(len(self)))]
         self._file.seek(self._starts[row])
         try:
-            found = json.loads(self._file.readline())
+            found = json.loads(self._file.readline().rstrip())
         except UnicodeDecodeError as error:
             raise CacheArgumentError(
                 f"{self.place(row)} is no JSON: it is not UTF-8 ({error.reason}); save the file so"
@@ -153,6 +155,10 @@ def _csv_rows(reader: Any, path: Path) -> Iterator[tuple[int, bytes]]:
         if not values:  # a blank line
             continue
         if names is None:
+            if len(values) == 1 and (others := [each for each in ";\t|" if each in values[0]]):
+                raise CacheArgumentError(
+                    f"{path} has {others[0]!r} between its columns; write it with commas, or with tabs as .tsv"
+                )
             names = _without_empty_end(values, 1)
             if twice := {name for name in names if names.count(name) > 1}:
                 raise CacheArgumentError(f"{path} has two columns {min(twice)!r}; rename one")

@@ -43,9 +43,14 @@ def opened(prompts: Any, column: str) -> Iterator[Sequence[Row]]:
         try:
             yield rows
         except RowError as error:
-            if not isinstance(rows, Lines):
+            if not isinstance(prompts, str | PathLike):
                 raise
-            raise CacheArgumentError(f"{rows.place(error.number)}: {error.problem}") from error
+            place = (
+                rows.place(error.number)
+                if isinstance(rows, Lines)
+                else f"{fspath(prompts)}, row {error.number}, counted from 0"
+            )
+            raise CacheArgumentError(f"{place}: {error.problem}") from error
 
 
 class RowError(CacheArgumentError):
@@ -76,6 +81,8 @@ def _in_memory(prompts: Any, column: str) -> Sequence[Row]:
         given = list(prompts)
     except TypeError:
         raise CacheArgumentError(f"prompts is of type {kind}; give a file, or a list of texts, chats or rows") from None
+    if given and all(isinstance(each, Mapping) and "role" in each and column not in each for each in given):
+        raise CacheArgumentError("prompts is one chat, a list of messages; give a list of chats: [chat]")
     return [each if isinstance(each, Mapping) else {column: each} for each in given]
 
 
@@ -89,7 +96,9 @@ def prompt_of(row: Any, number: int, column: str) -> Prompt:
         raise RowError(number, "it is no object with names and values")
     if column not in row:
         names = ", ".join(map(repr, row)) or "none"
-        raise RowError(number, f"it has no column {column!r}; there are {names}: mend it, or name another (--column)")
+        raise RowError(
+            number, f"it has no column {column!r}; there are {names}: mend it, or name another (column, --column)"
+        )
     value: Any = row[column]
     if isinstance(value, str) and value:
         return value
@@ -128,7 +137,7 @@ def require_room(rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def require_prompts(path: Path, column: str, *, with_room: bool = False) -> None:
-    """Refuse a file with a row that has no prompt, before a model is loaded.
+    """Refuse a file without rows, or with one that has no prompt, before a model is loaded.
 
     Args:
         with_room: also one with a row that has a completion; see `require_room`.
@@ -137,6 +146,8 @@ def require_prompts(path: Path, column: str, *, with_room: bool = False) -> None
         CacheArgumentError: naming the first.
     """
     with opened(path, column) as rows:
+        if not len(rows):
+            raise CacheArgumentError(f"{path} holds no rows")
         for number in range(len(rows)):
             prompt_of(rows[number], number, column)
         if with_room:

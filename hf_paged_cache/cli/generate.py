@@ -9,6 +9,7 @@ from enum import StrEnum
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from re import fullmatch
 from typing import Annotated, Any
 
 import typer
@@ -28,7 +29,10 @@ class Order(StrEnum):
 
 def generate(
     context: typer.Context,
-    prompts: Annotated[Path, typer.Argument(help="A file of JSON lines, CSV or Parquet (.jsonl, .csv, .parquet).")],
+    prompts: Annotated[
+        Path,
+        typer.Argument(help="A file of JSON lines, JSON, CSV, TSV or Parquet (.jsonl, .json, .csv, .tsv, .parquet)."),
+    ],
     model: Annotated[str, typer.Option(help="A folder, or a name on the hub.")],
     out: Annotated[Path, typer.Option(help="A file of JSON lines: each row of the input, with its completion.")],
     column: Annotated[
@@ -166,6 +170,10 @@ def _value(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
+        if fullmatch(r"(\\[nrt])+", text):
+            raise CacheArgumentError(
+                f"{text} is a backslash and a letter; as JSON it is the character: '\"{text}\"'"
+            ) from error
         if text.startswith(("[", "{")):
             raise CacheArgumentError(f"{text} begins as JSON and is none ({error})") from error
         return {"True": True, "False": False, "None": None}.get(text, text)

@@ -156,7 +156,8 @@ def _choose(
         wanted = {by_id[block_id].digest for block_id in blocks.pins.block_ids(b"") if block_id in by_id}
     elif prefixes is not None:
         wanted = {digest for tokens in prefixes for digest in _digests_of(blocks, model, tokens)} & by_digest.keys()
-    not_saved = {} if wanted else {"no such block is cached: compute it first, with cache.prefill": 0}
+    nothing = "nothing is pinned" if pinned else "no such block is cached: compute it first, with cache.prefill"
+    not_saved = {} if wanted else {nothing: 0}
     names: dict[bytes, SavedBlock | str] = {}  # digest -> its name in files, or why it has none
     roots: dict[bytes, SavedRoot] = {}
     for block_hash in by_digest.values():
@@ -270,9 +271,11 @@ def folder_of(folder: str | os.PathLike[str]) -> Path:
     """The folder that a user names.
 
     Raises:
-        CacheArgumentError: it is a file.
+        CacheArgumentError: it is no path, or a file, or in one.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise CacheArgumentError(f"folder is {folder!r}; give a folder's path")
     path = Path(folder).expanduser().absolute()
-    if path.exists() and not path.is_dir():
-        raise CacheArgumentError(f"{path} is a file; give a folder")
+    if file := next((each for each in (path, *path.parents) if each.is_file()), None):
+        raise CacheArgumentError(f"{file} is a file; give a folder")
     return path

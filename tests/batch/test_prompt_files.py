@@ -66,6 +66,7 @@ def test_a_csv_is_read_with_what_spreadsheets_leave_in_it(tmp_path: Path) -> Non
         ('prompt,id\n"a" b,1\n', "line 2 is no CSV "),
         ("prompt,id\na,1\nis\n", "line 3 has 1 value for 2 columns; "),
         ("prompt,id,id\n", "has two columns 'id'"),
+        ("id;prompt\n1;a\n", "has ';' between its columns; write it with commas"),
     ],
 )
 def test_a_csv_whose_values_fit_no_columns_is_refused(text: str, said: str, tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_a_file_that_is_written_anew_meanwhile_changes_nothing(suffix: str, tmp_
     [
         ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": 3}\n', "p.jsonl, line 3: "),
         ("p.csv", 'prompt\n"a\nb"\n""\n', "p.csv, line 4: "),
-        ("p.json", '[{"prompt": "a"}, {"prompt": 3}]', "row 1, counted from 0: "),
+        ("p.json", '[{"prompt": "a"}, {"prompt": 3}]', "p.json, row 1, counted from 0: "),
     ],
 )
 def test_an_error_of_a_row_says_where_it_is(name: str, text: str, place: str, tmp_path: Path) -> None:
@@ -124,6 +125,7 @@ def test_a_parquet_file_keeps_its_types(tmp_path: Path) -> None:
     ("data", "said"),
     [
         (b'{"prompt": "a"}\n\n{"prompt": \n', r"line 3 is no JSON \(.*, at character \d+\)$"),
+        (b'{"prompt": "a"}\n{"prompt": "a"\n', r"line 2 is no JSON \(Expecting ',' delimiter, at character 15\)$"),
         (b'{"prompt": "a"}\n["b"]\n', "line 2 is no JSON object"),
         ('{"prompt": "é"}'.encode("latin-1"), "line 1 is no JSON: it is not UTF-8 "),
         (b"[" * 100_000 + b"\n", "line 1 cannot be read "),
@@ -193,19 +195,20 @@ def test_rows_in_memory_are_plain_whatever_holds_them(kind: str) -> None:
         assert [dict(row) for row in rows] == [{"prompt": "a", "v": [1, 2]}, {"prompt": "b", "v": [3]}]
 
 
-@pytest.mark.parametrize("kind", ["frame", "columns", "number", "None", "splits"])
+@pytest.mark.parametrize("kind", ["frame", "columns", "number", "None", "splits", "chat"])
 def test_what_holds_no_rows_is_refused(kind: str) -> None:
     import pandas as pd
 
     datasets = pytest.importorskip("datasets")
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_list([{"prompt": "a"}])})
     given: dict[str, Any] = {
+        "chat": [{"role": "user", "content": "a"}],
         "frame": pd.DataFrame({"prompt": ["a"]}),
         "columns": {"prompt": ["a"]},
         "number": 5,
         "splits": splits,
     }
-    with pytest.raises(CacheArgumentError, match=r"^prompts is of type "), opened(given.get(kind), "prompt"):
+    with pytest.raises(CacheArgumentError, match=r"^prompts is (of type |one chat)"), opened(given.get(kind), "prompt"):
         pass
 
 

@@ -101,7 +101,7 @@ def test_ctrl_c_says_how_to_go_on(
 MISTAKES: list[tuple[list[str], str]] = [
     (
         ["--column", "question"],
-        "line 1: it has no column 'question'; there are 'text', 'n': mend it, or name another (--column)",
+        "line 1: it has no column 'question'; there are 'text', 'n': mend it, or name another (column, --column)",
     ),
     (["--batchsize", "4"], "there is no option --batchsize; did you mean --batch-size?"),
     (["--batch_size", "4"], "there is no option --batch_size; did you mean --batch-size?"),
@@ -114,6 +114,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--num-beams"], "--num-beams needs a value behind it"),
     (["--max-length", "10"], "max_length is not an option here: "),
     (["--out", "out.jsonl.gz"], "what is written are plain JSON lines"),
+    (["--stop-strings", r"\n\n"], r"\n\n is a backslash and a letter; as JSON it is the character: '"),
     (["--address", "auto"], "give --workers, too"),
     (["--out", "no/such/folder/out.jsonl"], "there is no folder no/such/folder to write out.jsonl into"),
 ]
@@ -163,6 +164,14 @@ def test_a_missing_file_of_prompts_is_one_line(tmp_path: Path) -> None:
     done = generate(tmp_path / "none.jsonl", "no-model", tmp_path / "out.jsonl")
     assert done.exit_code == 2
     assert done.stderr == f"hf-paged-cache generate: there is no file {tmp_path / 'none.jsonl'}\n"
+
+
+def test_a_file_without_rows_and_a_folder_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text("text,id\n")
+    done = generate(tmp_path / "p.csv", "no-model", tmp_path / "out.jsonl")
+    assert done.stderr == f"hf-paged-cache generate: {tmp_path / 'p.csv'} holds no rows\n"
+    done = generate(tmp_path, "no-model", tmp_path / "out.jsonl")
+    assert done.stderr == f"hf-paged-cache generate: {tmp_path} is a folder; give a file\n"
 
 
 def test_an_output_that_is_there_is_kept(prompts: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_paged_cache import CacheArgumentError, NotPortableError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, NotPortableError, PagedPrefixCache, PrefixStore, saved_report
 from hf_paged_cache.tiers.saved_file import read_saved_file, saved_paths
 
 from .. import saved_folders
@@ -109,7 +109,11 @@ def test_prefixes_by_their_tokens_pins_and_all(tmp_path: Path) -> None:
         for name, prefixes in (("all", None), ("pinned", "pinned"), ("some", [BASE[:40], torch.tensor([BASE[:20]])]))
     }
     assert number == {"all": 20, "pinned": 8, "some": 10}
-    assert cache.store.save(tmp_path / "none", [row((77, 20))]).num_blocks == 0
+    unknown = cache.store.save(tmp_path / "none", [row((77, 20))])
+    assert (unknown.num_blocks, [*unknown.not_saved.values()]) == (0, [0])
+    assert "compute it first" in next(iter(unknown.not_saved))
+    cache.unpin()
+    assert cache.store.save(tmp_path / "none", "pinned").not_saved == {"nothing is pinned": 0}
     with pytest.raises(CacheArgumentError, match="give token ids of prefixes, 'pinned', or None"):
         cache.store.save(tmp_path, "pins")
     with pytest.raises(CacheArgumentError, match="prefix 0"):
@@ -246,10 +250,15 @@ def test_a_folder_that_is_not_there_or_cannot_be_written_is_said(tmp_path: Path)
     with pytest.raises(CacheArgumentError, match="there is no folder"):
         cache.store.load(tmp_path / "nowhere")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(OSError, match="file"):
-        cache.store.save(tmp_path / "file")
+    for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(CacheArgumentError, match=r"file is a file; give a folder$"):
+            cache.store.save(folder)
+        with pytest.raises(CacheArgumentError, match=r"file is a file; give a folder$"):
+            saved_report(folder)
+    with pytest.raises(CacheArgumentError, match=r"^folder is None; give a folder's path$"):
+        cache.store.load(None)  # type: ignore[arg-type]
     empty = cache.store.load(tmp_path)
-    assert (empty.num_blocks, empty.not_loaded) == (0, {})
+    assert (empty.num_blocks, empty.not_loaded) == (0, {f"{tmp_path} holds no saved blocks": 0})
 
 
 def test_a_disk_that_is_full_leaves_whole_files(tmp_path: Path) -> None:
