@@ -29,6 +29,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", help="a folder, or a name on the hub; default: SmolLM2-135M-Instruct")
     given = parser.parse_args()
+    if given.folder.is_file():
+        parser.error(f"{given.folder} is a file; give a folder")
 
     model, tokenizer = load_or_exit(given.model)
     cache = PagedPrefixCache(model)
