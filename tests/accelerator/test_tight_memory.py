@@ -36,7 +36,7 @@ class MeasuringPlayer(Player):
     peaks = (0,) * NUM_DEVICES
 
     def refer(self, arguments: dict[str, Any]) -> Any:
-        before = [memory(device).allocated for device in range(NUM_DEVICES)]
+        before = allocated()  # without what other tests have left, which may be collected while this runs
         for device in range(NUM_DEVICES):
             memory(device).reset_peak()
         output = super().refer(arguments)

@@ -402,7 +402,7 @@ def test_a_forked_child_begins_with_no_files_and_leaves_its_parents(tmp_path: Pa
 def test_what_cannot_be_is_refused_with_a_sentence(given: dict[str, Any], said: str) -> None:
     with pytest.raises(CacheArgumentError, match=said):
         PagedPrefixCache(tiny("llama"), **given)
-    with pytest.raises(CacheArgumentError, match="the store's; give"):
+    with pytest.raises(CacheArgumentError, match="of the store, which is there already; give"):
         PagedPrefixCache(PrefixStore(tiny("llama")), **given)
 
 
