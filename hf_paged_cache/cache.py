@@ -209,15 +209,16 @@ class PagedPrefixCache(NamedPrefixes, Cache):
         return states["key"], states["value"]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the running rows, padding included; the same in all layers but those that hold none: 0.
+        """Columns of the running rows, padding included; the same in all layers but those that never write any: 0.
 
-        Of layer 0, by which models ask for the length of the rows, it is always the rows'.
+        Of layer 0, by which models ask for the length of the rows, it is always the rows'. Before the first forward of a store
+        has returned, which layers write is not known, and all count as writing: columns of padding that it skips are there in each.
         """
         if layer_idx < 0:
             layer_idx += len(self.layers)
         if self._own_layers.layers is not None:
             return self._own_layers.num_columns_of(layer_idx)
-        if layer_idx and not self.store.blocks.pool.has_layer(layer_idx):
+        if layer_idx and not self.store.blocks.may_write(layer_idx):
             return 0
         return self.call.num_columns
 

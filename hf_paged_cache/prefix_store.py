@@ -23,7 +23,7 @@ from .integration.hooks import attach
 from .integration.token_input import one_sequence
 from .model.conditioning import Conditioning
 from .model.positions import default_numbering
-from .model.probing import input_device, measure_bytes_per_token
+from .model.probing import input_device, measure_bytes_per_token, measure_layers
 from .model.state_sizes import measure_states
 from .model.state_traits import StateTraits, read_state_traits
 from .model.support import (
@@ -60,8 +60,9 @@ class PrefixStore:
         num_blocks: the most blocks, one of which is reserved; of layers with a window as many, apart from the others'.
         max_bytes: instead of `num_blocks`, the most bytes of keys, values and snapshots; a forward of one token measures what a
             block needs. Without either: blocks, and the copies of running rows that attention reads, take at most half of the
-            memory that is free after the first forward on each device with layers of the model (on a host: available, or left
-            of the container's limit), less what other stores of this process may still take.
+            memory that is free on each device with layers of the model (on a host: available, or left of the container's
+            limit), less what other stores of this process may still take. That is read after the first forward; where the
+            first call may get more than 1,024 tokens, before it, and a forward of one token measures what a block needs.
         host_bytes: of pinned host memory, into which evicted blocks go and from which they come back; for models on an
             accelerator. 0: none.
         disk_folder: where evicted blocks go that host memory does not keep, or all of them; one in shared memory
@@ -133,6 +134,7 @@ class PrefixStore:
             states,
             bytes_per_block,
             has_budget=max_bytes is not None,
+            measure_layers=lambda: measure_layers(model),
             tiers=tiers,
         )
         takes_positions = takes(model, "position_ids")

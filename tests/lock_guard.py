@@ -47,6 +47,8 @@ EXEMPT: dict[type, dict[str, str]] = {
         "add_holder": "takes the lock",
         "bytes_to_come": "takes the lock",
         "is_settled": "one look at what is written once",
+        "may_write": "one look at what is replaced as a whole",
+        "measure_for": "takes the lock, but for the forward that it runs",
         "read_budget": "takes the lock, but for the time in which it reads files",
     },
     PromptCounters: {
@@ -89,6 +91,7 @@ def install() -> None:
         _guard_attribute(BlockStore, name)
     # Their texts say that the caller holds the lock.
     for cls, name in [
+        (Session, "_open"),
         (Session, "_require_may_begin"),
         (SharedPrefixes, "plan"),
         (LowerTiers, "_refresh"),

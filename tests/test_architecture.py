@@ -79,9 +79,6 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
 }
 WITHOUT_TORCH = ["errors", "stats", "locks", "wording", "blocks", "batch", "__init__", "__main__"]
 
-MAX_LINES = 500
-LONGER: dict[str, str] = {}  # module -> why its one idea takes more lines
-
 FILES = {  # name inside the package -> file; a folder's own name is its __init__.py
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -155,12 +152,6 @@ def test_transformers_is_imported_by_exactly_these_modules() -> None:
 def test_torch_is_not_imported_where_integers_are_enough() -> None:
     assert set(WITHOUT_TORCH) <= set(LEVEL)
     assert not [module for module in FILES if unit(module) in WITHOUT_TORCH and imports_library(module, "torch")]
-
-
-def test_a_module_of_more_than_500_lines_has_a_reason() -> None:
-    lines = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in FILES.items()}
-    assert {module for module in FILES if lines[module] > MAX_LINES} == set(LONGER)
-    assert all(LONGER.values())
 
 
 def test_the_command_uses_only_public_names_of_the_package_and_what_looks_at_arguments() -> None:

@@ -76,6 +76,7 @@ class Call(CallRows):
             bracket: gone as soon as that `generate` is left, however; then the call is no longer running.
         """
         with self.store.lock:
+            self.store.settle()
             self.roll_back()
             self._held.flush(self.rows)
             self.judge(conditions_held=False)  # what a `generate` left whose end was interrupted

@@ -34,6 +34,7 @@ from .hooks import is_attached
 from .input_values import KnownInputs
 from .own_layers import OwnLayers, why_full
 from .ranks import Ranks, of_all_ranks, tokens_as_bytes
+from .running_generate import plant_bracket, running_generate
 from .shared_prefix import SharedPrefixes
 from .state_forwards import StateForwards
 from .verification import Verifier
@@ -127,13 +128,7 @@ class Session:
         call, failed, ran_out_of_memory = self._call, True, False
         try:
             with self._store.lock:
-                self._require_may_begin(model, given)
-                if not given.only_new_tokens:
-                    self.own_layers.end()
-                call.begin(bracket, given.limits, keep_rows=given.only_new_tokens)
-                self.records_drafts, self._synced_gpus = False, given.synced_gpus
-                self._digest, self._inputs, self._was_alone = given.digest, given.inputs, False
-                self._ranks.is_settled = False
+                self._open(model, given, bracket)
             yield
             call.catch_up()
             failed = False
@@ -159,6 +154,36 @@ class Session:
                     self._was_overtaken = self.is_open  # by a generate inside of another
                 self._log()
 
+    def _open(self, model: Any, given: GenerateArguments, bracket: ref[Bracket]) -> None:
+        """A `generate` begins; see `generating`. The store's lock is held."""
+        self._require_may_begin(model, given)
+        if not given.only_new_tokens:
+            self.own_layers.end()
+        self._call.begin(bracket, given.limits, keep_rows=given.only_new_tokens)
+        self.records_drafts, self._synced_gpus = False, given.synced_gpus
+        self._digest, self._inputs, self._was_alone = given.digest, given.inputs, False
+        self._ranks.is_settled = False
+
+    def _open_found(self, model: Any) -> None:
+        """Rows are about to begin without a bracket: if a `generate` runs all the same, it begins here."""
+        running = running_generate(model)
+        if running is None:
+            return
+        records_drafts = self.records_drafts
+        with self._store.lock:
+            self._open(model, running.given, plant_bracket(running, self._store, self))
+            if records_drafts:  # which it has said before it came here
+                self.records_drafts = True
+                self._call.keep_past()
+
+    def close_found(self, bracket: ref[Bracket]) -> None:
+        """The frame of a `generate` that `_open_found` has begun is gone. Whether an exception ended it is not known."""
+        if bracket in self._call.brackets:
+            held = self._call.rows.are_trusted or self._conditions_hold()
+            self._digest, self._synced_gpus = b"", False
+            self._call.end(failed=True, conditions_held=held)
+            self._call.brackets.close(bracket)
+
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Schedule a forward; returns the arguments that it is to run with.
 
@@ -182,6 +207,8 @@ class Session:
         self._require_model(model)
         self._require_mine()
         call = self._call
+        if not (self.is_open or call.rows.alias or self.own_layers.has_rows):
+            self._open_found(model)
         call.roll_back()
         if call.may_step and self._adapters is None and not self._conditioning.rope.depends_on_length:
             passed = self._reader.read_step(arguments, call.rows)
@@ -238,6 +265,12 @@ class Session:
                     self._store.tiers.distrust()
                 self._read_conditions()
                 request = self._with_roots(request, before)
+        if (
+            not self._ranks.are_several
+        ):  # there all must run as many forwards, and settle their budgets behind the first
+            limits = call.limits
+            num_columns = max(before + request.num_new_columns, limits.max_columns if limits.are_known else 0)
+            self._store.measure_for(int(num_columns) * max(len(request.rows), limits.num_rows))
         try:
             forward = self._schedule(request, arguments)
         except BaseException:

@@ -40,24 +40,32 @@ def eps_computed_in(model: Any, seen: Iterable[torch.dtype] = ()) -> float:
     return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
-def measure_bytes_per_token(model: PreTrainedModel, shares: Mapping[int, float] = MappingProxyType({})) -> float:
-    """Bytes of keys and values of one token in all layers, measured by a forward of one token.
+def measure_layers(model: PreTrainedModel) -> dict[int, tuple[torch.device, int]]:
+    """Layer index -> where its keys and values lie, and their bytes for one token, measured by a forward of one token.
 
     Configs name shapes in too many ways: latent attention, shared layers, mixed head sizes.
-
-    Args:
-        shares: layer index -> what part of its bytes counts; of others, all.
     """
     cache = DynamicCache(config=model.config)
     cache.layer_class_to_replicate = DynamicLayer  # a model may write more layers than its config names
     ids = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
     with undisturbed(model):
         model(ids, **present_cache(model, {cache_argument(model): cache, "use_cache": True}))
-    total = 0.0
+    measured = {}
     for index, layer in enumerate(cache.layers):
         states = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
-        total += shares.get(index, 1) * sum(tensor.nbytes for tensor in states if tensor is not None)
-    return total
+        held = [tensor for tensor in states if tensor is not None]
+        if held:
+            measured[index] = (held[0].device, sum(tensor.nbytes for tensor in held))
+    return measured
+
+
+def measure_bytes_per_token(model: PreTrainedModel, shares: Mapping[int, float] = MappingProxyType({})) -> float:
+    """Bytes of keys and values of one token in all layers; see `measure_layers`.
+
+    Args:
+        shares: layer index -> what part of its bytes counts; of others, all.
+    """
+    return sum(shares.get(index, 1) * num_bytes for index, (_, num_bytes) in measure_layers(model).items())
 
 
 @contextmanager

@@ -42,6 +42,7 @@ class BlockStore(Capacity):
         bytes_per_block: int = 0,
         *,
         has_budget: bool = False,
+        measure_layers: Callable[[], Mapping[int, tuple[torch.device, int]]] = dict,
         tiers: Sequence[Tier] = (),
     ) -> None:
         super().__init__(
@@ -54,6 +55,7 @@ class BlockStore(Capacity):
             states,
             bytes_per_block,
             has_budget=has_budget,
+            measure_layers=measure_layers,
         )
         self.pins = Pins(self.allocator, self.window_admission, self.new_table)
         self.tiers = LowerTiers(self, self.allocator, self.pool, self.windows, self.states, tiers)
@@ -73,6 +75,10 @@ class BlockStore(Capacity):
             for group, num_needed in zip(groups, self.windows.num_needed(salt or None), strict=True):
                 num_bytes += num_needed * self.pool_of(group).bytes_per_block
         return num_bytes
+
+    def may_write(self, layer_idx: int) -> bool:
+        """Whether forwards write keys and values in this layer; before the first one has returned, any layer may be one that does."""
+        return not self.writing_layers or any(layer == layer_idx for layer, _ in self.writing_layers)
 
     def new_table(self, root: bytes, salt: bytes) -> BlockTable:
         """An empty table of this store's blocks."""

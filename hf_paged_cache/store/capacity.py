@@ -29,13 +29,14 @@ _GROWTH_ON_HOST = 8
 _CAPACITY_FACTOR_ON_HOST = 64  # of the blocks managed
 _SPARE_PART_ON_ACCELERATOR = 8  # there a pool grows by an eighth, or by what is missing
 _FIRST_NUM_BLOCKS = 64  # managed before the first call says how many it needs
+_MOST_UNMEASURED_TOKENS = 1024  # of a first call that runs before anybody knows what a token takes
 
 
 class Capacity:
     """One pool of blocks, and how many of them can be had.
 
-    Pool and allocator grow up to `max_num_blocks`: the number given, or what the memory budget holds, which is known after the
-    first forward. The pool never holds fewer blocks than the allocator manages.
+    Pool and allocator grow up to `max_num_blocks`: the number given, or what the memory budget holds. That is known after the
+    first forward, or where a long call comes first, before it. The pool never holds fewer blocks than the allocator manages.
 
     Args:
         block_size: tokens of a block, at least 1.
@@ -46,6 +47,7 @@ class Capacity:
         window_share: of the blocks, how many window blocks there can be; see `WindowGroups`.
         states, bytes_per_block: see `StateSnapshots`.
         has_budget: `num_blocks` is what a budget in bytes holds, beside as many bytes of snapshots.
+        measure_layers: layer index -> where its keys and values lie, and their bytes for one token; runs a forward.
 
     Attributes:
         max_num_blocks: the most blocks there can be; None until a forward shows what the budget holds. Where memory ran
@@ -65,6 +67,7 @@ class Capacity:
         bytes_per_block: int = 0,
         *,
         has_budget: bool = False,
+        measure_layers: Callable[[], Mapping[int, tuple[torch.device, int]]] = dict,
     ) -> None:
         if num_blocks is not None and num_blocks < 2:
             raise CacheArgumentError(
@@ -84,6 +87,8 @@ class Capacity:
         self.pool = BlockPool(block_size, first_device)
         if self.windows:
             self.pool = GroupedPool(block_size, first_device, window_of, self.windows.groups)
+        self._measure_layers = measure_layers
+        self._measured: Mapping[int, tuple[torch.device, int]] = {}  # counts until the pool has these layers
         self._budget_bytes: dict[torch.device, int] = {}  # of keys and values and copies of them, by what was free
         self._copies = 0  # of a running row's columns, beside the pool
         self._reserved: WeakKeyDictionary[Holder, int] = WeakKeyDictionary()  # call -> blocks that it may still take
@@ -232,10 +237,16 @@ class Capacity:
 
     def _bytes_per_block_on(self) -> dict[torch.device, float]:
         """Bytes that a block takes of each device, with its part of the window blocks, and as many of snapshots."""
-        total: dict[torch.device, float] = {**self.pool.bytes_per_block_on()}
-        for group in self.windows.groups:
-            for device, num_bytes in self.pool_of(group).bytes_per_block_on().items():
-                total[device] = total.get(device, 0) + num_bytes * self.windows.share
+        total: dict[torch.device, float] = {}
+        if not self._measured.keys() <= {*self.pool.layer_indices}:
+            for layer_idx, (device, num_bytes) in self._measured.items():
+                share = self.windows.share if layer_idx in self.windows.window_of else 1
+                total[device] = total.get(device, 0) + num_bytes * self.block_size * share
+        else:
+            total.update(self.pool.bytes_per_block_on())
+            for group in self.windows.groups:
+                for device, num_bytes in self.pool_of(group).bytes_per_block_on().items():
+                    total[device] = total.get(device, 0) + num_bytes * self.windows.share
         if self.states:
             return self.states.with_snapshots(total, None if self.windows.layers else self.first_device())
         return total
@@ -248,6 +259,20 @@ class Capacity:
                 return 0
             return int(most * num_bytes * (1 + self._copies)) - self.pool.bytes_on().get(device, 0)
 
+    def measure_for(self, num_tokens: int) -> None:
+        """So many tokens may come: where they are many, and no forward has shown what a block takes, measure it and settle the budget.
+
+        No lock is held: this runs a forward.
+        """
+        if self.is_settled or num_tokens <= _MOST_UNMEASURED_TOKENS:
+            return
+        measured = self._measure_layers()
+        with self.lock:
+            self._measured = measured
+        self.read_budget()
+        with self.lock:
+            self.settle_budget()
+
     def read_budget(self) -> None:
         """Look how much memory is free where blocks were written. No lock is held meanwhile: files are read."""
         with self.lock:
@@ -257,7 +282,7 @@ class Capacity:
             self._budget_bytes = budget
 
     def settle_budget(self, most: int | None = None) -> None:
-        """After the first forward, which shows how large a block is, and `read_budget`: fix the most blocks there can be.
+        """Once it is known how large a block is, and after `read_budget`: fix the most blocks there can be.
 
         Args:
             most: that other processes can have, too.

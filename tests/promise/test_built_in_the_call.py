@@ -1,0 +1,146 @@
+"""`model.generate(..., past_key_values=PagedPrefixCache(model))`: Python has looked `generate` up before the cache is attached."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged_cache import CacheBusyError, OutOfBlocksError, PagedPrefixCache, PrefixStore
+
+from ..reference import AtStep, Forwards, assert_same, row, run
+from ..tiny_models import build
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+IDS = torch.tensor([row((1, 40)), row((1, 30), (2, 10))])
+GIVEN: dict[str, Any] = {
+    "input_ids": IDS,
+    "attention_mask": torch.ones_like(IDS),
+    "max_new_tokens": 20,
+    "do_sample": False,
+}
+SEEN = {"return_dict_in_generate": True, "output_logits": True}  # as `run` asks for
+NAMES = pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
+
+
+@NAMES
+def test_it_is_refused_before_anything_runs_where_it_does_not_fit(name: str) -> None:
+    model = build(name)
+    with Forwards(model) as forwards, pytest.raises(OutOfBlocksError, match="up to 1039 tokens"):
+        model.generate(
+            **(GIVEN | {"max_new_tokens": 1000}), past_key_values=PagedPrefixCache(model, num_blocks=10, block_size=8)
+        )
+    assert all(num_columns < IDS.shape[1] for _, num_columns in forwards)  # those by which the model was tried
+
+
+@pytest.mark.parametrize("more", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
+@NAMES
+def test_it_gives_the_same_and_the_rows_are_there_for_the_next_turn(name: str, more: dict[str, Any]) -> None:
+    model = build(name)
+    wanted = run(build(name), **(GIVEN | more))
+    torch.manual_seed(0)
+    output = model.generate(**(GIVEN | more), **SEEN, past_key_values=PagedPrefixCache(model))
+    assert_same(wanted, output)
+    cache = output.past_key_values
+    assert isinstance(cache, PagedPrefixCache)
+    assert not cache.is_generating
+    num_rows = len(IDS) * max(more.get("num_beams", 1), more.get("num_return_sequences", 1))
+    assert cache.last_call.prompt_tokens == num_rows * IDS.shape[1]
+    cache.check()
+    assert cache.store.blocks.num_reserved_blocks(None) == 0
+    turn = {"input_ids": torch.cat([output.sequences[:2], torch.tensor([row((3, 5))] * 2)], 1)}
+    assert_same(run(build(name), **turn), run(model, cache, **turn))
+    if name != "qwen3_next":  # states of generated tokens are kept at full blocks alone
+        assert cache.last_call.reused_tokens >= 2 * 48
+
+
+def test_drafts_that_are_looked_up_in_the_prompt_give_the_same() -> None:
+    model, given = build("llama"), GIVEN | {"input_ids": IDS[:1].repeat(1, 2), "prompt_lookup_num_tokens": 4}
+    given["attention_mask"] = torch.ones_like(given["input_ids"])
+    assert_same(run(build("llama"), **given), model.generate(**given, **SEEN, past_key_values=PagedPrefixCache(model)))
+
+
+def test_what_it_computed_is_found_by_other_caches_of_the_store() -> None:
+    model = build("llama")
+    store = PrefixStore(model)
+    cache = PagedPrefixCache(store)
+    model.__dict__["generate"].model = model  # the bracket is there, and the class's own is called past it
+    type(model).generate(model, **GIVEN, past_key_values=cache)
+    assert_same(run(build("llama"), **GIVEN), run(model, PagedPrefixCache(store), **GIVEN))
+    assert store.stats().reused_tokens >= 2 * 32
+    store.check()
+
+
+def test_what_it_computed_while_weights_changed_is_found_by_nobody() -> None:
+    model = build("llama")
+    store = PrefixStore(model)
+    cache = PagedPrefixCache(store)
+
+    def change() -> None:
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+
+    type(model).generate(model, **GIVEN, past_key_values=cache, logits_processor=[AtStep(10, change)])
+    assert_same(run(model, **GIVEN), run(model, PagedPrefixCache(store), **GIVEN))
+
+
+def test_one_that_an_exception_ends_leaves_nothing_behind() -> None:
+    model = build("llama")
+    store = PrefixStore(model, num_blocks=64)
+    cache = PagedPrefixCache(store)
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        type(model).generate(model, **GIVEN, past_key_values=cache, logits_processor=[AtStep(5, fail)])
+    gc.collect()
+    assert not cache.is_generating
+    assert_same(run(build("llama"), **GIVEN), run(model, cache, **GIVEN))
+    cache.reset()
+    store.check()
+    assert store.blocks.allocator.num_blocks_in_use == 0
+    assert store.blocks.num_reserved_blocks(None) == 0
+
+
+def test_while_it_runs_the_cache_is_busy() -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model)
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.append(cache.is_generating)
+        with pytest.raises(CacheBusyError):
+            run(model, cache, **GIVEN)
+
+    type(model).generate(model, **GIVEN, past_key_values=cache, logits_processor=[AtStep(3, look)])
+    assert seen == [True]
+
+
+def test_a_plain_forward_inside_of_another_models_generate_is_a_plain_forward() -> None:
+    model, other = build("llama"), build("llama", seed=1)
+    cache = PagedPrefixCache(model)
+
+    def look() -> None:
+        with torch.no_grad():
+            model(IDS, past_key_values=cache)
+        assert not cache.is_generating
+
+    run(other, **GIVEN, logits_processor=[AtStep(2, look)])
+    assert cache.get_seq_length() == IDS.shape[1]
+
+
+def test_a_models_own_generate_that_passes_its_arguments_on_runs_too() -> None:
+    class Own(type(build("llama"))):  # type: ignore[misc]
+        def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
+            first = super().generate(inputs, **kwargs)
+            del kwargs["past_key_values"]
+            return first, super().generate(inputs, **kwargs)
+
+    model = build("llama")
+    model.__class__ = Own
+    ours, plain = model.generate(**GIVEN, **SEEN, past_key_values=PagedPrefixCache(model))
+    assert_same(plain, ours)

@@ -1,0 +1,142 @@
+"""Padding that all rows share is skipped, so columns are there before any layer has written: no layer may be asked otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_paged_cache import PagedPrefixCache, PrefixStore
+
+from ..reference import TOLERANCE, assert_same, row, run
+from ..tiny_models import build
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = {"one row": [row((1, 70))], "two rows": [row((1, 70)), row((2, 70))]}
+PADDED = 9  # columns, in front of the longest row, too
+
+
+def _settings() -> dict[str, dict[str, Any]]:
+    """Layers of two kinds, whichever comes first: masks of the second kind are made before any layer has written."""
+    kinds = ["sliding_attention", "full_attention"]
+    return {
+        "window, then full": {"layer_types": kinds, "num_hidden_layers": 2},
+        "full, then window": {"layer_types": kinds[::-1], "num_hidden_layers": 2},
+        "windows alone": {"layer_types": kinds[:1] * 2, "num_hidden_layers": 2},
+    }
+
+
+MODELS = pytest.mark.parametrize("kinds", _settings())
+WAYS = pytest.mark.parametrize("attention", ["contiguous", "gather"])
+ROWS = pytest.mark.parametrize("rows", PROMPTS)
+
+
+def _nothing(cache: PagedPrefixCache) -> None:
+    """The store is new."""
+
+
+def _reset(cache: PagedPrefixCache) -> None:
+    run(cache.store.model, cache, input_ids=torch.tensor([row((3, 30))]))
+    cache.reset()
+    cache.reset_prefix_cache()
+
+
+def _prefilled_with_less_than_a_block(cache: PagedPrefixCache) -> None:
+    cache.prefill(row((1, 3)))
+
+
+def _used(cache: PagedPrefixCache) -> None:
+    run(cache.store.model, cache, input_ids=torch.tensor([row((3, 30))]))
+
+
+STORES = pytest.mark.parametrize("before", [_nothing, _reset, _prefilled_with_less_than_a_block, _used])
+
+
+def padded(prompts: list[list[int]]) -> dict[str, torch.Tensor]:
+    width = PADDED + max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@STORES
+@ROWS
+@WAYS
+@MODELS
+def test_generate_gives_the_same_and_so_does_the_bare_prompt_afterwards(
+    kinds: str, attention: Any, rows: str, before: Any
+) -> None:
+    model = build("gemma3", **_settings()[kinds])
+    cache = PagedPrefixCache(model, block_size=4, attention=attention)
+    before(cache)
+    given = padded(PROMPTS[rows])
+    assert_same(run(model, **given), run(model, cache, **given))
+    bare = {"input_ids": torch.tensor(PROMPTS[rows])}
+    assert_same(run(model, **bare), run(model, cache, **bare))
+    assert cache.last_call.reused_tokens > 0
+
+
+def logits_of(model: PreTrainedModel, cache: Any, stops: list[int], given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The last logits of plain forwards that end at these columns."""
+    mask, start = given["attention_mask"], 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for stop in stops:
+        with torch.no_grad():
+            logits = model(
+                given["input_ids"][:, start:stop],
+                attention_mask=mask[:, :stop],
+                position_ids=positions[:, start:stop],
+                past_key_values=cache,
+                logits_to_keep=1,
+            ).logits
+        start = stop
+    return logits
+
+
+@pytest.mark.parametrize("stops", [[79], [PADDED, 79], [PADDED - 2, PADDED + 3, 79], [PADDED + 1, 78, 79]])
+@STORES
+@WAYS
+@MODELS
+def test_plain_forwards_give_the_same_in_whatever_chunks(kinds: str, attention: Any, before: Any, stops: Any) -> None:
+    model = build("gemma3", **_settings()[kinds])
+    cache = PagedPrefixCache(model, block_size=4, attention=attention)
+    before(cache)
+    cache.reset()
+    given = padded(PROMPTS["two rows"])
+    wanted = logits_of(model, DynamicCache(config=model.config), stops, given)
+    for _ in range(2):  # unknown, and known
+        got = logits_of(model, cache, stops, given)
+        cache.reset()
+        assert float((got - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
+
+
+@MODELS
+def test_a_chunked_prompt_gives_the_same(kinds: str) -> None:
+    model = build("gemma3", **_settings()[kinds])
+    given = padded(PROMPTS["two rows"]) | {"prefill_chunk_size": 5}
+    assert_same(run(model, **given), run(model, PagedPrefixCache(model, block_size=4), **given))
+
+
+@MODELS
+def test_rows_that_share_a_prefix_computed_ahead_of_them_give_the_same(kinds: str) -> None:
+    model = build("gemma3", **_settings()[kinds])
+    store = PrefixStore(model, block_size=4)
+    given = padded([row((1, 300), (5, 9)), row((1, 300), (6, 12)), row((1, 300), (7, 3))])
+    assert_same(run(model, **given), run(model, PagedPrefixCache(store), **given))
+    assert_same(run(model, **given), run(model, PagedPrefixCache(store, attention="gather"), **given))
+
+
+def test_before_any_layer_has_written_all_have_the_columns_that_were_skipped() -> None:
+    model = build("gemma3")
+    cache = PagedPrefixCache(model, block_size=4)
+    lengths: list[list[int]] = []
+    model.model.layers[0].register_forward_pre_hook(
+        lambda *_: lengths.append([cache.get_seq_length(index) for index in range(len(cache.layers))])
+    )
+    given = padded(PROMPTS["one row"])
+    run(model, cache, **given, max_new_tokens=1)
+    assert lengths == [[PADDED] * len(cache.layers)]
+    assert cache.get_seq_length(len(cache.layers) + 5) == 0  # no layer that writes
