@@ -28,6 +28,7 @@ from .model.state_sizes import measure_states
 from .model.state_traits import StateTraits, read_state_traits
 from .model.support import (
     cache_layers,
+    default_arguments,
     has_keys,
     is_tested_version,
     leaves_doubt,
@@ -142,6 +143,8 @@ class PrefixStore:
             model.config,
             takes_positions=takes_positions,
             takes_logits_to_keep=takes(model, "logits_to_keep"),
+            changes_with=conditioning.changes_with,
+            defaults=default_arguments(model),
             default_numbering=default_numbering(model) if takes_positions else "tokens",
             cross_inputs=cross_inputs(model),
             carries_states=states is not None,

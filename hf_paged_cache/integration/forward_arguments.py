@@ -4,7 +4,7 @@ Never guesses: token ids, a mask of the form 0...01...1 and positions that count
 is named as the reason why the forward is computed without reuse. Inputs are shortened by name, never by shape.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,11 +15,12 @@ from ..call.rows import Row, Rows
 from ..call.scheduled_forward import ForwardRequest, RowInput, ScheduledForward
 from ..errors import CacheArgumentError
 from ..kv.transfers import to_device
+from ..model.output_flags import OUTPUT_FLAGS, outputs_of
 from ..model.positions import Numbering
 from .input_values import KnownInputs, MaskValues, PositionValues, num_pads, read_inputs
 
-# Read here, or without influence on keys and values. Any other argument that is no plain number, flag or name makes
-# the forward one without reuse.
+# Read here, or without influence on keys and values. Any other argument makes the forward one without reuse, unless it is what
+# the model's forward takes where it is left out.
 _READ = frozenset(  # the tokenizers: `generate` passes on what it was given for stop strings
     [
         "input_ids",
@@ -38,7 +39,6 @@ _READ = frozenset(  # the tokenizers: `generate` passes on what it was given for
     ]
 )
 _PADDING_ALONE = "layers with a state do not look at the mask of a forward of one column, which is padding here"
-_OUTPUT_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 class ArgumentReader:
@@ -48,7 +48,9 @@ class ArgumentReader:
         config: the model's, for outputs that it asks for by default.
         takes_positions: the forward has `position_ids`; where it has not, positions follow the mask.
         takes_logits_to_keep: the forward can leave out logits.
+        changes_with: whether keys and values may be others where this output is asked for.
         default_numbering: what the model numbers where no positions are passed: see `model.positions`.
+        defaults: what the forward takes for arguments that are left out.
         cross_inputs: arguments that a cross attention reads; refused.
         carries_states: of some layers, which do not look at the mask of a forward of one column.
         sees_columns: some layers attend to earlier columns, which their mask may hide.
@@ -60,12 +62,16 @@ class ArgumentReader:
         *,
         takes_positions: bool,
         takes_logits_to_keep: bool,
+        changes_with: Callable[[str], bool],
+        defaults: Mapping[str, Any],
         default_numbering: Numbering | None = "columns",
         cross_inputs: Sequence[str] = (),
         carries_states: bool = False,
         sees_columns: bool = True,
     ) -> None:
         self._config = config
+        self._changes_with = changes_with
+        self._defaults = defaults
         self._carries_states = carries_states
         self._sees_columns = sees_columns
         self._default_numbering = default_numbering
@@ -109,13 +115,15 @@ class ArgumentReader:
                 given = given._replace(mask=_mask_of(running, before, given.num_new_columns))
         num_rows, num_new, mask = given.num_rows, given.num_new_columns, given.mask
         why_no_ids = "embeddings were passed instead of token ids" if given.are_embeddings else None
-        bypass = _unread(arguments) or why_no_ids or mask.why_unusual
+        bypass = self._unread(arguments) or why_no_ids or mask.why_unusual
         for number, (row, shown) in enumerate(zip(running, mask.first_shown, strict=False)):
             if shown < row.pad:
                 raise CacheArgumentError(
                     f"the attention mask shows column {shown} of row {number}, which was padding and has no keys and values; "
                     "pass the mask of all columns, or cache.reset() first"
                 )
+        if bypass is None and not in_generate:  # generate itself counts them right
+            bypass = _miscounted(arguments.get("cache_position"), before, num_new)
         if bypass is None and any(_has_other_padding(row, pad) for row, pad in zip(running, mask.pads, strict=False)):
             bypass = "the padding of a row has changed"
         if bypass is None and self._carries_states and num_new == 1 and max(mask.pads) > before:
@@ -157,7 +165,7 @@ class ArgumentReader:
             return None
         if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (num_rows, before + 1)):
             return None
-        if arguments.get("inputs_embeds") is not None or _unread(arguments) is not None:
+        if arguments.get("inputs_embeds") is not None or self._unread(arguments) is not None:
             return None
         for name in self._cross_inputs:
             if arguments.get(name) is not None:
@@ -176,6 +184,23 @@ class ArgumentReader:
         if positions is not None and not count_on([*chain.from_iterable(positions.tolist())], rows, before):
             return None
         return [*chain.from_iterable(ids.tolist())]
+
+    def _unread(self, arguments: Mapping[str, Any]) -> str | None:
+        """An argument that may condition keys and values and is none of those read here."""
+        for name, value in arguments.items():
+            if value is None or name in _READ or self._is_default(name, value):
+                continue
+            if name in OUTPUT_FLAGS:
+                if value and self._changes_with(name):
+                    return f"keys and values of this model depend on {name}"
+            elif not isinstance(value, dict | list | tuple) or value:  # an empty one, as of images where there are none
+                return f"the argument {name} may condition keys and values"
+        return None
+
+    def _is_default(self, name: str, value: Any) -> bool:
+        """Whether an argument is the flag, number or word that the forward takes where it is left out."""
+        default = self._defaults.get(name)
+        return type(value) is type(default) and isinstance(value, bool | int | float | str) and value == default
 
     def _first_by_default(self, pads: Iterable[int]) -> list[int] | None:
         """The position of each row's first token where none are passed."""
@@ -272,30 +297,25 @@ def _mask_of(running: Sequence[Row], before: int, num_new: int) -> MaskValues:
     return MaskValues(pads, [num_pads(pad, before, num_new) for pad in pads], pads)
 
 
+def _miscounted(cache_position: Any, before: int, num_new: int) -> str | None:
+    """Why `cache_position` does not number the new columns; models that take no positions may go by it."""
+    if cache_position is None:
+        return None
+    counts_on = isinstance(cache_position, Tensor) and cache_position.tolist() == [*range(before, before + num_new)]
+    return None if counts_on else "cache_position does not number the columns that are passed"
+
+
 def _has_other_padding(row: Row, pad: int) -> bool:
     """Whether a running row cannot have that padding: only one that has had nothing but padding may get more of it."""
     return row.pad != pad and row.table.num_tokens > 0
 
 
-def _unread(arguments: Mapping[str, Any]) -> str | None:
-    """An argument that may condition keys and values and is none of those read here."""
-    for name, value in arguments.items():
-        if value is None or name in _READ:
-            continue
-        if isinstance(value, int) and (value or name != "is_causal"):  # which outputs are wanted, or how many
-            continue
-        if not isinstance(value, dict | list | tuple) or value:  # an empty one, as of images where there are none
-            return f"the argument {name} may condition keys and values"
-    return None
-
-
 def _other_outputs(arguments: Mapping[str, Any], config: Any) -> str | None:
     """Outputs besides logits that cover all tokens or rows."""
-    for name in _OUTPUT_FLAGS:
+    by_default = outputs_of(config)
+    for name in OUTPUT_FLAGS:
         value = arguments.get(name)
-        if value is None:
-            value = getattr(config, name, None)
-        if value:
+        if name in by_default if value is None else value:
             return f"{name} was asked for, which covers all tokens"
     if arguments.get("labels") is not None:
         return "labels were passed, and a loss covers all tokens"

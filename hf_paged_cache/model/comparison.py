@@ -34,25 +34,32 @@ def continue_behind(
     Raises:
         ValueError: the cache holds another number of columns than were passed.
     """
-    argument = cache_argument(model)
-    given = present_cache(model, {argument: cache, "use_cache": True})
-    wants_new_columns = argument == "cache_params" and isinstance(cache, DynamicCache)  # for a cache of ours it is cut
-    mask_begins = None if wants_new_columns else 0
-    model(**_columns(inputs, 0, NUM_CACHED, 0), **given)
+    run_columns(model, inputs, cache, 0, NUM_CACHED)
     if any(map(has_keys, cache.layers)) and cache.get_seq_length() != NUM_CACHED:
         raise ValueError(f"after {NUM_CACHED} tokens its cache holds {cache.get_seq_length()}")
     starts = range(NUM_CACHED, NUM_COLUMNS, 1 if one_by_one else NUM_COLUMNS)
     ends = [*starts[1:], NUM_COLUMNS]
-    outputs = [model(**_columns(inputs, *part, mask_begins), **given) for part in zip(starts, ends, strict=True)]
+    outputs = [run_columns(model, inputs, cache, *part) for part in zip(starts, ends, strict=True)]
     return torch.cat(
         [last_logits(output, end - start) for output, start, end in zip(outputs, starts, ends, strict=True)], 1
     )
 
 
-def _columns(inputs: dict[str, Tensor], start: int, stop: int, mask_begins: int | None) -> dict[str, Tensor]:
-    """Those columns of all inputs; of the mask, those from `mask_begins` on, where that is given."""
-    of_mask = start if mask_begins is None else mask_begins
-    return {name: value[:, of_mask if name == "attention_mask" else start : stop] for name, value in inputs.items()}
+def run_columns(
+    model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any, start: int, stop: int, **options: Any
+) -> Any:
+    """The output of a forward of the columns `[start, stop)`, behind those that the cache holds.
+
+    Args:
+        options: other arguments.
+    """
+    argument = cache_argument(model)
+    wants_new_columns = argument == "cache_params" and isinstance(cache, DynamicCache)  # for a cache of ours it is cut
+    mask_begins = start if wants_new_columns else 0
+    columns = {
+        name: value[:, mask_begins if name == "attention_mask" else start : stop] for name, value in inputs.items()
+    }
+    return model(**columns, **present_cache(model, {**options, argument: cache, "use_cache": True}))
 
 
 def behind_padding(row: dict[str, Tensor], num_pads: int) -> dict[str, Tensor]:

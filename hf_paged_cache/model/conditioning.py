@@ -24,6 +24,7 @@ from ..locks import new_lock
 from .distributed import RankGroup, rank_groups, world
 from .fingerprint import Listing, WeightFingerprint
 from .identity import ModelIdentity, adapter_state, digest_of_weights, identify, require_readable
+from .output_flags import OutputFlags, outputs_of
 from .rope import RopeRegime
 from .state_traits import NO_TRAITS, StateTraits, read_state_traits
 from .support import cache_layers, windows_of
@@ -66,6 +67,8 @@ class Conditioning:
         self._listing: Listing | None = None  # what is below is of this one
         self._adapters: list[nn.Module] = []
         self._droppers: list[nn.Module] = []
+        self._output_flags = OutputFlags(model)
+        self._settings: object = None  # of the config, as of the last digest
         self._identifying = new_lock()
         self._identity: tuple[bytes, ModelIdentity] | None = None  # digest, and the identity of then
         self._shared: dict[
@@ -135,14 +138,16 @@ class Conditioning:
                 self._adapters = [module for module in listing.modules if hasattr(module, "_active_adapter")]
                 self._droppers = [module for module in listing.modules if _drops(module)]
                 self.rope = RopeRegime(listing.modules)
+                self._output_flags.follow(listing.modules)
                 if self._tried is not None:
                     self.state_traits = read_state_traits(listing.modules).joined(self._tried)
                 self._listing = listing
-            rope, adapters = self.rope, self._adapters
+            rope = self.rope
             hooks = [(number, self._number(function)) for number, function in _functions(listing.modules)]
         self._runs_foreign_code = bool(listing.files) or any(number != _OF_CLASS for number, _ in hooks)
         device_types = sorted(listing.device_types | {"cpu"})
-        state = (hooks, _switches(adapters, device_types), _settings(self.model.config), self._num_suspicions)
+        self._settings = settings = _settings(self.model.config)
+        state = (hooks, self._switches(device_types), settings, self._num_suspicions)
         changes = array("q", [self._weights.num_steps, *listing.versions()])
         values = dict(listing.samples)
         for frequencies in rope.static():
@@ -172,7 +177,7 @@ class Conditioning:
                     )
                     for number, function in _functions(listing.modules)
                 ]
-                state = _switches(self._adapters, sorted(listing.device_types | {"cpu"}))
+                state = self._switches(sorted(listing.device_types | {"cpu"}))
                 found = identify(
                     listing, self.rope, functions, _settings(self.model.config), state, self._weights_read[1]
                 )
@@ -201,6 +206,15 @@ class Conditioning:
             self._windows = settings, windows_of(cache_layers(self.model))
         return self._windows[1]
 
+    def changes_with(self, output_flag: str) -> bool:
+        """Whether keys and values may be others where a call asks for this output, as of the last `digest`."""
+        flags = self._output_flags
+        if not flags.is_read(output_flag):
+            return False
+        # not where a forward more would leave other frequencies behind, nor where other processes would have to run it
+        may_try = not self.rope.depends_on_length and not self.rank_groups()
+        return flags.changes(output_flag, self._settings, may_try=may_try)
+
     def bypass(self) -> str | None:
         """Why a forward may neither reuse nor commit blocks, as of the last `digest`; None if it may."""
         if any(module.training for module in self._droppers):
@@ -210,6 +224,9 @@ class Conditioning:
             return "NEFTune adds noise to embeddings; call model.eval()"
         if getattr(self.model.config.get_text_config(decoder=True), "is_causal", None) is False:
             return "keys and values depend on what follows them (config.is_causal is False)"
+        for name in outputs_of(self.model.config):
+            if self.changes_with(name):
+                return f"keys and values of this model depend on {name}, which its config asks for"
         if self._listing is not None and self._listing.unwatched is not None:
             return f"the weight {self._listing.unwatched} is kept where changes of it cannot be seen"
         for hook, passed in self._peft_hooks():
@@ -237,6 +254,14 @@ class Conditioning:
     def suspect(self) -> None:
         """Forget all blocks: the model has changed in a way that `digest` does not see."""
         self._num_suspicions += 1
+
+    def _switches(self, device_types: list[str]) -> tuple[object, ...]:
+        """What is switched on: adapters, autocast, and outputs that the config asks for, where the model's code looks at that."""
+        return (
+            [adapter_state(module) for module in self._adapters],
+            [(kind, torch.get_autocast_dtype(kind)) for kind in device_types if torch.is_autocast_enabled(kind)],
+            [name for name in outputs_of(self.model.config) if self._output_flags.is_read(name)],
+        )
 
     def _peft_hooks(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         """PEFT's hooks, and the arguments of a call that each passes on. All layers have the same, so one is read."""
@@ -275,14 +300,6 @@ def _functions(modules: list[nn.Module]) -> Iterator[tuple[int, Any]]:
     for hooks in (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks):
         for function in hooks.values():
             yield _OF_ALL_MODULES, function
-
-
-def _switches(adapters: list[nn.Module], device_types: list[str]) -> tuple[object, ...]:
-    """What is switched on: adapters, and autocast."""
-    return (
-        [adapter_state(module) for module in adapters],
-        [(kind, torch.get_autocast_dtype(kind)) for kind in device_types if torch.is_autocast_enabled(kind)],
-    )
 
 
 def _monitors_of_progress() -> set[int | None]:

@@ -195,6 +195,12 @@ def takes(model: PreTrainedModel, argument: str) -> bool:
     return argument in inspect.signature(model.forward).parameters
 
 
+def default_arguments(model: PreTrainedModel) -> dict[str, Any]:
+    """What the model's forward takes for each argument that may be left out."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return {each.name: each.default for each in parameters if each.default is not each.empty}
+
+
 def is_no_decoder(model: PreTrainedModel) -> bool:
     """Whether the config says so: a model of BERT's kind is causal only with `is_decoder=True`, and loaded without."""
     return getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is False

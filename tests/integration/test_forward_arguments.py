@@ -47,7 +47,10 @@ def read(
 
 def reader(config: Any = None, **options: Any) -> ArgumentReader:
     options = {"takes_positions": True, "takes_logits_to_keep": True, **options}
-    return ArgumentReader(SimpleNamespace() if config is None else config, **options)
+    options = {"changes_with": lambda name: False, "defaults": {}, **options}
+    config = SimpleNamespace() if config is None else config
+    config.get_text_config = lambda decoder: getattr(config, "text_config", config)
+    return ArgumentReader(config, **options)
 
 
 def tokens(given: ForwardRequest) -> list[list[int]]:
@@ -251,13 +254,28 @@ def test_a_row_that_begins_anew_on_a_cache_that_holds_it_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions", "output_router_logits"])
 @pytest.mark.parametrize("value", [True, 1, [0, 1]])
-@pytest.mark.parametrize("where", ["argument", "config"])
+@pytest.mark.parametrize("where", ["argument", "config", "text config"])
 def test_outputs_that_cover_all_tokens_need_all_columns(name: str, value: Any, where: str) -> None:
     arguments = {"input_ids": IDS, "logits_to_keep": 1}
-    config = SimpleNamespace(**{name: value}) if where == "config" else None
+    config = SimpleNamespace(**{name: value}) if where != "argument" else None
+    if where == "text config":
+        config = SimpleNamespace(text_config=config)
     given = read(arguments if config else {**arguments, name: value}, config=config)
     assert given.keep_columns == f"{name} was asked for, which covers all tokens"
+    assert given.bypass is None
     assert not given.may_alias
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions", "output_router_logits"])
+def test_an_output_that_changes_keys_is_an_obstacle_in_a_prompt_and_in_a_step(name: str) -> None:
+    def changes_with(asked: str) -> bool:
+        return asked == name
+
+    for value, why in ((True, f"keys and values of this model depend on {name}"), (False, None), (None, None)):
+        given = read({"input_ids": IDS, name: value}, changes_with=changes_with)
+        assert given.bypass == why
+        tokens_of_step = reader(changes_with=changes_with).read_step(*step(**{name: value}))
+        assert tokens_of_step == (None if value else [8, 9])
 
 
 def test_an_output_that_the_config_asks_for_and_the_call_does_not_is_not_given() -> None:
@@ -311,23 +329,35 @@ def test_a_model_that_cannot_leave_logits_out_is_shortened_in_generate_only(
 # Unknown arguments
 
 
-@pytest.mark.parametrize("value", [torch.zeros(2), [1], {"a": 1}, object(), "query", 0.5])
+@pytest.mark.parametrize("value", [torch.zeros(2), [1], {"a": 1}, object(), "query", 0.5, True, False, 3, 0])
 def test_an_unknown_argument_that_may_condition_keys_is_named(value: Any) -> None:
     given = read({"input_ids": IDS, "token_type_ids": value})
     assert given.bypass == "the argument token_type_ids may condition keys and values"
     assert not given.may_alias
 
 
-@pytest.mark.parametrize("value", [None, True, False, 3])
-def test_an_unknown_argument_that_is_a_flag_or_a_number_is_no_obstacle(value: Any) -> None:
+@pytest.mark.parametrize("value", [None, [], {}, ()])
+def test_an_unknown_argument_of_nothing_is_no_obstacle(value: Any) -> None:
     assert read({"input_ids": IDS, "something": value}).bypass is None
 
 
-def test_attention_in_both_directions_is_an_obstacle() -> None:
-    assert read({"input_ids": IDS, "is_causal": True}).bypass is None
-    given = read({"input_ids": IDS, "is_causal": False})
-    assert given.bypass == "the argument is_causal may condition keys and values"
-    assert not given.may_alias
+@pytest.mark.parametrize("value", [True, False, 3, 0.5, "word"])
+def test_an_unknown_argument_that_the_forward_takes_anyway_is_no_obstacle(value: Any) -> None:
+    assert read({"input_ids": IDS, "something": value}, defaults={"something": value}).bypass is None
+    for other in (1, 0, 2, "other"):  # 1 is not True
+        given = read({"input_ids": IDS, "something": other}, defaults={"something": value})
+        assert given.bypass == "the argument something may condition keys and values"
+
+
+def test_cache_positions_that_number_the_columns_are_no_obstacle_and_others_are() -> None:
+    arguments: dict[str, Any] = {"input_ids": IDS[1:], "position_ids": torch.arange(6, 10)[None]}
+    for given, why in (
+        (torch.arange(6, 10), None),
+        (torch.arange(4), "cache_position does not number the columns that are passed"),
+        (torch.arange(7, 11), "cache_position does not number the columns that are passed"),
+        ([6, 7, 8, 9], "cache_position does not number the columns that are passed"),
+    ):
+        assert read({**arguments, "cache_position": given}, running((0, 6))).bypass == why
 
 
 # One token a row inside generate
