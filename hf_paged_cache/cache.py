@@ -291,9 +291,11 @@ class PagedPrefixCache(NamedPrefixes, Cache):
         """The log-probabilities of many continuations of one context: multiple choice, reranking, rewards.
 
         The context is reused from the store as far as it is known, runs once, and is stored; what all continuations have
-        in common runs with it; one that is the beginning of another runs with that. Equal to the `log_softmax` of one
-        plain forward for each. Effects: none on the rows of this cache, also while its `generate` runs; `stats()` counts
-        it as if each continuation had been run behind the context, `last_call` does not. No gradients. The number of forwards follows from the arguments alone.
+        in common runs with it; one that is the beginning of another runs with that. Equal to the `log_softmax` of one plain
+        forward for each, of all tokens of context and continuation, on the model as it is when the call begins. Where rotary
+        frequencies depend on length (dynamic, longrope), only continuations of one length run together. Effects: none on the rows of
+        this cache, also while its `generate` runs, nor on such frequencies; `stats()` counts it as if each continuation had
+        been run behind the context, `last_call` does not. No gradients. The number of forwards follows from the arguments alone.
 
         Args:
             context: token ids, [T] or [1, T], at least one.
@@ -320,7 +322,7 @@ class PagedPrefixCache(NamedPrefixes, Cache):
             context,
             continuations,
             batch_size=batch_size,
-            by_length=conditioning.rope.depends_on_length,
+            rope=conditioning.rope,
         )
         if scores:
             with self.store.blocks.lock:

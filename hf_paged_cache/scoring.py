@@ -17,6 +17,7 @@ from torch import Tensor
 from .errors import CacheArgumentError
 from .integration.side_forward import SiblingCache, SideForwards
 from .integration.token_input import in_vocabulary
+from .model.rope import RopeRegime
 from .model.support import takes
 
 _MAX_LOGITS = 2**27  # numbers that the logits of one forward may have, where no batch_size is given
@@ -83,13 +84,14 @@ def score(
     continuations: Iterable[Tensor | Iterable[int]],
     *,
     batch_size: int | None,
-    by_length: bool,
+    rope: RopeRegime,
 ) -> tuple[list[Score], int, int]:
     """Score the continuations; see `PagedPrefixCache.score`.
 
     Args:
         side: runs the forwards.
-        by_length: keys and values depend on the length of the forward, so rows of other lengths share nothing.
+        rope: the model's. Where frequencies depend on the length of a forward, rows of other lengths share nothing, and run
+            whole, each as if it were the first one.
 
     Returns:
         the scores; the tokens of all continuations, each with the context; and how many tokens were computed.
@@ -108,9 +110,9 @@ def score(
         return [], 0, 0
     max_tokens = max(1, _MAX_LOGITS // vocabulary_size)
     scorer = _Scorer(side, len(wanted))
-    if by_length:
+    if rope.depends_on_length:
         for rows, readings in plan_by_length(wanted, batch_size=batch_size, max_tokens=max_tokens):
-            with side.sibling() as cache:
+            with side.sibling() as cache, rope.put_back():
                 scorer.run(cache, [prompt + row for row in rows], readings, num_logits=1 + len(rows[0]))
     else:
         can_keep = takes(model, "logits_to_keep")
@@ -121,14 +123,14 @@ def score(
                 with side.sibling(stem.call.fork_rows()) as cache:
                     cache.batch_repeat_interleave(len(rows))
                     scorer.run(cache, rows, readings, num_logits=max(map(len, rows)))
-    num_tokens = sum(len(prompt) + len(tokens) - 1 for tokens in wanted)
+    num_tokens = sum(len(prompt) + len(tokens) - (not rope.depends_on_length) for tokens in wanted)
     return scorer.scores(), num_tokens, scorer.num_computed
 
 
 def plan(continuations: Sequence[Tokens], *, batch_size: int | None, max_tokens: int, share_trunk: bool = True) -> Plan:
     """Which tokens run where, so that each prefix that continuations share runs as seldom as few forwards allow.
 
-    The last token of a continuation is never run. One that is the beginning of another needs no row of its own, and
+    The last token of a continuation is not run. One that is the beginning of another needs no row of its own, and
     what all have in common goes with the context.
 
     Args:
@@ -166,14 +168,19 @@ def plan(continuations: Sequence[Tokens], *, batch_size: int | None, max_tokens:
 
 
 def plan_by_length(continuations: Sequence[Tokens], *, batch_size: int | None, max_tokens: int) -> list[Branches]:
-    """Forwards of rows of one length each, all behind the context; nothing is shared between lengths."""
-    members: dict[Tokens, list[int]] = {}
+    """Forwards of rows of one length each, all behind the context; nothing is shared between lengths.
+
+    Each continuation is run with its last token, or with another's in its place: that token says nothing of the scores, but it
+    counts in the length.
+    """
+    rows: dict[Tokens, Tokens] = {}  # all but the last token -> the row that is run
+    members: dict[Tokens, list[int]] = {}  # row -> continuations
     for i, tokens in enumerate(continuations):
-        members.setdefault(tokens[:-1], []).append(i)
+        members.setdefault(rows.setdefault(tokens[:-1], tokens), []).append(i)
     return [
         Branches(some, _readings(some, members, continuations, 0))
-        for _, rows in groupby(sorted(members, key=len), key=len)
-        for some in _batches(list(rows), lambda row: len(row) + 1, batch_size, max_tokens)
+        for _, alike in groupby(sorted(members, key=len), key=len)
+        for some in _batches(list(alike), lambda row: len(row) + 1, batch_size, max_tokens)
     ]
 
 

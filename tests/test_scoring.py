@@ -30,10 +30,10 @@ CONTINUATIONS = [SHARED + row((3, 4)), SHARED + row((4, 40)), SHARED, SHARED[:2]
 
 
 def log_probs(model: PreTrainedModel, context: Sequence[int], continuation: Sequence[int]) -> torch.Tensor:
-    """What one plain forward of all tokens but the last, without a cache, says of the continuation."""
+    """What one plain forward of all tokens, without a cache, says of the continuation."""
     ids = torch.tensor([[*context, *continuation]])
     with torch.no_grad():
-        logits = model(ids[:, :-1], use_cache=False).logits[0, len(context) - 1 :]
+        logits = model(ids, use_cache=False).logits[0, len(context) - 1 : -1]
     return logits.log_softmax(dim=-1).gather(1, ids[0, len(context) :, None])[:, 0]
 
 
@@ -284,6 +284,7 @@ def test_nor_between_two_of_their_forwards(
     cache.store.reset_prefix_cache()
 
 
+LIMIT = 64
 ROPES = {
     "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
     "longrope": {
@@ -291,24 +292,96 @@ ROPES = {
         "short_factor": [1.0] * 8,
         "long_factor": [4.0] * 8,
         "factor": 4.0,
-        "original_max_position_embeddings": 64,
+        "original_max_position_embeddings": LIMIT,
         "rope_theta": 10000.0,
     },
 }
 
 
+def of_rope(kind: str) -> PreTrainedModel:
+    """A model whose frequencies change where a forward has more than `LIMIT` tokens."""
+    return build("llama", rope_parameters=ROPES[kind], max_position_embeddings=LIMIT if kind == "dynamic" else 256)
+
+
+def assert_as_plain_forwards(
+    model: PreTrainedModel, context: Sequence[int], continuations: Sequence[Sequence[int]], scores: Sequence[Score]
+) -> None:
+    """Args: the model as it was before these were scored: frequencies stay as a forward left them, until a short one comes."""
+    for tokens, score in zip(continuations, scores, strict=True):
+        wanted = log_probs(copy.deepcopy(model), context, tokens)
+        torch.testing.assert_close(torch.tensor(score.log_probs), wanted, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ROPES)
 def test_scores_are_right_where_frequencies_follow_the_length(kind: str) -> None:
-    model = build("llama", rope_parameters=ROPES[kind], max_position_embeddings=64 if kind == "dynamic" else 256)
+    model = of_rope(kind)
     cache = PagedPrefixCache(model)
     continuations = [row((2, 5)), row((3, 5)), row((4, 30)), row((5, 30)), row((4, 12)), row((2, 4), (6, 1))]
     for _ in range(2):
-        scores = cache.score(PROMPT, continuations)
-        for tokens, score in zip(continuations, scores, strict=True):
-            # dynamic frequencies stay at the longest sequence seen until a short one comes
-            wanted = log_probs(copy.deepcopy(model), PROMPT, tokens)
-            torch.testing.assert_close(torch.tensor(score.log_probs), wanted, rtol=0, atol=1e-4)
+        fresh = copy.deepcopy(model)
+        assert_as_plain_forwards(fresh, PROMPT, continuations, cache.score(PROMPT, continuations))
     assert cache.stats().hit_rate > 0.4
+
+
+@pytest.mark.parametrize("is_used", [False, True], ids=["empty", "used"])
+@pytest.mark.parametrize("num_tokens", range(LIMIT - 2, LIMIT + 4))
+@pytest.mark.parametrize("kind", ROPES)
+def test_scores_at_the_length_where_frequencies_change_are_those_of_a_forward_of_all_tokens(
+    kind: str, num_tokens: int, is_used: bool
+) -> None:
+    """Of context and continuation together; the last token counts, though nothing is asked behind it."""
+    model = of_rope(kind)
+    cache = PagedPrefixCache(model, block_size=8)
+    if is_used:
+        for length in (LIMIT - 1, LIMIT + 9):
+            run(model, cache, input_ids=torch.tensor([row((1, length))]))
+    for num_scored in (1, 4, 17):
+        context = row((1, num_tokens - num_scored))
+        same_length = [row((seed, num_scored)) for seed in (2, 3, 4)]
+        same_length.append([*same_length[0][:-1], (same_length[0][-1] + 1) % 128])
+        others = [tokens for length in (1, 2, 3, 5) for tokens in (row((5, length)), row((6, length)))]
+        for continuations in (same_length[:1], same_length, same_length + others):
+            fresh = copy.deepcopy(model)
+            assert_as_plain_forwards(fresh, context, continuations, cache.score(context, continuations))
+            cache.check()
+
+
+@pytest.mark.parametrize("num_context", [LIMIT - 1, LIMIT, LIMIT + 1])
+@pytest.mark.parametrize("kind", ROPES)
+def test_scores_behind_a_context_as_long_as_the_limit_are_those_of_a_forward_of_all_tokens(
+    kind: str, num_context: int
+) -> None:
+    model = of_rope(kind)
+    cache = PagedPrefixCache(model, block_size=8)
+    context = row((1, num_context))
+    continuations = [row((seed, length)) for length in (1, 2, 7) for seed in (2, 3)]
+    for batch_size in (None, 1):
+        for _ in range(2):
+            fresh = copy.deepcopy(model)
+            scores = cache.score(context, continuations, batch_size=batch_size)
+            assert_as_plain_forwards(fresh, context, continuations, scores)
+    assert cache.stats().hit_rate > 0.4
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_what_is_scored_behind_one_context_shares_no_more_than_one_beginning_and_counts_whole(kind: str) -> None:
+    model = of_rope(kind)
+    cache = PagedPrefixCache(model)
+    with Forwards(model) as shapes:
+        cache.score(PROMPT, [[7], [8], [9], [7, 1], [7, 2], [8, 1]])
+    assert shapes == [(1, 51), (2, 52 - 48)]
+    assert cache.stats().prompt_tokens == 3 * 51 + 3 * 52
+
+
+def test_dynamic_frequencies_are_as_they_were_when_scores_are_done() -> None:
+    model = of_rope("dynamic")
+    cache = PagedPrefixCache(model)
+    ids = torch.tensor([row((1, LIMIT + 4))])
+    with torch.no_grad():
+        model(torch.tensor([row((1, LIMIT + 20))]), use_cache=False)
+        wanted = copy.deepcopy(model)(ids, use_cache=False).logits
+        cache.score(PROMPT, [row((2, 3)), row((3, 40))])
+        assert torch.equal(model(ids, use_cache=False).logits, wanted)
 
 
 def test_verify_looks_at_the_blocks_that_scores_reuse() -> None:
@@ -362,5 +435,5 @@ def test_a_plan_s_forwards_stay_below_both_limits() -> None:
 
 def test_a_plan_by_length_has_rows_of_one_length_in_a_forward() -> None:
     forwards = plan_by_length([(1, 2, 3), (4, 5), (1, 2, 9), (6, 7), (8,)], batch_size=None, max_tokens=100)
-    assert [forward.rows for forward in forwards] == [[()], [(4,), (6,)], [(1, 2)]]
+    assert [forward.rows for forward in forwards] == [[(8,)], [(4, 5), (6, 7)], [(1, 2, 3)]]
     assert [read.continuation for read in forwards[2].readings] == [0, 0, 0, 2, 2, 2]

@@ -3,7 +3,8 @@
 The model owns them, and updates those that depend on length at every forward.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,14 +45,15 @@ class RopeRegime:
         """What the cosines and sines of those are multiplied by."""
         return repr([_scale(*place) for place in self._static]).encode()
 
-    def peek(self, max_position: int) -> bytes:
-        """`at`, with the model's frequencies put back; not while a forward runs."""
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """At the end, the model has the frequencies that depend on length as it has them now; not while another forward runs."""
         saved = []
         for module in {module for module, _ in self._by_length}:
             buffers = [(name, buffer, buffer.clone()) for name, buffer in module._buffers.items() if buffer is not None]
             saved.append((module, dict(module.__dict__), buffers))
         try:
-            return self.at(max_position)
+            yield
         finally:
             for module, attributes, buffers in saved:
                 module.__dict__.update(attributes)
@@ -59,6 +61,11 @@ class RopeRegime:
                     module._buffers[name] = buffer
                     if not torch.equal(buffer, value):
                         buffer.copy_(value)
+
+    def peek(self, max_position: int) -> bytes:
+        """`at`, with the model's frequencies put back; not while a forward runs."""
+        with self.put_back():
+            return self.at(max_position)
 
     def at(self, max_position: int) -> bytes:
         """The frequencies of a forward whose largest position is `max_position`; b"" where none depend on length.
