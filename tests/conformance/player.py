@@ -7,6 +7,7 @@ comparison sees nothing, and the cell is *blind*.
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.model.cache_adapters import cache_argument, own_cache_class, present_cache
+from hf_paged_cache.model.comparison import dynamic_cache
 
 from ..internals import depends_on_length, state_rules, zero_states, zero_window_blocks
 from ..reference import TOLERANCE, run, zero_blocks
@@ -144,6 +146,38 @@ class Player:
             for state_idx, held in getattr(layer, f"{name}_states", {}).items()
             if held is not None
         }
+
+    def takes(self, output_flag: str) -> bool:
+        """Whether calls may ask for this output: of all models for hidden states and attentions."""
+        return output_flag != "output_router_logits" or output_flag in inspect.signature(self.model.forward).parameters
+
+    def keeps_with(self, output_flag: str) -> bool:
+        """Whether what is computed with this flag serves calls without; `test_output_flags` says of each type if it may."""
+        self.store.conditioning.digest()
+        return not self.store.conditioning.changes_with(output_flag)
+
+    def forward(self, **arguments: Any) -> None:
+        """A plain forward of new rows on the cache, which must have the last logits of one on the cache that transformers makes."""
+        arguments = self._completed(arguments, {"use_cache": True})
+        mask = arguments["attention_mask"]
+        if self.takes_positions:
+            arguments["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        if self.store.argument_reader.takes_logits_to_keep:
+            arguments["logits_to_keep"] = 1
+        model = copy.deepcopy(self.model) if self._rope_changes else self.model
+        name = cache_argument(model)
+        with torch.no_grad():
+            try:
+                wanted = model(**present_cache(model, {**arguments, name: dynamic_cache(model)})).logits
+            except Exception as error:
+                raise CellError("uncovered", f"without our cache: {type(error).__name__}: {error}") from error
+            logits = self.model(**arguments, **{name: self.cache}).logits
+        self.cache.check()
+        last, wanted = logits[:, -1], wanted[:, -1]
+        distance = float((last - wanted).abs().max() / wanted.abs().max())
+        if not self.zeroed and not distance <= TOLERANCE:
+            raise CellError("different", f"logits of a forward differ by {distance:.1e} of their scale")
+        self.measured.distance = max(self.measured.distance, distance)
 
     def spoiled(self, **arguments: Any) -> None:
         """A call on what was made wrong: it reuses it, and differs."""

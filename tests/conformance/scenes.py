@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ..internals import failing_layer
 from ..reference import batch, row
 from .player import CellError, Player
@@ -140,6 +142,51 @@ def gathered(play: Player) -> None:
     play.hit(**batch(PROMPT), num_beams=3, at_least=2 * 45 + 40)
 
 
+def behind_padding(num_pads: int, *rows: list[int]) -> dict[str, torch.Tensor]:
+    """A batch with so many columns of padding before all of its rows, as `pad_to_multiple_of` gives them."""
+    return {name: torch.nn.functional.pad(value, (num_pads, 0)) for name, value in batch(*rows).items()}
+
+
+def every_row_padded(play: Player) -> None:
+    """On an empty store; then one of the prompts without padding."""
+    for attention, rows in (("contiguous", [PROMPT]), ("gather", [PROMPT, row((4, 35))])):
+        play.build(attention=attention)
+        play.call(**behind_padding(3, *rows), reused=0)
+        play.hit(**batch(PROMPT), reused=44 if play.takes_positions else 0)
+        play.cache.reset()
+        play.hit(**batch(row((1, 45), (2, 5))), reused=40)
+
+
+def padded_forward(play: Player) -> None:
+    """The same of a plain forward."""
+    for attention, rows in (("gather", [PROMPT]), ("contiguous", [PROMPT, row((4, 35))])):
+        play.build(attention=attention)
+        play.forward(**behind_padding(3, *rows))
+        play.hit(**batch(PROMPT), reused=44 if play.takes_positions else 0)
+        play.cache.reset()
+        play.hit(**batch(row((1, 45), (2, 5))), reused=40)
+
+
+def outputs_then_none(play: Player) -> None:
+    """Calls with each output flag on an empty store, and where all is known; then without."""
+    for flag in filter(play.takes, OUTPUT_FLAGS):
+        try:
+            play.reference(**batch(PROMPT), **{flag: True})
+        except CellError:
+            continue  # transformers itself refuses it
+        play.build()
+        play.call(**batch(PROMPT), **{flag: True}, reused=0)
+        play.cache.reset()
+        play.hit(**batch(PROMPT), reused=40 if play.keeps_with(flag) else 0)
+        play.build(attention="gather")
+        play.fill(**batch(PROMPT))
+        play.call(**batch(PROMPT), **{flag: True}, reused=0)
+        play.cache.reset()
+        play.hit(**batch(PROMPT), reused=40)
+
+
+OUTPUT_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
+
 SCENES: dict[str, Callable[[Player], None]] = {
     "cold": cold,
     "full hit": full_hit,
@@ -159,4 +206,7 @@ SCENES: dict[str, Callable[[Player], None]] = {
     "after a fault": after_a_fault,
     "after eviction": after_eviction,
     "gather": gathered,
+    "every row padded": every_row_padded,
+    "padded forward": padded_forward,
+    "outputs, then none": outputs_then_none,
 }

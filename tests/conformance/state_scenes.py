@@ -161,6 +161,44 @@ def gathered(play: Player) -> None:
     play.hit(**batch(PROMPT), num_beams=3, at_least=3 * KNOWN)
 
 
+def every_row_padded(play: Player) -> None:
+    """On an empty store; then one of the prompts without padding, which some of these models find behind as much alone."""
+    for attention, rows in (("contiguous", [PROMPT]), ("gather", [PROMPT, row((4, 4 * U))])):
+        play.build(attention=attention)
+        play.call(**scenes.behind_padding(3, *rows), reused=0)
+        play.hit(**batch(PROMPT), at_least=0)
+        play.cache.reset()
+        play.hit(**batch(row((1, 5 * U + 5), (2, 5))), at_least=KNOWN)
+
+
+def padded_forward(play: Player) -> None:
+    """The same of a plain forward."""
+    for attention, rows in (("gather", [PROMPT]), ("contiguous", [PROMPT, row((4, 4 * U))])):
+        play.build(attention=attention)
+        play.forward(**scenes.behind_padding(3, *rows))
+        play.call(**batch(PROMPT), at_least=0)
+        play.cache.reset()
+        play.hit(**batch(row((1, 5 * U + 5), (2, 5))), at_least=0)
+
+
+def outputs_then_none(play: Player) -> None:
+    """Calls with each output flag, whose forwards are not cut for a snapshot, on an empty store; then without."""
+    for flag in filter(play.takes, scenes.OUTPUT_FLAGS):
+        try:
+            play.reference(**batch(PROMPT), **{flag: True})
+        except CellError:
+            continue  # transformers itself refuses it
+        play.build()
+        play.call(**batch(PROMPT), **{flag: True}, reused=0)
+        play.cache.reset()
+        play.hit(**batch(PROMPT), at_least=0)
+        play.build(attention="gather")
+        play.fill(**batch(PROMPT))
+        play.call(**batch(PROMPT), **{flag: True}, at_least=0)
+        play.cache.reset()
+        play.hit(**batch(PROMPT), reused=KNOWN)
+
+
 STATE_SCENES: dict[str, Callable[[Player], None]] = {
     "cold": cold,
     "full hit": full_hit,
@@ -180,6 +218,9 @@ STATE_SCENES: dict[str, Callable[[Player], None]] = {
     "after a fault": after_a_fault,
     "after eviction": after_eviction,
     "gather": gathered,
+    "every row padded": every_row_padded,
+    "padded forward": padded_forward,
+    "outputs, then none": outputs_then_none,
 }
 assert STATE_SCENES.keys() == scenes.SCENES.keys()
 
