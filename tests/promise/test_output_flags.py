@@ -1,0 +1,114 @@
+"""A model that computes other keys and values where it is asked for attentions: Falcon with sdpa, which then takes another path.
+
+All model types and all orders of calls: tests/conformance/test_output_flags.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_paged_cache import PagedPrefixCache, PrefixStore, UnsupportedModelError
+
+from ..conformance import zoo
+from ..reference import TOLERANCE, assert_same, batch, is_same, row, run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPT = row((1, 45))
+PARTS = [(0, 24), (24, 32), (32, 33), (33, 40), (40, 45)]
+
+
+@pytest.fixture(name="falcon")
+def fixture_falcon() -> PreTrainedModel:
+    return zoo.build("falcon")
+
+
+def store_of(model: PreTrainedModel) -> PrefixStore:
+    return PrefixStore(model, block_size=8, num_blocks=128)
+
+
+@pytest.mark.parametrize("is_used", [False, True], ids=["empty", "used"])
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("asks", [(1, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, 0, 1), (1, 1, 1, 1, 1), (0, 0, 0, 0, 1)])
+def test_plain_forwards_with_the_flag_and_without_go_on_from_each_other(
+    falcon: PreTrainedModel, asks: tuple[int, ...], attention: Any, is_used: bool
+) -> None:
+    store, theirs = store_of(falcon), DynamicCache(config=falcon.config)
+    cache = PagedPrefixCache(store, attention=attention)
+    if is_used:
+        run(falcon, PagedPrefixCache(store), **batch(PROMPT))
+    for (start, stop), flag in zip(PARTS, asks, strict=True):
+        given: dict[str, Any] = {
+            "input_ids": torch.tensor([PROMPT[start:stop]]),
+            "attention_mask": torch.ones((1, stop), dtype=torch.int64),
+            "position_ids": torch.arange(start, stop)[None],
+            "output_attentions": bool(flag),
+        }
+        with torch.no_grad():
+            wanted = falcon(**given, past_key_values=theirs).logits
+            got = falcon(**given, past_key_values=cache).logits
+        torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
+        cache.check()
+    for kept in (cache, PagedPrefixCache(store)):
+        assert_same(run(falcon, **batch(PROMPT)), run(falcon, kept, **batch(PROMPT)))
+        assert_same(run(falcon, **batch([*PROMPT, 7])), run(falcon, kept, **batch([*PROMPT, 7])))
+
+
+def test_rows_stop_to_be_kept_where_the_flag_comes(falcon: PreTrainedModel) -> None:
+    cache = PagedPrefixCache(store_of(falcon))
+    with torch.no_grad():
+        for (start, stop), flag in zip(PARTS, (False, False, True, False, False), strict=True):
+            ids = torch.tensor([PROMPT[start:stop]])
+            falcon(ids, past_key_values=cache, output_attentions=flag)
+    run(falcon, cache, **batch(row((9, 20))))
+    assert cache.lookup(PROMPT).num_tokens == 32
+
+
+def test_a_generate_with_the_flag_says_why_it_reuses_nothing_and_another_flag_reuses(falcon: PreTrainedModel) -> None:
+    cache = PagedPrefixCache(store_of(falcon))
+    run(falcon, cache, **batch(PROMPT))
+    reference = run(falcon, **batch(PROMPT), output_attentions=True)
+    assert_same(reference, run(falcon, cache, **batch(PROMPT), output_attentions=True))
+    assert cache.last_call.rows[0].stopped == "keys and values of this model depend on output_attentions"
+    assert not is_same(reference, run(falcon, cache, **batch(PROMPT)))
+    assert cache.last_call.reused_tokens == 40
+    run(falcon, cache, **batch(row((2, 45))), output_hidden_states=True)
+    run(falcon, cache, **batch(row((2, 45), (3, 2))))
+    assert cache.last_call.reused_tokens == 45
+
+
+def test_nothing_is_prefilled_or_kept_while_the_config_asks_for_it(falcon: PreTrainedModel) -> None:
+    cache = PagedPrefixCache(store_of(falcon))
+    run(falcon, cache, **batch(PROMPT))
+    falcon.config._output_attentions = True
+    for _ in range(2):
+        assert_same(run(falcon, **batch(PROMPT)), run(falcon, cache, **batch(PROMPT)))
+        assert cache.last_call.reused_tokens == 0
+    with pytest.raises(UnsupportedModelError, match="output_attentions, which its config asks for"):
+        cache.prefill(PROMPT)
+    falcon.config._output_attentions = False
+    assert_same(run(falcon, **batch(PROMPT)), run(falcon, cache, **batch(PROMPT)))
+    assert cache.last_call.reused_tokens == 40
+
+
+@pytest.mark.parametrize(("name", "value"), [("something", True), ("something", 3), ("is_causal", True)])
+def test_a_flag_that_nobody_knows_is_computed_whole_and_not_kept(
+    model: PreTrainedModel, cache: PagedPrefixCache, name: str, value: Any
+) -> None:
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        for _ in range(2):
+            wanted = model(ids, use_cache=False, **{name: value}).logits
+            got = model(ids, past_key_values=cache, **{name: value}).logits
+            torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
+            assert cache.last_call.rows[0].stopped == f"the argument {name} may condition keys and values"
+            cache.reset()
+    run(model, cache, **batch(PROMPT))
+    assert cache.last_call.reused_tokens == 0
