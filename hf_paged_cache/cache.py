@@ -38,6 +38,7 @@ from .prefix_store import PrefixStore, store_of
 from .scoring import Score, score
 from .stats import CacheStats, CallStats
 from .store.store_stats import stats_of
+from .store_options import require_attention
 from .wording import counted
 
 _ON_FULL = ("refuse", "bypass")
@@ -52,7 +53,7 @@ class PagedPrefixCache(NamedPrefixes, Cache):
 
     Args:
         model_or_store: a model, for which a store is made with `block_size`, `num_blocks`, `max_bytes`, `host_bytes`,
-            `disk_folder` and `disk_bytes`, see `PrefixStore`; or a store.
+            `disk_folder`, `disk_bytes` and `disk_mode`, see `PrefixStore`; or a store.
         cache_salt: a tenant's name, not empty. Caches with another salt never share a block, so that no tenant can probe
             another's prompts, and see, count and reset their own blocks alone (docs/security.md). A cache without one
             is the store's owner's: its `stats()` and refusals tell of all blocks.
@@ -87,24 +88,24 @@ class PagedPrefixCache(NamedPrefixes, Cache):
         *,
         block_size: int | None = None,
         num_blocks: int | None = None,
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
         cache_salt: str | bytes | None = None,
         attention: Literal["contiguous", "gather"] = "contiguous",
         verify: bool = False,
         on_full: Literal["refuse", "bypass"] = "refuse",
-        host_bytes: int = 0,
+        host_bytes: int | str = 0,
         disk_folder: str | PathLike[str] | None = None,
-        disk_bytes: int | None = None,
+        disk_bytes: int | str | None = None,
+        disk_mode: int | None = None,
     ) -> None:
+        require_attention(attention)
         sizes: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks, "max_bytes": max_bytes}
         tiers = {"host_bytes": host_bytes or None, "disk_folder": disk_folder, "disk_bytes": disk_bytes}
-        self.store = store_of(model_or_store, sizes | tiers)
+        self.store = store_of(model_or_store, sizes | tiers | {"disk_mode": disk_mode})
         if not isinstance(cache_salt, str | bytes | None):
             raise CacheArgumentError(f"cache_salt is of type {type(cache_salt).__name__}; give a str or bytes")
         if cache_salt is not None and not cache_salt:
             raise CacheArgumentError("cache_salt is empty, which is no tenant; leave it out for the store's owner")
-        if attention not in [*READERS]:
-            raise CacheArgumentError(f"attention is {attention!r}; give {' or '.join(map(repr, READERS))}")
         if not isinstance(verify, bool):
             raise CacheArgumentError(f"verify is {verify!r}; give True or False")
         if on_full not in [*_ON_FULL]:

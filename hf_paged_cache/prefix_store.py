@@ -8,14 +8,14 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any, Literal, NoReturn
 
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from .blocks.arguments import int_of_at_least
+from .blocks.arguments import file_mode
 from .errors import CacheArgumentError
 from .integration.forward_arguments import ArgumentReader
 from .integration.generate_arguments import cross_inputs
@@ -45,6 +45,7 @@ from .store.sharing import Sharing
 from .store.state_snapshots import StateRules, StateSnapshots
 from .store.store_stats import stats_of
 from .store.window_groups import SHARE_OF_A_BUDGET
+from .store_options import StoreOptions, store_options
 from .tiers.base import Tier
 from .tiers.disk import DiskTier
 from .tiers.host import HostTier
@@ -59,8 +60,8 @@ class PrefixStore:
             transformers is not the tested version.
         block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
         num_blocks: the most blocks, one of which is reserved; of layers with a window as many, apart from the others'.
-        max_bytes: instead of `num_blocks`, the most bytes of keys, values and snapshots; a forward of one token measures what a
-            block needs. Without either: blocks, and the copies of running rows that attention reads, take at most half of the
+        max_bytes: instead of `num_blocks`, the most bytes of keys, values and snapshots, as a number or as "4GB" or "4GiB"; a
+            forward of one token measures what a block needs. Without either: blocks, and the copies of running rows that attention reads, take at most half of the
             memory that is free on each device with layers of the model (on a host: available, or left of the container's
             limit), less what other stores of this process may still take. That is read after the first forward; where the
             first call may get more than 1,024 tokens, before it, and a forward of one token measures what a block needs.
@@ -69,10 +70,12 @@ class PrefixStore:
         disk_folder: where evicted blocks go that host memory does not keep, or all of them; one in shared memory
             (/dev/shm) is host memory for a model on a CPU. None: nowhere. See docs/tiers.md.
         disk_bytes: of files there; None: half of what is free when the store is made.
+        disk_mode: permissions of files there that other processes find, whatever the umask is, and of the folder if it is made:
+            0o660 for a group, each of whose members is to give it; None: 0o600, the user's own processes.
 
     Raises:
         UnsupportedModelError: the model's cache cannot be held right; the message names what is in the way.
-        CacheArgumentError: a size is out of range, or both sizes are given.
+        CacheArgumentError: a size is none, or out of range, or both sizes are given.
 
     Examples:
         >>> store = PrefixStore(model, num_blocks=64)
@@ -90,17 +93,26 @@ class PrefixStore:
         *,
         block_size: int = 16,
         num_blocks: int | None = None,
-        max_bytes: int | None = None,
-        host_bytes: int = 0,
+        max_bytes: int | str | None = None,
+        host_bytes: int | str = 0,
         disk_folder: str | PathLike[str] | None = None,
-        disk_bytes: int | None = None,
+        disk_bytes: int | str | None = None,
+        disk_mode: int | None = None,
     ) -> None:
+        options = store_options(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_bytes=max_bytes,
+            host_bytes=host_bytes,
+            disk_folder=disk_folder,
+            disk_bytes=disk_bytes,
+            disk_mode=disk_mode,
+        )
         model = unwrapped(model)
         require_supported(model)
         in_doubt = leaves_doubt(model)
         if in_doubt or not is_tested_version():
             require_continuable(model, if_it_runs=not in_doubt)
-        int_of_at_least("block_size", block_size, 1, "tokens; 16 suits most models")
         self.conditioning = conditioning = Conditioning(model, state_traits(model))
         window_of = {} if conditioning.rank_groups() else conditioning.windows()  # ranks: see `Session`
         layers = {index for index, layer in enumerate(cache_layers(model)) if has_keys(layer)}
@@ -109,21 +121,16 @@ class PrefixStore:
         states, bytes_per_block = read_rules(model), 0
         if states is not None:
             bytes_per_block = math.ceil(measure_bytes_per_token(model, shares) * block_size)
-        if num_blocks is not None and max_bytes is not None:
-            raise CacheArgumentError(f"give num_blocks or max_bytes, not both (got {num_blocks} and {max_bytes})")
-        if max_bytes is not None:
-            int_of_at_least("max_bytes", max_bytes, 1, "bytes")
+        if options.max_bytes is not None:
             num_bytes = math.ceil(measure_bytes_per_token(model, shares) * block_size)
             if states is not None:  # as many for snapshots
                 num_bytes += StateSnapshots.bytes_beside(states, num_bytes)
-            num_blocks = max_bytes // num_bytes
+            num_blocks = options.max_bytes // num_bytes
             if num_blocks < 2:
                 raise CacheArgumentError(
                     f"max_bytes is {max_bytes}, but two blocks of {block_size} tokens need {2 * num_bytes} bytes"
                 )
-        elif num_blocks is not None:
-            int_of_at_least("num_blocks", num_blocks, 2, "blocks: one is reserved, and a call needs at least one")
-        tiers = make_tiers(model, conditioning, host_bytes, disk_folder, disk_bytes)
+        tiers = make_tiers(model, conditioning, options)
         self.model = model
         self.blocks = BlockStore(
             block_size,
@@ -176,28 +183,33 @@ class PrefixStore:
         folder: str | PathLike[str],
         prefixes: "Literal['pinned'] | Sequence[list[int] | Tensor] | None" = None,
         *,
+        mode: int | None = None,
         progress: bool = True,
     ) -> Saved:
         """Write cached blocks into a folder, from which any process with the same model `load`s them.
 
-        What the folder has already is not written again. Files are their owner's alone, and each is whole or not there. They
+        What the folder has already is read to its end, and written again only where it is damaged: that file is replaced. Each
+        file is whole or not there, and, unless `mode` says otherwise, its owner's alone. They
         hold what was computed from prompts, and the prompts' token ids: see docs/security.md. Blocks of caches with a
         salt are not written. Blocks that a lower tier has are not, either: bring them up first, by `lookup` and a call.
 
-        Cost: the first time, SHA-256 over all weights, 1 to 3 s a GB; then a copy of the blocks. Calls may run meanwhile.
+        Cost: the first time, SHA-256 over all weights, 1 to 3 s a GB; then a copy of the blocks, or reading what is there of
+        them. Calls may run meanwhile.
 
         Args:
             folder: made where it is not there.
             prefixes: token ids, each a list or tensor of [T] or [1, T], of which the whole blocks are written that are cached;
                 "pinned": those that pins hold; None: all.
+            mode: permissions of the files, whatever the umask is, and of the folder if it is made: 0o660 for a group, each of
+                whose members is to give it; None: 0o600, the user's own processes.
             progress: show a bar on a terminal.
 
         Returns:
-            blocks written, and why others were not; see `Saved`.
+            blocks written, and why others were not; files that were replaced; see `Saved`.
 
         Raises:
             NotPortableError: what the model computes cannot be named for another process, such as under a hook.
-            CacheArgumentError: not the token ids of sequences.
+            CacheArgumentError: not the token ids of sequences, or permissions that are none.
             OSError: the folder cannot be written, or is full; files that were written are whole.
 
         Examples:
@@ -211,9 +223,16 @@ class PrefixStore:
             wanted = [array("q", one_sequence(f"prefix {number}", each)) for number, each in enumerate(prefixes)]
         elif prefixes not in (None, "pinned"):
             raise CacheArgumentError(f"prefixes is {prefixes!r}; give token ids of prefixes, 'pinned', or None for all")
+        permissions = file_mode("mode", mode)
         with _bar("saving", progress) as show:
             return save_blocks(
-                self.blocks, self._model(), folder_of(folder), wanted, pinned=prefixes == "pinned", progress=show
+                self.blocks,
+                self._model(),
+                folder_of(folder),
+                wanted,
+                pinned=prefixes == "pinned",
+                mode=permissions,
+                progress=show,
             )
 
     def load(self, folder: str | PathLike[str], *, progress: bool = True) -> Loaded:
@@ -313,26 +332,14 @@ def read_rules(model: PreTrainedModel) -> StateRules | None:
     )
 
 
-def make_tiers(
-    model: PreTrainedModel,
-    conditioning: Conditioning,
-    host_bytes: int,
-    disk_folder: str | PathLike[str] | None,
-    disk_bytes: int | None,
-) -> list[Tier]:
+def make_tiers(model: PreTrainedModel, conditioning: Conditioning, options: StoreOptions) -> list[Tier]:
     """The tiers below the pool, from the nearest.
 
     Raises:
-        CacheArgumentError: a size that is none, host memory for a pool in host memory, a folder that cannot be written, or
-            tiers where other processes share the model.
+        CacheArgumentError: host memory for a pool in host memory, a folder that cannot be written, or tiers where other
+            processes share the model.
     """
-    int_of_at_least("host_bytes", host_bytes, 0, "bytes")
-    if disk_bytes is not None:
-        int_of_at_least("disk_bytes", disk_bytes, 1, "bytes")
-        if disk_folder is None:
-            raise CacheArgumentError(f"disk_bytes is {disk_bytes} without disk_folder; say in which folder they are")
-    if disk_folder is not None and not (isinstance(disk_folder, str | PathLike) and fspath(disk_folder)):
-        raise CacheArgumentError(f"disk_folder is {disk_folder!r}; give a folder's path")
+    host_bytes, disk_folder = options.host_bytes, options.disk_folder
     if not host_bytes and disk_folder is None:
         return []
     if conditioning.rank_groups():
@@ -349,7 +356,7 @@ def make_tiers(
     if disk_folder is not None:
         conditioning.is_shared = True
         sharing = Sharing(conditioning.roots, conditioning.shared_identity, conditioning.shared_identities)
-        below = DiskTier(disk_folder, disk_bytes, sharing)
+        below = DiskTier(disk_folder, options.disk_bytes, sharing, options.disk_mode)
     above = [HostTier(host_bytes, below)] if host_bytes else []
     return [*above, *([] if below is None else [below])]
 

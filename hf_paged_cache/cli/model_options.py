@@ -1,7 +1,8 @@
-"""The options by which every command is told its model."""
+"""The options that several commands have: by which each is told its model, and who may read what is written."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import typer
@@ -18,3 +19,28 @@ Device = Annotated[
     str | None,
     typer.Option("--device", help="Where to run, such as cuda; an accelerator if there is one.", show_default=False),
 ]
+Mode = Annotated[
+    str | None,
+    typer.Option(
+        help="Permissions of the files of blocks, such as 660 for a group; their owner's alone, if not given.",
+        show_default=False,
+    ),
+]
+
+
+def permissions_of(option: str, text: str | None) -> int | None:
+    """Permissions of files as `chmod` is given them: 660.
+
+    Raises:
+        CacheArgumentError: they are none, or not such that the owner can read and write.
+    """
+    from hf_paged_cache import CacheArgumentError
+
+    if text is None:
+        return None
+    if not re.fullmatch("(0o?)?6[0246]{2}", text):
+        raise CacheArgumentError(
+            f"{option} is {text!r}; give permissions of files that their owner reads and writes, as chmod takes them: 600 (the "
+            "owner's alone), 640 (a group reads), 660 (a group reads and writes)"
+        )
+    return int(text.removeprefix("0o"), 8)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .model_options import Device, Dtype, Revision
+from .model_options import Device, Dtype, Mode, Revision, permissions_of
 
 _MODEL = typer.Option(help="A folder, or a name on the hub. Default: SmolLM2-135M-Instruct.", show_default=False)
 
@@ -18,6 +18,7 @@ def save(
         list[Path], typer.Option(help="A text file: one prefix, as prompts begin with it. May be given more than once.")
     ],
     model: Annotated[str | None, _MODEL] = None,
+    mode: Mode = None,
     revision: Revision = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -26,16 +27,19 @@ def save(
     from hf_paged_cache import CacheArgumentError
 
     from ..batch.rows import RowError
-    from ..cache import PagedPrefixCache
-    from ..prompts import require_positions, tokenized
     from ..wording import counted
-    from .loading import load_model
     from .refusal import in_one_line
 
     with in_one_line("save"):
         if folder.exists() and not folder.is_dir():
             raise CacheArgumentError(f"{folder} is a file; give a folder to write into")
         texts = [_text_of(path) for path in prompt_file]
+        permissions = permissions_of("--mode", mode)
+
+        from ..cache import PagedPrefixCache
+        from ..prompts import require_positions, tokenized
+        from .loading import load_model
+
         loaded, tokenizer = load_model(model, revision=revision, dtype=dtype, device=device)
         cache = PagedPrefixCache(loaded)
         try:
@@ -44,13 +48,15 @@ def save(
         except RowError as error:
             raise CacheArgumentError(f"{prompt_file[error.number]}: {error.problem}") from error
         done = cache.prefill(prefixes)
-        saved = cache.store.save(folder, prefixes)
+        saved = cache.store.save(folder, prefixes, mode=permissions)
     print(
         f"computed {done.num_computed} tokens of {counted(len(prefixes), 'prefix')}, {done.num_tokens} in whole blocks"
     )
     were = "was" if saved.num_known == 1 else "were"
     known = f"; {counted(saved.num_known, 'block')} {were} there already" if saved.num_known else ""
     print(f"wrote {counted(saved.num_blocks, 'block')}, {saved.num_bytes / 2**20:,.1f} MiB, into {folder}{known}")
+    for problem in saved.replaced.values():
+        print(f"replaced: {problem}")
     _print_rest("not saved", saved.not_saved)
 
 

@@ -16,9 +16,10 @@ from ..blocks import BlockHash, HashChain
 from ..blocks.hashing import digest_behind
 from ..blocks.roots import Roots
 from ..blocks.tokens import TokenIds
-from ..errors import CacheArgumentError, SavedBlocksError
+from ..errors import CacheArgumentError
 from ..kv.contents import rows_of_blocks, rows_of_states
 from ..tiers.base import BLOCKS, STATES, Kind
+from ..tiers.mending import mend
 from ..tiers.saved_file import (
     SUFFIX,
     SavedBlock,
@@ -26,16 +27,16 @@ from ..tiers.saved_file import (
     SavedFile,
     SavedRoot,
     content_name,
-    read_saved_file,
     remove_unfinished,
-    saved_paths,
     saved_root,
     write_saved_file,
 )
+from ..tiers.shared_folder import make_folder
 from .block_store import BlockStore
 
 _FILE_BYTES = 2**26  # of rows in a file, about
 _LOCK = ".lock"
+_LOST = "they were in a damaged file, and are not among those that are saved now"
 
 
 class Model(NamedTuple):
@@ -66,10 +67,12 @@ class Saved(NamedTuple):
     """What was written.
 
     Attributes:
-        num_blocks: written now.
-        num_known: that the folder had.
+        num_blocks: written now, those in place of damaged ones too.
+        num_known: that the folder had, whole.
         num_bytes: of the files written.
         not_saved: reason -> blocks; 0 where there are none.
+        replaced: path of each file that was damaged, and is no longer there -> what was wrong. What of it was whole, and what
+            is cached of the rest, is in other files now.
 
     Examples:
         >>> _ = cache.prefill(inputs["input_ids"])
@@ -81,6 +84,7 @@ class Saved(NamedTuple):
     num_known: int
     num_bytes: int
     not_saved: dict[str, int]
+    replaced: dict[str, str] = {}  # noqa: RUF012  # of a tuple, never written
 
 
 def save_blocks(
@@ -90,26 +94,33 @@ def save_blocks(
     prefixes: Sequence[TokenIds] | None,
     *,
     pinned: bool,
+    mode: int,
     progress: Callable[[int, int], None],
 ) -> Saved:
-    """Write blocks without a salt into a folder, which is made, for its owner alone, where it is not there.
+    """Write blocks without a salt into a folder, which is made where it is not there.
+
+    Files that are there and have some of these blocks are read to their end; those that are damaged are replaced.
 
     Args:
         prefixes: only blocks of these; None: all.
         pinned: only those that pins hold.
+        mode: permissions of files; see `make_folder` for those of the folder.
         progress: told how many of how many blocks are done.
 
     Raises:
         OSError: the folder or a file cannot be written. Files that were written are whole.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with FileLock(folder / _LOCK, mode=0o600):
+    make_folder(folder, mode)
+    with FileLock(folder / _LOCK, mode=mode):
         remove_unfinished(folder)
-        known = _known(folder, model)
         with blocks.lock:
             blocks.settle()
             chosen, roots, not_saved = _choose(blocks, model, prefixes, pinned=pinned)
             step = _blocks_of_a_file(blocks)
+        wanted = {each.saved.digest for each in chosen}
+        known, lost, replaced = mend(folder, model.facts, wanted, mode)
+        if num_lost := len(lost - wanted):
+            not_saved[_LOST] = num_lost
         num_done = num_known = num_bytes = 0
         while num_done < len(chosen):
             some = chosen[num_done : num_done + step]
@@ -123,26 +134,11 @@ def save_blocks(
             if num_written:
                 on_host = {kind: [of_part.cpu() for of_part in of_kind] for kind, of_kind in rows.items()}
                 path = folder / f"{content_name(file)}{SUFFIX}"
-                num_bytes += write_saved_file(file._replace(path=path), on_host).num_bytes
+                num_bytes += write_saved_file(file._replace(path=path), on_host, mode).num_bytes
             num_done += len(some)
             progress(num_done, len(chosen))
     num_gone = not_saved.get("evicted meanwhile", 0)
-    return Saved(len(chosen) - num_known - num_gone, num_known, num_bytes, not_saved)
-
-
-def _known(folder: Path, model: Model) -> set[tuple[Kind, bytes]]:
-    """What whole files of this model have."""
-    found: set[tuple[Kind, bytes]] = set()
-    for path in saved_paths(folder):
-        try:
-            file = read_saved_file(path)
-        except (SavedBlocksError, OSError):
-            continue
-        if file.facts == model.facts:
-            found |= {
-                (content.kind, file.blocks[number].digest) for content in file.contents for number in content.blocks
-            }
-    return found
+    return Saved(len(chosen) - num_known - num_gone, num_known, num_bytes, not_saved, replaced)
 
 
 def _choose(

@@ -17,6 +17,7 @@ from weakref import finalize
 
 from torch import Tensor
 
+from ..blocks.arguments import OWNERS_ALONE
 from ..errors import BlockStateError, CacheArgumentError, SavedBlocksError
 from ..kv.contents import Part, host_rows, runs
 from .arrival import arrival_on
@@ -24,7 +25,7 @@ from .base import Hold, Kind, Name, Rows, Shelf, TierCounts
 from .own_folder import OwnFolder
 from .run_files import Run, Writer
 from .saved_file import DamagedFileError, SavedFile, SavedOrigin, read_saved_file
-from .shared_folder import SharedFolder, remove
+from .shared_folder import SharedFolder, make_folder, remove
 from .shared_runs import FoundRun, SharedRun, Sharing, file_bytes_of, is_replaced
 
 logger = logging.getLogger("hf_paged_cache")
@@ -51,6 +52,7 @@ class DiskTier:
         folder: made if it is not there.
         max_bytes: of all files, those of other processes too that are for all; None: half of what is free there now.
         sharing: what other processes understand of its contents; None: nothing.
+        mode: permissions of files that are for other processes, too.
 
     Attributes:
         run_bytes: gathered before a file is written.
@@ -66,10 +68,11 @@ class DiskTier:
         folder: str | os.PathLike[str],
         max_bytes: int | None = None,
         sharing: Sharing | None = None,
+        mode: int = OWNERS_ALONE,
     ) -> None:
         parent = Path(folder).expanduser().absolute()
         try:
-            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(parent, mode)
             self._begin(parent)
             free = shutil.disk_usage(parent).free
         except OSError as error:
@@ -79,7 +82,7 @@ class DiskTier:
         self.max_bytes = int(free * _DEFAULT_SHARE) if max_bytes is None else max_bytes
         self.run_bytes = _RUN_BYTES
         self.counts = TierCounts()
-        self._parent = parent
+        self._parent, self._mode = parent, mode
         self.sharing = sharing
         self._ignored: set[Path] = set()  # files of others that are not to be found, or are nothing to us
         self._forget_all()
@@ -98,7 +101,7 @@ class DiskTier:
         self._waiting: deque[Run] = deque()  # in memory, in the order in which they were begun
         self._leaving: list[Run] = []  # dropped while they were being written
         self._of_path: dict[Path, Run] = {}  # files for all, and those to be
-        self._shared = SharedFolder(self._parent, self.max_bytes)
+        self._shared = SharedFolder(self._parent, self.max_bytes, self._mode)
         self._open.clear()
         self._num_bytes = 0  # of `_runs`
         self._is_dirty = False

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..blocks.arguments import OWNERS_ALONE
 from ..blocks.hashing import TOKEN_BYTES, digest_behind, root_hash, tokens_of
 from ..blocks.roots import RootFacts
 from ..errors import SavedBlocksError
@@ -30,6 +31,7 @@ VERSION = 1
 SUFFIX = ".safetensors"
 _OWN_NAME = re.compile(r"[0-9a-f]{32}(-[0-9a-f]{8})?\.safetensors")
 _FORMAT = "hf_paged_cache blocks"
+ROWS_DAMAGED = "blocks are not what was written"
 _MANIFEST, _CHECKSUM = "manifest", "xxh3_128"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)}  # fmt: skip
 
@@ -121,12 +123,13 @@ def saved_root(identity: bytes, facts: RootFacts) -> SavedRoot:
     return SavedRoot(digest, facts.regime, facts.adapter, facts.counted_from, facts.first_position)
 
 
-def write_saved_file(file: SavedFile, rows: Mapping[Kind, Sequence[Tensor]]) -> SavedFile:
-    """Write a file whole, or not at all; nobody but its owner may read it.
+def write_saved_file(file: SavedFile, rows: Mapping[Kind, Sequence[Tensor]], mode: int = OWNERS_ALONE) -> SavedFile:
+    """Write a file whole, or not at all.
 
     Args:
         file: what it says; checksums and size are not looked at.
         rows: kind -> of each part, [N, bytes] of the host.
+        mode: its permissions, whatever the umask is.
 
     Returns:
         The same with checksums and size.
@@ -151,7 +154,7 @@ def write_saved_file(file: SavedFile, rows: Mapping[Kind, Sequence[Tensor]]) -> 
             save_file(tensors, unfinished, metadata)
         except SafetensorError as error:
             raise OSError(f"{unfinished} could not be written: {error}") from error
-        os.chmod(unfinished, 0o600)
+        os.chmod(unfinished, mode)
         with open(unfinished, "rb") as written:
             os.fsync(written.fileno())
         os.replace(unfinished, file.path)
@@ -174,7 +177,9 @@ def read_saved_file(path: Path) -> SavedFile:
         with safe_open(path, framework="pt") as opened:
             metadata = opened.metadata() or {}
             if metadata.get("format") != _FORMAT:
-                raise SavedBlocksError(f"{path} holds no saved blocks")
+                is_ours = _OWN_NAME.fullmatch(path.name) and {_MANIFEST, _CHECKSUM} & metadata.keys()
+                kind = DamagedFileError if is_ours else SavedBlocksError
+                raise kind(f"{path} {'is damaged: it says that it ' if is_ours else ''}holds no saved blocks")
             manifest = metadata.get(_MANIFEST, "")
             if xxhash.xxh3_128_hexdigest(manifest.encode()) != metadata.get(_CHECKSUM):
                 raise DamagedFileError(f"{path} is damaged: its header is not what was written")
@@ -202,20 +207,70 @@ def read_rows(file: SavedFile, content: SavedContents, rows: Sequence[tuple[int,
         OSError: the file is not there any more, or cannot be read.
     """
     loaded = []
-    try:
-        with safe_open(file.path, framework="pt") as opened:
-            for number, checksums in enumerate(content.checksums):
-                held = opened.get_slice(_tensor(content.kind, number))
-                fragments = [held[first : first + length] for first, length in rows]
-                for fragment, (first, length) in zip(fragments, rows, strict=True):
-                    if [_checksum(row) for row in fragment] != [*checksums[first : first + length]]:
-                        raise DamagedFileError(f"{file.path} is damaged: blocks are not what was written")
-                loaded.append(fragments)
-    except SafetensorError as error:
-        if not file.path.exists():
-            raise FileNotFoundError(f"{file.path} has gone") from error
-        raise DamagedFileError(f"{file.path} is damaged: {error}") from error
+    with _opened(file.path) as opened:
+        for number, checksums in enumerate(content.checksums):
+            held = opened.get_slice(_tensor(content.kind, number))
+            fragments = [held[first : first + length] for first, length in rows]
+            for fragment, (first, length) in zip(fragments, rows, strict=True):
+                if [_checksum(row) for row in fragment] != [*checksums[first : first + length]]:
+                    raise DamagedFileError(f"{file.path} is damaged: {ROWS_DAMAGED}")
+            loaded.append(fragments)
     return loaded
+
+
+def read_whole_rows(file: SavedFile) -> tuple[SavedFile, dict[Kind, list[Tensor]]]:
+    """What of a file is what was written: the same with those rows and their blocks alone, and these rows, as `write_saved_file`
+    takes them. Of a file that is whole it is all.
+
+    Raises:
+        SavedBlocksError: nothing can be read any more.
+        OSError: the file is not there any more, or cannot be read.
+    """
+    whole: list[list[int]] = []  # of each content
+    rows: dict[Kind, list[Tensor]] = {}
+    with _opened(file.path) as opened:
+        for content in file.contents:
+            parts = [opened.get_tensor(_tensor(content.kind, number)) for number in range(len(content.parts))]
+            damaged = {
+                row
+                for of_part, checksums in zip(parts, content.checksums, strict=True)
+                for row, checksum in enumerate(checksums)
+                if _checksum(of_part[row]) != checksum
+            }
+            whole.append([row for row in range(len(content.blocks)) if row not in damaged])
+            rows[content.kind] = [of_part[whole[-1]] if damaged else of_part for of_part in parts]
+    return _with_rows(file, whole), rows
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        if not path.exists():
+            raise FileNotFoundError(f"{path} has gone") from error
+        raise DamagedFileError(f"{path} is damaged: {error}") from error
+
+
+def _with_rows(file: SavedFile, rows: Sequence[Sequence[int]]) -> SavedFile:
+    """What a file says that has these rows of each content alone."""
+    contents = [
+        content._replace(
+            blocks=tuple(content.blocks[row] for row in some),
+            checksums=tuple(tuple(of_part[row] for row in some) for of_part in content.checksums),
+        )
+        for content, some in zip(file.contents, rows, strict=True)
+        if some
+    ]
+    numbers = {old: new for new, old in enumerate(sorted({old for content in contents for old in content.blocks}))}
+    blocks = tuple(file.blocks[old] for old in numbers)
+    parents = {block.parent for block in blocks}
+    return file._replace(
+        roots=tuple(root for root in file.roots if root.digest in parents),
+        blocks=blocks,
+        contents=tuple(each._replace(blocks=tuple(numbers[old] for old in each.blocks)) for each in contents),
+    )
 
 
 def content_name(file: SavedFile) -> str:

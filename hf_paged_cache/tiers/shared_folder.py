@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from filelock import FileLock, Timeout
 
+from ..blocks.arguments import OWNERS_ALONE
 from .saved_file import SUFFIX, remove_unfinished
 
 logger = logging.getLogger("hf_paged_cache")
@@ -38,14 +39,16 @@ class SharedFolder:
     Args:
         path: it is there.
         max_bytes: of all its files.
+        mode: permissions of files.
 
     Attributes:
         num_beside: bytes that count as well, in files of this process alone.
     """
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(self, path: Path, max_bytes: int, mode: int = OWNERS_ALONE) -> None:
         self.path = path
         self.max_bytes = max_bytes
+        self.mode = mode
         self.num_beside = 0
         self._looked_at: int | None = None  # when the folder had changed last
         self._is_settled = False  # nothing that has happened since looks as if it had not
@@ -87,7 +90,7 @@ class SharedFolder:
             OSError: it could not be.
         """
         try:
-            with FileLock(self.path / LOCK, timeout=-1 if may_wait else _MOST_SECONDS, mode=0o600):
+            with FileLock(self.path / LOCK, timeout=-1 if may_wait else _MOST_SECONDS, mode=self.mode):
                 remove_unfinished(self.path)
                 if not self._make_room(num_bytes):
                     return False
@@ -112,6 +115,26 @@ class SharedFolder:
         with contextlib.suppress(OSError):
             if time.time_ns() - path.stat().st_mtime_ns > _NS_BETWEEN_USES:
                 os.utime(path)
+
+
+def make_folder(path: Path, mode: int) -> None:
+    """Make a folder where it is not there: open to those for whom its files are.
+
+    Args:
+        mode: permissions of files. Whoever may read files may enter the folder; one that is there keeps its own.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return
+    kept = path.stat().st_mode & 0o7000  # such as that files are of the folder's group
+    path.chmod(kept | mode | (mode & 0o444) >> 2)
 
 
 def _entries(paths: Iterable[Path]) -> list[Entry]:

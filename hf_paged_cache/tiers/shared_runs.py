@@ -123,7 +123,7 @@ class SharedRun(Run):
         joined = {kind: [_joined(of_part) for of_part in of_kind] for kind, of_kind in rows.items()}
 
         def write() -> int:
-            self._file = write_saved_file(file, joined)
+            self._file = write_saved_file(file, joined, self._folder.mode)
             return self._file.num_bytes
 
         if not self._folder.write(self.num_bytes, write, may_wait=self.may_wait):

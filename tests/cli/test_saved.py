@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,35 @@ def test_a_damaged_file_is_named_and_the_command_fails(model_folder: str, prompt
     taken = command("load", str(folder), "--model", model_folder)
     assert taken.exit_code == 1
     assert f"{path} is damaged" in taken.output
+
+
+def test_what_is_damaged_is_replaced_by_the_next_run_and_said(
+    model_folder: str, prompt_file: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "saved"
+    arguments = ("save", str(folder), "--prompt-file", prompt_file, "--model", model_folder, "--mode", "660")
+    first = command(*arguments)
+    (path,) = folder.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-5])
+    again = command(*arguments)
+    assert again.exit_code == 0, again.output
+    assert first.output.splitlines()[1] in again.output
+    assert f"replaced: {path} is damaged" in again.output
+    assert command("load", str(folder), "--check").exit_code == 0
+    assert command("load", str(folder), "--model", model_folder).exit_code == 0
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o770
+    assert {stat.S_IMODE(each.stat().st_mode) for each in folder.iterdir()} == {0o660}
+
+
+@pytest.mark.parametrize("mode", ["rw-rw----", "0770", "440", "66"])
+def test_permissions_that_are_none_are_one_line_before_a_model_is_loaded(
+    mode: str, prompt_file: str, tmp_path: Path
+) -> None:
+    given = ("save", str(tmp_path / "to"), "--prompt-file", prompt_file, "--model", "no-model", "--mode", mode)
+    done = command(*given)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("hf-paged-cache save: --mode is ")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("options", [("--check",), ()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import resource
 import signal
 import stat
@@ -242,6 +243,46 @@ def test_the_folder_and_its_files_are_their_owners_alone(tmp_path: Path) -> None
     save(tiny("llama"), folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
+@pytest.mark.parametrize(("mode", "of_folder"), [(0o660, 0o770), (0o640, 0o750), (0o664, 0o775)])
+def test_a_folder_and_its_files_are_those_of_a_group_where_that_is_asked_for(
+    mode: int, of_folder: int, umask: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "made" / "here"
+    before = os.umask(umask)
+    try:
+        save(tiny("llama"), folder, mode=mode)
+        damaged = saved_paths(folder)[0]
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+        cache = new_cache(tiny("llama"))
+        cache.store.load(folder)
+        cache.prefill(BASE)
+        assert cache.store.save(folder, mode=mode).replaced
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == of_folder
+    assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o777 & ~umask
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == dict.fromkeys(
+        [path.name for path in folder.iterdir()], mode
+    )
+    assert len([*folder.iterdir()]) > 1
+
+
+def test_a_folder_that_is_made_in_one_of_a_group_is_the_groups(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2770)
+    save(tiny("llama"), tmp_path / "made", mode=0o660)
+    assert stat.S_IMODE((tmp_path / "made").stat().st_mode) == 0o2770
+
+
+def test_a_folder_that_is_there_keeps_its_permissions(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    save(tiny("llama"), tmp_path, mode=0o660)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+    with pytest.raises(CacheArgumentError, match=r"^mode is 660; give permissions"):
+        new_cache(tiny("llama")).store.save(tmp_path / "other", mode=660)
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_folder_that_is_not_there_or_cannot_be_written_is_said(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 import stat
 import threading
 import warnings
@@ -225,6 +226,26 @@ def test_what_has_a_salt_is_in_no_file_for_all(tmp_path: Path) -> None:
     assert all(stat.S_IMODE(own.stat().st_mode) == 0o700 for own in tmp_path.glob("hf-paged-cache-*"))
     for salt in (None, "tenant"):
         assert found(new_cache(copy.deepcopy(model), tmp_path, cache_salt=salt)) == [0] * 5
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o022])
+@pytest.mark.parametrize(("given", "mode", "of_folder"), [({}, 0o600, 0o700), ({"disk_mode": 0o660}, 0o660, 0o770)])
+def test_files_for_all_are_those_of_a_group_where_that_is_asked_for(
+    given: dict[str, int], mode: int, of_folder: int, umask: int, tmp_path: Path
+) -> None:
+    folder, model = tmp_path / "shared", tiny("llama")
+    before = os.umask(umask)
+    try:
+        cache = new_cache(model, folder, **given)
+        for _ in range(2):
+            for ids in prompts():
+                call(model, ids, cache)
+        tier_of(cache).join()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == of_folder
+    assert {stat.S_IMODE(path.stat().st_mode) for path in [*saved_paths(folder), folder / ".lock"]} == {mode}
+    assert all(stat.S_IMODE(own.stat().st_mode) == 0o700 for own in folder.glob("hf-paged-cache-*"))
 
 
 def test_the_budget_is_over_the_files_of_all(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""What a store may be given besides its model: read in one place, before anything is loaded."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
+from hf_paged_cache.attention.grouped import READERS
+from hf_paged_cache.store_options import ATTENTIONS, require_attention, store_options
+
+from .tiny_models import tiny
+
+
+def test_a_store_has_these_options_with_these_defaults() -> None:
+    of_store = dict(inspect.signature(PrefixStore).parameters)
+    del of_store["model"]
+    assert of_store == dict(inspect.signature(store_options).parameters)
+    assert of_store.keys() <= inspect.signature(PagedPrefixCache).parameters.keys()
+
+
+def test_the_ways_to_read_are_the_readers_there_are() -> None:
+    assert [*READERS] == [*ATTENTIONS]
+    with pytest.raises(CacheArgumentError, match=r"^attention is 'fast'; give 'contiguous' or 'gather'$"):
+        require_attention("fast")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"block_size": 0}, "block_size is 0"),
+        ({"num_blocks": 1}, "num_blocks is 1"),
+        ({"num_blocks": 8, "max_bytes": "4GB"}, "give num_blocks or max_bytes, not both"),
+        ({"max_bytes": "4 gigs"}, "max_bytes is '4 gigs'; give a number of bytes"),
+        ({"host_bytes": "-1"}, "host_bytes is '-1'; give a number of bytes"),
+        ({"disk_bytes": "4GB"}, "disk_bytes is 4GB without disk_folder"),
+        ({"disk_mode": 0o660}, "disk_mode is 0o660 without disk_folder"),
+        ({"disk_folder": "a", "disk_mode": 660}, "disk_mode is 660; give permissions"),
+        ({"disk_folder": ""}, "disk_folder is ''; give a folder's path"),
+        ({"disk_folder": 3}, "disk_folder is 3; give a folder's path"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_model_is_looked_at(options: dict[str, Any], said: str) -> None:
+    for build in (PrefixStore, PagedPrefixCache):
+        with pytest.raises(CacheArgumentError, match=said):
+            build(tiny("llama"), **options)
+    with pytest.raises(CacheArgumentError, match=said):
+        PrefixStore(None, **options)  # type: ignore[arg-type]
+
+
+def test_a_text_buys_what_its_bytes_buy(tmp_path: Any) -> None:
+    model = tiny("llama")
+    for text, number in (("1MB", 10**6), ("1MiB", 2**20)):
+        stores = [PrefixStore(model, max_bytes=size) for size in (text, number)]
+        assert len({store.blocks.max_num_blocks for store in stores}) == 1
+    assert PagedPrefixCache(model, max_bytes="1MB").store.blocks.max_num_blocks == PrefixStore(model, max_bytes=10**6).blocks.max_num_blocks  # fmt: skip
+    store = PrefixStore(model, disk_folder=tmp_path, disk_bytes="3 MB")
+    assert [tier.max_bytes for tier in store.stats().tiers] == [3 * 10**6]
