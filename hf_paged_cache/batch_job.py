@@ -4,19 +4,22 @@ Owns the job from its prompts to its summary: what is refused before anything ru
 """
 
 import json
+import logging
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from .batch.finished import Finished, note_finished, record_of, require_free, require_same
 from .batch.journal import Completion, Journal, Record, claimed, journal_of
-from .batch.output import ORDERS, Output, require_free, require_writable
+from .batch.output import ORDERS, Output, require_writable
 from .batch.placement import partition
 from .batch.plan import batches, ordered
 from .batch.prefix_tree import build_prefix_tree
@@ -24,7 +27,7 @@ from .batch.prompt_files import Row
 from .batch.rows import digest_of, opened, require_room
 from .batch_calls import BatchCalls
 from .batch_options import NO_OPTIONS, generation_config, tokens_seen
-from .batch_progress import BatchSummary, Progress
+from .batch_progress import BatchSummary, Progress, progress_bar
 from .blocks.arguments import int_of_at_least
 from .cache import PagedPrefixCache
 from .errors import CacheArgumentError
@@ -33,6 +36,9 @@ from .model.identity import sampled_digest
 from .model.support import require_supported, unwrapped
 from .prefix_store import PrefixStore
 from .prompts import require_positions, tokenized
+from .store_options import require_attention, store_options
+
+logger = logging.getLogger("hf_paged_cache")
 
 
 class Batch(NamedTuple):
@@ -78,6 +84,14 @@ def generate_all(
     batch_size: int = 8,
     max_new_tokens: int = 128,
     cache: PagedPrefixCache | PrefixStore | None = None,
+    block_size: int | None = None,
+    num_blocks: int | None = None,
+    max_bytes: int | str | None = None,
+    attention: Literal["contiguous", "gather"] = "contiguous",
+    host_bytes: int | str = 0,
+    disk_folder: "str | PathLike[str] | None" = None,
+    disk_bytes: int | str | None = None,
+    disk_mode: int | None = None,
     seed: int = 0,
     overwrite: bool = False,
     progress: bool | None = None,
@@ -91,7 +105,10 @@ def generate_all(
     a prompt alone has others. A batch that does not fit into the pool runs in halves.
 
     With `out`, each batch that is done is in a journal beside that file (`OUT.journal`) before the next one runs. The same
-    call goes on where an earlier one was interrupted or killed: no prompt runs twice, and none is lost.
+    call goes on where an earlier one was interrupted or killed: no prompt runs twice, and none is lost. When all are done the journal
+    goes, and a record (`OUT.done`) says whose output it is: by it the same call, made again, finds that nothing is left to do.
+
+    A prompt that does not fit into the pool alone runs without it; a line in the log (`hf_paged_cache`, WARNING) says so at once.
 
     Args:
         tokenizer: the model's. A chat goes through its chat template, with the beginning of an answer.
@@ -102,8 +119,12 @@ def generate_all(
         order: of the rows in `out`: as they were given, or as they are done.
         batch_size: rows of a `generate` at most.
         cache: to run on, or a store to make one of; None: a new one for this job.
-        overwrite: remove an `out` and a journal that are there; without it they are refused, or gone on from.
-        progress: show a bar on stderr; None: only on a terminal.
+        block_size, num_blocks, max_bytes, attention, host_bytes, disk_folder, disk_bytes, disk_mode: of the new one; see
+            `PagedPrefixCache`.
+        overwrite: remove an `out`, a journal and a record that are there; without it an `out` of another job is refused, and this
+            job's gone on from.
+        progress: a bar on stderr, or where that is no terminal a line every 30 seconds and 5 % of the prompts, whichever is later;
+            False: neither.
         generation: options of `generate` by name, such as `do_sample=True`, `num_beams=4`, `stop_strings=["\\n"]`.
 
     Raises:
@@ -120,6 +141,16 @@ def generate_all(
         (2, 2)
     """
     how = How(out, column, order, batch_size, max_new_tokens, seed, overwrite, progress).checked()
+    sizes = given_options(
+        attention=attention,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_bytes=max_bytes,
+        host_bytes=host_bytes,
+        disk_folder=disk_folder,
+        disk_bytes=disk_bytes,
+        disk_mode=disk_mode,
+    )
     options = {"max_new_tokens": max_new_tokens, **generation}
     if not callable(tokenizer):
         raise CacheArgumentError(f"tokenizer is of type {type(tokenizer).__name__}; give the model's")
@@ -130,9 +161,17 @@ def generate_all(
         raise CacheArgumentError(
             f"cache is of type {type(cache).__name__}; give a PagedPrefixCache or a PrefixStore of this model, or None"
         )
+    if isinstance(cache, PagedPrefixCache) and sizes:
+        raise CacheArgumentError(
+            f"{' and '.join(sizes)}: of the cache, which is there already; give it to PagedPrefixCache"
+        )
     with ExitStack() as stack:
         stack.enter_context(left_as_it_was(inside))
-        on = cache if isinstance(cache, PagedPrefixCache) else PagedPrefixCache(model if cache is None else cache)
+        on = (
+            cache
+            if isinstance(cache, PagedPrefixCache)
+            else PagedPrefixCache(model if cache is None else cache, **sizes)
+        )
         if on.store.model is not inside:
             raise CacheArgumentError("cache is of another model than the one given")
         stack.callback(on.reset)
@@ -148,6 +187,20 @@ def generate_all(
             run=lambda queues: (record for batch in queues[0] for record in calls.run(*batch)),
         )
         return run_job(runner, prompts, how)
+
+
+def given_options(*, attention: Any, host_bytes: Any, **others: Any) -> dict[str, Any]:
+    """Of the options of a new cache those that are given, checked as far as that goes without a model.
+
+    Raises:
+        CacheArgumentError: see `PrefixStore`.
+    """
+    require_attention(attention)
+    given = {name: value for name, value in others.items() if value is not None}
+    if host_bytes not in (0, None):
+        given["host_bytes"] = host_bytes
+    store_options(**given)
+    return given if attention == "contiguous" else {"attention": attention, **given}
 
 
 class How(NamedTuple):
@@ -213,43 +266,58 @@ def run_job(
             f"prompt_lookup_num_tokens runs one row at a time; give batch_size=1, not {how.batch_size}"
         )
     path = None if how.out is None else Path(how.out)
+    finished: Finished | None = None
+    job: dict[str, Any] = {}
     with ExitStack() as stack:
         if path is not None:
             require_writable(path, prompts)
             stack.enter_context(claimed(path))
-            require_free(path, how.overwrite)
+            finished = None if how.overwrite else require_free(path)
         rows = stack.enter_context(opened(prompts, how.column))
         tokens = [*tokenized(rows, how.column, runner.tokenizer)]
         require_positions(runner.config, tokens, how.max_new_tokens)
         if path is not None:
             require_room(rows)
-        if tokens:
-            runner.try_out([[*each[:2]] for each in tokens[: min(how.batch_size, 2)]])
-        journal = output = None
-        if path is not None:  # from here on there are files
             job = {
                 "model": runner.digest(),
                 "prompts": digest_of(rows),
                 "tokens of the prompts": _digest_of_tokens(tokens),
                 "option": _options_of_results(runner, how),
             }
+            if finished is not None:
+                return _done_before(path, finished, {**job, "order": how.order}, len(rows))
+        if tokens:
+            runner.try_out([[*each[:2]] for each in tokens[: min(how.batch_size, 2)]])
+        journal = output = None
+        if path is not None:  # from here on there are files
             journal = stack.enter_context(Journal(journal_of(path), job, len(rows), anew=how.overwrite))
+            record_of(path).unlink(missing_ok=True)
             output = stack.enter_context(Output(path, journal, rows.__getitem__, len(rows), how.order))
         done = Progress(len(rows), journal, output)
         queues = _planned(runner, tokens, how, done)
-        with tqdm(total=len(rows), initial=done.num_rows, unit="prompt", disable=_is_off(how.progress)) as bar:
+        with progress_bar(len(rows), done.num_rows, how.progress) as bar:
             for record in runner.run(queues):
                 done.add(record)
+                if remark := done.remark(record):
+                    with tqdm.external_write_mode(file=sys.stderr):
+                        logger.warning(remark)
                 bar.set_postfix_str(f"{done.reused_share:.0%} of prompt tokens reused", refresh=False)
                 bar.update(len(record.rows))
-        if output is not None and journal is not None:
+        if path is not None and output is not None and journal is not None:
             output.finish()
+            note_finished(path, {**job, "order": how.order}, asdict(done.summary()))
             journal.remove()
         return BatchResult(done.completions, done.summary())
 
 
-def _is_off(progress: bool | None) -> bool | None:
-    return None if progress is None else not progress
+def _done_before(path: Path, finished: Finished, job: dict[str, Any], num_rows: int) -> BatchResult:
+    """What the run has returned that has finished this very job.
+
+    Raises:
+        CacheArgumentError: the output is another job's.
+    """
+    require_same(path, finished, job)
+    return BatchResult(None, BatchSummary(**{**finished.counts, "num_done_before": num_rows}))
 
 
 def _options_of_results(runner: Runner, how: How) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from typing import Any
 from transformers import GenerationConfig, GenerationMixin
 
 from .blocks.arguments import int_of_at_least
+from .cache import PagedPrefixCache
 from .errors import CacheArgumentError
-from .prefix_store import PrefixStore
 
 ALL = sys.maxsize  # tokens in front of the next one that an option reads: every one
 
 # Options that would make a row's result depend on its batch or on the clock, or another thing than tokens; each with its reason.
-_REFUSED = {
+REFUSED = {
     "max_length": "it counts a row's padding, too; give max_new_tokens",
     "min_length": "it counts a row's padding, too; give min_new_tokens",
     "max_time": "a completion would depend on how fast the machine is; give max_new_tokens",
@@ -83,14 +83,14 @@ def require_names(options: Iterable[str]) -> None:
     """
     known = _known_names()
     for name in options:
-        if name in _REFUSED:
-            raise CacheArgumentError(f"{name} is not an option here: {_REFUSED[name]}")
+        if name in REFUSED:
+            raise CacheArgumentError(f"{name} is not an option here: {REFUSED[name]}")
         if name not in known:
             raise CacheArgumentError(f"{name} is no option of generate{_instead(name)}")
 
 
 def _instead(name: str) -> str:
-    if name in signature(PrefixStore).parameters:
+    if name in signature(PagedPrefixCache).parameters:
         return f"; give cache=PagedPrefixCache(model, {name}=...)"
     if name in signature(GenerationMixin.generate).parameters:
         return " that a batch job takes: it takes those by name that transformers' GenerationConfig has"

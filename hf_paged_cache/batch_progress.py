@@ -1,12 +1,22 @@
-"""What of a batch job is done, and what it took: in memory, and in the journal and output where there are any."""
+"""What of a batch job is done, and what it took: in memory, in the journal and output where there are any, and on stderr meanwhile."""
 
+import math
+import sys
 from array import array
 from dataclasses import dataclass
 from statistics import median
+from typing import Any, TextIO
+
+from tqdm import tqdm as plain_tqdm
+from tqdm.auto import tqdm
 
 from .batch.journal import Completion, Journal, Record
 from .batch.output import Output
 from .wording import counted
+
+_SECONDS_BETWEEN_LINES = 30.0  # and
+_SHARE_BETWEEN_LINES = 0.05  # of the prompts, where stderr is no terminal
+_LINE = "{n_fmt} of {total_fmt} prompts ({percentage:.0f}%) after {elapsed}, about {remaining} left{postfix}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,7 @@ class BatchSummary:
             )
         if self.num_bypassed:
             lines.append(
-                f"{counted(self.num_bypassed, 'prompt')} did not fit into the pool, and ran without it: more blocks are needed (num_blocks, --num-blocks)"
+                f"{counted(self.num_bypassed, 'prompt')} did not fit into the pool, and ran without it: more blocks are needed (num_blocks or max_bytes, --num-blocks or --max-bytes)"
             )
         return "\n".join(lines)
 
@@ -95,6 +105,18 @@ class Progress:
     @property
     def completions(self) -> list[Completion] | None:
         return None if self._journal is not None else [self._kept[row] for row in range(self._total)]
+
+    def remark(self, record: Record) -> str | None:
+        """What is to be said of a batch at once: that it ran without the pool; of many such, whenever they have doubled."""
+        num_bypassed = self._counts["bypassed"]
+        if num_bypassed.bit_length() == (num_bypassed - int(record.counts["bypassed"])).bit_length():
+            return None
+        of_rows = f"row{'s' if len(record.rows) > 1 else ''} {', '.join(map(str, record.rows))}"
+        so_far = "" if num_bypassed == len(record.rows) else f" ({counted(num_bypassed, 'prompt')} so far)"
+        return (
+            f"PagedPrefixCache: {of_rows}, counted from 0, did not fit into the pool, and ran without it{so_far}: more blocks "
+            "are needed (num_blocks or max_bytes, --num-blocks or --max-bytes)"
+        )
 
     @property
     def reused_share(self) -> float:
@@ -135,3 +157,39 @@ class Progress:
         most = max(self._computed, default=0)
         prices = (price for number, price in zip(self._computed, self._prices, strict=True) if 2 * number >= most)
         return median(prices) if most else None
+
+
+def progress_bar(total: int, initial: int, wanted: bool | None) -> Any:
+    """A bar of prompts on a terminal or in a notebook; elsewhere a line now and then, of which a log does not fill up.
+
+    Args:
+        initial: prompts that are done.
+        wanted: False: neither.
+    """
+    is_notebook = any(each.__name__ == "tqdm_notebook" for each in tqdm.__mro__)
+    if is_notebook or sys.stderr.isatty():
+        return tqdm(total=total, initial=initial, unit="prompt", disable=wanted is False)
+    return plain_tqdm(
+        total=total,
+        initial=initial,
+        disable=wanted is False or not total,
+        file=_Lines(sys.stderr),
+        bar_format=_LINE,
+        mininterval=_SECONDS_BETWEEN_LINES,
+        maxinterval=math.inf,
+        miniters=math.ceil(total * _SHARE_BETWEEN_LINES),
+    )
+
+
+class _Lines:
+    """Makes a line of each state of a bar, which overwrites the one before on a terminal."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            self._file.write(f"{line}\n")
+
+    def flush(self) -> None:
+        self._file.flush()

@@ -24,14 +24,13 @@ from torch import nn
 from .batch.journal import Record
 from .batch.prompt_files import Row
 from .batch_calls import BatchCalls
-from .batch_job import Batch, BatchResult, How, Runner, run_job
+from .batch_job import Batch, BatchResult, How, Runner, given_options, run_job
 from .batch_options import generation_config
 from .blocks.arguments import int_of_at_least
 from .cache import PagedPrefixCache
 from .errors import CacheArgumentError, PagedCacheError, WorkersLostError
 from .model.identity import sampled_digest
 from .model.support import unwrapped
-from .prefix_store import PrefixStore
 from .wording import counted
 
 _SECONDS_TO_ANSWER = 10.0
@@ -53,20 +52,20 @@ class Worker:
 
     Args:
         load: makes the model and its tokenizer, in the worker's process.
-        store: options of `PrefixStore`.
+        sizes: options of its cache, and of the store under it.
         options: of `generate`.
         seed: of samples.
     """
 
     def __init__(
-        self, load: Callable[[], tuple[Any, Any]], store: Mapping[str, Any], options: Mapping[str, Any], seed: int
+        self, load: Callable[[], tuple[Any, Any]], sizes: Mapping[str, Any], options: Mapping[str, Any], seed: int
     ) -> None:
-        self._given = load, dict(store), dict(options), seed
+        self._given = load, dict(sizes), dict(options), seed
 
     @cached_property
     def _ready(self) -> "_Ready":
         """Loaded at the first question: an error in an actor's making would arrive as its death."""
-        load, store, options, seed = self._given
+        load, sizes, options, seed = self._given
         loaded = load()
         if not isinstance(loaded, tuple | list) or len(loaded) != 2:
             raise CacheArgumentError(
@@ -74,7 +73,7 @@ class Worker:
             )
         model, tokenizer = loaded
         config = generation_config(unwrapped(model), options)
-        cache = PagedPrefixCache(PrefixStore(model, **store))
+        cache = PagedPrefixCache(model, **sizes)
         return _Ready(tokenizer, cache, config, BatchCalls(cache, tokenizer, config, options, seed))
 
     def describe(self) -> Described:
@@ -111,8 +110,14 @@ def generate_all_on_ray(
     order: Literal["given", "done"] = "given",
     batch_size: int = 8,
     max_new_tokens: int = 128,
+    block_size: int | None = None,
     num_blocks: int | None = None,
+    max_bytes: int | str | None = None,
+    attention: Literal["contiguous", "gather"] = "contiguous",
+    host_bytes: int | str = 0,
     disk_folder: "str | PathLike[str] | None" = None,
+    disk_bytes: int | str | None = None,
+    disk_mode: int | None = None,
     seed: int = 0,
     overwrite: bool = False,
     progress: bool | None = None,
@@ -130,8 +135,8 @@ def generate_all_on_ray(
         address: of a Ray cluster, such as "auto"; None: the one this process is connected to, the one that `RAY_ADDRESS` names,
             or a new one on this machine.
         gpus_per_worker: of Ray's accounting; None: 1, or where there are fewer GPUs than workers an equal part of one.
-        num_blocks: of each worker's store.
-        disk_folder: of each worker's store; one that all reach gives a new worker the prefixes of the others.
+        block_size, num_blocks, max_bytes, attention, host_bytes, disk_folder, disk_bytes, disk_mode: of each worker's cache; see
+            `PagedPrefixCache`. A `disk_folder` that all reach gives a new worker the prefixes of the others.
 
     Raises:
         CacheArgumentError: see `generate_all`; or Ray is not installed.
@@ -151,6 +156,16 @@ def generate_all_on_ray(
     if gpus_per_worker is not None and not (0 <= gpus_per_worker <= 1 or gpus_per_worker in range(1, 1000)):
         raise CacheArgumentError(f"gpus_per_worker is {gpus_per_worker!r}; give 0 or more, and above 1 a whole number")
     how = How(out, column, order, batch_size, max_new_tokens, seed, overwrite, progress).checked()
+    sizes = given_options(
+        attention=attention,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_bytes=max_bytes,
+        host_bytes=host_bytes,
+        disk_folder=disk_folder,
+        disk_bytes=disk_bytes,
+        disk_mode=disk_mode,
+    )
     if not callable(load) or isinstance(load, nn.Module):
         raise CacheArgumentError(
             f"load is of type {type(load).__name__}; give a function that returns a model and its tokenizer, such as "
@@ -174,12 +189,7 @@ def generate_all_on_ray(
         if gpus_per_worker is None:
             gpus_per_worker = min(1.0, num_gpus / num_workers // 0.01 / 100)
         _require_gpus(num_workers, gpus_per_worker, num_gpus, may_come=not is_own)
-        given = (
-            load,
-            {"num_blocks": num_blocks, "disk_folder": disk_folder},
-            {"max_new_tokens": max_new_tokens, **generation},
-            seed,
-        )
+        given = load, sizes, {"max_new_tokens": max_new_tokens, **generation}, seed
         actor: Any = ray.remote(Worker).options(num_gpus=gpus_per_worker)
         workers = WorkerPool(lambda: actor.remote(*given), num_workers)
         stack.callback(workers.shut_down)

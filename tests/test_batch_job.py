@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import warnings
@@ -14,7 +15,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_paged_cache import BatchResult, CacheArgumentError, PagedPrefixCache, PrefixStore, batch_job, generate_all
-from hf_paged_cache.batch.journal import claimed, journal_of
+from hf_paged_cache.batch.finished import record_of
+from hf_paged_cache.batch.journal import Journal, claimed, journal_of
 from hf_paged_cache.batch_calls import BatchCalls
 
 from .killed_jobs import few_shot_prompts, kill_again_and_again
@@ -129,6 +131,71 @@ def test_a_batch_that_does_not_fit_runs_in_parts_and_a_prompt_without_the_pool(t
     assert "1 prompt did not fit" in str(result.summary)
 
 
+def test_what_runs_without_the_pool_is_said_at_once_and_of_many_seldom(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, calls, said = tiny("llama"), BatchCalls._run, []
+
+    def run_one(self: BatchCalls, *given: Any) -> Any:
+        said.append(len(caplog.records))  # before this call
+        return calls(self, *given)
+
+    monkeypatch.setattr(BatchCalls, "_run", run_one)
+    prompts = ["y" * 20, *(letter * 400 for letter in "abcde"), "z"]
+    with caplog.at_level("WARNING", "hf_paged_cache"):
+        run(model, tokenizer, prompts, cache=PrefixStore(model, num_blocks=1 + 20), batch_size=1)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 3  # the first, the second and the fourth
+    assert "row 1, counted from 0, did not fit into the pool, and ran without it: more blocks are needed" in lines[0]
+    assert "ran without it (4 prompts so far): more blocks" in lines[2]
+    assert 1 in said  # before the job was over
+
+
+OF_A_NEW_CACHE: list[dict[str, Any]] = [
+    {"block_size": 4, "num_blocks": 60},
+    {"max_bytes": "1MB", "attention": "gather"},
+    {"disk_folder": "here", "disk_bytes": "3 MB", "disk_mode": 0o660},
+]
+
+
+@pytest.mark.parametrize("options", OF_A_NEW_CACHE)
+def test_the_cache_of_a_job_is_of_the_sizes_that_are_given(
+    options: dict[str, Any], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, made = tiny("llama"), []
+    init = PagedPrefixCache.__init__
+
+    def note(self: Any, *given: Any, **named: Any) -> None:
+        init(self, *given, **named)
+        made.append(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedPrefixCache, "__init__", note)
+        result = run(model, tokenizer, **options)
+    assert result.completions == [alone(model, tokenizer, prompt) for prompt in PROMPTS]
+    cache = made[0]
+    assert cache.attention == options.get("attention", "contiguous")
+    assert cache.store.blocks.block_size == options.get("block_size", 16)
+    if "num_blocks" in options:
+        assert cache.stats().num_blocks == 60
+    if "max_bytes" in options:
+        assert cache.stats().num_blocks == PrefixStore(model, max_bytes=10**6).blocks.max_num_blocks
+    if "disk_folder" in options:
+        assert cache.stats().tiers[0].max_bytes == 3 * 10**6
+        assert (tmp_path / "here").stat().st_mode & 0o777 == 0o770
+
+
+def test_sizes_are_of_a_new_cache_alone(tokenizer: Any) -> None:
+    model = build("llama")
+    store = PrefixStore(model, num_blocks=60)
+    with pytest.raises(CacheArgumentError, match="block_size: of the store, which is there already"):
+        run(model, tokenizer, cache=store, block_size=8)
+    assert run(model, tokenizer, PROMPTS[:2], cache=store, attention="gather").summary.num_prompts == 2
+    with pytest.raises(CacheArgumentError, match="attention and block_size: of the cache, which is there already"):
+        run(model, tokenizer, cache=PagedPrefixCache(store), block_size=8, attention="gather")
+
+
 def test_memory_that_runs_out_halves_the_batch(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = tiny("llama"), BatchCalls._run
 
@@ -174,7 +241,7 @@ def test_rows_of_a_file_get_a_completion(
     assert written(tmp_path / "out.jsonl") == [
         {**row, "completion": alone(model, tokenizer, row["text"])} for row in rows
     ]
-    assert {each.name for each in tmp_path.iterdir()} == {path.name, "out.jsonl"}
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, "out.jsonl", "out.jsonl.done"}
 
 
 def test_chats_go_through_the_template_without_what_a_table_has_filled_in(tokenizer: Any, tmp_path: Path) -> None:
@@ -296,6 +363,77 @@ def test_an_output_that_is_finished_while_the_job_waits_to_begin_stays(
     assert [row["prompt"] for row in written(out)] == PROMPTS[:2]
 
 
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 3}, {"order": "done"}])
+def test_a_finished_job_that_is_begun_again_has_nothing_to_do(
+    options: dict[str, Any], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = tiny("llama"), tmp_path / "out.jsonl"
+    first = run(model, tokenizer, out=out, **options)
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
+    monkeypatch.setattr(BatchCalls, "_generate", lambda *_, **__: pytest.fail("it ran"))
+    again = run(build("llama"), tokenizer, out=out, **options)  # the same weights
+    assert again.completions is None
+    assert again.summary == dataclasses.replace(first.summary, num_done_before=len(PROMPTS))
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"max_new_tokens": 6}, r"finished, and from another job \(option max_new_tokens was 5 and is 6\)"),
+        ({"order": "done"}, 'order was "given" and is "done"'),
+        ({"prompts": [*PROMPTS[:-1], "another"]}, "other prompts"),
+        ({"model": "other"}, "other model"),
+        ({"template": "other"}, "other tokens of the prompts"),
+        ({"output": "changed"}, "it was finished, and has changed since"),
+        ({"record": "gone"}, "already exists: finished, or from another job"),
+    ],
+)
+def test_a_finished_output_of_another_job_stays(
+    change: dict[str, Any], said: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    out, change = tmp_path / "out.jsonl", dict(change)
+    run(tiny("llama"), tokenizer, out=out)
+    if change.pop("output", None):
+        out.write_text(out.read_text().replace("completion", "answer"))
+    if change.pop("record", None):
+        record_of(out).unlink()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    model = tiny("llama", 1) if change.pop("model", None) else tiny("llama")
+    if change.pop("template", None):
+        tokenizer = character_tokenizer(CHARACTERS[::-1])
+    with pytest.raises(CacheArgumentError, match=said):
+        run(model, tokenizer, change.pop("prompts", PROMPTS), out=out, **change)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_finished_job_runs_again_where_its_output_is_gone_or_is_to_go(tokenizer: Any, tmp_path: Path) -> None:
+    model, out = tiny("llama"), tmp_path / "out.jsonl"
+    run(model, tokenizer, out=out)
+    whole = out.read_bytes()
+    out.unlink()
+    assert run(model, tokenizer, out=out).summary.num_done_before == 0
+    assert run(model, tokenizer, out=out, overwrite=True).summary.num_done_before == 0
+    assert out.read_bytes() == whole
+    other = run(model, tokenizer, PROMPTS[:2], out=out, overwrite=True).summary
+    assert other.num_prompts == 2
+    assert run(model, tokenizer, PROMPTS[:2], out=out).summary.num_done_before == 2
+
+
+def test_a_job_that_dies_between_its_record_and_its_journal_is_done(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = tiny("llama"), tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "remove", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(model, tokenizer, out=out)
+    whole = out.read_bytes()
+    assert run(model, tokenizer, out=out).summary.num_done_before == len(PROMPTS)
+    assert out.read_bytes() == whole
+    assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "out.jsonl.done"}
+
+
 @pytest.mark.parametrize("how", ["itself", "symbolic link", "hard link"])
 def test_the_prompts_file_is_no_output(how: str, tokenizer: Any, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
@@ -402,7 +540,7 @@ def test_a_prompt_may_be_as_long_as_the_rotary_embedding_is_stretched(tokenizer:
 def test_a_file_that_is_there_is_written_only_if_asked_for(tokenizer: Any, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("mine\n")
-    with pytest.raises(CacheArgumentError, match="is there already"):
+    with pytest.raises(CacheArgumentError, match="already exists: finished, or from another job"):
         run(tiny("llama"), tokenizer, out=out)
     assert out.read_text() == "mine\n"
     run(tiny("llama"), tokenizer, out=out, overwrite=True)
@@ -445,6 +583,13 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
         "row 1, counted from 0: its 600 tokens with 5 new tokens behind need more than the model's 512 positions: ",
     ),
     (["a"], {"batch_size": 0}, "batch_size is 0"),
+    (["a"], {"max_bytes": "4 gigs"}, "max_bytes is '4 gigs'; give a number of bytes, or one with a unit"),
+    (["a"], {"max_bytes": 0}, "max_bytes is 0"),
+    (["a"], {"num_blocks": 1}, "num_blocks is 1"),
+    (["a"], {"block_size": 0}, "block_size is 0"),
+    (["a"], {"attention": "fast"}, "attention is 'fast'; give 'contiguous' or 'gather'"),
+    (["a"], {"disk_bytes": "1GB"}, "disk_bytes is 1GB without disk_folder"),
+    (["a"], {"verify": True}, r"give cache=PagedPrefixCache\(model, verify=\.\.\.\)"),
     (["a"], {"overwrite": "no"}, "overwrite is 'no'; give True or False"),
     (["a"], {"progress": "yes"}, "progress is 'yes'; give True or False"),
     (["a"], {"column": 3}, "column is 3; give the name of a column"),

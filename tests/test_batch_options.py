@@ -135,7 +135,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"penalty_alpha": 0.5}, "generate cannot run so"),
     ({"do_sample": "no"}, "do_sample is 'no'; give True or False"),
     ({"logits_processor": []}, "logits_processor is no option of generate that a batch job takes"),
-    ({"num_blocks": 8}, r"give cache=PagedPrefixCache\(model, num_blocks=\.\.\.\)"),
+    ({"on_full": "bypass"}, r"give cache=PagedPrefixCache\(model, on_full=\.\.\.\)"),
     ({"max_time": 3.0}, "max_time is not an option here"),
     ({"do_sample": True, "temperature": -1.0}, "strictly positive"),
 ]

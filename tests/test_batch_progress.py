@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from hf_paged_cache import batch_progress
 from hf_paged_cache.batch.journal import Record
-from hf_paged_cache.batch_progress import Progress
+from hf_paged_cache.batch_progress import Progress, progress_bar
 
 
 def record(row: int, prompt_tokens: int, computed_tokens: int, prefill: float, step: float = 0.0) -> Record:
@@ -48,3 +51,38 @@ def test_where_all_was_known_there_is_no_estimate() -> None:
         "1 prompt in 1 batch: 1,000 prompt tokens, of which 999 were reused (100%); 3 new tokens",
         "0.5 s",
     ]
+
+
+def lines(capsys: pytest.CaptureFixture[str], total: int, *, wanted: bool | None = None) -> list[str]:
+    """What is shown of a job of batches of one, where stderr is no terminal."""
+    with progress_bar(total, 0, wanted) as bar:
+        for _ in range(total):
+            bar.set_postfix_str("81% of prompt tokens reused", refresh=False)
+            bar.update(1)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "\r" not in shown.err
+    return shown.err.splitlines()
+
+
+@pytest.mark.parametrize("wanted", [None, True])
+def test_off_a_terminal_a_quick_job_shows_its_beginning_and_its_end(
+    wanted: bool | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, last = lines(capsys, 200, wanted=wanted)
+    assert first.startswith("0 of 200 prompts (0%) after 00:00")
+    assert re.fullmatch(
+        r"200 of 200 prompts \(100%\) after \d\d:\d\d, about 00:00 left, 81% of prompt tokens reused", last
+    )
+
+
+def test_off_a_terminal_a_long_job_shows_a_line_each_twentieth_of_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    assert [line.partition(" ")[0] for line in lines(capsys, 200)] == [*map(str, range(0, 201, 10)), "200"][:22]
+
+
+def test_nothing_is_shown_where_that_is_wanted_or_there_is_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lines(capsys, 200, wanted=False) == []
+    assert lines(capsys, 0) == []

@@ -20,7 +20,7 @@ from ..errors import CacheArgumentError
 
 Completion = str | list[str]  # several where `num_return_sequences` says so
 
-_FORMAT = 2
+FORMAT = 2
 
 
 class Record(NamedTuple):
@@ -52,7 +52,7 @@ class Journal:
 
     def __init__(self, path: Path, job: Mapping[str, Any], num_rows: int, *, anew: bool = False) -> None:
         self.path, self._num_rows = path, num_rows
-        self._file = _opened(path, {"format": _FORMAT, **json.loads(json.dumps(job))}, anew)
+        self._file = _opened(path, {"format": FORMAT, **json.loads(json.dumps(job))}, anew)
         self._starts = array("q", [-1]) * num_rows  # row -> where its record begins in the file
         self.num_done = 0
         self._end = self._file.tell()
@@ -177,17 +177,28 @@ def _is_of(job: Mapping[str, Any], path: Path) -> bool:
         before = json.loads(line)
     except ValueError:
         before = None
-    if not isinstance(before, dict) or before.get("format") != _FORMAT:
+    if not isinstance(before, dict) or before.get("format") != FORMAT:
         raise CacheArgumentError(
             f"{path} is no journal of this version; remove it, or begin anew with overwrite (--overwrite)"
         )
-    different = [name for name in {**job, **before} if before.get(name) != job.get(name)]
+    different = differences(before, job)
     if different and has_begun:
         raise CacheArgumentError(
-            f"{path} is of another job: {'; '.join(_difference(name, before.get(name), job.get(name)) for name in different)}. Go on "
-            "as it was begun, give another output file, or begin anew with overwrite (--overwrite)"
+            f"{path} is of another job: {different}. Go on as it was begun, give another output file, or begin anew with overwrite "
+            "(--overwrite)"
         )
     return not different
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """In which of their names two jobs differ, for the user; empty where they are one.
+
+    Args:
+        now: may hold what is JSON only when it is written.
+    """
+    now = json.loads(json.dumps(now))
+    names = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+    return "; ".join(_difference(name, before.get(name), now.get(name)) for name in names)
 
 
 def _difference(name: str, before: object, now: object) -> str:

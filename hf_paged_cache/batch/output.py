@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CacheArgumentError
-from .journal import Completion, Journal, Record, journal_of, naming
+from .journal import Completion, Journal, Record, naming
 from .json_rows import json_line
 from .prompt_files import COMPRESSED
 from .rows import COMPLETION
@@ -89,11 +89,3 @@ def require_writable(out: Path, prompts: object) -> None:
         raise CacheArgumentError(f"{out}: what is written are plain JSON lines; give a name that ends with .jsonl")
     if isinstance(prompts, str | PathLike) and out.exists() and Path(prompts).exists() and out.samefile(prompts):
         raise CacheArgumentError(f"{out} holds the prompts themselves, which would be lost; give another file")
-
-
-def require_free(out: Path, overwrite: bool) -> None:
-    """Refuse a file that is not this job's to write."""
-    if out.exists() and not (overwrite or journal_of(out).exists()):
-        raise CacheArgumentError(
-            f"{out} is there already, and no journal beside it: it is done, or another's. Give another file, or overwrite it (--overwrite)"
-        )

@@ -14,10 +14,17 @@ from typing import Annotated, Any
 
 import typer
 
-from .model_options import Device, Dtype, Revision
+from .model_options import Device, Dtype, Mode, Revision, permissions_of, require_dtype
 
 ANY_OPTION = {"allow_extra_args": True, "ignore_unknown_options": True}
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended
+
+
+class Attention(StrEnum):
+    """How keys and values are read."""
+
+    CONTIGUOUS = "contiguous"
+    GATHER = "gather"
 
 
 class Order(StrEnum):
@@ -45,12 +52,34 @@ def generate(
     revision: Revision = None,
     dtype: Dtype = None,
     device: Device = None,
-    num_blocks: Annotated[
-        int | None, typer.Option(min=2, help="The most blocks of 16 tokens.", show_default=False)
+    block_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a block; prefixes are shared in whole blocks.", show_default="16"),
+    ] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=2, help="The most blocks.", show_default=False)] = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Instead, the most memory of keys and values, such as 4GB or 4GiB; half of what is free, if neither is given.",
+            show_default=False,
+        ),
+    ] = None,
+    attention: Annotated[
+        Attention, typer.Option(help="How keys and values are read; gather needs less memory.")
+    ] = Attention.CONTIGUOUS,
+    host_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Of host memory for evicted blocks, on an accelerator.", show_default=False),
     ] = None,
     disk_folder: Annotated[
         Path | None, typer.Option(help="Where evicted blocks go, to be read back.", show_default=False)
     ] = None,
+    disk_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="The most there; half of what is free, if not given.", show_default=False),
+    ] = None,
+    disk_mode: Mode = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Run on so many workers of Ray, each with a model.", show_default=False)
     ] = None,
@@ -61,71 +90,88 @@ def generate(
 ) -> None:
     """Complete every prompt of a file; what prompts share is computed once.
 
-    Each batch that is done is noted in OUT.journal: the same command goes on where it was stopped or killed.
+    Each batch that is done is noted in OUT.journal: the same command goes on where it was stopped or killed. Run once more when all
+    are done, it says so and exits with 0.
 
     Any other option of transformers' generate is given by its name, behind PROMPTS: --do-sample --temperature 0.7 --stop-strings '["\\n"]'.
 
     Exits with 130 after Ctrl-C and after SIGTERM.
     """
-    from hf_paged_cache import CacheArgumentError, PrefixStore, generate_all, generate_all_on_ray
+    from hf_paged_cache import CacheArgumentError
 
-    from ..batch.output import require_free, require_writable
+    from ..batch.finished import require_free
+    from ..batch.output import require_writable
     from ..batch.rows import require_prompts
-    from ..batch_options import require_names
-    from .loading import load_model
+    from ..store_options import store_options
+    from .hub import require_name
     from .refusal import in_one_line, terminated_as_interrupted
 
     journal = out.with_name(f"{out.name}.journal")
     try:
         with terminated_as_interrupted(), in_one_line("generate"):
+            # without torch, which takes seconds to import
             if str(prompts).startswith("--"):
                 raise CacheArgumentError(f"give PROMPTS before options of transformers' generate, such as {prompts}")
-            options = options_by_name(context.args)
-            require_names(options)
             if address is not None and workers is None:
                 raise CacheArgumentError("--address is of a Ray cluster; give --workers, too")
+            require_dtype(dtype)
+            sizes = {
+                "block_size": block_size,
+                "num_blocks": num_blocks,
+                "max_bytes": max_bytes,
+                "host_bytes": host_bytes,
+                "disk_folder": disk_folder,
+                "disk_bytes": disk_bytes,
+                "disk_mode": permissions_of("--disk-mode", disk_mode),
+            }
+            sizes = {name: size for name, size in sizes.items() if size is not None}
+            store_options(**sizes)  # type: ignore[arg-type]
             require_writable(out, prompts)
-            require_free(out, overwrite)
+            if not overwrite:
+                require_free(out)
             require_prompts(prompts, column, with_room=True)
+            require_name(model, revision)
+
+            from hf_paged_cache import generate_all, generate_all_on_ray
+
+            from ..batch_options import require_names
+            from .loading import load_model
+
+            options = options_by_name(context.args)
+            require_names(options)
             shaped: dict[str, Any] = {
                 "out": out,
                 "column": column,
                 "order": order.value,
                 "batch_size": batch_size,
                 "max_new_tokens": max_new_tokens,
+                "attention": attention.value,
                 "seed": seed,
                 "overwrite": overwrite,
+                **sizes,
                 **options,
             }
             load = partial(load_model, model, revision=revision, dtype=dtype, device=device)
             print(f"loading {model} ...", file=sys.stderr, flush=True)
             if workers is not None:
-                result = generate_all_on_ray(
-                    load,
-                    prompts,
-                    num_workers=workers,
-                    address=address,
-                    num_blocks=num_blocks,
-                    disk_folder=disk_folder,
-                    **shaped,
-                )
+                result = generate_all_on_ray(load, prompts, num_workers=workers, address=address, **shaped)
             else:
                 loaded, tokenizer = load()
-                store = PrefixStore(loaded, num_blocks=num_blocks, disk_folder=disk_folder)
-                result = generate_all(loaded, tokenizer, prompts, cache=store, **shaped)
+                result = generate_all(loaded, tokenizer, prompts, **shaped)
     except KeyboardInterrupt:
         how = "the same command without --overwrite" if overwrite else "the same command"
         done = f" What is done is in {journal}; {how} goes on from there." if journal.exists() else ""
         print(f"hf-paged-cache generate: stopped.{done}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-    print(f"{out}: {result.summary}")
+    is_done = 0 < result.summary.num_prompts == result.summary.num_done_before
+    print(f"{out}: {'done already: ' if is_done else ''}{result.summary}")
 
 
 def options_by_name(arguments: list[str]) -> dict[str, Any]:
     """`--do-sample --top-p 0.9` as the arguments of a call; a value is JSON, or else a text. `--no-do-sample` is False.
 
     Raises:
-        CacheArgumentError: a value without a name, or a name of `generate_all`'s own, which the command has under another one or not.
+        CacheArgumentError: a value without a name, or a name that neither the command nor `generate` has.
 
     Examples:
         >>> options_by_name(["--do-sample", "--top-p", "0.9", "--stop-strings", '["a"]', "--eos-token-id=2"])
@@ -133,12 +179,12 @@ def options_by_name(arguments: list[str]) -> dict[str, Any]:
     """
     from transformers import GenerationConfig
 
-    from hf_paged_cache import CacheArgumentError, generate_all, generate_all_on_ray
+    from hf_paged_cache import CacheArgumentError
 
-    from ..batch_options import NEED_A_VALUE
+    from ..batch_options import NEED_A_VALUE, REFUSED
 
     known = {*GenerationConfig().to_dict()}  # type: ignore[no-untyped-call]
-    own = {*signature(generate_all).parameters, *signature(generate_all_on_ray).parameters}
+    own = {*signature(generate).parameters} - {"context", "prompts"}
     options: dict[str, Any] = {}
     waiting = list(arguments)
     while waiting:
@@ -158,7 +204,7 @@ def options_by_name(arguments: list[str]) -> dict[str, Any]:
             name = name.removeprefix("no_") if is_off else name
             options[name] = not is_off
         if name in own or name not in known:
-            close = get_close_matches(name, [*known, *own], 1)
+            close = get_close_matches(name, [*(known - REFUSED.keys()), *own], 1)
             meant = f"; did you mean --{close[0].replace('_', '-')}?" if close else "."
             raise CacheArgumentError(f"there is no option {given.partition('=')[0]}{meant} See --help")
     return options

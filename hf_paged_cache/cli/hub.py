@@ -31,19 +31,32 @@ def find_named_model(name: str, revision: str | None, progress: bool) -> Path:
     Raises:
         ModelLoadError: there is none; the message says what the hub answered.
     """
+    require_name(name, revision)
     folder = Path(name).expanduser()
     if folder.is_dir():
-        if revision is not None:
-            raise ModelLoadError(f"{name} is a folder, which has no revisions; leave revision {revision} out")
         return folder
-    if folder.exists():
-        raise ModelLoadError(f"{name} is a file; give the folder that it is in")
-    if not _HUB_NAME.fullmatch(name):
-        raise ModelLoadError(f"there is no folder {name}")
     try:
         return in_hub_cache(name, revision) or from_hub(name, progress, revision)
     except ModelLoadError as error:
         raise ModelLoadError(f"there is no folder {name} here, and from the hub: {error}") from error
+
+
+def require_name(name: str, revision: str | None = None) -> None:
+    """Refuse what can be no model's name, as far as that is seen without the hub.
+
+    Raises:
+        ModelLoadError: a file, a folder without a model, or a path of nothing.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise ModelLoadError(f"{name} is a folder, which has no revisions; leave revision {revision} out")
+        if not (folder / "config.json").is_file():
+            raise ModelLoadError(f"{folder} holds no config.json, so no model; write one there: model.save_pretrained")
+    elif folder.exists():
+        raise ModelLoadError(f"{name} is a file; give the folder that it is in")
+    elif not _HUB_NAME.fullmatch(name):
+        raise ModelLoadError(f"there is no folder {name}")
 
 
 def in_hub_cache(name: str, revision: str | None = None) -> Path | None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .demo_model import load_demo_model
 from .hub import ModelLoadError
+from .model_options import require_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,11 +25,11 @@ def load_model(
     Raises:
         ModelLoadError: it cannot be had, or there is no such dtype or device; in one line.
     """
+    require_dtype(dtype)
+
     import torch
 
-    kind: Any = "auto" if dtype is None else getattr(torch, dtype.removeprefix("torch."), None)
-    if kind != "auto" and not isinstance(kind, torch.dtype):
-        raise ModelLoadError(f"there is no dtype {dtype}; give float32, bfloat16 or float16")
+    kind: Any = "auto" if dtype is None else getattr(torch, dtype.removeprefix("torch."))
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     try:
         where = (accelerator or torch.device("cpu")) if device is None else torch.device(device)

@@ -28,6 +28,23 @@ Mode = Annotated[
 ]
 
 
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def require_dtype(name: str | None) -> None:
+    """Refuse what weights are not loaded in.
+
+    Raises:
+        ModelLoadError: it names those that they are.
+    """
+    from .hub import ModelLoadError
+
+    if name is not None and name.removeprefix("torch.") not in _DTYPES:
+        raise ModelLoadError(
+            f"there is no dtype {name}; give float32, bfloat16 or float16, or leave it out: a quantized model is loaded as it was saved"
+        )
+
+
 def permissions_of(option: str, text: str | None) -> int | None:
     """Permissions of files as `chmod` is given them: 660.
 

@@ -51,6 +51,7 @@ def written(out: Path) -> list[dict[str, Any]]:
         (["--num-beams=2", "--num-return-sequences", "2"], {"num_beams": 2, "num_return_sequences": 2}),
         (["--stop-strings", '["a", "b"]', "--num-blocks", "40"], {"stop_strings": ["a", "b"]}),
         (["--no-repeat-ngram-size", "2", "--seed", "3"], {"no_repeat_ngram_size": 2}),
+        (["--max-bytes", "2 MB", "--block-size", "4", "--attention", "gather"], {}),
     ],
 )
 def test_each_row_gets_what_generate_gives_it(
@@ -65,6 +66,48 @@ def test_each_row_gets_what_generate_gives_it(
         alone(model, tokenizer, row["text"], max_new_tokens=3, **options) for row in rows
     ]
     assert done.stdout.startswith(f"{tmp_path / 'out.jsonl'}: 4 prompts in ")
+
+
+def test_a_finished_job_that_is_run_again_says_so_and_exits_with_0(
+    prompts: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.jsonl"
+    first = generate(prompts, model_folder, out)
+    assert "done already" not in first.stdout
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    monkeypatch.setattr(BatchCalls, "_generate", lambda *_, **__: pytest.fail("it ran"))
+    again = generate(prompts, model_folder, out)
+    assert again.exit_code == 0, again.output
+    assert again.stdout.startswith(f"{out}: done already: 4 prompts in ")
+    assert "in all runs, of which earlier ones did 4 prompts" in again.stdout
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    other = generate(prompts, model_folder, out, "--num-beams", "2")
+    assert other.exit_code == 2
+    assert "already exists: finished, and from another job (option num_beams was null and is 2" in other.stderr
+
+
+def test_off_a_terminal_there_are_lines_of_progress_and_of_what_ran_without_the_pool(
+    prompts: Path, model_folder: str, tmp_path: Path
+) -> None:
+    prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", "bc", SHARED * 4)))
+    given = [str(prompts), "--model", model_folder, "--out", str(tmp_path / "out.jsonl"), "--column", "text", "--max-new-tokens", "3"]  # fmt: skip
+    sizes = ["--num-blocks", "5", "--block-size", "4", "--attention", "gather"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_paged_cache", "generate", *given, *sizes],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\r" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if "prompt" in line or "row" in line]
+    assert lines[0].startswith("0 of 3 prompts (0%) after 00:00")
+    assert "PagedPrefixCache: row 2, counted from 0, did not fit into the pool, and ran without it" in "".join(lines)
+    assert lines[-1].startswith("3 of 3 prompts (100%) after ")
+    model, tokenizer = loading.load_model(model_folder)
+    assert [row["completion"] for row in written(tmp_path / "out.jsonl")] == [
+        alone(model, tokenizer, row["text"], max_new_tokens=3) for row in written(prompts)
+    ]
 
 
 def test_rows_may_come_as_they_are_done(prompts: Path, model_folder: str, tmp_path: Path) -> None:
@@ -106,9 +149,26 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--batchsize", "4"], "there is no option --batchsize; did you mean --batch-size?"),
     (["--batch_size", "4"], "there is no option --batch_size; did you mean --batch-size?"),
     (["--temprature=0.5"], "there is no option --temprature; did you mean --temperature?"),
-    (["--cache", "3"], "there is no option --cache"),
-    (["--progress", "false"], "there is no option --progress"),
-    (["--tokenizer", "x"], "there is no option --tokenizer"),
+    (["--cache", "3"], "there is no option --cache. See --help"),
+    (["--progress", "false"], "there is no option --progress. See --help"),
+    (["--progress"], "there is no option --progress. See --help"),
+    (["--tokenizer", "x"], "there is no option --tokenizer. See --help"),
+    (["--num-workers", "2"], "there is no option --num-workers; did you mean --num-beams? See --help"),
+    (["--max-byte", "4GB"], "there is no option --max-byte; did you mean --max-bytes? See --help"),
+    (["--max-bytes", "4 gigs"], "max_bytes is '4 gigs'; give a number of bytes, or one with a unit: '512MB' or '4GB'"),
+    (["--max-bytes", "0"], "max_bytes is '0'; it must be 1 or more bytes"),
+    (["--max-bytes", "1GB", "--num-blocks", "9"], "give num_blocks or max_bytes, not both"),
+    (["--host-bytes", "-1"], "host_bytes is '-1'; give a number of bytes"),
+    (["--disk-bytes", "1GB"], "disk_bytes is 1GB without disk_folder"),
+    (["--disk-folder", "d", "--disk-mode", "0770"], "--disk-mode is '0770'; give permissions of files"),
+    (
+        ["--dtype", "int4"],
+        "there is no dtype int4; give float32, bfloat16 or float16, or leave it out: a quantized model",
+    ),
+    (["--dtype", "float99"], "there is no dtype float99; give float32, bfloat16 or float16"),
+    (["--dtype", "Tensor"], "there is no dtype Tensor; give float32, bfloat16 or float16"),
+    (["--model", "./no-model"], "there is no folder ./no-model"),
+    (["--model", "."], "holds no config.json, so no model"),
     (["--stop-strings", '["a"'], '["a" begins as JSON and is none'),
     (["stray"], "'stray' belongs to no option"),
     (["--num-beams"], "--num-beams needs a value behind it"),
@@ -153,11 +213,47 @@ def test_a_model_that_is_refused_is_called_unsupported(
     assert "hf-paged-cache generate: the model is not supported: SomeModel: it keeps" in done.stderr
 
 
-@pytest.mark.parametrize("dtype", ["float99", "Tensor"])
-def test_a_dtype_that_is_none_is_named(dtype: str, prompts: Path, model_folder: str, tmp_path: Path) -> None:
-    done = generate(prompts, model_folder, tmp_path / "out.jsonl", "--dtype", dtype)
-    assert done.exit_code == 2
-    assert f"there is no dtype {dtype}; give float32, bfloat16 or float16" in done.stderr
+FOUND_WITHOUT_TORCH: list[tuple[list[str], str]] = [
+    (["none.jsonl"], "there is no file none.jsonl"),
+    (
+        ["prompts.jsonl", "--column", "question"],
+        "prompts.jsonl, line 1: it has no column 'question'; there are 'text', 'n'",
+    ),
+    (["prompts.csv", "--column", "question"], "prompts.csv, line 2: it has no column 'question'; there are 'text'"),
+    (["prompts.jsonl", "--column", "text", "--out", "nowhere/out.jsonl"], "there is no folder nowhere to write"),
+    (
+        ["prompts.jsonl", "--column", "text", "--out", "done.jsonl"],
+        "done.jsonl already exists: finished, or from another",
+    ),
+    (["prompts.jsonl", "--column", "text", "--max-bytes", "much"], "max_bytes is 'much'"),
+    (["prompts.jsonl", "--column", "text", "--dtype", "int4"], "there is no dtype int4"),
+    (["prompts.jsonl", "--column", "text", "--model", "./modle"], "there is no folder ./modle"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), FOUND_WITHOUT_TORCH)
+def test_what_is_mistyped_is_found_before_torch_is_imported(
+    arguments: list[str], said: str, prompts: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.csv").write_text("text\na\n")
+    (tmp_path / "done.jsonl").write_text("mine\n")
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers'])); "  # importing either of them fails
+        "from hf_paged_cache.cli import main; main()"
+    )
+    given = ["generate", "--model", "no-model", "--out", "out.jsonl", *arguments]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *given],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("hf-paged-cache generate: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_missing_file_of_prompts_is_one_line(tmp_path: Path) -> None:
@@ -178,7 +274,7 @@ def test_an_output_that_is_there_is_kept(prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text("mine\n")
     done = generate(prompts, "no-model", tmp_path / "out.jsonl")
     assert done.exit_code == 2
-    assert "is there already" in done.stderr
+    assert "already exists: finished, or from another job; give another file, or overwrite it" in done.stderr
     assert (tmp_path / "out.jsonl").read_text() == "mine\n"
 
 
