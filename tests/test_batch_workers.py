@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged_cache import CacheArgumentError, WorkersLostError, batch_workers, generate_all, generate_all_on_ray
+from hf_paged_cache import (
+    CacheArgumentError,
+    PagedPrefixCache,
+    WorkersLostError,
+    batch_workers,
+    generate_all,
+    generate_all_on_ray,
+)
 from hf_paged_cache.batch.journal import Record
 from hf_paged_cache.batch_job import Batch
 from hf_paged_cache.batch_workers import WorkerPool
@@ -66,14 +73,15 @@ def test_workers_give_the_same_results_also_where_one_is_killed(model_folder: st
     alone = generate_all(*load(model_folder), PROMPTS, max_new_tokens=4, batch_size=2).completions
     out, deadly = tmp_path / "out.jsonl", tmp_path / "dead"
     result = generate_all_on_ray(
-        partial(load, model_folder, str(deadly)), PROMPTS, num_workers=2, out=out, max_new_tokens=4, batch_size=2
-    )
+        partial(load, model_folder, str(deadly)), PROMPTS, num_workers=2, out=out, max_new_tokens=4, batch_size=2, block_size=8, max_bytes="2 MB", disk_folder=tmp_path / "blocks", disk_bytes="1MB", attention="gather"
+    )  # fmt: skip
     assert deadly.exists()  # one was killed
     rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
     assert [row["prompt"] for row in rows] == PROMPTS
     assert [row["completion"] for row in rows] == alone
     assert result.summary.num_prompts == len(PROMPTS)
     assert result.summary.reused_tokens > result.summary.prompt_tokens / 4
+    assert (tmp_path / "blocks").is_dir()
 
 
 @pytest.mark.usefixtures("local_ray")
@@ -93,6 +101,23 @@ def test_what_cannot_be_called_for_a_model_is_refused_before_ray_begins(load: An
 def test_a_worker_says_what_its_function_returned() -> None:
     with pytest.raises(CacheArgumentError, match=r"^load returned int; it is to return a model and its tokenizer$"):
         batch_workers.Worker(lambda: 1, {}, {}, 0).describe()  # type: ignore[arg-type, return-value]
+
+
+def test_a_worker_has_a_cache_of_the_sizes_that_are_given(model_folder: str) -> None:
+    worker = batch_workers.Worker(partial(load, model_folder), {"block_size": 8, "max_bytes": "1MB", "attention": "gather"}, {}, 0)  # fmt: skip
+    assert worker.describe().block_size == 8
+    cache = worker._ready.cache
+    assert cache.attention == "gather"
+    assert (
+        cache.stats().num_blocks
+        == PagedPrefixCache(cache.store.model, block_size=8, max_bytes=10**6).stats().num_blocks
+    )
+
+
+@pytest.mark.parametrize("sizes", [{"max_bytes": "much"}, {"attention": "fast"}, {"disk_bytes": "1GB"}])
+def test_sizes_that_are_none_are_refused_before_ray_begins(sizes: Any) -> None:
+    with pytest.raises(CacheArgumentError, match=f"^{next(iter(sizes))} is "):
+        generate_all_on_ray(lambda: pytest.fail("it was loaded"), PROMPTS, num_workers=1, **sizes)
 
 
 @pytest.mark.parametrize("share", [-1, 1.5])

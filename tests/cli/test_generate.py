@@ -153,7 +153,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--progress", "false"], "there is no option --progress. See --help"),
     (["--progress"], "there is no option --progress. See --help"),
     (["--tokenizer", "x"], "there is no option --tokenizer. See --help"),
-    (["--num-workers", "2"], "there is no option --num-workers; did you mean --num-beams? See --help"),
+    (["--num-workers", "2"], "there is no option --num-workers; did you mean --workers? See --help"),
     (["--max-byte", "4GB"], "there is no option --max-byte; did you mean --max-bytes? See --help"),
     (["--max-bytes", "4 gigs"], "max_bytes is '4 gigs'; give a number of bytes, or one with a unit: '512MB' or '4GB'"),
     (["--max-bytes", "0"], "max_bytes is '0'; it must be 1 or more bytes"),
