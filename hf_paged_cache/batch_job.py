@@ -317,7 +317,14 @@ def _done_before(path: Path, finished: Finished, job: dict[str, Any], num_rows: 
         CacheArgumentError: the output is another job's.
     """
     require_same(path, finished, job)
-    return BatchResult(None, BatchSummary(**{**finished.counts, "num_done_before": num_rows}))
+    try:
+        summary = BatchSummary(**{**finished.counts, "num_done_before": num_rows})
+    except TypeError as error:
+        raise CacheArgumentError(
+            f"{record_of(path)} is no record of a finished job of this version ({error}); remove it and {path}, or overwrite both "
+            "(overwrite, --overwrite)"
+        ) from error
+    return BatchResult(None, summary)
 
 
 def _options_of_results(runner: Runner, how: How) -> dict[str, Any]:

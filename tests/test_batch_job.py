@@ -407,6 +407,14 @@ def test_a_finished_output_of_another_job_stays(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_a_record_with_other_counts_is_none(tokenizer: Any, tmp_path: Path) -> None:
+    model, out = tiny("llama"), tmp_path / "out.jsonl"
+    run(model, tokenizer, out=out)
+    record_of(out).write_text(record_of(out).read_text().replace("num_batches", "batches"))
+    with pytest.raises(CacheArgumentError, match=r"out\.jsonl\.done is no record of a finished job of this version"):
+        run(model, tokenizer, out=out)
+
+
 def test_a_finished_job_runs_again_where_its_output_is_gone_or_is_to_go(tokenizer: Any, tmp_path: Path) -> None:
     model, out = tiny("llama"), tmp_path / "out.jsonl"
     run(model, tokenizer, out=out)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .model_options import Device, Dtype, Revision
+from .model_options import Device, Dtype, Revision, require_dtype
 from .questions import QUESTIONS, SHOTS, ask, few_shot_prompt
 
 if TYPE_CHECKING:
@@ -40,14 +40,10 @@ def bench(
 
     Ends with the speed-ups, the tokens reused, and how much of all prompts is shared. Exits with 1 if tokens differ in float32.
     """
-    import torch
-
-    from hf_paged_cache import CacheArgumentError, PagedPrefixCache, read_prompts
+    from hf_paged_cache import CacheArgumentError
 
     from ..batch.rows import require_prompts
-    from .demo import compare
-    from .display import summary
-    from .loading import load_model
+    from .hub import require_name
     from .refusal import in_one_line
 
     with in_one_line("bench"), warnings.catch_warnings():
@@ -56,6 +52,17 @@ def bench(
             raise CacheArgumentError(f"{prompts} is a folder; give MODEL first, then PROMPTS, a file")
         if prompts is not None:
             require_prompts(prompts, column)
+        require_dtype(dtype)
+        require_name(model, revision)
+
+        import torch
+
+        from hf_paged_cache import PagedPrefixCache, read_prompts
+
+        from .demo import compare
+        from .display import summary
+        from .loading import load_model
+
         print(f"loading {model} ...", file=sys.stderr, flush=True)
         loaded, tokenizer = load_model(model, revision=revision, dtype=dtype, device=device)
         cache = PagedPrefixCache(loaded)
