@@ -6,6 +6,7 @@ Run it with `python -m tests.saved_folders --kills 200 --flips 200 --calls 2000 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import shutil
@@ -133,8 +134,18 @@ def flip(times: int, seed: int, folder: Path, show: Callable[[int], object] = la
     return found
 
 
+def damage(path: Path, random_numbers: random.Random) -> None:
+    """Flip a bit of a file, or cut it off; a reader that has it open has the whole one."""
+    data = bytearray(path.read_bytes())
+    place = random_numbers.randrange(len(data))
+    data[place] ^= 1 << random_numbers.randrange(8)
+    damaged = path.with_name(f".{os.getpid()}.damaged")
+    damaged.write_bytes(data[:place] if random_numbers.random() < 0.3 else data)
+    damaged.replace(path)
+
+
 def share(calls: int, seed: int, folder: Path, processes: int = NUM_PROCESSES) -> Counter[str]:
-    """Processes that generate, save, load and delete files of one folder, all at once: every result is right."""
+    """Processes that generate, save, load, damage and delete files of one folder, all at once: every result is right."""
 
     def work(number: int) -> None:
         random_numbers, model = random.Random(seed + number), tiny(KINDS[number % 2 * 2])
@@ -154,6 +165,10 @@ def share(calls: int, seed: int, folder: Path, processes: int = NUM_PROCESSES) -
                 case chance if chance < 0.27:
                     for path in saved_paths(here)[:2]:
                         path.unlink(missing_ok=True)
+                case chance if chance < 0.33:
+                    for path in saved_paths(here)[-2:]:
+                        with contextlib.suppress(FileNotFoundError):
+                            damage(path, random_numbers)
             given = prompt(which)
             assert_same(run(model, **given, max_new_tokens=1), run(model, cache, **given, max_new_tokens=1))
             cache.check()

@@ -53,9 +53,8 @@ def generate(
     dtype: Dtype = None,
     device: Device = None,
     block_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of a block; prefixes are shared in whole blocks.", show_default="16"),
-    ] = None,
+        int, typer.Option(min=1, help="Tokens of a block; prefixes are shared in whole blocks.")
+    ] = 16,
     num_blocks: Annotated[int | None, typer.Option(min=2, help="The most blocks.", show_default=False)] = None,
     max_bytes: Annotated[
         str | None,

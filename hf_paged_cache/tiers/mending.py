@@ -46,14 +46,14 @@ def mend(folder: Path, facts: Mapping[str, str], wanted: Collection[bytes], mode
 
     Args:
         facts: of the model, see `ModelIdentity`.
-        wanted: digests of blocks.
+        wanted: digests of blocks; without any nothing is done.
         mode: permissions of files that are written.
 
     Raises:
         OSError: the folder cannot be written. Nothing is lost that could be read.
     """
     found = Mended(set(), set(), {})
-    for path in saved_paths(folder):
+    for path in saved_paths(folder) if wanted else ():
         try:
             file = read_saved_file(path)
             if file.facts != facts or not any(block.digest in wanted for block in file.blocks):

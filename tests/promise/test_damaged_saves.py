@@ -221,6 +221,15 @@ def test_killed_between_two_steps_of_mending_nothing_is_lost(tmp_path: Path, mon
     there_again(model, tmp_path, 20)
 
 
+def test_where_there_is_nothing_to_save_nothing_is_touched(tmp_path: Path) -> None:
+    cache = computed(tiny("llama"), 2)
+    cache.store.save(tmp_path)
+    os.truncate(saved_paths(tmp_path)[0], 50)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert cache.store.save(tmp_path, "pinned").replaced == {}
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_a_file_that_cannot_be_removed_is_not_said_to_be_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
