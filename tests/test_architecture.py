@@ -72,6 +72,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "integration.state_layers",
     "model.cache_adapters",
     "model.comparison",
+    "model.output_flags",
     "model.positions",
     "model.probing",
     "model.state_sizes",
