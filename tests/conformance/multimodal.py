@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 IMAGE_TOKEN = VOCABULARY  # the id of an image's placeholder
 _IMAGE, _PATCH = 32, 8  # pixels of an image's and of a patch's side: 16 patches
+_FRAMES, _MEL_BINS = 64, 8  # of what stands in for an image where a model hears
 _TEXT = {"vocab_size": VOCABULARY + 8}
 _TOWER = {"image_size": _IMAGE, "patch_size": _PATCH}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
@@ -94,6 +95,41 @@ def _kinds() -> dict[str, _Kind]:
             {"mm_token_type_ids": (0, 1)},
             "patches",
         ),
+        "qwen3_5": _Kind(  # some layers carry a state
+            "Qwen3_5Config",
+            "Qwen3_5ForConditionalGeneration",
+            {
+                "text_config": {**qwen_text, "linear_key_head_dim": 64},
+                "vision_config": {**patches, "out_hidden_size": 64, "num_position_embeddings": 16},
+                "image_token_id": IMAGE_TOKEN,
+                "video_token_id": IMAGE_TOKEN + 1,
+                "vision_start_token_id": IMAGE_TOKEN + 2,
+                "vision_end_token_id": IMAGE_TOKEN + 3,
+            },
+            4,
+            {"mm_token_type_ids": (0, 1)},
+            "patches",
+        ),
+        "cohere_compass": _Kind(
+            "CohereCompassConfig",
+            "CohereCompassForConditionalGeneration",
+            {
+                "text_config": _TEXT,
+                "vision_config": {
+                    **patches,
+                    "out_hidden_size": 64,
+                    "num_position_embeddings": 16,
+                    "deepstack_visual_indexes": [0, 1],
+                },
+                "image_token_id": IMAGE_TOKEN,
+                "video_token_id": IMAGE_TOKEN + 1,
+                "vision_start_token_id": IMAGE_TOKEN + 2,
+                "vision_end_token_id": IMAGE_TOKEN + 3,
+            },
+            4,
+            {"mm_token_type_ids": (0, 1)},
+            "patches",
+        ),
         "internvl": _Kind(
             "InternVLConfig",
             "InternVLForConditionalGeneration",
@@ -112,12 +148,52 @@ def _kinds() -> dict[str, _Kind]:
             4,
             {"token_type_ids": (0, 1)},
         ),
+        "gemma4": _Kind(
+            "Gemma4Config",
+            "Gemma4ForConditionalGeneration",
+            {
+                "text_config": _TEXT,
+                "vision_config": {  # the default has no tower
+                    "model_type": "gemma4_vision",
+                    "hidden_size": 64,
+                    "intermediate_size": 128,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 4,
+                    "head_dim": 16,
+                    "patch_size": _PATCH,
+                    "pooling_kernel_size": 2,
+                    "position_embedding_size": 16,
+                },
+                "image_token_id": IMAGE_TOKEN,
+                "video_token_id": IMAGE_TOKEN + 1,
+                "audio_token_id": IMAGE_TOKEN + 2,
+                "boi_token_id": IMAGE_TOKEN + 3,
+                "eoi_token_id": IMAGE_TOKEN + 4,
+                "boa_token_id": IMAGE_TOKEN + 5,
+                "eoa_token_index": IMAGE_TOKEN + 6,
+            },
+            4,
+            {"mm_token_type_ids": (0, 1)},
+            "placed patches",
+        ),
         "paligemma": _Kind(
             "PaliGemmaConfig",
             "PaliGemmaForConditionalGeneration",
             {**towers, **_TEXT, "image_token_index": IMAGE_TOKEN},
             16,
             {"token_type_ids": (0, 0)},
+        ),
+        "qwen2_audio": _Kind(
+            "Qwen2AudioConfig",
+            "Qwen2AudioForConditionalGeneration",
+            {
+                "text_config": _TEXT,
+                "audio_config": {"num_mel_bins": _MEL_BINS, "max_source_positions": _FRAMES // 2},
+                "audio_token_index": IMAGE_TOKEN,
+            },
+            _FRAMES // 4,
+            layout="mel",
         ),
         "idefics3": _Kind("Idefics3Config", "Idefics3ForConditionalGeneration", idefics, 4, layout="images"),
         "smolvlm": _Kind("SmolVLMConfig", "SmolVLMForConditionalGeneration", idefics, 4, layout="images"),
@@ -187,11 +263,19 @@ def example_inputs(name: str, seed: int = 0) -> tuple[dict[str, torch.Tensor], d
 
 def _pixels(layout: str, columns: int, image_column: int, seed: int) -> dict[str, torch.Tensor]:
     """The image itself, and what says how it is laid out, for a row of `columns` tokens."""
+    if layout == "mel":  # [sounds, bins, frames]
+        frames = torch.randn(1, _MEL_BINS, _FRAMES, generator=torch.Generator().manual_seed(seed))
+        return {"input_features": frames, "feature_attention_mask": torch.ones(1, _FRAMES, dtype=torch.long)}
     image = torch.randn(1, 3, _IMAGE, _IMAGE, generator=torch.Generator().manual_seed(seed))
     if layout == "plain":
         return {"pixel_values": image}
     if layout == "images":  # [rows, images, channels, height, width]
         return {"pixel_values": image[None], "pixel_attention_mask": torch.ones(1, 1, _IMAGE, _IMAGE, dtype=torch.long)}
+    if layout == "placed patches":  # [images, patches, channels * patch area], and where each stands
+        side = _IMAGE // _PATCH
+        pixels = image.reshape(3, side, _PATCH, side, _PATCH).permute(1, 3, 0, 2, 4).reshape(1, side * side, -1)
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
+        return {"pixel_values": pixels, "image_position_ids": places[None]}
     if layout == "patches":  # [patches, channels * 2 frames * patch area], and how many along time, height, width
         side = _IMAGE // _PATCH
         patches = image.reshape(3, side, _PATCH, side, _PATCH).permute(1, 3, 0, 2, 4).reshape(side * side, 3, 1, -1)

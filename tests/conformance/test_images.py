@@ -26,6 +26,9 @@ NOT_REUSED = {
     "qwen2_vl": "the argument mm_token_type_ids may condition keys and values",
     "qwen2_5_vl": "the argument mm_token_type_ids may condition keys and values",
     "qwen3_vl": "the argument mm_token_type_ids may condition keys and values",
+    "qwen3_5": "the argument mm_token_type_ids may condition keys and values",
+    "cohere_compass": "the argument mm_token_type_ids may condition keys and values",
+    "gemma4": "the argument mm_token_type_ids may condition keys and values",
     "gemma3": "the argument token_type_ids may condition keys and values",
 }
 PREFIX_LM = "paligemma"  # a prompt's tokens attend to each other in both directions
