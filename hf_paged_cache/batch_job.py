@@ -33,9 +33,10 @@ from .cache import PagedPrefixCache
 from .errors import CacheArgumentError
 from .integration.hooks import left_as_it_was
 from .model.identity import sampled_digest
+from .model.placeholders import Placeholders
 from .model.support import require_supported, unwrapped
 from .prefix_store import PrefixStore
-from .prompts import require_positions, tokenized
+from .prompts import require_positions, require_text, tokenized
 from .store_options import require_attention, store_options
 
 logger = logging.getLogger("hf_paged_cache")
@@ -179,6 +180,7 @@ def generate_all(
         runner = Runner(
             tokenizer=tokenizer,
             config=inside.config,
+            placeholders=on.store.placeholders,
             generation_config=config,
             digest=lambda: sampled_digest(inside),
             block_size=on.store.blocks.block_size,
@@ -241,6 +243,7 @@ class Runner(NamedTuple):
 
     Attributes:
         config: the model's.
+        placeholders: the model's token ids that are no text.
         generation_config: what its calls go by.
         digest: of the model, computed when it is asked for.
         try_out: makes a short call with the options, on the beginnings of these prompts, and raises what is wrong with them.
@@ -249,6 +252,7 @@ class Runner(NamedTuple):
 
     tokenizer: Any
     config: Any
+    placeholders: Placeholders
     generation_config: Any
     digest: Callable[[], str]
     block_size: int
@@ -276,6 +280,7 @@ def run_job(
         rows = stack.enter_context(opened(prompts, how.column))
         tokens = [*tokenized(rows, how.column, runner.tokenizer)]
         require_positions(runner.config, tokens, how.max_new_tokens)
+        require_text(runner.placeholders, tokens)
         if path is not None:
             require_room(rows)
             job = {

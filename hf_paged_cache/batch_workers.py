@@ -30,6 +30,7 @@ from .blocks.arguments import int_of_at_least
 from .cache import PagedPrefixCache
 from .errors import CacheArgumentError, PagedCacheError, WorkersLostError
 from .model.identity import sampled_digest
+from .model.placeholders import Placeholders
 from .model.support import unwrapped
 from .wording import counted
 
@@ -42,6 +43,7 @@ class Described(NamedTuple):
 
     tokenizer: Any
     config: Any
+    placeholders: Placeholders
     generation_config: Any
     digest: str
     block_size: int
@@ -80,7 +82,8 @@ class Worker:
         """The model, as the driver must know it."""
         tokenizer, cache, config, _ = self._ready
         store = cache.store
-        return Described(tokenizer, store.model.config, config, sampled_digest(store.model), store.blocks.block_size)
+        digest = sampled_digest(store.model)
+        return Described(tokenizer, store.model.config, store.placeholders, config, digest, store.blocks.block_size)
 
     def try_out(self, prompts: list[list[int]]) -> None:
         """See `BatchCalls.try_out`."""
@@ -197,6 +200,7 @@ def generate_all_on_ray(
         runner = Runner(
             tokenizer=told.tokenizer,
             config=told.config,
+            placeholders=told.placeholders,
             generation_config=told.generation_config,
             digest=lambda: told.digest,
             block_size=told.block_size,

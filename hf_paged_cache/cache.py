@@ -129,6 +129,7 @@ class PagedPrefixCache(NamedPrefixes, Cache):
             self.call,
             conditioning,
             reader,
+            self.store.placeholders,
             self.cache_salt,
             shared_prefixes,
             verifier,
@@ -440,6 +441,7 @@ class PagedPrefixCache(NamedPrefixes, Cache):
         sibling = self.sibling()
         memo[id(self)] = sibling
         self._own_layers.copy_to(sibling._own_layers, memo)
+        sibling._session.going_on.take_over(self._session.going_on)
         sibling.call.take_over(self.call.fork_rows(), ended=self.call.has_ended)
         return sibling
 

@@ -76,6 +76,8 @@ class NamedPrefixes:
         wanted = [
             array("q", in_vocabulary(name, each, vocabulary_size)) for name, each in zip(names, given, strict=True)
         ]
+        for name, tokens in zip(names, wanted, strict=True):
+            self.store.placeholders.require_text(name, tokens)
         prompts = [Prompt(session.root_of_prefix(len(tokens)), self.cache_salt, tokens) for tokens in wanted]
         if why := session.why_bypassed():
             raise UnsupportedModelError(

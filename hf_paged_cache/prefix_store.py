@@ -22,6 +22,7 @@ from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
 from .integration.token_input import one_sequence
 from .model.conditioning import Conditioning
+from .model.placeholders import Placeholders
 from .model.positions import default_numbering
 from .model.probing import input_device, measure_bytes_per_token, measure_layers
 from .model.state_sizes import measure_states
@@ -145,6 +146,7 @@ class PrefixStore:
             measure_layers=lambda: measure_layers(model),
             tiers=tiers,
         )
+        self.placeholders = Placeholders(model)
         takes_positions = takes(model, "position_ids")
         self.argument_reader = ArgumentReader(
             model.config,

@@ -14,6 +14,7 @@ from .batch.prompt_files import Row
 from .batch.rows import Prompt, RowError, opened, prompt_of
 from .blocks.arguments import int_of_at_least
 from .errors import CacheArgumentError
+from .model.placeholders import Placeholders
 from .model.support import unwrapped
 from .wording import counted
 
@@ -146,6 +147,17 @@ def require_positions(config: Any, tokens: Sequence[Sequence[int]], max_new_toke
             f"its {counted(len(tokens[first]), 'token')} with {counted(max_new_tokens, 'new token')} behind need more than the "
             f"model's {limit} positions{others}: shorten or remove it, or give fewer new tokens (max_new_tokens)",
         )
+
+
+def require_text(placeholders: Placeholders, tokens: Sequence[Sequence[int]]) -> None:
+    """Refuse prompts that stand for more than text: a job has no images to pass.
+
+    Raises:
+        CacheArgumentError: naming the first.
+    """
+    for number, each in enumerate(tokens):
+        if why := placeholders.why_no_text(each):
+            raise RowError(number, f"its prompt {why}")
 
 
 def _num_positions(config: Any) -> int:

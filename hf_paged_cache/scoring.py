@@ -17,6 +17,7 @@ from torch import Tensor
 from .errors import CacheArgumentError
 from .integration.side_forward import SiblingCache, SideForwards
 from .integration.token_input import in_vocabulary
+from .model.placeholders import Placeholders
 from .model.rope import RopeRegime
 from .model.support import takes
 
@@ -98,12 +99,15 @@ def score(
     """
     model = side.model
     vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
-    prompt = in_vocabulary("the context", context, vocabulary_size)
+    prompt, placeholders = in_vocabulary("the context", context, vocabulary_size), Placeholders(model)
+    placeholders.require_text("the context", prompt)
     if isinstance(continuations, str | bytes) or not isinstance(continuations, Iterable):
         raise CacheArgumentError(
             f"continuations is of type {type(continuations).__name__}; give a list of token id sequences"
         )
     wanted = [in_vocabulary(f"continuation {i}", given, vocabulary_size) for i, given in enumerate(continuations)]
+    for number, tokens in enumerate(wanted):
+        placeholders.require_text(f"continuation {number}", tokens)
     if batch_size is not None and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1):
         raise CacheArgumentError(f"batch_size is {batch_size!r}; it must be an int of at least 1 row, or None")
     if not wanted:

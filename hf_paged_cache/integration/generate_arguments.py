@@ -1,7 +1,7 @@
 """The arguments of `generate` -> what a cache must know of the call before it starts. Reads, never changes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,8 @@ class GenerateArguments:
         cross_input: the argument that a cross attention reads, whose keys and values are no tokens'; None without one.
         synced_gpus: it was told that several processes run as many forwards.
         inputs: of its first forward, where they are known.
+        passed: tensors and all else, by name, the ids among them as "input_ids"; empty for a call of ours.
+        is_ambient: the call does not bring the cache that it runs on.
         digest: the model's, where it has just been read, and the model needs no bypass and has no adapters by row; b"": unread.
     """
 
@@ -38,6 +40,8 @@ class GenerateArguments:
     cross_input: str | None = None
     synced_gpus: bool = False
     inputs: KnownInputs | None = None
+    passed: Mapping[str, Any] = field(default_factory=dict)
+    is_ambient: bool = False
     digest: bytes = b""
 
 
@@ -59,7 +63,8 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
     implementation = option("cache_implementation")
     limits, num_masked, num_given = UNLIMITED, 0, 0
-    shape = _prompt_shape(args, kwargs)
+    ids = _prompt_ids(args, kwargs)
+    shape = _prompt_shape(ids, kwargs)
     if shape is not None:
         num_rows, num_given = shape
         mask = kwargs.get("attention_mask")
@@ -75,6 +80,7 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         is_assistant=bool(option("is_assistant")),
         cross_input=next((name for name in cross_inputs(model) if kwargs.get(name) is not None), None),
         synced_gpus=bool(args[5] if len(args) > 5 else kwargs.get("synced_gpus")),
+        passed={**kwargs, "input_ids": ids},
     )
 
 
@@ -87,14 +93,16 @@ def cross_inputs(model: Any) -> tuple[str, ...]:
     return names
 
 
-def _prompt_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
+def _prompt_ids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    ids = args[0] if args else kwargs.get("inputs")
+    return kwargs.get("input_ids") if ids is None else ids
+
+
+def _prompt_shape(ids: Any, kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
     """Rows and columns of the embeddings, or else of the ids; None without either."""
     embeddings = kwargs.get("inputs_embeds")
     if isinstance(embeddings, Tensor) and embeddings.dim() == 3:
         return embeddings.shape[0], embeddings.shape[1]
-    ids = args[0] if args else kwargs.get("inputs")
-    if ids is None:
-        ids = kwargs.get("input_ids")
     if isinstance(ids, Tensor) and ids.dim() == 2:
         return ids.shape[0], ids.shape[1]
     return None

@@ -8,6 +8,7 @@ import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
@@ -87,7 +88,7 @@ class GenerateBracket:
                     and given.use_cache is not False
                     and not given.is_assistant
                 ):
-                    cache = self._enter_ambient(stack, ambient, given, ref(bracket))
+                    cache = self._enter_ambient(stack, ambient, replace(given, is_ambient=True), ref(bracket))
                 return self._generate()(*args, **kwargs, **{argument: cache})
         finally:
             del bracket

@@ -5,17 +5,14 @@ Owns who may use the cache now (one `generate` at a time), the roots of rows, an
 
 import logging
 import math
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
 
 from ..attention.windows import Windows
 from ..blocks.roots import RootFacts
@@ -27,11 +24,13 @@ from ..call.scheduled_forward import ForwardRequest, ScheduledForward
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, OutOfBlocksError, PagedCacheError
 from ..kv.transfers import to_device
 from ..model.conditioning import Conditioning
+from ..model.placeholders import Placeholders
 from ..model.support import require_layer_adapters
 from .forward_arguments import ArgumentReader, for_scheduled
 from .generate_arguments import GenerateArguments
-from .hooks import is_attached
+from .going_on import GoingOn, Look
 from .input_values import KnownInputs
+from .other_models import another_model, how_to_run, running_elsewhere
 from .own_layers import OwnLayers, why_full
 from .ranks import Ranks, of_all_ranks, tokens_as_bytes
 from .running_generate import plant_bracket, running_generate
@@ -57,6 +56,7 @@ class Session:
         call: what the forwards are scheduled on.
         conditioning: the model, and what its keys and values depend on.
         reader: of the forwards' arguments.
+        placeholders: token ids of the model that are no text.
         salt: part of every root.
         shared_prefixes: computes first, and once, what rows of a forward share.
         verifier: looks at one cached block of a hit a call; None does not.
@@ -71,6 +71,7 @@ class Session:
         call: Call,
         conditioning: Conditioning,
         reader: ArgumentReader,
+        placeholders: Placeholders,
         salt: bytes,
         shared_prefixes: SharedPrefixes,
         verifier: Verifier | None,
@@ -83,6 +84,7 @@ class Session:
         self.records_drafts = False  # drafts will be verified in this call
         self.verifier = verifier
         self.own_layers = OwnLayers(conditioning.model, call)
+        self.going_on = GoingOn(call, self.own_layers, conditioning, placeholders)
         self._bypasses = bypasses
         self._call = call
         self._store = call.store
@@ -127,8 +129,9 @@ class Session:
         """
         call, failed, ran_out_of_memory = self._call, True, False
         try:
+            look = self.going_on.look(given)
             with self._store.lock:
-                self._open(model, given, bracket)
+                self._open(model, given, bracket, look)
             yield
             call.catch_up()
             failed = False
@@ -154,12 +157,13 @@ class Session:
                     self._was_overtaken = self.is_open  # by a generate inside of another
                 self._log()
 
-    def _open(self, model: Any, given: GenerateArguments, bracket: ref[Bracket]) -> None:
+    def _open(self, model: Any, given: GenerateArguments, bracket: ref[Bracket], look: Look | None) -> None:
         """A `generate` begins; see `generating`. The store's lock is held."""
         self._require_may_begin(model, given)
-        if not given.only_new_tokens:
+        goes_on = self.going_on.settle(given, look)
+        if not goes_on:
             self.own_layers.end()
-        self._call.begin(bracket, given.limits, keep_rows=given.only_new_tokens)
+        self._call.begin(bracket, given.limits, keep_rows=goes_on)
         self.records_drafts, self._synced_gpus = False, given.synced_gpus
         self._digest, self._inputs, self._was_alone = given.digest, given.inputs, False
         self._ranks.is_settled = False
@@ -169,9 +173,9 @@ class Session:
         running = running_generate(model)
         if running is None:
             return
-        records_drafts = self.records_drafts
+        look, records_drafts = self.going_on.look(running.given), self.records_drafts
         with self._store.lock:
-            self._open(model, running.given, plant_bracket(running, self._store, self))
+            self._open(model, running.given, plant_bracket(running, self._store, self), look)
             if records_drafts:  # which it has said before it came here
                 self.records_drafts = True
                 self._call.keep_past()
@@ -216,6 +220,10 @@ class Session:
                 call.schedule_step(passed)
                 return arguments
         call.catch_up()
+        if self.is_open:
+            self.going_on.require_new_tokens(arguments)
+        else:
+            self.going_on.require_filled(arguments)
         if self._was_overtaken and self.is_open:
             raise CacheBusyError(f"another generate ran on this cache inside of this one; {_ANOTHER_CACHE}")
         if self.own_layers.has_rows:
@@ -290,6 +298,7 @@ class Session:
             return output
         if self.own_layers.is_running:
             self.own_layers.confirm()
+            self.going_on.note()
             return output
         if self._regime and self._conditioning.rope.now() != self._regime:
             held = False
@@ -297,6 +306,7 @@ class Session:
             # with one thread before and after, nobody can have begun another that has ended since
             is_alone = self._was_alone and not self._conditioning.may_change_in_a_forward()
             held = is_alone or self._conditions_hold()
+        self.going_on.note()
         copies = call.confirm(self._ranks.settled_budget(), conditions_held=held).copies
         if copies is not None:
             output.logits = output.logits.index_select(0, to_device(copies, output.logits.device))
@@ -463,30 +473,16 @@ class Session:
 
     def why_unscheduled(self, layer_idx: int) -> PagedCacheError:
         """The error of a layer that writes although no forward is scheduled, by the modules that run now."""
-        model, running = self._conditioning.model, None
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            if isinstance(owner := frame.f_locals.get("self"), nn.Module):
-                running = owner  # in the end the outermost
-            frame = frame.f_back
-        modules = set(model.modules())
-        if running is not None and running not in modules and modules.isdisjoint(running.modules()):
-            return self._another_model(running)
-        how = "run the model that the cache was built for through its own __call__, not model.model(...)"
-        if not is_attached(model):
-            how = "detach() took this cache off its model; `with cache:`, or another cache of the model, attaches it again"
-        return ForwardMismatchError(f"{how}: layer {layer_idx} writes to a cache whose call {self._call.state.value}")
+        model = self._conditioning.model
+        if (running := running_elsewhere(model)) is not None:
+            return another_model(model, running)
+        return ForwardMismatchError(
+            f"{how_to_run(model)}: layer {layer_idx} writes to a cache whose call {self._call.state.value}"
+        )
 
     def _require_model(self, model: Any) -> None:
         if model is not self._conditioning.model:
-            raise self._another_model(model)
-
-    def _another_model(self, model: Any) -> CacheArgumentError:
-        own = type(self._conditioning.model).__name__
-        return CacheArgumentError(
-            f"this cache was built for another model ({own} elsewhere in memory); build "
-            f"one for this {type(model).__name__}: PagedPrefixCache(model)"
-        )
+            raise another_model(self._conditioning.model, model)
 
     def _require_mine(self) -> None:
         if self._call.brackets.are_of_another_thread():

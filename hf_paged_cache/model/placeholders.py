@@ -1,0 +1,152 @@
+"""Which token ids of a model stand for something else than text, and whether what fills them is passed.
+
+An image, a video or a sound takes the places of tokens of one id, its *placeholders*: their keys and values follow from its
+content, which ids do not show. What a call passes that fills them is *content*. Found by structure: by the names that configs
+have for those ids, and by the arguments of the model's forward. A model that takes no content has no placeholders.
+"""
+
+import inspect
+from array import array
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ..blocks.tokens import TokenIds
+from ..errors import CacheArgumentError
+
+# Kind -> parts of the names of arguments that bring its content. A name is of the first kind that it has a part of.
+_CONTENT = {
+    "video": ("pixel_values_videos", "video_features", "video_embeds"),
+    "image": ("pixel_values", "image_features", "image_embeds", "image_patches", "image_hidden_states"),
+    "audio": ("input_features", "input_values", "audio_features", "audio_embeds", "audio_input_ids", "audio_values"),
+}
+_BESIDE_CONTENT = ("_mask", "_cutoffs", "_position_ids")  # ends of the names of what says how content lies
+_CONTENT_OF_ALL = ("inputs_embeds", "mm_encoder_outputs")
+_THINGS = {"image": "an image", "video": "a video", "audio": "a sound"}
+_ENDS = ("_token_id", "_token_index")  # what configs call a placeholder, behind its kind
+
+
+class Unfilled(NamedTuple):
+    """Placeholders in what was passed, without what fills them.
+
+    Attributes:
+        tokens: of each row, all columns that were passed.
+        ends: of each row, the column behind its last such placeholder; 0 without any.
+        what: says which one is the first.
+        fillers: the arguments that would fill it.
+    """
+
+    tokens: list[TokenIds]
+    ends: list[int]
+    what: str
+    fillers: str
+
+
+class Placeholders:
+    """The placeholders of one model.  Cost: a pass over its config and the names of its forward's arguments.
+
+    Attributes:
+        kinds: token id -> what it may stand for; empty for a model of text alone.
+    """
+
+    def __init__(self, model: Any) -> None:
+        arguments = inspect.signature(model.forward).parameters
+        self._content = {name: kind for name in arguments if (kind := _kind_of(name)) is not None}
+        self.kinds: dict[int, frozenset[str]] = {}
+        if self._content:
+            for token, kind in _named(model.config):
+                self.kinds[token] = self.kinds.get(token, frozenset()) | {kind}
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self.kinds)
+
+    def unfilled(self, arguments: Mapping[str, Any], before: int = 0) -> Unfilled | None:
+        """The placeholders among the ids passed that nothing passed fills; None without any.
+
+        Content of a kind fills its own placeholders; where there are none of its kind, it fills others: frames of a video may
+        stand at an image's.  Cost: nothing where all is filled, or for a model without any; else one pass over the ids for
+        each of them, and one wait for their device.
+
+        Args:
+            arguments: of a `generate` or a forward, by name.
+            before: columns of the rows that go on with these, for the message.
+        """
+        ids = arguments.get("input_ids")
+        if not self.kinds or not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.is_meta:
+            return None
+        if any(arguments.get(name) is not None for name in _CONTENT_OF_ALL):
+            return None
+        passed = {_kind_of(name) for name, value in arguments.items() if value is not None} - {None}
+        asked = [token for token, kinds in self.kinds.items() if not kinds & passed]
+        if not asked:
+            return None
+        every = [*self.kinds]
+        found = torch.stack([(ids == token).any() for token in every]).tolist()
+        present = [token for token, is_there in zip(every, found, strict=True) if is_there]
+        missing = [token for token in present if token in asked]
+        if not missing or not passed <= {kind for token in present for kind in self.kinds[token]}:
+            return None
+        return self._described(ids, missing, before)
+
+    def require_text(self, what: str, tokens: Sequence[int]) -> None:
+        """Refuse placeholders where nothing can be passed that fills them.
+
+        Raises:
+            CacheArgumentError: naming the first one, and its position.
+        """
+        if why := self.why_no_text(tokens):
+            raise CacheArgumentError(f"{what} {why}")
+
+    def why_no_text(self, tokens: Sequence[int]) -> str:
+        """Completes "the prompt ..." where it holds a placeholder; "" where it does not."""
+        if not self.kinds or self.kinds.keys().isdisjoint(tokens):
+            return ""
+        position = next(position for position, token in enumerate(tokens) if token in self.kinds)
+        token = tokens[position]
+        return (
+            f"has token {token} at position {position}, the placeholder of {self._thing(token)}, whose content cannot be passed "
+            "here; give text without it"
+        )
+
+    def _described(self, ids: Tensor, missing: Collection[int], before: int) -> Unfilled:
+        rows = [array("q", row) for row in ids.tolist()]
+        columns = [[column for column, token in enumerate(row) if token in missing] for row in rows]
+        number = next(number for number, places in enumerate(columns) if places)
+        column = columns[number][0]
+        token = rows[number][column]
+        own = [name for name, kind in self._content.items() if kind in self.kinds[token]]
+        fillers = " or ".join(own or self._content)
+        of_row = "" if len(rows) == 1 else f" of row {number}"
+        return Unfilled(
+            rows,
+            [places[-1] + 1 if places else 0 for places in columns],
+            f"token {token} at position {before + column}{of_row} is the placeholder of {self._thing(token)}, and nothing was passed "
+            "that fills it",
+            fillers,
+        )
+
+    def _thing(self, token: int) -> str:
+        return " or ".join(_THINGS[kind] for kind in sorted(self.kinds[token]))
+
+
+def _kind_of(name: str) -> str | None:
+    """The kind of content that an argument brings, by its name."""
+    if name.endswith(_BESIDE_CONTENT):
+        return None
+    return next((kind for kind, parts in _CONTENT.items() if any(part in name for part in parts)), None)
+
+
+def _named(config: PreTrainedConfig) -> Iterator[tuple[int, str]]:
+    """The placeholders that a config and those nested in it name, each with its kind."""
+    for kind in _CONTENT:
+        for end in _ENDS:
+            token = getattr(config, f"{kind}{end}", None)
+            if isinstance(token, int) and not isinstance(token, bool) and token >= 0:
+                yield token, kind
+    for nested in vars(config).values():
+        if isinstance(nested, PreTrainedConfig):
+            yield from _named(nested)

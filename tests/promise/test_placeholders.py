@@ -1,0 +1,387 @@
+"""An image is passed once: the turns of a chat behind it give what `DynamicCache` gives, or an error that says what to pass.
+
+A turn passes the whole conversation and the cache, and no pixels: the keys and values of the image are in the rows alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
+
+from ..conformance.multimodal import IMAGE_TOKEN, build_image_text, example_inputs, image_inputs, text_inputs
+from ..reference import TOLERANCE, assert_same, is_same, row, run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NAMES = (
+    "llava",
+    "gemma3",
+    "gemma4",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_5",
+    "cohere_compass",
+    "internvl",
+    "idefics3",
+    "qwen2_audio",
+)
+SIMPLE, WITH_DELTAS, WITH_WINDOWS, WITH_STATES = "llava", "qwen2_vl", "gemma3", "qwen3_5"
+KINDS = (SIMPLE, WITH_DELTAS, WITH_WINDOWS, WITH_STATES)
+FILLED_BY = {"qwen2_audio": "input_features", "gemma4": "pixel_values"}
+TYPES = ("token_type_ids", "mm_token_type_ids")
+PLAIN = {"suppress_tokens": [IMAGE_TOKEN + extra for extra in range(8)]}  # no placeholder is generated
+
+Inputs = dict[str, torch.Tensor]
+
+
+@cache
+def tiny(name: str) -> PreTrainedModel:
+    return build_image_text(name)
+
+
+def without_content(inputs: Inputs) -> Inputs:
+    """What a later turn passes of them: ids, mask, and the token types."""
+    return {key: inputs[key] for key in ("input_ids", "attention_mask", *TYPES) if key in inputs}
+
+
+def content_of(inputs: Inputs) -> Inputs:
+    """The image itself, and what says how it lies."""
+    return {key: value for key, value in inputs.items() if key not in without_content(inputs)}
+
+
+def turn(inputs: Inputs, output: Any, tokens: list[int]) -> Inputs:
+    """The whole conversation, and these tokens more, without the image."""
+    said = output.sequences
+    new = torch.tensor([tokens], dtype=torch.long).expand(len(said), -1)
+    grown = {"input_ids": torch.cat([said, new], 1)}
+    num_new = grown["input_ids"].shape[1] - inputs["input_ids"].shape[1]
+    for key, fill in (("attention_mask", 1), *((key, 0) for key in TYPES)):
+        if key in inputs:
+            times = len(said) // len(inputs[key])
+            grown[key] = torch.nn.functional.pad(inputs[key].repeat_interleave(times, 0), (0, num_new), value=fill)
+    return grown
+
+
+def chat(model: PreTrainedModel, held: Any, inputs: Inputs, num_turns: int = 3, **options: Any) -> list[Any]:
+    """The outputs of a chat; `options` are those of the turns behind the first."""
+    outputs = [run(model, held, **inputs, **PLAIN)]
+    for number in range(1, num_turns):
+        inputs = turn(inputs, outputs[-1], row((number, 9)))
+        outputs.append(run(model, held, **inputs, **PLAIN, **options))
+    return outputs
+
+
+def reference_chat(model: PreTrainedModel, inputs: Inputs, num_turns: int = 3, **options: Any) -> list[Any]:
+    return chat(model, DynamicCache(config=model.config), inputs, num_turns, **options)
+
+
+def without_placeholders(model: PreTrainedModel, outputs: list[Any]) -> bool:
+    """Whether pixels matter to what a chat gives: it differs from what its ids give as text, or those cannot be run."""
+    ids = outputs[-1].sequences[:, :-6]
+    try:
+        return not is_same(outputs[-1], run(model, input_ids=ids, **PLAIN))
+    except (IndexError, ValueError, RuntimeError):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("attention", "is_used"),
+    [("contiguous", False), ("contiguous", True), ("gather", True)],
+    ids=["an empty store", "a used store", "a used store, gathered"],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_later_turns_of_a_chat_about_an_image_are_those_of_dynamic_cache(
+    name: str, is_used: bool, attention: Any
+) -> None:
+    model, (text, image) = tiny(name), example_inputs(name)
+    reference = reference_chat(model, image)
+    assert without_placeholders(model, reference)
+    held = PagedPrefixCache(model, block_size=8, attention=attention)
+    if is_used:
+        chat(model, held, example_inputs(name, seed=1)[1])
+        run(model, held, **text)
+    for wanted, got in zip(reference, chat(model, held, image), strict=True):
+        assert_same(wanted, got)
+    assert held.last_call.computed_tokens == 10  # the last one generated, and what was said since
+    held.check()
+
+
+@pytest.mark.parametrize("name", [SIMPLE, WITH_DELTAS, "qwen2_5_vl", "qwen3_vl", WITH_STATES, "cohere_compass"])
+def test_another_chat_in_between_does_not_move_positions(name: str) -> None:
+    """Models with positions of three numbers keep in a module how far the last call's image moved what is behind it."""
+    model, (text, image) = tiny(name), example_inputs(name)
+    reference = reference_chat(model, image)
+    store = PrefixStore(model, block_size=8)
+    held, other = PagedPrefixCache(store), PagedPrefixCache(store)
+    first = run(model, held, **image, **PLAIN)
+    run(model, other, **text)
+    second_turn = turn(image, first, row((1, 9)))
+    second = run(model, held, **second_turn, **PLAIN)
+    chat(model, other, example_inputs(name, seed=2)[1], num_turns=2)
+    third = run(model, held, **turn(second_turn, second, row((2, 9))), **PLAIN)
+    for wanted, got in zip(reference, (first, second, third), strict=True):
+        assert_same(wanted, got)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_image_that_is_passed_again_is_computed_whole(name: str) -> None:
+    model, image = tiny(name), example_inputs(name)[1]
+    held = PagedPrefixCache(model, block_size=8)
+    outputs = chat(model, held, image, num_turns=2)
+    again = turn(image, outputs[0], row((1, 9))) | {
+        key: image[key] for key in image if key not in without_content(image)
+    }
+    reference = run(model, **again, **PLAIN)
+    assert_same(reference, run(model, held, **again, **PLAIN))
+    assert held.last_call.reused_tokens == 0
+    assert_same(reference, outputs[1])  # and going on was right
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_no_row_holds_is_refused_and_changes_nothing(name: str) -> None:
+    model, (text, image) = tiny(name), example_inputs(name)
+    reference = reference_chat(model, image, num_turns=2)
+    filled_by = FILLED_BY.get(name, "pixel_values")
+    refusal = f"token {IMAGE_TOKEN} at position 24 is the placeholder of .*, and nothing was passed that fills it: pass {filled_by}"
+    held = PagedPrefixCache(model, block_size=8)
+    with pytest.raises(CacheArgumentError, match=f"{refusal}.*: there are none"):
+        run(model, held, **without_content(image))
+    assert held.stats().num_calls == 0
+    run(model, held, **text)
+    with pytest.raises(CacheArgumentError, match=f"{refusal}.*: the prompt is another one from position 0 on"):
+        run(model, held, **without_content(image))
+    first = run(model, held, **image, **PLAIN)
+    other = image_inputs(name, row((5, 24)), row((6, 12)))
+    with pytest.raises(CacheArgumentError, match=f"{refusal}.*: the prompt is another one from position 0 on"):
+        run(model, held, **without_content(other))
+    second = run(model, held, **turn(image, first, row((1, 9))), **PLAIN)  # the rows are as they were
+    assert_same(reference[1], second)
+    held.reset()
+    with pytest.raises(CacheArgumentError, match=f"{refusal}.*: there are none"):
+        run(model, held, **turn(image, first, row((1, 9))))
+    held.check()
+
+
+@pytest.mark.parametrize("name", [SIMPLE, WITH_DELTAS, WITH_STATES])
+def test_rows_of_the_model_before_it_changed_do_not_go_on(name: str) -> None:
+    model = build_image_text(name)
+    image = example_inputs(name)[1]
+    held = PagedPrefixCache(model, block_size=8)
+    first = run(model, held, **image, **PLAIN)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1.5)
+    with pytest.raises(CacheArgumentError, match="the model has changed since"):
+        run(model, held, **turn(image, first, row((1, 9))))
+
+
+def padded_batch(name: str) -> Inputs:
+    """Two rows, with an image each, the second padded on the left."""
+    long = image_inputs(name, row((1, 24)), row((2, 12)), image_seed=0)
+    short = image_inputs(name, row((3, 17)), row((4, 12)), image_seed=1)
+    both = {}
+    for key, value in long.items():
+        other = short[key]
+        if value.shape[1:] != other.shape[1:] or key in ("attention_mask", *TYPES):
+            other = torch.nn.functional.pad(other, (value.shape[1] - other.shape[1], 0))
+        both[key] = torch.cat([value, other])
+    return both
+
+
+@pytest.mark.parametrize("name", [*KINDS, "gemma4", "qwen2_5_vl", "cohere_compass", "qwen2_audio"])
+def test_padded_rows_go_on_each_with_its_image(name: str) -> None:
+    model, images = tiny(name), padded_batch(name)
+    held = PagedPrefixCache(model, block_size=8)
+    for wanted, got in zip(reference_chat(model, images), chat(model, held, images), strict=True):
+        assert_same(wanted, got)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"prefill_chunk_size": 4},
+    ],
+    ids=["greedy", "beams", "beams that return two", "three samples", "chunks"],
+)
+def test_a_turn_may_be_run_in_every_way(name: str, options: dict[str, Any]) -> None:
+    """Compared with a call that is passed the image again, for `DynamicCache` cannot go on with more rows."""
+    model, image = tiny(name), example_inputs(name)[1]
+    held = PagedPrefixCache(model, block_size=8)
+    first = run(model, held, **image, **PLAIN)
+    second = turn(image, first, row((1, 9)))
+    unchunked = {key: value for key, value in options.items() if key != "prefill_chunk_size"}
+    reference = run(model, **second, **content_of(image), **PLAIN, **unchunked)
+    assert_same(reference, run(model, held, **second, **PLAIN, **options))
+
+
+@pytest.mark.parametrize(
+    "options", [{"do_sample": True, "num_return_sequences": 3}, {"num_beams": 3}], ids=["samples", "beams"]
+)
+@pytest.mark.parametrize("name", KINDS)
+def test_one_of_several_answers_goes_on(name: str, options: dict[str, Any]) -> None:
+    model, image = tiny(name), example_inputs(name)[1]
+    held = PagedPrefixCache(model, block_size=8)
+    answers = run(model, held, **image, **PLAIN, **options)
+    answers.sequences = answers.sequences[-1:]
+    second = turn(image, answers, row((1, 9)))
+    reference = run(model, **second, **content_of(image), **PLAIN)
+    assert_same(reference, run(model, held, **second, **PLAIN))
+
+
+@pytest.mark.parametrize("name", [SIMPLE, WITH_DELTAS, WITH_WINDOWS, "gemma4", "cohere_compass"])
+@pytest.mark.parametrize("num_kept", [0, 2])
+def test_an_answer_that_is_asked_for_anew_or_changed_goes_on_behind_what_is_the_same(name: str, num_kept: int) -> None:
+    model, image = tiny(name), example_inputs(name)[1]
+    held = PagedPrefixCache(model, block_size=8)
+    first = run(model, held, **image, **PLAIN)
+    first.sequences = first.sequences[:, : image["input_ids"].shape[1] + num_kept]
+    second = turn(image, first, row((9, 5)) if num_kept else [])
+    reference = run(model, **second, **content_of(image), **PLAIN)
+    assert_same(reference, run(model, held, **second, **PLAIN))
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != WITH_STATES])
+def test_drafts_are_verified_behind_the_image_where_only_new_tokens_are_passed(name: str) -> None:
+    """Passed the whole prompt, transformers' assisted generation runs all of it again, also behind a `DynamicCache`."""
+    model, image = tiny(name), example_inputs(name)[1]
+    reference = reference_chat(model, image, num_turns=2)
+    held = PagedPrefixCache(model, block_size=8)
+    first = run(model, held, **image, **PLAIN)
+    second = turn(image, first, row((1, 9)))
+    with pytest.raises(CacheArgumentError, match="runs the whole prompt behind the rows that hold its images"):
+        run(model, held, **second, **PLAIN, prompt_lookup_num_tokens=3)
+    new = second | {"input_ids": second["input_ids"][:, held.get_seq_length() :]}
+    new = {key: value for key, value in new.items() if key not in TYPES}
+    assert_same(reference[1], run(model, held, **new, **PLAIN, prompt_lookup_num_tokens=3))
+    held.check()
+
+
+def test_where_layers_carry_a_state_a_changed_answer_is_refused() -> None:
+    model, image = tiny(WITH_STATES), example_inputs(WITH_STATES)[1]
+    held = PagedPrefixCache(model, block_size=8)
+    run(model, held, **image, **PLAIN)
+    with pytest.raises(CacheArgumentError, match="from position 39 on, and layers carry a state"):
+        run(model, held, **without_content(image), **PLAIN)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_copy_of_a_cache_goes_on_beside_it(name: str) -> None:
+    model, image = tiny(name), example_inputs(name)[1]
+    reference = reference_chat(model, image, num_turns=2)
+    held = PagedPrefixCache(model, block_size=8)
+    first = run(model, held, **image, **PLAIN)
+    copied = copy.deepcopy(held)
+    run(model, PagedPrefixCache(held.store), **example_inputs(name, seed=3)[1])
+    for each in (copied, held):
+        assert_same(reference[1], run(model, each, **turn(image, first, row((1, 9))), **PLAIN))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_a_plain_forward_go_on_in_generate(name: str) -> None:
+    model, image = tiny(name), example_inputs(name)[1]
+    logits = []
+    for held in (DynamicCache(config=model.config), PagedPrefixCache(model, block_size=8)):
+        with torch.no_grad():
+            first = model(**image, past_key_values=held).logits
+        said = {key: torch.cat([value, value[:, -5:]], 1) for key, value in without_content(image).items()}
+        logits.append([first[:, -1], *run(model, held, **said, **PLAIN).logits])
+    for wanted, got in zip(*logits, strict=True):
+        assert (got - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plain_forward_of_placeholders_that_nothing_fills_is_refused(name: str) -> None:
+    model, image = tiny(name), example_inputs(name)[1]
+    held = PagedPrefixCache(model, block_size=8)
+    with (
+        torch.no_grad(),
+        pytest.raises(CacheArgumentError, match=f"token {IMAGE_TOKEN} at position 24 is the placeholder"),
+    ):
+        model(**without_content(image), past_key_values=held)
+    assert held.get_seq_length() == 0
+    with torch.no_grad():
+        model(**image, past_key_values=held)
+        new = torch.tensor([[3, IMAGE_TOKEN]])
+        with pytest.raises(
+            CacheArgumentError, match=f"at position {image['input_ids'].shape[1] + 1} is the placeholder"
+        ):
+            model(input_ids=new, past_key_values=held)
+        model(input_ids=new[:, 1:], past_key_values=held)  # a decode step: a model may have generated it
+
+
+def test_only_new_tokens_with_placeholders_that_nothing_fills_are_refused() -> None:
+    model, image = tiny(SIMPLE), example_inputs(SIMPLE)[1]
+    held = PagedPrefixCache(model, block_size=8)
+    first = run(model, held, **image, **PLAIN)
+    new = torch.tensor([[int(first.sequences[0, -1]), 5, IMAGE_TOKEN]])
+    mask = torch.ones(1, held.get_seq_length() + 3)
+    with pytest.raises(CacheArgumentError, match=f"at position {held.get_seq_length() + 2} is the placeholder"):
+        run(model, held, input_ids=new, attention_mask=mask)
+    second = turn(image, first, row((1, 9)))
+    assert_same(reference_chat(model, image, num_turns=2)[1], run(model, held, **second, **PLAIN))
+
+
+@pytest.mark.parametrize("name", [WITH_DELTAS, "qwen2_5_vl", WITH_STATES])
+def test_only_new_tokens_go_on_at_the_positions_of_their_own_image(name: str) -> None:
+    model, image = tiny(name), example_inputs(name)[1]
+    reference = reference_chat(model, image, num_turns=2)
+    held = PagedPrefixCache(model, block_size=8)
+    first = run(model, held, **image, **PLAIN)
+    run(model, PagedPrefixCache(held.store), **example_inputs(name)[0])
+    second = turn(image, first, row((1, 9)))
+    new = second["input_ids"][:, held.get_seq_length() :]
+    assert_same(reference[1], run(model, held, input_ids=new, attention_mask=second["attention_mask"], **PLAIN))
+
+
+def test_a_call_that_brings_no_cache_begins_anew_and_is_refused() -> None:
+    model, image = tiny(SIMPLE), example_inputs(SIMPLE)[1]
+    held = PagedPrefixCache(model, block_size=8)
+    with held:
+        first = run(model, **image, **PLAIN)
+        with pytest.raises(CacheArgumentError, match="not passed the cache"):
+            run(model, **turn(image, first, row((1, 9))))
+
+
+def test_rows_that_ran_without_the_store_do_not_go_on_without_their_image() -> None:
+    model, image = tiny(SIMPLE), example_inputs(SIMPLE)[1]
+    held = PagedPrefixCache(model, block_size=8, num_blocks=4, on_full="bypass")
+    first = run(model, held, **image, **PLAIN)
+    assert held.last_call.rows[0].stopped.startswith("the pool is full")
+    with pytest.raises(CacheArgumentError, match="ran without the store"):
+        run(model, held, **turn(image, first, row((1, 9))))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_scores_and_prefills_of_placeholders_are_refused(name: str) -> None:
+    model, ids = tiny(name), example_inputs(name)[1]["input_ids"]
+    held = PagedPrefixCache(model, block_size=8)
+    if model.config.get_text_config().vocab_size <= IMAGE_TOKEN:
+        pytest.skip("outside of the vocabulary")
+    for refused in (lambda: held.prefill(ids), lambda: held.score(ids, [[1, 2]]), lambda: held.score([1, 2], [ids])):
+        with pytest.raises(CacheArgumentError, match=f"token {IMAGE_TOKEN} at position 24, the placeholder of"):
+            refused()
+    assert held.prefill(ids[:, :24]).num_tokens == 24
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_text_without_placeholders_is_as_before(name: str) -> None:
+    model, held = tiny(name), PagedPrefixCache(tiny(name), block_size=8)
+    text = text_inputs(name, row((1, 40)))
+    reference = reference_chat(model, text)
+    for wanted, got in zip(reference, chat(model, held, text), strict=True):
+        assert_same(wanted, got)
