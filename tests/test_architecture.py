@@ -73,6 +73,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "model.cache_adapters",
     "model.comparison",
     "model.output_flags",
+    "model.placeholders",
     "model.positions",
     "model.probing",
     "model.state_sizes",

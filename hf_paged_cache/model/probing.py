@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -66,6 +67,24 @@ def measure_bytes_per_token(model: PreTrainedModel, shares: Mapping[int, float] 
         shares: layer index -> what part of its bytes counts; of others, all.
     """
     return sum(shares.get(index, 1) * num_bytes for index, (_, num_bytes) in measure_layers(model).items())
+
+
+class TiesByPosition(TorchFunctionMode):
+    """Of equal scores, `topk` chooses the first ones.
+
+    torch chooses as its kernel comes upon them, which depends on how many columns a forward has: an indexer of few heads, whose
+    scores are often exactly 0, would give other keys with a cache than without.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch, `topk` by a stable sort."""
+        kwargs = kwargs or {}
+        if func not in (torch.topk, torch.Tensor.topk) or "out" in kwargs:
+            return func(*args, **kwargs)
+        given = dict(zip(("input", "k", "dim", "largest", "sorted"), args, strict=False)) | kwargs
+        dim = given.get("dim", -1)
+        found = torch.sort(given["input"], dim=dim, descending=given.get("largest", True), stable=True)
+        return torch.return_types.topk((found[0].narrow(dim, 0, given["k"]), found[1].narrow(dim, 0, given["k"])))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ what structure does not: attention to later tokens, a cache that is ignored or f
 tokens', masks that are wrong with a cache. Where layers carry a state, also what that depends on. The model is left as it was.
 """
 
+import copy
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -25,14 +26,19 @@ from .comparison import (
     distances,
     dynamic_cache,
     last_logits,
+    run_columns,
     tolerance,
     trial_inputs,
 )
-from .probing import eps_computed_in, types_of_logits, undisturbed
+from .probing import TiesByPosition, eps_computed_in, types_of_logits, undisturbed
 from .state_traits import EVERY_PAD, StateTraits, read_state_traits
 from .support import cache_layers, has_state, is_no_decoder, quoted
 
 _STATE_TOLERANCE_IN_EPS = 4  # of the first layer's state, rounded a few times
+_FORGOTTEN = (
+    "its {} of several tokens starts without {} before them, which only a single token continues, so no prompt can go on from "
+    "a prefix"
+)
 _KEPT_IN_MODULES = (
     "its layers keep their state in modules and not in the cache, so the state of a prefix cannot be kept"
 )
@@ -50,7 +56,7 @@ _seen: WeakKeyDictionary[nn.Module, StateTraits] = WeakKeyDictionary()  # what t
 
 
 def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> None:
-    """Refuse a model whose logits with a cache are not those without.  Cost: six short forwards, until it has passed; two more of a model with states.
+    """Refuse a model whose logits with a cache are not those without.  Cost: six short forwards, until it has passed; five more of a model with states.
 
     Args:
         if_it_runs: accept a model that cannot be tried, such as one whose adapters want an argument in each call.
@@ -71,7 +77,7 @@ def why_it_fails(model: PreTrainedModel) -> Failure:
     was_run = False
     padded = trial_inputs(model)
     alone = {name: value[:1] for name, value in padded.items()}
-    with undisturbed(model), types_of_logits(model) as seen:
+    with undisturbed(model), types_of_logits(model) as seen, TiesByPosition():
         for inputs in (padded, alone):
             try:
                 whole = last_logits(model(**inputs, use_cache=False), NUM_COLUMNS - NUM_CACHED)
@@ -86,6 +92,8 @@ def why_it_fails(model: PreTrainedModel) -> Failure:
                 )
                 if reason:
                     return Failure(_why_a_state_is_lost(model, alone, whole, allowed) or reason)
+                if inputs is alone and (reason := _why_a_state_is_unread(model, alone)):
+                    return Failure(reason)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 (a model may raise anything)
@@ -183,10 +191,43 @@ def _why_a_state_is_lost(model: PreTrainedModel, row: dict[str, Tensor], whole: 
         return _KEPT_IN_MODULES
     if _why_they_differ(whole[:1], single, allowed):
         return ""
-    return (
-        "its scan of several tokens starts without the state before them, which only a single token continues, so no "
-        "prompt can go on from a prefix"
-    )
+    return _FORGOTTEN.format("scan", "the state")
+
+
+def _why_a_state_is_unread(model: PreTrainedModel, row: dict[str, Tensor]) -> str:
+    """Names what several tokens do not go on from: NaN in its place does not come out; "" without any.
+
+    Whether a scan reads the state before it does not depend on weights, and how much that shows in logits does.
+    """
+    begun = dynamic_cache(model)
+    if not any(map(has_state, begun.layers)):
+        return ""
+    run_columns(model, row, begun, 0, NUM_CACHED)
+    for name, said in (("recurrent_states", ("scan", "the state")), ("conv_states", ("convolution", "the inputs"))):
+        index = next((index for index, layer in enumerate(begun.layers) if _held(layer, name)), None)
+        if index is not None and not _comes_out(model, row, copy.deepcopy(begun), index, name):
+            return _FORGOTTEN.format(*said)
+    return ""
+
+
+def _comes_out(model: PreTrainedModel, row: dict[str, Tensor], cache: Any, layer_idx: int, name: str) -> bool:
+    """Whether NaN in a layer's state is in what two tokens compute behind it, or in what they leave."""
+    layer = cache.layers[layer_idx]
+    for state in _held(layer, name):
+        state.fill_(torch.nan)
+    try:
+        logits = last_logits(run_columns(model, row, cache, NUM_CACHED, NUM_CACHED + 2), 2)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # noqa: BLE001 (it has come to something that may raise anything)
+        return True
+    return any(bool(out.isnan().any()) for out in (logits, *_held(layer, "recurrent_states")))
+
+
+def _held(layer: Any, name: str) -> list[Tensor]:
+    """The states of one kind that a layer holds; not token ids, which some keep as inputs of a convolution."""
+    states = getattr(layer, name).values() if has_state(layer) else ()
+    return [state for state in states if state is not None and state.is_floating_point()]
 
 
 def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:
