@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from hf_paged_cache import PrefixStore
 from hf_paged_cache.model.probing import (
+    TiesByPosition,
     eps_computed_in,
     input_device,
     measure_bytes_per_token,
@@ -53,6 +54,26 @@ def test_modules_train_as_they_did(tiny_llama: Any) -> None:
         assert not any(module.training for module in tiny_llama.modules())
         assert not torch.is_grad_enabled()
     assert [module.training for module in tiny_llama.modules()] == before
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_of_equal_scores_the_first_ones_are_chosen(dim: int, largest: bool) -> None:
+    scores = torch.zeros(40, 40)
+    scores[3, 5] = scores[7, 2] = 1.0 if largest else -1.0
+    with TiesByPosition():
+        for found in (
+            scores.topk(4, dim, largest),
+            torch.topk(scores, k=4, dim=dim, largest=largest, sorted=False),
+        ):
+            line = found.indices.select(1 - dim % 2, 3 if dim else 5)
+            assert line.tolist() == ([5, 0, 1, 2] if dim else [3, 0, 1, 2])
+            assert found.values.shape == ((40, 4) if dim else (4, 40))
+            assert found[0] is found.values
+    plain = torch.rand(5, 9)
+    with TiesByPosition():
+        found = plain.topk(3)
+    assert all(map(torch.equal, found, plain.topk(3)))
 
 
 def test_bytes_are_measured_of_a_model_that_trains_with_checkpoints(tiny_llama: Any) -> None:

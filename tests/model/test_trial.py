@@ -254,9 +254,7 @@ def test_a_scan_that_forgets_the_state_before_several_tokens_is_said_to(name: st
 
 @FROM_5_23
 def test_a_scan_that_forgets_is_seen_where_its_state_does_not_show_in_logits() -> None:
-    model_class, config = zoo.configuration("zamba")
-    torch.manual_seed(0)
-    model = model_class(config).eval()  # drawn as transformers draws a new model: its layers add little
+    model = drawn_as_new("zamba", 0)
     inputs = trial_inputs(model)
     with torch.no_grad():
         whole = last_logits(model(**inputs, use_cache=False), NUM_COLUMNS - NUM_CACHED)
@@ -264,6 +262,56 @@ def test_a_scan_that_forgets_is_seen_where_its_state_does_not_show_in_logits() -
     assert distance(whole, continued) < 1e-6
     with pytest.raises(UnsupportedModelError, match="scan of several tokens starts without the state"):
         PagedPrefixCache(model)
+
+
+def drawn_as_new(name: str, seed: int) -> Any:
+    """A model as transformers draws a new one: its layers add little."""
+    model_class, config = zoo.configuration(name)
+    torch.manual_seed(seed)
+    return model_class(config).eval()
+
+
+@FROM_5_23
+@pytest.mark.parametrize(
+    "seed", [0, 17, 25, 26, 28, 36]
+)  # of all but the first, neither logits nor the last state show it
+def test_a_scan_that_forgets_is_seen_whatever_its_weights(seed: int) -> None:
+    assert "scan of several tokens starts without the state" in why_it_fails(drawn_as_new("jamba", seed)).reason
+
+
+@FROM_5_23
+def test_a_convolution_that_forgets_its_inputs_is_seen() -> None:
+    model = zoo.build("lfm2")
+
+    def forget(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs["input_ids"].shape[1] == 2:
+            for layer in kwargs["past_key_values"].layers:
+                for state in getattr(layer, "conv_states", {}).values():
+                    state.zero_()
+
+    model.register_forward_pre_hook(forget, with_kwargs=True)
+    assert "its convolution of several tokens starts without the inputs before them" in why_it_fails(model).reason
+
+
+@FROM_5_23
+def test_a_state_that_makes_a_model_raise_is_read() -> None:
+    model = zoo.build("lfm2")
+
+    def raise_at_nan(_: Any, args: Any, output: Any) -> None:
+        if output.logits.isnan().any():
+            raise ValueError("no number")
+
+    model.register_forward_hook(raise_at_nan)
+    assert why_it_fails(model).reason == ""
+
+
+@FROM_5_23
+@pytest.mark.parametrize("seed", [0, 4, 5, 6, 7, 9, 13, 16])
+def test_an_indexer_whose_scores_are_equal_is_no_reason_to_refuse(seed: int) -> None:
+    """With two heads a fourth of the scores is exactly 0, and torch takes any of those."""
+    model_class, config = zoo.configuration("axk2")
+    config.index_n_heads = 2
+    assert why_it_fails(zoo.instantiate(model_class, config, seed)).reason == ""
 
 
 @FROM_5_23
