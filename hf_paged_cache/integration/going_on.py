@@ -67,11 +67,12 @@ class GoingOn:
         """Refuse a forward of `generate` that would run again what the rows hold, as transformers' assisted generation does.
 
         Raises:
-            CacheArgumentError: the rows have not changed.
+            CacheArgumentError: it would; the rows have not changed.
         """
-        if not self._unseen_end:
+        ids = arguments.get("input_ids") if self._unseen_end else None
+        if ids is None:
             return
-        stop = self._call.num_columns + arguments["input_ids"].shape[1]
+        stop = self._call.num_columns + ids.shape[-1]
         if stop > self._unseen_end:
             raise CacheArgumentError(
                 "this way of generating runs the whole prompt behind the rows that hold its images: pass these with the "

@@ -13,10 +13,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore, generate_all
 
 from ..conformance.multimodal import IMAGE_TOKEN, build_image_text, example_inputs, image_inputs, text_inputs
-from ..reference import TOLERANCE, assert_same, is_same, row, run
+from ..reference import TOLERANCE, Forwards, assert_same, is_same, row, run
+from ..tiny_models import CHARACTERS, character_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,7 +87,7 @@ def reference_chat(model: PreTrainedModel, inputs: Inputs, num_turns: int = 3, *
     return chat(model, DynamicCache(config=model.config), inputs, num_turns, **options)
 
 
-def without_placeholders(model: PreTrainedModel, outputs: list[Any]) -> bool:
+def shows_pixels(model: PreTrainedModel, outputs: list[Any]) -> bool:
     """Whether pixels matter to what a chat gives: it differs from what its ids give as text, or those cannot be run."""
     ids = outputs[-1].sequences[:, :-6]
     try:
@@ -106,7 +107,7 @@ def test_later_turns_of_a_chat_about_an_image_are_those_of_dynamic_cache(
 ) -> None:
     model, (text, image) = tiny(name), example_inputs(name)
     reference = reference_chat(model, image)
-    assert without_placeholders(model, reference)
+    assert shows_pixels(model, reference)
     held = PagedPrefixCache(model, block_size=8, attention=attention)
     if is_used:
         chat(model, held, example_inputs(name, seed=1)[1])
@@ -376,6 +377,40 @@ def test_scores_and_prefills_of_placeholders_are_refused(name: str) -> None:
         with pytest.raises(CacheArgumentError, match=f"token {IMAGE_TOKEN} at position 24, the placeholder of"):
             refused()
     assert held.prefill(ids[:, :24]).num_tokens == 24
+
+
+def test_a_job_of_prompts_with_placeholders_is_refused_before_anything_runs() -> None:
+    model, tokenizer = build_image_text(SIMPLE), character_tokenizer(CHARACTERS)
+    model.config.image_token_index = tokenizer("#").input_ids[0]
+    refusal = (
+        rf"row 1, counted from 0: its prompt has token {model.config.image_token_index} at position 2, the placeholder"
+    )
+    with Forwards(model) as forwards, pytest.raises(CacheArgumentError, match=refusal):
+        generate_all(model, tokenizer, ["What is ice?", "A #?"], max_new_tokens=2)
+    assert forwards == []
+    assert len(generate_all(model, tokenizer, ["What is ice?", "A ?"], max_new_tokens=2).completions) == 2
+
+
+@pytest.mark.parametrize("left_out", [TYPES, (*TYPES, "attention_mask")], ids=["token types", "the mask, too"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_later_turn_may_leave_out_what_is_not_needed(name: str, left_out: tuple[str, ...]) -> None:
+    model, image = tiny(name), example_inputs(name)[1]
+    outputs = []
+    for held in (DynamicCache(config=model.config), PagedPrefixCache(model, block_size=8)):
+        second = turn(image, run(model, held, **image, **PLAIN), row((1, 9)))
+        given = {key: value for key, value in second.items() if key not in left_out}
+        outputs.append(
+            model.generate(
+                **given,
+                **PLAIN,
+                past_key_values=held,
+                max_new_tokens=6,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        )
+    assert_same(*outputs)
 
 
 @pytest.mark.parametrize("name", KINDS)
