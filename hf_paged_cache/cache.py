@@ -15,7 +15,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from .attention.grouped import READERS
 from .attention.windows import Windows
@@ -23,7 +22,7 @@ from .call.call import Call
 from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
 from .integration.hooks import attach, detach
-from .integration.layers import PagedLayer
+from .integration.layers import CacheOfLayers, PagedLayer
 from .integration.ranks import Ranks
 from .integration.session import Session
 from .integration.shared_prefix import SharedPrefixes
@@ -44,7 +43,7 @@ from .wording import counted
 _ON_FULL = ("refuse", "bypass")
 
 
-class PagedPrefixCache(NamedPrefixes, Cache):
+class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
     """A cache for `model.generate` that reuses the keys and values of every prefix it has seen.
 
     Pass one object to any number of calls as `past_key_values`, or build one in each call on a shared `PrefixStore`.

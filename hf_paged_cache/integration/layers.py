@@ -1,12 +1,12 @@
-"""One layer of a `PagedPrefixCache`, as transformers sees it. Owns nothing; knows the cache by protocol."""
+"""Layers of a `PagedPrefixCache`, as transformers sees them. Own nothing; know the cache by protocol."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..attention.windows import Windows
 from ..call.call import Call
@@ -29,17 +29,11 @@ class LayeredCache(Protocol):
     def reset(self) -> None: ...
 
 
-class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
-    """One layer of a `PagedPrefixCache`, as transformers sees it. Holds nothing: the pool does."""
+class OfAllLayers:
+    """What a layer is told that concerns the rows: they are the same in all layers, so the cache is to be told."""
 
-    is_compileable = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, cache: LayeredCache, layer_idx: int) -> None:
+    def __init__(self, cache: LayeredCache) -> None:
         self._of = ref(cache)  # weak: a cache that nobody holds is collected at once, without a cycle to be found first
-        self._layer_idx = layer_idx
-        self._windows = cache.windows
 
     @property
     def _cache(self) -> LayeredCache:
@@ -47,6 +41,57 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         if cache is None:
             raise ReferenceError("the cache of this layer was collected; hold the cache, not its layers")
         return cache
+
+    def reset(self) -> None:
+        """Drop the rows of the whole cache."""
+        self._cache.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
+        """Refused: rows are reordered in all layers at once."""
+        raise _of_the_cache("reorder the cache", "cache.reorder_cache(beam_idx)")
+
+    def crop(self, tokens_to_remove: int) -> NoReturn:
+        """Refused: rows are cut in all layers at once."""
+        raise _of_the_cache("crop the cache", f"cache.crop({tokens_to_remove})")
+
+    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
+        """Refused: rows are repeated in all layers at once."""
+        raise _of_the_cache("repeat the rows of the cache", f"cache.batch_repeat_interleave({repeats})")
+
+    def batch_select_indices(self, indices: Tensor) -> NoReturn:
+        """Refused: rows are selected in all layers at once."""
+        raise _of_the_cache("select rows of the cache", "cache.batch_select_indices(indices)")
+
+    def activate_past_recording(self) -> NoReturn:
+        """Refused: drafts are verified in all layers at once."""
+        raise _of_the_cache("let the cache record the past", "cache.activate_past_recording()")
+
+    def offload(self) -> None:
+        """Nothing: what is held stays where it is."""
+
+    def prefetch(self) -> None:
+        """Nothing: what is held stays where it is."""
+
+
+def _of_the_cache(what: str, call: str) -> CacheArgumentError:
+    return CacheArgumentError(f"{what}, not a layer: rows are the same in all layers; {call}")
+
+
+class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
+    """One layer of a `PagedPrefixCache`, as transformers sees it. Holds nothing: the pool does.
+
+    A layer without a window has no `sliding_window` and no `cumulative_length`, and none has a `dtype` and a `device` before it
+    has been written: as a `DynamicCache`'s.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: LayeredCache, layer_idx: int) -> None:
+        OfAllLayers.__init__(self, cache)
+        self._layer_idx = layer_idx
+        self._windows = cache.windows
 
     # Attributes of the base class, here read from the cache: a layer has no state that could disagree with it.
     @property
@@ -58,6 +103,26 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
     def is_sliding(self) -> bool:
         """Whether attention sees a window here, as the model's config said when the rows began."""
         return self._layer_idx in self._windows.of_layer
+
+    @property
+    def sliding_window(self) -> int:
+        """How many tokens attention sees here; a layer without a window has none."""
+        return self._of_window(self._windows.of_layer.get(self._layer_idx, 0))
+
+    @property
+    def cumulative_length(self) -> int:  # type: ignore[override]
+        """Columns of the rows, those behind the window included; a layer without a window has none."""
+        return self._of_window(self.get_seq_length())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values, once there have been any."""
+        return self._first_held("key").dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of keys and values, once there have been any."""
+        return self._first_held("key").device
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -94,19 +159,20 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         """The window, as `DynamicSlidingWindowLayer` says; else -1: there is no maximum but the pool's."""
         return self._windows.of_layer.get(self._layer_idx, -1)
 
-    def offload(self) -> None:
-        """Nothing: the pool stays where it is."""
+    def _of_window(self, value: int) -> int:
+        if not self.is_sliding:
+            raise AttributeError(f"layer {self._layer_idx} has no window")
+        return value
 
-    def prefetch(self) -> None:
-        """Nothing: the pool stays where it is."""
-
-    def reset(self) -> None:
-        """Drop the rows of the whole cache."""
-        self._cache.reset()
-
-    def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
-        """Refused: rows are reordered in all layers at once."""
-        raise CacheArgumentError("reorder the cache, not a layer: rows are the same in all layers")
+    def _first_held(self, name: str) -> Tensor:
+        """A tensor of the pool that is this layer's, of all blocks."""
+        blocks = self._cache.store.blocks
+        with blocks.lock:
+            for held in blocks.pool.held_by_window().values():
+                tensor: Tensor | None = held.get((self._layer_idx, name))
+                if tensor is not None:
+                    return tensor
+        raise AttributeError(f"layer {self._layer_idx} has no dtype and no device yet: no {name} was written to it")
 
     def _seen(self, name: str) -> Tensor | None:
         """The columns of a tensor that the next token sees; as for `DynamicSlidingWindowLayer`, all others are left out."""
@@ -129,6 +195,24 @@ class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
     """A layer of sparse attention that chooses its keys by an index: it writes a third tensor, or another layer's is used."""
 
     _set_positions: Tensor | None = None
+
+    @property
+    def is_indexer_initialized(self) -> bool:
+        """Whether the rows have index keys in this layer."""
+        return self.is_initialized and "indexer_key" in self._cache.read_layer(self._layer_idx)
+
+    @property
+    def indexer_dtype(self) -> torch.dtype:
+        """Of index keys, once there have been any."""
+        return self._first_held("indexer_key").dtype
+
+    @property
+    def indexer_device(self) -> torch.device:
+        """Of index keys, once there have been any."""
+        return self._first_held("indexer_key").device
+
+    def lazy_initialization_indexer(self, indexer_key_states: Tensor) -> None:
+        """Nothing: the pool takes its shapes from the first write."""
 
     @property
     def indexer_keys(self) -> Tensor | None:
@@ -158,6 +242,32 @@ class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store new index keys, [R, T, D], and return those of all columns."""
         return self._write({"indexer_key": indexer_key_states.unsqueeze(1)})["indexer_key"].squeeze(1)
+
+
+class CacheOfLayers(Cache):
+    """What a cache answers, or does, for one layer: as `DynamicCache` does, whoever holds the layer's rows."""
+
+    call: Call
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """Each layer's keys and values, copies of those that the next token sees, and its window, if any; of states alone, None."""
+        layers: list[Any] = self.layers
+        for layer in layers:
+            window = torch.tensor(layer.sliding_window) if getattr(layer, "is_sliding", False) else None
+            yield getattr(layer, "keys", None), getattr(layer, "values", None), window
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """As transformers does; and what is wanted of the convolution's inputs is kept."""
+        inputs: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        self.call.states.live.record(layer_idx, state_idx, inputs)
+        return inputs
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether a layer keeps what lies behind its window or its state until `crop`, for drafts are verified."""
+        layer = self.layers[layer_idx]
+        if hasattr(layer, "record_past"):
+            return bool(layer.record_past)
+        return self.call.keeps_past and getattr(layer, "is_sliding", False)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

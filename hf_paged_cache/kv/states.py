@@ -38,7 +38,6 @@ class StateLayer(Protocol):
     device: Any
     dtype: Any
     record_past: bool
-    recorder: "ConvRecorder"
 
 
 class ConvRecorder:
@@ -93,8 +92,12 @@ class LiveStates:
     def __init__(self, layers: Mapping[int, StateLayer]) -> None:
         self._layers = layers
         self.recorder = ConvRecorder()
-        for layer in layers.values():
-            layer.recorder = self.recorder
+
+    def record(self, layer_idx: int, state_idx: int, inputs: Tensor) -> None:
+        """A convolution has run over `inputs`, [R, ..., past + columns of the forward]: take out of them what is wanted."""
+        if self.recorder.places:
+            width = self._layers[layer_idx].conv_kernel_size[state_idx] or 0
+            self.recorder.record(StateKey(layer_idx, "conv", state_idx), inputs, width)
 
     def __bool__(self) -> bool:
         """Whether any layer carries states."""

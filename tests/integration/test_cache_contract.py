@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicIndexedLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicIndexedLayer, LinearAttentionLayer
 
 from hf_paged_cache import CacheArgumentError, ForwardMismatchError, PagedPrefixCache, PrefixStore
-from hf_paged_cache.integration.layers import PagedIndexedLayer
+from hf_paged_cache.integration.layers import PagedIndexedLayer, PagedLayer
 
 from ..conformance.zoo import build as build_type
 
@@ -148,6 +148,140 @@ def test_a_layer_with_an_index_answers_like_an_indexed_one() -> None:
     assert_same_content(ours, theirs)
     ours.reset()
     assert ours.layers[0].indexer_keys is None
+
+
+# Member by member, of each kind of layer
+
+KINDS = {  # type of model -> the kinds of layers that transformers gives it
+    "llama": {"DynamicLayer"},
+    "gemma2": {"DynamicLayer", "DynamicSlidingWindowLayer"},
+    "glm_moe_dsa": {"DynamicIndexedLayer"},
+    "mamba2": {"LinearAttentionLayer"},
+    "bamba": {"DynamicLayer", "LinearAttentionLayer"},
+    "falcon_h1": {"LinearAttentionAndFullAttentionLayer"},
+    "zaya": {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"},
+}
+OF_ALL_LAYERS: dict[str, tuple[Any, ...]] = {  # refused by a layer, with these arguments
+    "crop": (-1,),
+    "reorder_cache": (torch.tensor([1, 0]),),
+    "batch_repeat_interleave": (2,),
+    "batch_select_indices": (torch.tensor([0]),),
+    "activate_past_recording": (),
+}
+WRITING = {  # what a forward does, or had to do first
+    "update",
+    "update_conv_state",
+    "update_recurrent_state",
+    "update_indexer",
+    "lazy_initialization",
+    "lazy_initialization_indexer",
+    "reset",
+}
+OTHERWISE = {
+    "supports_early_init",  # tensors that are made before the first forward would be nobody's
+    "record_past",  # of a window's layer: `cache.is_recording_past(layer_idx)`
+    "indexer_position_ids",  # known of the rows, whether a model has set them or not
+}
+
+
+def both(name: str, ids: torch.Tensor | None = None) -> tuple[PagedPrefixCache, DynamicCache]:
+    """Ours and transformers' cache after two forwards of two rows, or before any."""
+    model = build_type(name)
+    ours, theirs = PagedPrefixCache(model, block_size=4), DynamicCache(config=model.config)
+    argument = "cache_params" if name == "mamba2" else "past_key_values"
+    for columns in () if ids is None else (ids[:, :14], ids[:, 14:]):
+        for cache in (ours, theirs):
+            with torch.no_grad():
+                model(columns, **{argument: cache})
+    return ours, theirs
+
+
+def assert_same_answer(mine: Any, theirs: Any) -> None:
+    if isinstance(theirs, dict):
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert_same_answer(mine[key], value)
+    elif isinstance(theirs, torch.Tensor):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    else:
+        assert mine == theirs
+
+
+def public_members(layer: Any) -> list[str]:
+    return [name for name in dir(layer) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_member_of_a_dynamic_layer_has_an_answer(name: str) -> None:
+    ours, theirs = both(name, IDS)
+    assert {type(layer).__name__ for layer in theirs.layers} == KINDS[name]
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        assert isinstance(mine, LinearAttentionLayer) == isinstance(other, LinearAttentionLayer)
+        assert isinstance(mine, CacheLayerMixin) == isinstance(other, CacheLayerMixin)
+        assert (type(mine) is LinearAttentionLayer) == (type(other) is LinearAttentionLayer)
+        for member in public_members(other):
+            if member in WRITING:
+                assert callable(getattr(mine, member))
+            elif member in OF_ALL_LAYERS:
+                with pytest.raises(CacheArgumentError, match=r"not a layer: .* cache\."):
+                    getattr(mine, member)(*OF_ALL_LAYERS[member])
+            elif member not in OTHERWISE:
+                answers = [getattr(layer, member) for layer in (mine, other)]
+                if callable(answers[1]):
+                    arguments = (3,) if member == "get_mask_sizes" else ()
+                    answers = [answer(*arguments) for answer in answers]
+                assert_same_answer(*answers)
+    ours.check()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_layer_that_was_not_written_has_no_more_members_than_a_dynamic_one(name: str) -> None:
+    ours, theirs = both(name)
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        for member in ("device", "dtype", "indexer_device", "indexer_dtype", "sliding_window", "cumulative_length"):
+            assert hasattr(mine, member) == hasattr(other, member), (type(other), member)
+            if hasattr(other, member):
+                assert getattr(mine, member) == getattr(other, member)
+    layer = ours.layers[0]
+    if isinstance(layer, PagedLayer) and not isinstance(layer, LinearAttentionLayer):
+        with pytest.raises(AttributeError, match="layer 0 has no dtype and no device yet"):
+            _ = layer.device
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "mamba2"])
+def test_a_cache_is_iterated_as_a_dynamic_one_is(name: str) -> None:
+    ours, theirs = both(name, IDS)
+    for layer, mine in zip(theirs.layers, ours, strict=True):
+        keys = getattr(layer, "keys", None), getattr(layer, "values", None)
+        assert_same_answer(
+            dict(enumerate(mine)), dict(enumerate((*keys, getattr(layer, "_sliding_window_tensor", None))))
+        )
+    assert len(list(ours)) == len(theirs)
+
+
+def test_layers_without_keys_are_iterated_as_none() -> None:
+    """There `DynamicCache` itself raises AttributeError."""
+    assert set(both("mamba2", IDS)[0]) == {(None, None, None)}
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mamba2", "zaya"])
+def test_a_cache_says_of_each_layer_whether_it_records_the_past(name: str) -> None:
+    ours, theirs = both(name)
+    for is_activated in (False, True):
+        if is_activated:
+            ours.activate_past_recording()
+            theirs.activate_past_recording()
+        answers = [[cache.is_recording_past(layer) for layer in range(len(theirs))] for cache in (ours, theirs)]
+        assert answers[0] == answers[1]
+        assert any(answers[0]) == is_activated
+
+
+def test_a_state_layer_tells_its_cache_to_drop_the_rows() -> None:
+    ours, _ = both("bamba", IDS)
+    state = next(layer for layer in ours.layers if type(layer) is LinearAttentionLayer)
+    state.reset()
+    assert ours.get_seq_length() == 0
+    assert not any(state.has_previous_state.values())
 
 
 def test_a_cache_is_true_even_when_it_is_empty(tiny_llama: Any) -> None:
