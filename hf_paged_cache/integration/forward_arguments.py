@@ -114,7 +114,8 @@ class ArgumentReader:
             if running and not self._sees_columns and arguments.get("attention_mask") is None:
                 given = given._replace(mask=_mask_of(running, before, given.num_new_columns))
         num_rows, num_new, mask = given.num_rows, given.num_new_columns, given.mask
-        why_no_ids = "embeddings were passed instead of token ids" if given.are_embeddings else None
+        instead = "codes of its own" if arguments.get("inputs_embeds") is None else "embeddings"
+        why_no_ids = f"{instead} were passed instead of token ids" if given.are_embeddings else None
         bypass = self._unread(arguments) or why_no_ids or mask.why_unusual
         for number, (row, shown) in enumerate(zip(running, mask.first_shown, strict=False)):
             if shown < row.pad:

@@ -101,7 +101,8 @@ def read_inputs(arguments: Mapping[str, Any], num_running: int, before: int, *, 
     Raises:
         CacheArgumentError: no ids and no embeddings; or another number of rows, or of columns of the mask.
     """
-    ids, num_rows, num_new = _token_ids(arguments)
+    ids = _token_ids(arguments)
+    num_rows, num_new = shape_of(arguments, before)
     if num_running and num_rows != num_running:
         raise CacheArgumentError(
             f"the cache runs {num_running} rows, got {num_rows}; cache.reset() it for another batch"
@@ -129,18 +130,36 @@ def num_pads(pad: int, before: int, num_new: int) -> int:
     return min(num_new, max(0, pad - before))
 
 
-def _token_ids(arguments: Mapping[str, Any]) -> tuple[Tensor | None, int, int]:
-    """[rows, columns], and how many those are; None for embeddings."""
-    ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
-    if embeds is not None:
-        return None, *embeds.shape[:2]
-    if ids is None:
-        raise CacheArgumentError("a forward without input_ids and without inputs_embeds")
+def shape_of(arguments: Mapping[str, Any], before: int) -> tuple[int, int]:
+    """Rows and new columns of a forward: of its embeddings or ids; else of its mask, behind `before` columns, or its positions.
+
+    Raises:
+        CacheArgumentError: it has none of them.
+    """
+    for name in ("inputs_embeds", "input_ids"):
+        given = arguments.get(name)
+        if given is not None:
+            return given.shape[0], given.shape[1] if given.shape[0] else 0
+    for name, num_old in (("attention_mask", before), ("position_ids", 0)):
+        given = arguments.get(name)
+        if isinstance(given, Tensor) and given.dim() == 2:
+            return given.shape[0], max(0, given.shape[1] - num_old)
+    raise CacheArgumentError(
+        "a forward without input_ids and without inputs_embeds, and without an attention_mask or position_ids of "
+        "[rows, columns] that would tell how many columns it has; pass one of them"
+    )
+
+
+def _token_ids(arguments: Mapping[str, Any]) -> Tensor | None:
+    """[rows, columns]; None where embeddings are passed, or codes of a model's own."""
+    ids: Tensor | None = arguments.get("input_ids")
+    if ids is None or arguments.get("inputs_embeds") is not None:
+        return None
     if ids.dim() != 2:
         raise CacheArgumentError(f"input_ids must be [rows, tokens], got {tuple(ids.shape)}")
     if ids.is_floating_point() or ids.is_complex():
         raise CacheArgumentError(f"input_ids must be integers, got a tensor of {ids.dtype}")
-    return ids, ids.shape[0], ids.shape[1] if ids.shape[0] else 0
+    return ids
 
 
 def _form_of(mask: Any, num_rows: int, before: int, num_new: int) -> tuple[Tensor | None, str | None]:

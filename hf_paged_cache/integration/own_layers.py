@@ -18,6 +18,7 @@ from ..call.call import Call
 from ..errors import CacheArgumentError, OutOfBlocksError
 from ..kv.states import LiveStates
 from ..model.support import cache_layers, has_keys, has_state
+from .input_values import shape_of
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -133,10 +134,10 @@ class OwnLayers:
         why, begins, self._why, self._begins = self._why, self._begins, "", False
         if not why and not counters.rows:
             why = _WITHOUT_STORE  # another call, in which these rows go on
-        num_tokens = _num_tokens(arguments, end - before) if before < end or why else []
+        num_tokens = _num_tokens(arguments, before, end - before) if before < end or why else []
         layers = self.layers or ()
         self._before = [(_num_columns(layer), _as_it_is(layer)) for layer in layers]
-        self._num_new = _num_columns_of(arguments)
+        self._num_new = shape_of(arguments, before)[1]
         with call.store.lock:
             counters.bypass(num_tokens, why, begins=begins)
             call.num_scheduled += 1
@@ -228,12 +229,6 @@ def _num_columns(layer: Any) -> int:
     return int(layer.get_seq_length()) if has_keys(layer) else 0
 
 
-def _num_columns_of(arguments: Mapping[str, Any]) -> int:
-    """Columns of a forward."""
-    given = arguments.get("input_ids")
-    return int((arguments["inputs_embeds"] if given is None else given).shape[1])
-
-
 def _as_it_is(layer: Any) -> dict[str, Any]:
     """All that a layer holds which a forward drops or overwrites; of one that only grows, nothing."""
     if not has_state(layer):
@@ -256,11 +251,9 @@ def _held(layer: Any) -> dict[str, Tensor]:
     return {name: states for name, states in held.items() if states is not None and states.numel()}
 
 
-def _num_tokens(arguments: Mapping[str, Any], num_columns: float) -> Sequence[int]:
+def _num_tokens(arguments: Mapping[str, Any], before: int, num_columns: float) -> Sequence[int]:
     """Row -> how many of the first `num_columns` columns of a forward are tokens: those that its mask shows."""
-    given = arguments.get("input_ids")
-    given = arguments["inputs_embeds"] if given is None else given
-    num_rows, num_new = given.shape[:2]
+    num_rows, num_new = shape_of(arguments, before)
     num_counted = max(0, int(min(num_new, num_columns)))
     mask = arguments.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != num_rows or mask.shape[1] < num_new:
