@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 
 from ..internals import zero_blocks
 
@@ -206,6 +206,25 @@ def test_a_test_sees_what_is_wrong_itself(mode: str, play: Any, monkeypatch: pyt
 
     monkeypatch.setattr(modes.Mode, "_run_on", after_zeros)
     assert play(SUITE, f"--paged-mode={mode}").outcomes["test_tokens"] == "failed"
+
+
+@ALL_MODES
+@pytest.mark.parametrize(
+    ("why", "outcome"), [("token 3 at position 0 is the placeholder of an image", "passed"), ("no", "failed")]
+)
+def test_a_refusal_of_ids_whose_image_is_not_there_is_no_failure_and_any_other_is(
+    why: str, outcome: str, mode: str, play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any, call: Any, cache: Any, **more: Any) -> Any:
+        raise CacheArgumentError(why)
+
+    monkeypatch.setattr(modes.Mode, "_run_on", refuse)
+    played = play(SUITE, f"--paged-mode={mode}")
+    assert played.outcomes["test_tokens"] == outcome
+    assert (played.runner.num_replaced <= 1) == (
+        outcome == "passed"
+    )  # one that fails without it, too, does not get so far
+    assert (played.runner.refused["ids have a placeholder that nothing fills"] > 0) == (outcome == "passed")
 
 
 @ALL_MODES
