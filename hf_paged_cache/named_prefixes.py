@@ -174,17 +174,19 @@ class NamedPrefixes:
         once, and takes what is cached of them by then. A pin belongs to the store and to this `cache_salt`. It holds
         for the model as it is now, for rows without padding where a model numbers its columns, and, where rotary
         frequencies depend on length, for those of a prompt as long as the prefix. When the model changes, pinned blocks
-        are not found, as all others, but still held: `unpin` them, or pin again.
+        are not found, as all others, but still held: `unpin` them, or `prefill` and pin again.
 
         Args:
             token_ids: of the prefix as prompts begin with it, special tokens included: a list or tensor of [T] or [1, T].
 
         Returns:
-            The number of tokens pinned: a multiple of the block size, 0 when the first block is not cached.
+            The number of tokens pinned: a multiple of the block size, at least one block; fewer than were given where the
+            rest is not cached, or fills no block.
 
         Raises:
+            CacheArgumentError: nothing of it is cached, it is shorter than a block, or these are not the token ids of one
+                sequence; nothing has changed.
             OutOfBlocksError: running calls have reserved those blocks; nothing has changed.
-            CacheArgumentError: not the token ids of one sequence.
             CacheBusyError: rotary frequencies depend on length, and a call is running.
 
         Examples:

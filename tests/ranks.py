@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_paged_cache import OutOfBlocksError, PagedCacheError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, OutOfBlocksError, PagedCacheError, PagedPrefixCache, PrefixStore
 
 from .internals import make_forwards_cheap
 from .random_calls import ALPHABET, MAX_PROMPT
@@ -188,7 +188,7 @@ class _Users:
         elif how == "unpin":
             cache.unpin()
         elif tokens := self.alone.choice(self.seen):
-            with suppress(OutOfBlocksError):
+            with suppress(OutOfBlocksError, CacheArgumentError):  # which says that nothing of them is cached
                 cache.pin(tokens)
 
     def prompt(self) -> list[int]:

@@ -172,7 +172,9 @@ def generate_and_ask() -> None:
 
 def pin_where_rope_depends_on_length() -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    PagedPrefixCache(build("llama", rope_parameters=scaling, max_position_embeddings=32)).pin(row((1, 18)))
+    cache = PagedPrefixCache(build("llama", rope_parameters=scaling, max_position_embeddings=32))
+    cache.prefill(row((1, 18)))
+    cache.pin(row((1, 18)))
 
 
 def bypass() -> None:

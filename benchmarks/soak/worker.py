@@ -224,7 +224,14 @@ class Worker:
         if rng.random() < 0.5:
             held.cache.unpin(tokens if rng.random() < 0.6 else None)
             return
-        self._attempt(rng, held, "pin", lambda: held.cache.pin(tokens), ("interrupt",) if rng.random() < 0.5 else ())
+
+        def pin() -> int:
+            try:
+                return held.cache.pin(tokens)
+            except CacheArgumentError:  # nothing of it is cached
+                return 0
+
+        self._attempt(rng, held, "pin", pin, ("interrupt",) if rng.random() < 0.5 else ())
 
     def copy_cache(self, rng: random.Random) -> None:
         held = self._cache(rng)

@@ -12,7 +12,8 @@ from itertools import chain
 
 from ..blocks import Allocation, BlockTable, HashChain, PrefixCachingBlockAllocator
 from ..blocks.tokens import TokenIds
-from ..errors import OutOfBlocksError
+from ..errors import CacheArgumentError, OutOfBlocksError
+from ..wording import counted
 from .window_admission import WindowAdmission
 
 
@@ -66,9 +67,10 @@ class Pins:
             num_obtainable: blocks that nobody holds and no call has reserved.
 
         Returns:
-            The number of tokens pinned, a multiple of the block size; 0 leaves no pin.
+            The number of tokens pinned, a multiple of the block size, at least one block.
 
         Raises:
+            CacheArgumentError: nothing of them is cached; nothing has changed.
             OutOfBlocksError: the pin would take blocks that running calls have reserved; nothing has changed.
         """
         allocator, hashes = self._allocator, HashChain(root, self._allocator.block_size)
@@ -94,13 +96,12 @@ class Pins:
                 f"pinning {num_tokens} tokens takes blocks in layers with a window that running calls have reserved; pin when "
                 "these have ended"
             )
+        if not num_tokens:
+            table.free()
+            raise CacheArgumentError(_why_nothing(len(token_ids), allocator.block_size))
         key = (salt, token_ids.tobytes())
         replaced = self._tables.get(key)
-        if num_tokens:
-            self._tables[key] = table  # if interrupted before or after this line, the other table is collected
-        else:
-            self._tables.pop(key, None)
-            table.free()
+        self._tables[key] = table  # if interrupted before or after this line, the other table is collected
         if replaced is not None:
             replaced.free()
         return num_tokens
@@ -128,3 +129,16 @@ class Pins:
     def _counts(self) -> Counter[int]:
         """Block id -> pins that hold it."""
         return Counter(chain.from_iterable(table.block_ids for table in self._tables.values()))
+
+
+def _why_nothing(num_tokens: int, block_size: int) -> str:
+    """Says of a prefix of so many tokens why nothing can be pinned, and what to do."""
+    if num_tokens < block_size:
+        return (
+            f"the prefix has {counted(num_tokens, 'token')}, fewer than a block of {block_size}, and only whole blocks are "
+            f"pinned; give at least {block_size} tokens"
+        )
+    return (
+        f"nothing of this prefix of {num_tokens} tokens is cached for the model as it is now, so there is nothing to pin; "
+        "compute it first, with prefill, then pin it"
+    )

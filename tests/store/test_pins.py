@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import re
@@ -17,6 +18,7 @@ from hf_paged_cache import CacheArgumentError, CacheBusyError, OutOfBlocksError,
 
 from ..promise.test_conditions_of_reuse import ROPES
 from ..reference import assert_same, is_same, row, run, zero_blocks
+from ..test_named_prefixes import all_blocks
 from ..tiny_models import build, tiny
 
 if TYPE_CHECKING:
@@ -93,17 +95,29 @@ def test_what_is_unpinned_stays_cached_until_a_flood_takes_it(cache: PagedPrefix
 
 
 def test_whole_blocks_of_what_is_cached_are_pinned_and_nothing_is_computed(cache: PagedPrefixCache) -> None:
-    assert cache.pin(PREFIX) == 0
-    assert cache.pin([]) == 0
     ask(cache, PREFIX, max_new_tokens=1)
     before = cache.stats()
-    assert cache.pin(PREFIX[:3]) == 0
     assert cache.pin(PREFIX[:15]) == 12
     assert cache.pin(PREFIX + row((3, 5))) == 32
     assert cache.pin(PREFIX[:8] + row((3, 5))) == 8
-    assert cache.pin(row((3, 5))) == 0
     after = cache.stats()
     assert (after.computed_tokens, after.num_calls) == (before.computed_tokens, before.num_calls)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_pin_of_nothing_is_refused_and_says_what_to_do(cache: PagedPrefixCache, is_used: bool) -> None:
+    if is_used:
+        ask(cache, PREFIX)
+        cache.pin(PREFIX)
+    before = all_blocks(cache)
+    with pytest.raises(CacheArgumentError, match=r"nothing of this prefix of 10 tokens is cached .* prefill"):
+        cache.pin(row((3, 10)))
+    for short in ([], [1], row((1, 3))):
+        with pytest.raises(CacheArgumentError, match=rf"the prefix has {len(short)} tokens?, fewer than a block of 4"):
+            cache.pin(short)
+    assert all_blocks(cache) == before
+    cache.prefill(row((3, 10)))
+    assert cache.pin(row((3, 10))) == 8
 
 
 def test_a_pin_is_counted_beside_what_rows_hold(cache: PagedPrefixCache) -> None:
@@ -188,7 +202,8 @@ def test_without_tokens_all_pins_of_the_salt_are_given_back_and_no_others(store:
         ask(cache, PREFIX)
         assert cache.pin(PREFIX) == cache.pin([*PREFIX, 5]) == 32, salt
     assert caches["a"].stats().num_pinned_blocks == 8
-    assert PagedPrefixCache(store).pin(PREFIX) == 0  # without a salt nothing was computed
+    with pytest.raises(CacheArgumentError):
+        PagedPrefixCache(store).pin(PREFIX)  # without a salt nothing was computed
     assert PagedPrefixCache(store).unpin() == 0
     assert caches["a"].unpin() == 64
     assert caches["b"].stats().num_pinned_blocks == 8
@@ -335,7 +350,8 @@ def test_pins_from_other_threads_disturb_no_call(store: PrefixStore) -> None:
         try:
             while not stop.is_set():
                 number += 1
-                pinner.pin(prompts[number % len(prompts)])
+                with contextlib.suppress(CacheArgumentError):  # nothing of it is cached yet
+                    pinner.pin(prompts[number % len(prompts)])
                 if number % 3 == 0:
                     pinner.unpin(prompts[number * 5 % len(prompts)])
                 if number % 50 == 0:
@@ -422,7 +438,10 @@ def test_when_the_model_changes_pins_are_not_found_and_can_be_given_back_or_rene
     assert cache.stats().num_pinned_blocks == 12
     ask(cache, PREFIX)
     assert cache.last_call.reused_tokens == 31
-    assert cache.pin(row((2, 16))) == 0
+    with pytest.raises(CacheArgumentError, match="nothing of this prefix"):
+        cache.pin(row((2, 16)))
+    assert cache.stats().num_pinned_blocks == 12  # what was pinned stays so
+    assert cache.unpin(row((2, 16))) == 16
     assert cache.stats().num_pinned_blocks == 8
     assert cache.unpin() == 32
     assert cache.stats().num_blocks_in_use == 0
@@ -478,7 +497,10 @@ def test_a_pin_leaves_frequencies_that_depend_on_length_as_they_are(kind: str) -
         ask(row((1, length)))
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         for tokens in (PREFIX, row((1, 100)), row((1, 120)), PREFIX):
-            cache.pin(tokens)
+            with contextlib.suppress(
+                CacheArgumentError
+            ):  # nothing of it is cached under the frequencies that it would have
+                cache.pin(tokens)
             assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
         ask(row((1, 95)))
     ask(PREFIX + row((5, 5)))

@@ -59,6 +59,14 @@ def message(error: type[Exception], act: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
+def pin(cache: PagedPrefixCache, tokens: list[int]) -> int | str:
+    """Tokens pinned, or why none were."""
+    try:
+        return cache.pin(tokens)
+    except CacheArgumentError as refused:
+        return str(refused)
+
+
 class During(LogitsProcessor):
     """Acts once inside of a `generate`."""
 
@@ -83,14 +91,14 @@ def view(cache: PagedPrefixCache, guess: list[int]) -> list[Any]:
         seen.append((stats, str(stats), cache.last_call, str(cache.last_call), repr(cache), cache.get_seq_length()))
 
     look()
-    seen.append((cache.pin(guess), cache.unpin(guess), cache.unpin()))
+    seen.append((pin(cache, guess), cache.unpin(guess), cache.unpin()))
     for tokens in (guess, guess[:-1], guess + row((5, 9))):
         seen.append(run(cache.store.model, cache, input_ids=torch.tensor([tokens])).sequences.tolist())
         look()
     seen.append([each.log_probs for each in cache.score(guess, [[5, 6], [5, 7]])])
     look()
     run(cache.store.model, cache, **batch(guess, guess, row((6, 20))), num_beams=2)
-    seen.append((cache.pin(guess), cache.pin(guess[:8])))
+    seen.append((pin(cache, guess), pin(cache, guess[:8])))
     look()
     too_long = {"input_ids": torch.tensor([guess]), "max_new_tokens": 4 * 200}
     seen.append(message(OutOfBlocksError, lambda: run(cache.store.model, cache, **too_long)))
@@ -98,7 +106,7 @@ def view(cache: PagedPrefixCache, guess: list[int]) -> list[Any]:
     seen.append((copy.deepcopy(cache).stats(), cache.sibling().stats(), cache.check()))
     cache.reset()
     look()
-    seen.append((cache.reset_prefix_cache(), cache.pin(guess)))
+    seen.append((cache.reset_prefix_cache(), pin(cache, guess)))
     look()
     return seen
 
@@ -172,7 +180,7 @@ def test_in_a_pool_too_small_for_both_a_right_guess_shows_no_more_than_a_wrong_o
                 seen.append((bob.stats(), bob.last_call))
                 bob.reset()
             try:
-                seen.append(bob.pin(SECRET))
+                seen.append(pin(bob, SECRET))
             except OutOfBlocksError as refused:
                 seen.append(str(refused))
             seen.append((bob.stats(), bob.unpin()))
