@@ -41,8 +41,9 @@ class Explanation:
         num_tokens: of the prompt.
         num_known: of these, found by a call of this prompt now; it computes the last token in any case.
         stopped: why no more.
-        parts_at: token from which on the prompt is another than the closest cached one; `num_known` where none goes on.
-        before, after: the prompt on both sides of that place.
+        parts_at: token from which on the prompt is another than the closest cached one; `num_tokens` where it is the beginning of
+            that one; `num_known` where none goes on.
+        before, after: the prompt on both sides of that place; `after` is empty where the prompt ends there.
         cached: how the closest cached prompt goes on there, as far as it does in that block; None where none does.
         advice: what may be behind it; empty where nothing can be said.
 
@@ -71,7 +72,12 @@ class Explanation:
             f"{self.num_known:,} of {self.num_tokens:,} tokens are known ({percent}%); {num_computed:,} would be computed",
             f"why no more: {self.stopped}",
         ]
-        if self.cached is not None:
+        if self.cached is not None and self.parts_at == self.num_tokens:
+            lines += [
+                f"the prompt ends at token {self.num_tokens:,}, behind   {self.before!r}",
+                f"  what is cached goes on with   {self.cached!r}",
+            ]
+        elif self.cached is not None:
             lines += [
                 f"from token {self.parts_at} on they part, behind   {self.before!r}",
                 f"  the prompt goes on with   {self.after!r}",

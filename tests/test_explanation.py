@@ -71,6 +71,21 @@ def test_what_is_known_whole_has_nothing_to_part_from(tiny_llama: Any) -> None:
     assert "1 would be computed" in str(found)
 
 
+@pytest.mark.parametrize("length", [20, 32, 33])
+def test_the_beginning_of_what_is_cached_is_said_to_be_that(length: int, tiny_llama: Any, tiny_tokenizer: Any) -> None:
+    text = "Answer in one word.\nWhat is ice? And what is snow?"
+    cache = PagedPrefixCache(tiny_llama)
+    cache.prefill(tiny_tokenizer(text).input_ids)
+    found = cache.explain(tiny_tokenizer(text[:length]).input_ids, tiny_tokenizer)
+    assert (found.num_known, found.parts_at, found.after) == (length // BLOCK * BLOCK, length, "")
+    assert found.cached == text[length : min(48, length + 16, (length // BLOCK + 1) * BLOCK)]
+    said = str(found)
+    assert f"the prompt ends at token {length}, behind   {found.before!r}" in said
+    assert f"what is cached goes on with   {found.cached!r}" in said
+    assert "''" not in said
+    assert "part" not in said.split("why no more")[1].split("\n", 1)[1]
+
+
 def test_tokens_that_are_cached_behind_others_are_told(tiny_llama: Any) -> None:
     cache = PagedPrefixCache(tiny_llama)
     cache.prefill([*range(1, 49)])
