@@ -31,11 +31,14 @@ _WHICH_ADAPTERS = "only adapters that change layers, such as LoRA, are supported
 
 
 def unwrapped(model: Any) -> Any:
-    """The module whose `__call__` `generate` runs: of a PEFT model the one inside, whose layers are adapted.
+    """The module whose `__call__` `generate` runs: the one that `torch.compile` was given, and of a PEFT model the one
+    inside, whose layers are adapted.
 
     Raises:
         UnsupportedModelError: an adapter that does more than change layers.
     """
+    while isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+        model = compiled  # its calls and its `generate` are those of the module inside
     if isinstance(model, PreTrainedModel) or not hasattr(model, "get_base_model"):
         return model
     for name, config in getattr(model, "peft_config", {}).items():

@@ -533,6 +533,30 @@ def test_compiled_models_are_right_and_reuse(name: str, how: str, backend: str) 
     run_compiled(name, how, backend)
 
 
+def test_what_torch_compile_returns_is_run_as_the_model_inside() -> None:
+    """Its `generate` is the model's; its own calls run compiled, with our hooks."""
+    model, plain = build("llama"), build("llama")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    cache = PagedPrefixCache(compiled)
+    assert cache.store.model is model
+    for _ in range(2):
+        for seed in (2, 3):
+            ids = torch.tensor([row((1, 40), (seed, 6))])
+            reference = DynamicCache(config=plain.config)
+            with torch.no_grad():
+                for new in (ids[:, :-1], ids[:, -1:]):
+                    wanted = plain(new, past_key_values=reference, logits_to_keep=1).logits
+                    got = compiled(new, past_key_values=cache, logits_to_keep=1).logits
+                    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+            cache.reset()
+            assert_same(run(plain, input_ids=ids), run(compiled, cache, input_ids=ids))
+            assert cache.last_call.reused_tokens == 32
+            cache.reset()
+    torch._dynamo.reset()
+    cache.check()
+
+
 # The list is complete.
 
 # Option of `generate` -> the scene or test that plays it. None: nothing that a decoder's cache could meet.
