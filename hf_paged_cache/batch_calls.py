@@ -57,7 +57,6 @@ class BatchCalls:
         self._ends = {eos} if isinstance(eos, int) else set(eos or ())
         is_token = isinstance(pad, int) and pad >= 0
         self._options = {**options, **REPLACED, "pad_token_id": pad if is_token else max(0, min(self._ends, default=0))}
-        self._begins: list[int] = []  # the first block of the prompt that ran last
         self._stop: StopStringCriteria | None = None
         if config.stop_strings:
             self._stop = StopStringCriteria(tokenizer, config.stop_strings)
@@ -116,10 +115,6 @@ class BatchCalls:
             waiting += [(numbers[half:], tokens[half:]), (numbers[:half], tokens[:half])]
 
     def _run(self, rows: list[int], prompts: list[Sequence[int]], cache: PagedPrefixCache | None) -> Record:
-        block = slice(self._cache.store.blocks.block_size)
-        if cache is not None and len(prompts) == 1 and [*prompts[0][block]] != self._begins:
-            cache.reset()  # of no use to this prompt, which is warned of as a turn of a chat otherwise
-        self._begins = [*prompts[0][block]]
         ids, mask = _padded(prompts)
         clock = _FirstTokenClock()
         num_bypassed = 0 if cache is None else cache.stats().num_bypassed_calls

@@ -100,7 +100,7 @@ def install() -> None:
         _wrap(cls, name, _require_owned)
     # A model runs between these, and users' callbacks, or what they call writes to a log.
     for cls, names in [
-        (Session, ("before_forward", "after_forward", "_log", "_warn_of_a_lone_turn", "why_unscheduled")),
+        (Session, ("before_forward", "after_forward", "_log", "why_unscheduled")),
         (SideForwards, ("run", "run_columns")),
         (Call, ("write", "write_pair")),
     ]:

@@ -143,6 +143,7 @@ def _choose(
         num_at_end: see `look_up_row`.
     """
     closest, num_common = previous.closest(new)
+    begins_otherwise = closest is not None and num_common == 0 < closest.num_true_tokens
     ended = None
     if closest is not None and store.states:  # of its last token alone its states are there
         if num_at_end(closest) == closest.num_true_tokens <= num_common:
@@ -157,6 +158,8 @@ def _choose(
         why = f"a window no longer shows what is before token {longest}, up to which blocks are cached"
     else:
         why = _why_stopped(num_known, new.token_ids, store.block_size, closest)
+        if begins_otherwise and not num_known:
+            why += ", and the last call's begin otherwise"
     return _Choice(num_known, why, closest, ended)
 
 

@@ -237,11 +237,12 @@ class ArgumentReader:
             position = given.last[at] - (num_new - 1 - skipped)  # of the first new token
             start = position - max(0, before - pad)
             if running and start != expected[row]:
-                if start < expected[row] and not is_bypassed:
+                if (
+                    start < 0 and not is_bypassed
+                ):  # else it only counts otherwise: tokens, say, where columns were counted
                     raise CacheArgumentError(
-                        f"row {row} goes on at position {position}, but the cache holds its first "
-                        f"{max(0, before - pad)} tokens: call generate on the model that the cache is attached to, or "
-                        "cache.reset() first"
+                        f"row {row} goes on at position {position}, but the cache holds {max(0, before - pad)} tokens of "
+                        "it: pass positions that go on behind these, or none; or cache.reset() first, for a new prompt"
                     )
                 return expected, "positions do not go on where the row stopped"
             firsts.append(start)

@@ -26,7 +26,7 @@ def running_elsewhere(model: nn.Module) -> nn.Module | None:
 def how_to_run(model: nn.Module) -> str:
     """What to do so that a forward is scheduled."""
     if not is_attached(model):
-        return "detach() took this cache off its model; `with cache:`, or another cache of the model, attaches it again"
+        return "this cache is detached from its model; enter `with cache:`, or build another cache, to attach it again"
     return "run the model that the cache was built for through its own __call__, not model.model(...)"
 
 

@@ -5,7 +5,6 @@ Owns who may use the cache now (one `generate` at a time), the roots of rows, an
 
 import logging
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -102,7 +101,6 @@ class Session:
         self._inputs: KnownInputs | None = None  # of the next forward
         self._bypass: str | None = None
         self._adapters: list[str] | None = None
-        self._has_warned = False
         self._was_overtaken = False  # another generate has left rows where this one was to begin its own
 
     @property
@@ -246,7 +244,6 @@ class Session:
                 self.own_layers.take_over(_OTHER_WINDOWS, records_past=self.records_drafts)
                 self.own_layers.start_forward(arguments)
                 return arguments
-        previous = [(row.root, row.table.num_tokens) for row in call.previous.distinct]
         known, self._inputs = self._inputs, None
         request = self._reader.read(
             arguments, call.rows, in_generate=self.is_open, records_drafts=self.records_drafts, known=known
@@ -285,7 +282,6 @@ class Session:
             self._windows.of_layer = windows  # rows of before may go on
             raise
         self._ranks.is_settled = self._needs_no_agreement(forward.stop)
-        self._warn_of_a_lone_turn(request, previous)
         if forward.start == before and forward.copies is None:
             return arguments
         return for_scheduled(arguments, forward, before)
@@ -307,7 +303,15 @@ class Session:
             is_alone = self._was_alone and not self._conditioning.may_change_in_a_forward()
             held = is_alone or self._conditions_hold()
         self.going_on.note()
-        copies = call.confirm(self._ranks.settled_budget(), conditions_held=held).copies
+        try:
+            copies = call.confirm(self._ranks.settled_budget(), conditions_held=held).copies
+        except ForwardMismatchError as error:
+            if not (gone := self._layers_taken_out()):
+                raise
+            raise ForwardMismatchError(
+                f"layers {gone} have been taken out of the model since the cache was built; build another cache for the "
+                "model as it is now, PagedPrefixCache(model), or put the layers back"
+            ) from error
         if copies is not None:
             output.logits = output.logits.index_select(0, to_device(copies, output.logits.device))
         return output
@@ -477,8 +481,14 @@ class Session:
         if (running := running_elsewhere(model)) is not None:
             return another_model(model, running)
         return ForwardMismatchError(
-            f"{how_to_run(model)}: layer {layer_idx} writes to a cache whose call {self._call.state.value}"
+            f"{how_to_run(model)} (layer {layer_idx} writes, and no forward was announced to the cache)"
         )
+
+    def _layers_taken_out(self) -> list[int]:
+        """Layers that have written keys and values and are no longer in the model, by the numbers that its modules have."""
+        modules = self._conditioning.model.modules()
+        present = {number for module in modules if isinstance(number := getattr(module, "layer_idx", None), int)}
+        return sorted({number for number, _ in self._store.writing_layers} - present) if present else []
 
     def _require_model(self, model: Any) -> None:
         if model is not self._conditioning.model:
@@ -499,21 +509,6 @@ class Session:
                 f"the attention mask has {given.num_masked} columns, the cache {num_held} and the ids {given.num_given}: pass "
                 "the whole prompt, or ids that go on exactly where the rows stopped (the last token generated is not "
                 "among them)"
-            )
-
-    def _warn_of_a_lone_turn(self, request: ForwardRequest, previous: list[tuple[bytes, int]]) -> None:
-        """Once: a prompt half as long as the row before it, or less, that starts otherwise may be a chat's new turn alone."""
-        if self._has_warned or len(previous) != 1 or len(request.rows) > 1 or request.bypass or not self.is_open:
-            return
-        (row,), (new,), (root, num_previous) = self._call.rows.distinct, request.rows, previous[0]
-        is_new = row.num_known < self._store.block_size and not (row.table.num_committed_blocks or row.num_confirmed)
-        if is_new and new.root == root and 2 * len(new.token_ids) < num_previous:
-            self._has_warned = True
-            warnings.warn(
-                f"PagedPrefixCache: this prompt of {len(new.token_ids)} tokens shares less than a block with the "
-                f"{num_previous} tokens that the cache holds of the last call, so it is computed as a new prompt. If it is "
-                "the new turn of a chat, pass the whole conversation; what is known of it is not computed again",
-                stacklevel=2,
             )
 
     def _log(self) -> None:

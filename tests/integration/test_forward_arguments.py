@@ -245,7 +245,7 @@ def test_a_row_that_goes_on_behind_a_gap_is_not_reused() -> None:
 
 
 def test_a_row_that_begins_anew_on_a_cache_that_holds_it_is_refused() -> None:
-    with pytest.raises(CacheArgumentError, match="row 0 goes on at position 0, but the cache holds its first 6 tokens"):
+    with pytest.raises(CacheArgumentError, match="row 0 goes on at position 0, but the cache holds 6 tokens of it"):
         read({"input_ids": IDS[1:], "position_ids": torch.arange(4)[None]}, running((0, 6)))
 
 

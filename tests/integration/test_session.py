@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -168,77 +166,37 @@ def test_tokens_of_prompts_are_those_that_the_mask_shows_and_none_that_were_gene
     assert cache.stats().prompt_tokens == 2 * sum(wanted)
 
 
-# A chat whose new turn is passed alone.
+# A chat whose new turn is passed alone, which is a new prompt, as any other that begins otherwise.
 
 TURN = torch.tensor([row((2, 12))])
 
 
-def warned(act: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        act()
-    return [str(each.message) for each in caught if "PagedPrefixCache" in str(each.message)]
-
-
-def test_only_the_new_turn_of_a_chat_warns_once_and_by_name(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    assert warned(lambda: run(model, cache, input_ids=IDS)) == []
-    (message,) = warned(lambda: run(model, cache, input_ids=TURN))
-    assert "this prompt of 12 tokens" in message
-    assert "the 55 tokens that the cache holds of the last call" in message
-    assert "pass the whole conversation" in message
-    assert_same(run(model, input_ids=TURN), run(model, cache, input_ids=TURN))
-    run(model, cache, input_ids=IDS)
-    assert warned(lambda: run(model, cache, input_ids=TURN)) == []
-
-
-def test_the_whole_conversation_and_only_new_tokens_that_go_on_do_not_warn(
-    model: PreTrainedModel, cache: PagedPrefixCache
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("turn", [TURN, torch.tensor([row((2, 20))])])
+def test_a_prompt_that_begins_otherwise_than_the_last_call_says_so_and_warns_of_nothing(
+    turn: torch.Tensor, model: PreTrainedModel, cache: PagedPrefixCache
 ) -> None:
-    whole = torch.cat([run(model, cache, input_ids=IDS).sequences, TURN], 1)
-    assert warned(lambda: run(model, cache, input_ids=whole)) == []
-    assert cache.last_call.reused_tokens == 55
-    new = {"input_ids": TURN, "attention_mask": torch.ones(1, cache.get_seq_length() + 12, dtype=torch.long)}
-    assert warned(lambda: run(model, cache, **new)) == []
-
-
-OTHERS: dict[str, dict[str, Any]] = {
-    "a shared block": {"input_ids": torch.tensor([row((1, 16), (3, 4))])},
-    "a longer prompt": {"input_ids": torch.tensor([row((4, 80))])},
-    "a prompt of more than half the length": {"input_ids": torch.tensor([row((4, 28))])},
-    "several rows": batch(row((4, 9)), row((5, 9))),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_independent_prompts_do_not_warn(other: str, model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    """The same short prompt twice, a new chat behind few-shot work, and a lone turn look alike."""
+    other = ", and the last call's begin otherwise"
     run(model, cache, input_ids=IDS)
-    assert warned(lambda: run(model, cache, **OTHERS[other])) == []
+    assert not cache.last_call.rows[0].stopped.endswith(other)  # there was none
+    said = cache.lookup(turn[0].tolist()).stopped
+    assert_same(run(model, input_ids=turn), run(model, cache, input_ids=turn))
+    assert cache.last_call.rows[0].stopped == said
+    assert said.endswith(other)
+    run(model, cache, input_ids=turn)
+    assert cache.last_call.rows[0].stopped == "the whole prompt was known"
+    run(model, cache, input_ids=IDS)  # whose blocks are known
+    assert other not in cache.last_call.rows[0].stopped
+    run(model, cache, input_ids=torch.cat([IDS[:, :3], turn], 1))
+    assert cache.last_call.rows[0].stopped == "the prompt differs from the last call's tokens at token 3"
 
 
-def test_after_a_reset_and_after_a_batch_a_short_prompt_does_not_warn(
-    model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
+def test_behind_a_reset_nothing_is_said_of_the_last_call(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
     run(model, cache, input_ids=IDS)
     cache.reset()
-    assert warned(lambda: run(model, cache, input_ids=TURN)) == []
-    run(model, cache, **batch(PROMPT, row((3, 50))))
-    assert warned(lambda: run(model, cache, input_ids=TURN)) == []
-
-
-def test_a_prompt_that_may_not_be_matched_does_not_warn(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    run(model, cache, input_ids=IDS)
-    embeddings = model.get_input_embeddings()(TURN).detach()
-    assert warned(lambda: run(model, cache, inputs_embeds=embeddings)) == []
-
-
-def test_a_prompt_that_is_computed_again_since_the_model_has_changed_does_not_warn(
-    model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
-    run(model, cache, input_ids=IDS)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.weight.mul_(-1)
-    assert warned(lambda: run(model, cache, input_ids=IDS)) == []
-    assert cache.last_call.reused_tokens == 0
+    run(model, cache, input_ids=TURN)
+    assert cache.last_call.rows[0].stopped == "the 12 tokens from token 0 on do not fill a block of 16"
 
 
 # Out of memory

@@ -52,6 +52,7 @@ def assert_next_call_is_right(cache: PagedPrefixCache, reused: int | None = None
 @pytest.mark.parametrize(
     ("make", "said"),
     [
+        (lambda _: torch.compile(torch.nn.Linear(1, 1)), "an object of type Linear; for a wrapped model pass"),
         (lambda model: type(model), "the class LlamaForCausalLM: pass a model, an instance of it"),
         (lambda _: "gpt2", "the string 'gpt2': load it first, with AutoModelForCausalLM.from_pretrained"),
         (PagedPrefixCache, "a PagedPrefixCache: pass its store"),
@@ -210,6 +211,53 @@ def test_an_unusual_mask_is_neither_served_nor_stored(cache: PagedPrefixCache) -
     assert "zeros after" in cache.last_call.rows[0].stopped
     cache.reset()
     assert cache.stats().num_cached_blocks <= num_cached
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "opt"])
+def test_new_tokens_go_on_from_padded_rows_whose_columns_were_counted(name: str, is_used: bool) -> None:
+    """A plain forward without positions counts columns, `generate` the tokens that the mask shows: as with `DynamicCache`."""
+    model = build(name)
+    ids = torch.tensor([row((1, 40)), [0] * 8 + row((2, 32))])
+    mask = torch.ones_like(ids)
+    mask[1, :8] = 0
+    new = torch.tensor([row((3, 5)), row((4, 5))])
+    going_on = {"input_ids": new, "attention_mask": torch.cat([mask, torch.ones_like(new)], 1)}
+    cache, plain = PagedPrefixCache(model), DynamicCache(config=model.config)
+    if is_used:
+        run(model, cache, input_ids=ids, attention_mask=mask)
+        cache.reset()
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, past_key_values=plain)
+    assert_same(run(model, **going_on, past_key_values=plain), run(model, cache, **going_on))
+    cache.check()
+    whole = {**going_on, "input_ids": torch.cat([ids, new], 1)}
+    for _ in range(2):  # nothing that was numbered otherwise is found
+        assert_same(run(model, **whole), run(model, cache, **whole))
+        cache.reset()
+
+
+# Layers that are taken out of a model.
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_model_without_some_of_its_layers_is_refused_by_the_cache_of_before(is_used: bool) -> None:
+    model = build("llama", num_hidden_layers=3)
+    whole, ids = model.model.layers, torch.tensor([PROMPT])
+    cache = PagedPrefixCache(model)
+    run(model, cache, input_ids=ids if is_used else ids[:, 40:])
+    model.model.layers = whole[:1]
+    with pytest.raises(
+        ForwardMismatchError, match=r"^layers \[1, 2\] have been taken out of the model .* build another"
+    ):
+        run(model, cache, input_ids=ids)
+    cache.check()
+    shorter = PagedPrefixCache(model)
+    for _ in range(2):
+        assert_same(run(model, input_ids=ids), run(model, shorter, input_ids=ids))
+    model.model.layers = whole
+    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
 
 
 def test_an_empty_prompt_is_refused_as_without_a_cache(cache: PagedPrefixCache) -> None:

@@ -8,7 +8,6 @@ import resource
 import signal
 import stat
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 KINDS = ["llama", "gemma3", "mistral", "qwen3_next", "lfm2"]
 BASE = row((1, 64))
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_paged_cache.integration.session.Session._warn_of_a_lone_turn", lambda *_: None)
-        yield
 
 
 def new_cache(model: PreTrainedModel, **given: Any) -> PagedPrefixCache:
