@@ -177,6 +177,8 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
         with blocks.lock:
             calls, kinds = self.call.counters.metrics.recent, blocks.allocator.kinds_of_blocks(self.cache_salt or None)
         facts = f"{counted(stats.num_calls, 'call')}, {stats.reused_tokens:,} of {stats.prompt_tokens:,} prompt tokens reused ({stats.hit_rate:.0%})"
+        if stats.shared_tokens:
+            facts += f", {stats.shared_tokens:,} computed for another row"
         size = f"blocks of {blocks.block_size} tokens, {stats.kv_bytes / 2**20:,.1f} MiB of keys and values"
         return Picture(f"PagedPrefixCache of {type(self.store.model).__name__}", f"{facts}; {size}", calls, kinds)
 
@@ -294,9 +296,10 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
         The context is reused from the store as far as it is known, runs once, and is stored; what all continuations have
         in common runs with it; one that is the beginning of another runs with that. Equal to the `log_softmax` of one plain
         forward for each, of all tokens of context and continuation, on the model as it is when the call begins. Where rotary
-        frequencies depend on length (dynamic, longrope), only continuations of one length run together. Effects: none on the rows of
-        this cache, also while its `generate` runs, nor on such frequencies; `stats()` counts it as if each continuation had
-        been run behind the context, `last_call` does not. No gradients. The number of forwards follows from the arguments alone.
+        frequencies depend on length (dynamic, longrope), only continuations of one length run together. Effects: none on the rows
+        of this cache, also while its `generate` runs, nor on such frequencies; `stats()` counts it as a call with a row for each
+        continuation, behind the context, and `last_call` shows it, unless a `generate` runs. No gradients. The number of
+        forwards follows from the arguments alone.
 
         Args:
             context: token ids, [T] or [1, T], at least one.
@@ -318,7 +321,7 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
         """
         conditioning = self.store.conditioning
         conditioning.digest()  # reads what rope the model has now
-        scores, num_tokens, num_computed = score(
+        scores, rows, peak_kv_bytes = score(
             SideForwards(self.store.model, self.store.argument_reader, self._verifying_sibling),
             context,
             continuations,
@@ -326,8 +329,7 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
             rope=conditioning.rope,
         )
         if scores:
-            with self.store.blocks.lock:
-                self.call.counters.add_call(num_tokens, num_computed)
+            self.call.count_elsewhere("score", rows, peak_kv_bytes)
         return scores
 
     def stats(self) -> CacheStats:
@@ -344,7 +346,10 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
 
     @property
     def last_call(self) -> CallStats:
-        """The same for the last call alone, with a line a row: how far it matched, and why no further."""
+        """The same for the last call alone, with a line a row: how far it matched, and why no further.
+
+        The last `generate`, plain forward, `score` or `prefill` that computed something: `last_call.kind` says which.
+        """
         return self.call.counters.of_call(self.call.peak_kv_bytes)
 
     def reset_prefix_cache(self) -> None:

@@ -41,8 +41,8 @@ class NamedPrefixes:
 
         Whole blocks are cached, those that are known are not computed again, and layers with a window or a state keep what
         is needed to go on at the end. Any later call may evict them: `pin` keeps them. It holds under the conditions that
-        `pin` names. Effects: none on the rows of this cache; `stats()` counts what is computed as a call, `last_call` does
-        not. Processes that share a model call it together, with the same lengths and `chunk_size`.
+        `pin` names. Effects: none on the rows of this cache; `stats()` counts what is computed as a call, and `last_call` shows
+        it, unless a `generate` runs. Processes that share a model call it together, with the same lengths and `chunk_size`.
 
         Args:
             token_ids: of the prefix as prompts begin with it, special tokens included: a list or tensor of [T] or [1, T];
@@ -91,10 +91,9 @@ class NamedPrefixes:
             by_length=self.store.conditioning.rope.depends_on_length,
             looks=not session.runs_on_ranks,
         )
-        done = prefill.run(prompts)
+        done, rows, peak_kv_bytes = prefill.run(prompts)
         if done.num_computed:
-            with self.store.blocks.lock:
-                self.call.counters.add_call(done.num_known + done.num_computed, done.num_computed)
+            self.call.count_elsewhere("prefill", rows, peak_kv_bytes)
         return done
 
     def lookup(self, token_ids: "list[int] | Tensor") -> Lookup:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from .errors import CacheArgumentError
 from .wording import counted
 
-_REUSED, _COMPUTED, _IN_USE, _FREE = "#2a9d6f", "#c07d2b", "#4a86d8", "#8a8a8a"
+_REUSED, _SHARED, _COMPUTED, _IN_USE, _FREE = "#2a9d6f", "#8f6bb8", "#c07d2b", "#4a86d8", "#8a8a8a"
 _KINDS = {2: ("in use", _IN_USE, 1.0), 1: ("cached", _REUSED, 1.0), 0: ("free", _FREE, 0.35)}
 _MOST_CELLS = 480  # of the map
 _COLUMNS = 60
@@ -29,13 +29,13 @@ class Picture(NamedTuple):
     Attributes:
         title: what it is a picture of.
         facts: a line below it.
-        calls: prompt tokens, and those reused, of the last forwards of prompts, the oldest first.
+        calls: prompt tokens, those reused, and those shared by rows, of the last forwards of prompts, the oldest first.
         kinds: of each block: 0 it is free, 1 cached, 2 in use.
     """
 
     title: str
     facts: str
-    calls: Sequence[tuple[int, int]]
+    calls: Sequence[tuple[int, int, int]]
     kinds: bytes
 
 
@@ -64,7 +64,10 @@ def as_html(picture: Picture) -> str:
     counts = Counter(picture.kinds)
     blocks = "".join(f"{_swatch(color)} {counts[kind]:,} {name} " for kind, (name, color, _) in _KINDS.items())
     each = f"({cells.blocks_each} a square)" if cells.blocks_each > 1 else ""
-    calls = f"{_swatch(_REUSED)} reused {_swatch(_COMPUTED)} computed, tokens of the last {counted(len(picture.calls), 'prompt')}"
+    calls = (
+        f"{_swatch(_REUSED)} reused {_swatch(_SHARED)} shared by rows {_swatch(_COMPUTED)} computed, tokens of the last "
+        f"{counted(len(picture.calls), 'prompt')}"
+    )
     return (
         f'<div style="font: 13px sans-serif; max-width: {_WIDTH}px"><div><b>{escape(picture.title)}</b></div>'
         f"<div>{escape(picture.facts)}</div>"
@@ -77,13 +80,14 @@ def _swatch(color: str) -> str:
     return f'<span style="color: {color}">&#9632;</span>'
 
 
-def _bars(calls: Sequence[tuple[int, int]]) -> str:
-    most = max((num_tokens for num_tokens, _ in calls), default=0) or 1
+def _bars(calls: Sequence[tuple[int, int, int]]) -> str:
+    most = max((num_tokens for num_tokens, _, _ in calls), default=0) or 1
     width = min(24.0, _WIDTH / max(1, len(calls)))
     drawn = []
-    for number, (num_tokens, num_reused) in enumerate(calls):
-        whole, reused = (_HEIGHT * count / most for count in (num_tokens, num_reused))
-        for color, height, bottom in ((_COMPUTED, whole - reused, reused), (_REUSED, reused, 0.0)):
+    for number, (num_tokens, num_reused, num_shared) in enumerate(calls):
+        whole, reused, saved = (_HEIGHT * count / most for count in (num_tokens, num_reused, num_reused + num_shared))
+        parts = (_COMPUTED, whole - saved, saved), (_SHARED, saved - reused, reused), (_REUSED, reused, 0.0)
+        for color, height, bottom in parts:
             if height:
                 drawn.append(
                     f'<rect x="{number * width:.1f}" y="{_HEIGHT - bottom - height:.1f}" width="{0.85 * width:.1f}" '
@@ -134,9 +138,10 @@ def as_figure(picture: Picture) -> Any:
     figure = ShownFigure(figsize=(8, 4), layout="constrained")
     bars, blocks = figure.subplots(2, 1)
     numbers = range(1, len(picture.calls) + 1)
-    reused = [num_reused for _, num_reused in picture.calls]
+    reused, saved = [r for _, r, _ in picture.calls], [r + s for _, r, s in picture.calls]
     bars.bar(numbers, reused, color=_REUSED, label="reused")
-    bars.bar(numbers, [n - r for n, r in picture.calls], bottom=reused, color=_COMPUTED, label="computed")
+    bars.bar(numbers, [n - r - s for n, r, s in picture.calls], bottom=saved, color=_COMPUTED, label="computed")
+    bars.bar(numbers, [s for _, _, s in picture.calls], bottom=reused, color=_SHARED, label="shared by rows")
     figure.suptitle(fill(f"{picture.title}: {picture.facts}", 100), fontsize="medium")
     bars.set(xlabel="the last prompts", ylabel="tokens", xlim=(0.4, max(_FEWEST_BARS, len(picture.calls)) + 0.6))
     bars.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -20,6 +20,7 @@ from .integration.token_input import in_vocabulary
 from .model.placeholders import Placeholders
 from .model.rope import RopeRegime
 from .model.support import takes
+from .stats import RowCount
 
 _MAX_LOGITS = 2**27  # numbers that the logits of one forward may have, where no batch_size is given
 
@@ -86,7 +87,7 @@ def score(
     *,
     batch_size: int | None,
     rope: RopeRegime,
-) -> tuple[list[Score], int, int]:
+) -> tuple[list[Score], list[RowCount], int]:
     """Score the continuations; see `PagedPrefixCache.score`.
 
     Args:
@@ -95,7 +96,7 @@ def score(
             whole, each as if it were the first one.
 
     Returns:
-        the scores; the tokens of all continuations, each with the context; and how many tokens were computed.
+        the scores; what each continuation cost, with the context; and the most bytes of keys and values that a forward took.
     """
     model = side.model
     vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
@@ -111,9 +112,10 @@ def score(
     if batch_size is not None and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1):
         raise CacheArgumentError(f"batch_size is {batch_size!r}; it must be an int of at least 1 row, or None")
     if not wanted:
-        return [], 0, 0
+        return [], [], 0
     max_tokens = max(1, _MAX_LOGITS // vocabulary_size)
-    scorer = _Scorer(side, len(wanted))
+    # what runs whole runs its last token, too
+    scorer = _Scorer(side, [len(prompt) + len(tokens) - (not rope.depends_on_length) for tokens in wanted])
     if rope.depends_on_length:
         for rows, readings in plan_by_length(wanted, batch_size=batch_size, max_tokens=max_tokens):
             with side.sibling() as cache, rope.put_back():
@@ -127,8 +129,7 @@ def score(
                 with side.sibling(stem.call.fork_rows()) as cache:
                     cache.batch_repeat_interleave(len(rows))
                     scorer.run(cache, rows, readings, num_logits=max(map(len, rows)))
-    num_tokens = sum(len(prompt) + len(tokens) - (not rope.depends_on_length) for tokens in wanted)
-    return scorer.scores(), num_tokens, scorer.num_computed
+    return scorer.scores(), scorer.counts, scorer.peak_kv_bytes
 
 
 def plan(continuations: Sequence[Tokens], *, batch_size: int | None, max_tokens: int, share_trunk: bool = True) -> Plan:
@@ -203,20 +204,29 @@ def _readings(
 class _Scorer:
     """Runs forwards and collects what is read of their logits."""
 
-    def __init__(self, side: SideForwards, num_continuations: int) -> None:
+    def __init__(self, side: SideForwards, num_tokens: Sequence[int]) -> None:
         self._side = side
-        self.num_computed = 0  # tokens
-        self._log_probs: list[list[float]] = [[] for _ in range(num_continuations)]
-        self._is_greedy = [True] * num_continuations
+        self.counts = [RowCount(number, stopped="") for number in num_tokens]  # of each continuation, with the context
+        self.peak_kv_bytes = 0
+        self._found: dict[bytes, int] = {}  # root -> most tokens that its first forward found
+        self._log_probs: list[list[float]] = [[] for _ in num_tokens]
+        self._is_greedy = [True] * len(num_tokens)
 
     def scores(self) -> list[Score]:
         return [Score(tuple(log_probs), best) for log_probs, best in zip(self._log_probs, self._is_greedy, strict=True)]
 
     def run(self, cache: SiblingCache, rows: list[Tokens], readings: list[Reading], *, num_logits: int) -> None:
         """Run rows after what the cache holds, and read the logits of the last columns."""
+        num_held = cache.call.num_columns
         logits = self._side.run(cache, rows, num_logits=num_logits)
-        for count, tokens in zip(cache.call.counters.rows, rows, strict=True):
-            self.num_computed += min(count.computed_tokens, len(tokens))
+        self.peak_kv_bytes = max(self.peak_kv_bytes, cache.call.peak_kv_bytes)
+        members: list[dict[int, None]] = [{} for _ in rows]
+        for read in readings:
+            members[read.row][read.continuation] = None
+        counts, root = cache.call.counters.rows, cache.call.rows.distinct[0].root
+        most = self._found.setdefault(root, max(count.matched_tokens for count in counts))
+        for count, tokens, of_row in zip(counts, rows, members, strict=True):
+            self._count(count, most, num_held, len(tokens), [*of_row])
         index = torch.tensor([(read.row, read.column, read.token) for read in readings], device=logits.device)
         row, column, token = index.unbind(1)
         chosen = logits[row, column, token].float() - logits.float().logsumexp(dim=-1)[row, column]
@@ -224,6 +234,24 @@ class _Scorer:
         for read, log_prob, best in zip(readings, chosen.tolist(), is_best.tolist(), strict=True):
             self._log_probs[read.continuation].append(log_prob)
             self._is_greedy[read.continuation] &= best
+
+    def _count(self, row: RowCount, num_found: int, num_held: int, num_tokens: int, members: Sequence[int]) -> None:
+        """Count a row that ran `num_tokens` tokens behind those held: computed for the first that has them all, reused by each.
+
+        Args:
+            num_found: most tokens that were there before the score; what a later forward finds beyond, it has computed itself.
+        """
+        num_computed = min(row.computed_tokens, num_tokens)  # the others fill it up
+        num_reused = min(row.reused_tokens, num_found, num_tokens - num_computed)
+        payer = next(i for i in members if self.counts[i].prompt_tokens >= num_held + num_tokens)
+        self.counts[payer].computed_tokens += num_computed
+        for i in members:
+            count = self.counts[i]
+            count.reused_tokens += min(num_reused, count.prompt_tokens - num_held)
+            count.matched_tokens += min(row.matched_tokens, num_found, count.prompt_tokens - num_held)
+            count.host_tokens += row.host_tokens
+            count.disk_tokens += row.disk_tokens
+            count.stopped = count.stopped or row.stopped
 
 
 def _batches(

@@ -16,7 +16,8 @@ class CacheStats:
 
     Attributes:
         computed_tokens: of the prompts' tokens, those that ran through the model.
-        reused_tokens: all others, rows equal to a computed one included.
+        reused_tokens: those that were there before their call: in the store, or in the rows of the call before.
+        shared_tokens: all others, which ran once for several rows of their call: equal rows, and prefixes that rows share.
         hit_rate: `reused_tokens / prompt_tokens`; 0.0 before the first call.
         recent_hit_rate: the same of the last 100 forwards of prompts.
         num_bypassed_calls: of the calls, those that did not fit, or not to their end, and ran without the store.
@@ -43,6 +44,7 @@ class CacheStats:
     prompt_tokens: int
     computed_tokens: int
     reused_tokens: int
+    shared_tokens: int
     hit_rate: float
     recent_hit_rate: float
     num_calls: int
@@ -140,6 +142,7 @@ class RowStats:
     prompt_tokens: int
     computed_tokens: int
     reused_tokens: int
+    shared_tokens: int
     matched_tokens: int
     stopped: str
     host_tokens: int = 0
@@ -156,28 +159,37 @@ class CallStats:
     """The same counts as in `CacheStats`, of one call. `print` shows a table, then a line a row.
 
     Attributes:
-        rows: each row by itself, in the order of the batch.
+        kind: what the call was: "generate", "forward" (plain forwards), "score" or "prefill"; "none" before the first one.
+        rows: each row by itself, in the order of the batch; of a `score` its continuations, each with the context; of a
+            `prefill` its prompts.
 
     Examples:
         >>> for _ in range(2):
         ...     _ = model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
-        >>> cache.last_call.computed_tokens, len(cache.last_call.rows)
-        (1, 1)
+        >>> cache.last_call.kind, cache.last_call.computed_tokens, len(cache.last_call.rows)
+        ('generate', 1, 1)
     """
 
+    kind: str
     prompt_tokens: int
     computed_tokens: int
     reused_tokens: int
+    shared_tokens: int
     hit_rate: float
     peak_kv_bytes: int
     rows: tuple[RowStats, ...]
 
     def __str__(self) -> str:
         lines = [
-            f"row {i}: {row.reused_tokens} of {row.prompt_tokens} prompt tokens reused; {_from_tiers(row)}{row.stopped}"
+            f"row {i}: {row.reused_tokens} of {row.prompt_tokens} prompt tokens reused; {_of_others(row)}{_from_tiers(row)}{row.stopped}"
             for i, row in enumerate(self.rows)
         ]
         return "\n".join([_table(self), *lines])
+
+
+def _of_others(row: RowStats) -> str:
+    """What another row of the call computed for this one, for its line; "" where nothing was."""
+    return f"{row.shared_tokens} were computed for another row; " if row.shared_tokens else ""
 
 
 def _from_tiers(row: RowStats) -> str:
@@ -198,7 +210,9 @@ def _table(stats: CacheStats | CallStats) -> str:
     )
 
 
-def _readable(name: str, value: float | None, *, of_a_salt: bool) -> str:
+def _readable(name: str, value: float | str | None, *, of_a_salt: bool) -> str:
+    if isinstance(value, str):
+        return value
     if value is None:
         return "the store's" if of_a_salt else "each cache's" if name == "peak_kv_bytes" else "not known yet"
     if name.endswith("_bytes"):
@@ -212,20 +226,21 @@ class RowCount:
 
     prompt_tokens: int = 0
     computed_tokens: int = 0
+    reused_tokens: int = 0
     matched_tokens: int = 0
     stopped: str = "nothing was computed"
     host_tokens: int = 0
     disk_tokens: int = 0
 
     def frozen(self) -> RowStats:
-        """As it is now."""
-        reused = self.prompt_tokens - self.computed_tokens
+        """As it is now; what was neither computed nor reused is shared."""
         return RowStats(
-            self.prompt_tokens,
-            self.computed_tokens,
-            reused,
-            self.matched_tokens,
-            self.stopped,
-            self.host_tokens,
-            self.disk_tokens,
+            prompt_tokens=self.prompt_tokens,
+            computed_tokens=self.computed_tokens,
+            reused_tokens=self.reused_tokens,
+            shared_tokens=self.prompt_tokens - self.computed_tokens - self.reused_tokens,
+            matched_tokens=self.matched_tokens,
+            stopped=self.stopped,
+            host_tokens=self.host_tokens,
+            disk_tokens=self.disk_tokens,
         )

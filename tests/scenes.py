@@ -87,6 +87,7 @@ class Player:
         """One call that may, by the numbers given, reuse tokens.
 
         Args:
+            reused, at_least: tokens of prompts that were not computed for their row: there before, or another row's.
             whole_prompt: what the reference gets, where ours is given only new tokens.
         """
         if self.new_cache_each_call:
@@ -104,9 +105,9 @@ class Player:
         assert_same(reference, output)
         counts = self.cache.last_call
         if reused is not None:
-            assert counts.reused_tokens == reused, counts
+            assert counts.reused_tokens + counts.shared_tokens == reused, counts
         if at_least is not None:
-            assert counts.reused_tokens >= at_least, counts
+            assert counts.reused_tokens + counts.shared_tokens >= at_least, counts
         return output
 
     def refer(self, arguments: dict[str, Any]) -> Any:

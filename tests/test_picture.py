@@ -13,7 +13,7 @@ from IPython.core.formatters import DisplayFormatter
 
 from hf_paged_cache import PagedPrefixCache, picture
 from hf_paged_cache.errors import CacheArgumentError
-from hf_paged_cache.picture import _COMPUTED, _FREE, _IN_USE, _REUSED, Picture, as_figure, as_html, cells_of
+from hf_paged_cache.picture import _COMPUTED, _FREE, _IN_USE, _REUSED, _SHARED, Picture, as_figure, as_html, cells_of
 
 from .reference import row, run
 from .tiny_models import tiny
@@ -42,6 +42,20 @@ def test_bars_are_the_tokens_of_the_last_prompts() -> None:
     assert stats.reused_tokens == 12
     assert share == pytest.approx(stats.hit_rate, abs=0.01)
     assert f"12 of {stats.prompt_tokens} prompt tokens reused" in cache._repr_html_()
+
+
+def test_what_rows_of_a_call_share_has_a_colour_of_its_own() -> None:
+    cache = PagedPrefixCache(tiny("llama"), block_size=4, num_blocks=40)
+    run(tiny("llama"), cache, input_ids=torch.tensor([row((1, 12))] * 4), max_new_tokens=2)
+    bars, _ = drawings(cache._repr_html_())
+    heights = {bar.attrib["fill"]: float(bar.attrib["height"]) for bar in bars}
+    assert heights == {_SHARED: pytest.approx(60), _COMPUTED: pytest.approx(20)}
+    assert "0 of 48 prompt tokens reused (0%), 36 computed for another row" in cache._repr_html_()
+    drawn = {
+        container.get_label(): sum(bar.get_height() for bar in container)
+        for container in cache.plot().axes[0].containers
+    }
+    assert drawn == {"reused": 0, "computed": 12, "shared by rows": 36}
 
 
 def test_the_map_has_a_square_for_each_block() -> None:
@@ -74,7 +88,7 @@ def test_many_blocks_share_a_square_in_the_kind_of_most() -> None:
 
 
 def test_a_name_is_no_html() -> None:
-    html = as_html(Picture("<script>alert(1)</script>", "a & b", [(0, 0)], b""))
+    html = as_html(Picture("<script>alert(1)</script>", "a & b", [(0, 0, 0)], b""))
     assert "<script>" not in html
     assert "&lt;script&gt;" in html
     assert "a &amp; b" in html

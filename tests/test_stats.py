@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from hf_paged_cache import CacheStats, CallStats, PagedPrefixCache, PrefixStore,
 from hf_paged_cache.call.counters import PromptCounters
 from hf_paged_cache.stats import RowCount
 
-from .reference import batch, row, run
+from .reference import assert_same, batch, row, run
+from .tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,7 +25,8 @@ NUM_NEW = 3
 STATS = CacheStats(
     prompt_tokens=12_345,
     computed_tokens=345,
-    reused_tokens=12_000,
+    reused_tokens=11_000,
+    shared_tokens=1_000,
     hit_rate=12_000 / 12_345,
     recent_hit_rate=0.5,
     num_calls=3,
@@ -70,38 +73,45 @@ def test_stats_print_numbers_as_people_write_them() -> None:
 
 
 def test_a_call_prints_its_table_and_then_a_line_for_each_row() -> None:
-    rows = (RowStats(40, 8, 32, 32, "no cached block goes on"), RowStats(10, 10, 0, 0, "nothing known"))
-    text = str(CallStats(50, 18, 32, 0.64, 2**20, rows))
+    rows = (RowStats(40, 8, 32, 0, 32, "no cached block goes on"), RowStats(10, 6, 0, 4, 0, "nothing known"))
+    text = str(CallStats("generate", 50, 14, 32, 4, 0.64, 2**20, rows))
     head, tail = text.splitlines()[:-2], text.splitlines()[-2:]
-    assert [line.split()[0] for line in head] == [
+    assert head[0].split() == ["kind", "generate"]
+    assert [line.split()[0] for line in head[1:]] == [
         "prompt_tokens",
         "computed_tokens",
         "reused_tokens",
+        "shared_tokens",
         "hit_rate",
         "peak_kv_bytes",
     ]
     assert tail == [
         "row 0: 32 of 40 prompt tokens reused; no cached block goes on",
-        "row 1: 0 of 10 prompt tokens reused; nothing known",
+        "row 1: 0 of 10 prompt tokens reused; 4 were computed for another row; nothing known",
     ]
 
 
-def test_reused_tokens_of_a_row_are_those_of_the_prompt_that_were_not_computed() -> None:
-    assert RowCount(prompt_tokens=40, computed_tokens=8, matched_tokens=32, stopped="why").frozen() == RowStats(
-        prompt_tokens=40, computed_tokens=8, reused_tokens=32, matched_tokens=32, stopped="why"
+def test_what_of_a_row_was_neither_computed_nor_reused_is_shared() -> None:
+    counted = RowCount(prompt_tokens=40, computed_tokens=8, reused_tokens=20, matched_tokens=20, stopped="why")
+    assert counted.frozen() == RowStats(
+        prompt_tokens=40, computed_tokens=8, reused_tokens=20, shared_tokens=12, matched_tokens=20, stopped="why"
     )
-    assert RowCount().frozen() == RowStats(0, 0, 0, 0, "nothing was computed")
+    assert RowCount().frozen() == RowStats(0, 0, 0, 0, 0, "nothing was computed")
 
 
-@pytest.mark.parametrize(("prompt", "computed", "rate"), [(40, 10, 0.75), (40, 40, 0.0), (40, 0, 1.0), (0, 0, 0.0)])
-def test_the_hit_rate_is_the_share_not_computed_and_zero_of_nothing(prompt: int, computed: int, rate: float) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "computed", "reused", "rate"), [(40, 10, 30, 0.75), (40, 10, 10, 0.25), (40, 40, 0, 0.0), (0, 0, 0, 0.0)]
+)
+def test_the_hit_rate_is_the_share_reused_and_zero_of_nothing(
+    prompt: int, computed: int, reused: int, rate: float
+) -> None:
     counters = PromptCounters()
-    counters.rows = [RowCount(prompt, computed)]
+    counters.rows = [RowCount(prompt, computed, reused)]
     assert counters.of_call(peak_kv_bytes=0).hit_rate == rate
 
 
 def test_stats_that_were_taken_do_not_change() -> None:
-    for thing in (STATS, RowStats(0, 0, 0, 0, "")):
+    for thing in (STATS, RowStats(0, 0, 0, 0, 0, "")):
         with pytest.raises(FrozenInstanceError):
             thing.prompt_tokens = 1
 
@@ -147,6 +157,79 @@ def test_tokens_are_counted_over_all_calls_and_blocks_as_they_are_now(tiny_llama
     assert stats.num_blocks_in_use == 2 * num_blocks_of_a_row
     assert stats.num_free_blocks + stats.num_cached_blocks + stats.num_blocks_in_use == stats.num_blocks - 1
     assert stats.num_evictions == stats.num_pinned_blocks == 0
+
+
+SHARED = row((1, 160))
+BATCHES: dict[str, dict[str, Any]] = {
+    "equal rows": batch(*[row((1, 150))] * 4),
+    "beams": {**batch(row((1, 150))), "num_beams": 4},
+    "a prefix that rows share": batch(*[SHARED + row((2 + number, 9)) for number in range(4)]),
+    "padded rows in chunks": {**batch(*[SHARED, SHARED[:90]] * 2), "prefill_chunk_size": 16},
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "lfm2"])
+def test_what_rows_of_one_call_share_is_no_reuse_of_earlier_calls(name: str, kind: str) -> None:
+    model, given = tiny(name), BATCHES[kind]
+    cache = PagedPrefixCache(model, block_size=8)
+    calls = []
+    for reset in (cache.reset, cache.reset, cache.reset_prefix_cache):
+        assert_same(run(model, **given), run(model, cache, **given))
+        call = cache.last_call
+        for each in (*call.rows, call):
+            assert each.computed_tokens + each.reused_tokens + each.shared_tokens == each.prompt_tokens
+            assert min(each.computed_tokens, each.reused_tokens, each.shared_tokens) >= 0
+        assert call.hit_rate == call.reused_tokens / call.prompt_tokens
+        assert all(each.reused_tokens <= each.matched_tokens or "chunk" in kind for each in call.rows)
+        calls.append(call)
+        cache.reset()
+        reset()
+    empty, used, _ = calls
+    assert (empty.kind, empty.reused_tokens, empty.hit_rate) == ("generate", 0, 0.0)
+    assert empty.shared_tokens > 0
+    assert used.reused_tokens > 0 or (name, kind) == ("qwen3_next", "padded rows in chunks")  # too short for a snapshot
+    run(model, cache, **given)  # emptied
+    assert (cache.last_call.reused_tokens, cache.last_call.shared_tokens) == (0, empty.shared_tokens)
+    stats, every = cache.stats(), [*calls, cache.last_call]
+    assert stats.shared_tokens == sum(call.shared_tokens for call in every)
+    assert stats.reused_tokens == sum(call.reused_tokens for call in every)
+    assert stats.computed_tokens + stats.reused_tokens + stats.shared_tokens == stats.prompt_tokens
+    assert cache.store.stats().shared_tokens == stats.shared_tokens
+
+
+def test_a_row_says_why_no_more_was_reused_and_what_another_row_has_computed(tiny_llama: LlamaForCausalLM) -> None:
+    cache = PagedPrefixCache(tiny_llama, block_size=BLOCK_SIZE)
+    run(tiny_llama, cache, **batch(row((1, 128))), max_new_tokens=1)
+    cache.reset()
+    run(tiny_llama, cache, **batch(*[row((1, 140))] * 2), max_new_tokens=1)
+    first, second = str(cache.last_call).splitlines()[-2:]
+    why = "the 12 tokens from token 128 on do not fill a block of 16"
+    assert first == f"row 0: 128 of 140 prompt tokens reused; {why}"
+    assert second == f"row 1: 128 of 140 prompt tokens reused; 12 were computed for another row; {why}"
+
+
+def test_the_last_call_says_what_it_was(tiny_llama: LlamaForCausalLM) -> None:
+    cache, ids = PagedPrefixCache(tiny_llama, block_size=BLOCK_SIZE), torch.tensor([row((1, 40))])
+    assert (cache.last_call.kind, cache.last_call.rows) == ("none", ())
+    with torch.no_grad():
+        tiny_llama(ids, past_key_values=cache)
+    assert cache.last_call.kind == "forward"
+    run(tiny_llama, cache, input_ids=ids, max_new_tokens=1)
+    assert cache.last_call.kind == "generate"
+
+
+def test_of_prefilled_prompts_the_prefix_that_they_share_is_no_reuse(tiny_llama: LlamaForCausalLM) -> None:
+    cache = PagedPrefixCache(tiny_llama, block_size=BLOCK_SIZE)
+    cache.prefill(row((1, 16)))
+    assert cache.prefill([row((1, 48)), row((1, 32), (2, 16)), row((1, 48))]).num_known == 16 + 32 + 48
+    call = cache.last_call
+    assert (call.kind, [each.reused_tokens for each in call.rows]) == ("prefill", [16, 16, 16])
+    assert [each.shared_tokens for each in call.rows] == [0, 16, 32]
+    assert [each.computed_tokens for each in call.rows] == [32, 16, 0]
+    known = cache.stats()
+    assert cache.prefill(row((1, 48))).num_computed == 0
+    assert (cache.stats(), cache.last_call) == (known, call)  # nothing was computed
 
 
 def test_bytes_are_those_of_the_blocks_in_use_and_of_what_attention_reads(tiny_llama: LlamaForCausalLM) -> None:

@@ -1,4 +1,4 @@
-"""Owns the hit rate of a prefix cache. Refuses more tokens hit than queried."""
+"""Owns the hit rate of a prefix cache. Refuses more tokens hit and shared than queried."""
 
 from __future__ import annotations
 
@@ -25,25 +25,35 @@ class PrefixCacheMetrics:
         self.num_queries = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
-        self._recent: deque[tuple[int, int]] = deque(maxlen=window)  # tokens queried, tokens hit
+        self.num_shared_tokens = 0
+        self._recent: deque[tuple[int, int, int]] = deque(maxlen=window)  # tokens queried, hit, shared
 
     def __repr__(self) -> str:
         return f"PrefixCacheMetrics(num_queries={self.num_queries}, hit_rate={self.hit_rate:.3f})"
 
-    def record(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
-        """Count one query. Raises CacheArgumentError if more tokens were hit than queried, or fewer than 0."""
-        if not 0 <= num_hit_tokens <= num_queried_tokens:
+    def record(self, num_queried_tokens: int, num_hit_tokens: int, num_shared_tokens: int = 0) -> None:
+        """Count one query, of one sequence or of several.
+
+        Args:
+            num_shared_tokens: not hit, and computed once for several sequences of the query: all but the first of each.
+
+        Raises:
+            CacheArgumentError: more tokens hit and shared than queried, or fewer than 0.
+        """
+        if num_hit_tokens < 0 or num_shared_tokens < 0 or num_hit_tokens + num_shared_tokens > num_queried_tokens:
+            shared = f" and {num_shared_tokens} shared" if num_shared_tokens else ""
             raise CacheArgumentError(
-                f"{num_hit_tokens} tokens hit of {num_queried_tokens} queried; give 0 to all of them"
+                f"{num_hit_tokens} tokens hit{shared} of {num_queried_tokens} queried; give 0 to all of them"
             )
         self.num_queries += 1
         self.num_queried_tokens += num_queried_tokens
         self.num_hit_tokens += num_hit_tokens
-        self._recent.append((num_queried_tokens, num_hit_tokens))
+        self.num_shared_tokens += num_shared_tokens
+        self._recent.append((num_queried_tokens, num_hit_tokens, num_shared_tokens))
 
     @property
-    def recent(self) -> list[tuple[int, int]]:
-        """Tokens queried and tokens hit of each of the last `window` queries, the oldest first."""
+    def recent(self) -> list[tuple[int, int, int]]:
+        """Tokens queried, hit and shared of each of the last `window` queries, the oldest first."""
         return list(self._recent)
 
     @property
@@ -54,5 +64,5 @@ class PrefixCacheMetrics:
     @property
     def recent_hit_rate(self) -> float:
         """Tokens hit / tokens queried over the last `window` queries; 0.0 before the first. Cost: O(window)."""
-        queried, hit = map(sum, zip(*self._recent, strict=True)) if self._recent else (0, 0)
+        queried, hit, _ = map(sum, zip(*self._recent, strict=True)) if self._recent else (0, 0, 0)
         return hit / queried if queried else 0.0

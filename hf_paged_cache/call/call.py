@@ -26,6 +26,7 @@ from ..kv.slot_mapping import SlotMapping
 from ..kv.states import LiveStates
 from ..kv.stopwatch import Stopwatch
 from ..kv.transfers import Transfer
+from ..stats import RowCount
 from ..store.block_store import BlockStore
 from ..store.bring_up import Wanted
 from .admission import UNLIMITED, CallLimits, Demand, admit_call, renew_reservation
@@ -90,8 +91,16 @@ class Call(CallRows):
             self.states.live.record_past(records=False)
             self._held.begin()
             self._num_columns_before = self.rows.num_columns
-            self.counters.start_call()
+            self.counters.start_call("generate")
             self.peak_kv_bytes = 0
+
+    def count_elsewhere(self, kind: str, rows: Sequence[RowCount], peak_kv_bytes: int) -> None:
+        """Count a call that ran on sibling caches; it is the last one, unless a call is running on this cache."""
+        with self.store.lock:
+            is_last = not self.is_in_use
+            self.counters.add_call(kind, rows, is_last=is_last)
+            if is_last:
+                self.peak_kv_bytes = peak_kv_bytes
 
     def keep_past(self) -> None:
         """Drafts will be verified, and taken back by `crop`."""
@@ -184,7 +193,7 @@ class Call(CallRows):
                 self.demand = None
                 if self._is_first:
                     if not self.brackets:
-                        self.counters.start_call()
+                        self.counters.start_call("forward")
                     found = begin_rows_that_fit(self, request)
                     if self.states:
                         found = self.states.find(self.rows, request, found)
@@ -193,6 +202,7 @@ class Call(CallRows):
                     self.counters.begin_rows(found)
                 else:
                     self._continue_rows(request)
+                self.counters.prepare(self.rows.distinct, carry_states=bool(self.states))
                 if self.store.tiers:
                     self._count_brought()
             except BaseException:
@@ -441,6 +451,7 @@ class Call(CallRows):
         self.counters.schedule(
             request,
             list(zip(members, rows.distinct, strict=True)),
+            rows.alias,
             before=before,
             start=start,
             end=limits.num_prompt_columns,

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from ..blocks import PrefixCacheMetrics
 from ..stats import CallStats, RowCount
 from ..store.call_totals import CallTotals
+from .call_states import row_origin
 from .prefix_match import Found
 from .rows import Row
 from .scheduled_forward import ForwardRequest
@@ -18,22 +19,26 @@ class PromptCounters:
 
     Attributes:
         rows: of the running call.
+        kind: see `CallStats`; of the running call.
         totals: of all calls.
     """
 
     def __init__(self, of_all: "CallTotals | None" = None) -> None:
         self.rows: list[RowCount] = []
+        self.kind = "none"  # of the running call
+        self._elsewhere: tuple[str, list[RowCount]] | None = None  # the last call, where it ran on other caches
         self.totals = CallTotals()
         self._of_all = CallTotals() if of_all is None else of_all
         self._is_bypassed = False  # the scheduled forward runs without the store
         self._was_bypassed = False  # one of this call has
         self._pending: list[RowCount] = []  # of the scheduled forward
         self._found: Sequence[Found] = ()  # of rows that begin
+        self._num_found: list[int] = []  # tokens of the prepared forward that were there before, of each running row
         self._brought: Sequence[Mapping[str, int]] = ()  # of the scheduled forward; empty where there is one tier alone
 
     @property
     def metrics(self) -> PrefixCacheMetrics:
-        """Prompt tokens and those reused, of all calls and of the last forwards."""
+        """Prompt tokens, those reused and those shared, of all calls and of the last forwards."""
         return self.totals.metrics
 
     @property
@@ -46,8 +51,9 @@ class PromptCounters:
         """Calls of which a part ran without the store."""
         return self.totals.num_bypassed_calls
 
-    def start_call(self) -> None:
+    def start_call(self, kind: str) -> None:
         """The rows counted from here on are another call's."""
+        self.kind, self._elsewhere = kind, None
         self.rows, self._pending, self._found, self._was_bypassed = [], [], (), False
 
     def begin_rows(self, found: Sequence[Found]) -> None:
@@ -58,10 +64,17 @@ class PromptCounters:
         """Of each row of the batch, tokens that the next forward finds because lower tiers had them, by tier."""
         self._brought = of_row
 
+    def prepare(self, rows: Sequence[Row], *, carry_states: bool) -> None:
+        """Running rows hold what is known of them, and nothing was computed ahead of the forward yet."""
+        self._num_found = [
+            max(0, (row_origin(row) if carry_states else row.table.num_tokens) - row.num_confirmed) for row in rows
+        ]
+
     def schedule(
         self,
         request: ForwardRequest,
         rows: Sequence[tuple[int, Row]],
+        alias: Sequence[int],
         *,
         before: int,
         start: int,
@@ -73,9 +86,10 @@ class PromptCounters:
 
         Args:
             rows: row of the batch -> running row, which holds what is known, for each that runs.
+            alias: row of the batch -> index into `rows`, of that which runs for it.
             before: columns that the rows had.
             computed_ahead: row of the batch -> tokens computed for it, alone, just before.
-            held_back_by: "row" or "rank", of which another knows no more; or "state", of which `found` says it.
+            held_back_by: "row" or "rank", of which another one's hit is shorter; or "state", of which `found` says it.
         """
         self._pending, self._is_bypassed = [], False
         if before >= end:
@@ -89,12 +103,15 @@ class PromptCounters:
             num_skipped = max(0, start - row.pad)
             count.computed_tokens = min(count.prompt_tokens, max(0, stop - max(start, row.pad)))
             if row.table.num_tokens - num_skipped > request.num_logits_needed and held_back_by != "state":
-                why = request.keep_columns or f"another {held_back_by} knows no more"
-                count.stopped = f"; known tokens from {num_skipped} on computed again: {why}"
+                why = request.keep_columns or f"another {held_back_by}'s hit is shorter"
+                count.stopped = f"; cached from {num_skipped} on, but computed again: {why}"
         for member, num_ahead in computed_ahead.items():
             count = self._pending[member]  # what is computed twice, to fill a block, counts once
             count.computed_tokens = min(count.prompt_tokens, count.computed_tokens + num_ahead)
             count.stopped = f"; {num_ahead} of its tokens were computed first, alone{count.stopped}"
+        for count, index in zip(self._pending, alias, strict=True):  # an equal row computes nothing, and reuses as much
+            running = self._pending[rows[index][0]]
+            count.reused_tokens = min(self._num_found[index], running.prompt_tokens - running.computed_tokens)
 
     def bypass(self, num_tokens: Sequence[int], why: str, *, begins: bool) -> None:
         """Count a forward that runs without the store, in place of one that was refused.
@@ -130,29 +147,40 @@ class PromptCounters:
         for row, new in zip(self.rows, self._pending, strict=True):
             row.prompt_tokens += new.prompt_tokens
             row.computed_tokens += new.computed_tokens
+            row.reused_tokens += new.reused_tokens
             row.stopped += new.stopped
-        num_tokens = sum(new.prompt_tokens for new in self._pending)
-        num_computed = sum(new.computed_tokens for new in self._pending)
-        self._record(num_tokens, num_computed, num_calls=int(is_new))
+        self._elsewhere = None
+        self._record(self._pending, num_calls=int(is_new))
         self._pending, self._found = [], ()
 
-    def add_call(self, num_tokens: int, num_computed: int) -> None:
-        """Count a call that ran elsewhere: the rows here stay those of the running one."""
-        self._record(num_tokens, num_computed, num_calls=1)
+    def add_call(self, kind: str, rows: Sequence[RowCount], *, is_last: bool) -> None:
+        """Count a call that ran on other caches: the rows here stay those of the running one.
 
-    def _record(self, num_tokens: int, num_computed: int, *, num_calls: int) -> None:
+        Args:
+            is_last: it is the last one, until there is another.
+        """
+        self._record(rows, num_calls=1)
+        if is_last:
+            self._elsewhere = kind, [*rows]
+
+    def _record(self, rows: Sequence[RowCount], *, num_calls: int) -> None:
+        num_tokens = sum(row.prompt_tokens for row in rows)
+        num_computed, num_reused = sum(row.computed_tokens for row in rows), sum(row.reused_tokens for row in rows)
         for totals in (self.totals, self._of_all):
-            totals.record(num_tokens, num_computed, num_calls=num_calls)
+            totals.record(num_tokens, num_computed, num_reused, num_calls=num_calls)
 
     def of_call(self, peak_kv_bytes: int) -> CallStats:
         """What was confirmed of the running call, or of the last one."""
-        rows = tuple(row.frozen() for row in self.rows)
-        prompt, computed = sum(row.prompt_tokens for row in rows), sum(row.computed_tokens for row in rows)
+        kind, counted = (self.kind, self.rows) if self._elsewhere is None else self._elsewhere
+        rows = tuple(row.frozen() for row in counted)
+        prompt, reused = sum(row.prompt_tokens for row in rows), sum(row.reused_tokens for row in rows)
         return CallStats(
+            kind=kind,
             prompt_tokens=prompt,
-            computed_tokens=computed,
-            reused_tokens=prompt - computed,
-            hit_rate=(prompt - computed) / prompt if prompt else 0.0,
+            computed_tokens=sum(row.computed_tokens for row in rows),
+            reused_tokens=reused,
+            shared_tokens=sum(row.shared_tokens for row in rows),
+            hit_rate=reused / prompt if prompt else 0.0,
             peak_kv_bytes=peak_kv_bytes,
             rows=rows,
         )

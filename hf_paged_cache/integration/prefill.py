@@ -11,6 +11,7 @@ from ..blocks import HashChain
 from ..blocks.tokens import TokenIds
 from ..call.prefix_match import deepest_state
 from ..errors import OutOfBlocksError
+from ..stats import RowCount
 from ..store.block_store import BlockStore
 from .side_forward import SideForwards
 
@@ -64,9 +65,13 @@ class Prefill:
         self._chunk_size = -(-chunk_size // blocks.states.align) * blocks.states.align
         self._by_length = by_length
         self._looks = looks
+        self._peak_kv_bytes = 0
 
-    def run(self, prompts: Sequence[Prompt]) -> Prefilled:
+    def run(self, prompts: Sequence[Prompt]) -> tuple[Prefilled, list[RowCount], int]:
         """Compute what is not known of the prompts.
+
+        Returns:
+            what was done; what each prompt cost; and the most bytes of keys and values that one took.
 
         Raises:
             OutOfBlocksError: they do not fit; nothing was computed, but where another call has taken their blocks
@@ -77,14 +82,18 @@ class Prefill:
             with self._blocks.lock:
                 self._blocks.settle()
                 self._require_room(prompts)
+        with self._blocks.lock:
+            num_found = [self._look_up(prompt)[0] for prompt in prompts]  # before any of them runs
         ran = [self._run(prompt) for prompt in prompts]
-        return Prefilled(*map(sum, zip(*ran, strict=True))) if ran else Prefilled(0, 0, 0)
+        rows = [_count(did, number) for did, number in zip(ran, num_found, strict=True)]
+        done = Prefilled(*map(sum, zip(*ran, strict=True))) if ran else Prefilled(0, 0, 0)
+        return done, rows, self._peak_kv_bytes
 
     def _run(self, prompt: Prompt) -> Prefilled:
         num_tokens = len(prompt.token_ids)
         end = num_tokens // self._blocks.block_size * self._blocks.block_size
         with self._blocks.lock:
-            known, is_all = self._look_up(prompt, end) if self._looks else (0, not end)
+            known, is_all = self._look_up(prompt, touch=True) if self._looks else (0, not end)
         if is_all:
             return Prefilled(end, end, 0)
         with self._side.sibling() as cache:
@@ -96,6 +105,7 @@ class Prefill:
             (row,) = cache.call.rows.distinct
             num_kept = row.table.num_committed_blocks * self._blocks.block_size
             num_computed = sum(count.computed_tokens for count in cache.call.counters.rows)
+            self._peak_kv_bytes = max(self._peak_kv_bytes, cache.call.peak_kv_bytes)
         return Prefilled(num_kept, max(0, stops[-1] - num_computed), num_computed)
 
     def _marks(self, num_tokens: int, end: int, num_needed: int) -> list[int]:
@@ -108,12 +118,15 @@ class Prefill:
         places = {at // states.align * states.align for at in (num_tokens - num_needed, end)}
         return sorted({*places, end} - {0})
 
-    def _look_up(self, prompt: Prompt, end: int) -> tuple[int, bool]:
-        """How many tokens one could go on behind, and whether that is all there is to compute; then they are used again.
+    def _look_up(self, prompt: Prompt, *, touch: bool = False) -> tuple[int, bool]:
+        """How many tokens one could go on behind, and whether that is all there is to compute. The store's lock is held.
 
-        The store's lock is held.
+        Args:
+            touch: where it is all, they count as used now.
         """
-        blocks, tokens = self._blocks, prompt.token_ids[:end]
+        blocks = self._blocks
+        end = len(prompt.token_ids) // blocks.block_size * blocks.block_size
+        tokens = prompt.token_ids[:end]
         with blocks.new_table(prompt.root, prompt.salt) as table:
             hit = table.match_prefix(tokens)
             known, wanted = hit.num_tokens, end
@@ -121,7 +134,7 @@ class Prefill:
                 known = max(0, deepest_state(blocks, table, hit.block_ids, hit.num_tokens, 0))
                 wanted = end // blocks.states.align * blocks.states.align
             is_all = hit.num_tokens == end and known == wanted
-            if is_all:
+            if is_all and touch:
                 table.hold_prefix(tokens)  # and back: of all cached blocks, they are evicted last
             return known, is_all
 
@@ -146,6 +159,14 @@ class Prefill:
             f"{needs}, but {max(0, int(num_obtainable))} can be had beside what is in use and reserved for running calls; give "
             "fewer tokens, unpin() or reset() what is no longer needed, or build the cache with a larger num_blocks or max_bytes"
         )
+
+
+def _count(ran: Prefilled, num_found: int) -> RowCount:
+    """Of one prompt, of which so many tokens were known before the first one ran."""
+    _, num_known, num_computed = ran
+    stopped = "the rest was computed" if num_computed else "the whole prefix was known"
+    num_reused = min(num_found, num_known)
+    return RowCount(num_known + num_computed, num_computed, num_reused, num_reused, stopped)
 
 
 def stops_of(start: int, marks: Sequence[int], chunk_size: int, least: int) -> list[int]:

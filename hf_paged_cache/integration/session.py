@@ -515,5 +515,6 @@ class Session:
         if logger.isEnabledFor(logging.INFO):
             call = self._call.counters.of_call(self._call.peak_kv_bytes)
             reasons = "; ".join(f"row {number}: {row.stopped}" for number, row in enumerate(call.rows))
-            what = "reused %d of %d prompt tokens, computed %d: %s"
-            logger.info(what, call.reused_tokens, call.prompt_tokens, call.computed_tokens, reasons)
+            shared = f", shared {call.shared_tokens}" if call.shared_tokens else ""
+            what = "reused %d of %d prompt tokens, computed %d%s: %s"
+            logger.info(what, call.reused_tokens, call.prompt_tokens, call.computed_tokens, shared, reasons)

@@ -21,8 +21,9 @@ def stats_of(
         num_evictions += group.num_evictions
     return CacheStats(
         prompt_tokens=metrics.num_queried_tokens,
-        computed_tokens=metrics.num_queried_tokens - metrics.num_hit_tokens,
+        computed_tokens=metrics.num_queried_tokens - metrics.num_hit_tokens - metrics.num_shared_tokens,
         reused_tokens=metrics.num_hit_tokens,
+        shared_tokens=metrics.num_shared_tokens,
         hit_rate=metrics.hit_rate,
         recent_hit_rate=metrics.recent_hit_rate,
         num_calls=totals.num_calls,

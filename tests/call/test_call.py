@@ -878,7 +878,7 @@ def test_a_forward_starts_no_later_than_it_may_and_writes_what_it_does_not_know(
     bench.write(forward)
     bench.call.confirm()
     assert bench.call.counters.rows[0].stopped.endswith(
-        "known tokens from 5 on computed again: another rank knows no more"
+        "cached from 5 on, but computed again: another rank's hit is shorter"
     )
     bench.call.prepare(more := request([7, 8]))
     assert bench.call.schedule(more, latest_start=0).start == 12

@@ -10,6 +10,7 @@ from hf_paged_cache.blocks import PrefixCachingBlockAllocator
 from hf_paged_cache.call.counters import PromptCounters
 from hf_paged_cache.call.prefix_match import Found
 from hf_paged_cache.call.rows import Row
+from hf_paged_cache.stats import RowCount
 
 from .bench import BLOCK_SIZE, make_row, new_row, request
 
@@ -35,10 +36,15 @@ def schedule(
         (member, make_row(allocator, range(number), pads[member]))
         for member, number in zip(members, known, strict=True)
     ]
+    alias = [max(index for index, first in enumerate(members) if first <= number) for number in range(len(pads))]
+    for (_, held), number in zip(rows, known, strict=True):
+        held.num_confirmed = min(number, max(0, before - held.pad))
+    counters.prepare([held for _, held in rows], carry_states=False)
     inputs = [new_row([], pad)._replace(num_hidden=0 if hidden is None else hidden[n]) for n, pad in enumerate(pads)]
     counters.schedule(
         request(*inputs, num_new=stop - before, keep_columns=keep_columns),
         rows,
+        alias,
         before=before,
         start=start,
         end=end,
@@ -47,16 +53,15 @@ def schedule(
 
 
 def numbers(counters: PromptCounters) -> list[tuple[int, int, int]]:
-    """(prompt, computed, reused) of each row."""
+    """(prompt, computed, reused or shared) of each row."""
     frozen = [row.frozen() for row in counters.rows]
-    assert all(row.reused_tokens == row.prompt_tokens - row.computed_tokens for row in frozen)
-    return [(row.prompt_tokens, row.computed_tokens, row.reused_tokens) for row in frozen]
+    return [(row.prompt_tokens, row.computed_tokens, row.reused_tokens + row.shared_tokens) for row in frozen]
 
 
 def test_a_bypassed_forward_computes_all_and_its_call_counts_once() -> None:
     counters = PromptCounters()
     for number in (1, 2):
-        counters.start_call()
+        counters.start_call("generate")
         for num_tokens, why in (([5, 3], "no room"), ([1, 1], "")):
             counters.bypass(num_tokens, why, begins=bool(why))
             counters.confirm()
@@ -91,7 +96,7 @@ def test_a_bypassed_forward_that_died_is_not_counted() -> None:
 
 def test_padding_is_no_token_and_known_columns_are_not_computed() -> None:
     counters = PromptCounters()
-    schedule(counters, [0, 3, 9], start=6, stop=10)
+    schedule(counters, [0, 3, 9], start=6, stop=10, known=[6, 4, 0])
     counters.confirm()
     assert numbers(counters) == [(10, 4, 6), (7, 4, 3), (1, 1, 0)]
     assert (counters.metrics.num_queried_tokens, counters.metrics.num_hit_tokens, counters.num_calls) == (18, 9, 1)
@@ -115,11 +120,14 @@ def test_what_the_mask_hides_is_no_token() -> None:
     assert numbers(counters) == [(10, 10, 0), (6, 6, 0), (5, 5, 0)]
 
 
-def test_a_row_that_another_ran_for_counts_as_reused() -> None:
+@pytest.mark.parametrize("known", [0, 4])
+def test_a_row_that_another_ran_for_reuses_as_much_and_shares_the_rest(known: int) -> None:
     counters = PromptCounters()
-    schedule(counters, [0, 0, 0], start=0, stop=10, members=[0, 2])
+    schedule(counters, [0, 0, 0], start=known, stop=10, members=[0, 2], known=[known, known])
     counters.confirm()
-    assert numbers(counters) == [(10, 10, 0), (10, 0, 10), (10, 10, 0)]
+    assert numbers(counters) == [(10, 10 - known, known), (10, 0, 10), (10, 10 - known, known)]
+    assert [row.frozen().shared_tokens for row in counters.rows] == [0, 10 - known, 0]
+    assert (counters.metrics.num_hit_tokens, counters.metrics.num_shared_tokens) == (3 * known, 10 - known)
 
 
 def test_generated_tokens_are_not_counted() -> None:
@@ -163,16 +171,16 @@ def test_another_call_counts_its_own_rows_and_all_calls_together() -> None:
     counters = PromptCounters()
     schedule(counters, [0], start=0, stop=10)
     counters.confirm()
-    counters.start_call()
+    counters.start_call("generate")
     assert counters.rows == []
-    schedule(counters, [0], start=8, stop=10)
+    schedule(counters, [0], start=8, stop=10, known=[8])
     counters.confirm()
     assert numbers(counters) == [(10, 2, 8)]
     assert (counters.metrics.num_queried_tokens, counters.metrics.num_hit_tokens, counters.num_calls) == (20, 8, 2)
 
 
 @pytest.mark.parametrize(
-    ("keep", "why"), [(None, "another row knows no more"), ("logits were asked for", "logits were asked for")]
+    ("keep", "why"), [(None, "another row's hit is shorter"), ("logits were asked for", "logits were asked for")]
 )
 def test_a_row_says_how_far_it_matched_and_why_known_tokens_were_computed_again(keep: str | None, why: str) -> None:
     counters = PromptCounters()
@@ -181,7 +189,7 @@ def test_a_row_says_how_far_it_matched_and_why_known_tokens_were_computed_again(
     counters.confirm()
     first, second = (row.frozen() for row in counters.rows)
     assert first.matched_tokens == 8
-    assert first.stopped == f"no cached block goes on; known tokens from 4 on computed again: {why}"
+    assert first.stopped == f"no cached block goes on; cached from 4 on, but computed again: {why}"
     assert (second.matched_tokens, second.stopped) == (4, "a block is not full")
 
 
@@ -197,22 +205,23 @@ def test_matches_of_a_forward_that_was_never_confirmed_are_those_of_the_next() -
 
 def test_what_was_computed_ahead_counts_for_its_row_and_once() -> None:
     counters = PromptCounters()
-    schedule(counters, [0, 0, 0], start=8, stop=10, known=[8, 8, 8], computed_ahead={0: 8})
+    schedule(counters, [0, 0, 0], start=8, stop=10, known=[0, 0, 0], computed_ahead={0: 8})
     counters.confirm()
     assert numbers(counters) == [(10, 10, 0), (10, 2, 8), (10, 2, 8)]
+    assert counters.metrics.num_hit_tokens == 0
     assert "8 of its tokens were computed first" in counters.rows[0].stopped
-    schedule(counters, [0, 0, 0], before=10, start=12, stop=13, known=[12, 12, 12], computed_ahead={0: 4})
+    schedule(counters, [0, 0, 0], before=10, start=12, stop=13, known=[10, 10, 10], computed_ahead={0: 4})
     counters.confirm()  # two of these four were computed in the forward before: they fill a block
     assert numbers(counters) == [(13, 13, 0), (13, 3, 10), (13, 3, 10)]
-    assert counters.metrics.num_hit_tokens == 20
+    assert (counters.metrics.num_hit_tokens, counters.metrics.num_shared_tokens) == (0, 20)
 
 
 def test_all_numbers_of_a_call_are_those_of_its_rows() -> None:
     counters = PromptCounters()
-    schedule(counters, [0, 3], start=6, stop=10)
+    schedule(counters, [0, 3], start=6, stop=10, known=[6, 3])
     counters.confirm()
     call = counters.of_call(77)
-    assert (call.prompt_tokens, call.computed_tokens, call.reused_tokens) == (17, 8, 9)
+    assert (call.prompt_tokens, call.computed_tokens, call.reused_tokens, call.shared_tokens) == (17, 8, 9, 0)
     assert (call.hit_rate, call.peak_kv_bytes) == (9 / 17, 77)
     assert call.rows == tuple(row.frozen() for row in counters.rows)
 
@@ -221,6 +230,22 @@ def test_a_call_that_ran_elsewhere_leaves_the_rows_of_this_one() -> None:
     counters = PromptCounters()
     schedule(counters, [0], start=0, stop=10)
     counters.confirm()
-    counters.add_call(20, 5)
+    counters.add_call("score", [RowCount(20, 5, 9)], is_last=False)
     assert numbers(counters) == [(10, 10, 0)]
-    assert (counters.metrics.num_queried_tokens, counters.metrics.num_hit_tokens, counters.num_calls) == (30, 15, 2)
+    assert counters.of_call(0).rows == tuple(row.frozen() for row in counters.rows)
+    metrics = counters.metrics
+    assert (metrics.num_queried_tokens, metrics.num_hit_tokens, metrics.num_shared_tokens) == (30, 9, 6)
+    assert counters.num_calls == 2
+
+
+def test_a_call_that_ran_elsewhere_is_the_last_until_another_forward_is_confirmed() -> None:
+    counters = PromptCounters()
+    schedule(counters, [0], start=0, stop=10)
+    counters.confirm()
+    counters.add_call("score", [RowCount(20, 5, 9), RowCount(20, 0, 9)], is_last=True)
+    said = counters.of_call(7)
+    assert (said.kind, said.prompt_tokens, said.computed_tokens, said.reused_tokens) == ("score", 40, 5, 18)
+    assert (said.shared_tokens, len(said.rows)) == (17, 2)
+    schedule(counters, [0], before=10, start=10, stop=12)
+    counters.confirm()
+    assert (counters.of_call(7).prompt_tokens, len(counters.of_call(7).rows)) == (12, 1)
