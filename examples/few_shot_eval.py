@@ -41,7 +41,11 @@ def main() -> None:
         num_right += sum(answer.strip().startswith(each["label"]) for answer, each in zip(answers, batch, strict=True))
     stats = cache.stats()
     print(f"{num_right} of {len(asked)} right in {time.perf_counter() - start:.1f} s")
-    print(f"reused {stats.reused_tokens} of {stats.prompt_tokens} prompt tokens ({stats.hit_rate:.0%})")
+    saved = 1 - stats.computed_tokens / stats.prompt_tokens
+    print(
+        f"computed {stats.computed_tokens} of {stats.prompt_tokens} prompt tokens ({saved:.0%} saved): "
+        f"{stats.reused_tokens} were reused, {stats.shared_tokens} shared by rows of a batch"
+    )
 
 
 if __name__ == "__main__":

@@ -125,7 +125,8 @@ def main() -> None:
                 if name.startswith(("acc,", "exact_match,"))
             }
             print(f"{task['task']:<14}  {kind.__name__:<9}  {seconds:5.1f} s  {scores}")
-        print(f"{'':<14}  reused {lm.cache.stats().hit_rate:.0%} of {lm.cache.stats().prompt_tokens} tokens")
+        stats = lm.cache.stats()
+        print(f"{'':<14}  computed {stats.computed_tokens / stats.prompt_tokens:.0%} of {stats.prompt_tokens} tokens")
         lm.cache.detach()
 
 

@@ -78,7 +78,7 @@ def test_save_and_load_computes_in_its_first_run_alone(run_example: Run, tmp_pat
 def test_few_shot_eval_computes_its_examples_once(run_example: Run) -> None:
     right, reused = run_example("few_shot_eval.py", "--shots", "2", "--questions", "6", "--batch-size", "3")
     assert right.split(" right")[0].endswith(" of 6")
-    share = int(re.findall(r"\((\d+)%\)", reused)[0])
+    share = int(re.findall(r"\((\d+)% saved\)", reused)[0])
     assert share > 40
 
 

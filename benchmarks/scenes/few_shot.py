@@ -17,7 +17,7 @@ from .continuous_batching import Served, serve
 from .conversations import CONVERSATIONS
 from .line import BASELINE, BATCHING, FLOOR, LIMIT, OURS, Line
 from .registry import Lines, Repeat, scene
-from .ways import Measured, Way, from_scratch, on_ours, on_ready, run_round, timed_call, turned
+from .ways import Measured, Way, from_scratch, on_ours, on_ready, run_round, share_not_computed, timed_call, turned
 from .workbench import QUESTION_TOKENS, Bench
 
 DATA = Path(__file__).parents[1] / "data"
@@ -65,7 +65,7 @@ def few_shot(bench: Bench, repeat: Repeat) -> Lines:
             spread=Timing.of([ratio]),
             ways=ways_taken,
             against=against,
-            hit_rate=cache.stats().hit_rate,
+            hit_rate=share_not_computed(cache.stats()),
             kv_bytes=kv_bytes,
             details=details,
             **bar,

@@ -16,7 +16,18 @@ from hf_paged_cache import PagedPrefixCache
 from .few_shot import read_prompts
 from .line import BASELINE, OURS, RECIPE, Line
 from .registry import Lines, Repeat, scene
-from .ways import Measured, Way, from_scratch, measure_rounds, measure_steps, on_ours, run_round, timed_call, turned
+from .ways import (
+    Measured,
+    Way,
+    from_scratch,
+    measure_rounds,
+    measure_steps,
+    on_ours,
+    run_round,
+    share_not_computed,
+    timed_call,
+    turned,
+)
 from .windows import on_prepared
 from .workbench import NEW_TOKENS, Bench
 
@@ -116,7 +127,7 @@ def _few_shot(bench: Bench, shape: str) -> Lines:
                 kind="ratio",
                 spread=Timing.of([ratio]),
                 ways={name: Timing.of([seconds]) for name, seconds in totals.items()},
-                hit_rate=cache.stats().hit_rate,
+                hit_rate=share_not_computed(cache.stats()),
                 kv_bytes=measured.kv_bytes,
                 at_least=bench.bar(bar),
                 details={"a_call": measured.timings()},

@@ -12,7 +12,7 @@ from hf_paged_cache import PagedPrefixCache
 
 from .line import BASELINE, ONE_TIER, OURS
 from .registry import Lines, Repeat, scene
-from .ways import Way, from_scratch, measure_rounds, on_ours
+from .ways import Way, from_scratch, measure_rounds, on_ours, share_not_computed
 from .workbench import NEW_TOKENS, QUESTION_TOKENS, Bench
 
 _NUM_CHATS, _NUM_FIT = 8, 3
@@ -45,7 +45,7 @@ def tiers(bench: Bench, repeat: Repeat) -> Lines:
         measured = measure_rounds(
             bench, prepare, rounds=repeat(_NUM_CHATS), warmups=min(1, bench.warmups), baseline_every=4
         )
-        measured.hit_rate = with_tier.last_call.hit_rate
+        measured.hit_rate = share_not_computed(with_tier.last_call)
         (tier,) = with_tier.stats().tiers
         details = {"read_ms": tier.read_ms, "compute_ms": tier.compute_ms, "bytes": tier.num_bytes}
         yield (

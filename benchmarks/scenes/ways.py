@@ -16,7 +16,7 @@ from harness import Timing
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache import CacheStats, CallStats, PagedPrefixCache
 
 from .clock import StepMarks
 from .line import BASELINE, OURS, Line
@@ -96,6 +96,11 @@ def kv_bytes(cache: Cache) -> int:
     return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 
+def share_not_computed(stats: CacheStats | CallStats) -> float:
+    """Of the prompt tokens: what was reused, and what other rows of the same calls have computed."""
+    return 1 - stats.computed_tokens / max(1, stats.prompt_tokens)
+
+
 @dataclass
 class Measured:
     """What the rounds of one comparison gave.
@@ -104,7 +109,7 @@ class Measured:
         rounds: of each round, name -> seconds of the call, or of each of its steps.
         kv_bytes: name -> the most bytes.
         num_same: rounds in which all ways gave the same tokens; all of them in fp32.
-        hit_rate: of our last call.
+        hit_rate: share of the prompt tokens that our last call did not compute.
     """
 
     rounds: list[dict[str, list[float]]] = field(default_factory=list)
@@ -157,7 +162,7 @@ def run_round(
         cache = way.cache()
         into.kv_bytes[name] = max(into.kv_bytes.get(name, 0), kv_bytes(cache))
         if isinstance(cache, PagedPrefixCache):
-            into.hit_rate = cache.last_call.hit_rate
+            into.hit_rate = share_not_computed(cache.last_call)
         del cache
         way.afterwards()
     first = order[0] if BASELINE not in order else BASELINE
