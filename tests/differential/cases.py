@@ -1,0 +1,96 @@
+"""A case: a model, a store, caches, and the actions that are played on them, each as Python lines.
+
+What is played is what is printed: an action's lines are executed as they stand.
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+Rows = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Action:
+    """Lines that run on our caches `c0, c1, ...`, and those of the reference on `r0, r1, ...`.
+
+    The lines of ours may set `ours`, the other ones `reference`; both are compared then.
+    """
+
+    name: str
+    ours: str
+    reference: str = ""
+    both: str = ""  # runs once, before the two
+    slot: int = 0
+    mask: Rows | None = None  # of the tokens passed: results at zeros do not count
+    need: int = 0  # more blocks than the action can take
+    held: Rows | None = None  # it goes on from rows with this mask
+    counted: bool = True  # positions begin behind the padding
+    rows_each: int = 1  # rows of the cache for each row passed
+    refusals: tuple[str, ...] = ()  # errors that the documentation announces for it
+
+
+@dataclass
+class Slot:
+    """What the reference's rows of one cache are: their mask, or None where nothing goes on from them."""
+
+    store: str = "store"
+    salt: str | None = None
+    bypass: bool = False
+    mask: Rows | None = None
+    counted: bool = True  # padding has no number in the positions of these rows
+    holds: int = 0  # at most so many blocks, which do not yield to other caches
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that is needed to play: nothing is drawn any more."""
+
+    kind: str
+    seed: int
+    attention: str
+    store: str  # arguments of PrefixStore
+    caches: tuple[str, ...]  # arguments of each PagedPrefixCache
+    actions: tuple[Action, ...] = ()
+    num_blocks: int | None = None
+    block_size: int = 16
+
+    def slots(self) -> list[Slot]:
+        salts = [re.search(r"cache_salt='(\w+)'", options) for options in self.caches]
+        return [
+            Slot(salt=salt and salt[1], bypass="bypass" in options)
+            for salt, options in zip(salts, self.caches, strict=True)
+        ]
+
+    def setup(self) -> list[str]:
+        lines = [
+            f"model = build({self.kind!r}, seed={self.seed}, attention={self.attention!r})",
+            f"store = PrefixStore(model{', ' if self.store else ''}{self.store})",
+        ]
+        for i, options in enumerate(self.caches):
+            lines.append(f"c{i} = PagedPrefixCache(store{', ' if options else ''}{options})")
+            lines.append(f"r{i} = DynamicCache(config=model.config)")
+        return lines
+
+    def script(self) -> str:
+        """A program that plays the case, and compares after each action."""
+        lines = [
+            "import copy, gc, tempfile, torch",
+            "from torch import tensor",
+            "from transformers import DynamicCache",
+            "from hf_paged_cache import PagedPrefixCache, PrefixStore",
+            "from tests.differential.comparing import compare",
+            "from tests.differential.kinds import build",
+            "from tests.differential.tools import *",
+            "",
+            "folder = tempfile.mkdtemp()",
+            *self.setup(),
+        ]
+        for action in self.actions:
+            lines += ["", f"# {action.name}"]
+            lines += [text for text in (action.both, action.reference, action.ours) if text]
+            if "ours =" in action.ours:
+                lines.append(f"compare(ours, reference, mask={action.mask})")
+        return "\n".join([*lines, "store.check()"])
+
+    def with_actions(self, actions: list[Action]) -> "Case":
+        return replace(self, actions=tuple(actions))

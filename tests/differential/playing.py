@@ -1,0 +1,293 @@
+"""Plays a case: each action on the reference first, then on ours, then both compared."""
+
+import copy
+import gc
+import random
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from hf_paged_cache import OutOfBlocksError, PagedCacheError, PagedPrefixCache, PrefixStore
+from tests.differential import tools
+from tests.differential.cases import Action, Case, Rows, Slot
+from tests.differential.comparing import DifferenceError, TokenError, compare
+from tests.differential.drawing import Draw
+from tests.differential.kinds import build
+
+BUILDS = (OSError, RuntimeError)
+
+
+@dataclass
+class Failure:
+    """What went wrong at the last action of a case."""
+
+    case: Case
+    action: str
+    category: str
+    message: str
+
+
+@dataclass
+class Played:
+    """What came of a case."""
+
+    case: Case
+    failure: Failure | None = None
+    counts: Counter[str] = field(default_factory=Counter)  # of actions that were compared, by name
+    refusals: Counter[str] = field(default_factory=Counter)  # ours, by message
+    left_out: Counter[str] = field(default_factory=Counter)  # the reference's, by message
+    reused: int = 0
+    largest: float = 0.0
+
+
+class Player:
+    """The caches of one case, ours and the reference's."""
+
+    def __init__(self, case: Case) -> None:
+        self.played = Played(case)
+        self.case = case
+        self.slots = case.slots()
+        self.done: list[Action] = []
+        self.folder = tempfile.TemporaryDirectory()
+        self.names: dict[str, Any] = {
+            "copy": copy,
+            "gc": gc,
+            "torch": torch,
+            "tensor": torch.tensor,
+            "DynamicCache": DynamicCache,
+            "PagedPrefixCache": PagedPrefixCache,
+            "PrefixStore": PrefixStore,
+            "build": build,
+            "folder": self.folder.name,
+            **{name: getattr(tools, name) for name in tools.__all__},
+        }
+        self._run("\n".join(case.setup()))
+        self.model = self.names["model"]
+
+    def _run(self, lines: str) -> None:
+        exec(lines, self.names)
+
+    def play(self, action: Action) -> Failure | None:
+        """Play one action; it is left out where the reference refuses it."""
+        if action.slot >= len(self.slots):
+            return None
+        slot = self.slots[action.slot]
+        if action.held is not None and slot.mask != action.held:
+            return None
+        names = set(re.findall(r"\b[cr]\d\b", f"{action.ours} {action.reference}"))
+        if names - self.names.keys() - {f"{side}{len(self.slots)}" for side in "cr"}:
+            return None
+        self.names.pop("ours", None)
+        self.names.pop("reference", None)
+        self._run(action.both)
+        try:
+            self._run(action.reference)
+        except Exception as error:  # noqa: BLE001 -- whatever transformers does not do is left out
+            slot.mask = None
+            self.played.left_out[f"{action.name}: {_short(error)}"] += 1
+            return None
+        self.done.append(action)
+        refused = False
+        try:
+            self._run(action.ours)
+        except PagedCacheError as error:
+            if not self._may_refuse(action, slot, error):
+                return self._fail(action, type(error).__name__, f"refused, and nothing says so: {error}")
+            self.played.refusals[f"{action.name}: {_short(error)}"] += 1
+            refused = True
+        except Exception as error:  # noqa: BLE001 -- any other error is what we look for
+            return self._fail(action, type(error).__name__, str(error))
+        if "ours" in self.names and not refused:
+            try:
+                distance = compare(self.names["ours"], self.names["reference"], action.mask)
+            except DifferenceError as error:
+                if not isinstance(error, TokenError) or not self._is_tie(action):
+                    return self._fail(action, "difference", str(error))
+                self.played.counts["tie"] += 1
+                distance = 0.0
+            self.played.counts[action.name] += 1
+            self.played.largest = max(self.played.largest, distance)
+        self._follow(action, slot, refused)
+        try:
+            for store in self._stores():
+                store.check()
+        except PagedCacheError as error:
+            return self._fail(action, "check", str(error))
+        return None
+
+    def _is_tie(self, action: Action) -> bool:
+        """Whether the reference's own tokens change where its scores change by rounding errors."""
+        names = dict(self.names)
+        mine = re.sub(r"\b(r\d|apart)\b", "tie", action.reference)
+        for seed in range(12):
+            jitter = f"logits_processor=[Jitter({seed}), "
+            lines = mine.replace("logits_processor=[", jitter)
+            if lines == mine:
+                lines = mine.replace("max_new_tokens", f"{jitter}], max_new_tokens")
+            exec(lines, names)
+            try:
+                compare(names["reference"], self.names["reference"])
+            except TokenError:
+                return True
+            except DifferenceError:
+                continue
+        return False
+
+    def _may_refuse(self, action: Action, slot: Slot, error: PagedCacheError) -> bool:
+        name = type(error).__name__
+        if name in action.refusals:
+            return True
+        if not isinstance(error, OutOfBlocksError) or self.case.num_blocks is None:
+            return False
+        if slot.bypass and action.name not in ("score", "prefill", "pin", "elsewhere"):
+            return False
+        store = self.names[f"c{action.slot}"].store
+        free = self.case.num_blocks - 1 - (store.stats().num_pinned_blocks or 0)
+        for other in self.slots:
+            if other.store == slot.store and (other is not slot or action.name in ("score", "prefill", "elsewhere")):
+                free -= other.holds
+        return action.need > free
+
+    def _follow(self, action: Action, slot: Slot, refused: bool) -> None:
+        """What the rows of the caches are now."""
+        name = action.name
+        if name in ("with", "reset", "collected", "without"):
+            slot.holds = 0
+        elif name in ("generate", "fault"):
+            slot.holds = action.need
+        elif name in ("forward", "going_on", "gradients", "rows", "turn"):
+            slot.holds = max(action.need, slot.holds)
+        if refused:
+            if name not in ("score", "prefill", "forget", "forget_all", "pin", "elsewhere"):
+                slot.mask = None
+        elif name in ("with", "reset", "fault", "collected", "without"):
+            slot.mask = None
+        elif name in ("generate", "turn", "forward", "going_on", "gradients"):
+            slot.counted = action.counted
+            before = [*action.held] if action.held else [[] for _ in action.mask or []]
+            mask = [old + new for old, new in zip(before, action.mask or [], strict=True)]
+            slot.mask = self._grown([row for row in mask for _ in range(action.rows_each)], action.slot)
+        elif name in ("rows", "crop"):
+            slot.mask = action.mask
+        elif name == "copied":
+            self.slots.append(copy.copy(slot))
+        elif name == "saved":
+            self.slots.append(Slot(store=f"other{len(self.slots)}"))
+        elif name in ("forget", "forget_all"):
+            for other in self.slots:
+                if other.store == slot.store and (name == "forget_all" or other.salt == slot.salt):
+                    other.mask = None
+
+    def _grown(self, mask: Rows, slot: int) -> Rows | None:
+        cache = self.names[f"r{slot}"]
+        layers = [i for i, layer in enumerate(cache.layers) if isinstance(getattr(layer, "keys", None), torch.Tensor)]
+        if not layers:
+            return None
+        columns = cache.get_seq_length(layers[0])
+        more = columns - len(mask[0])
+        return [row + [1] * more for row in mask] if more >= 0 else None
+
+    def _stores(self) -> list[PrefixStore]:
+        stores = {id(self.names[f"c{i}"].store): self.names[f"c{i}"].store for i in range(len(self.slots))}
+        return list(stores.values())
+
+    def finish(self) -> Failure | None:
+        """Let go of everything: nothing may stay in use."""
+        for name in ("ours", "reference", "other", "apart"):
+            self.names.pop(name, None)  # an output holds its cache
+        gc.collect()
+        caches = [self.names[f"c{i}"] for i in range(len(self.slots))]
+        stores = self._stores()
+        try:
+            for cache in caches:
+                cache.reset()
+                cache.unpin()
+            for store in stores:
+                store.check()
+                stats = store.stats()
+                self.played.reused += stats.reused_tokens
+                if stats.num_blocks_in_use:
+                    return self._fail(None, "leak", f"{stats.num_blocks_in_use} blocks are in use after all was reset")
+                if (
+                    stats.num_blocks is not None
+                    and stats.num_free_blocks + stats.num_cached_blocks != stats.num_blocks - 1
+                ):
+                    return self._fail(None, "leak", f"free and cached blocks are not all blocks: {stats}")
+        except PagedCacheError as error:
+            return self._fail(None, "end", str(error))
+        return None
+
+    def _fail(self, action: Action | None, category: str, message: str) -> Failure:
+        case = self.case.with_actions(self.done)
+        return Failure(case, action.name if action else "end", category, message)
+
+    def close(self) -> None:
+        for i in range(len(self.slots)):
+            self.names[f"c{i}"].detach()
+        self.names.clear()
+        self.folder.cleanup()
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {re.sub(r'[0-9]+', 'n', str(error))[:110]}"
+
+
+def play_drawn(
+    case: Case, rng: random.Random, attentions: list[str], mutate: Callable[[Player], None] | None = None
+) -> Played:
+    """Draw actions and play them, until one fails or there are enough."""
+    player = Player(case)
+    try:
+        weights = [name for name, value in player.model.named_parameters() if value.dim() > 1]
+        draw = Draw(case, rng, player.slots, weights, attentions)
+        for _ in range(rng.randint(3, 12)):
+            action = draw.action()
+            if mutate:
+                mutate(player)
+            player.played.failure = player.play(action)
+            if player.played.failure:
+                return player.played
+            reference = player.names.get("reference")
+            if reference is not None and not isinstance(reference, list):
+                tokens = reference if isinstance(reference, torch.Tensor) else reference.get("sequences")
+                if tokens is not None:
+                    draw.prompts.remember(tokens.tolist())
+        player.played.failure = player.finish()
+        player.played.case = case.with_actions(player.done)
+        return player.played
+    finally:
+        player.close()
+
+
+def replay(case: Case, mutate: Callable[[Player], None] | None = None) -> Failure | None:
+    """Play a case as it stands."""
+    player = Player(case)
+    try:
+        for action in case.actions:
+            if mutate:
+                mutate(player)
+            failure = player.play(action)
+            if failure:
+                return failure
+        return player.finish()
+    finally:
+        player.close()
+
+
+def shrink(failure: Failure, mutate: Callable[[Player], None] | None = None) -> Failure:
+    """Leave out actions while the same action fails in the same way."""
+    at = len(failure.case.actions) - 1
+    while at >= 0:
+        actions = [action for i, action in enumerate(failure.case.actions) if i != at]
+        again = replay(failure.case.with_actions(actions), mutate)
+        if again and (again.action, again.category) == (failure.action, failure.category):
+            failure = again
+            at = min(at, len(failure.case.actions))
+        at -= 1
+    return failure

@@ -1,0 +1,93 @@
+"""Prompts that share beginnings with earlier ones, and batches of them with padding of all sorts."""
+
+import random
+from dataclasses import dataclass, field
+
+from tests.differential.cases import Rows
+from tests.differential.kinds import END, PAD, VOCABULARY
+
+LONGEST = 72
+
+
+@dataclass
+class Prompts:
+    """Remembers what was asked and answered; new prompts begin like it, mostly."""
+
+    rng: random.Random
+    block_size: int
+    longer: int = 0  # tokens by which prompts are longer than else
+    known: list[list[int]] = field(default_factory=list)
+
+    def remember(self, rows: Rows) -> None:
+        for row in rows:
+            kept = [token for token in row if token != PAD]
+            if kept:
+                self.known.append(kept)
+        del self.known[:-12]
+
+    def fresh(self, length: int) -> list[int]:
+        low = 1 if self.rng.random() < 0.1 else END + 1
+        return [self.rng.randrange(low, VOCABULARY) for _ in range(length)]
+
+    def length(self) -> int:
+        return self.rng.choice([1, 2, 3, 5, 8, 12, 13, 16, 17, 20, 24, 31, 32, 33, 40, self.rng.randint(1, 48)])
+
+    def one(self) -> list[int]:
+        rng = self.rng
+        if not self.known or rng.random() < 0.15:
+            row = self.fresh(self.longer + self.length())
+        else:
+            row = list(rng.choice(self.known))
+            how = rng.choice(["same", "cut", "cut_at_block", "extended", "changed", "turn", "cut_extended"])
+            if how == "cut" or how == "cut_extended":
+                row = row[: rng.randint(1, len(row))]
+            elif how == "cut_at_block":
+                blocks = max(1, rng.randint(0, len(row) // self.block_size))
+                row = row[: max(1, blocks * self.block_size + rng.choice([-1, 0, 0, 1]))]
+            elif how == "changed":
+                row[rng.randrange(len(row))] = rng.randrange(END + 1, VOCABULARY)
+            if how in ("extended", "cut_extended"):
+                row += self.fresh(rng.randint(1, 10))
+            elif how == "turn":
+                row += self.fresh(rng.randint(1, 6))
+        longest = LONGEST + self.longer
+        if len(row) > longest:
+            row = row[: rng.randint(longest // 2, longest)]
+        self.known.append(row)
+        return row
+
+    def batch(self, num_rows: int) -> Rows:
+        rows = [self.one()]
+        while len(rows) < num_rows:
+            other = self.rng.choice(rows)
+            how = self.rng.random()
+            if how < 0.15:
+                row = list(other)
+            elif how < 0.5:
+                row = other[: self.rng.randint(1, len(other))] + self.fresh(self.rng.randint(1, 8))
+            else:
+                row = self.one()
+            rows.append(row)
+        return rows
+
+    def padded(self, rows: Rows) -> tuple[Rows, Rows, str]:
+        """Token ids, mask, and how it was padded; on the left, as `generate` wants it."""
+        rng = self.rng
+        how = rng.choice(["left", "left", "left", "every", "one", "multiple", "none", "none"])
+        if how == "none":
+            width = min(len(row) for row in rows)
+            rows = [row[-width:] if rng.random() < 0.2 else row[:width] for row in rows]
+        width = max(len(row) for row in rows)
+        if how == "every":
+            width += rng.choice([1, 2, 3, 7, self.block_size, rng.randint(1, 20)])
+        elif how == "multiple":
+            multiple = rng.choice([4, 8, 16])
+            width = -(-width // multiple) * multiple
+        elif how == "one":
+            longest = max(rows, key=len)
+            shortest = rng.randrange(len(rows))
+            rows = [row if i == shortest else longest[: len(longest) - len(row)] + row for i, row in enumerate(rows)]
+            rows[shortest] = rows[shortest][: rng.randint(1, len(rows[shortest]))]
+        ids = [[PAD] * (width - len(row)) + row for row in rows]
+        mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+        return ids, mask, how

@@ -1,0 +1,114 @@
+import gc
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.differential.choosing import supported
+from tests.differential.comparing import DifferenceError, compare
+from tests.differential.drawing import draw_case
+from tests.differential.kinds import KINDS
+from tests.differential.playing import Player, play_drawn, replay, shrink
+
+PLAYED = [
+    "llama",
+    "gemma3_text",
+    "mistral",
+    "qwen3_moe",
+    "gpt2",
+    "bloom",
+    "deepseek_v3",
+    "qwen3_next",
+    "lfm2",
+    "falcon_h1",
+]
+SEED = 500
+
+
+def tensors_in(value: object, depth: int = 4) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part, depth - 1)
+    elif depth and hasattr(value, "__dict__"):
+        yield from tensors_in(vars(value), depth - 1)
+
+
+def spoil(player: Player) -> None:
+    """Scale all numbers that somebody keeps, but for the model's and the reference's: what is reused is wrong."""
+    keep = {place(value) for value in [*player.model.parameters(), *player.model.buffers()]}
+    for name, value in player.names.items():
+        if re.fullmatch(r"r\d|apart|reference", name):
+            keep |= {place(tensor) for tensor in tensors_in(value)}
+    with torch.no_grad():
+        for tensor in gc.get_objects():
+            if type(tensor) is torch.Tensor and tensor.is_floating_point() and tensor.dim() >= 3:
+                if place(tensor) not in keep:
+                    tensor.mul_(1.5)
+
+
+def place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kind", PLAYED)
+def test_random_programs_give_what_a_fresh_dynamic_cache_gives(kind: str) -> None:
+    kinds, _ = supported([kind])
+    for seed in range(SEED, SEED + 2):
+        played = play_drawn(*draw_case(kind, seed, kinds[kind]), kinds[kind])
+        assert not played.failure, f"{played.failure.message}\n{played.failure.case.script()}"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "lfm2"])
+def test_wrong_numbers_in_the_pool_are_reported_with_a_case_of_few_actions(kind: str) -> None:
+    kinds, _ = supported([kind])
+    for seed in range(SEED, SEED + 20):
+        failure = play_drawn(*draw_case(kind, seed, kinds[kind]), kinds[kind], mutate=spoil).failure
+        if failure and failure.category == "difference":
+            break
+    else:
+        pytest.fail("20 programs with a spoilt pool, and nothing was seen")
+    smaller = shrink(failure, mutate=spoil)
+    assert 2 <= len(smaller.case.actions) <= len(failure.case.actions)
+    assert replay(smaller.case, mutate=spoil)
+    assert not replay(smaller.case)
+
+
+def test_the_script_of_a_case_runs_by_itself() -> None:
+    kinds, _ = supported(["llama"])
+    case, rng = draw_case("llama", SEED + 1, kinds["llama"])
+    played = play_drawn(case, rng, kinds["llama"])
+    assert len(played.case.actions) > 2
+    assert "compare(ours, reference" in played.case.script()
+    exec(played.case.script(), {})
+
+
+def test_a_kind_that_the_library_refuses_is_left_out_with_its_reason() -> None:
+    kinds, left_out = supported(["mamba", "llama"])
+    assert list(kinds) == ["llama"]
+    assert "scan" in left_out["mamba"]
+
+
+def test_at_least_24_kinds_can_be_built() -> None:
+    assert len(KINDS) >= 24
+
+
+def test_padding_does_not_count_and_all_else_does() -> None:
+    ours, reference = torch.zeros(1, 3, 4), torch.zeros(1, 3, 4)
+    reference[0, 2] = 1.0
+    ours[0, 2] = 1.0
+    ours[0, 0] = 9.0
+    logits = [[{"logits": values, "size": 3}] for values in (ours, reference)]
+    compare(*logits, mask=[[0, 1, 1]])
+    with pytest.raises(DifferenceError, match="differs by 9"):
+        compare(*logits, mask=[[1, 1, 1]])
