@@ -20,8 +20,6 @@ from tests.differential.comparing import DifferenceError, TokenError, compare
 from tests.differential.drawing import Draw
 from tests.differential.kinds import build
 
-BUILDS = (OSError, RuntimeError)
-
 
 @dataclass
 class Failure:
@@ -168,6 +166,8 @@ class Player:
                 slot.mask = None
         elif name in ("with", "reset", "fault", "collected", "without"):
             slot.mask = None
+            if name == "collected":
+                slot.bypass, slot.salt = False, None  # another cache, of the store alone
         elif name in ("generate", "turn", "forward", "going_on", "gradients"):
             slot.counted = action.counted
             before = [*action.held] if action.held else [[] for _ in action.mask or []]
