@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others count on")
     parser.add_argument("--kinds", help="some kinds, with commas between them")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no case begins after so many")
     parser.add_argument("--failures", type=Path, help="a folder for the scripts of failures")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -35,6 +36,8 @@ def main() -> int:
     played_kinds: Counter[str] = Counter()
     reused, largest, begun = 0, 0.0, time.monotonic()
     for seed in range(options.seed, options.seed + options.cases):
+        if time.monotonic() - begun > 60 * options.minutes:
+            break
         kind = names[seed % len(names)]
         played = play_drawn(*draw_case(kind, seed, kinds[kind]), kinds[kind])
         played_kinds[kind] += 1
@@ -56,7 +59,7 @@ def main() -> int:
                 text = f"# {failure.action}: {failure.category}: {failure.message!r}\n{failure.case.script()}\n"
                 (options.failures / f"{kind}_{seed}.py").write_text(text)
     say(
-        f"\n{options.cases} cases of {len(played_kinds)} kinds in {time.monotonic() - begun:.0f} s: {len(failures)} failed"
+        f"\n{sum(played_kinds.values())} cases of {len(played_kinds)} kinds in {time.monotonic() - begun:.0f} s: {len(failures)} failed"
     )
     say(f"{sum(counts.values())} results compared: {dict(counts.most_common())}")
     say(f"{reused} prompt tokens reused; largest distance {largest:.1e} of the scale")
