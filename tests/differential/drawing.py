@@ -87,7 +87,7 @@ class Draw:
 
     def _turn(self, slot: int) -> Action:
         mask = self.slots[slot].mask
-        if mask is None or len(mask) != 1:
+        if mask is None or len(mask) != 1 or not self.slots[slot].counted:
             return self._generate(slot)
         return self.calls.turn(slot, mask)
 
