@@ -87,7 +87,7 @@ class Calls:
                 [
                     f"logits_processor=[Forbid({n})]",
                     f"stopping_criteria=[StopAt({n})]",
-                    f"stop_strings=['w{n}', 'w1{n}'], tokenizer=tokenizer()",
+                    f"stop_strings={[chr(33 + end) for end in ends]}, tokenizer=tokenizer()",
                     f"eos_token_id={ends}",
                     "repetition_penalty=1.3",
                     "no_repeat_ngram_size=2",

@@ -8,8 +8,9 @@ import torch
 from tests.differential.choosing import supported
 from tests.differential.comparing import DifferenceError, compare
 from tests.differential.drawing import draw_case
-from tests.differential.kinds import KINDS
+from tests.differential.kinds import KINDS, build
 from tests.differential.playing import Player, play_drawn, replay, shrink
+from tests.differential.tools import tokenizer
 
 PLAYED = [
     "llama",
@@ -97,6 +98,15 @@ def test_a_kind_that_the_library_refuses_is_left_out_with_its_reason() -> None:
     kinds, left_out = supported(["mamba", "llama"])
     assert list(kinds) == ["llama"]
     assert "scan" in left_out["mamba"]
+
+
+def test_stop_strings_stop_a_call() -> None:
+    model = build("llama")
+    ids, words = torch.tensor([[5, 6, 7]]), tokenizer()
+    free = model.generate(ids, max_new_tokens=6, do_sample=False)
+    stop = words.decode(free[0, 4])
+    stopped = model.generate(ids, max_new_tokens=6, do_sample=False, stop_strings=[stop], tokenizer=words)
+    assert stopped.shape[1] <= 5 < free.shape[1]
 
 
 def test_at_least_24_kinds_can_be_built() -> None:

@@ -127,9 +127,9 @@ def plain_scores(model: PreTrainedModel, context: list[int], continuations: list
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Every token is a word of its own, so that stop strings have something to look at."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    """Every token is a letter, so that stop strings have something to look at."""
+    from tokenizers import Tokenizer, decoders, models
 
-    inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w3"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w3", pad_token="w0", eos_token="w2")
+    inner = Tokenizer(models.BPE(vocab={chr(33 + i): i for i in range(VOCABULARY)}, merges=[]))
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=chr(33), eos_token=chr(35))
