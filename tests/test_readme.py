@@ -24,7 +24,17 @@ PAGES = [
     README,
     *(
         (ROOT / "docs" / f"{name}.md")
-        for name in ("index", "your_prompts", "use", "save_and_load", "security", "neighbours", "tiers")
+        for name in (
+            "index",
+            "when_to_use",
+            "your_prompts",
+            "batch_jobs",
+            "use",
+            "save_and_load",
+            "security",
+            "neighbours",
+            "tiers",
+        )
     ),
 ]
 MODULES = [
