@@ -1,7 +1,7 @@
 """Owns how results are shown: Markdown tables, made from the JSON alone. `python benchmarks/tables.py` refreshes README.md.
 
-A table stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`, NAME being that of a file in results/. Refuses
-to invent: where there is no file, the README is left as it is.
+A table stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`, NAME being that of a file in results/; that of peers.json is in
+docs/when_to_use.md. Refuses to invent: where there is no file, the page is left as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import harness
 import plots
 
 README = Path(__file__).parent / "README.md"
+OTHER_PAGES = {"peers": Path(__file__).parents[1] / "docs" / "when_to_use.md"}  # table -> where it is, if not in README
 UNITS = {  # in the JSON -> factor, shown as
     "s": (1.0, "s"),
     "bytes": (2.0**-20, "MiB"),
@@ -141,11 +142,37 @@ def eviction_table(results: Mapping[str, Any]) -> str:
     return f"{markdown(head, rows)}\n\n{markdown(trace_head, traces)}\n\n{conditions(results)}"
 
 
+def peers_table(results: Mapping[str, Any]) -> str:
+    """Seconds of each way of bench_peers.py, a row a case; the fastest is in bold."""
+    ways = [*results["cases"][0]["seconds"]]
+    rows = []
+    for case in results["cases"]:
+        medians = {name: case["seconds"][name]["median"] for name in ways}
+        cells = [_quantity(case["seconds"][name], "s") for name in ways]
+        if case["plain_prompts"]:
+            cells[0] = f"about {cells[0]}"
+        fastest = ways.index(min(medians, key=lambda name: medians[name]))
+        cells[fastest] = f"**{cells[fastest]}**"
+        rows.append((case["title"], *cells))
+    machine, given = results["machine"], results["conditions"]
+    said = [
+        f"{given['model']}, {given['dtype']}, {given['threads']} threads",
+        f"{machine['cpu']}, {machine['cores']} cores",
+    ]
+    said.append(f"torch {machine['torch']}, transformers {machine['transformers']}")
+    if about := given.get("vLLM"):
+        said.append(f"{about['version']} (transformers {about['transformers']}, blocks of {about['block_size']})")
+    started = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in given["start_seconds"].items())
+    said += [f"to start: {started}", f"medians of {given['rounds']} rounds", _when(results)]
+    return f"{markdown(('', *ways), rows)}\n\n{'; '.join(said)}."
+
+
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "generate": generate_table,
     "blocks": blocks_table,
     "precision": precision_table,
     "eviction": eviction_table,
+    "peers": peers_table,
 }
 
 
@@ -234,7 +261,6 @@ def _verdict(holds: bool) -> str:
 
 
 def main() -> int:
-    text = README.read_text(encoding="utf-8")
     for name, table in TABLES.items():
         path = harness.RESULTS / f"{name}.json"
         if not path.exists():
@@ -246,8 +272,8 @@ def main() -> int:
                 print("results/generate.json is of another form: run benchmarks/bench_generate.py", file=sys.stderr)
                 continue
             plots.draw_all(results)
-        text = refresh(text, name, table(results))
-    README.write_text(text, encoding="utf-8")
+        page = OTHER_PAGES.get(name, README)
+        page.write_text(refresh(page.read_text(encoding="utf-8"), name, table(results)), encoding="utf-8")
     return 0
 
 
