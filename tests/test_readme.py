@@ -95,6 +95,22 @@ def test_both_sides_of_the_readmes_diff_run_and_give_the_same_tokens(reader: dic
     assert outputs[0] == outputs[1]
 
 
+WIDTH = 85  # columns that a block of code has on the site, and in most terminals
+WHOLE = ("python3.11 -m venv ",)  # a command to be copied in one piece, from the README
+
+
+def long_lines(page: Path) -> list[str]:
+    """Lines of a page's code blocks that are longer than `WIDTH`; the design's drawing of the tree is a list, read by another test."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks if not block.startswith("hf_paged_cache/\n") for line in block.splitlines()]
+    return [line for line in lines if len(line) > WIDTH and not line.startswith(WHOLE)]
+
+
+@pytest.mark.parametrize("page", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.stem)
+def test_no_line_of_a_pages_code_is_too_long_for_the_site(page: Path) -> None:
+    assert not long_lines(page)
+
+
 def make_allocator() -> Any:
     from hf_paged_cache.blocks.allocator import PrefixCachingBlockAllocator
 
