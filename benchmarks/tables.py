@@ -164,7 +164,8 @@ def peers_table(results: Mapping[str, Any]) -> str:
         said.append(f"{about['version']} (transformers {about['transformers']}, blocks of {about['block_size']})")
     started = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in given["start_seconds"].items())
     said += [f"to start: {started}", f"medians of {given['rounds']} rounds", _when(results)]
-    return f"{markdown(('', *ways), rows)}\n\n{'; '.join(said)}."
+    head = ["", *({"ours": "this", "packed": "this, packed"}.get(name, name) for name in ways)]
+    return f"{markdown(head, rows)}\n\n{'; '.join(said)}."
 
 
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {

