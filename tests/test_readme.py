@@ -79,7 +79,7 @@ def test_a_pages_python_runs(
         reader["cache"].prefill(reader["tokenizer"](reader["few_shot_prompt"]).input_ids)
         reader["cache"].store.save("prompts")
     elsewhere = re.sub(r'"/(dev/shm|nvme)/', f'"{tmp_path}/', code)
-    elsewhere = re.sub(r", host_bytes=[\d *]+", "", elsewhere)  # is refused where the model is in host memory
+    elsewhere = re.sub(r",\s*host_bytes=[\d *]+", "", elsewhere)  # is refused where the model is in host memory
     exec(compile(elsewhere, str(page), "exec"), reader)
 
 
