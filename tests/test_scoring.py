@@ -220,7 +220,8 @@ def test_the_last_call_tells_of_a_score_with_a_row_for_each_continuation(by_leng
     """In an empty store nothing is reused: what continuations have in common is shared."""
     given = {"rope_parameters": ROPES["dynamic"], "max_position_embeddings": 64} if by_length else {}
     model, continuations = build("llama", **given), [[5, 6, 7], [5, 6, 8, 9], [5, 6], [11], [5, 6, 7]]
-    cache, num_tokens = PagedPrefixCache(model), [50 + len(each) - 1 for each in continuations]
+    # what runs by its length runs with its last token
+    cache, num_tokens = PagedPrefixCache(model), [50 + len(each) - (not by_length) for each in continuations]
     cache.score(PROMPT, continuations)
     first = cache.last_call
     assert first.kind == "score"
