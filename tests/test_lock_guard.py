@@ -164,6 +164,7 @@ def generate_and_ask() -> None:
     cache._repr_html_()
     copy.deepcopy(cache).crop(-2)
     assert cache.layers[0].keys is not None
+    assert cache.layers[0].device == torch.device("cpu")
     cache.reset()
     cache.reset_prefix_cache()
     cache.store.stats()
