@@ -123,6 +123,7 @@ class ArgumentReader:
                     f"the attention mask shows column {shown} of row {number}, which was padding and has no keys and values; "
                     "pass the mask of all columns, or cache.reset() first"
                 )
+        self._require_kept_padding(arguments, running)
         if bypass is None and not in_generate:  # generate itself counts them right
             bypass = _miscounted(arguments.get("cache_position"), before, num_new)
         if bypass is None and any(_has_other_padding(row, pad) for row, pad in zip(running, mask.pads, strict=False)):
@@ -197,6 +198,22 @@ class ArgumentReader:
             elif not isinstance(value, dict | list | tuple) or value:  # an empty one, as of images where there are none
                 return f"the argument {name} may condition keys and values"
         return None
+
+    def _require_kept_padding(self, arguments: Mapping[str, Any], running: Sequence[Row]) -> None:
+        """Refuse an output under which a model may look at padding, of rows that have begun without it.
+
+        Raises:
+            CacheArgumentError: keys and values of their padding are not kept.
+        """
+        if not any(row.pad and row.commit_end != 0 for row in running):
+            return
+        flag = next((name for name in OUTPUT_FLAGS if arguments.get(name) and self._changes_with(name)), None)
+        if flag is not None:
+            raise CacheArgumentError(
+                f"{flag} was asked for, with which attention of this model may see padding, and the rows have padding whose "
+                f"keys and values are not kept: ask for {flag} from the rows' first forward on, load the model with "
+                "attn_implementation='eager', or leave it out"
+            )
 
     def _is_default(self, name: str, value: Any) -> bool:
         """Whether an argument is the flag, number or word that the forward takes where it is left out."""

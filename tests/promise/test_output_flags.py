@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_paged_cache import PagedPrefixCache, PrefixStore, UnsupportedModelError
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore, UnsupportedModelError
 
 from ..conformance import zoo
 from ..reference import TOLERANCE, assert_same, batch, is_same, row, run
@@ -69,6 +69,34 @@ def test_rows_stop_to_be_kept_where_the_flag_comes(falcon: PreTrainedModel) -> N
             falcon(ids, past_key_values=cache, output_attentions=flag)
     run(falcon, cache, **batch(row((9, 20))))
     assert cache.lookup(PROMPT).num_tokens == 32
+
+
+@pytest.mark.parametrize("is_used", [False, True], ids=["empty", "used"])
+@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+def test_the_flag_sees_padding_so_padded_rows_have_it_from_their_first_forward_on_or_it_is_refused(
+    falcon: PreTrainedModel, attention: Any, is_used: bool
+) -> None:
+    store = store_of(falcon)
+    if is_used:
+        run(falcon, PagedPrefixCache(store), **batch(PROMPT))
+    cache, given = PagedPrefixCache(store, attention=attention), batch(row((2, 20)), PROMPT)
+    more = {
+        "input_ids": torch.tensor([[5, 6], [7, 8]]),
+        "attention_mask": torch.cat([given["attention_mask"], torch.ones((2, 2), dtype=torch.int64)], 1),
+        "position_ids": torch.tensor([[20, 21], [45, 46]]),
+        "output_attentions": True,
+    }
+    run(falcon, cache, **given, max_new_tokens=1)
+    num_columns = cache.get_seq_length()
+    with torch.no_grad(), pytest.raises(CacheArgumentError, match="from the rows' first forward on"):
+        falcon(**more, past_key_values=cache)
+    assert cache.get_seq_length() == num_columns
+    theirs = DynamicCache(config=falcon.config)
+    for each in (theirs, cache):
+        run(falcon, each, **given, max_new_tokens=1, output_attentions=True)
+    with torch.no_grad():
+        wanted, got = (falcon(**more, past_key_values=each).logits for each in (theirs, cache))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
 
 
 def test_a_generate_with_the_flag_says_why_it_reuses_nothing_and_another_flag_reuses(falcon: PreTrainedModel) -> None:
