@@ -136,7 +136,7 @@ class Calls:
             held=held,
         )
 
-    def forward(self, slot: int, held: Rows | None, counted: bool = True) -> Action:
+    def forward(self, slot: int, held: Rows | None) -> Action:
         """Plain forwards: whole, in pieces or token by token; behind what is held, or from the start."""
         rng = self.rng
         if held is None:
@@ -152,7 +152,7 @@ class Calls:
         if padded or rng.random() < 0.6:
             options.append("mask=mask")
             tensors["mask"] = columns
-        if counted and rng.random() < (0.7 if padded else 0.5):
+        if rng.random() < (0.7 if padded else 0.5):
             positions = [[max(0, sum(row[: i + 1]) - 1) for i in range(len(row))][-len(ids[0]) :] for row in columns]
             options.append("positions=positions")
             tensors["positions"] = positions
@@ -172,7 +172,6 @@ class Calls:
             mask=mask,
             need=len(ids) * (len(columns[0]) // self.block_size + 2),
             held=held,
-            counted=counted and (not padded or "positions" in tensors),
         )
 
     def _sizes(self, length: int) -> list[int]:
@@ -201,7 +200,6 @@ class Calls:
             slot=slot,
             mask=mask,
             need=len(ids) * (len(ids[0]) // self.block_size + 2),
-            counted=all(all(row) for row in mask),
         )
 
 

@@ -24,7 +24,6 @@ class Action:
     mask: Rows | None = None  # of the tokens passed: results at zeros do not count
     need: int = 0  # more blocks than the action can take
     held: Rows | None = None  # it goes on from rows with this mask
-    counted: bool = True  # positions begin behind the padding
     rows_each: int = 1  # rows of the cache for each row passed
     refusals: tuple[str, ...] = ()  # errors that the documentation announces for it
 
@@ -37,7 +36,6 @@ class Slot:
     salt: str | None = None
     bypass: bool = False
     mask: Rows | None = None
-    counted: bool = True  # padding has no number in the positions of these rows
     holds: int = 0  # at most so many blocks, which do not yield to other caches
 
 

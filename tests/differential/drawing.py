@@ -66,7 +66,7 @@ class Draw:
         slot = self.rng.randrange(len(self.slots))
         names = ["generate"] * 11 + ["forward"] * 3 + ["going_on"] * 4 + ["rows"] * 2 + ["crop"] * 2
         names += ["reset"] * 2 + ["forget", "forget_all", "prefill", "prefill", "pin", "unpin", "score", "score"]
-        names += ["copied", "saved", "weight", "attention", "fault", "turn", "gradients", "look", "collected"]
+        names += ["copied", "saved", "weight", "attention", "fault", "turn", "turn", "turn", "gradients", "look", "collected"]
         return getattr(self, f"_{self.rng.choice(names)}")(slot)
 
     # Calls
@@ -83,11 +83,11 @@ class Draw:
     def _going_on(self, slot: int) -> Action:
         if self.slots[slot].mask is None:
             return self._forward(slot)
-        return self.calls.forward(slot, self.slots[slot].mask, self.slots[slot].counted)
+        return self.calls.forward(slot, self.slots[slot].mask)
 
     def _turn(self, slot: int) -> Action:
         mask = self.slots[slot].mask
-        if mask is None or len(mask) != 1 or not self.slots[slot].counted:
+        if mask is None or len(mask) != 1:
             return self._generate(slot)
         return self.calls.turn(slot, mask)
 

@@ -169,7 +169,6 @@ class Player:
             if name == "collected":
                 slot.bypass, slot.salt = False, None  # another cache, of the store alone
         elif name in ("generate", "turn", "forward", "going_on", "gradients"):
-            slot.counted = action.counted
             before = [*action.held] if action.held else [[] for _ in action.mask or []]
             mask = [old + new for old, new in zip(before, action.mask or [], strict=True)]
             slot.mask = self._grown([row for row in mask for _ in range(action.rows_each)], action.slot)
