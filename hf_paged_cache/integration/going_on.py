@@ -155,8 +155,10 @@ class GoingOn:
         if any((facts := roots.facts_of(row.root)) is None or facts.digest != look.digest for row in rows.distinct):
             return "the model has changed since"
         held = [(row.pad, row.table.token_ids) for row in rows.in_batch()]
+        # a model may generate the id of a placeholder; the last token generated is not in the rows
+        ends = [end - 1 if end == rows.num_columns + 1 else end for end in look.unfilled.ends]
         found = []
-        for number, (tokens, end) in enumerate(zip(look.unfilled.tokens, look.unfilled.ends, strict=True)):
+        for number, (tokens, end) in enumerate(zip(look.unfilled.tokens, ends, strict=True)):
             sources = [
                 _Source(index, min(pad + common_prefix_length(known, tokens[pad:]), rows.num_columns, len(tokens) - 1))
                 for index, (pad, known) in enumerate(held)
@@ -168,7 +170,7 @@ class GoingOn:
                 return f"{of_row}the prompt is another one from position {best.num_columns} on"
             found.append(best)
         kept = min(source.num_columns for source in found)
-        if kept < max(look.unfilled.ends):
+        if kept < max(ends):
             return "rows of the prompt leave them at different positions, before the images of all"
         if kept < rows.num_columns:
             if self._call.states:

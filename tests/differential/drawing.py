@@ -66,7 +66,19 @@ class Draw:
         slot = self.rng.randrange(len(self.slots))
         names = ["generate"] * 11 + ["forward"] * 3 + ["going_on"] * 4 + ["rows"] * 2 + ["crop"] * 2
         names += ["reset"] * 2 + ["forget", "forget_all", "prefill", "prefill", "pin", "unpin", "score", "score"]
-        names += ["copied", "saved", "weight", "attention", "fault", "turn", "turn", "turn", "gradients", "look", "collected"]
+        names += [
+            "copied",
+            "saved",
+            "weight",
+            "attention",
+            "fault",
+            "turn",
+            "turn",
+            "turn",
+            "gradients",
+            "look",
+            "collected",
+        ]
         return getattr(self, f"_{self.rng.choice(names)}")(slot)
 
     # Calls

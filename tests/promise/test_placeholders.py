@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessor
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore, generate_all
 
@@ -44,6 +44,19 @@ TYPES = ("token_type_ids", "mm_token_type_ids")
 PLAIN = {"suppress_tokens": [IMAGE_TOKEN + extra for extra in range(8)]}  # no placeholder is generated
 
 Inputs = dict[str, torch.Tensor]
+
+
+class AtStepSay(LogitsProcessor):
+    """Has the model generate a token at one step, counted from 1."""
+
+    def __init__(self, step: int, token: int) -> None:
+        self.countdown, self.token = step, token
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.countdown -= 1
+        if self.countdown == 0:
+            scores[:, self.token] = scores.max() + 1
+        return scores
 
 
 @cache
@@ -242,6 +255,23 @@ def test_one_of_several_answers_goes_on(name: str, options: dict[str, Any]) -> N
     second = turn(image, answers, row((1, 9)))
     reference = run(model, **second, **content_of(image), **PLAIN)
     assert_same(reference, run(model, held, **second, **PLAIN))
+
+
+@pytest.mark.parametrize("at", [3, 6], ids=["in the middle", "last, so that the rows do not hold it"])
+@pytest.mark.parametrize("name", [SIMPLE, WITH_WINDOWS])
+def test_a_placeholder_that_the_model_has_generated_is_text(name: str, at: int) -> None:
+    model, (_, image) = tiny(name), example_inputs(name)
+
+    def generated(held: Any) -> list[Any]:
+        say = [AtStepSay(at, IMAGE_TOKEN)]
+        first = run(model, held, **image, logits_processor=say)
+        assert int(first.sequences[0, at - 7]) == IMAGE_TOKEN
+        return [first, run(model, held, **turn(image, first, row((1, 9))), **PLAIN)]
+
+    cache = PagedPrefixCache(model)
+    for wanted, got in zip(generated(DynamicCache(config=model.config)), generated(cache), strict=True):
+        assert_same(wanted, got)
+    cache.check()
 
 
 @pytest.mark.parametrize("name", [SIMPLE, WITH_DELTAS, WITH_WINDOWS, "gemma4", "cohere_compass"])
