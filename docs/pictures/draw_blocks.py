@@ -70,7 +70,7 @@ def play() -> Iterator[Drawn]:
             (
                 [words[token] for token in row.table.token_ids],
                 list(row.table.block_ids),
-                cache.last_call.rows[number].reused_tokens,
+                len(given) - cache.last_call.rows[number].computed_tokens,
                 len(given),
             )
             for number, row in enumerate(cache.call.rows.in_batch())
@@ -84,8 +84,8 @@ def draw(calls: Sequence[Drawn]) -> str:
     for call in calls:
         shapes.append(f'<text x="{LEFT}" y="{top + 26}" class="title">{call.title}</text>')
         top += 40
-        for words, blocks, num_reused, num_prompt in call.rows:
-            shapes += _row(top, words, blocks, num_reused, num_prompt)
+        for words, blocks, num_known, num_prompt in call.rows:
+            shapes += _row(top, words, blocks, num_known, num_prompt)
             top += HEIGHT + 28
         shapes += _pool(top, call.pool)
         top += 52
@@ -97,14 +97,14 @@ def draw(calls: Sequence[Drawn]) -> str:
     return svg("The blocks of four calls", WIDTH, top + 14, shapes)
 
 
-def _row(top: int, words: list[str], blocks: list[int], num_reused: int, num_prompt: int) -> Iterator[str]:
+def _row(top: int, words: list[str], blocks: list[int], num_known: int, num_prompt: int) -> Iterator[str]:
     for index, block in enumerate(blocks):
         left = LEFT + index * (BLOCK_SIZE * CELL + GAP)
         yield f'<text x="{left}" y="{top + 10}" class="note">block {block}</text>'
         yield f'<rect x="{left}" y="{top + 14}" width="{BLOCK_SIZE * CELL}" height="{HEIGHT}" rx="4" class="frame"/>'
     for place, word in enumerate(words):
         left = LEFT + place * CELL + place // BLOCK_SIZE * GAP
-        kind = "reused" if place < num_reused else "computed" if place < num_prompt else "said"
+        kind = "reused" if place < num_known else "computed" if place < num_prompt else "said"
         yield f'<rect x="{left + 1}" y="{top + 15}" width="{CELL - 2}" height="{HEIGHT - 2}" rx="3" class="{kind}"/>'
         yield f'<text x="{left + CELL // 2}" y="{top + 32}" class="word">{word}</text>'
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 
+from ..conformance import zoo
 from ..tiny_models import build
 
 PAGE = Path(__file__).parents[2] / "docs" / "what_is_reused.md"
@@ -69,6 +70,7 @@ def with_attentions(model: PreTrainedModel, cache: PagedPrefixCache) -> Any:
 
 HOLES = MASK.index_fill(1, torch.tensor([7]), 0)
 CAUSAL = torch.zeros(1, 1, LENGTH, LENGTH).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -1e9)
+FALCON = "an output flag that changes keys and values (Falcon's attentions with sdpa)"
 CASES: dict[str, Call] = {
     "token ids, padded on the left or not": generate(input_ids=torch.cat((IDS, IDS[:, :20]), 1), attention_mask=None),
     "embeddings instead of ids": embeddings,
@@ -76,7 +78,11 @@ CASES: dict[str, Call] = {
     "a mask of another form than rows and columns": forward(attention_mask=CAUSAL),
     "positions that do not count up": forward(position_ids=2 * torch.arange(LENGTH)[None]),
     "a tensor that is not read here, such as token types": forward(token_type_ids=torch.zeros_like(IDS)),
-    "a word or a fraction that is not read here, or `is_causal=False`": generate(is_causal=False),
+    "a flag, number or word that is not read here, unless the forward takes just that where it is left out": generate(
+        is_causal=False
+    ),
+    FALCON: with_attentions,
+    "a `cache_position` that does not number the new columns": forward(cache_position=torch.arange(5, 5 + LENGTH)),
     "an active dropout, jitter of a router, or NEFTune": with_dropout,
     "hidden states": generate(output_hidden_states=True, return_dict_in_generate=True),
     "attentions": with_attentions,
@@ -87,6 +93,12 @@ CASES: dict[str, Call] = {
     'more tokens than fit into the pool, with `on_full="bypass"`': generate(max_new_tokens=100),
     "other weights, adapters, settings, hooks or another salt": with_another_weight,
 }
+
+
+def model_of(what: str) -> PreTrainedModel:
+    if what == FALCON:
+        return zoo.build("falcon")
+    return build("llama", attention_dropout=0.1, attn_implementation="eager")
 
 
 def table() -> Iterator[tuple[str, str, str]]:
@@ -104,7 +116,7 @@ def test_the_table_and_the_cases_are_the_same() -> None:
 
 @pytest.mark.parametrize(("what", "computed", "said"), list(table()))
 def test_a_call_says_what_the_page_quotes(what: str, computed: str, said: str) -> None:
-    model = build("llama", attention_dropout=0.1, attn_implementation="eager")
+    model = model_of(what)
     cache = PagedPrefixCache(model, num_blocks=9, on_full="bypass")
     with torch.no_grad():
         generate()(model, cache)
@@ -118,7 +130,7 @@ def test_a_call_says_what_the_page_quotes(what: str, computed: str, said: str) -
 
 @pytest.mark.parametrize(("what", "computed"), [(what, computed) for what, computed, _ in table()])
 def test_what_is_not_kept_is_not_there_afterwards(what: str, computed: str) -> None:
-    model = build("llama", attention_dropout=0.1, attn_implementation="eager")
+    model = model_of(what)
     cache = PagedPrefixCache(model, num_blocks=9, on_full="bypass")
     with torch.no_grad():
         CASES[what](model, cache)
