@@ -284,17 +284,18 @@ class Player:
 
     def _require_reuse(self, reused: int | None, at_least: int | None) -> None:
         counts = self.cache.last_call
+        known = counts.reused_tokens + counts.shared_tokens  # of earlier calls, and of equal rows
         least = reused if at_least is None else at_least
-        if not counts.reused_tokens and least and _may_compute_all(self._said()):
+        if not known and least and _may_compute_all(self._said()):
             self.measured.unreused.add(self._said())
             return
-        if self._rope_changes and counts.reused_tokens < (least or 0):
+        if self._rope_changes and known < (least or 0):
             self.measured.unreused.add(ROPE_CHANGES)
             return
-        if reused is not None and counts.reused_tokens != reused:
-            raise CellError("no reuse", f"{counts.reused_tokens} tokens reused, not {reused}: {self._said()}")
-        if at_least is not None and counts.reused_tokens < at_least:
-            raise CellError("no reuse", f"{counts.reused_tokens} tokens reused, not {at_least}: {self._said()}")
+        if reused is not None and known != reused:
+            raise CellError("no reuse", f"{known} tokens reused, not {reused}: {self._said()}")
+        if at_least is not None and known < at_least:
+            raise CellError("no reuse", f"{known} tokens reused, not {at_least}: {self._said()}")
 
     def _said(self) -> str:
         return " | ".join(dict.fromkeys(row.stopped for row in self.cache.last_call.rows))
