@@ -24,8 +24,7 @@ Damage = Callable[[bytearray], bytes]
 
 
 @pytest.fixture(autouse=True)
-def _small_files_and_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged_cache.integration.session.Session._warn_of_a_lone_turn", lambda *_: None)
+def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_paged_cache.store.saving._FILE_BYTES", 2**14)
 
 
