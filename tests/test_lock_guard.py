@@ -171,6 +171,12 @@ def generate_and_ask() -> None:
     cache.store.reset_prefix_cache()
 
 
+def build_in_the_call() -> None:
+    model = build("llama")
+    ids = torch.tensor([row((1, 18))])
+    model.generate(ids, max_new_tokens=2, past_key_values=PagedPrefixCache(model, block_size=4, num_blocks=80))
+
+
 def pin_where_rope_depends_on_length() -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     cache = PagedPrefixCache(build("llama", rope_parameters=scaling, max_position_embeddings=32))
@@ -301,6 +307,7 @@ def roll_back(bench: Bench) -> None:
 SCENES = [
     save_and_load,
     generate_and_ask,
+    build_in_the_call,
     pin_where_rope_depends_on_length,
     bypass,
     share_a_prefix,
