@@ -62,10 +62,11 @@ class PrefixStore:
         block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
         num_blocks: the most blocks, one of which is reserved; of layers with a window as many, apart from the others'.
         max_bytes: instead of `num_blocks`, the most bytes of keys, values and snapshots, as a number or as "4GB" or "4GiB"; a
-            forward of one token measures what a block needs. Without either: blocks, and the copies of running rows that attention reads, take at most half of the
-            memory that is free on each device with layers of the model (on a host: available, or left of the container's
-            limit), less what other stores of this process may still take. That is read after the first forward; where the
-            first call may get more than 1,024 tokens, before it, and a forward of one token measures what a block needs.
+            forward of one token measures what a block needs. Without either: blocks, and the copies of running rows that
+            attention reads, take at most half of the memory that is free on each device with layers of the model (on a host:
+            available, or left of the container's limit), less what other stores of this process may still take. That is read
+            after the first forward; where the first call may get more than 1,024 tokens, before it, and then, too, a forward of
+            one token measures what a block needs.
         host_bytes: of pinned host memory, into which evicted blocks go and from which they come back; for models on an
             accelerator. 0: none.
         disk_folder: where evicted blocks go that host memory does not keep, or all of them; one in shared memory
@@ -120,10 +121,10 @@ class PrefixStore:
         window_share = 1.0 if num_blocks is not None else SHARE_OF_A_BUDGET
         shares = dict.fromkeys(window_of, window_share if layers - window_of.keys() else 1.0)
         states, bytes_per_block = read_rules(model), 0
-        if states is not None:
+        if states is not None or options.max_bytes is not None:
             bytes_per_block = math.ceil(measure_bytes_per_token(model, shares) * block_size)
         if options.max_bytes is not None:
-            num_bytes = math.ceil(measure_bytes_per_token(model, shares) * block_size)
+            num_bytes = bytes_per_block
             if states is not None:  # as many for snapshots
                 num_bytes += StateSnapshots.bytes_beside(states, num_bytes)
             num_blocks = options.max_bytes // num_bytes
