@@ -327,6 +327,7 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
             continuations,
             batch_size=batch_size,
             rope=conditioning.rope,
+            placeholders=self.store.placeholders,
         )
         if scores:
             self.call.count_elsewhere("score", rows, peak_kv_bytes)

@@ -87,6 +87,7 @@ def score(
     *,
     batch_size: int | None,
     rope: RopeRegime,
+    placeholders: Placeholders,
 ) -> tuple[list[Score], list[RowCount], int]:
     """Score the continuations; see `PagedPrefixCache.score`.
 
@@ -94,13 +95,14 @@ def score(
         side: runs the forwards.
         rope: the model's. Where frequencies depend on the length of a forward, rows of other lengths share nothing, and run
             whole, each as if it were the first one.
+        placeholders: the model's, which are refused.
 
     Returns:
         the scores; what each continuation cost, with the context; and the most bytes of keys and values that a forward took.
     """
     model = side.model
     vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
-    prompt, placeholders = in_vocabulary("the context", context, vocabulary_size), Placeholders(model)
+    prompt = in_vocabulary("the context", context, vocabulary_size)
     placeholders.require_text("the context", prompt)
     if isinstance(continuations, str | bytes) or not isinstance(continuations, Iterable):
         raise CacheArgumentError(
