@@ -117,12 +117,12 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
     @property
     def dtype(self) -> torch.dtype:
         """Of keys and values, once there have been any."""
-        return self._first_held("key").dtype
+        return self._written("key").dtype
 
     @property
     def device(self) -> torch.device:
         """Of keys and values, once there have been any."""
-        return self._first_held("key").device
+        return self._written("key").device
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -164,15 +164,18 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
             raise AttributeError(f"layer {self._layer_idx} has no window")
         return value
 
-    def _first_held(self, name: str) -> Tensor:
-        """A tensor of the pool that is this layer's, of all blocks."""
+    def _in_pool(self, name: str) -> Tensor | None:
+        """A tensor of this layer as the pool holds it, of all blocks; None before it has been written."""
         blocks = self._cache.store.blocks
         with blocks.lock:
-            for held in blocks.pool.held_by_window().values():
-                tensor: Tensor | None = held.get((self._layer_idx, name))
-                if tensor is not None:
-                    return tensor
-        raise AttributeError(f"layer {self._layer_idx} has no dtype and no device yet: no {name} was written to it")
+            held = blocks.pool.held_by_window().values()
+            return next((of_window[key] for of_window in held if (key := (self._layer_idx, name)) in of_window), None)
+
+    def _written(self, name: str) -> Tensor:
+        tensor = self._in_pool(name)
+        if tensor is None:
+            raise AttributeError(f"layer {self._layer_idx} has no dtype and no device yet: no {name} was written to it")
+        return tensor
 
     def _seen(self, name: str) -> Tensor | None:
         """The columns of a tensor that the next token sees; as for `DynamicSlidingWindowLayer`, all others are left out."""
@@ -199,17 +202,17 @@ class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
     @property
     def is_indexer_initialized(self) -> bool:
         """Whether the rows have index keys in this layer."""
-        return self.is_initialized and "indexer_key" in self._cache.read_layer(self._layer_idx)
+        return self.is_initialized and self._in_pool("indexer_key") is not None
 
     @property
     def indexer_dtype(self) -> torch.dtype:
         """Of index keys, once there have been any."""
-        return self._first_held("indexer_key").dtype
+        return self._written("indexer_key").dtype
 
     @property
     def indexer_device(self) -> torch.device:
         """Of index keys, once there have been any."""
-        return self._first_held("indexer_key").device
+        return self._written("indexer_key").device
 
     def lazy_initialization_indexer(self, indexer_key_states: Tensor) -> None:
         """Nothing: the pool takes its shapes from the first write."""
