@@ -1,6 +1,6 @@
 """What a cache has done, as plain numbers that print as a table. No torch, no state of its own."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 
 _KV_BYTES = "of blocks in use, and of the copy that attention reads, which is not in the pool"
 
@@ -234,13 +234,5 @@ class RowCount:
 
     def frozen(self) -> RowStats:
         """As it is now; what was neither computed nor reused is shared."""
-        return RowStats(
-            prompt_tokens=self.prompt_tokens,
-            computed_tokens=self.computed_tokens,
-            reused_tokens=self.reused_tokens,
-            shared_tokens=self.prompt_tokens - self.computed_tokens - self.reused_tokens,
-            matched_tokens=self.matched_tokens,
-            stopped=self.stopped,
-            host_tokens=self.host_tokens,
-            disk_tokens=self.disk_tokens,
-        )
+        num_shared = self.prompt_tokens - self.computed_tokens - self.reused_tokens
+        return RowStats(**asdict(self), shared_tokens=num_shared)
