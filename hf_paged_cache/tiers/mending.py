@@ -60,7 +60,7 @@ def mend(folder: Path, facts: Mapping[str, str], wanted: Collection[bytes], mode
                 continue
             whole, rows = read_whole_rows(file)
         except DamagedFileError as error:
-            _replace(path, str(error), found)
+            _take_out(path, str(error), found)
             continue
         except (SavedBlocksError, OSError):
             continue
@@ -69,7 +69,7 @@ def mend(folder: Path, facts: Mapping[str, str], wanted: Collection[bytes], mode
             found.lost.update(digest for _, digest in lost)
             if contents:
                 write_saved_file(whole._replace(path=folder / f"{content_name(whole)}{SUFFIX}"), rows, mode)
-            _replace(path, f"{path} is damaged: {ROWS_DAMAGED}", found)
+            _take_out(path, f"{path} is damaged: {ROWS_DAMAGED}", found)
         found.known.update(contents)
     return found
 
@@ -78,7 +78,7 @@ def _contents(file: SavedFile) -> set[tuple[Kind, bytes]]:
     return {(content.kind, file.blocks[number].digest) for content in file.contents for number in content.blocks}
 
 
-def _replace(path: Path, why: str, found: Mended) -> None:
+def _take_out(path: Path, why: str, found: Mended) -> None:
     remove(path)
     if not path.exists():
         found.replaced[str(path)] = why
