@@ -1,7 +1,7 @@
 """Errors where something else runs than the model that a cache was built for, by the modules that are on the stack."""
 
 import sys
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 from torch import nn
@@ -13,11 +13,9 @@ from .hooks import is_attached
 def running_elsewhere(model: nn.Module) -> nn.Module | None:
     """The outermost module whose method runs here, if it has nothing in common with the model."""
     running = None
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe()):
         if isinstance(owner := frame.f_locals.get("self"), nn.Module):
             running = owner  # in the end the outermost
-        frame = frame.f_back
     modules = set(model.modules())
     is_other = running is not None and running not in modules and modules.isdisjoint(running.modules())
     return running if is_other else None

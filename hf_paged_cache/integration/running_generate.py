@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from traceback import walk_stack
 from types import CodeType, FrameType
 from typing import Any, Protocol
 from weakref import ref
@@ -35,11 +36,9 @@ class RunningGenerate:
 def running_generate(model: Any) -> RunningGenerate | None:
     """The innermost `generate` of the model on this thread's stack; None: there is none, and the forward is a plain one."""
     codes = {*_codes_of(model)}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_code in codes and (found := _read(model, frame)) is not None:
             return found
-        frame = frame.f_back
     return None
 
 
