@@ -254,9 +254,7 @@ class ArgumentReader:
             position = given.last[at] - (num_new - 1 - skipped)  # of the first new token
             start = position - max(0, before - pad)
             if running and start != expected[row]:
-                if (
-                    start < 0 and not is_bypassed
-                ):  # else it only counts otherwise: tokens, say, where columns were counted
+                if start < 0 and not is_bypassed:  # from 0 on it may only count otherwise: tokens, not columns
                     raise CacheArgumentError(
                         f"row {row} goes on at position {position}, but the cache holds {max(0, before - pad)} tokens of "
                         "it: pass positions that go on behind these, or none; or cache.reset() first, for a new prompt"

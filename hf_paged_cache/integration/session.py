@@ -270,9 +270,7 @@ class Session:
                     self._store.tiers.distrust()
                 self._read_conditions()
                 request = self._with_roots(request, before)
-        if (
-            not self._ranks.are_several
-        ):  # there all must run as many forwards, and settle their budgets behind the first
+        if not self._ranks.are_several:  # several run as many forwards each, and settle their budgets behind the first
             limits = call.limits
             num_columns = max(before + request.num_new_columns, limits.max_columns if limits.are_known else 0)
             self._store.measure_for(int(num_columns) * max(len(request.rows), limits.num_rows))
