@@ -16,6 +16,7 @@ from .wording import counted
 
 _SECONDS_BETWEEN_LINES = 30.0  # and
 _SHARE_BETWEEN_LINES = 0.05  # of the prompts, where stderr is no terminal
+_MORE_BLOCKS = "more blocks are needed (num_blocks or max_bytes, --num-blocks or --max-bytes)"
 _LINE = "{n_fmt} of {total_fmt} prompts ({percentage:.0f}%) after {elapsed}, about {remaining} left{postfix}"
 
 
@@ -66,7 +67,7 @@ class BatchSummary:
             )
         if self.num_bypassed:
             lines.append(
-                f"{counted(self.num_bypassed, 'prompt')} did not fit into the pool, and ran without it: more blocks are needed (num_blocks or max_bytes, --num-blocks or --max-bytes)"
+                f"{counted(self.num_bypassed, 'prompt')} did not fit into the pool, and ran without it: {_MORE_BLOCKS}"
             )
         return "\n".join(lines)
 
@@ -113,10 +114,7 @@ class Progress:
             return None
         of_rows = f"row{'s' if len(record.rows) > 1 else ''} {', '.join(map(str, record.rows))}"
         so_far = "" if num_bypassed == len(record.rows) else f" ({counted(num_bypassed, 'prompt')} so far)"
-        return (
-            f"PagedPrefixCache: {of_rows}, counted from 0, did not fit into the pool, and ran without it{so_far}: more blocks "
-            "are needed (num_blocks or max_bytes, --num-blocks or --max-bytes)"
-        )
+        return f"PagedPrefixCache: {of_rows}, counted from 0, did not fit into the pool, and ran without it{so_far}: {_MORE_BLOCKS}"
 
     @property
     def reused_share(self) -> float:
@@ -166,7 +164,9 @@ def progress_bar(total: int, initial: int, wanted: bool | None) -> Any:
         initial: prompts that are done.
         wanted: False: neither.
     """
-    is_notebook = any(each.__name__ == "tqdm_notebook" for each in tqdm.__mro__)
+    is_notebook = any(
+        each.__name__ == "tqdm_notebook" for each in tqdm.__mro__
+    )  # whose import would take IPython's time
     if is_notebook or sys.stderr.isatty():
         return tqdm(total=total, initial=initial, unit="prompt", disable=wanted is False)
     return plain_tqdm(
