@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from .batch.finished import Finished, note_finished, record_of, require_free, require_same
+from .batch.finished import Finished, finished_before, note_finished, record_of, require_same
 from .batch.journal import Completion, Journal, Record, claimed, journal_of
 from .batch.output import ORDERS, Output, require_writable
 from .batch.placement import partition
@@ -276,7 +276,7 @@ def run_job(
         if path is not None:
             require_writable(path, prompts)
             stack.enter_context(claimed(path))
-            finished = None if how.overwrite else require_free(path)
+            finished = None if how.overwrite else finished_before(path)
         rows = stack.enter_context(opened(prompts, how.column))
         tokens = [*tokenized(rows, how.column, runner.tokenizer)]
         require_positions(runner.config, tokens, how.max_new_tokens)

@@ -50,11 +50,10 @@ def note_finished(out: Path, job: Mapping[str, Any], counts: Mapping[str, Any]) 
     unfinished.replace(path)
 
 
-def require_free(out: Path) -> Finished | None:
-    """Refuse an output that is there, and that no job is known to have begun or finished.
+def finished_before(out: Path) -> Finished | None:
+    """The record of the job that has finished an output; None: there is no output, or a job has begun it.
 
-    Returns:
-        The record of the job that has finished it; None: there is no output, or a job has begun it.
+    Refuses an output that no job is known to have begun or finished. Changes nothing.
 
     Raises:
         CacheArgumentError: the output is nobody's, or not what was written; or what lies in the record's place is none.

@@ -98,7 +98,7 @@ def generate(
     """
     from hf_paged_cache import CacheArgumentError
 
-    from ..batch.finished import require_free
+    from ..batch.finished import finished_before
     from ..batch.output import require_writable
     from ..batch.rows import require_prompts
     from ..store_options import store_options
@@ -127,7 +127,7 @@ def generate(
             store_options(**sizes)  # type: ignore[arg-type]
             require_writable(out, prompts)
             if not overwrite:
-                require_free(out)
+                finished_before(out)
             require_prompts(prompts, column, with_room=True)
             require_name(model, revision)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hf_paged_cache import CacheArgumentError
-from hf_paged_cache.batch.finished import note_finished, record_of, require_free, require_same
+from hf_paged_cache.batch.finished import finished_before, note_finished, record_of, require_same
 from hf_paged_cache.batch.journal import Journal, Record, journal_of
 from hf_paged_cache.batch.output import Output
 
@@ -28,7 +28,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def test_a_finished_output_is_known_with_what_was_counted(out: Path) -> None:
-    record = require_free(out)
+    record = finished_before(out)
     assert record is not None
     assert record.counts == {"num_prompts": 1}
     require_same(out, record, JOB)
@@ -45,7 +45,7 @@ def test_a_finished_output_is_known_with_what_was_counted(out: Path) -> None:
     ],
 )
 def test_another_job_is_told_what_is_different(job: dict[str, Any], said: str, out: Path) -> None:
-    record = require_free(out)
+    record = finished_before(out)
     assert record is not None
     with pytest.raises(CacheArgumentError) as refused:
         require_same(out, record, job)
@@ -59,7 +59,7 @@ def test_an_output_that_has_changed_since_is_nobodys(changed: bytes, out: Path) 
     with pytest.raises(
         CacheArgumentError, match="already exists: it was finished, and has changed since; give another file"
     ):
-        require_free(out)
+        finished_before(out)
     assert out.read_bytes() == changed
 
 
@@ -67,10 +67,10 @@ def test_an_output_without_a_record_is_nobodys_and_one_that_is_gone_is_free(out:
     record = record_of(out).read_bytes()
     record_of(out).unlink()
     with pytest.raises(CacheArgumentError, match="already exists: finished, or from another job; give another file"):
-        require_free(out)
+        finished_before(out)
     record_of(out).write_bytes(record)
     out.unlink()
-    assert require_free(out) is None
+    assert finished_before(out) is None
 
 
 @pytest.mark.parametrize("text", ["notes of mine\n", "{}", "[1]", '{"job": {"format": 0}, "counts": {}, "output": {}}'])
@@ -82,14 +82,14 @@ def test_what_is_no_record_stays(text: str, has_output: bool, out: Path) -> None
     with pytest.raises(
         CacheArgumentError, match=r"\.done is no record of a finished job of this version, and would be lost"
     ):
-        require_free(out)
+        finished_before(out)
     assert record_of(out).read_text() == text
 
 
 def test_where_a_job_has_begun_again_its_journal_says_what_is_done(out: Path) -> None:
     out.write_text("half of it\n")
     journal_of(out).write_text("{}\n")
-    assert require_free(out) is None
+    assert finished_before(out) is None
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
