@@ -177,6 +177,13 @@ def build_in_the_call() -> None:
     model.generate(ids, max_new_tokens=2, past_key_values=PagedPrefixCache(model, block_size=4, num_blocks=80))
 
 
+def begin_with_a_long_call() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_paged_cache.store.capacity._MOST_UNMEASURED_TOKENS", 8)
+        cache = PagedPrefixCache(build("llama"))
+        run(cache.store.model, cache, input_ids=torch.tensor([row((1, 18))]))
+
+
 def pin_where_rope_depends_on_length() -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     cache = PagedPrefixCache(build("llama", rope_parameters=scaling, max_position_embeddings=32))
@@ -308,6 +315,7 @@ SCENES = [
     save_and_load,
     generate_and_ask,
     build_in_the_call,
+    begin_with_a_long_call,
     pin_where_rope_depends_on_length,
     bypass,
     share_a_prefix,
