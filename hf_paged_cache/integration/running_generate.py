@@ -13,9 +13,11 @@ from types import CodeType, FrameType
 from typing import Any, Protocol
 from weakref import ref
 
+from ..call.call import Call
 from ..call.running import Bracket
 from ..store.block_store import BlockStore
 from .generate_arguments import GenerateArguments, read_generate
+from .layers import CacheOfLayers
 
 _PLANTED = "hf_paged_cache_bracket"  # among a frame's own keyword arguments, which nobody reads any more
 
@@ -33,11 +35,14 @@ class RunningGenerate:
     kept: dict[str, Any]
 
 
-def running_generate(model: Any) -> RunningGenerate | None:
-    """The innermost `generate` of the model on this thread's stack; None: there is none, and the forward is a plain one."""
+def running_generate(model: Any, call: Call) -> RunningGenerate | None:
+    """The innermost `generate` of the model on this thread's stack that was given the cache of this call.
+
+    None: there is none, and the forward is a plain one, be it inside of a `generate` that has another cache.
+    """
     codes = {*_codes_of(model)}
     for frame, _ in walk_stack(sys._getframe(1)):
-        if frame.f_code in codes and (found := _read(model, frame)) is not None:
+        if frame.f_code in codes and (found := _read(model, call, frame)) is not None:
             return found
     return None
 
@@ -50,14 +55,17 @@ def _codes_of(model: Any) -> Iterator[CodeType]:
             yield code
 
 
-def _read(model: Any, frame: FrameType) -> RunningGenerate | None:
+def _read(model: Any, call: Call, frame: FrameType) -> RunningGenerate | None:
     here, code = frame.f_locals, frame.f_code
     if here.get("self") is not model or not code.co_flags & inspect.CO_VARKEYWORDS:
         return None
     num_named = code.co_argcount + code.co_kwonlyargcount
     named, rest = code.co_varnames[:num_named], code.co_varnames[num_named + bool(code.co_flags & inspect.CO_VARARGS)]
     kept: dict[str, Any] = here[rest]
-    return RunningGenerate(read_generate(model, (), {name: here[name] for name in named if name in here} | kept), kept)
+    given = {name: here[name] for name in named if name in here} | kept
+    if not any(isinstance(value, CacheOfLayers) and value.call is call for value in given.values()):
+        return None
+    return RunningGenerate(read_generate(model, (), given), kept)
 
 
 class Unclosed(Protocol):

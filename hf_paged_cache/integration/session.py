@@ -168,7 +168,7 @@ class Session:
 
     def _open_found(self, model: Any) -> None:
         """Rows are about to begin without a bracket: if a `generate` runs all the same, it begins here."""
-        running = running_generate(model)
+        running = running_generate(model, self._call)
         if running is None:
             return
         look, records_drafts = self.going_on.look(running.given), self.records_drafts

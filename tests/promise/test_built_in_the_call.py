@@ -144,3 +144,19 @@ def test_a_models_own_generate_that_passes_its_arguments_on_runs_too() -> None:
     model.__class__ = Own
     ours, plain = model.generate(**GIVEN, **SEEN, past_key_values=PagedPrefixCache(model))
     assert_same(plain, ours)
+
+
+def test_a_plain_forward_of_another_cache_inside_of_a_generate_is_no_part_of_it() -> None:
+    model = build("llama")
+    cache, other = PagedPrefixCache(model), PagedPrefixCache(model, num_blocks=8)  # a generate of as many does not fit
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(IDS[:1], past_key_values=other)
+        assert not other.is_generating
+        assert other.last_call.kind == "forward"
+
+    step = AtStep(2, forward)
+    run(model, cache, **(GIVEN | {"max_new_tokens": 200}), logits_processor=[step])
+    assert step.countdown < 0
+    assert other.last_call.prompt_tokens == IDS.shape[1]
