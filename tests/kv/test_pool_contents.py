@@ -209,7 +209,7 @@ def beams(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
     assert cache.stats().num_copies_on_write > 0
     assert_rows_hold_what_a_plain_forward_gives(cache)
     run(model, cache, **batch(output.sequences[0].tolist() + row((2, 3))), num_beams=2)
-    assert cache.last_call.reused_tokens == 2 * 50
+    assert cache.last_call.reused_tokens >= 2 * 50  # more where the best sequence is a beam that ran to the end
 
 
 def samples(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
