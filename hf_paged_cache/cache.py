@@ -217,6 +217,8 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
         Of layer 0, by which models ask for the length of the rows, it is always the rows'. Before the first forward of a store
         has returned, which layers write is not known, and all count as writing: columns of padding that it skips are there in each.
         """
+        if self.call.forward is None and not self._own_layers.is_running:
+            self._session.open_unseen()
         if layer_idx < 0:
             layer_idx += len(self.layers)
         if self._own_layers.layers is not None:

@@ -1,7 +1,8 @@
 """A `generate` that runs without a bracket: Python had looked it up before the cache was attached to the model.
 
-So it is where the cache is built in the call's own arguments, `model.generate(..., past_key_values=PagedPrefixCache(model))`, and
-with `type(model).generate(model, ...)`. The frame of that `generate` has its arguments; its end is seen when the frame goes.
+So it is where the cache is built in the call's own arguments, `model.generate(..., past_key_values=PagedPrefixCache(model))`,
+with `type(model).generate(model, ...)`, and with a `functools.partial` of before. The frame of that `generate` has its arguments;
+its end is seen when the frame goes.
 """
 
 import inspect

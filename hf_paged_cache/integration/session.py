@@ -166,8 +166,16 @@ class Session:
         self._digest, self._inputs, self._was_alone = given.digest, given.inputs, False
         self._ranks.is_settled = False
 
+    def open_unseen(self) -> None:
+        """The length of the rows is asked for between forwards: if a `generate` without a bracket asks, it begins here.
+
+        It would take the rows of the last call for the beginning of its prompt, whatever they are.
+        """
+        if not self.is_open and (self._call.rows.alias or self.own_layers.has_rows) and not self._call.is_in_use:
+            self._open_found(self._conditioning.model)
+
     def _open_found(self, model: Any) -> None:
-        """Rows are about to begin without a bracket: if a `generate` runs all the same, it begins here."""
+        """No bracket is open: if a `generate` runs all the same that was passed the cache, it begins here."""
         running = running_generate(model, self._call)
         if running is None:
             return

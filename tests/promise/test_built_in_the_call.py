@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -160,3 +162,51 @@ def test_a_plain_forward_of_another_cache_inside_of_a_generate_is_no_part_of_it(
     run(model, cache, **(GIVEN | {"max_new_tokens": 200}), logits_processor=[step])
     assert step.countdown < 0
     assert other.last_call.prompt_tokens == IDS.shape[1]
+
+
+@NAMES
+@pytest.mark.parametrize("kept", [lambda model: model.generate, lambda model: partial(type(model).generate, model)])
+def test_one_that_was_looked_up_before_begins_each_prompt_anew(name: str, kept: Callable[[Any], Any]) -> None:
+    model = build(name)
+    generate, cache = kept(model), PagedPrefixCache(model)
+    prompts = [row((1, 20)), row((2, 40)), row((1, 20), (3, 60)), row((2, 9))]  # longer than the rows, and shorter
+    for prompt in prompts:
+        given = GIVEN | {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt)).long()}
+        assert_same(run(build(name), **given), generate(**given, **SEEN, past_key_values=cache))
+        assert cache.last_call.prompt_tokens == len(prompt)
+        assert not cache.is_generating
+    cache.check()
+
+
+def test_one_that_was_looked_up_before_goes_on_with_new_tokens_under_a_mask_of_all() -> None:
+    model = build("llama")
+    generate, cache = model.generate, PagedPrefixCache(model)
+    first = generate(**GIVEN, past_key_values=cache)
+    turn = torch.cat([first, torch.tensor([row((3, 5))] * 2)], 1)
+    mask = torch.ones_like(turn)
+    wanted = run(build("llama"), input_ids=turn, attention_mask=mask, max_new_tokens=5)
+    new = generate(
+        input_ids=turn[:, cache.get_seq_length() :],
+        attention_mask=mask,
+        max_new_tokens=5,
+        do_sample=False,
+        **SEEN,
+        past_key_values=cache,
+    )
+    assert_same(wanted, new)
+
+
+def test_a_plain_forward_on_another_cache_inside_of_it_is_a_plain_forward() -> None:
+    model = build("llama")
+    store = PrefixStore(model)
+    cache, other = PagedPrefixCache(store), PagedPrefixCache(store)
+    wanted = build("llama")(IDS).logits
+
+    def look() -> None:
+        with torch.no_grad():
+            assert torch.allclose(model(IDS, past_key_values=other).logits, wanted, atol=1e-4)
+        assert cache.is_generating
+        assert not other.is_generating
+
+    output = type(model).generate(model, **GIVEN, **SEEN, past_key_values=cache, logits_processor=[AtStep(2, look)])
+    assert_same(run(build("llama"), **GIVEN), output)
