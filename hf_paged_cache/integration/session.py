@@ -45,6 +45,10 @@ _GRADIENTS = (
 _OTHER_WINDOWS = "the config has other windows now, while other calls hold blocks of before"
 _POSITIONS_OF_PADDING = "positions of padding are the largest, and rotary frequencies follow the largest that runs"
 _STATES_ON_RANKS = "layers carry states, and other processes share the model"
+_NO_CACHE_WANTED = (
+    "generate was passed this cache, and use_cache is False, given or by generation_config: it would run the whole prompt "
+    "again in each step, behind what the cache holds; pass use_cache=True, or no cache"
+)
 _ANOTHER_CACHE = "use another cache on the same store for this one: PagedPrefixCache(cache.store)"
 
 
@@ -175,10 +179,16 @@ class Session:
             self._open_found(self._conditioning.model)
 
     def _open_found(self, model: Any) -> None:
-        """No bracket is open: if a `generate` runs all the same that was passed the cache, it begins here."""
+        """No bracket is open: if a `generate` runs all the same that was passed the cache, it begins here.
+
+        Raises:
+            CacheArgumentError: it uses no cache, so that each of its steps is a whole prompt.
+        """
         running = running_generate(model, self._call)
         if running is None:
             return
+        if running.given.use_cache is False:
+            raise CacheArgumentError(_NO_CACHE_WANTED)
         look, records_drafts = self.going_on.look(running.given), self.records_drafts
         with self._store.lock:
             self._open(model, running.given, plant_bracket(running, self._store, self), look)

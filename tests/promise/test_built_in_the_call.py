@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged_cache import CacheBusyError, OutOfBlocksError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, CacheBusyError, OutOfBlocksError, PagedPrefixCache, PrefixStore
 
 from ..reference import AtStep, Forwards, assert_same, row, run
 from ..tiny_models import build
@@ -210,3 +210,14 @@ def test_a_plain_forward_on_another_cache_inside_of_it_is_a_plain_forward() -> N
 
     output = type(model).generate(model, **GIVEN, **SEEN, past_key_values=cache, logits_processor=[AtStep(2, look)])
     assert_same(run(build("llama"), **GIVEN), output)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_one_that_is_to_use_no_cache_is_refused(used: bool) -> None:
+    model = build("llama")
+    generate, cache = model.generate, PagedPrefixCache(model)
+    if used:
+        generate(**GIVEN, past_key_values=cache)
+    with pytest.raises(CacheArgumentError, match="pass use_cache=True, or no cache"):
+        generate(**GIVEN, use_cache=False, past_key_values=cache)
+    assert_same(run(build("llama"), **GIVEN), generate(**GIVEN, **SEEN, past_key_values=cache))
