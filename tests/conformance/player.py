@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.model.cache_adapters import cache_argument, own_cache_class, present_cache
 from hf_paged_cache.model.comparison import dynamic_cache
+from hf_paged_cache.model.probing import input_device
 
 from ..internals import depends_on_length, state_rules, zero_states, zero_window_blocks
 from ..reference import TOLERANCE, run, zero_blocks
@@ -158,7 +159,11 @@ class Player:
 
     def forward(self, **arguments: Any) -> None:
         """A plain forward of new rows on the cache, which must have the last logits of one on the cache that transformers makes."""
-        arguments = self._completed(arguments, {"use_cache": True})
+        device = input_device(self.model)
+        arguments = {
+            key: value.to(device) if isinstance(value, torch.Tensor) else value
+            for key, value in self._completed(arguments, {"use_cache": True}).items()
+        }
         mask = arguments["attention_mask"]
         if self.takes_positions:
             arguments["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)

@@ -102,9 +102,10 @@ def test_the_check_finds_a_model_whose_attention_looks_ahead() -> None:
 def test_an_image_text_model_depends_on_its_image_and_takes_text_alone(name: str) -> None:
     model = multimodal.build_image_text(name)
     text, image = multimodal.example_inputs(name)
-    other = multimodal.example_inputs(name, 1)[1]["pixel_values"]
+    other = multimodal.example_inputs(name, 1)[1]
+    content = next(key for key in ("pixel_values", "input_features") if key in image)
     with torch.no_grad():
-        alone, seen, unlike = (model(**inputs).logits for inputs in (text, image, image | {"pixel_values": other}))
+        alone, seen, unlike = (model(**inputs).logits for inputs in (text, image, image | {content: other[content]}))
     assert torch.isfinite(alone).all()
     assert torch.isfinite(seen).all()
     assert distance(unlike[:, -1], seen[:, -1]) > 1e-2

@@ -170,7 +170,7 @@ class Draw:
         return Action("prefill", f"c{slot}.prefill({what}{chunk})", slot=slot, need=need, refusals=self._busy())
 
     def _pin(self, slot: int) -> Action:
-        return Action("pin", f"c{slot}.pin({self._known()})", slot=slot, refusals=self._busy())
+        return Action("pin", f"c{slot}.pin({self._known()})", slot=slot, refusals=(*self._busy(), "CacheArgumentError"))
 
     def _busy(self) -> tuple[str, ...]:
         return ("CacheBusyError",) if "longrope" in self.case.kind else ()

@@ -213,33 +213,25 @@ def test_the_class_s_own_generate_works_on_a_cache_without_rows(
     assert_same(run(model, input_ids=IDS), output)
 
 
-@pytest.mark.parametrize("length", [20, 50, 55])
-def test_the_class_s_own_generate_is_refused_on_a_cache_that_holds_the_prompt_s_columns(
+@pytest.mark.parametrize("length", [20, 50, 55, 80])
+def test_the_class_s_own_generate_begins_anew_on_a_cache_that_holds_rows(
     model: PreTrainedModel, cache: PagedPrefixCache, length: int
 ) -> None:
+    """`DynamicCache` would slice off as many tokens as there are columns, and look at none of them."""
     run(model, cache, input_ids=IDS)  # leaves 55 columns
     ids = torch.tensor([row((9, length))])
-    with pytest.raises(CacheArgumentError, match=r"cache.reset\(\)"):
-        type(model).generate(
-            model, input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=3
-        )
+    output = type(model).generate(
+        model,
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=6,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    assert_same(run(model, input_ids=ids), output)
     cache.check()
-    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
-
-
-def test_the_class_s_own_generate_goes_on_as_a_dynamic_cache_does(
-    model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
-    """It slices off as many tokens as there are columns and looks at none of them."""
-    theirs = DynamicCache()
-    ids = torch.tensor([row((9, 80))])
-    outputs = []
-    for held in (theirs, cache):
-        for given in (IDS, ids):
-            how = {"attention_mask": torch.ones_like(given), "max_new_tokens": 6, "do_sample": False}
-            output = type(model).generate(model, input_ids=given, past_key_values=held, **how)
-        outputs.append(output)
-    assert outputs[0].tolist() == outputs[1].tolist()
     assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))  # and nothing wrong was committed
 
 

@@ -126,7 +126,7 @@ def test_beams_of_minimax_are_those_of_scoring_each_row() -> None:
             logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
         chosen = logits[:, -9:-1].log_softmax(-1).gather(-1, ids[:, -8:, None]).squeeze(-1)
         torch.testing.assert_close(found.sequences_scores, chosen.mean(-1), atol=1e-4, rtol=0)
-    assert cache.last_call.reused_tokens
+    assert cache.last_call.reused_tokens + cache.last_call.shared_tokens
     assert not is_same(run(model, **prompt, **how, use_cache=False), run(model, **prompt, **how))
 
 
