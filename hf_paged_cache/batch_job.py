@@ -119,9 +119,8 @@ def generate_all(
         column: where the prompt is, in a row.
         order: of the rows in `out`: as they were given, or as they are done.
         batch_size: rows of a `generate` at most.
-        cache: to run on, or a store to make one of; None: a new one for this job.
-        block_size, num_blocks, max_bytes, attention, host_bytes, disk_folder, disk_bytes, disk_mode: of the new one; see
-            `PagedPrefixCache`.
+        cache: to run on, or a store to make one of; None: a new one for this job, with `block_size` and the options that follow
+            it, see `PagedPrefixCache`.
         overwrite: remove an `out`, a journal and a record that are there; without it an `out` of another job is refused, and this
             job's gone on from.
         progress: a bar on stderr, or where that is no terminal a line every 30 seconds and 5 % of the prompts, whichever is later;

@@ -129,7 +129,8 @@ def generate_all_on_ray(
     """`generate_all` on workers of Ray: prompts that share a prefix go to one of them, and a worker that dies is replaced.
 
     With greedy search the completions are those of `generate_all`. Samples follow from `seed` and the batch, and batches from
-    `num_workers`.
+    `num_workers`. `block_size` and the options that follow it are of each worker's cache, see `PagedPrefixCache`; a `disk_folder`
+    that all reach gives a new worker the prefixes of the others.
 
     Args:
         load: makes the model and its tokenizer in each worker's process, such as `functools.partial(load_my_model, "name")`; it is
@@ -138,8 +139,6 @@ def generate_all_on_ray(
         address: of a Ray cluster, such as "auto"; None: the one this process is connected to, the one that `RAY_ADDRESS` names,
             or a new one on this machine.
         gpus_per_worker: of Ray's accounting; None: 1, or where there are fewer GPUs than workers an equal part of one.
-        block_size, num_blocks, max_bytes, attention, host_bytes, disk_folder, disk_bytes, disk_mode: of each worker's cache; see
-            `PagedPrefixCache`. A `disk_folder` that all reach gives a new worker the prefixes of the others.
 
     Raises:
         CacheArgumentError: see `generate_all`; or Ray is not installed.
