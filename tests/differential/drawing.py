@@ -1,5 +1,6 @@
 """Draws cases and actions; an action depends on what the reference has answered so far, never on ours."""
 
+import dataclasses
 import random
 
 from tests.differential.calls import Calls
@@ -95,7 +96,11 @@ class Draw:
     def _going_on(self, slot: int) -> Action:
         if self.slots[slot].mask is None:
             return self._forward(slot)
-        return self.calls.forward(slot, self.slots[slot].mask)
+        action = self.calls.forward(slot, self.slots[slot].mask)
+        # with attentions Falcon sees padding, which is not kept for rows that began without them
+        if self.case.kind.startswith("falcon") and "output_attentions=True" in action.ours:
+            return dataclasses.replace(action, refusals=("CacheArgumentError",))
+        return action
 
     def _turn(self, slot: int) -> Action:
         mask = self.slots[slot].mask
