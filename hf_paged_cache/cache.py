@@ -386,7 +386,7 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
 
     def holds_layer(self, layer_idx: int) -> bool:
         """Whether there are rows, and keys and values of them in this layer: not every layer writes any."""
-        return self.call.num_columns > 0 and self.store.blocks.pool.has_layer(layer_idx)
+        return self.call.num_columns > 0 and bool(self.store.blocks.pool.layer(layer_idx))
 
     def write_layer(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store a layer's new K/V by name, [R, H, T, D], and return those that its attention reads."""

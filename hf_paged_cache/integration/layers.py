@@ -168,8 +168,8 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
         """A tensor of this layer as the pool holds it, of all blocks; None before it has been written."""
         blocks = self._cache.store.blocks
         with blocks.lock:
-            held = blocks.pool.held_by_window().values()
-            return next((of_window[key] for of_window in held if (key := (self._layer_idx, name)) in of_window), None)
+            tensor: Tensor | None = blocks.pool.layer(self._layer_idx).get(name)
+            return tensor
 
     def _written(self, name: str) -> Tensor:
         tensor = self._in_pool(name)

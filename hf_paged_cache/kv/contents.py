@@ -116,7 +116,7 @@ def rows_of_blocks(pool: BlockPool, part: Part, ids: Sequence[int], transfer: Tr
 def write_blocks(pool: BlockPool, part: Part, ids: Sequence[int], rows: Tensor) -> None:
     """Let these blocks, or window blocks, hold what `rows`, [N, part.num_bytes] on the part's device, say. No id comes twice."""
     held = pool.held_by_window()[part.window]
-    pool.use_blocks(part.window, ids)
+    pool.groups[part.window].use(1 + max(ids, default=-1))
     transfer = Transfer()
     index = transfer.on(part.device, transfer.add(ids))
     for piece in part.pieces:

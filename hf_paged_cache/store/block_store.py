@@ -12,7 +12,6 @@ import torch
 
 from ..blocks import BlockHash, BlockTable, WindowedTable
 from ..errors import CacheBusyError
-from ..kv.grouped_pool import GroupedPool
 from ..kv.transfers import Transfer
 from ..tiers.base import Tier
 from .call_totals import CallTotals
@@ -70,10 +69,10 @@ class BlockStore(Capacity):
         """Bytes of the blocks that somebody holds; given a salt, of its blocks."""
         allocator = self.allocator
         num_blocks = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
-        num_bytes = num_blocks * self.pool.bytes_per_block
+        num_bytes = num_blocks * self.pool.all.bytes_per_block
         if groups := self.windows.groups:
             for group, num_needed in zip(groups, self.windows.num_needed(salt or None), strict=True):
-                num_bytes += num_needed * self.pool_of(group).bytes_per_block
+                num_bytes += num_needed * self.pool.groups[group.window].bytes_per_block
         return num_bytes
 
     def may_write(self, layer_idx: int) -> bool:
@@ -110,7 +109,7 @@ class BlockStore(Capacity):
         Returns:
             Whether they can run: not while other calls hold blocks of layers with other windows.
         """
-        if not isinstance(self.pool, GroupedPool) or self.windows.window_of == window_of:
+        if not self.windows.may_change or self.windows.window_of == window_of:
             return True
         others = [call for call in self.holders() if call is not holder]
         ended = [holder.previous, *(rows for call in others for rows in (call.rows, call.previous))]
@@ -161,12 +160,12 @@ class BlockStore(Capacity):
             self.tiers.move_down(may_wait=may_wait)
         copies = self.allocator.pending_copies
         if copies:
-            self.pool.copy_blocks(copies, transfer)
+            self.pool.all.copy_blocks(copies, transfer)
             self.allocator.drop_copies(len(copies))
         for group in self.windows.groups:
             if group.copies:
                 copies = tuple(group.copies)
-                self.pool_of(group).copy_blocks(copies, transfer)
+                self.pool.groups[group.window].copy_blocks(copies, transfer)
                 del group.copies[: len(copies)]
 
     def check(self) -> None:

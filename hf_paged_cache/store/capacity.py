@@ -12,10 +12,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..blocks import PrefixCachingBlockAllocator, WindowBlocks
+from ..blocks import PrefixCachingBlockAllocator
 from ..errors import CacheArgumentError
-from ..kv.block_pool import BlockPool
-from ..kv.grouped_pool import GroupedPool
+from ..kv.block_pool import BlockPool, GroupTensors
 from ..locks import new_lock
 from .holder import Holder
 from .memory_budget import add_store, default_budget_bytes, lacks_room
@@ -84,9 +83,7 @@ class Capacity:
         self.states.limit(num_blocks)
         self.first_device = first_device
         self.window_admission = WindowAdmission(self.allocator, self.windows)
-        self.pool = BlockPool(block_size, first_device)
-        if self.windows:
-            self.pool = GroupedPool(block_size, first_device, window_of, self.windows.groups)
+        self.pool = BlockPool(block_size, first_device, window_of, self.windows.groups)
         self._measure_layers = measure_layers
         self._measured: Mapping[int, tuple[torch.device, int]] = {}  # counts until the pool has these layers
         self._budget_bytes: dict[torch.device, int] = {}  # of keys and values and copies of them, by what was free
@@ -119,11 +116,6 @@ class Capacity:
             group = self.windows.groups[0]
             return group.num_free + self.max_num_blocks - group.num_blocks
         return self.allocator.num_free_blocks + self.max_num_blocks - self.allocator.num_blocks
-
-    def pool_of(self, group: WindowBlocks) -> BlockPool:
-        """The tensors of a group's window blocks."""
-        assert isinstance(self.pool, GroupedPool)  # where there are groups
-        return self.pool.of_window(group.window)
 
     def num_obtainable_blocks(self, holder: Holder | None) -> float:
         """Blocks that `holder` can have now: free, cached or not managed yet, less what others have reserved."""
@@ -161,27 +153,27 @@ class Capacity:
         most, allocator = self.max_num_blocks, self.allocator
         if self.windows.are_all:  # a block costs no memory; one that nobody holds any more is as good as a new one
             most = max(most or 0, allocator.num_blocks + num_blocks - allocator.num_available_blocks)
-        managed = self._grow(self.pool, allocator.num_blocks, num_blocks - allocator.num_free_blocks, most)
+        managed = self._grow(self.pool.all, allocator.num_blocks, num_blocks - allocator.num_free_blocks, most)
         if managed > allocator.num_blocks:
             allocator.grow(managed)
         for group in self.windows.groups:
             most = None if group.most == math.inf else int(group.most)
-            managed = self._grow(self.pool_of(group), group.num_blocks, num_blocks - group.num_free, most)
+            managed = self._grow(self.pool.groups[group.window], group.num_blocks, num_blocks - group.num_free, most)
             if managed > group.num_blocks:
                 group.grow(managed)
 
-    def _grow(self, pool: BlockPool, managed: int, missing: int, most: int | None) -> int:
-        """Let a pool hold what is managed, and up to `most` blocks so many more as are missing; returns how many it can."""
+    def _grow(self, tensors: GroupTensors, managed: int, missing: int, most: int | None) -> int:
+        """Let tensors hold what is managed, and up to `most` blocks so many more as are missing; returns how many it can."""
         wanted = managed
         if missing > 0 and managed != most:
             wanted += self._growth(managed, missing)
             if most is not None:
                 wanted = min(wanted, most)
-        if pool.capacity < wanted:
+        if tensors.capacity < wanted:
             capacity = wanted
-            if most is not None and pool.is_on_host:
+            if most is not None and self.pool.is_on_host:
                 capacity = max(wanted, min(most, wanted * _CAPACITY_FACTOR_ON_HOST))  # growing again would copy
-            if not any(self._grow_pool(pool, number) for number in dict.fromkeys((capacity, wanted))):
+            if not any(self._grow_tensors(tensors, number) for number in dict.fromkeys((capacity, wanted))):
                 self.stop_growing()
                 return managed
         return wanted
@@ -198,12 +190,12 @@ class Capacity:
         spare = min(reserved, (managed + missing) // _SPARE_PART_ON_ACCELERATOR)
         return max(managed // _SPARE_PART_ON_ACCELERATOR, missing + spare)
 
-    def _grow_pool(self, pool: BlockPool, num_blocks: int) -> bool:
+    def _grow_tensors(self, tensors: GroupTensors, num_blocks: int) -> bool:
         """Whether there was memory for it. Looks first: tensors that had grown before one could not might stay large."""
-        if lacks_room(pool.bytes_to_grow(num_blocks)):
+        if lacks_room(tensors.bytes_to_grow(num_blocks)):
             return False
         try:
-            pool.ensure_capacity(num_blocks)
+            tensors.ensure_capacity(num_blocks)
         except torch.OutOfMemoryError:
             return False
         return True
@@ -243,10 +235,9 @@ class Capacity:
                 share = self.windows.share if layer_idx in self.windows.window_of else 1
                 total[device] = total.get(device, 0) + num_bytes * self.block_size * share
         else:
-            total.update(self.pool.bytes_per_block_on())
-            for group in self.windows.groups:
-                for device, num_bytes in self.pool_of(group).bytes_per_block_on().items():
-                    total[device] = total.get(device, 0) + num_bytes * self.windows.share
+            for window, tensors in self.pool.groups.items():
+                for device, num_bytes in tensors.bytes_per_block_on().items():
+                    total[device] = total.get(device, 0) + num_bytes * (1 if window is None else self.windows.share)
         if self.states:
             return self.states.with_snapshots(total, None if self.windows.layers else self.first_device())
         return total

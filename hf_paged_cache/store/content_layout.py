@@ -52,7 +52,7 @@ class ContentLayout:
     def parts(self) -> dict[Kind, list[Part]]:
         """Of each kind, what a row is made of now."""
         pool = self._pool
-        if self._looked_at != pool.layout:
+        if self._looked_at != pool.num_layouts:
             parts: dict[Kind, list[Part]] = {}
             for part in parts_of_pool(pool):
                 parts.setdefault(BLOCKS if part.window is None else part.window, []).append(part)
@@ -61,7 +61,7 @@ class ContentLayout:
             for tier in self._tiers:
                 if isinstance(tier, HostTier):
                     tier.lay_out(parts, self._shares(parts))
-            self._looked_at, self._parts = pool.layout, parts
+            self._looked_at, self._parts = pool.num_layouts, parts
         return self._parts
 
     def is_now(self, kind: Kind, parts: Sequence[Part]) -> bool:

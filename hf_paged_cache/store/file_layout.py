@@ -34,11 +34,11 @@ def lay_out(store: Layouts, file: SavedFile) -> bool:
     Returns:
         Whether, with this file, all layers are known.
     """
-    pool, before = store.pool, store.pool.layout
+    pool, before = store.pool, store.pool.num_layouts
     if not pool.layer_indices:
         store.make_room(0)
     lay_out_pool(pool, [part for content in file.contents if content.kind != STATES for part in content.parts])
-    return pool.layout != before and set(store.windows.layers) <= set(pool.layer_indices)
+    return pool.num_layouts != before and set(store.windows.layers) <= set(pool.layer_indices)
 
 
 def parts_here(store: Layouts, layout: ContentLayout, content: SavedContents) -> tuple[Part, ...] | None:

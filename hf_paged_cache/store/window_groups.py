@@ -26,6 +26,7 @@ class WindowGroups:
     Attributes:
         are_all: no layer is without a window. Then a block costs nothing beside its window blocks, and the most there can
             be counts these.
+        may_change: some layers have had a window, so others may come to have one.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class WindowGroups:
     ) -> None:
         self._allocator = allocator
         self.layers = layers
+        self.may_change = bool(window_of)
         self._share = share
         self._most = most
         self._least: list[int] = []  # of each group, window blocks that were promised before the most was known

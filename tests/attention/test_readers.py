@@ -63,7 +63,7 @@ class Bench:
         self.in_pairs = in_pairs  # read by `read_pair` where that will do, without gradients
         self.num_pairs = 0  # layers that were read so
         self.pool = BlockPool(BLOCK_SIZE)
-        self.pool.ensure_capacity(400)
+        self.pool.all.ensure_capacity(400)
         self.windows = windows or {}  # layer index -> its window
         self.layers = layers
         self.reader: Reader = make_reader(self.pool, Windows(self.windows))

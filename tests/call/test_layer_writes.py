@@ -27,7 +27,7 @@ def states(*shape: int) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def store() -> BlockStore:
     store = BlockStore(4, 8)
-    store.pool.ensure_capacity(8)
+    store.pool.all.ensure_capacity(8)
     return store
 
 
@@ -127,13 +127,13 @@ def test_the_tokens_of_one_row_are_written_and_read_in_fewer_lines(
 def test_tokens_without_slots_side_by_side_are_left_to_write(store: BlockStore, slot_mapping: SlotMapping) -> None:
     pool, new = store.pool, states(1, 2, 3, 5)
     pool.write(0, new, SlotMapping(range(10, 13)))
-    before = [tensor.clone() for tensor in pool._all_tensors()]
+    before = [tensor.clone() for tensor in pool.all]
     assert not pool.write_pair(0, new["key"], new["value"], slot_mapping)
     assert not pool.write_pair(0, new["key"][0], new["value"][0], SlotMapping(range(4, 6)))
     assert not pool.write_pair(
         0, new["key"].repeat(2, 1, 1, 1), new["value"].repeat(2, 1, 1, 1), SlotMapping(range(4, 10))
     )
-    for tensor, was in zip(pool._all_tensors(), before, strict=True):
+    for tensor, was in zip(pool.all, before, strict=True):
         assert tensor.equal(was)
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_paged_cache.blocks import Allocation, BlockTable, root_hash
-from hf_paged_cache.kv.grouped_pool import GroupedPool
 from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.window_admission import RowToCome
 
@@ -223,10 +222,9 @@ class Calls:
         if store.max_num_blocks is not None:
             assert store.windows.are_all or store.allocator.num_blocks <= store.max_num_blocks
             assert all(group.num_blocks <= group.most for group in store.windows.groups)
-        assert isinstance(pool, GroupedPool)
-        taken = 0 if store.windows.are_all else (store.allocator.num_blocks - 1) * pool.bytes_per_block
+        taken = 0 if store.windows.are_all else (store.allocator.num_blocks - 1) * pool.all.bytes_per_block
         for group in store.windows.groups:
-            of_window = pool.of_window(group.window)
+            of_window = pool.groups[group.window]
             assert of_window.num_blocks_used <= group.num_blocks
             taken += (group.num_blocks - 1) * of_window.bytes_per_block
         assert self.budget_bytes is None or taken <= self.budget_bytes

@@ -82,7 +82,7 @@ def test_growth_keeps_every_row_and_the_pool_holds_at_least_what_the_allocator_m
     first = store.max_num_blocks
     assert (first, store.allocator.num_blocks < 3000) == (3000, True)
     tables = [fill(store, 100, first=1000 * i) for i in range(20)]
-    assert store.pool.capacity >= store.allocator.num_blocks
+    assert store.pool.all.capacity >= store.allocator.num_blocks
     for i, table in enumerate(tables):
         assert read(store, table) == list(range(1000 * i, 1000 * i + 100))
     store.allocator.check()
@@ -116,7 +116,7 @@ def test_a_store_grows_by_a_factor_and_by_more_where_more_is_asked_for() -> None
 def test_a_store_never_grows_beyond_its_most_and_reaches_it() -> None:
     store = BlockStore(BLOCK_SIZE, 70)
     table = fill(store, 69 * BLOCK_SIZE)
-    assert store.allocator.num_blocks == store.max_num_blocks == store.pool.capacity == 70
+    assert store.allocator.num_blocks == store.max_num_blocks == store.pool.all.capacity == 70
     assert read(store, table) == list(range(69 * BLOCK_SIZE))
 
 
@@ -214,7 +214,9 @@ def test_without_a_number_the_budget_is_settled_once_a_forward_has_shown_what_a_
     store.settle_budget()  # nothing was written yet
     assert store.max_num_blocks is store.num_free_blocks is None
     table = fill(store, 10)
-    monkeypatch.setattr(capacity, "default_budget_bytes", lambda device, store: 1000 * store.pool.bytes_per_block + 5)
+    monkeypatch.setattr(
+        capacity, "default_budget_bytes", lambda device, store: 1000 * store.pool.all.bytes_per_block + 5
+    )
     store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == 1001  # and the null block
@@ -260,7 +262,7 @@ def test_each_device_holds_its_own_layers_and_the_copy_beside_them(monkeypatch: 
     for copies in (0, 1):
         store, holder = BlockStore(BLOCK_SIZE), IdleHolder(copies)
         store.add_holder(holder)
-        store.pool.ensure_capacity(4)
+        store.pool.all.ensure_capacity(4)
         store.pool.write(0, {"key": torch.ones(1, 1, 4, 1)}, SlotMapping(range(4)))  # 16 bytes a block
         store.pool.write(1, {"key": torch.ones(1, 3, 4, 1, device="meta")}, SlotMapping(range(4)))  # 48
         store.read_budget()
@@ -277,11 +279,11 @@ def test_a_store_tells_others_what_it_may_still_take() -> None:
     device = torch.device("cpu")
     assert store.bytes_to_come(device) == 0  # not known yet
     table = fill(store, 3 * BLOCK_SIZE)
-    assert store.bytes_to_come(device) == (100 - 4) * store.pool.bytes_per_block  # with the null block
+    assert store.bytes_to_come(device) == (100 - 4) * store.pool.all.bytes_per_block  # with the null block
     assert store.bytes_to_come(torch.device("meta")) == 0
     copying = IdleHolder(1)
     store.add_holder(copying)
-    assert store.bytes_to_come(device) == (200 - 4) * store.pool.bytes_per_block
+    assert store.bytes_to_come(device) == (200 - 4) * store.pool.all.bytes_per_block
     table.free()
 
 
@@ -312,8 +314,8 @@ def on_accelerator(num_blocks: int | None = None) -> BlockStore:
 @pytest.mark.parametrize("num_blocks", [None, 20_000])
 def test_on_an_accelerator_a_short_prompt_takes_few_blocks(num_blocks: int | None) -> None:
     store = on_accelerator(num_blocks)
-    assert store.pool.capacity == store.allocator.num_blocks == 64
-    assert store.pool.pool_bytes == 64 * store.pool.bytes_per_block
+    assert store.pool.all.capacity == store.allocator.num_blocks == 64
+    assert store.pool.pool_bytes == 64 * store.pool.all.bytes_per_block
 
 
 def test_on_an_accelerator_a_store_grows_by_what_is_missing_and_reserved_and_by_an_eighth_at_least() -> None:
@@ -325,8 +327,8 @@ def test_on_an_accelerator_a_store_grows_by_what_is_missing_and_reserved_and_by_
         store.make_room(table.num_new_blocks_for_append(num_tokens))
         table.append_tokens(range(num_tokens))
         tables.append(table)
-        assert store.pool.capacity == store.allocator.num_blocks
-        return store.pool.capacity
+        assert store.pool.all.capacity == store.allocator.num_blocks
+        return store.pool.all.capacity
 
     assert take(62 * BLOCK_SIZE) == 64
     assert take(3 * BLOCK_SIZE) == 64 + 8  # an eighth; 2 are missing
@@ -341,8 +343,8 @@ class NoMemory:
     """No memory for a larger pool from here on, as long as it is set."""
 
     def __init__(self, patch: pytest.MonkeyPatch, store: BlockStore) -> None:
-        self.is_set, self._grow = True, store.pool.ensure_capacity
-        patch.setattr(store.pool, "ensure_capacity", self)
+        self.is_set, self._grow = True, store.pool.all.ensure_capacity
+        patch.setattr(store.pool.all, "ensure_capacity", self)
 
     def __call__(self, num_blocks: int) -> None:
         if self.is_set and num_blocks > 64:
@@ -420,8 +422,8 @@ def test_an_accelerator_that_tells_that_it_has_too_little_is_not_tried(monkeypat
     asked = []
     monkeypatch.setattr(capacity, "lacks_room", lambda needed: asked.append(needed) or True)
     store.make_room(100)
-    assert asked == [{torch.device("meta"): (101 - 64 + 64) * store.pool.bytes_per_block}]
-    assert (store.pool.capacity, store.max_num_blocks) == (64, 64)
+    assert asked == [{torch.device("meta"): (101 - 64 + 64) * store.pool.all.bytes_per_block}]
+    assert (store.pool.all.capacity, store.max_num_blocks) == (64, 64)
 
 
 def test_memory_that_holds_no_forward_is_given_back_once_nobody_holds_a_block() -> None:
