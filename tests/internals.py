@@ -29,7 +29,7 @@ from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.kv.states import LiveStates, StateKey
 from hf_paged_cache.model.conditioning import Conditioning
 from hf_paged_cache.model.rope import RopeRegime
-from hf_paged_cache.store import capacity, state_snapshots
+from hf_paged_cache.store import block_store, state_snapshots
 from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.state_snapshots import StateRules
 from hf_paged_cache.tiers.disk import DiskTier
@@ -440,7 +440,7 @@ def see_no_change_of_the_model(patch: pytest.MonkeyPatch) -> None:
 
 def make_pools_grow(patch: pytest.MonkeyPatch) -> None:
     """A store begins with four blocks."""
-    patch.setattr(capacity, "_FIRST_NUM_BLOCKS", 4)
+    patch.setattr(block_store, "_FIRST_NUM_BLOCKS", 4)
 
 
 def recycle_all_memory(patch: pytest.MonkeyPatch) -> None:

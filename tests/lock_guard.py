@@ -16,7 +16,6 @@ from typing import Any
 
 import hf_paged_cache
 from hf_paged_cache.blocks import PrefixCachingBlockAllocator
-from hf_paged_cache.blocks.ledger import BlockLedger
 from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.counters import PromptCounters
 from hf_paged_cache.call.held_steps import HeldSteps
@@ -35,10 +34,9 @@ GUARDED_FOLDERS = tuple(f"{PACKAGE}{folder}/" for folder in ("blocks", "kv", "st
 
 # May be used without the lock: class -> name -> why that is right.
 EXEMPT: dict[type, dict[str, str]] = {
-    BlockLedger: {},
     PrefixCachingBlockAllocator: {},
     BlockPool: {
-        "has_layer": "one look into a dict that only grows, or is replaced as a whole",
+        "layer": "one look into dicts that only grow, or are replaced as a whole",
         "release": "looks at streams, of which there are only ever more; the tensors are the caller's",
     },
     Pins: {},
@@ -83,7 +81,7 @@ def install() -> None:
     if "_is_guarded" in vars(PrefixStore):
         return
     PrefixStore._is_guarded = True  # type: ignore[attr-defined]
-    for cls in (BlockLedger, PrefixCachingBlockAllocator, BlockPool, Pins, BlockStore, PromptCounters):
+    for cls in (PrefixCachingBlockAllocator, BlockPool, Pins, BlockStore, PromptCounters):
         _guard_members(cls)
     for cls in GUARDED_WRITES:
         _guard_writes(cls)

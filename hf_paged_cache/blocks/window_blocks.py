@@ -7,7 +7,7 @@ their own of which there may be far fewer. Blocks behind the window have none, o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import BlockStateError, OutOfBlocksError
 from .allocation import Allocation, Resumption
@@ -67,6 +67,11 @@ class WindowBlocks:
         return f"WindowBlocks(window={self.window}, num_blocks={self.num_blocks}, needed={self.num_needed}, free={len(self._free)})"
 
     @property
+    def name(self) -> int:
+        """See `Group`."""
+        return self.window
+
+    @property
     def num_needed(self) -> int:
         """Window blocks that cannot be taken."""
         return len(self.places) - len(self._passed) - len(self._ends)
@@ -100,11 +105,24 @@ class WindowBlocks:
         """Logical indices of the blocks with the tokens `[start, stop)` and with those that the first of them sees."""
         return range(max(0, start - self.reach) // self._block_size, -(-stop // self._block_size))
 
+    def seen(self, num_tokens: int) -> range:
+        """Logical indices of the blocks that must be there to resume after so many tokens."""
+        return self.span(num_tokens, num_tokens)
+
+    def has(self, block_id: int) -> bool:
+        """Whether a block has a window block."""
+        return block_id in self.places
+
+    def resumable(self, num_tokens: int, has: Callable[[int], bool]) -> int:
+        """See `Group`. From the end: what follows a block that is not there is looked at no more."""
+        size = self._block_size
+        return next((index * size for index in reversed(self.seen(num_tokens)) if not has(index)), num_tokens)
+
     def needed_of(self, resumption: Resumption) -> tuple[range, range]:
         """Logical indices of the blocks that are needed: those that are seen, and those that are written or gone on from."""
         start, first, cut, stop = resumption
         kept = self.span(cut, stop)
-        return self.span(start, start), range(min(kept.start, first // self._block_size), kept.stop)
+        return self.seen(start), range(min(kept.start, first // self._block_size), kept.stop)
 
     def needed_by(self, allocations: Iterable[Allocation]) -> set[int]:
         """Ids of the blocks that these allocations need here."""
@@ -266,6 +284,12 @@ class WindowBlocks:
             if block_id in self.places and not self._is_of_use(block_id):
                 self._drop(block_id)
 
+    def leave(self, block_ids: Sequence[int], resumption: Resumption) -> None:
+        """A holder has given these blocks back, and needs none of them any more."""
+        for span in self.needed_of(resumption):
+            self.release(block_ids[span.start : span.stop], num_own=0, is_end=True)
+        self.drop_lost(block_ids)
+
     def share(self, source: int, destination: int) -> bool:
         """Let a block of equal content have the window block of `source`, too, until `end_share`; whether it does."""
         if destination in self.places or source not in self.places or self._allocator.ref_count(source) > 1:
@@ -353,7 +377,7 @@ class WindowBlocks:
         for allocation in self._allocator.allocations():
             if allocation.resumption is not None:
                 start, _, cut, stop = allocation.resumption
-                for span in (self.span(start, start), self.span(cut, stop)):
+                for span in (self.seen(start), self.span(cut, stop)):
                     missing = [i for i in allocation.block_ids[span.start : span.stop] if i not in self.places]
                     if missing:
                         return f"blocks {missing} of {allocation!r} have no window block, and it goes on from {start}"

@@ -243,7 +243,8 @@ class BlockPool:
         mapping = SlotMapping(slots, sources, transfer)
         if transfer is not None:  # what the windows' layers need on their devices goes along
             for group in self.groups.values():
-                mapping.of_group(group.placing, self.block_size)
+                if group.placing is not None:
+                    mapping.of_group(group.placing, self.block_size)
         return mapping
 
     def rows_in(self, window: int | None, rows: Sequence[RowLayout], start: int) -> Sequence[RowLayout]:
@@ -272,10 +273,11 @@ class BlockPool:
             PoolArgumentError: a tensor is not 4-D, or has other heads or head size than the layer was made with.
         """
         group = self._group_of.get(layer_idx, self.all)
-        slot_mapping = slot_mapping.of_group(group.placing, self.block_size)
-        group.use(-(-slot_mapping.end_slot // self.block_size))
+        if group.placing is not None:
+            slot_mapping = slot_mapping.of_group(group.placing, self.block_size)
+        group.num_blocks_used = max(group.num_blocks_used, -(-slot_mapping.end_slot // self.block_size))
         for name, new in states.items():
-            held = self._tensor_for(layer_idx, name, new)
+            held = self.tensor_for(layer_idx, name, new)
             if slot_mapping.num_slots == 0:
                 continue
             if new.requires_grad:
@@ -338,7 +340,7 @@ class BlockPool:
     def lay_out(self, layer_idx: int, name: str, heads: int, head_dim: int, dtype: torch.dtype) -> None:
         """Make a layer's tensor before anything is written, where the first keys and values will be; a write may move it."""
         if name not in self.layer(layer_idx):
-            self._tensor_for(
+            self.tensor_for(
                 layer_idx, name, torch.empty((0, heads, 0, head_dim), dtype=dtype, device=self._first_device())
             )
 
@@ -365,7 +367,7 @@ class BlockPool:
         for layer_idx, states in columns:
             places, added = placed[self._group_of.get(layer_idx, self.all)]
             for name, new in states.items():
-                held = self._tensor_for(layer_idx, name, new)
+                held = self.tensor_for(layer_idx, name, new)
                 part = held.narrow(2, offset, new.shape[2])
                 if len(places) == 1:
                     part.narrow(0, places[0], 1).copy_(new)
@@ -438,8 +440,12 @@ class BlockPool:
                 held.select(0, block).narrow(1, offset, taken).copy_(part)
             done += taken
 
-    def _tensor_for(self, layer_idx: int, name: str, new: Tensor) -> Tensor:
-        """The tensor that takes `new`; made, widened or moved where needed."""
+    def tensor_for(self, layer_idx: int, name: str, new: Tensor) -> Tensor:
+        """The tensor that takes `new`; made, widened or moved where needed.
+
+        Raises:
+            PoolArgumentError: as `write` does.
+        """
         if new.dim() != 4:
             raise PoolArgumentError(
                 f"layer {layer_idx} {name}: expected [rows, heads, tokens, head_dim], got {tuple(new.shape)}"

@@ -78,10 +78,8 @@ class SlotMapping:
         """Whether all tokens are written, into slots side by side."""
         return self.sources is None and self.first_slot is not None
 
-    def of_group(self, placing: WindowBlocks | None, block_size: int) -> "SlotMapping":
-        """What layers with a window write: the tokens in blocks that have window blocks, into these. None: without a window."""
-        if placing is None:
-            return self
+    def of_group(self, placing: WindowBlocks, block_size: int) -> "SlotMapping":
+        """What layers with a window write: the tokens in blocks that have window blocks, into these."""
         mapping = self._placed.get(placing.window)
         if mapping is None:
             places, slots = placing.places, self.slots

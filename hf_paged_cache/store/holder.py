@@ -1,8 +1,28 @@
 """What a store must know of who holds its blocks: a running call, its rows, and what is left of a collected cache."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from .window_admission import HeldRows
+from ..blocks import Allocation
+
+
+class Demand(NamedTuple):
+    """What a call may need in its worst case."""
+
+    num_blocks: int  # to be taken
+    num_released: int = 0  # in use, and given back before any is taken
+    windows: tuple[
+        int, ...
+    ] = ()  # of each group of layers with a window, window blocks at a time, with those that it has
+
+
+class HeldRows(Protocol):
+    """Rows of a call."""
+
+    def block_ids(self) -> set[int]: ...
+
+    def allocations(self) -> list[Allocation]: ...
+
+    def free(self) -> None: ...
 
 
 class LeftBehind(Protocol):
@@ -37,10 +57,10 @@ class Holder(Protocol):
     def lose_threads(self, idents: frozenset[int]) -> None: ...  # they ended with a fork: drop what they ran
 
     @property
-    def rows(self) -> "HeldRows": ...
+    def rows(self) -> HeldRows: ...
 
     @property
-    def previous(self) -> "HeldRows": ...  # of the call before
+    def previous(self) -> HeldRows: ...  # of the call before
 
     @property
-    def reader(self) -> "CopiedRows": ...
+    def reader(self) -> CopiedRows: ...

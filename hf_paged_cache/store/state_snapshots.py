@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..blocks import PrefixCachingBlockAllocator, Snapshots
+from ..blocks import PrefixCachingBlockAllocator, Snapshots, resumable
 from ..kv.states import States, copied
 
 _LEAST_BESIDE_BLOCKS = 8  # where a number of blocks was given, and no bytes
@@ -113,8 +113,7 @@ class StateSnapshots:
 
     def deepest(self, block_ids: Sequence[int], num_tokens: int) -> int:
         """Of the first `num_tokens` tokens of these blocks, how many there are up to the last snapshot; 0 without any."""
-        size = self._block_size
-        return self.kept.deepest(block_ids[: num_tokens // size]) * size
+        return resumable((self.kept,), block_ids, num_tokens)
 
     def use(self, block_ids: Sequence[int], num_tokens: int) -> States:
         """The states behind `num_tokens` tokens, uncopied: not to be written."""

@@ -13,10 +13,11 @@ import torch
 
 from hf_paged_cache import BlockStateError, CacheArgumentError, OutOfBlocksError
 from hf_paged_cache.blocks import BlockTable, root_hash
-from hf_paged_cache.call.admission import Demand, grow_anew_for
+from hf_paged_cache.call.admission import grow_anew_for
 from hf_paged_cache.kv.slot_mapping import ReadSource, SlotMapping
-from hf_paged_cache.store import capacity, memory_budget
+from hf_paged_cache.store import block_store, memory_budget
 from hf_paged_cache.store.block_store import BlockStore
+from hf_paged_cache.store.holder import Demand
 
 ROOT = root_hash(b"model")
 BLOCK_SIZE = 4
@@ -215,13 +216,13 @@ def test_without_a_number_the_budget_is_settled_once_a_forward_has_shown_what_a_
     assert store.max_num_blocks is store.num_free_blocks is None
     table = fill(store, 10)
     monkeypatch.setattr(
-        capacity, "default_budget_bytes", lambda device, store: 1000 * store.pool.all.bytes_per_block + 5
+        block_store, "default_budget_bytes", lambda device, store: 1000 * store.pool.all.bytes_per_block + 5
     )
     store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == 1001  # and the null block
     assert store.num_free_blocks == 1000 - len(table.block_ids)
-    monkeypatch.setattr(capacity, "default_budget_bytes", lambda device, store: 5)
+    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device, store: 5)
     store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == 1001
@@ -230,7 +231,7 @@ def test_without_a_number_the_budget_is_settled_once_a_forward_has_shown_what_a_
 def test_a_budget_smaller_than_what_is_managed_takes_nothing_away(monkeypatch: pytest.MonkeyPatch) -> None:
     store = BlockStore(BLOCK_SIZE)
     fill(store, 10)
-    monkeypatch.setattr(capacity, "default_budget_bytes", lambda device, store: 0)
+    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device, store: 0)
     store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == store.allocator.num_blocks
@@ -240,7 +241,7 @@ def test_a_budget_leaves_what_the_first_call_has_reserved(monkeypatch: pytest.Mo
     store, holder = BlockStore(BLOCK_SIZE), IdleHolder()
     fill(store, 10)
     store.reserve(holder, 500)
-    monkeypatch.setattr(capacity, "default_budget_bytes", lambda device, store: 0)
+    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device, store: 0)
     store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == store.allocator.num_blocks + 500
@@ -257,7 +258,7 @@ def test_a_number_that_was_given_is_the_budget() -> None:
 
 def test_each_device_holds_its_own_layers_and_the_copy_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {torch.device("cpu"): 1000, torch.device("meta"): 10_000}
-    monkeypatch.setattr(capacity, "default_budget_bytes", lambda device, store: free[device])
+    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device, store: free[device])
     most = []
     for copies in (0, 1):
         store, holder = BlockStore(BLOCK_SIZE), IdleHolder(copies)
@@ -379,7 +380,7 @@ def test_a_budget_is_settled_also_where_memory_has_run_out_before(monkeypatch: p
     fill(store, 10).free()
     store.stop_growing()
     assert store.max_num_blocks == 64
-    monkeypatch.setattr(capacity, "default_budget_bytes", lambda device, store: 1000 * 16)
+    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device, store: 1000 * 16)
     store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == 64
@@ -420,7 +421,7 @@ def test_a_pool_makes_way_for_a_model_where_nobody_holds_a_block_and_is_smaller_
 def test_an_accelerator_that_tells_that_it_has_too_little_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     store = on_accelerator(1000)
     asked = []
-    monkeypatch.setattr(capacity, "lacks_room", lambda needed: asked.append(needed) or True)
+    monkeypatch.setattr(block_store, "lacks_room", lambda needed: asked.append(needed) or True)
     store.make_room(100)
     assert asked == [{torch.device("meta"): (101 - 64 + 64) * store.pool.all.bytes_per_block}]
     assert (store.pool.all.capacity, store.max_num_blocks) == (64, 64)
