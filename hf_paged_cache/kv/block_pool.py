@@ -45,6 +45,10 @@ class GroupTensors:
     def __iter__(self) -> Iterator[Tensor]:
         return (tensor for layer in self.layers.values() for tensor in layer.values())
 
+    def named(self) -> dict[tuple[int, str], Tensor]:
+        """(Layer index, name) -> tensor."""
+        return {(idx, name): held for idx, layer in self.layers.items() for name, held in layer.items()}
+
     def use(self, num_blocks: int) -> None:
         """The first so many are about to be written."""
         self.num_blocks_used = max(self.num_blocks_used, num_blocks)
@@ -147,6 +151,7 @@ class BlockPool:
     Attributes:
         groups: window, or None -> the tensors of its layers.
         all: those of the layers without a window.
+        accelerators: that hold tensors, or have.
         num_layouts: how often a layer got other tensors: another shape, dtype or device, or its first.
 
     Examples:
@@ -171,7 +176,7 @@ class BlockPool:
         self.num_layouts = 0
         self._first_device = first_device
         self._streams = StreamOrder()
-        self._accelerators: set[torch.device] = set()  # that hold tensors, or have
+        self.accelerators: set[torch.device] = set()
         self.all = GroupTensors(self.release)
         self.groups: dict[int | None, GroupTensors] = {None: self.all}
         self.regroup(window_of, windows)
@@ -214,19 +219,14 @@ class BlockPool:
         devices = [tensor.device for group in self.groups.values() for tensor in group] or [self._first_device()]
         return all(device.type == "cpu" for device in devices)
 
-    @property
-    def accelerators(self) -> set[torch.device]:
-        """That hold tensors, or have."""
-        return self._accelerators
-
     def join_streams(self) -> None:
         """Blocks may have passed from one call to another: what those launched comes before what this thread launches."""
-        if self._accelerators:
-            self._streams.join(self._accelerators)
+        if self.accelerators:
+            self._streams.join(self.accelerators)
 
     def release(self, tensors: Iterable[Tensor]) -> None:
         """The pool's tensors, or copies of what is in them, are about to be let go: see `StreamOrder.release`."""
-        if self._accelerators:
+        if self.accelerators:
             for tensor in tensors:
                 self._streams.release(tensor)
 
@@ -418,13 +418,6 @@ class BlockPool:
             gathered[name] = copied.as_strided(shape, strides, source.skipped * head_dim)
         return gathered
 
-    def held_by_window(self) -> dict[int | None, dict[tuple[int, str], Tensor]]:
-        """Window -> (layer index, name) -> the tensor that holds it; None: of the layers without a window."""
-        return {
-            window: {(idx, name): held for idx, layer in group.layers.items() for name, held in layer.items()}
-            for window, group in self.groups.items()
-        }
-
     def _write_run(self, held: Tensor, new: Tensor, first_slot: int) -> None:
         """Store `new`, [H, T, D], in slots side by side: the rest of a block, then whole blocks, then part of a block."""
         size, done, num_tokens = self.block_size, 0, new.shape[1]
@@ -466,8 +459,8 @@ class BlockPool:
                 return held
             tensor = group.resized(held, group.capacity, dtype, new.device)
         group.bytes_per_block += tensor[:1].nbytes - (0 if held is None else held[:1].nbytes)
-        if tensor.device.type not in _WITHOUT_STREAMS and tensor.device not in self._accelerators:
-            self._accelerators.add(tensor.device)
+        if tensor.device.type not in _WITHOUT_STREAMS and tensor.device not in self.accelerators:
+            self.accelerators.add(tensor.device)
             self.join_streams()  # this thread's is the first
         group.layers.setdefault(layer_idx, {})[name] = tensor
         self.num_layouts += 1

@@ -423,7 +423,7 @@ class BlockStore:
         """Prove the invariants of the blocks and window blocks, or raise BlockStateError with the whole state."""
         self.allocator.check()
         self.windows.check()
-        self.states.check()
+        self.states.kept.check()
         self.tiers.check()
 
     def lose_threads(self, idents: frozenset[int]) -> None:

@@ -35,13 +35,13 @@ def filled(pool: BlockPool, num_blocks: int) -> BlockPool:
 def test_blocks_come_back_as_they_went() -> None:
     pool = filled(BlockPool(block_size=4), 7)
     (part,) = parts_of_pool(pool)
-    before = {key: tensor.clone() for key, tensor in pool.held_by_window()[None].items()}
+    before = {key: tensor.clone() for key, tensor in pool.all.named().items()}
     rows = rows_of_blocks(pool, part, [5, 2, 6])
     assert rows.shape == (3, part.num_bytes)
-    for tensor in pool.held_by_window()[None].values():
+    for tensor in pool.all.named().values():
         tensor.zero_()
     write_blocks(pool, part, [1, 2, 4], to_device(part, [rows[:1], rows[1:]]))
-    for key, tensor in pool.held_by_window()[None].items():
+    for key, tensor in pool.all.named().items():
         assert tensor[[1, 2, 4]].equal(before[key][[5, 2, 6]])
         assert not tensor[[0, 3, 5, 6]].any()
 
