@@ -209,9 +209,9 @@ class BlockTable:
         if self.num_tokens or self.block_ids or self._allocation.is_freed:
             raise BlockStateError(f"{self!r} is not empty, or was freed; only a fresh table is filled")
         hashes, num_blocks, allocator = chain.hashes(), None, self._allocator
+        for group in self.groups:
+            group.settle()
         if self.groups:
-            for group in self.groups:
-                group.settle()
             matched = allocator.match_prefix(hashes, self.namespace)
             self._num_matched = len(matched) * self._block_size
             hashes = islice(chain.hashes(), resumable(self.groups, matched, self._num_matched) // self._block_size)
@@ -406,9 +406,8 @@ class BlockTable:
             self._begin()
             before, stop = list(self.block_ids), self._resumption.stop
             shorter = Resumption(*(min(number, num_tokens) for number in self._resumption))
-            self._allocation.resumption = shorter._replace(
-                stop=stop
-            )  # interrupted, it needs too much, never too little
+            # Interrupted, it needs too much, never too little.
+            self._allocation.resumption = shorter._replace(stop=stop)
         self._num_committed = min(self._num_committed, num_tokens // self._block_size)
         self._chain.truncate(num_tokens)
         self._allocator.truncate(self._allocation, self._num_blocks_with_tokens())
