@@ -31,6 +31,8 @@ class Group(Protocol):
 def resumable(groups: Iterable[Group], block_ids: Sequence[int], num_tokens: int) -> int:
     """The most of the first `num_tokens` tokens of these blocks after which every group can resume.  Effects: none.
 
+    There may be fewer blocks than for so many.
+
     Examples:
         >>> from . import PrefixCachingBlockAllocator, WindowBlocks
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
@@ -39,7 +41,8 @@ def resumable(groups: Iterable[Group], block_ids: Sequence[int], num_tokens: int
         >>> resumable([group], [1, 2, 5], 6)
         4
     """
-    return resumable_where(groups, num_tokens, lambda group, index: group.has(block_ids[index]))
+    held = len(block_ids)
+    return resumable_where(groups, num_tokens, lambda group, index: index < held and group.has(block_ids[index]))
 
 
 def resumable_where(groups: Iterable[Group], num_tokens: int, has: Callable[[Group, int], bool]) -> int:

@@ -33,6 +33,7 @@ def test_the_deepest_snapshot_of_a_sequence_is_found_and_nothing_changes(
     before = list(snapshots._contents)
     assert resumable([snapshots], table.block_ids, 7) == 4
     assert [resumable([snapshots], table.block_ids, number) for number in (4, 3, 2, 1)] == [4, 2, 2, 0]
+    assert resumable([snapshots], table.block_ids[:2], 40) == 4, "more tokens than these blocks have"
     assert list(snapshots._contents) == before
     assert [snapshots.has(block_id) for block_id in table.block_ids] == [True, True, False, False]
 
