@@ -57,10 +57,10 @@ class Holder(Protocol):
     def lose_threads(self, idents: frozenset[int]) -> None: ...  # they ended with a fork: drop what they ran
 
     @property
-    def rows(self) -> HeldRows: ...
+    def rows(self) -> "HeldRows": ...
 
     @property
-    def previous(self) -> HeldRows: ...  # of the call before
+    def previous(self) -> "HeldRows": ...  # of the call before
 
     @property
-    def reader(self) -> CopiedRows: ...
+    def reader(self) -> "CopiedRows": ...
