@@ -46,7 +46,7 @@ class WindowBlocks:
     """
 
     def __init__(self, allocator: PrefixCachingBlockAllocator, window: int, num_blocks: int) -> None:
-        self.window = window
+        self.name = self.window = window
         self.reach = max(1, window - 1)  # tokens before a forward that it sees
         self.num_blocks = num_blocks
         self.most: float = num_blocks
@@ -65,11 +65,6 @@ class WindowBlocks:
 
     def __repr__(self) -> str:
         return f"WindowBlocks(window={self.window}, num_blocks={self.num_blocks}, needed={self.num_needed}, free={len(self._free)})"
-
-    @property
-    def name(self) -> int:
-        """See `Group`."""
-        return self.window
 
     @property
     def num_needed(self) -> int:

@@ -6,13 +6,17 @@ from ..blocks import Allocation
 
 
 class Demand(NamedTuple):
-    """What a call may need in its worst case."""
+    """What a call may need in its worst case.
 
-    num_blocks: int  # to be taken
-    num_released: int = 0  # in use, and given back before any is taken
-    windows: tuple[
-        int, ...
-    ] = ()  # of each group of layers with a window, window blocks at a time, with those that it has
+    Attributes:
+        num_blocks: to be taken.
+        num_released: in use, and given back before any is taken.
+        windows: of each group of layers with a window, window blocks at a time, with those that it has.
+    """
+
+    num_blocks: int
+    num_released: int = 0
+    windows: tuple[int, ...] = ()
 
 
 class HeldRows(Protocol):
