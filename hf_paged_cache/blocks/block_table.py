@@ -565,19 +565,15 @@ class BlockTable:
         equal, waiting = self._equal_blocks(start, hashes), start + len(hashes)
         waiting = next((index for index, other in equal.items() if self._must_wait(index, other)), waiting)
         replaced = {index: (self.block_ids[index], other) for index, other in equal.items() if index < waiting}
-        shared = {
-            (index, group.window): group.share(own, other)
-            for index, (own, other) in replaced.items()
-            for group in self.groups
-        }
+        shared = [{index for index, pair in replaced.items() if group.share(*pair)} for group in self.groups]
         committed = hashes[: waiting - start]
         self._allocator.commit_many(self._allocation, start, committed)
         self._num_committed = waiting
-        for group in self.groups:
+        for group, of_group in zip(self.groups, shared, strict=True):
             seen, kept = group.needed_of(self._resumption)
             for index, (own, other) in replaced.items():
                 is_replaced = self.block_ids[index] == other
-                if shared[index, group.window]:
+                if index in of_group:
                     group.end_share(own, other, replaced=is_replaced)
                     if index not in seen and index not in kept:
                         group.release((other,), num_own=1, is_end=self._is_end(group, index))

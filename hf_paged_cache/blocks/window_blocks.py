@@ -245,10 +245,8 @@ class WindowBlocks:
     def hold(self, block_ids: Iterable[int]) -> None:
         """Blocks are needed from here on; those without a window block are skipped."""
         for block_id in block_ids:
-            if block_id in self._passed:
-                del self._passed[block_id]
-            elif block_id in self._ends:
-                del self._ends[block_id]
+            self._passed.pop(block_id, None)
+            self._ends.pop(block_id, None)
 
     def release(self, block_ids: Iterable[int], *, num_own: int, is_end: bool) -> None:
         """A holder that needed these blocks does so no more: those that nobody needs are idle, or free where they cannot be hit.
@@ -258,20 +256,14 @@ class WindowBlocks:
             is_end: they are the end of a sequence, where others are likely to go on.
         """
         released = [block_id for block_id in block_ids if block_id in self.places]
-        if not released:
-            return
-        needed: set[int] | None = None
+        are_shared = any(count > num_own for count in self._allocator.ref_counts(released))
+        needed = self.needed_by(self._allocator.allocations()) if are_shared else ()
         for block_id in released:
             if not self._is_of_use(block_id):
                 self._drop(block_id)
-                continue
-            if self._allocator.ref_count(block_id) > num_own:
-                if needed is None:
-                    needed = self.needed_by(self._allocator.allocations())
-                if block_id in needed:
-                    continue
-            self.hold((block_id,))
-            (self._ends if is_end else self._passed)[block_id] = None
+            elif block_id not in needed:
+                self.hold((block_id,))
+                (self._ends if is_end else self._passed)[block_id] = None
 
     def drop_lost(self, block_ids: Iterable[int]) -> None:
         """Blocks were given back: those that nobody holds and nobody can hit have no window block any more."""
@@ -325,17 +317,12 @@ class WindowBlocks:
                 taken[place] = block_id
         self.places = kept
         self._free = [place for place in range(self.num_blocks - 1, 0, -1) if place not in taken]
-        needed = self.needed_by(allocator.allocations())
-        idle = [block_id for block_id in kept if block_id not in needed]
-        ends = OrderedDict.fromkeys(block_id for block_id in self._ends if block_id in kept and block_id not in needed)
-        passed = OrderedDict.fromkeys(
-            block_id for block_id in self._passed if block_id in kept and block_id not in needed
-        )
-        for block_id in idle:
-            if block_id not in ends:
-                passed.setdefault(block_id)
-        self._ends, self._passed, self._num_lapses = ends, passed, allocator.num_lapses
-        missing = self._needed_by(allocator.allocations()) - kept.keys()
+        needed = self._needed_by(allocator.allocations())
+        idle = dict.fromkeys(block_id for block_id in kept if block_id not in needed)
+        self._ends = ends = OrderedDict.fromkeys(block_id for block_id in self._ends if block_id in idle)
+        passed = (block_id for block_id in (*self._passed, *idle) if block_id in idle and block_id not in ends)
+        self._passed, self._num_lapses = OrderedDict.fromkeys(passed), allocator.num_lapses
+        missing = needed - kept.keys()
         for source, destination in allocator.pending_copies:  # interrupted between a copy on write and its window block
             if destination in missing and source in kept:
                 self._copy(source, destination)
