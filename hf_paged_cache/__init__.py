@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .batch_job import BatchResult, generate_all
-    from .batch_progress import BatchSummary
-    from .batch_workers import generate_all_on_ray
     from .cache import PagedPrefixCache
     from .errors import (
         BlockStateError,
@@ -27,13 +24,15 @@ if TYPE_CHECKING:
         PoolArgumentError,
         SavedBlocksError,
         UnsupportedModelError,
-        WorkersLostError,
     )
     from .explanation import Explanation, Lookup
     from .integration.prefill import Prefilled
+    from .jobs.job import BatchResult, generate_all
+    from .jobs.prompts import Prompts, read_prompts
+    from .jobs.summary import BatchSummary
+    from .jobs.workers import WorkersLostError, generate_all_on_ray
     from .model_check import ModelReport, check_model
     from .prefix_store import PrefixStore
-    from .prompts import Prompts, read_prompts
     from .saved_files import SavedFileReport, saved_report
     from .scoring import Score
     from .stats import CacheStats, CallStats, RowStats, TierStats
@@ -49,10 +48,10 @@ _HOMES = (
     ".prefix_store",
     ".saved_files",
     ".model_check",
-    ".batch_job",
-    ".batch_progress",
-    ".prompts",
-    ".batch_workers",
+    ".jobs.summary",
+    ".jobs.prompts",
+    ".jobs.job",
+    ".jobs.workers",
 )  # have all public names; the first two import no torch
 
 __all__ = [

@@ -18,13 +18,14 @@ from hf_paged_cache import (
     CacheArgumentError,
     PagedPrefixCache,
     WorkersLostError,
-    batch_workers,
     generate_all,
     generate_all_on_ray,
 )
-from hf_paged_cache.batch.journal import Record
-from hf_paged_cache.batch_job import Batch
-from hf_paged_cache.batch_workers import WorkerPool
+from hf_paged_cache.jobs import workers as module
+from hf_paged_cache.jobs.job import Batch
+from hf_paged_cache.jobs.journal import Record, journal_of
+from hf_paged_cache.jobs.options import How
+from hf_paged_cache.jobs.workers import Worker, WorkerPool
 
 ray = pytest.importorskip("ray")
 
@@ -32,8 +33,8 @@ SHARED = ["Question: What is one and one?\nAnswer: Two.\n" * 2, "Write a word th
 PROMPTS = [f"{SHARED[number % 2]}{number} and {number}" for number in range(12)]
 
 
-def load(folder: str, deadly: str | None = None) -> tuple[Any, Any]:
-    """Runs in a worker, which has no access to the tests; with `deadly`, its third forward kills it while that file is not there."""
+def load(folder: str, deadly: str | None = None, times: int = 1) -> tuple[Any, Any]:
+    """Runs in a worker, which has no access to the tests; with `deadly`, its third forward kills it until that file notes so many deaths."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,9 +44,11 @@ def load(folder: str, deadly: str | None = None) -> tuple[Any, Any]:
 
     def die(*_: Any) -> None:
         seen.append(1)
-        if len(seen) == 3 and not os.path.exists(str(deadly)):
-            open(str(deadly), "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+        with open(str(deadly), "a+b") as deaths:
+            if len(seen) == 3 and deaths.tell() < times:
+                deaths.write(b"x")
+                deaths.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
 
     if deadly is not None:
         model.register_forward_pre_hook(die)
@@ -75,13 +78,35 @@ def test_workers_give_the_same_results_also_where_one_is_killed(model_folder: st
     result = generate_all_on_ray(
         partial(load, model_folder, str(deadly)), PROMPTS, num_workers=2, out=out, max_new_tokens=4, batch_size=2, block_size=8, max_bytes="2 MB", disk_folder=tmp_path / "blocks", disk_bytes="1MB", attention="gather"
     )  # fmt: skip
-    assert deadly.exists()  # one was killed
+    assert deadly.read_bytes()  # one was killed
     rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
     assert [row["prompt"] for row in rows] == PROMPTS
     assert [row["completion"] for row in rows] == alone
     assert result.summary.num_prompts == len(PROMPTS)
     assert result.summary.reused_tokens > result.summary.prompt_tokens / 4
     assert (tmp_path / "blocks").is_dir()
+
+
+def load_and_die(deadly: str) -> tuple[Any, Any]:
+    """Runs in a worker."""
+    with open(deadly, "ab") as deaths:
+        deaths.write(b"x")
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("at", [r"at the batch of row \d+", "before the first batch"])
+def test_what_kills_three_workers_ends_the_job_and_what_is_done_is_kept(
+    at: str, model_folder: str, tmp_path: Path
+) -> None:
+    out, deadly = tmp_path / "out.jsonl", str(tmp_path / "dead")
+    loads = partial(load_and_die, deadly) if "before" in at else partial(load, model_folder, deadly, 9)
+    with pytest.raises(WorkersLostError, match=rf"^3 workers died one after another {at} \(") as raised:
+        generate_all_on_ray(loads, PROMPTS, num_workers=1, out=out, max_new_tokens=4)
+    assert "\n" not in str(raised.value)
+    assert Path(deadly).read_bytes() == b"xxx"
+    assert journal_of(out).exists() is ("before" not in at)
 
 
 @pytest.mark.usefixtures("local_ray")
@@ -100,13 +125,14 @@ def test_what_cannot_be_called_for_a_model_is_refused_before_ray_begins(load: An
 
 def test_a_worker_says_what_its_function_returned() -> None:
     with pytest.raises(CacheArgumentError, match=r"^load returned int; it is to return a model and its tokenizer$"):
-        batch_workers.Worker(lambda: 1, {}, {}, 0).describe()  # type: ignore[arg-type, return-value]
+        Worker(lambda: 1, How()).ask("describe")  # type: ignore[arg-type, return-value]
 
 
 def test_a_worker_has_a_cache_of_the_sizes_that_are_given(model_folder: str) -> None:
-    worker = batch_workers.Worker(partial(load, model_folder), {"block_size": 8, "max_bytes": "1MB", "attention": "gather"}, {}, 0)  # fmt: skip
-    assert worker.describe().block_size == 8
-    cache = worker._ready.cache
+    how = How(options={"block_size": 8, "max_bytes": "1MB", "attention": "gather"})
+    worker = Worker(partial(load, model_folder), how)
+    assert worker.ask("describe").block_size == 8
+    cache = worker.calls.cache
     assert cache.attention == "gather"
     assert (
         cache.stats().num_blocks
@@ -128,7 +154,7 @@ def test_a_share_of_a_gpu_that_ray_does_not_know_is_refused(share: float) -> Non
 
 @pytest.mark.parametrize("num_gpus", [0, 3])
 def test_workers_that_would_wait_for_gpus_for_ever_are_refused(num_gpus: int) -> None:
-    require = batch_workers._require_gpus
+    require = module._require_gpus
     with pytest.raises(
         CacheArgumentError, match=f"2 workers with gpus_per_worker=2 need 4 GPUs, and Ray has {num_gpus}: "
     ):
@@ -141,7 +167,7 @@ def test_workers_that_would_wait_for_gpus_for_ever_are_refused(num_gpus: int) ->
 def test_a_handler_of_sigterm_stays_where_ray_sets_its_own() -> None:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with batch_workers._handler_of_termination_kept():
+        with module._handler_of_termination_kept():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:
@@ -149,7 +175,7 @@ def test_a_handler_of_sigterm_stays_where_ray_sets_its_own() -> None:
 
 
 def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_workers, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(CacheArgumentError, match=r"^workers need Ray: pip install ray, or '\.\[ray\]'$"):
         generate_all_on_ray(lambda: (None, None), PROMPTS, num_workers=1)
 
@@ -173,35 +199,13 @@ class _Method:
 
 
 class _FakeWorker:
-    def __init__(self, name: int, log: list[tuple[int, int]], dies_at: Counter[int | str]) -> None:
-        self._name, self._log, self._dies_at = name, log, dies_at
-        self.run = _Method(self._answer)
-        self.describe = _Method(self._describe)
+    def __init__(self, name: int, log: list[tuple[int, int]]) -> None:
+        self._name, self._log = name, log
+        self.ask = _Method(self._answer)
 
-    def _describe(self) -> str:
-        if self._dies_at["loading"]:
-            self._dies_at["loading"] -= 1
-            raise ray.exceptions.RayActorError
-        return f"described by worker {self._name}"
-
-    def _answer(self, batch: Batch) -> list[Record]:
-        rows = batch.rows
-        if self._dies_at[rows[0]]:
-            self._dies_at[rows[0]] -= 1
-            raise ray.exceptions.RayActorError
+    def _answer(self, question: str, rows: list[int], prompts: list[Any], done: frozenset[int]) -> list[Record]:
         self._log.append((self._name, rows[0]))
         return [Record(rows, ["" for _ in rows], {})]
-
-
-def workers(
-    monkeypatch: pytest.MonkeyPatch, num_workers: int, dies_at: dict[int, int], num_deaths_while_loading: int = 0
-) -> tuple[WorkerPool, list[tuple[int, int]]]:
-    log: list[tuple[int, int]] = []
-    names = iter(range(100))
-    deaths: Counter[int | str] = Counter({**dies_at, "loading": num_deaths_while_loading})
-    monkeypatch.setattr(ray, "get", lambda later: later.outcome())
-    monkeypatch.setattr(ray, "wait", lambda waiting, num_returns: (waiting[:1], waiting[1:]))
-    return WorkerPool(lambda: _FakeWorker(next(names), log, deaths), num_workers), log
 
 
 def queues(*lengths: int) -> list[list[Batch]]:
@@ -210,35 +214,10 @@ def queues(*lengths: int) -> list[list[Batch]]:
 
 
 def test_a_worker_without_batches_takes_the_last_of_the_one_that_has_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, log = workers(monkeypatch, 3, {})
-    records = list(made.run(queues(6, 1, 0)))
+    monkeypatch.setattr(ray, "get", lambda later: later.outcome())
+    monkeypatch.setattr(ray, "wait", lambda waiting, num_returns: (waiting[:1], waiting[1:]))
+    log: list[tuple[int, int]] = []
+    records = list(WorkerPool([_FakeWorker(name, log) for name in range(3)]).run(queues(6, 1, 0)))
     assert sorted(record.rows[0] for record in records) == [*range(7)]
     assert next(row for name, row in log if name == 2) == 5
     assert max(Counter(name for name, _ in log).values()) <= 3
-
-
-def test_a_dead_worker_is_replaced_and_its_batch_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, log = workers(monkeypatch, 2, {1: 2, 4: 1})
-    records = list(made.run(queues(3, 3)))
-    assert sorted(record.rows[0] for record in records) == [*range(6)]
-    assert len({name for name, _ in log} - {0, 1}) >= 1
-
-
-def test_a_batch_that_kills_every_worker_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, log = workers(monkeypatch, 2, {1: 5})
-    with pytest.raises(WorkersLostError, match=r"^3 workers died one after another at the batch of row 1 "):
-        list(made.run(queues(3, 3)))
-    assert (0, 1) not in log
-
-
-@pytest.mark.parametrize("num_deaths", [0, 2, 3])
-def test_a_worker_that_dies_while_it_loads_is_replaced_twice(monkeypatch: pytest.MonkeyPatch, num_deaths: int) -> None:
-    made, _ = workers(monkeypatch, 2, {}, num_deaths_while_loading=num_deaths)
-    if num_deaths < 3:
-        assert made.ask_first("describe") == "described by worker " + str(0 if num_deaths == 0 else num_deaths + 1)
-    else:
-        with pytest.raises(
-            WorkersLostError, match=r"^3 workers died one after another before the first batch \("
-        ) as raised:
-            made.ask_first("describe")
-        assert "\n" not in str(raised.value)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged_cache.batch.plan import OrderedPrompt, batches, ordered
-from hf_paged_cache.batch.prefix_tree import Branch, build_prefix_tree
+from hf_paged_cache.jobs.order import Branch, OrderedPrompt, batches, build_prefix_tree, ordered
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=24)
 
@@ -102,7 +101,9 @@ def is_padded_too_short(rows: Sequence[OrderedPrompt], least_padded: int) -> boo
 def test_batches_are_cut_so_that_the_least_is_computed(
     sizes: list[tuple[int, int]], batch_size: int, num_new: int, least_padded: int
 ) -> None:
-    order = [OrderedPrompt(number, num_tokens, remainder) for number, (remainder, num_tokens) in enumerate(sizes)]
+    order = [
+        OrderedPrompt(number, num_tokens, remainder, remainder) for number, (remainder, num_tokens) in enumerate(sizes)
+    ]
     cut = batches(order, batch_size, num_new, least_padded)
     assert [number for rows in cut for number in rows] == [*range(len(order))]
     assert all(1 <= len(rows) <= batch_size for rows in cut)

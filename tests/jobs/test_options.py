@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_paged_cache import CacheArgumentError, batch_job, generate_all
+from hf_paged_cache import CacheArgumentError, generate_all
+from hf_paged_cache.jobs import job
 
-from .tiny_models import CHARACTERS, build, character_tokenizer
+from ..tiny_models import CHARACTERS, build, character_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -97,7 +98,7 @@ def test_an_option_gives_each_row_what_it_gives_it_alone(how: str, tokenizer: An
 def test_padding_would_show(how: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = repeater()
     expected = [alone(model, tokenizer, prompt, **SEES_TOKENS[how]) for prompt in PROMPTS]
-    monkeypatch.setattr(batch_job, "tokens_seen", lambda config: 0)
+    monkeypatch.setattr(job, "tokens_seen", lambda config: 0)
     assert together(model, tokenizer, **SEES_TOKENS[how]) != expected
 
 

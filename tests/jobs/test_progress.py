@@ -6,13 +6,14 @@ import re
 
 import pytest
 
-from hf_paged_cache import batch_progress
-from hf_paged_cache.batch.journal import Record
-from hf_paged_cache.batch_progress import Progress, progress_bar
+from hf_paged_cache.jobs import progress
+from hf_paged_cache.jobs.progress import progress_bar
+from hf_paged_cache.jobs.summary import Tally
 
 
-def record(row: int, prompt_tokens: int, computed_tokens: int, prefill: float, step: float = 0.0) -> Record:
-    counts = {
+def counts(prompt_tokens: int, computed_tokens: int, prefill: float, step: float = 0.0) -> dict[str, float]:
+    """Of a batch of one row."""
+    return {
         "prompt_tokens": prompt_tokens,
         "computed_tokens": computed_tokens,
         "new_tokens": 3,
@@ -21,16 +22,15 @@ def record(row: int, prompt_tokens: int, computed_tokens: int, prefill: float, s
         "prefill_seconds": prefill,
         "decode_steps": 2 if step else 0,
     }
-    return Record([row], [""], counts)
 
 
 def test_the_estimate_adds_what_was_reused_at_the_price_of_a_token() -> None:
-    done = Progress(4, None, None)
-    done.add(record(0, 1000, 601, prefill=1.3, step=0.1))  # 2 ms a token, besides those that any step takes
-    done.add(record(1, 1000, 11, prefill=0.5))  # 50 ms a token, which says nothing
-    done.add(record(2, 1000, 301, prefill=1.2))  # 4 ms a token
-    done.add(record(3, 1000, 1, prefill=0.1))
-    summary = done.summary()
+    done = Tally()
+    done.add([0], counts(1000, 601, prefill=1.3, step=0.1))  # 2 ms a token, besides those that any step takes
+    done.add([1], counts(1000, 11, prefill=0.5))  # 50 ms a token, which says nothing
+    done.add([2], counts(1000, 301, prefill=1.2))  # 4 ms a token
+    done.add([3], counts(1000, 1, prefill=0.1))
+    summary = done.summary(4)
     assert summary.seconds == pytest.approx(3.3)
     assert summary.seconds_without == pytest.approx(3.3 + 3086 * 0.003)
     assert (summary.reused_tokens, summary.num_prompts, summary.num_done_before) == (3086, 4, 0)
@@ -38,16 +38,16 @@ def test_the_estimate_adds_what_was_reused_at_the_price_of_a_token() -> None:
 
 
 def test_a_device_that_computes_many_tokens_in_the_time_of_one_gains_nothing() -> None:
-    done = Progress(1, None, None)
-    done.add(record(0, 1000, 500, prefill=0.1, step=0.1))
-    assert done.summary().seconds_without == done.summary().seconds
+    done = Tally()
+    done.add([0], counts(1000, 500, prefill=0.1, step=0.1))
+    assert done.summary(1).seconds_without == done.summary(1).seconds
 
 
 def test_where_all_was_known_there_is_no_estimate() -> None:
-    done = Progress(1, None, None)
-    done.add(record(0, 1000, 1, prefill=0.5))
-    assert done.summary().seconds_without is None
-    assert str(done.summary()).splitlines() == [
+    done = Tally()
+    done.add([0], counts(1000, 1, prefill=0.5))
+    assert done.summary(1).seconds_without is None
+    assert str(done.summary(1)).splitlines() == [
         "1 prompt in 1 batch: 1,000 prompt tokens, of which 999 were reused (100%); 3 new tokens",
         "0.5 s",
     ]
@@ -79,7 +79,7 @@ def test_off_a_terminal_a_quick_job_shows_its_beginning_and_its_end(
 def test_off_a_terminal_a_long_job_shows_a_line_each_twentieth_of_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
     assert [line.partition(" ")[0] for line in lines(capsys, 200)] == [*map(str, range(0, 201, 10)), "200"][:22]
 
 

@@ -7,10 +7,10 @@ of memory. Owns no order and no file.
 import hashlib
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,49 +24,79 @@ from transformers import (
     StopStringCriteria,
 )
 
-from .batch.journal import Completion, Record
-from .batch_options import REPLACED
-from .cache import PagedPrefixCache
-from .errors import CacheArgumentError, OutOfBlocksError
-from .model.probing import input_device
+from ..cache import PagedPrefixCache
+from ..errors import CacheArgumentError, OutOfBlocksError
+from ..model.identity import sampled_digest
+from ..model.placeholders import Placeholders
+from ..model.probing import input_device
+from ..model.support import unwrapped
+from ..prefix_store import PrefixStore
+from .journal import Completion, Record
+from .options import REPLACED, How, generation_config
+
+
+class Described(NamedTuple):
+    """What a job must know of its model.
+
+    Attributes:
+        config: the model's.
+        placeholders: the model's token ids that are no text.
+        generation_config: what its calls go by.
+    """
+
+    tokenizer: Any
+    config: Any
+    placeholders: Placeholders
+    generation_config: GenerationConfig
+    block_size: int
 
 
 class BatchCalls:
     """Runs batches of one job.
 
     Args:
-        cache: a cache of the model.
-        config: see `generation_config`.
-        options: as the caller gave them.
-        seed: of samples. Each batch has a stream of its own, that follows from this number and its rows.
+        how: the job's options. Samples of each batch have a stream of their own, that follows from the seed and its rows.
+        cache: to run on, or a store to make one of; None: a new one, with the job's options.
+
+    Raises:
+        CacheArgumentError: options that do not fit the model; see `generation_config`.
     """
 
     def __init__(
-        self,
-        cache: PagedPrefixCache,
-        tokenizer: Any,
-        config: GenerationConfig,
-        options: Mapping[str, Any],
-        seed: int,
+        self, model: Any, tokenizer: Any, how: How, cache: PagedPrefixCache | PrefixStore | None = None
     ) -> None:
-        self._cache, self._tokenizer, self._seed = cache, tokenizer, seed
-        self._model: Any = cache.store.model
+        self._config = config = generation_config(unwrapped(model), how.generation)
+        if not isinstance(cache, PagedPrefixCache):
+            cache = PagedPrefixCache(model if cache is None else cache, **how.sizes)
+        self.cache = cache
+        self._model: Any = self.cache.store.model
+        self._tokenizer, self._seed = tokenizer, how.seed
         self._samples = bool(config.do_sample)
         self._num_returned = config.num_return_sequences or 1
         eos, pad = config.eos_token_id, config.pad_token_id
         self._ends = {eos} if isinstance(eos, int) else set(eos or ())
         is_token = isinstance(pad, int) and pad >= 0
-        self._options = {**options, **REPLACED, "pad_token_id": pad if is_token else max(0, min(self._ends, default=0))}
+        padding = pad if is_token else max(0, min(self._ends, default=0))
+        self._options = {**how.generation, **REPLACED, "pad_token_id": padding}
         self._stop: StopStringCriteria | None = None
         if config.stop_strings:
             self._stop = StopStringCriteria(tokenizer, config.stop_strings)
             self._options |= {"tokenizer": tokenizer, "stopping_criteria": StoppingCriteriaList([_PadsWhatHasEnded()])}
 
+    def describe(self) -> Described:
+        """The model, as the job must know it."""
+        store = self.cache.store
+        return Described(self._tokenizer, self._model.config, store.placeholders, self._config, store.blocks.block_size)
+
+    def digest(self) -> str:
+        """Of the model; see `sampled_digest`."""
+        return sampled_digest(self._model)
+
     def try_out(self, prompts: Sequence[Sequence[int]]) -> None:
         """Make one call of two new tokens at most, so that options which `generate` refuses are refused before anything is written.
 
         Args:
-            prompts: token ids of as many rows as a batch has at most; of these two run, the first two tokens of each.
+            prompts: token ids of two rows at most, and of no more than a batch has; the first two tokens of each run.
 
         Raises:
             CacheArgumentError: `generate` takes the options not, or not for so many rows.
@@ -75,7 +105,7 @@ class BatchCalls:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of least lengths, which are longer than this call
             try:
-                self._generate([0], *_padded([each[:2] for each in prompts[:2]]), None, max_new_tokens=num_new)
+                self._generate([0], *_padded([each[:2] for each in prompts]), None, max_new_tokens=num_new)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # transformers looks at options where it uses them, and raises whatever comes
@@ -103,7 +133,7 @@ class BatchCalls:
             half = len(numbers) // 2
             if done.isdisjoint(numbers):
                 try:
-                    yield self._run(numbers, tokens, self._cache)
+                    yield self._run(numbers, tokens, self.cache)
                     continue
                 except OutOfBlocksError:
                     if not half:
@@ -156,10 +186,10 @@ class BatchCalls:
     def _cut(self, row: Tensor, num_prompt: int) -> list[int]:
         """The tokens that a row has generated: to its first end of sequence, or to where a stop string ends.
 
-        Behind that `generate` pads, with a token that the model may have generated itself in another row.
+        After that `generate` pads, with a token that the model may have generated itself in another row.
 
         Args:
-            row: [T], the padded prompt and what came behind it.
+            row: [T], the padded prompt and what came after it.
             num_prompt: tokens of the padded prompt.
         """
         new: list[int] = row[num_prompt:].tolist()

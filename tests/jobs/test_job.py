@@ -14,14 +14,14 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_paged_cache import BatchResult, CacheArgumentError, PagedPrefixCache, PrefixStore, batch_job, generate_all
-from hf_paged_cache.batch.finished import record_of
-from hf_paged_cache.batch.journal import Journal, claimed, journal_of
-from hf_paged_cache.batch_calls import BatchCalls
+from hf_paged_cache import BatchResult, CacheArgumentError, PagedPrefixCache, PrefixStore, generate_all
+from hf_paged_cache.jobs import job
+from hf_paged_cache.jobs.calls import BatchCalls
+from hf_paged_cache.jobs.journal import Journal, claimed, journal_of, record_of
 
-from .killed_jobs import few_shot_prompts, kill_again_and_again
-from .reference import zero_blocks
-from .tiny_models import CHARACTERS, build, character_tokenizer, tiny
+from ..killed_jobs import few_shot_prompts, kill_again_and_again
+from ..reference import zero_blocks
+from ..tiny_models import CHARACTERS, build, character_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -350,15 +350,15 @@ def test_an_output_that_is_finished_while_the_job_waits_to_begin_stays(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, out = tiny("llama"), tmp_path / "out.jsonl"
-    first = batch_job.opened
+    first = job.opened
 
     def opened_later(*given: Any) -> Any:
-        monkeypatch.setattr(batch_job, "opened", first)
+        monkeypatch.setattr(job, "opened", first)
         with pytest.raises(CacheArgumentError, match="another process is working on"):
             run(model, tokenizer, out=out)
         return first(*given)
 
-    monkeypatch.setattr(batch_job, "opened", opened_later)
+    monkeypatch.setattr(job, "opened", opened_later)
     run(model, tokenizer, PROMPTS[:2], out=out)
     assert [row["prompt"] for row in written(out)] == PROMPTS[:2]
 
@@ -588,7 +588,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (
         ["a", "x" * 600],
         {},
-        "row 1, counted from 0: its 600 tokens with 5 new tokens behind need more than the model's 512 positions: ",
+        "row 1, counted from 0: its 600 tokens and 5 new tokens need more than the model's 512 positions: ",
     ),
     (["a"], {"batch_size": 0}, "batch_size is 0"),
     (["a"], {"max_bytes": "4 gigs"}, "max_bytes is '4 gigs'; give a number of bytes, or one with a unit"),
@@ -682,8 +682,7 @@ def test_samples_go_on_only_on_as_many_workers(tokenizer: Any, tmp_path: Path) -
         interrupted(1, patch)
         with pytest.raises(KeyboardInterrupt):
             run(model, tokenizer, out=out, do_sample=True, batch_size=4)
-        other = batch_job._options_of_results
-        patch.setattr(batch_job, "_options_of_results", lambda runner, how: other(runner._replace(num_workers=2), how))
+        patch.setattr(job._ThisProcess, "num_workers", 2)
         with pytest.raises(CacheArgumentError, match="option num_workers was 1 and is 2"):
             run(model, tokenizer, out=out, do_sample=True, batch_size=4)
 

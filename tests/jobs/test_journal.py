@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from hf_paged_cache import CacheArgumentError
-from hf_paged_cache.batch.journal import Journal, Record, claimed, journal_of
-from hf_paged_cache.batch.output import Order, Output
+from hf_paged_cache.jobs.journal import Journal, Order, Output, Record, claimed, journal_of
 
 JOB = {"model": "a" * 64, "option": {"top_k": 3}}
 ROWS: list[dict[str, Any]] = [{"prompt": f"é{number}", "n": number} for number in range(6)]
@@ -30,13 +29,13 @@ def written(path: Path) -> list[dict[str, Any]]:
 def run(folder: Path, order: Order, records: list[Record]) -> list[int]:
     """Go on with the job until all records are done; returns the rows that were still to be done."""
     missing = []
-    with Journal(folder / "journal", JOB, len(ROWS)) as journal, Output(folder / "out", journal, ROWS.__getitem__, len(ROWS), order) as output:  # fmt: skip
+    with Journal(folder / "journal", JOB, len(ROWS)) as journal, Output(folder / "out", journal, ROWS, order) as output:  # fmt: skip
         for record in records:
             if all(row in journal for row in record.rows):
                 continue
             missing += record.rows
             journal.add(record)
-            output.take(record)
+            output.write_on()
     return missing
 
 
@@ -62,6 +61,17 @@ def test_a_journal_that_is_cut_off_anywhere_leads_to_the_same_output(order: Orde
         assert missing == [row for record in RECORDS[lines_left:] for row in record.rows]
         assert (tmp_path / "out").read_bytes() == output
         assert (tmp_path / "journal").read_bytes() == whole
+
+
+def test_without_a_path_a_journal_ends_with_its_process_and_reads_the_same(tmp_path: Path) -> None:
+    with Journal(None, JOB, len(ROWS)) as journal:
+        assert 4 not in journal
+        for record in RECORDS:
+            journal.add(record)
+        assert [*journal.rows] == [4, 1, 0, 5, 2, 3]
+        assert [journal.completion(row) for row in range(6)] == ["zero", "one ü\n", "two", "three", "four", "five"]
+        assert [*journal.records()] == RECORDS
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_damaged_line_and_what_follows_it_are_done_again(tmp_path: Path) -> None:
@@ -92,7 +102,7 @@ def test_another_jobs_journal_is_refused_with_what_is_different(job: dict[str, A
         Journal(tmp_path / "journal", job, len(ROWS))
     assert (tmp_path / "journal").read_bytes() == before
     with Journal(tmp_path / "journal", JOB, len(ROWS)) as journal:
-        assert journal.num_done == 2
+        assert len(journal.rows) == 2
 
 
 def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
@@ -120,7 +130,7 @@ def test_only_a_journal_in_which_nothing_is_done_makes_room_for_another_job(anew
     with Journal(tmp_path / "journal", JOB, len(ROWS)) as journal:
         journal.add(RECORDS[0])
     with Journal(tmp_path / "journal", JOB, len(ROWS), anew=anew) as journal:
-        assert journal.num_done == (0 if anew else 2)
+        assert len(journal.rows) == (0 if anew else 2)
 
 
 DAMAGED = [
@@ -157,6 +167,7 @@ def test_a_record_that_cannot_be_is_done_again(record: object, tmp_path: Path) -
     ],
 )
 def test_a_row_is_written_as_json_can_say_it(value: object, line: str, tmp_path: Path) -> None:
-    with Journal(tmp_path / "journal", JOB, 1) as journal, Output(tmp_path / "out", journal, lambda row: {"x": value}, 1, "done") as output:  # fmt: skip
-        output.take(Record([0], ["c"], {}))
+    with Journal(tmp_path / "journal", JOB, 1) as journal, Output(tmp_path / "out", journal, [{"x": value}], "done") as output:  # fmt: skip
+        journal.add(Record([0], ["c"], {}))
+        output.write_on()
     assert (tmp_path / "out").read_text("utf-8") == line + "\n"

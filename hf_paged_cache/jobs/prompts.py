@@ -3,20 +3,20 @@
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from os import PathLike
 from textwrap import shorten
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from .batch.prefix_tree import num_shared_tokens
-from .batch.prompt_files import Row
-from .batch.rows import Prompt, RowError, opened, prompt_of
-from .blocks.arguments import int_of_at_least
-from .errors import CacheArgumentError
-from .model.placeholders import Placeholders
-from .model.support import unwrapped
-from .wording import counted
+from ..blocks.arguments import int_of_at_least
+from ..errors import CacheArgumentError
+from ..model.placeholders import Placeholders
+from ..model.support import unwrapped
+from ..wording import counted
+from .order import num_shared_tokens
+from .rows import Prompt, Row, RowError, opened, prompt_of
 
 _CHUNK = 1000  # prompts that are tokenized at a time
 
@@ -55,7 +55,7 @@ def read_prompts(
 
     Args:
         block_size: tokens of a block, which is shared whole.
-        model: refuse prompts that it has no positions for, with `max_new_tokens` behind them, or no embeddings; None: do not look.
+        model: refuse prompts that it has no positions for, with `max_new_tokens` after them, or no embeddings; None: do not look.
 
     Raises:
         CacheArgumentError: no prompts, or one that cannot be used, with its row.
@@ -77,52 +77,40 @@ def read_prompts(
 
 
 def tokenized(rows: Sequence[Row], column: str, tokenizer: Any) -> "Iterator[array[int]]":
-    """Token ids of each row's prompt.
+    """Token ids of each row's prompt: of a text with the tokenizer's special tokens, of a chat with its template's.
 
     Raises:
-        RowError: a row has none.
+        CacheArgumentError: a chat, and the tokenizer has no template for it.
+        RowError: a row has no prompt, or one that makes no tokens.
     """
     for start in range(0, len(rows), _CHUNK):
         numbers = range(start, min(start + _CHUNK, len(rows)))
-        for number, ids in zip(
-            numbers, _ids(numbers, [prompt_of(rows[n], n, column) for n in numbers], tokenizer), strict=True
-        ):
+        prompts = [prompt_of(rows[number], number, column) for number in numbers]
+        texts = [_text(number, prompt, tokenizer) for number, prompt in zip(numbers, prompts, strict=True)]
+        found: list[list[int]] = []
+        for is_text, same in groupby(zip(prompts, texts, strict=True), lambda pair: isinstance(pair[0], str)):
+            found += tokenizer([text for _, text in same], add_special_tokens=is_text)["input_ids"]
+        for number, ids in zip(numbers, found, strict=True):
             if not ids:
                 raise RowError(number, f"the tokenizer makes no token of its {column!r}; leave it out")
             yield array("i", ids)
 
 
-def _ids(numbers: Sequence[int], prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
-    """Token ids of the prompts of rows with these numbers: of texts with the tokenizer's special tokens, of chats with its template's."""
-    is_chat = [not isinstance(prompt, str) for prompt in prompts]
-    if any(is_chat) and getattr(tokenizer, "chat_template", None) is None:
-        raise CacheArgumentError("there are chats among the prompts, and the tokenizer has no chat template")
-    texts = [_text(number, prompt, tokenizer) for number, prompt in zip(numbers, prompts, strict=True)]
-    ids: list[list[int]] = [[]] * len(texts)
-    for chat in {*is_chat}:
-        places = [place for place, each in enumerate(is_chat) if each is chat]
-        encoded = tokenizer([texts[place] for place in places], add_special_tokens=not chat)["input_ids"]
-        for place, each in zip(places, encoded, strict=True):
-            ids[place] = each
-    return ids
-
-
 def _text(number: int, prompt: Prompt, tokenizer: Any) -> str:
-    if isinstance(prompt, str):
-        text = prompt
-    else:
+    text = prompt
+    if not isinstance(prompt, str):
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise CacheArgumentError("there are chats among the prompts, and the tokenizer has no chat template")
         try:
             text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        except (
-            Exception
-        ) as error:  # of the template's own making: a role that it knows not, a variable that is not there
+        except Exception as error:  # of the template: a role that it knows not, a variable that is not there
             said = shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
             raise RowError(number, f"the chat template cannot be filled with it ({said})") from error
     try:
-        text.encode()
+        str(text).encode()
     except UnicodeEncodeError as error:
         raise RowError(number, f"its prompt is no text ({error})") from error
-    return text
+    return str(text)
 
 
 def require_positions(config: Any, tokens: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -141,10 +129,10 @@ def require_positions(config: Any, tokens: Sequence[Sequence[int]], max_new_toke
     too_long = [n for n, each in enumerate(tokens) if limit and len(each) + max_new_tokens - 1 > limit]
     if too_long:
         first = too_long[0]
-        others = f", and so do {counted(len(too_long) - 1, 'prompt')} behind it" if len(too_long) > 1 else ""
+        others = f", and so do {counted(len(too_long) - 1, 'prompt')} after it" if len(too_long) > 1 else ""
         raise RowError(
             first,
-            f"its {counted(len(tokens[first]), 'token')} with {counted(max_new_tokens, 'new token')} behind need more than the "
+            f"its {counted(len(tokens[first]), 'token')} and {counted(max_new_tokens, 'new token')} need more than the "
             f"model's {limit} positions{others}: shorten or remove it, or give fewer new tokens (max_new_tokens)",
         )
 

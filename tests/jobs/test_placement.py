@@ -5,9 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged_cache.batch.placement import costs_of, partition
-from hf_paged_cache.batch.plan import ordered
-from hf_paged_cache.batch.prefix_tree import build_prefix_tree, num_shared_tokens
+from hf_paged_cache.jobs.order import build_prefix_tree, num_shared_tokens, ordered, partition
 
 from ..simulated_placement import simulate
 
@@ -15,8 +13,8 @@ PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_siz
 
 
 def place(prompts: list[list[int]], num_workers: int, num_new_tokens: int = 1) -> list[list[int]]:
-    tree = build_prefix_tree(prompts, block_size=1, least_saving=1)
-    return partition(tree, [*map(len, prompts)], num_workers, num_new_tokens)
+    order = [*ordered(build_prefix_tree(prompts, block_size=1, least_saving=1), [*map(len, prompts)])]
+    return [[each.prompt for each in own] for own in partition(order, num_workers, num_new_tokens)]
 
 
 def computed(prompts: list[list[int]], numbers: list[int]) -> int:
@@ -44,13 +42,11 @@ def test_load_is_even_but_for_one_prompt_and_a_path(prompts: list[list[int]], nu
 
 
 @given(PROMPTS)
-def test_a_prompt_costs_what_it_computes_behind_those_before_it(prompts: list[list[int]]) -> None:
-    tree = build_prefix_tree(prompts, block_size=1, least_saving=1)
-    lengths = [*map(len, prompts)]
-    order = [each.prompt for each in ordered(tree, lengths)]
-    behind = [computed(prompts, order[: n + 1]) - computed(prompts, order[:n]) for n in range(len(order))]
-    costs = costs_of(tree, order, lengths, num_new_tokens=5)
-    assert [costs[prompt] - 5 for prompt in order] == behind
+def test_a_prompt_costs_what_it_computes_after_those_before_it(prompts: list[list[int]]) -> None:
+    placed = [*ordered(build_prefix_tree(prompts, block_size=1, least_saving=1), [*map(len, prompts)])]
+    order = [each.prompt for each in placed]
+    after = [computed(prompts, order[: n + 1]) - computed(prompts, order[:n]) for n in range(len(order))]
+    assert [each.num_computed for each in placed] == after
 
 
 def test_a_prefix_that_most_have_is_spread() -> None:

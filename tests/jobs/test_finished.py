@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import stat
@@ -11,10 +12,20 @@ from typing import Any
 import pytest
 
 from hf_paged_cache import CacheArgumentError
-from hf_paged_cache.batch.finished import finished_before, note_finished, record_of, require_same
-from hf_paged_cache.batch.journal import Journal, Record, journal_of
-from hf_paged_cache.batch.output import Output
+from hf_paged_cache.jobs.journal import (
+    Journal,
+    Output,
+    Record,
+    finished_before,
+    journal_of,
+    note_command,
+    note_finished,
+    record_of,
+    require_same,
+)
+from hf_paged_cache.jobs.summary import BatchSummary
 
+SUMMARY = BatchSummary(1, 0, 9, 4, 2, 1, 0, 0.5, None)
 JOB: dict[str, Any] = {"model": "a" * 64, "option": {"top_k": 3, "ends": (1, 2)}, "order": "given"}
 
 
@@ -23,16 +34,24 @@ def out(tmp_path: Path) -> Path:
     """An output that a job has finished."""
     path = tmp_path / "out.jsonl"
     path.write_text('{"completion": "é"}\n', "utf-8")
-    note_finished(path, JOB, {"num_prompts": 1})
+    note_finished(path, JOB, SUMMARY)
     return path
 
 
 def test_a_finished_output_is_known_with_what_was_counted(out: Path) -> None:
     record = finished_before(out)
     assert record is not None
-    assert record.counts == {"num_prompts": 1}
+    assert record.summary == dataclasses.replace(SUMMARY, num_done_before=1)
     require_same(out, record, JOB)
     assert {path.name for path in out.parent.iterdir()} == {"out.jsonl", "out.jsonl.done"}
+
+
+def test_a_record_says_by_which_command_an_output_came_once_that_is_noted(out: Path) -> None:
+    before = finished_before(out)
+    assert before is not None
+    assert before.command is None
+    note_command(out, {"prompts": "a"})
+    assert finished_before(out) == before._replace(command={"prompts": "a"})
 
 
 @pytest.mark.parametrize(
@@ -96,12 +115,13 @@ def test_where_a_job_has_begun_again_its_journal_says_what_is_done(out: Path) ->
 def test_all_files_of_a_job_follow_the_umask(umask: int, tmp_path: Path) -> None:
     out, before = tmp_path / "out.jsonl", os.umask(umask)
     try:
-        with Journal(journal_of(out), {}, 1) as journal, Output(out, journal, [{}].__getitem__, 1, "given") as output:
+        with Journal(journal_of(out), {}, 1) as journal, Output(out, journal, [{}], "given") as output:
             journal.add(Record([0], ["a"], {}))
+            output.write_on()
             output.finish()
-            note_finished(out, {}, {})
+            note_finished(out, {}, SUMMARY)
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
     assert modes == dict.fromkeys(["out.jsonl", "out.jsonl.journal", "out.jsonl.done"], 0o666 & ~umask)
-    assert json.loads(record_of(out).read_text())["counts"] == {}
+    assert json.loads(record_of(out).read_text())["counts"] == dataclasses.asdict(SUMMARY)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hf_paged_cache import CacheArgumentError
-from hf_paged_cache.batch.rows import RowError, digest_of, opened, prompt_of
+from hf_paged_cache.jobs.rows import RowError, digest_of, opened, prompt_of
 
 ODD: list[dict[str, Any]] = [
     {"prompt": "2024-01-01", "n": 1, "at": "2024-01-02T03:04:05+02:00", "nested": {"a": [None, 18446744073709551615]}},

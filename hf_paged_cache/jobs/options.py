@@ -1,4 +1,4 @@
-"""Which options of `generate` a batch job takes, and which of them see the padding in front of a row.
+"""What a batch job may be told: options of its own, those of its cache, and those of `generate`; and which of these see padding.
 
 Owns no call of `generate`. Attention never sees padding; an option that reads tokens does, so rows that it would read padding of
 are not padded: they run with rows of their own length.
@@ -6,45 +6,37 @@ are not padded: they run with rows of their own length.
 
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
+from os import PathLike, fspath
+from typing import Any, Literal
 
 from transformers import GenerationConfig, GenerationMixin
 
-from .blocks.arguments import int_of_at_least
-from .cache import PagedPrefixCache
-from .errors import CacheArgumentError
+from ..blocks.arguments import int_of_at_least
+from ..cache import PagedPrefixCache
+from ..errors import CacheArgumentError
+from ..store_options import StoreOptions, require_attention, store_options
+from .journal import ORDERS
 
-ALL = sys.maxsize  # tokens in front of the next one that an option reads: every one
+CACHE_OPTIONS = ("attention", *StoreOptions._fields)  # of the cache that a job makes
 
+ALL = sys.maxsize  # tokens before the next one that an option reads: every one
+
+_OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
 # Options that would make a row's result depend on its batch or on the clock, or another thing than tokens; each with its reason.
 REFUSED = {
     "max_length": "it counts a row's padding, too; give max_new_tokens",
     "min_length": "it counts a row's padding, too; give min_new_tokens",
     "max_time": "a completion would depend on how fast the machine is; give max_new_tokens",
-    "use_cache": "the job runs on a cache of its own",
-    "cache_implementation": "the job runs on a cache of its own",
-    "cache_config": "the job runs on a cache of its own",
+    **dict.fromkeys(("use_cache", "cache_implementation", "cache_config"), "the job runs on a cache of its own"),
     "continuous_batching_config": "it is of another way to generate, generate_batch",
-    "return_dict_in_generate": "the job keeps completions alone",
-    "output_scores": "the job keeps completions alone",
-    "output_logits": "the job keeps completions alone",
-    "output_attentions": "the job keeps completions alone",
-    "output_hidden_states": "the job keeps completions alone",
+    **dict.fromkeys(_OUTPUTS, "the job keeps completions alone"),
 }
 # Settings that a model may have saved and that the job replaces, so that completions come as token ids from its own cache.
-REPLACED = {
-    "return_dict_in_generate": False,
-    "output_scores": False,
-    "output_logits": False,
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "use_cache": True,
-    "cache_implementation": None,
-    "max_time": None,
-}
+REPLACED = {**dict.fromkeys(_OUTPUTS, False), "use_cache": True, "cache_implementation": None, "max_time": None}
 NO_OPTIONS = ("transformers_version", "_from_model_config")  # what a generation config holds besides
-# Options that read no tokens in front of the next one, or only which ones there are.
+# Options that read no tokens before the next one, or only which ones there are.
 _SEE_NO_PADDING = {
     *("max_new_tokens", "min_new_tokens", "max_length", "do_sample", "num_beams", "num_return_sequences"),
     *("early_stopping", "length_penalty", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
@@ -73,6 +65,56 @@ _NUMBERS = (
 )
 NEED_A_VALUE = {*_WHOLE_NUMBERS, *_NUMBERS}
 _OF_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "forced_bos_token_id", "forced_eos_token_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """The options of a job; see `generate_all`.
+
+    Attributes:
+        options: of the job's cache, and of `generate`, by name.
+
+    Raises:
+        CacheArgumentError: naming the first that is of another type, or out of its range, as far as that goes without a model.
+    """
+
+    out: "str | PathLike[str] | None" = None
+    column: str = "prompt"
+    order: Literal["given", "done"] = "given"
+    batch_size: int = 8
+    max_new_tokens: int = 128
+    seed: int = 0
+    overwrite: bool = False
+    progress: bool | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        int_of_at_least("batch_size", self.batch_size, 1, "rows of a batch")
+        int_of_at_least("max_new_tokens", self.max_new_tokens, 1, "tokens")
+        int_of_at_least("seed", self.seed, 0, "as a seed")
+        for name, value in (("overwrite", self.overwrite), ("progress", self.progress)):
+            if not isinstance(value, bool) and (value is not None or name == "overwrite"):
+                raise CacheArgumentError(f"{name} is {value!r}; give True or False")
+        if not isinstance(self.column, str):
+            raise CacheArgumentError(f"column is {self.column!r}; give the name of a column")
+        if not isinstance(self.out, str | PathLike | None) or "\0" in fspath(self.out or "") or self.out == "":
+            raise CacheArgumentError(f"out is {self.out!r}; give a file's path")
+        if self.order not in ORDERS:
+            raise CacheArgumentError(f"order is {self.order!r}; give {' or '.join(map(repr, ORDERS))}")
+        sizes = dict(self.sizes)
+        require_attention(sizes.pop("attention", "contiguous"))
+        store_options(**sizes)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Of a new cache, those that are given."""
+        return {name: self.options[name] for name in CACHE_OPTIONS if self.options.get(name) is not None}
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """Of `generate`."""
+        others = {name: value for name, value in self.options.items() if name not in CACHE_OPTIONS}
+        return {"max_new_tokens": self.max_new_tokens, **others}
 
 
 def require_names(options: Iterable[str]) -> None:
@@ -140,7 +182,7 @@ def _require_tokens(name: str, value: Any, num_tokens: int) -> None:
 
 
 def tokens_seen(config: GenerationConfig) -> int:
-    """The most tokens in front of the next one that an option reads: a prompt of as many may be padded; `ALL`: none may.
+    """The most tokens before the next one that an option reads: a prompt of as many may be padded; `ALL`: none may.
 
     Examples:
         >>> from transformers import GenerationConfig, GenerationMixin
