@@ -42,7 +42,6 @@ from .stats import CacheStats
 from .store.block_store import BlockStore
 from .store.loading import Loaded, load_blocks
 from .store.saving import Model, Saved, folder_of, save_blocks
-from .store.sharing import Sharing
 from .store.state_snapshots import StateRules, StateSnapshots
 from .store.store_stats import stats_of
 from .store.window_groups import SHARE_OF_A_BUDGET
@@ -50,6 +49,7 @@ from .store_options import StoreOptions, store_options
 from .tiers.base import Tier
 from .tiers.disk import DiskTier
 from .tiers.host import HostTier
+from .tiers.sharing import Sharing
 
 
 class PrefixStore:
@@ -267,21 +267,14 @@ class PrefixStore:
         """
         if not folder_of(folder).is_dir():
             raise CacheArgumentError(f"there is no folder {folder_of(folder)}; give one that `save` has written")
-        model, identity = self._model(), self.conditioning.identity()
+        model = self._model()
         with _bar("loading", progress) as show:
-            return load_blocks(
-                self.blocks,
-                model,
-                lambda file: identity.why_other(file.facts, file.settings),
-                folder_of(folder),
-                progress=show,
-            )
+            return load_blocks(self.blocks, model, folder_of(folder), progress=show)
 
     def _model(self) -> Model:
         """The model as it is now, for files."""
         identity = self.conditioning.identity()
-        facts, settings = dict(identity.facts), dict(identity.settings)
-        return Model(self.conditioning.digest(), identity.digest, facts, settings, self.conditioning.roots)
+        return Model(self.conditioning.digest(), identity, self.conditioning.roots)
 
     def stats(self) -> CacheStats:
         """Tokens of all calls on this store, those of collected caches too, and all blocks now; prints as a table.

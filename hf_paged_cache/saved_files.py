@@ -61,7 +61,7 @@ def _reports(folder: Path) -> Iterator[SavedFileReport]:
         try:
             file = read_saved_file(path)
             for content in file.contents:
-                read_rows(file, content, [(0, len(content.blocks))])
+                read_rows(file, content.kind, [(0, len(content.blocks))])
         except (SavedBlocksError, OSError) as error:
             yield SavedFileReport(path, str(error))
         else:
