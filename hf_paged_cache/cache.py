@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .attention.grouped import READERS
-from .attention.windows import Windows
+from .attention.view import View
 from .call.call import Call
 from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
@@ -115,10 +114,9 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
         self.on_full = on_full
         attach(self.store.model)
         blocks, conditioning, reader = self.store.blocks, self.store.conditioning, self.store.argument_reader
-        self.windows = Windows(conditioning.windows())
-        view = READERS[attention](blocks.pool, self.windows)
+        self.view = View(blocks.pool, conditioning.windows(), keeps_copies=attention == "contiguous")
         layers = [make_layer(self, index, layer) for index, layer in enumerate(cache_layers(self.store.model))]
-        self.call = Call(blocks, view, partial(_runs_on, ref(self)), self.cache_salt, live_states(layers))
+        self.call = Call(blocks, self.view, partial(_runs_on, ref(self)), self.cache_salt, live_states(layers))
         sibling = partial(PagedPrefixCache, self.store, cache_salt=cache_salt, attention="gather")
         side = SideForwards(self.store.model, reader, sibling)
         ranks = Ranks(conditioning, blocks, verifies=verify)
@@ -133,7 +131,6 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
             shared_prefixes,
             verifier,
             ranks,
-            self.windows,
             StateForwards(blocks, conditioning, side, ranks),
             bypasses=on_full == "bypass",
         )
@@ -201,15 +198,14 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
         """
         if torch.compiler.is_compiling():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        read = self.call.write_pair(layer_idx, key_states, value_states)
-        if read is not None:
-            return read
-        layers = self.layers
-        is_ours = 0 <= layer_idx < len(layers) and isinstance(layers[layer_idx], PagedLayer)
-        if not is_ours and (self.call.forward is not None or self._own_layers.is_running):  # else nothing is written
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        states = self.write_layer(layer_idx, {"key": key_states, "value": value_states})
-        return states["key"], states["value"]
+        layers = self._paged_layers
+        is_scheduled = self.call.forward is not None
+        if is_scheduled and 0 <= layer_idx < len(layers) and isinstance(layers[layer_idx], PagedLayer):
+            states = self.call.write(layer_idx, {"key": key_states, "value": value_states})
+            return states["key"], states["value"]
+        if not is_scheduled and not self._own_layers.is_running:
+            raise self._session.why_unscheduled(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the running rows, padding included; the same in all layers but those that never write any: 0.
@@ -344,7 +340,7 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
         call, blocks = self.call, self.store.blocks
         with blocks.lock:
             blocks.settle()
-            copied_bytes = call.reader.num_bytes + self._own_layers.num_bytes
+            copied_bytes = self.view.num_bytes + self._own_layers.num_bytes
             return stats_of(blocks, call.counters.totals, self.cache_salt, copied_bytes, call.peak_kv_bytes)
 
     @property

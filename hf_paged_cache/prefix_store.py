@@ -285,7 +285,7 @@ class PrefixStore:
         blocks = self.blocks
         with blocks.lock:
             blocks.settle()
-            copied_bytes = sum(call.reader.num_bytes for call in blocks.holders())
+            copied_bytes = sum(call.view.num_bytes for call in blocks.holders())
             return stats_of(blocks, blocks.call_totals, b"", copied_bytes, None)
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
 """The rows of a call: which sequence each runs, which rows are still equal, and the block tables that hold them.
 
-Who changes rows tells the reader. The store's lock is held by whoever calls a method here.
+Who changes rows tells the view. The store's lock is held by whoever calls a method here.
 Blocks get their hashes in one place, `Rows.commit`; `CallRows` and `Call` decide when.
 """
 
@@ -135,7 +135,7 @@ class Row:
         return self.table.token_ids[: self.num_true_tokens]
 
     def layout(self) -> RowLayout:
-        """What a reader must know."""
+        """What a view must know."""
         return RowLayout(self.root, self.pad, self.table.token_ids, self.table.block_ids)
 
 
@@ -194,7 +194,7 @@ class Rows:
         self.free()
 
     def layouts(self) -> list[RowLayout]:
-        """What a reader must know, of the rows that run."""
+        """What a view must know, of the rows that run."""
         return [row.layout() for row in self.distinct]
 
     def known_columns(self) -> list[int]:

@@ -13,7 +13,6 @@ from weakref import ref
 
 import torch
 
-from ..attention.windows import Windows
 from ..blocks.roots import RootFacts
 from ..call.admission import would_fit
 from ..call.call import Call
@@ -64,7 +63,6 @@ class Session:
         shared_prefixes: computes first, and once, what rows of a forward share.
         verifier: looks at one cached block of a hit a call; None does not.
         ranks: other processes that run the same forwards.
-        windows: of the layers; as the config says when rows begin.
         state_forwards: brings rows together whose layers carry states.
         bypasses: a call that does not fit runs in layers of its own; otherwise it is refused.
     """
@@ -79,7 +77,6 @@ class Session:
         shared_prefixes: SharedPrefixes,
         verifier: Verifier | None,
         ranks: Ranks,
-        windows: Windows,
         state_forwards: StateForwards,
         *,
         bypasses: bool = False,
@@ -96,7 +93,6 @@ class Session:
         self._salt = salt
         self._shared_prefixes = shared_prefixes
         self._ranks = ranks
-        self._windows = windows
         self._state_forwards = state_forwards
         self._synced_gpus = False  # with other processes, which run as many forwards
         self._digest = b""  # of the model; read once a `generate`, or at every forward without one
@@ -250,12 +246,14 @@ class Session:
             self._ranks.is_settled = False
         if not self._digest or not self.is_open:
             self._read_conditions()
-        before, windows = call.rows.num_columns, self._windows.of_layer
+        before, view = call.rows.num_columns, call.view
+        windows = view.window_of
         if not before:
-            self._windows.follow(self._conditioning.windows())
-            # Ranks settle what each knows in tokens, without a look at windows.
-            window_of = {} if self._ranks.are_several else self._windows.of_layer
+            windows_now = self._conditioning.windows()
             with self._store.lock:
+                view.follow(windows_now)
+                # Ranks settle what each knows in tokens, without a look at windows.
+                window_of = {} if self._ranks.are_several else view.window_of
                 can_run = self._store.follow_windows(window_of, call)
             if not can_run:
                 logger.info("this call runs without the store: %s", _OTHER_WINDOWS)
@@ -295,7 +293,7 @@ class Session:
         try:
             forward = self._schedule(request, arguments)
         except BaseException:
-            self._windows.of_layer = windows  # rows of before may go on
+            view.follow(windows)  # rows of before may go on
             raise
         self._ranks.is_settled = self._needs_no_agreement(forward.stop)
         if forward.start == before and forward.copies is None:

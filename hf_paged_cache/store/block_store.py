@@ -90,7 +90,7 @@ class BlockStore(Capacity):
         """From here on, the call may take blocks."""
         with self.lock:
             self._holders.add(holder)
-            self._copies = max(self._copies, holder.reader.most_copies)
+            self._copies = max(self._copies, holder.view.most_copies)
 
     def holders(self) -> Iterable[Holder]:
         """The calls that may hold blocks."""

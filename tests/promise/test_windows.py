@@ -310,7 +310,7 @@ def test_a_row_holds_what_a_dynamic_cache_does_and_two_blocks_a_window_at_most(w
     token_bytes = measure_bytes_per_token(model) / len(layers)
     for attention in ("gather", "contiguous"):
         cache = PagedPrefixCache(model, attention=attention)
-        in_blocks = EachStep(lambda cache=cache: cache.stats().kv_bytes - cache.call.reader.num_bytes)  # type: ignore[misc]
+        in_blocks = EachStep(lambda cache=cache: cache.stats().kv_bytes - cache.view.num_bytes)  # type: ignore[misc]
         in_all = EachStep(lambda cache=cache: cache.stats().kv_bytes)  # type: ignore[misc]
         for _ in range(2):
             run(

@@ -80,7 +80,7 @@ class Caller:
     is_running = False
 
     def __init__(self) -> None:
-        self.reader = self
+        self.view = self
 
     most_copies = 0
     num_bytes = 0
