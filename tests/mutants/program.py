@@ -30,9 +30,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import pytest
 
@@ -105,7 +107,8 @@ def copy_with(mutant: Mutant | None, root: Path = ROOT) -> Iterator[Path]:
 
 def run_tests(copy: Path, tests: Sequence[str], root: Path = ROOT, seconds: float = _MOST_SECONDS) -> Outcome:
     """Run tests on a copy of the package, up to the first that fails."""
-    running = _CONTEXT.Process(target=_run_pytest, args=(copy, tests, root))
+    printed = copy / f"printed-{uuid4().hex}"
+    running = _CONTEXT.Process(target=_run_pytest, args=(copy, tests, root, printed))
     running.start()
     running.join(seconds)
     if running.exitcode is None:
@@ -113,19 +116,19 @@ def run_tests(copy: Path, tests: Sequence[str], root: Path = ROOT, seconds: floa
         return Outcome("timed out", f"after {seconds:g} seconds")
     if running.exitcode == 0:
         return Outcome("survived", ", ".join(tests))
-    lines = (copy / "printed").read_text("utf-8", "replace").splitlines()
+    lines = printed.read_text("utf-8", "replace").splitlines()
     failed = [line.partition(" ")[2].partition(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     if running.exitcode == 1 and failed:
         return Outcome("killed", failed[0])
     return Outcome("not run", f"pytest ended with {running.exitcode}: {' / '.join(lines[-3:])}")
 
 
-def _run_pytest(copy: Path, tests: Sequence[str], root: Path) -> None:
+def _run_pytest(copy: Path, tests: Sequence[str], root: Path, printed: Path) -> None:
     """In a process of its own: `pytest` as if it were called there, with the copy before all else that can be imported."""
     os.setsid()
-    printed = os.open(copy / "printed", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(printed, 1)
-    os.dup2(printed, 2)
+    written = os.open(printed, os.O_CREAT | os.O_WRONLY)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
     os.chdir(root)
     os.environ |= {
         "PYTHONPATH": os.pathsep.join([str(copy), str(root)]),
@@ -133,7 +136,6 @@ def _run_pytest(copy: Path, tests: Sequence[str], root: Path) -> None:
         "HYPOTHESIS_STORAGE_DIRECTORY": str(copy / "hypothesis"),
     }
     sys.path[:] = [str(copy), str(root), *(path for path in sys.path if Path(path).resolve() not in (ROOT, root))]
-    sys.dont_write_bytecode = True
     found = find_spec(_PACKAGE)
     assert found is not None
     assert str(found.origin).startswith(str(copy)), f"{found.origin} would be imported"
@@ -155,7 +157,7 @@ def outcome_of(mutant: Mutant, root: Path = ROOT, seconds: float = _MOST_SECONDS
 def failing_without(mutants: Iterable[Mutant], pool: ThreadPoolExecutor, root: Path = ROOT) -> list[str]:
     """What is said of tests of these mutants that do not pass without any."""
     of_file: dict[str, list[str]] = defaultdict(list)
-    for test in dict.fromkeys(test for mutant in mutants for test in mutant.killed_by):
+    for test in dict.fromkeys(test for mutant in mutants for test in (*mutant.killed_by, *mutant.second)):
         of_file[test.partition("::")[0]].append(test)
     with copy_with(None, root) as copy:
         outcomes = list(pool.map(lambda tests: run_tests(copy, tests, root), of_file.values()))
@@ -165,34 +167,32 @@ def failing_without(mutants: Iterable[Mutant], pool: ThreadPoolExecutor, root: P
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="AREA_OR_NAME", help=f"of {', '.join(AREAS)}; or names of mutants")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what became of each")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write what became of each; those of others in it stay"
+    )
     parser.add_argument("--look", action="store_true", help="say which are found in the code, and run nothing")
-    asked = parser.parse_args(given)
+    asked, say = parser.parse_args(given), partial(print, flush=True)
     mutants = [each for each in read_mutants() if asked.only is None or {each.area, each.name} & {*asked.only}]
     if not mutants:
         parser.error(f"no mutant is of {asked.only}")
     if asked.look:
         lost = {each.name: why for each in mutants if (why := why_not_found(each))}
         for name, why in lost.items():
-            _say(f"{name}: {why}")
-        _say(f"{len(mutants) - len(lost)} of {len(mutants)} mutants are found")
+            say(f"{name}: {why}")
+        say(f"{len(mutants) - len(lost)} of {len(mutants)} mutants are found")
         return int(bool(lost))
     results: dict[str, Any] = {}
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         if failing := failing_without(mutants, pool):
-            _say("\n  ".join(["these tests fail without a mutant:", *failing]))
+            say("\n  ".join(["these tests fail without a mutant:", *failing]))
             return 2
         for mutant, outcome in zip(mutants, pool.map(outcome_of, mutants), strict=True):
             what = "by" if outcome.result == "killed" else "why"
             results[mutant.name] = {"area": mutant.area, "result": outcome.result, what: outcome.said}
-            _say(f"{outcome.result:9} {mutant.area}: {mutant.name}: {outcome.said}")
+            say(f"{outcome.result:9} {mutant.area}: {mutant.name}: {outcome.said}")
     counts = Counter(each["result"] for each in results.values())
-    _say(f"{len(results)} mutants: {', '.join(f'{number} {result}' for result, number in counts.items())}")
+    say(f"{len(results)} mutants: {', '.join(f'{number} {result}' for result, number in counts.items())}")
     if asked.json is not None:
-        asked.json.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", "utf-8")
+        before = json.loads(asked.json.read_text("utf-8")) if asked.json.exists() else {}
+        asked.json.write_text(json.dumps(before | results, indent=1, sort_keys=True) + "\n", "utf-8")
     return int(counts["killed"] < len(results))
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
