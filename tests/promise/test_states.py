@@ -287,6 +287,20 @@ def test_a_long_prompt_keeps_snapshots_on_a_grid_as_long_as_there_is_room(name: 
     assert few.stats().num_snapshots == 1
 
 
+@RECURRENT
+def test_a_long_prompt_leaves_the_snapshots_of_others_where_there_is_no_room_for_more(name: str) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model, num_blocks=400)
+    states = cache.store.blocks.states
+    states.kept.limit(4)
+    for number in (2, 3):
+        play(model, cache, **batch(row((number, SHARED), (9, 5))), max_new_tokens=1)
+    play(model, cache, **batch(row((1, 2 * states.grid + 70))), max_new_tokens=1)
+    cache.reset()
+    play(model, cache, **batch(row((2, SHARED), (8, 5))), max_new_tokens=1)
+    assert cache.last_call.computed_tokens == 5
+
+
 def test_convolutions_alone_keep_every_block_out_of_one_forward() -> None:
     model = tiny("lfm2")
     cache = PagedPrefixCache(model)

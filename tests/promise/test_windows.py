@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 
-from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, OutOfBlocksError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.blocks.window_blocks import WindowBlocks
 from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.model.support import cache_layers
@@ -172,6 +172,20 @@ def test_columns_are_taken_back_however_many(num_taken: int, name: str, attentio
     for stop in (kept + 1, kept + 2, kept + 20):
         start = cache.get_seq_length()
         assert_close(forward(model, cache, start, stop), forward(model, reference, start, stop))
+    cache.check()
+
+
+@WAYS
+def test_to_take_back_more_than_windows_still_hold_is_refused_and_changes_nothing(attention: str) -> None:
+    model = build("mistral", sliding_window=32)
+    cache, reference = PagedPrefixCache(model, num_blocks=5, attention=attention), DynamicCache()
+    for start in range(0, 120, 10):
+        wanted = forward(model, reference, start, start + 10)
+        assert_close(forward(model, cache, start, start + 10), wanted)
+    with pytest.raises(CacheArgumentError, match="cannot crop to 40 columns"):
+        cache.crop(-80)
+    assert cache.get_seq_length() == 120
+    assert_close(forward(model, cache, 120, 130), forward(model, reference, 120, 130))
     cache.check()
 
 
