@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .ask.explanation import Explanation, Lookup
+    from .ask.model_check import ModelReport, check_model
+    from .ask.saved_files import SavedFileReport, saved_report
+    from .ask.scoring import Score
+    from .ask.verification import Verified
     from .batch_job import BatchResult, generate_all
     from .batch_progress import BatchSummary
     from .batch_workers import generate_all_on_ray
@@ -29,13 +34,9 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         WorkersLostError,
     )
-    from .explanation import Explanation, Lookup
     from .integration.prefill import Prefilled
-    from .model_check import ModelReport, check_model
     from .prefix_store import PrefixStore
     from .prompts import Prompts, read_prompts
-    from .saved_files import SavedFileReport, saved_report
-    from .scoring import Score
     from .stats import CacheStats, CallStats, RowStats, TierStats
     from .store.loading import Loaded
     from .store.saving import Saved
@@ -44,11 +45,13 @@ _HOMES = (
     ".errors",
     ".stats",
     ".cache",
-    ".explanation",
-    ".named_prefixes",
     ".prefix_store",
-    ".saved_files",
-    ".model_check",
+    ".ask.explanation",
+    ".ask.model_check",
+    ".ask.prefixes",
+    ".ask.saved_files",
+    ".ask.scoring",
+    ".ask.verification",
     ".batch_job",
     ".batch_progress",
     ".prompts",
@@ -83,6 +86,7 @@ __all__ = [
     "TierStats",
     "ForwardMismatchError",
     "UnsupportedModelError",
+    "Verified",
     "WorkersLostError",
     "__version__",
     "check_model",

@@ -77,8 +77,8 @@ def load(
     """
     from hf_paged_cache import CacheArgumentError
 
+    from ..ask.saved_files import saved_report
     from ..cache import PagedPrefixCache
-    from ..saved_files import saved_report
     from ..wording import counted
     from .loading import load_model
     from .refusal import in_one_line
