@@ -90,7 +90,7 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
     _require_comparable(cache)
     known, num_others = _known_blocks(store, digest, cache.cache_salt)
     known = _on_all_ranks(ranks, known, num_blocks)
-    look, names = _Look(store, cache.cache_salt, known), [*known]
+    look, names = Look(store, cache.cache_salt, known), [*known]
     if num_blocks is not None and num_blocks < len(known):
         first = cache._num_looks % len(known)
         names = (names + names)[first : first + num_blocks]
@@ -173,7 +173,7 @@ def _on_all_ranks(ranks: Ranks, known: dict[bytes, _Known], num_blocks: int | No
             common.append(waiting.pop())
 
 
-class _Look:
+class Look:
     """Recomputes blocks, one sequence after the other, each from the last place before them where all layers can go on.
 
     Attributes:
