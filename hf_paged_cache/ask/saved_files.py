@@ -5,9 +5,9 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import CacheArgumentError, SavedBlocksError
-from .store.saving import folder_of
-from .tiers.saved_file import SavedFile, read_rows, read_saved_file, saved_paths
+from ..errors import CacheArgumentError, SavedBlocksError
+from ..store.saving import folder_of
+from ..tiers.saved_file import SavedFile, read_rows, read_saved_file, saved_paths
 
 
 class SavedFileReport(NamedTuple):
