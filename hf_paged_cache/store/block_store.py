@@ -95,7 +95,7 @@ class BlockStore:
         self._copies = 0  # of a running row's columns, beside the pool
         self._reserved: WeakKeyDictionary[Holder, int] = WeakKeyDictionary()  # call -> blocks that it may still take
         self.pins = Pins(self.allocator, self.windows, self.new_table)
-        self.tiers = LowerTiers(self, self.allocator, self.pool, self.windows, self.states, tiers)
+        self.tiers = LowerTiers(self, tiers)
         self.call_totals = CallTotals()
         self._must_give_back = False  # not even one forward had the memory that it needed
         # (layer, name) of what every forward writes; empty before the first
@@ -240,7 +240,7 @@ class BlockStore:
     def affordable_blocks(self) -> float:
         """The most blocks there can be: what was given, or what the memory budget holds; infinite before any was written.
 
-        Each device holds its own layers, and a copy of those of all running rows where a reader makes one.
+        Each device holds its own layers, and a copy of those of all running rows where a view makes one.
         """
         if self.is_settled and self.max_num_blocks is not None:
             return self.max_num_blocks
@@ -341,7 +341,7 @@ class BlockStore:
         """From here on, the call may take blocks."""
         with self.lock:
             self._holders.add(holder)
-            self._copies = max(self._copies, holder.reader.most_copies)
+            self._copies = max(self._copies, holder.view.most_copies)
 
     def holders(self) -> Iterable[Holder]:
         """The calls that may hold blocks."""
