@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..blocks import BlockHash
+from ..blocks import BlockHash, resumable
 from ..blocks.arguments import int_of_at_least
 from ..blocks.hashing import digest_behind, tokens_of
 from ..blocks.roots import RootFacts
@@ -241,9 +241,7 @@ class Look:
 
     def _goes_on(self, row: Row, num_tokens: int) -> bool:
         """Whether all layers have what a sequence needs to go on there. The store's lock is held."""
-        states, table = self._blocks.states, row.table
-        has_states = not states or not num_tokens or states.has(table.block_ids, num_tokens)
-        return has_states and table.num_resumable_tokens(num_tokens) == num_tokens
+        return resumable(self._blocks.groups, row.table.block_ids, num_tokens) == num_tokens
 
     def _inputs(self, row: Row) -> dict[str, Tensor]:
         ids = torch.tensor(row.table.token_ids, dtype=torch.int64, device=input_device(self._model))[None]
