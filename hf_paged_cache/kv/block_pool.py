@@ -27,7 +27,7 @@ class GroupTensors:
     """Layer index -> name -> `[capacity, num_heads, block_size, head_dim]`, on that layer's device.
 
     Args:
-        release: told of tensors that are about to be let go.
+        streams: asked to wait for what is let go.
         placing: which block has which place here, where not all have one; None: block ids are the places.
 
     Attributes:
@@ -36,11 +36,11 @@ class GroupTensors:
         bytes_per_block: in all layers written so far.
     """
 
-    def __init__(self, release: Callable[[Iterable[Tensor]], None], placing: WindowBlocks | None = None) -> None:
+    def __init__(self, streams: StreamOrder, placing: WindowBlocks | None = None) -> None:
         self.placing = placing
         self.layers: dict[int, dict[str, Tensor]] = {}
         self.capacity = self.num_blocks_used = self.bytes_per_block = 0
-        self._release = release
+        self._streams = streams
 
     def __iter__(self) -> Iterator[Tensor]:
         return (tensor for layer in self.layers.values() for tensor in layer.values())
@@ -94,7 +94,7 @@ class GroupTensors:
         """Another tensor with the content of a layer's, which is let go."""
         resized = zeros((num_blocks, *tensor.shape[1:]), dtype, device)
         resized[: self.num_blocks_used].copy_(tensor[: self.num_blocks_used])
-        self._release([tensor])
+        self._streams.release(tensor)
         return resized
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]], transfer: Transfer | None = None) -> None:
@@ -116,7 +116,8 @@ class GroupTensors:
 
     def clear(self) -> None:
         """Give all memory back."""
-        self._release(self)
+        for tensor in self:
+            self._streams.release(tensor)
         self.layers = {}
         self.capacity = self.num_blocks_used = self.bytes_per_block = 0
 
@@ -177,7 +178,7 @@ class BlockPool:
         self._first_device = first_device
         self._streams = StreamOrder()
         self.accelerators: set[torch.device] = set()
-        self.all = GroupTensors(self.release)
+        self.all = GroupTensors(self._streams)
         self.groups: dict[int | None, GroupTensors] = {None: self.all}
         self.regroup(window_of, windows)
 
@@ -189,7 +190,7 @@ class BlockPool:
             windows: the window blocks of each.
         """
         self.num_layouts += 1
-        self.groups = {None: self.all} | {blocks.window: GroupTensors(self.release, blocks) for blocks in windows}
+        self.groups = {None: self.all} | {blocks.window: GroupTensors(self._streams, blocks) for blocks in windows}
         self._group_of = {layer_idx: self.groups[window] for layer_idx, window in window_of.items()}
 
     def layer(self, layer_idx: int) -> Mapping[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import weakref
 from typing import Any
@@ -562,3 +563,15 @@ def test_a_layer_that_was_never_written_cannot_be_gathered(rng: torch.Generator)
     pool.write(2, states(rng, 1, 6), SlotMapping(RUN))
     with pytest.raises(PoolArgumentError, match=r"layer 1 was never written; layers written are \[2\]"):
         pool.gather(1, ReadSource(torch.tensor([[4]])))
+
+
+def test_a_pool_that_is_let_go_waits_for_no_collector(rng: torch.Generator) -> None:
+    pool = make_pool()
+    pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
+    tensor = weakref.ref(pool.layer(0)["key"])
+    gc.disable()
+    try:
+        del pool
+        assert tensor() is None
+    finally:
+        gc.enable()
