@@ -166,10 +166,8 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _in_pool(self, name: str) -> Tensor | None:
         """A tensor of this layer as the pool holds it, of all blocks; None before it has been written."""
-        blocks = self._cache.store.blocks
-        with blocks.lock:
-            tensor: Tensor | None = blocks.pool.layer(self._layer_idx).get(name)
-            return tensor
+        tensor: Tensor | None = self._cache.store.blocks.pool.layer(self._layer_idx).get(name)
+        return tensor
 
     def _written(self, name: str) -> Tensor:
         tensor = self._in_pool(name)
