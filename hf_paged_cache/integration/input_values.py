@@ -94,7 +94,7 @@ def read_inputs(arguments: Mapping[str, Any], num_running: int, before: int, *, 
 
     Args:
         arguments: of the forward, by name.
-        num_running: rows that go on; 0 for a first forward.
+        num_running: rows that resume; 0 for a first forward.
         before: columns that they have.
         takes_positions: the model's forward has `position_ids`.
 
@@ -131,7 +131,7 @@ def num_pads(pad: int, before: int, num_new: int) -> int:
 
 
 def shape_of(arguments: Mapping[str, Any], before: int) -> tuple[int, int]:
-    """Rows and new columns of a forward: of its embeddings or ids; else of its mask, behind `before` columns, or its positions.
+    """Rows and new columns of a forward: of its embeddings or ids; else of its mask, after `before` columns, or its positions.
 
     Raises:
         CacheArgumentError: it has none of them.
