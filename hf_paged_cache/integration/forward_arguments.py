@@ -85,12 +85,12 @@ class ArgumentReader:
         Raises:
             CacheArgumentError: ids, mask or positions contradict each other or the rows; or a cross attention is used.
         """
-        crossed = next((name for name in self.cross_inputs if arguments.get(name) is not None), None)
-        if crossed is not None:
-            raise CacheArgumentError(
-                f"{crossed} was passed, and cross attention keeps keys and values that are no tokens'; call the model "
-                "without past_key_values, or use generate, which then leaves this cache out"
-            )
+        for name in self.cross_inputs:
+            if arguments.get(name) is not None:
+                raise CacheArgumentError(
+                    f"{name} was passed, and cross attention keeps keys and values that are no tokens'; call the model "
+                    "without past_key_values, or use generate, which then leaves this cache out"
+                )
         before, running = rows.num_columns, rows.in_batch()
         if known is not None and known.token_ids is arguments.get("input_ids"):
             given = known.values
@@ -119,12 +119,12 @@ class ArgumentReader:
         keep_columns, num_needed = all_outputs, 1
         if all_outputs is None:
             keep_columns, num_needed = self._read_logits(arguments, in_generate, records_drafts)
+        inputs = []
+        for tokens, pad, first, num_zeros in zip(given.token_ids, pads, firsts, mask.num_zeros, strict=True):
+            skipped = num_pads(pad, before, num_new)
+            inputs.append(RowInput(tokens[skipped:], pad, first, num_hidden=max(0, num_zeros - skipped)))
         return ForwardRequest(
-            rows=tuple(
-                RowInput(tokens[skipped:], pad, first, num_hidden=max(0, zeros - skipped))
-                for tokens, pad, first, zeros in zip(given.token_ids, pads, firsts, mask.num_zeros, strict=True)
-                for skipped in (num_pads(pad, before, num_new),)
-            ),
+            rows=tuple(inputs),
             num_new_columns=num_new,
             num_logits_needed=max(1, min(num_needed, num_new)),
             bypass=bypass,
@@ -182,26 +182,27 @@ class ArgumentReader:
             CacheArgumentError: the mask shows some; or an output is asked for, under which a model may look at it, of rows that
                 have begun without it.
         """
+        has_unkept = False
         for number, (row, shown) in enumerate(zip(running, mask.first_shown, strict=False)):
+            has_unkept |= bool(row.pad) and row.commit_end != 0
             if shown < row.pad:
                 raise CacheArgumentError(
                     f"the attention mask shows column {shown} of row {number}, which was padding and has no keys and values; "
                     "pass the mask of all columns, or cache.reset() first"
                 )
-        if not any(row.pad and row.commit_end != 0 for row in running):
-            return
-        flag = next((name for name in OUTPUT_FLAGS if arguments.get(name) and self.changes_with(name)), None)
-        if flag is not None:
-            raise CacheArgumentError(
-                f"{flag} was asked for, with which attention of this model may see padding, and the rows have padding whose "
-                f"keys and values are not kept: ask for {flag} from the rows' first forward on, load the model with "
-                "attn_implementation='eager', or leave it out"
-            )
+        for flag in OUTPUT_FLAGS if has_unkept else ():
+            if arguments.get(flag) and self.changes_with(flag):
+                raise CacheArgumentError(
+                    f"{flag} was asked for, with which attention of this model may see padding, and the rows have padding "
+                    f"whose keys and values are not kept: ask for {flag} from the rows' first forward on, load the model with "
+                    "attn_implementation='eager', or leave it out"
+                )
 
     def _why_other_padding(self, running: Sequence[Row], pads: Sequence[int], before: int, num_new: int) -> str | None:
         """Why rows cannot have this padding: only one that has had nothing but padding may get more of it."""
-        if any(row.pad != pad and row.table.num_tokens for row, pad in zip(running, pads, strict=False)):
-            return "the padding of a row has changed"
+        for row, pad in zip(running, pads, strict=False):
+            if row.pad != pad and row.table.num_tokens:
+                return "the padding of a row has changed"
         if self.carries_states and num_new == 1 and max(pads) > before:
             return "layers with a state do not look at the mask of a forward of one column, which is padding here"
         return None

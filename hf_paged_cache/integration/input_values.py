@@ -111,8 +111,8 @@ def read_inputs(arguments: Mapping[str, Any], num_running: int, before: int, *, 
     positions = arguments.get("position_ids")
     runs, why_no_runs = _runs_of(positions, num_rows, num_new) if takes_positions else (None, None)
     wanted = (ids, mask, runs, positions.max() if isinstance(positions, Tensor) and positions.numel() else None)
-    found = iter(read_together([tensor for tensor in wanted if tensor is not None]))
-    given_ids, form, run, highest = ([] if tensor is None else next(found) for tensor in wanted)
+    found = read_together([tensor for tensor in wanted if tensor is not None])
+    given_ids, form, run, highest = [[] if tensor is None else found.pop(0) for tensor in wanted]
     if ids is None:
         token_ids = [array("q", [-1]) * num_new] * num_rows
     else:

@@ -50,7 +50,7 @@ class Resumption:
         self._own_layers = own_layers
         self._conditioning = conditioning
         self._placeholders = placeholders
-        self._deltas = RopeDeltas(conditioning.model) if placeholders else None
+        self._deltas = RopeDeltas(conditioning.model) if placeholders.kinds else None
         self._unseen_end = 0  # of a prompt that rows resume with, the column after its last; 0: all of it has run
 
     def check_forward(self, arguments: Mapping[str, Any], *, in_generate: bool) -> None:
@@ -62,7 +62,7 @@ class Resumption:
         Raises:
             CacheArgumentError: it would; the rows have not changed.
         """
-        ids = arguments.get("input_ids") if self._placeholders else None
+        ids = arguments.get("input_ids") if self._placeholders.kinds else None
         if ids is None:
             return
         before = self._own_layers.num_columns if self._own_layers.has_rows else self._call.num_columns
@@ -84,7 +84,7 @@ class Resumption:
 
     def look(self, given: GenerateArguments) -> Look | None:
         """The placeholders of a `generate` that nothing fills. No lock is held: this may wait for the device."""
-        if not self._placeholders:
+        if not self._placeholders.kinds:
             return None
         before = given.num_masked - given.num_given if given.only_new_tokens else 0
         unfilled = self._placeholders.unfilled(given.passed, before)

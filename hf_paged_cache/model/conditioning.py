@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -91,6 +91,8 @@ class Conditioning:
         self._parts = _Parts(NOT_LISTED, [], [], None, ())  # before the first digest
         self._output_flags = OutputFlags(model)
         self._settings: _Settings = []  # of the config, as of the last digest
+        self._outputs: list[str] = []  # that the config asks for
+        self._peft_hooks: list[tuple[str, dict[str, Any]]] = []
         self._windows: tuple[_Settings, dict[int, int]] = ([], {})  # settings, and the windows of then
         self._identifying = new_lock()
         self._identities: dict[bytes, ModelIdentity | None] = {}  # digest -> what it means to others, if anything
@@ -167,21 +169,21 @@ class Conditioning:
             return "NEFTune adds noise to embeddings; call model.eval()"
         if getattr(self.model.config.get_text_config(decoder=True), "is_causal", None) is False:
             return "keys and values depend on what follows them (config.is_causal is False)"
-        for name in outputs_of(self.model.config):
+        for name in self._outputs:
             if self.changes_with(name):
                 return f"keys and values of this model depend on {name}, which its config asks for"
         if (unwatched := self._parts.listing.unwatched) is not None:
             return f"the weight {unwatched} is kept where changes of it cannot be seen"
-        for hook, passed in self._peft_hooks():
+        for source, passed in self._peft_hooks:
             if "alora_offsets" in passed:
                 return "activated LoRA changes keys and values at an offset of each row"
             if passed.keys() - {"adapter_names"}:
-                return f"PEFT passes arguments of the call to its layers ({_module_name(hook)})"
+                return f"PEFT passes arguments of the call to its layers ({source})"
         return None
 
     def adapter_names(self) -> list[str] | None:
-        """The adapter of each row if PEFT was given `adapter_names`, else None."""
-        for _, passed in self._peft_hooks():
+        """The adapter of each row if PEFT was given `adapter_names`, as of the last `digest`; else None."""
+        for _, passed in self._peft_hooks:
             if (names := passed.get("adapter_names")) is not None:
                 return list(names)
         return None
@@ -204,8 +206,10 @@ class Conditioning:
             rope, adapters = self.rope, self._parts.adapters
             functions = _functions(listing.modules)
             hooks = self._numbered(functions)
-        self._runs_foreign_code = bool(listing.files) or any(where for _, where, _ in functions)
+        self._runs_foreign_code = bool(listing.files or functions[0][1])
+        self._peft_hooks = _peft_hooks(self.model, adapters)
         self._settings = settings = _settings(self.model.config)
+        self._outputs = outputs_of(self.model.config)
         switches = (
             [adapter_state(module) for module in adapters],
             [
@@ -213,7 +217,7 @@ class Conditioning:
                 for kind in sorted({"cpu", *(device.type for device, _ in listing.samples)})
                 if torch.is_autocast_enabled(kind)
             ],
-            [name for name in outputs_of(self.model.config) if self._output_flags.is_read(name)],
+            [name for name in self._outputs if self._output_flags.is_read(name)],
         )
         state = repr((hooks, switches, settings, self._num_suspicions)).encode()
         changes = array("q", [self._weights.num_steps, *listing.versions()])
@@ -221,7 +225,8 @@ class Conditioning:
         for frequencies in rope.static():
             kind = frequencies.device, frequencies.dtype
             values[kind] = [*values.get(kind, ()), frequencies]
-        weights = (listing.structure, read_bytes(values), listing.files_now(), changes.tobytes())
+        files = listing.files_now() if listing.files else b""
+        weights = (listing.structure, read_bytes(values), files, changes.tobytes())
         return _Look(root_hash(*weights, rope.scales(), state), weights, listing, functions, settings, switches)
 
     def _follow(self, listing: Listing, processes: Any) -> None:
@@ -267,13 +272,6 @@ class Conditioning:
                 self._identities[look.digest] = found
             return found
 
-    def _peft_hooks(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """PEFT's hooks, and the arguments of a call that each passes on. All layers have the same, so one is read."""
-        for module in (self.model, *self._parts.adapters[:1]):
-            for hook in module._forward_pre_hooks.values():
-                if f"{_module_name(hook)}.".startswith("peft."):
-                    yield hook, getattr(hook, "keywords", {"": None})
-
     def _numbered(self, functions: list[tuple[int, str, Any]]) -> list[tuple[int, int]]:
         """Each function's module, and a number of this function alone. References are weak: a hook may hold much memory."""
         found, numbers = [], self._numbers
@@ -295,20 +293,27 @@ def _forget(numbers: dict[tuple[int, int], Any], key: tuple[int, int], _: object
 def _functions(modules: list[nn.Module]) -> list[tuple[int, str, Any]]:
     """Every function that may change what a module computes: (number of the module, name of its class, function).
 
-    The name is "" of what is no hook and replaces nothing: the forward of a class, of number -1. Hooks of all modules have number
-    -2, and the name of the model's class.
+    Those of a module first, then hooks of all modules, of number -2 and the model's class; then the forward of each class, of
+    number -1 and without a name.
     """
     found: list[tuple[int, str, Any]] = []
     for number, module in enumerate(modules):
         attributes = module.__dict__
         hooks, pre_hooks = attributes["_forward_hooks"], attributes["_forward_pre_hooks"]
         if hooks or pre_hooks or "forward" in attributes:  # few modules have any
-            present = (*hooks.values(), *pre_hooks.values(), attributes.get("forward"))
-            found += [(number, type(module).__name__, each) for each in present if not _is_neutral(each, module)]
-    kinds: dict[Any, None] = dict.fromkeys(map(type, modules))
-    found += [(-1, "", kind.forward) for kind in kinds]
+            own, name = [*hooks.values(), *pre_hooks.values(), attributes.get("forward")], type(module).__name__
+            found += [(number, name, each) for each in own if each is not None and not _is_neutral(each, module)]
     of_all = (*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values())
-    return found + [(-2, type(modules[0]).__name__, function) for function in of_all]
+    found += [(-2, type(modules[0]).__name__, function) for function in of_all]
+    kinds: dict[Any, None] = dict.fromkeys(map(type, modules))
+    return found + [(-1, "", kind.forward) for kind in kinds]
+
+
+def _peft_hooks(model: nn.Module, adapters: list[nn.Module]) -> list[tuple[str, dict[str, Any]]]:
+    """Modules that define PEFT's hooks, and the arguments of a call that each passes on. All layers have the same, so one is read."""
+    hooks = [hook for module in (model, *adapters[:1]) for hook in module._forward_pre_hooks.values()]
+    sources = [(_module_name(hook), hook) for hook in hooks]
+    return [(name, getattr(hook, "keywords", {"": None})) for name, hook in sources if name.partition(".")[0] == "peft"]
 
 
 def _monitors_of_progress() -> set[int | None]:
@@ -355,9 +360,9 @@ def _module_name(function: Any) -> str:
 def _settings(config: Any) -> _Settings:
     """Numbers, flags, strings, lists and tuples of a model's config, and of the text config inside it, that forwards may read."""
     text = config.get_text_config(decoder=True)
-    return [
-        (name, tuple(value) if isinstance(value, list) else value)  # one may be written into
-        for part in ((config,) if text is config else (config, text))
-        for name, value in part.__dict__.items()
-        if isinstance(value, _PLAIN) and not name.startswith(_NO_CONDITION)
-    ]
+    settings: _Settings = []
+    for part in (config,) if text is config else (config, text):
+        for name, value in part.__dict__.items():
+            if isinstance(value, _PLAIN) and not name.startswith(_NO_CONDITION):
+                settings.append((name, tuple(value) if isinstance(value, list) else value))  # one may be written into
+    return settings

@@ -71,7 +71,10 @@ class Listing(NamedTuple):
                 return False
             if layout is not None and (tensor.data_ptr(), tensor.numel(), tensor.stride()) != layout:
                 return False
-        return [(type(module), module._modules) for module in self.modules] == self.shape
+        for module, shape in zip(self.modules, self.shape, strict=True):
+            if (type(module), module._modules) != shape:
+                return False
+        return True
 
 
 NOT_LISTED = Listing([], [], [], [], {}, [], b"", None)

@@ -19,7 +19,11 @@ _Place = tuple[nn.Module, str]  # a module, and the prefix of its frequencies: "
 
 
 class RopeRegime:
-    """Reads the rotary frequencies of one model, given all its modules."""
+    """Reads the rotary frequencies of one model, given all its modules.
+
+    Attributes:
+        depends_on_length: any frequencies depend on the sequence's length.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._by_length: list[_Place] = []
@@ -36,11 +40,7 @@ class RopeRegime:
             if not prefixes:
                 names = [name for name in module._buffers if name.endswith("inv_freq")]
                 self._static += [(module, name.removesuffix("inv_freq")) for name in names]
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether any frequencies depend on the sequence's length."""
-        return bool(self._by_length)
+        self.depends_on_length = bool(self._by_length)
 
     def static(self) -> list[Tensor]:
         """The frequencies that do not depend on length, as they are now, each [N] on its device."""
