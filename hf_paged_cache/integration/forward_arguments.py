@@ -179,23 +179,20 @@ class ArgumentReader:
         """Refuse what would look at padding whose keys and values are not kept.
 
         Raises:
-            CacheArgumentError: the mask shows some; or an output is asked for, under which a model may look at it, of rows that
-                have begun without it.
+            CacheArgumentError: the mask shows some; or an output is asked for, under which a model may look at it.
         """
-        has_unkept = False
         for number, (row, shown) in enumerate(zip(running, mask.first_shown, strict=False)):
-            has_unkept |= bool(row.pad) and row.commit_end != 0
             if shown < row.pad:
                 raise CacheArgumentError(
                     f"the attention mask shows column {shown} of row {number}, which was padding and has no keys and values; "
                     "pass the mask of all columns, or cache.reset() first"
                 )
-        for flag in OUTPUT_FLAGS if has_unkept else ():
+        for flag in OUTPUT_FLAGS if running else ():
             if arguments.get(flag) and self.changes_with(flag):
-                raise CacheArgumentError(
-                    f"{flag} was asked for, with which attention of this model may see padding, and the rows have padding "
-                    f"whose keys and values are not kept: ask for {flag} from the rows' first forward on, load the model with "
-                    "attn_implementation='eager', or leave it out"
+                _require_kept_padding(
+                    running,
+                    f"{flag} was asked for, with which attention of this model may see the rows' padding",
+                    f"ask for {flag} from the rows' first forward on, load the model with attn_implementation='eager', or leave it out",
                 )
 
     def _why_other_padding(self, running: Sequence[Row], pads: Sequence[int], before: int, num_new: int) -> str | None:
@@ -204,6 +201,13 @@ class ArgumentReader:
             if row.pad != pad and row.table.num_tokens:
                 return "the padding of a row has changed"
         if self.carries_states and num_new == 1 and max(pads) > before:
+            if self.sees_columns:
+                _require_kept_padding(
+                    running,
+                    f"column {before} is padding of a row and comes alone, so layers with a state take it for a token that sees the "
+                    "padding before it",
+                    "pass the padding and the row's first token in one forward",
+                )
             return "layers with a state do not look at the mask of a forward of one column, which is padding here"
         return None
 
@@ -290,6 +294,16 @@ def for_scheduled(arguments: Mapping[str, Any], forward: ScheduledForward, num_c
     if skipped and isinstance(changed.get("cache_position"), Tensor):
         changed["cache_position"] = changed["cache_position"][skipped:]
     return changed
+
+
+def _require_kept_padding(running: Sequence[Row], why: str, instead: str) -> None:
+    """Refuse a forward whose attention may see padding, of rows that have begun without it.
+
+    Raises:
+        CacheArgumentError: keys and values of their padding are not kept.
+    """
+    if any(row.pad and row.commit_end != 0 for row in running):
+        raise CacheArgumentError(f"{why}, and keys and values of that padding are not kept: {instead}")
 
 
 def _shows_all(mask: Tensor, pads: Sequence[int]) -> bool:
