@@ -18,7 +18,7 @@ from torch import nn
 from ..call.running import Bracket
 from ..errors import CacheArgumentError, CacheBusyError
 from ..locks import new_lock
-from ..model.cache_adapters import cache_argument, present_cache, shown, take_back_cache
+from ..model.cache_adapters import cache_argument, present_cache, take_back_cache
 from .ambient import ambient_cache
 from .generate_arguments import GenerateArguments, read_generate
 
@@ -181,8 +181,8 @@ def _paged(arguments: Mapping[str, Any]) -> AttachedCache | None:
         CacheArgumentError: the class of a cache, or its store, stands there instead.
     """
     cache: Any = arguments.get("past_key_values")
-    cache = shown(arguments.get("cache_params") if cache is None else cache)
-    if not getattr(cache, "is_paged_prefix_cache", False):
+    cache = arguments.get("cache_params") if cache is None else cache
+    if not getattr(cache, "is_paged_prefix_cache", False):  # a view of one says what the cache says
         return None
     if isinstance(cache, type) or not hasattr(cache, "generating"):
         what = "the class PagedPrefixCache" if isinstance(cache, type) else f"a {type(cache).__name__}"

@@ -101,7 +101,11 @@ def read_inputs(arguments: Mapping[str, Any], num_running: int, before: int, *, 
     Raises:
         CacheArgumentError: no ids and no embeddings; or another number of rows, or of columns of the mask.
     """
-    ids = _token_ids(arguments)
+    ids: Tensor | None = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else None
+    if ids is not None and ids.dim() != 2:
+        raise CacheArgumentError(f"input_ids must be [rows, tokens], got {tuple(ids.shape)}")
+    if ids is not None and (ids.is_floating_point() or ids.is_complex()):
+        raise CacheArgumentError(f"input_ids must be integers, got a tensor of {ids.dtype}")
     num_rows, num_new = shape_of(arguments, before)
     if num_running and num_rows != num_running:
         raise CacheArgumentError(
@@ -148,18 +152,6 @@ def shape_of(arguments: Mapping[str, Any], before: int) -> tuple[int, int]:
         "a forward without input_ids and without inputs_embeds, and without an attention_mask or position_ids of "
         "[rows, columns] that would tell how many columns it has; pass one of them"
     )
-
-
-def _token_ids(arguments: Mapping[str, Any]) -> Tensor | None:
-    """[rows, columns]; None where embeddings are passed, or codes of a model's own."""
-    ids: Tensor | None = arguments.get("input_ids")
-    if ids is None or arguments.get("inputs_embeds") is not None:
-        return None
-    if ids.dim() != 2:
-        raise CacheArgumentError(f"input_ids must be [rows, tokens], got {tuple(ids.shape)}")
-    if ids.is_floating_point() or ids.is_complex():
-        raise CacheArgumentError(f"input_ids must be integers, got a tensor of {ids.dtype}")
-    return ids
 
 
 def _form_of(mask: Any, num_rows: int, before: int, num_new: int) -> tuple[Tensor | None, str | None]:

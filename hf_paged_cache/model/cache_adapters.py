@@ -29,8 +29,7 @@ def arguments_of(kind: Any) -> Mapping[str, inspect.Parameter]:
 
 def present_cache(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """The arguments of a forward with a view of their cache in its place, where the model insists on a class of its own."""
-    own = own_cache_class(model)
-    cache = arguments.get("past_key_values")
+    own, cache = _cache_class_in(type(model).__module__), arguments.get("past_key_values")
     if own is None or cache is None or isinstance(cache, own):
         return arguments
     return {**arguments, "past_key_values": _view_class(own)(cache)}

@@ -50,6 +50,7 @@ class _Parts(NamedTuple):
     listing: Listing
     adapters: list[nn.Module]
     droppers: list[nn.Module]
+    device_types: list[str]  # that hold weights, and the CPU
     processes: Any  # all of them; None where this one is alone
     rank_groups: tuple[RankGroup, ...]
 
@@ -88,7 +89,7 @@ class Conditioning:
         self._tried = tried
         self._lock = new_lock()  # values are fetched under it only of weights that have moved
         self._weights = WeightFingerprint(model)
-        self._parts = _Parts(NOT_LISTED, [], [], None, ())  # before the first digest
+        self._parts = _Parts(NOT_LISTED, [], [], [], None, ())  # before the first digest
         self._output_flags = OutputFlags(model)
         self._settings: _Settings = []  # of the config, as of the last digest
         self._outputs: list[str] = []  # that the config asks for
@@ -203,7 +204,7 @@ class Conditioning:
             processes = world()
             if self._parts.listing is not listing or self._parts.processes != processes:
                 self._follow(listing, processes)
-            rope, adapters = self.rope, self._parts.adapters
+            rope, adapters, device_types = self.rope, self._parts.adapters, self._parts.device_types
             functions = _functions(listing.modules)
             hooks = self._numbered(functions)
         self._runs_foreign_code = bool(listing.files or functions[0][1])
@@ -212,11 +213,7 @@ class Conditioning:
         self._outputs = outputs_of(self.model.config)
         switches = (
             [adapter_state(module) for module in adapters],
-            [
-                (kind, torch.get_autocast_dtype(kind))
-                for kind in sorted({"cpu", *(device.type for device, _ in listing.samples)})
-                if torch.is_autocast_enabled(kind)
-            ],
+            [(kind, torch.get_autocast_dtype(kind)) for kind in device_types if torch.is_autocast_enabled(kind)],
             [name for name in self._outputs if self._output_flags.is_read(name)],
         )
         state = repr((hooks, switches, settings, self._num_suspicions)).encode()
@@ -238,7 +235,8 @@ class Conditioning:
         if self._tried is not None:
             self.state_traits = read_state_traits(modules).joined(self._tried)
         droppers = [module for module in modules if _drops(module)]
-        self._parts = _Parts(listing, adapters, droppers, processes, rank_groups(self.model))
+        device_types = sorted({"cpu", *(device.type for device, _ in listing.samples)})
+        self._parts = _Parts(listing, adapters, droppers, device_types, processes, rank_groups(self.model))
 
     def _share(self, look: _Look) -> None:
         """Find what a digest means to other processes, or say once why it means nothing there."""
@@ -311,9 +309,12 @@ def _functions(modules: list[nn.Module]) -> list[tuple[int, str, Any]]:
 
 def _peft_hooks(model: nn.Module, adapters: list[nn.Module]) -> list[tuple[str, dict[str, Any]]]:
     """Modules that define PEFT's hooks, and the arguments of a call that each passes on. All layers have the same, so one is read."""
-    hooks = [hook for module in (model, *adapters[:1]) for hook in module._forward_pre_hooks.values()]
-    sources = [(_module_name(hook), hook) for hook in hooks]
-    return [(name, getattr(hook, "keywords", {"": None})) for name, hook in sources if name.partition(".")[0] == "peft"]
+    return [
+        (name, getattr(hook, "keywords", {"": None}))
+        for module in (model, *adapters[:1])
+        for hook in module._forward_pre_hooks.values()
+        if (name := _module_name(hook)).partition(".")[0] == "peft"
+    ]
 
 
 def _monitors_of_progress() -> set[int | None]:

@@ -95,8 +95,11 @@ class RopeRegime:
 
 def _frequencies(places: list[_Place]) -> list[Tensor]:
     """Those that have values, each [N]."""
-    found = [getattr(module, f"{prefix}inv_freq") for module, prefix in places]
-    return [values.detach().flatten() for values in found if values is not None and values.device.type != "meta"]
+    return [
+        values.detach().flatten()
+        for module, prefix in places
+        if (values := getattr(module, f"{prefix}inv_freq")) is not None and values.device.type != "meta"
+    ]
 
 
 def _scales(places: list[_Place]) -> bytes:
