@@ -340,7 +340,7 @@ class PagedPrefixCache(CacheOfLayers):
         sibling = self.sibling()
         memo[id(self)] = sibling
         self._own_layers.copy_to(sibling._own_layers, memo)
-        sibling._session.going_on.take_over(self._session.going_on)
+        sibling._session.resumption.take_over(self._session.resumption)
         sibling.call.take_over(self.call.fork_rows(), ended=self.call.has_ended)
         return sibling
 
