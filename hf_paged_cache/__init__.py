@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .ask.explanation import Explanation, Lookup
+    from .ask.model_check import ModelReport, check_model
+    from .ask.saved_files import SavedFileReport, saved_report
+    from .ask.scoring import Score
+    from .ask.verification import Verified
     from .cache import PagedPrefixCache
     from .errors import (
         BlockStateError,
@@ -25,16 +30,12 @@ if TYPE_CHECKING:
         SavedBlocksError,
         UnsupportedModelError,
     )
-    from .explanation import Explanation, Lookup
     from .integration.prefill import Prefilled
     from .jobs.job import BatchResult, generate_all
     from .jobs.prompts import Prompts, read_prompts
     from .jobs.summary import BatchSummary
     from .jobs.workers import WorkersLostError, generate_all_on_ray
-    from .model_check import ModelReport, check_model
     from .prefix_store import PrefixStore
-    from .saved_files import SavedFileReport, saved_report
-    from .scoring import Score
     from .stats import CacheStats, CallStats, RowStats, TierStats
     from .store.loading import Loaded
     from .store.saving import Saved
@@ -43,11 +44,13 @@ _HOMES = (
     ".errors",
     ".stats",
     ".cache",
-    ".explanation",
-    ".named_prefixes",
     ".prefix_store",
-    ".saved_files",
-    ".model_check",
+    ".ask.explanation",
+    ".ask.model_check",
+    ".ask.prefixes",
+    ".ask.saved_files",
+    ".ask.scoring",
+    ".ask.verification",
     ".jobs.summary",
     ".jobs.prompts",
     ".jobs.job",
@@ -82,6 +85,7 @@ __all__ = [
     "TierStats",
     "ForwardMismatchError",
     "UnsupportedModelError",
+    "Verified",
     "WorkersLostError",
     "__version__",
     "check_model",

@@ -31,13 +31,8 @@ LEVELS = [
     ["integration"],
     [
         "cache",
-        "named_prefixes",
-        "explanation",
-        "picture",
         "prefix_store",
-        "scoring",
-        "model_check",
-        "saved_files",
+        "ask",
         "store_options",
     ],
     ["jobs", "__init__"],
@@ -50,7 +45,7 @@ SIDE_BY_SIDE = {LEVEL["cache"], LEVEL["__init__"]}
 IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "cache",
     "prefix_store",
-    "model_check",
+    "ask.model_check",
     "jobs.calls",
     "jobs.job",
     "jobs.options",

@@ -597,7 +597,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (["a"], {"block_size": 0}, "block_size is 0"),
     (["a"], {"attention": "fast"}, "attention is 'fast'; give 'contiguous' or 'gather'"),
     (["a"], {"disk_bytes": "1GB"}, "disk_bytes is 1GB without disk_folder"),
-    (["a"], {"verify": True}, r"give cache=PagedPrefixCache\(model, verify=\.\.\.\)"),
+    (["a"], {"on_full": "bypass"}, r"give cache=PagedPrefixCache\(model, on_full=\.\.\.\)"),
     (["a"], {"overwrite": "no"}, "overwrite is 'no'; give True or False"),
     (["a"], {"progress": "yes"}, "progress is 'yes'; give True or False"),
     (["a"], {"column": 3}, "column is 3; give the name of a column"),

@@ -11,12 +11,23 @@ import pytest
 import torch
 from IPython.core.formatters import DisplayFormatter
 
-from hf_paged_cache import PagedPrefixCache, picture
+from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.ask import picture
+from hf_paged_cache.ask.picture import (
+    _COMPUTED,
+    _FREE,
+    _IN_USE,
+    _REUSED,
+    _SHARED,
+    Picture,
+    as_figure,
+    as_html,
+    cells_of,
+)
 from hf_paged_cache.errors import CacheArgumentError
-from hf_paged_cache.picture import _COMPUTED, _FREE, _IN_USE, _REUSED, _SHARED, Picture, as_figure, as_html, cells_of
 
-from .reference import row, run
-from .tiny_models import tiny
+from ..reference import row, run
+from ..tiny_models import tiny
 
 
 def used_cache(**options: Any) -> PagedPrefixCache:

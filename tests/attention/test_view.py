@@ -1,4 +1,4 @@
-"""Both readers against a naive model: whatever happened before, a forward reads what its rows' tokens say."""
+"""A view against a naive model: whatever happened before, a forward reads what its rows' tokens say."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import random
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.attention.base import Reader
 from hf_paged_cache.attention.gradients import GradientPath
-from hf_paged_cache.attention.grouped import READERS
-from hf_paged_cache.attention.windows import Windows
+from hf_paged_cache.attention.view import View
 from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.kv.slot_mapping import ReadSource, RowLayout, SlotMapping
 
@@ -29,8 +28,8 @@ BLOCK_SIZE = 4
 HEADS = 2
 SIZES = {"key": 3, "value": 2}
 LAYERS = (0, 1)
-CONTIGUOUS, GATHER = READERS["contiguous"], READERS["gather"]
-BOTH = pytest.mark.parametrize("make_reader", [CONTIGUOUS, GATHER], ids=["contiguous", "gather"])
+CONTIGUOUS, GATHER = partial(View, keeps_copies=True), partial(View, keeps_copies=False)
+BOTH = pytest.mark.parametrize("make_view", [CONTIGUOUS, GATHER], ids=["contiguous", "gather"])
 
 
 class NaiveRow(NamedTuple):
@@ -47,26 +46,23 @@ def states_of(row: NaiveRow, layer_idx: int, name: str, start: int, stop: int) -
 
 
 class Bench:
-    """A pool that holds rows, each in scattered blocks of its own, and the reader that is tried on it."""
+    """A pool that holds rows, each in scattered blocks of its own, and the view that is tried on it."""
 
     def __init__(
         self,
-        make_reader: Any,
+        make_view: Any,
         seed: int = 0,
         *,
         in_parts: bool = False,
-        in_pairs: bool = False,
         windows: Mapping[int, int] | None = None,
         layers: Sequence[int] = LAYERS,
     ) -> None:
         self.in_parts = in_parts  # a layer reads each of its tensors by itself
-        self.in_pairs = in_pairs  # read by `read_pair` where that will do, without gradients
-        self.num_pairs = 0  # layers that were read so
         self.pool = BlockPool(BLOCK_SIZE)
         self.pool.ensure_capacity(400)
         self.windows = windows or {}  # layer index -> its window
         self.layers = layers
-        self.reader: Reader = make_reader(self.pool, Windows(self.windows))
+        self.view: View = make_view(self.pool, self.windows)
         self.rows: list[NaiveRow] = []
         self.num_columns = 0
         self.dtype = torch.float32  # of what the layers write; the pool is float32
@@ -82,7 +78,7 @@ class Bench:
         self._random = random.Random(seed)
 
     def layouts(self, rows: Sequence[NaiveRow]) -> list[RowLayout]:
-        """The rows in blocks that hold their tokens: others each time, so that no reader can go by block ids."""
+        """The rows in blocks that hold their tokens: others each time, so that no view can go by block ids."""
         free = self._random.sample(range(1, 400), 399)
         return [RowLayout(row.root, row.pad, array("q", row.tokens), self._put(row, free)) for row in rows]
 
@@ -109,7 +105,7 @@ class Bench:
         """Other rows run from here on."""
         self.rows, self.num_columns, self.held_from = rows, 0, None
         stop = rows[0].pad + len(rows[0].tokens)
-        self.reader.start_rows(self.layouts(rows), stop, max_rows=max_rows, max_columns=max_columns)
+        self.view.start_rows(self.layouts(rows), stop, max_rows=max_rows, max_columns=max_columns)
 
     def forward(self, start: int, layers: Sequence[int] | None = None, without: Sequence[int] = ()) -> None:
         """A forward of the columns `[start, all)`, of which only `layers` come to be read; checks what they read.
@@ -125,22 +121,19 @@ class Bench:
                 layouts.append(self.layouts(self.rows))
             return layouts[0]
 
-        self.reader.start_forward(ask, len(self.rows), start, stop)
+        self.view.start_forward(ask, len(self.rows), start, stop)
         if not self._goes_on_by_a_step(start, stop):
             self.held_from = None
         self.require_held(start)
         for layer_idx in self.layers if layers is None else layers:
             new = self.new_states(layer_idx, start, stop)
             if layer_idx in without:
-                self.reader.do_without_copies()
+                self.view.do_without_copies()
                 self.held_from = None
-            got = self._read_pair(layer_idx, new) if self.in_pairs else None
-            if got is not None:
-                self.num_pairs += 1
-            elif self.in_parts:
-                got = {name: self.reader.read(layer_idx, {name: new[name]})[name] for name in new}
+            if self.in_parts:
+                got = {name: self.view.read(layer_idx, {name: new[name]})[name] for name in new}
             else:
-                got = self.reader.read(layer_idx, new)
+                got = self.view.read(layer_idx, new)
             self._require(got, layer_idx, start, stop)
             self.require_held(start)
         if self._goes_on_by_a_step(start, stop):
@@ -152,11 +145,6 @@ class Bench:
 
     def _goes_on_by_a_step(self, start: int, stop: int) -> bool:
         return stop - start == 1 and start == self.num_columns > 0
-
-    @property
-    def keeps_columns(self) -> bool:
-        """Whether the reader holds copies, which it may have been told to do without."""
-        return self.reader.keeps_columns and all(one._gathering is None for one in readers_of(self.reader))
 
     def _require(self, got: Mapping[str, torch.Tensor], layer_idx: int, start: int, stop: int) -> None:
         """What a layer read is what its window shows of the rows."""
@@ -171,10 +159,10 @@ class Bench:
 
     def require_held(self, stop: int) -> None:
         """Columns of up to a block of steps, as they were written: the pool may not have them."""
-        if not self.keeps_columns or self.held_from is None or self.held_from == stop:
+        if not self.view.keeps_columns or self.held_from is None or self.held_from == stop:
             return
         start = self.held_from
-        found = dict(self.reader.columns(start, stop))
+        found = dict(self.view.columns(start, stop))
         assert sorted(found) == sorted(self.layers)
         for layer_idx, states in found.items():
             for name in SIZES:
@@ -184,14 +172,8 @@ class Bench:
                     assert states[name][i, :, first - start :].equal(expected), (layer_idx, name, i, start, stop)
 
     def _require_bytes(self) -> None:
-        if self.keeps_columns:
-            held = sum(tensor.nbytes for tensor in buffers_of(self.reader))
-            assert self.reader.num_bytes == held + sum(memory.num_bytes for memory in memories_of(self.reader))
-
-    def _read_pair(self, layer_idx: int, new: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-        with torch.no_grad():
-            pair = self.reader.read_pair(layer_idx, new["key"], new["value"])
-        return None if pair is None else dict(zip(("key", "value"), pair, strict=True))
+        held = sum(tensor.nbytes for tensor in buffers_of(self.view))
+        assert self.view.num_bytes == held + self.view._memory.num_bytes
 
     def extend(self, tokens: Sequence[Sequence[int]]) -> None:
         """Each row gets further tokens."""
@@ -209,19 +191,9 @@ def first_of(window: int | None, start: int) -> int:
     return 0 if window is None else max(0, start + 1 - window)
 
 
-def readers_of(reader: Any) -> list[Any]:
-    """The readers that share the layers, or the one that there is."""
-    return list(getattr(reader, "_readers", [reader]))
-
-
-def buffers_of(reader: Any) -> list[torch.Tensor]:
+def buffers_of(view: View) -> list[torch.Tensor]:
     """All tensors that hold copies of columns."""
-    held = [held for one in readers_of(reader) for layer in one._buffers.values() for held in layer.values()]
-    return [getattr(buffer, "states", buffer) for buffer in held]
-
-
-def memories_of(reader: Any) -> list[Any]:
-    return [one._memory for one in readers_of(reader) if hasattr(one, "_memory")]
+    return [held.states for layer in view._buffers.values() for held in layer.values()]
 
 
 def row_of(num_tokens: int, pad: int = 0, root: bytes = b"root", first: int = 0) -> NaiveRow:
@@ -250,17 +222,17 @@ def some_windows(chance: random.Random) -> tuple[dict[int, int], tuple[int, ...]
 
 @BOTH
 @pytest.mark.parametrize("seed", range(12))
-def test_a_forward_reads_what_its_rows_hold_whatever_came_before_it(make_reader: Any, seed: int) -> None:
-    bench = Bench(make_reader, seed, in_parts=seed % 3 == 0, in_pairs=seed % 3 == 1)
+def test_a_forward_reads_what_its_rows_hold_whatever_came_before_it(make_view: Any, seed: int) -> None:
+    bench = Bench(make_view, seed, in_parts=seed % 3 == 0)
     play_random_events(bench, random.Random(seed))
 
 
 @BOTH
 @pytest.mark.parametrize("seed", range(36))
-def test_a_layer_with_a_window_reads_the_window_whatever_came_before_it(make_reader: Any, seed: int) -> None:
+def test_a_layer_with_a_window_reads_the_window_whatever_came_before_it(make_view: Any, seed: int) -> None:
     chance = random.Random(seed)
     windows, layers = some_windows(chance)
-    bench = Bench(make_reader, seed, in_parts=seed % 3 == 0, in_pairs=seed % 3 == 1, windows=windows, layers=layers)
+    bench = Bench(make_view, seed, in_parts=seed % 3 == 0, windows=windows, layers=layers)
     play_random_events(bench, chance)
 
 
@@ -285,7 +257,7 @@ def play_random_events(bench: Bench, chance: random.Random) -> None:
     def start_again() -> None:
         if chance.random() < 0.7:
             kept = [row._replace(tokens=row.tokens[: chance.choice([len(row.tokens), 5])]) for row in bench.rows]
-            bench.reader.keep(bench.layouts(kept))
+            bench.view.keep(bench.layouts(kept))
         bench.start(new_rows(), max_rows=chance.randint(1, 6), max_columns=chance.choice([math.inf, 24]))
         bench.forward(chance.randint(0, bench.rows[0].pad + len(bench.rows[0].tokens) - 1))
 
@@ -322,21 +294,21 @@ def play_random_events(bench: Bench, chance: random.Random) -> None:
                 for old, new in pairs
             )
             index = chance.choice([None, torch.tensor(sources)])
-            bench.reader.reorder_rows(sources, chance.choice([0, shared]), index)
+            bench.view.reorder_rows(sources, chance.choice([0, shared]), index)
             bench.rows = [bench.rows[source] for source in sources]
         elif event == "expand" and len(bench.rows) < 4:
             number = chance.randint(len(bench.rows), 5)
             sources = sorted(chance.randrange(len(bench.rows)) for _ in range(number))
             sources = [min(source, i) for i, source in enumerate(sources)]
-            bench.reader.expand_rows(sources)
+            bench.view.expand_rows(sources)
             bench.rows = [bench.rows[source] for source in sources]
         elif event == "crop":
             num_columns = chance.randint(max(row.pad for row in bench.rows) + 1, bench.num_columns)
-            bench.reader.crop(num_columns)
+            bench.view.crop(num_columns)
             bench.rows = [row._replace(tokens=row.tokens[: num_columns - row.pad]) for row in bench.rows]
             bench.num_columns = num_columns
         elif event == "drop":
-            bench.reader.drop()
+            bench.view.drop()
         elif event == "type":
             bench.dtype = chance.choice([torch.float32, torch.bfloat16])
         elif event == "without":
@@ -347,50 +319,21 @@ def play_random_events(bench: Bench, chance: random.Random) -> None:
             before, columns = bench.rows, bench.num_columns
             bench.extend([[chance.randint(0, 1)] for _ in bench.rows])
             bench.forward(columns, layers=[chance.choice(bench.layers)])
-            bench.reader.drop()
+            bench.view.drop()
             bench.rows, bench.num_columns = before, columns
-    assert (bench.num_pairs > 0) == bench.in_pairs
 
 
-@BOTH
-@pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("max_rows", [3, 5])
-def test_steps_of_rows_that_only_go_on_are_read_in_fewer_lines(make_reader: Any, num_rows: int, max_rows: int) -> None:
-    bench = Bench(make_reader, in_pairs=True)
-    bench.start([row_of(9, first=50 * number) for number in range(num_rows)], max_rows=max_rows)
-    bench.forward(0)
-    before = bench.num_pairs
-    for token in range(5):
-        bench.extend([[token] * (1 + token)] * num_rows)
-        bench.forward(bench.num_columns)
-    assert bench.num_pairs - before == 5 * len(LAYERS)
+# What a contiguous view keeps
 
 
-@pytest.mark.parametrize("name", ["key", "value"])
-def test_a_step_in_another_type_is_left_to_read(name: str) -> None:
-    bench = Bench(CONTIGUOUS)
-    bench.start([row_of(9)])
-    bench.forward(0)
-    bench.extend([[1]])
-    bench.reader.start_forward(lambda: bench.layouts(bench.rows), 1, 9, 10)
-    new = bench.new_states(0, 9, 10)
-    with torch.no_grad():
-        assert bench.reader.read_pair(0, **{**new, name: new[name].double()}) is None
-        assert bench.reader.read_pair(2, **new) is None  # a layer that is new
-        assert bench.reader.read_pair(0, **new) is not None
-
-
-# What a contiguous reader keeps
-
-
-def test_a_contiguous_reader_gathers_nothing_while_rows_go_on() -> None:
+def test_a_contiguous_view_gathers_nothing_while_rows_go_on() -> None:
     bench = Bench(CONTIGUOUS)
     bench.start([row_of(9), row_of(7, pad=2, first=50)])
     bench.forward(0)
     for token in range(5):
         bench.extend([[token], [token + 1]])
         bench.forward(bench.num_columns)
-    bench.reader.reorder_rows([1, 1], 0)
+    bench.view.reorder_rows([1, 1], 0)
     bench.rows = [bench.rows[1], bench.rows[1]]
     bench.extend([[1], [2]])
     bench.forward(bench.num_columns)
@@ -399,23 +342,23 @@ def test_a_contiguous_reader_gathers_nothing_while_rows_go_on() -> None:
 
 @pytest.mark.parametrize("pad", [0, 2])
 @pytest.mark.parametrize("common", [0, 1, 5, 9])
-def test_a_contiguous_reader_gathers_of_the_next_row_only_what_it_has_not_in_common_with_the_last(
+def test_a_contiguous_view_gathers_of_the_next_row_only_what_it_has_not_in_common_with_the_last(
     common: int, pad: int
 ) -> None:
     bench = Bench(CONTIGUOUS)
     bench.start([row_of(9, pad)])
     bench.forward(0)
-    bench.reader.keep(bench.layouts(bench.rows))
+    bench.view.keep(bench.layouts(bench.rows))
     bench.start([NaiveRow(b"root", pad, (*range(common), *range(100, 112)))])
     bench.forward(pad + 11)
     assert bench.num_gathered() == 11 - common
 
 
-def test_a_contiguous_reader_keeps_nothing_of_rows_that_ran_before_the_last() -> None:
+def test_a_contiguous_view_keeps_nothing_of_rows_that_ran_before_the_last() -> None:
     bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)])
     bench.forward(0)
-    bench.reader.keep(bench.layouts(bench.rows))
+    bench.view.keep(bench.layouts(bench.rows))
     bench.start([row_of(9, first=50)])
     bench.forward(0)
     bench.start([row_of(9)])
@@ -424,88 +367,88 @@ def test_a_contiguous_reader_keeps_nothing_of_rows_that_ran_before_the_last() ->
 
 
 @pytest.mark.parametrize("other", [row_of(12, root=b"other"), row_of(11, pad=1)], ids=["root", "padding"])
-def test_a_contiguous_reader_keeps_nothing_for_a_row_of_another_root_or_padding(other: NaiveRow) -> None:
+def test_a_contiguous_view_keeps_nothing_for_a_row_of_another_root_or_padding(other: NaiveRow) -> None:
     bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)])
     bench.forward(0)
-    bench.reader.keep(bench.layouts(bench.rows))
+    bench.view.keep(bench.layouts(bench.rows))
     bench.start([other])
     bench.forward(11)
     assert bench.num_gathered() == 11  # the padding, too: what lay there may not be finite
 
 
-def test_a_contiguous_reader_keeps_only_the_tokens_it_was_told() -> None:
+def test_a_contiguous_view_keeps_only_the_tokens_it_was_told() -> None:
     bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)])
     bench.forward(0)
-    bench.reader.keep(bench.layouts([row_of(4)]))
+    bench.view.keep(bench.layouts([row_of(4)]))
     bench.start([row_of(12)])
     bench.forward(11)
     assert bench.num_gathered() == 11 - 4
 
 
 @pytest.mark.parametrize("when", ["before keep", "after keep"])
-def test_a_contiguous_reader_keeps_nothing_that_was_dropped(when: str) -> None:
+def test_a_contiguous_view_keeps_nothing_that_was_dropped(when: str) -> None:
     """Rows that were rolled back or chosen among live on in the pool alone."""
     bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)])
     bench.forward(0)
     if when == "before keep":
-        bench.reader.drop()
-    bench.reader.keep(bench.layouts(bench.rows))
+        bench.view.drop()
+    bench.view.keep(bench.layouts(bench.rows))
     if when == "after keep":
-        bench.reader.drop()
+        bench.view.drop()
     bench.start([row_of(9)])
     bench.forward(8)
     assert bench.num_gathered() == 8
 
 
-def test_a_contiguous_reader_keeps_no_columns_that_were_taken_back() -> None:
+def test_a_contiguous_view_keeps_no_columns_that_were_taken_back() -> None:
     bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)])
     bench.forward(0)
-    bench.reader.crop(4)
-    bench.reader.keep(bench.layouts([row_of(4)]))
+    bench.view.crop(4)
+    bench.view.keep(bench.layouts([row_of(4)]))
     bench.start([NaiveRow(b"root", 0, (0, 1, 2, 3, 70, 71, 72))])
     bench.forward(6)
     assert bench.num_gathered() == 2
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_reader_that_never_saw_its_rows_begin_gathers_them(num_rows: int) -> None:
+def test_a_view_that_never_saw_its_rows_begin_gathers_them(num_rows: int) -> None:
     """A copied cache takes over rows in the middle of their life."""
-    for make_reader in (CONTIGUOUS, GATHER):
-        bench = Bench(make_reader)
+    for make_view in (CONTIGUOUS, GATHER):
+        bench = Bench(make_view)
         bench.rows = [row_of(9, first=10 * i) for i in range(num_rows)]
         bench.forward(8)
 
 
-def test_a_contiguous_reader_that_was_dropped_can_take_more_rows_than_it_had() -> None:
+def test_a_contiguous_view_that_was_dropped_can_take_more_rows_than_it_had() -> None:
     """Rows multiplied by `batch_repeat_interleave`."""
     bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)])
     bench.forward(0)
-    bench.reader.drop()
+    bench.view.drop()
     bench.rows = [bench.rows[0]] * 3
     bench.extend([[1], [2], [3]])
     bench.forward(9)
 
 
-def test_a_contiguous_reader_that_was_dropped_is_gathered_again_for_rows_that_part() -> None:
+def test_a_contiguous_view_that_was_dropped_is_gathered_again_for_rows_that_part() -> None:
     """A later chunk of equal rows was rolled back, and then the rows part."""
     bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)])
     bench.forward(0)
     bench.extend([[1, 2, 3]])
     bench.forward(9, layers=[0])
-    bench.reader.drop()
-    bench.reader.expand_rows([0, 0])
+    bench.view.drop()
+    bench.view.expand_rows([0, 0])
     bench.rows = [row_of(9), row_of(9)]
     bench.extend([[5], [6]])
     bench.forward(9)
 
 
-def test_a_contiguous_reader_gathers_once_for_all_layers_what_a_column_lacks_and_never_again() -> None:
+def test_a_contiguous_view_gathers_once_for_all_layers_what_a_column_lacks_and_never_again() -> None:
     bench = Bench(CONTIGUOUS)
     bench.start([row_of(9), row_of(9, first=50)])
     bench.forward(8)
@@ -517,66 +460,66 @@ def test_a_contiguous_reader_gathers_once_for_all_layers_what_a_column_lacks_and
 
 
 @pytest.mark.parametrize("end", ["pause", "drop"])
-def test_a_gathering_reader_gives_the_memory_of_its_copies_back(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gathering_view_gives_the_memory_of_its_copies_back(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_paged_cache.kv.recycled_memory._MIN_RECYCLED_BYTES", 1)
     bench = Bench(GATHER)
     bench.start([row_of(9)])
     with torch.no_grad():
         bench.forward(8)
-    assert bench.reader.num_bytes > 0
-    getattr(bench.reader, end)()
-    assert bench.reader.num_bytes == 0
+    assert bench.view.num_bytes > 0
+    getattr(bench.view, end)()
+    assert bench.view.num_bytes == 0
 
 
-def test_a_gathering_reader_keeps_no_bytes_and_a_contiguous_reader_says_how_many_it_holds() -> None:
-    for make_reader, holds in ((GATHER, False), (CONTIGUOUS, True)):
-        bench = Bench(make_reader)
+def test_a_gathering_view_keeps_no_bytes_and_a_contiguous_view_says_how_many_it_holds() -> None:
+    for make_view, holds in ((GATHER, False), (CONTIGUOUS, True)):
+        bench = Bench(make_view)
         bench.start([row_of(9)])
-        assert bench.reader.num_bytes == 0
+        assert bench.view.num_bytes == 0
         bench.forward(0)
-        assert (bench.reader.num_bytes > 0) == holds
-        bench.reader.drop()
-        assert bench.reader.num_bytes == 0
+        assert (bench.view.num_bytes > 0) == holds
+        bench.view.drop()
+        assert bench.view.num_bytes == 0
 
 
-def test_a_contiguous_reader_that_knows_how_far_its_rows_go_is_made_no_larger_and_does_not_move() -> None:
+def test_a_contiguous_view_that_knows_how_far_its_rows_go_is_made_no_larger_and_does_not_move() -> None:
     bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)], max_rows=1, max_columns=12)
     bench.forward(0)
     expected = len(LAYERS) * HEADS * sum(SIZES.values()) * 12 * 4
-    assert bench.reader.num_bytes == expected
+    assert bench.view.num_bytes == expected
     for _ in range(3):
         bench.extend([[1]])
         bench.forward(bench.num_columns)
-    assert bench.reader.num_bytes == expected
+    assert bench.view.num_bytes == expected
     bench.extend([[1]])  # further than was said
     bench.forward(12)
 
 
-def test_a_contiguous_reader_far_larger_than_what_comes_is_given_up() -> None:
+def test_a_contiguous_view_far_larger_than_what_comes_is_given_up() -> None:
     bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)], max_rows=300, max_columns=100)
     bench.forward(0)
-    large = bench.reader.num_bytes
+    large = bench.view.num_bytes
     bench.start([row_of(9)], max_rows=1, max_columns=20)
     bench.forward(0)
-    assert bench.reader.num_bytes < large / 10
+    assert bench.view.num_bytes < large / 10
 
 
 # What attention gets
 
 
 def attended(bench: Bench, new: dict[str, torch.Tensor], start: int) -> dict[str, torch.Tensor]:
-    """What attention gets of layer 0: with gradients on, `GradientPath` puts `new` itself into what the reader gave."""
-    return GradientPath().join(0, new, bench.reader.read(0, new), start)
+    """What attention gets of layer 0: with gradients on, `GradientPath` puts `new` itself into what the view gave."""
+    return GradientPath().join(0, new, bench.view.read(0, new), start)
 
 
 @BOTH
 @pytest.mark.parametrize("start", [0, 5])
-def test_gradients_flow_to_the_new_states_and_the_past_is_constant(make_reader: Any, start: int) -> None:
-    bench = Bench(make_reader)
+def test_gradients_flow_to_the_new_states_and_the_past_is_constant(make_view: Any, start: int) -> None:
+    bench = Bench(make_view)
     bench.start([row_of(9)])
-    bench.reader.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), start, 9)
+    bench.view.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), start, 9)
     new = {name: tensor.requires_grad_() for name, tensor in bench.new_states(0, start, 9).items()}
     got = attended(bench, new, start)
     for name in SIZES:
@@ -587,11 +530,11 @@ def test_gradients_flow_to_the_new_states_and_the_past_is_constant(make_reader: 
         assert gradient.equal(torch.ones_like(gradient))
 
 
-def test_what_a_contiguous_reader_gave_with_gradients_is_not_changed_by_the_next_forward() -> None:
+def test_what_a_contiguous_view_gave_with_gradients_is_not_changed_by_the_next_forward() -> None:
     """Autograd saved it: an in-place write would make `backward` fail or, worse, wrong."""
     bench = Bench(CONTIGUOUS)
     bench.start([row_of(9)])
-    bench.reader.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), 5, 9)
+    bench.view.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), 5, 9)
     new = {name: tensor.requires_grad_() for name, tensor in bench.new_states(0, 5, 9).items()}
     got = attended(bench, new, 5)
     loss = (got["key"] ** 2).sum()
@@ -603,12 +546,12 @@ def test_what_a_contiguous_reader_gave_with_gradients_is_not_changed_by_the_next
 
 
 @BOTH
-def test_a_later_forward_sends_no_gradient_into_states_that_were_copied_before(make_reader: Any) -> None:
-    bench = Bench(make_reader)
+def test_a_later_forward_sends_no_gradient_into_states_that_were_copied_before(make_view: Any) -> None:
+    bench = Bench(make_view)
     bench.start([row_of(9)])
     given = []
     for start, stop in ((0, 8), (8, 9)):
-        bench.reader.start_forward(lambda: bench.layouts(bench.rows), 1, start, stop)
+        bench.view.start_forward(lambda: bench.layouts(bench.rows), 1, start, stop)
         given.append({name: tensor.requires_grad_() for name, tensor in bench.new_states(0, start, stop).items()})
         got = attended(bench, given[-1], start)
     sum(tensor.sum() for tensor in got.values()).backward()
@@ -616,13 +559,11 @@ def test_a_later_forward_sends_no_gradient_into_states_that_were_copied_before(m
     assert all(tensor.grad is not None for tensor in given[1].values())
 
 
-@pytest.mark.parametrize(("make_reader", "gradients"), [(CONTIGUOUS, True), (GATHER, True), (GATHER, False)])
-def test_what_a_first_forward_reads_is_contiguous_as_a_dynamic_cache_leaves_it(
-    make_reader: Any, gradients: bool
-) -> None:
-    bench = Bench(make_reader)
+@pytest.mark.parametrize(("make_view", "gradients"), [(CONTIGUOUS, True), (GATHER, True), (GATHER, False)])
+def test_what_a_first_forward_reads_is_contiguous_as_a_dynamic_cache_leaves_it(make_view: Any, gradients: bool) -> None:
+    bench = Bench(make_view)
     bench.start([row_of(9)])
-    bench.reader.start_forward(lambda: bench.layouts(bench.rows), 1, 0, 9)
+    bench.view.start_forward(lambda: bench.layouts(bench.rows), 1, 0, 9)
     new = {
         name: states.transpose(1, 2).contiguous().transpose(1, 2) for name, states in bench.new_states(0, 0, 9).items()
     }
@@ -636,11 +577,11 @@ def test_what_a_first_forward_reads_is_contiguous_as_a_dynamic_cache_leaves_it(
 
 @BOTH
 @pytest.mark.parametrize("gradients", [True, False])
-def test_a_reader_gives_the_type_of_what_is_new_whatever_the_pool_holds(make_reader: Any, gradients: bool) -> None:
-    bench = Bench(make_reader)  # its pool is float32
+def test_a_view_gives_the_type_of_what_is_new_whatever_the_pool_holds(make_view: Any, gradients: bool) -> None:
+    bench = Bench(make_view)  # its pool is float32
     bench.start([row_of(9)])
     for start, dtype in ((8, torch.bfloat16), (0, torch.bfloat16), (7, torch.float32), (8, torch.float16)):
-        bench.reader.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), start, 9)
+        bench.view.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), start, 9)
         new = {name: tensor.to(dtype) for name, tensor in bench.new_states(0, start, 9).items()}
         with torch.set_grad_enabled(gradients):
             got = attended(bench, new, start)
@@ -669,8 +610,8 @@ def test_a_model_whose_type_changes_between_calls_computes_what_it_would_without
 
 
 @BOTH
-def test_a_reader_works_across_the_border_of_inference_mode(make_reader: Any) -> None:
-    bench = Bench(make_reader)
+def test_a_view_works_across_the_border_of_inference_mode(make_view: Any) -> None:
+    bench = Bench(make_view)
     with torch.inference_mode():
         bench.start([row_of(9)])
         bench.forward(4)
@@ -678,7 +619,7 @@ def test_a_reader_works_across_the_border_of_inference_mode(make_reader: Any) ->
         bench.extend([[1]])
         with torch.inference_mode(inside):
             bench.forward(bench.num_columns)
-        bench.reader.reorder_rows([0], 0)
+        bench.view.reorder_rows([0], 0)
 
 
 def test_what_somebody_keeps_of_a_layer_is_not_overwritten_by_the_next(
@@ -688,12 +629,12 @@ def test_what_somebody_keeps_of_a_layer_is_not_overwritten_by_the_next(
     bench = Bench(GATHER)
     bench.start([row_of(40)])
     bench.forward(0)
-    bench.reader.start_forward(lambda: bench.layouts(bench.rows), 1, 39, 40)
+    bench.view.start_forward(lambda: bench.layouts(bench.rows), 1, 39, 40)
     with torch.no_grad():
-        kept = bench.reader.read(0, bench.new_states(0, 39, 40))
+        kept = bench.view.read(0, bench.new_states(0, 39, 40))
         before = {name: states.clone() for name, states in kept.items()}
         for layer_idx in (1, 1):
-            bench.reader.read(layer_idx, bench.new_states(layer_idx, 39, 40))
+            bench.view.read(layer_idx, bench.new_states(layer_idx, 39, 40))
     for name, states in kept.items():
         assert states.any()
         assert states.equal(before[name])

@@ -28,11 +28,11 @@ from hf_paged_cache.integration.prefill import stops_of
 from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.store.window_groups import SHARE_OF_A_BUDGET
 
-from .conformance import zoo
-from .internals import zero_states
-from .promise.test_conditions_of_reuse import ROPES
-from .reference import AtStep, Forwards, assert_same, batch, is_same, row, run, zero_blocks
-from .tiny_models import build, tiny
+from ..conformance import zoo
+from ..internals import zero_states
+from ..promise.test_conditions_of_reuse import ROPES
+from ..reference import AtStep, Forwards, assert_same, batch, is_same, row, run, zero_blocks
+from ..tiny_models import build, tiny
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from .cache import PagedPrefixCache
-from .errors import PagedCacheError
-from .integration.hooks import detach, is_attached
-from .model.comparison import (
+from ..cache import PagedPrefixCache
+from ..errors import PagedCacheError
+from ..integration.hooks import detach, is_attached
+from ..model.comparison import (
     NUM_CACHED,
     NUM_COLUMNS,
     continue_behind,
@@ -21,10 +21,10 @@ from .model.comparison import (
     tolerance,
     trial_inputs,
 )
-from .model.probing import measure_bytes_per_token, types_of_logits, undisturbed
-from .model.support import cache_layers, require_supported, takes, unwrapped
-from .model.trial import require_continuable
-from .prefix_store import PrefixStore
+from ..model.probing import measure_bytes_per_token, types_of_logits, undisturbed
+from ..model.support import cache_layers, require_supported, takes, unwrapped
+from ..model.trial import require_continuable
+from ..prefix_store import PrefixStore
 
 _BLOCK_SIZE = 8
 

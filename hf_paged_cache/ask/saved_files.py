@@ -5,9 +5,9 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import CacheArgumentError, SavedBlocksError
-from .store.saving import folder_of
-from .tiers.saved_file import SavedFile, read_rows, read_saved_file, saved_paths
+from ..errors import CacheArgumentError, SavedBlocksError
+from ..store.saving import folder_of
+from ..tiers.saved_file import SavedFile, read_rows, read_saved_file, saved_paths
 
 
 class SavedFileReport(NamedTuple):
@@ -61,7 +61,7 @@ def _reports(folder: Path) -> Iterator[SavedFileReport]:
         try:
             file = read_saved_file(path)
             for content in file.contents:
-                read_rows(file, content, [(0, len(content.blocks))])
+                read_rows(file, content.kind, [(0, len(content.blocks))])
         except (SavedBlocksError, OSError) as error:
             yield SavedFileReport(path, str(error))
         else:

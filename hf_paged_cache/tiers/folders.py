@@ -1,36 +1,71 @@
-"""Files of blocks that several processes write, read and remove at once, in one folder with one budget.
+"""Folders that files of blocks are written into: one that several processes write, read and remove in at once, and one of a process alone.
 
 Owns which files there are, that all of them take no more than the budget, and which go first: those whose time of last use, kept as
 the file's own, is the oldest. Says nothing of what is in them.
 """
 
 import contextlib
-import logging
+import math
 import os
+import shutil
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
 from ..blocks.arguments import OWNERS_ALONE
-from .saved_file import SUFFIX, remove_unfinished
+from .saved_file import remove_unfinished, saved_paths
 
-logger = logging.getLogger("hf_paged_cache")
-
-LOCK = ".lock"  # whoever writes into the folder holds it
+_OWN_PREFIX, _OWN_LOCK = "hf-paged-cache-", "lock"
+_LOCK = ".lock"  # whoever writes into a shared folder holds it
 _NS_OF_A_CLOCK = 2 * 10**9  # a change that is younger may be followed by one at the same time
 _NS_BETWEEN_USES = 10 * 10**9  # that are told to others
 _MOST_SECONDS = 5.0  # that the end of a process waits for the others
 
 
-class Entry(NamedTuple):
-    """A file as it is in the folder."""
+class OwnFolder:
+    """A folder of this process in another one: read by its user only, and gone with the store.
 
-    path: Path
-    num_bytes: int
-    used_ns: int  # when it was used last
+    What a process has left that died is removed by the next one that begins.
+
+    Args:
+        parent: where; it is there.
+
+    Attributes:
+        pid: of the process; a forked child has none.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    is_shared = False
+    mode = OWNERS_ALONE
+
+    def __init__(self, parent: Path) -> None:
+        for left_behind in parent.glob(f"{_OWN_PREFIX}*"):
+            lock = FileLock(left_behind / _OWN_LOCK)
+            with contextlib.suppress(OSError, Timeout), lock.acquire(timeout=0):
+                shutil.rmtree(left_behind, ignore_errors=True)
+        self.pid = os.getpid()
+        self.path = parent / f"{_OWN_PREFIX}{self.pid}-{uuid4().hex[:8]}"
+        self.path.mkdir(mode=0o700)  # prompts can be told from what is in it
+        self._lock = FileLock(self.path / _OWN_LOCK)
+        self._lock.acquire(timeout=0)
+
+    def write(self, num_bytes: int, write: Callable[[], object], *, may_wait: bool = True) -> bool:
+        """Have a file written; the budget is seen to by whoever counts what is in here."""
+        write()
+        return True
+
+    def use(self, path: Path) -> None:
+        """Nothing: nobody else asks when a file was used."""
+
+    def remove(self) -> None:
+        """With all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()
 
 
 class SharedFolder:
@@ -45,7 +80,9 @@ class SharedFolder:
         num_beside: bytes that count as well, in files of this process alone.
     """
 
-    def __init__(self, path: Path, max_bytes: int, mode: int = OWNERS_ALONE) -> None:
+    is_shared = True
+
+    def __init__(self, path: Path, max_bytes: float = math.inf, mode: int = OWNERS_ALONE) -> None:
         self.path = path
         self.max_bytes = max_bytes
         self.mode = mode
@@ -56,7 +93,7 @@ class SharedFolder:
     def __repr__(self) -> str:
         return f"SharedFolder({str(self.path)!r})"
 
-    def look(self, known: Collection[Path]) -> tuple[set[Path], list[Entry]] | None:
+    def look(self, known: Collection[Path]) -> tuple[set[Path], list[Path]] | None:
         """All whole files; and those that are not known, the least recently used first. None where none has come or gone since
         this was asked last.
 
@@ -69,18 +106,29 @@ class SharedFolder:
         if changed == self._looked_at and self._is_settled:
             return None
         self._looked_at, self._is_settled = changed, time.time_ns() - changed > _NS_OF_A_CLOCK
-        there = self._paths()
-        return there, _entries(there.difference(known))
+        there = set(saved_paths(self.path))
+        return there, [*_by_use(there.difference(known))]
 
-    def _paths(self) -> set[Path]:
-        return {self.path / name for name in os.listdir(self.path) if name.endswith(SUFFIX) and name[0] != "."}
+    @contextlib.contextmanager
+    def locked(self, seconds: float = -1) -> Iterator[None]:
+        """Nobody else writes into the folder meanwhile, and what dead processes have not finished is gone.
 
-    def write(self, num_bytes: int, write: Callable[[], int], *, may_wait: bool = True) -> bool:
+        Args:
+            seconds: that are waited for others; below 0: as long as they take.
+
+        Raises:
+            filelock.Timeout: they took longer.
+        """
+        with FileLock(self.path / _LOCK, timeout=seconds, mode=self.mode):
+            remove_unfinished(self.path)
+            yield
+
+    def write(self, num_bytes: int, write: Callable[[], object], *, may_wait: bool = True) -> bool:
         """Have a file written when there is room for it; what was used least goes for it. Others wait meanwhile.
 
         Args:
             num_bytes: of the file, at most.
-            write: writes it, and returns its bytes.
+            write: writes it.
             may_wait: for others that write; else for some seconds.
 
         Returns:
@@ -90,8 +138,7 @@ class SharedFolder:
             OSError: it could not be.
         """
         try:
-            with FileLock(self.path / LOCK, timeout=-1 if may_wait else _MOST_SECONDS, mode=self.mode):
-                remove_unfinished(self.path)
+            with self.locked(-1 if may_wait else _MOST_SECONDS):
                 if not self._make_room(num_bytes):
                     return False
                 write()
@@ -100,14 +147,13 @@ class SharedFolder:
             return False
 
     def _make_room(self, num_bytes: int) -> bool:
-        entries = _entries(self._paths())
-        most = self.max_bytes - self.num_beside - num_bytes
-        taken = sum(entry.num_bytes for entry in entries)
-        for entry in entries:
+        bytes_of = _by_use(saved_paths(self.path))
+        most, taken = self.max_bytes - self.num_beside - num_bytes, sum(bytes_of.values())
+        for path, of_file in bytes_of.items():
             if taken <= most:
                 break
-            remove(entry.path)
-            taken -= entry.num_bytes
+            remove(path)
+            taken -= of_file
         return taken <= most
 
     def use(self, path: Path) -> None:
@@ -137,13 +183,14 @@ def make_folder(path: Path, mode: int) -> None:
     path.chmod(kept | mode | (mode & 0o444) >> 2)
 
 
-def _entries(paths: Iterable[Path]) -> list[Entry]:
+def _by_use(paths: Iterable[Path]) -> dict[Path, int]:
+    """Files -> their bytes, the least recently used first."""
     found = []
     for path in paths:
         with contextlib.suppress(OSError):  # gone since
             state = path.stat()
-            found.append(Entry(path, state.st_size, state.st_mtime_ns))
-    return sorted(found, key=lambda entry: (entry.used_ns, entry.path))
+            found.append((state.st_mtime_ns, path, state.st_size))
+    return {path: num_bytes for _, path, num_bytes in sorted(found)}
 
 
 def remove(path: Path) -> None:

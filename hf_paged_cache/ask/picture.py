@@ -11,8 +11,9 @@ from io import BytesIO
 from textwrap import fill
 from typing import Any, NamedTuple
 
-from .errors import CacheArgumentError
-from .wording import counted
+from ..errors import CacheArgumentError
+from ..wording import counted
+from .asked import AskedCache
 
 _REUSED, _SHARED, _COMPUTED, _IN_USE, _FREE = "#2a9d6f", "#8f6bb8", "#c07d2b", "#4a86d8", "#8a8a8a"
 _KINDS = {2: ("in use", _IN_USE, 1.0), 1: ("cached", _REUSED, 1.0), 0: ("free", _FREE, 0.35)}
@@ -37,6 +38,35 @@ class Picture(NamedTuple):
     facts: str
     calls: Sequence[tuple[int, int, int]]
     kinds: bytes
+
+
+def plot(cache: AskedCache) -> Any:
+    """Draw hits over the last prompts, and a map of the pool: a `matplotlib` figure; with a salt, of its own blocks.
+
+    Raises:
+        CacheArgumentError: matplotlib is not installed.
+
+    Examples:
+        >>> cache.plot().get_size_inches().tolist()
+        [8.0, 4.0]
+    """
+    return as_figure(_picture_of(cache))
+
+
+def html(cache: AskedCache) -> str:
+    """How a notebook shows a cache: hits over the last prompts, and a map of the pool."""
+    return as_html(_picture_of(cache))
+
+
+def _picture_of(cache: AskedCache) -> Picture:
+    stats, blocks = cache.stats(), cache.store.blocks
+    with blocks.lock:
+        calls, kinds = cache.call.counters.metrics.recent, blocks.allocator.kinds_of_blocks(cache.cache_salt or None)
+    facts = f"{counted(stats.num_calls, 'call')}, {stats.reused_tokens:,} of {stats.prompt_tokens:,} prompt tokens reused ({stats.hit_rate:.0%})"
+    if stats.shared_tokens:
+        facts += f", {stats.shared_tokens:,} computed for another row"
+    size = f"blocks of {blocks.block_size} tokens, {stats.kv_bytes / 2**20:,.1f} MiB of keys and values"
+    return Picture(f"PagedPrefixCache of {type(cache.store.model).__name__}", f"{facts}; {size}", calls, kinds)
 
 
 class Cells(NamedTuple):

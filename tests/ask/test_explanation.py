@@ -9,9 +9,9 @@ import pytest
 
 from hf_paged_cache import CacheArgumentError, Explanation, PagedPrefixCache
 
-from .reference import batch, run
-from .test_named_prefixes import all_blocks, model_of
-from .tiny_models import build, tiny
+from ..reference import batch, run
+from ..tiny_models import build, tiny
+from .test_prefixes import all_blocks, model_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

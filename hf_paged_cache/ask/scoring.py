@@ -14,13 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import CacheArgumentError
-from .integration.side_forward import SiblingCache, SideForwards
-from .integration.token_input import in_vocabulary
-from .model.placeholders import Placeholders
-from .model.rope import RopeRegime
-from .model.support import takes
-from .stats import RowCount
+from ..errors import CacheArgumentError
+from ..integration.side_forward import SiblingCache, SideForwards
+from ..integration.token_input import in_vocabulary
+from ..model.support import takes
+from ..stats import RowCount
+from .asked import AskedCache
 
 _MAX_LOGITS = 2**27  # numbers that the logits of one forward may have, where no batch_size is given
 
@@ -81,27 +80,43 @@ class Plan(NamedTuple):
 
 
 def score(
-    side: SideForwards,
+    cache: AskedCache,
     context: Tensor | Iterable[int],
     continuations: Iterable[Tensor | Iterable[int]],
     *,
-    batch_size: int | None,
-    rope: RopeRegime,
-    placeholders: Placeholders,
-) -> tuple[list[Score], list[RowCount], int]:
-    """Score the continuations; see `PagedPrefixCache.score`.
+    batch_size: int | None = None,
+) -> list[Score]:
+    """The log-probabilities of many continuations of one context: multiple choice, reranking, rewards.
+
+    The context is reused from the store as far as it is known, runs once, and is stored; what all continuations have
+    in common runs with it; one that is the beginning of another runs with that. Equal to the `log_softmax` of one plain
+    forward for each, of all tokens of context and continuation, on the model as it is when the call begins. Where rotary
+    frequencies depend on length (dynamic, longrope), only continuations of one length run together. Effects: none on the rows
+    of this cache, also while its `generate` runs, nor on such frequencies; `stats()` counts it as a call with a row for each
+    continuation, behind the context, and `last_call` shows it, unless a `generate` runs. No gradients. The number of
+    forwards follows from the arguments alone.
 
     Args:
-        side: runs the forwards.
-        rope: the model's. Where frequencies depend on the length of a forward, rows of other lengths share nothing, and run
-            whole, each as if it were the first one.
-        placeholders: the model's, which are refused.
+        context: token ids, [T] or [1, T], at least one.
+        continuations: each of at least one token id, [N] or [1, N]; they follow the context as they are.
+        batch_size: rows of a forward at most; None: as many as keep its logits below 2**27 numbers.
 
     Returns:
-        the scores; what each continuation cost, with the context; and the most bytes of keys and values that a forward took.
+        a `Score` for each continuation, in order.
+
+    Raises:
+        CacheArgumentError: token ids that are none, are outside the vocabulary, or are missing; nothing has changed.
+        OutOfBlocksError: a forward does not fit; a smaller `batch_size` needs fewer blocks.
+
+    Examples:
+        >>> context = tokenizer("Question: What is one and one? Answer:").input_ids
+        >>> scores = cache.score(context, [tokenizer(answer).input_ids for answer in (" two", " three")])
+        >>> [score.num_tokens for score in scores], all(score.total < 0 for score in scores)
+        ([4, 6], True)
     """
-    model = side.model
-    vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
+    cache.store.conditioning.digest()  # reads what rope the model has now
+    side, rope, placeholders = cache._side, cache.store.conditioning.rope, cache.store.placeholders
+    vocabulary_size = side.model.config.get_text_config(decoder=True).vocab_size
     prompt = in_vocabulary("the context", context, vocabulary_size)
     placeholders.require_text("the context", prompt)
     if isinstance(continuations, str | bytes) or not isinstance(continuations, Iterable):
@@ -114,24 +129,25 @@ def score(
     if batch_size is not None and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1):
         raise CacheArgumentError(f"batch_size is {batch_size!r}; it must be an int of at least 1 row, or None")
     if not wanted:
-        return [], [], 0
+        return []
     max_tokens = max(1, _MAX_LOGITS // vocabulary_size)
-    # what runs whole runs its last token, too
+    # what runs whole, where frequencies depend on its length, runs its last token, too, and shares nothing
     scorer = _Scorer(side, [len(prompt) + len(tokens) - (not rope.depends_on_length) for tokens in wanted])
     if rope.depends_on_length:
         for rows, readings in plan_by_length(wanted, batch_size=batch_size, max_tokens=max_tokens):
-            with side.sibling() as cache, rope.put_back():
-                scorer.run(cache, [prompt + row for row in rows], readings, num_logits=1 + len(rows[0]))
+            with side.sibling() as whole, rope.put_back():
+                scorer.run(whole, [prompt + row for row in rows], readings, num_logits=1 + len(rows[0]))
     else:
-        can_keep = takes(model, "logits_to_keep")
+        can_keep = takes(side.model, "logits_to_keep")
         trunk, of_trunk, branches = plan(wanted, batch_size=batch_size, max_tokens=max_tokens, share_trunk=can_keep)
         with side.sibling() as stem:
             scorer.run(stem, [prompt + trunk], of_trunk, num_logits=1 + len(trunk))
             for rows, readings in branches:
-                with side.sibling(stem.call.fork_rows()) as cache:
-                    cache.batch_repeat_interleave(len(rows))
-                    scorer.run(cache, rows, readings, num_logits=max(map(len, rows)))
-    return scorer.scores(), scorer.counts, scorer.peak_kv_bytes
+                with side.sibling(stem.call.fork_rows()) as branch:
+                    branch.batch_repeat_interleave(len(rows))
+                    scorer.run(branch, rows, readings, num_logits=max(map(len, rows)))
+    cache.call.count_elsewhere("score", scorer.counts, scorer.peak_kv_bytes)
+    return scorer.scores()
 
 
 def plan(continuations: Sequence[Tokens], *, batch_size: int | None, max_tokens: int, share_trunk: bool = True) -> Plan:

@@ -1,12 +1,23 @@
-"""What is known of a prompt, and why no more, told in words: with the text round the place where it stops."""
+"""What is known of a prompt, and why no more: `cache.lookup`, and in words, with the text round the place where it stops, `cache.explain`.
+
+Changes nothing.
+"""
 
 from array import array
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .blocks.tokens import TokenIds, common_prefix_length
-from .wording import counted
+from torch import Tensor
 
+from ..blocks.tokens import TokenIds, common_prefix_length
+from ..call.prefix_match import Found
+from ..call.scheduled_forward import RowInput
+from ..errors import CacheArgumentError
+from ..integration.token_input import one_sequence
+from ..wording import counted
+from .asked import AskedCache
+
+_DEVICE = "device"  # the tier where the pool is
 _NUM_SHOWN = 16  # tokens before the place, and behind it
 
 
@@ -88,7 +99,79 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explanation(
+def lookup(cache: AskedCache, token_ids: "list[int] | Tensor") -> Lookup:
+    """Say how much of a prompt a `generate` on this cache would find now, in the store or in the last call's rows, and why no more.
+
+    Effects: none: nothing is computed, held or made more recent. It is what a call of this prompt alone finds, without
+    padding, which has room: in a tight pool a call may go on from less, to fit. One token at least is computed by any
+    call. While a call runs on this cache, of that call only committed blocks count.
+
+    Args:
+        token_ids: of the whole prompt, special tokens included: a list or tensor of [T] or [1, T].
+
+    Raises:
+        CacheArgumentError: not the token ids of one sequence.
+        CacheBusyError: rotary frequencies depend on length, and a call is running.
+
+    Examples:
+        >>> cache.lookup(inputs["input_ids"]).stopped
+        'no cached block has these first 16 tokens under the same conditions'
+        >>> cache.prefill(inputs["input_ids"]).num_tokens, cache.lookup(inputs["input_ids"]).num_tokens
+        (80, 80)
+    """
+    tokens, blocks = array("q", one_sequence("the prompt", token_ids)), cache.store.blocks
+    root = cache._session.root_of_prefix(len(tokens))
+    why = cache._session.why_bypassed()
+    with blocks.lock:
+        blocks.settle()
+        found, below = (
+            (Found(0, why), None) if why else cache.call.look_up(RowInput(tokens, 0, 0, root, salt=cache.cache_salt))
+        )
+    num_blocks, tier = found.num_tokens // blocks.block_size, below or (_DEVICE if found.num_tokens else None)
+    return Lookup(found.num_tokens, num_blocks, found.stopped, tier)
+
+
+def explain(cache: AskedCache, token_ids: "list[int] | Tensor", tokenizer: Any = None) -> Explanation:
+    """Say how much of a prompt a `generate` on this cache would reuse now, up to which token, and why no more; `print` it.
+
+    As `lookup`, with what is cached instead: how the closest cached prompt of this `cache_salt` goes on there. Effects:
+    none.  Cost: hashes the tokens of each cached block, 1 us a block.
+
+    Args:
+        token_ids: of the whole prompt, special tokens included: a list or tensor of [T] or [1, T].
+        tokenizer: shows the place as text; None: as token ids.
+
+    Raises:
+        CacheArgumentError, CacheBusyError: see `lookup`.
+
+    Examples:
+        >>> text = "Answer in one word. What is ice? "
+        >>> cache.prefill(tokenizer(text + "And what is a fire?").input_ids).num_computed
+        48
+        >>> print(cache.explain(tokenizer(text + "And what is snow?").input_ids, tokenizer))
+        32 of 50 tokens are known (64%); 18 would be computed
+        why no more: no cached block goes on with tokens 32 to 47
+        from token 45 on they part, behind   'ce? And what is '
+          the prompt goes on with   'snow?'
+          what is cached with       'a f'
+        blocks are shared whole, so 13 tokens from token 32 on that the two have in common are computed, too
+    """
+    tokens, blocks = array("q", one_sequence("the prompt", token_ids)), cache.store.blocks
+    if not tokens:
+        raise CacheArgumentError("the prompt has no tokens, so there is nothing to explain; give at least one")
+    if tokenizer is not None and not hasattr(tokenizer, "decode"):
+        raise CacheArgumentError(f"tokenizer is of type {type(tokenizer).__name__}; give the model's, or None")
+    found = lookup(cache, tokens.tolist())
+    row = RowInput(tokens, 0, 0, cache._session.root_of_prefix(len(tokens)), salt=cache.cache_salt)
+    with blocks.lock:
+        blocks.settle()
+        goes_on = cache.call.continuation(row, found.num_tokens)
+        first = tokens[: blocks.block_size]
+        is_elsewhere = not found.num_tokens and blocks.allocator.has_tokens(first, cache.cache_salt)
+    return _explanation(tokens, found, goes_on, tokenizer, is_elsewhere=is_elsewhere)
+
+
+def _explanation(
     tokens: TokenIds, found: Lookup, goes_on: TokenIds, tokenizer: Any, *, is_elsewhere: bool
 ) -> Explanation:
     """Put together what a look has found.

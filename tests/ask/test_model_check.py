@@ -9,10 +9,10 @@ import torch
 
 from hf_paged_cache import PagedPrefixCache, check_model
 
-from .conformance import zoo
-from .internals import read_zeros
-from .model.test_support import FROM_5_23
-from .tiny_models import build
+from ..conformance import zoo
+from ..internals import read_zeros
+from ..model.test_support import FROM_5_23
+from ..tiny_models import build
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "opt", "bert_decoder"])
