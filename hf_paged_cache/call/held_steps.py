@@ -176,10 +176,9 @@ class HeldSteps:
 
     def must_be_read(self, rows: Rows) -> bool:
         """Whether a row's last block is full, so that the next step would commit it."""
-        size = self._store.block_size
-        return (
-            self._rows is rows and bool(self._unread) and any(row.table.num_tokens % size == 0 for row in rows.distinct)
-        )
+        if self._rows is not rows or not self._unread:
+            return False
+        return any(row.table.num_tokens % self._store.block_size == 0 for row in rows.distinct)
 
     def catch_up(self, rows: Rows, ends: Collection[int], asked: Tensor | None) -> list[int]:
         """`Call.catch_up`; `ends` are the token ids that end a row. The store's lock is free while the device is waited for."""
