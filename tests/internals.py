@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
@@ -35,7 +34,6 @@ from hf_paged_cache.store.state_snapshots import StateRules
 from hf_paged_cache.tiers.disk import DiskTier
 from hf_paged_cache.tiers.host import HostTier
 from hf_paged_cache.tiers.saved_file import write_saved_file
-from hf_paged_cache.tiers.shared_runs import FoundRun, SharedRun
 
 if TYPE_CHECKING:
     import pytest
@@ -470,29 +468,19 @@ def zero_tiers(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
         elif isinstance(tier, DiskTier):
             tier.join()
             for run in tier._runs:
-                if isinstance(run._content, list):
-                    for chunk in run._content:
-                        chunk.wait()
-                        for rows in chunk.rows:
-                            rows.zero_()
-                elif isinstance(run, SharedRun | FoundRun):  # with checksums that are right
-                    file = run.file
-                    assert file is not None
-                    rows = {
+                for chunk in (chunk for of_kind in (run._chunks or {}).values() for chunk in of_kind):
+                    chunk.wait()
+                    for rows in chunk.rows:
+                        rows.zero_()
+                if run.file is not None:  # with checksums that are right
+                    zeros = {
                         content.kind: [
                             torch.zeros((len(content.blocks), part.num_bytes), dtype=torch.uint8)
                             for part in content.parts
                         ]
-                        for content in file.contents
+                        for content in run.file.contents
                     }
-                    written = write_saved_file(file, rows)
-                    if isinstance(run, SharedRun):
-                        run._file = written
-                    else:
-                        run.file = written
-                else:
-                    tensors = load_file(run._content)
-                    save_file({name: torch.zeros_like(rows) for name, rows in tensors.items()}, run._content)
+                    run.file = write_saved_file(run.file, zeros)
 
 
 def num_waiting(cache_or_store: PagedPrefixCache | PrefixStore) -> int:

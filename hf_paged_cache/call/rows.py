@@ -344,13 +344,13 @@ class Rows:
         return forked
 
 
-def gather_rows(store: BlockStore, layer_idx: int, rows: Rows) -> dict[str, Tensor]:
+def gather_rows(store: BlockStore, layer_idx: int, rows: Rows, start: int = 0) -> dict[str, Tensor]:
     """name -> [R, H, columns, D], contiguous: a copy of what the pool holds of a layer's rows, in the order of the batch.
 
-    All columns, or in a layer with a window those that the next token sees.
+    All columns from `start` on, or in a layer with a window those of them that the next token sees.
     """
     pool, window, stop = store.pool, store.windows.window_of.get(layer_idx), rows.num_columns
-    start = 0 if window is None else max(0, stop - window + 1)
+    start = start if window is None else max(start, stop - window + 1)
     layouts = pool.rows_in(window, [row.layout() for row in rows.in_batch()], start)
     gathered = pool.gather(layer_idx, read_source(layouts, start, stop, pool.block_size))
     return {name: states.contiguous() for name, states in gathered.items()}
