@@ -64,8 +64,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "model.output_flags",
     "model.placeholders",
     "model.positions",
-    "model.probing",
-    "model.state_sizes",
+    "model.sizes",
     "model.support",
     "model.trial",
 }

@@ -29,6 +29,15 @@ class LayeredCache(Protocol):
     def reset(self) -> None: ...
 
 
+def _refused(what: str, call: str) -> Any:
+    """A method that is refused, since rows are the same in all layers."""
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise CacheArgumentError(f"{what}, not a layer: rows are the same in all layers; cache.{call}")
+
+    return refuse
+
+
 class OfAllLayers:
     """What a layer is told that concerns the rows: they are the same in all layers, so the cache is to be told."""
 
@@ -46,35 +55,16 @@ class OfAllLayers:
         """Drop the rows of the whole cache."""
         self._cache.reset()
 
-    def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
-        """Refused: rows are reordered in all layers at once."""
-        raise _of_the_cache("reorder the cache", "cache.reorder_cache(beam_idx)")
-
-    def crop(self, tokens_to_remove: int) -> NoReturn:
-        """Refused: rows are cut in all layers at once."""
-        raise _of_the_cache("crop the cache", f"cache.crop({tokens_to_remove})")
-
-    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        """Refused: rows are repeated in all layers at once."""
-        raise _of_the_cache("repeat the rows of the cache", f"cache.batch_repeat_interleave({repeats})")
-
-    def batch_select_indices(self, indices: Tensor) -> NoReturn:
-        """Refused: rows are selected in all layers at once."""
-        raise _of_the_cache("select rows of the cache", "cache.batch_select_indices(indices)")
-
-    def activate_past_recording(self) -> NoReturn:
-        """Refused: drafts are verified in all layers at once."""
-        raise _of_the_cache("let the cache record the past", "cache.activate_past_recording()")
+    reorder_cache = _refused("reorder the cache", "reorder_cache(beam_idx)")
+    crop = _refused("crop the cache", "crop(tokens_to_remove)")
+    batch_repeat_interleave = _refused("repeat the rows of the cache", "batch_repeat_interleave(repeats)")
+    batch_select_indices = _refused("select rows of the cache", "batch_select_indices(indices)")
+    activate_past_recording = _refused("let the cache record the past", "activate_past_recording()")
 
     def offload(self) -> None:
         """Nothing: what is held stays where it is."""
 
-    def prefetch(self) -> None:
-        """Nothing: what is held stays where it is."""
-
-
-def _of_the_cache(what: str, call: str) -> CacheArgumentError:
-    return CacheArgumentError(f"{what}, not a layer: rows are the same in all layers; {call}")
+    prefetch = offload
 
 
 class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
@@ -107,12 +97,14 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
     @property
     def sliding_window(self) -> int:
         """How many tokens attention sees here; a layer without a window has none."""
-        return self._of_window(self._view.window_of.get(self._layer_idx, 0))
+        if not self.is_sliding:
+            raise AttributeError(f"layer {self._layer_idx} has no window")
+        return self._view.window_of[self._layer_idx]
 
     @property
     def cumulative_length(self) -> int:  # type: ignore[override]
-        """Columns of the rows, those behind the window included; a layer without a window has none."""
-        return self._of_window(self.get_seq_length())
+        """Columns of the rows, those that the window has passed included; a layer without a window has none."""
+        return self.get_seq_length() if self.sliding_window else 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,11 +151,6 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
         """The window, as `DynamicSlidingWindowLayer` says; else -1: there is no maximum but the pool's."""
         return self._view.window_of.get(self._layer_idx, -1)
 
-    def _of_window(self, value: int) -> int:
-        if not self.is_sliding:
-            raise AttributeError(f"layer {self._layer_idx} has no window")
-        return value
-
     def _in_pool(self, name: str) -> Tensor | None:
         """A tensor of this layer as the pool holds it, of all blocks; None before it has been written."""
         tensor: Tensor | None = self._cache.store.blocks.pool.layer(self._layer_idx).get(name)
@@ -195,8 +182,6 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
 class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
     """A layer of sparse attention that chooses its keys by an index: it writes a third tensor, or another layer's is used."""
 
-    _set_positions: Tensor | None = None
-
     @property
     def is_indexer_initialized(self) -> bool:
         """Whether the rows have index keys in this layer."""
@@ -227,22 +212,29 @@ class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
 
         Derived from the rows, which may have begun with what was known; where theirs are not those of plain tokens, what was set.
         """
-        num_columns, rows = self._cache.get_seq_length(), self._cache.call.rows.distinct
-        if not num_columns:
-            return None
-        if not rows or any(row.commit_end == 0 for row in rows):
-            return None if self._set_positions is None else self._set_positions[..., :num_columns]
-        columns = torch.arange(num_columns, device=input_device(self._cache.store.model))
-        positions = [(columns - row.pad).clamp_(min=0) + row.first_position for row in rows]
-        return torch.stack(positions).expand(3, -1, -1)
+        num_columns = self._cache.get_seq_length()
+        return index_positions(self._cache.call, self._layer_idx, num_columns, input_device(self._cache.store.model))
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor | None) -> None:
-        self._set_positions = positions
+        self._cache.call.index_positions[self._layer_idx] = positions
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store new index keys, [R, T, D], and return those of all columns."""
         return self._write({"indexer_key": indexer_key_states.unsqueeze(1)})["indexer_key"].squeeze(1)
+
+
+def index_positions(call: Call, layer_idx: int, num_columns: int, device: torch.device) -> Tensor | None:
+    """Positions of the running rows' columns, [3, R, columns], by which one model weighs index keys. None without rows."""
+    rows = call.rows.distinct
+    if not num_columns:
+        return None
+    if not rows or any(row.commit_end == 0 for row in rows):
+        given = call.index_positions.get(layer_idx)
+        return None if given is None else given[..., :num_columns]
+    columns = torch.arange(num_columns, device=device)
+    positions = [(columns - row.pad).clamp_(min=0) + row.first_position for row in rows]
+    return torch.stack(positions).expand(3, -1, -1)
 
 
 class CacheOfLayers(Cache):
@@ -264,7 +256,7 @@ class CacheOfLayers(Cache):
         return inputs
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Whether a layer keeps what lies behind its window or its state until `crop`, for drafts are verified."""
+        """Whether a layer keeps what its window or its state has passed until `crop`, for drafts are verified."""
         layer = self.layers[layer_idx]
         if hasattr(layer, "record_past"):
             return bool(layer.record_past)
