@@ -143,7 +143,7 @@ class LowerTiers:
                 if why is None:
                     self._must_settle |= self.layout.learn(file, room.make_room)
                     parts = self.layout.parts_here(file, room.first_device())
-                    tier.adopt(run, parts, lambda block: block.name)
+                    tier.adopt(run, parts, lambda block: Name(block, b""))
                     if None not in parts.values():
                         continue
                     why = "layers lie on other devices, or have other tensors, than where it was computed"

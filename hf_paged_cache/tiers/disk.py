@@ -17,6 +17,7 @@ from weakref import finalize
 from torch import Tensor
 
 from ..blocks.arguments import OWNERS_ALONE
+from ..blocks.hashing import BlockHash
 from ..errors import BlockStateError, CacheArgumentError, SavedBlocksError
 from ..kv.contents import Part, host_rows, runs
 from .arrival import arrival_on
@@ -24,7 +25,7 @@ from .base import Kind, Name, Rows
 from .files import FileTier, Place
 from .folders import OwnFolder, SharedFolder, make_folder, remove
 from .runs import Run, Writer, content_bytes, kind_bytes
-from .saved_file import DamagedFileError, SavedBlock, read_saved_file, saved_paths
+from .saved_file import DamagedFileError, read_saved_file, saved_paths
 from .sharing import Origin, Sharing
 
 logger = logging.getLogger("hf_paged_cache")
@@ -298,7 +299,7 @@ class DiskTier(FileTier):
         return None
 
     def adopt(
-        self, run: Run, parts_of: Mapping[Kind, Sequence[Part] | None], name_of: Callable[[SavedBlock], Name | None]
+        self, run: Run, parts_of: Mapping[Kind, Sequence[Part] | None], name_of: Callable[[BlockHash], Name | None]
     ) -> None:
         """What a file of `look`'s has is found from here on, if it is still there."""
         if run in self._runs:

@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 
 from ..blocks.hashing import TOKEN_BYTES, BlockHash
+from ..blocks.roots import RootFacts
 from ..kv.contents import Part
 from .base import Kind, Name
 from .folders import remove
 from .saved_file import (
     ModelFacts,
-    SavedBlock,
     SavedContents,
     SavedFile,
-    SavedRoot,
     new_path,
     read_rows,
     write_saved_file,
@@ -111,7 +110,7 @@ class Run:
         self.file: SavedFile | None = None
         self.problem: str | None = None
         self._home = home
-        self._roots: dict[bytes, SavedRoot] = {}
+        self._roots: dict[bytes, RootFacts] = {}
         self._parts: dict[Kind, tuple[Part, ...]] = {}
         self._chunks: dict[Kind, list[_Chunk]] | None = {}  # None: not in memory any more
         self._lock = threading.Lock()  # of where the rows are
@@ -142,7 +141,7 @@ class Run:
         parts: Sequence[Part],
         names: Sequence[Name],
         rows: Sequence[Tensor],
-        roots: Iterable[SavedRoot] = (),
+        roots: Iterable[RootFacts] = (),
         arrival: Sequence[torch.Event] = (),
     ) -> int:
         """More rows, as long as it is not closed; returns the number of their first among those of their kind.
@@ -156,8 +155,8 @@ class Run:
             self._parts[kind], self._chunks[kind] = tuple(parts), []
             self.num_bytes += kind_bytes(parts)
         for root in roots:
-            if root.digest not in self._roots:
-                self._roots[root.digest] = root
+            if (digest := root.root()) not in self._roots:
+                self._roots[digest] = root
                 self.num_bytes += _BYTES_OF_AN_ENTRY + 2 * len(root.regime)
         self.num_bytes += sum(content_bytes(parts, name) for name in names)
         chunks = self._chunks[kind]
@@ -188,11 +187,10 @@ class Run:
             names = [name for chunk in chunks for name in chunk.names]
             rows = tuple(numbers.setdefault(name.block_hash, len(numbers)) for name in names)
             contents.append(SavedContents(kind, self._parts[kind], rows, ()))
-        blocks = tuple(SavedBlock(each.digest, each.parent, each.token_bytes) for each in numbers)
-        parents = {block.parent for block in blocks}
+        parents = {block.parent for block in numbers}
         roots = tuple(root for digest, root in self._roots.items() if digest in parents)
-        block_size = len(blocks[0].token_bytes) // TOKEN_BYTES
-        return SavedFile(self.path, 0, block_size, self._facts, self._settings, roots, blocks, tuple(contents))
+        block_size = len(next(iter(numbers)).token_bytes) // TOKEN_BYTES
+        return SavedFile(self.path, 0, block_size, self._facts, self._settings, roots, (*numbers,), tuple(contents))
 
     def write(self, *, may_wait: bool = True) -> None:
         """Let the file have it when its folder has room. What it cannot hold is lost.
