@@ -91,8 +91,8 @@ def load_blocks(
     if num_strays:
         not_loaded[_NO_PARENT] = num_strays
     sequences = _sequences(blocks, fitting, found)
-    for number, path in enumerate(sequences):
-        num_left -= _bring_up(blocks, tier, path, num_left)
+    for number, sequence in enumerate(sequences):
+        num_left -= _bring_up(blocks, tier, sequence, num_left)
         progress(number + 1, len(sequences))
     with blocks.lock:
         missing = found.keys() - _cached(blocks, found)
