@@ -20,7 +20,7 @@ from ..blocks.arguments import OWNERS_ALONE
 from ..blocks.hashing import BlockHash
 from ..errors import BlockStateError, CacheArgumentError, SavedBlocksError
 from ..kv.contents import Part, host_rows, runs
-from .arrival import arrival_on
+from ..kv.stopwatch import events_on
 from .base import Kind, Name, Rows
 from .files import FileTier, Place
 from .folders import OwnFolder, SharedFolder, make_folder, remove
@@ -169,7 +169,7 @@ class DiskTier(FileTier):
             of_part if of_part.device.type == "cpu" else host_rows(part, len(names)).copy_(of_part, non_blocking=True)
             for part, of_part in zip(parts, rows, strict=True)
         ]
-        arrival = arrival_on(of_part.device for of_part in rows)
+        arrival = events_on(of_part.device for of_part in rows)
         found = [origin for root in {name.root for name in names} if (origin := origins[root]) is not None]
         self._is_dirty = True
         run = self._open.get(model)
