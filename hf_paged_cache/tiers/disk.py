@@ -137,10 +137,10 @@ class DiskTier(FileTier):
         self.touch(kind, [name for name in names if shelf.has_digest(name)])
         new = [index for index, name in enumerate(names) if not shelf.has_digest(name)]
         origins = {root: self._origin_of(root) for root in {names[index].root for index in new}}
+        models = {root: b"" if origin is None else origin.model.digest for root, origin in origins.items()}
         of_model: dict[bytes, list[int]] = {}  # b"": of this process alone
         for index in new:
-            origin = origins[names[index].root]
-            of_model.setdefault(b"" if origin is None else origin.model.digest, []).append(index)
+            of_model.setdefault(models[names[index].root], []).append(index)
         for model, indices in of_model.items():
             step = max(1, self.run_bytes // content_bytes(parts, names[indices[0]]))
             for start in range(0, len(indices), step):

@@ -128,7 +128,7 @@ class Run:
     @property
     def has_rows(self) -> bool:
         """Whether any were added."""
-        return bool(self._parts)
+        return any((self._chunks or {}).values())
 
     @property
     def is_in_memory(self) -> bool:
@@ -151,9 +151,10 @@ class Run:
             roots: of these contents' sequences, where others may find them.
         """
         assert self._chunks is not None
-        if kind not in self._parts:
-            self._parts[kind], self._chunks[kind] = tuple(parts), []
+        if kind not in self._chunks:
+            self._parts[kind] = tuple(parts)
             self.num_bytes += kind_bytes(parts)
+            self._chunks[kind] = []
         for root in roots:
             if (digest := root.root()) not in self._roots:
                 self._roots[digest] = root
@@ -170,8 +171,8 @@ class Run:
         Raises:
             OSError: it cannot be; nothing is left of it.
         """
-        chunks_of, rows = self._chunks, {}
-        assert chunks_of is not None
+        assert self._chunks is not None
+        chunks_of, rows = {kind: chunks for kind, chunks in self._chunks.items() if chunks}, {}
         for kind, chunks in chunks_of.items():
             for chunk in chunks:
                 chunk.wait()
