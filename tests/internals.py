@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.attention.contiguous import ContiguousReader
-from hf_paged_cache.attention.gather import GatherReader
+from hf_paged_cache.attention.view import View
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
 from hf_paged_cache.call import call_states
 from hf_paged_cache.call.call import Call
@@ -25,11 +24,10 @@ from hf_paged_cache.call.rows import Rows
 from hf_paged_cache.integration import ambient, shared_prefix, state_forwards
 from hf_paged_cache.kv import recycled_memory
 from hf_paged_cache.kv.block_pool import BlockPool
-from hf_paged_cache.kv.grouped_pool import GroupedPool
 from hf_paged_cache.kv.states import LiveStates, StateKey
 from hf_paged_cache.model.conditioning import Conditioning
 from hf_paged_cache.model.rope import RopeRegime
-from hf_paged_cache.store import capacity, state_snapshots
+from hf_paged_cache.store import block_store, state_snapshots
 from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.state_snapshots import StateRules
 from hf_paged_cache.tiers.disk import DiskTier
@@ -53,20 +51,17 @@ def held_tensors(
 ) -> Iterator[Tensor]:
     """The tensors of the pool: of each layer, or of some, its keys and its values."""
     pool = _blocks(cache_or_store).pool
-    for part in (pool, *(pool._in_windows.values() if isinstance(pool, GroupedPool) else ())):
-        for layer_idx, layer in part._tensors.items():
-            if layers is None or layer_idx in layers:
-                yield from layer.values()
+    for layer_idx in pool.layer_indices:
+        if layers is None or layer_idx in layers:
+            yield from pool.layer(layer_idx).values()
 
 
 def tensor_and_block(store: BlockStore, layer_idx: int, name: str, block_id: int) -> tuple[Tensor, int] | None:
     """The pool's tensor for a layer, and where it has a block; None where a layer with a window has not."""
     pool, window = store.pool, store.windows.window_of.get(layer_idx)
-    if window is None:
-        return pool._tensors[layer_idx][name], block_id
-    assert isinstance(pool, GroupedPool)
-    place = pool._groups[window].places.get(block_id)
-    return None if place is None else (pool.of_window(window)._tensors[layer_idx][name], place)
+    placing = pool.groups[window].placing
+    place = block_id if placing is None else placing.places.get(block_id)
+    return None if place is None else (pool.layer(layer_idx)[name], place)
 
 
 def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore, layers: Collection[int] | None = None) -> None:
@@ -80,14 +75,13 @@ def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore, layers: Collecti
     for tensor in held_tensors(cache_or_store, layers):
         tensor.zero_()
     for call in _blocks(cache_or_store).holders():
-        call.reader.drop()
+        call.view.drop()
 
 
 def zero_window_blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> set[int]:
     """As `zero_blocks`, in the tensors of the windows' groups alone; the layers that these hold."""
-    pool = _blocks(cache_or_store).pool
-    assert isinstance(pool, GroupedPool)
-    layers = {layer_idx for in_window in pool._in_windows.values() for layer_idx in in_window._tensors}
+    groups = _blocks(cache_or_store).pool.groups
+    layers = {layer_idx for window, group in groups.items() if window is not None for layer_idx in group.layers}
     zero_blocks(cache_or_store, layers)
     return layers
 
@@ -159,7 +153,7 @@ def written_slots(store: BlockStore) -> set[int]:
         for offset in range(block_size)
     }
     for call in store.holders():
-        view_from = math.inf if call._held._view_from is None else call._held._view_from
+        view_from = math.inf if call._held.view_from is None else call._held.view_from
         for held in [*call.rows.distinct, *call.previous.distinct]:
             num_written = int(max(held.num_known, min(held.num_confirmed, view_from - held.pad)))
             slots |= set(held.table.slots(0, min(num_written, held.table.num_tokens)))
@@ -170,12 +164,11 @@ def spoil_unwritten_slots(store: BlockStore, layer_idx: int, value: float) -> in
     """Write `value` into all slots of a layer that hold nothing; returns how many. The null block is left as it is."""
     pool, size, window = store.pool, store.block_size, store.windows.window_of.get(layer_idx)
     written = written_slots(store)
-    if window is not None:
-        assert isinstance(pool, GroupedPool)
-        places, pool = pool._groups[window].places, pool.of_window(window)
+    if (placing := pool.groups[window].placing) is not None:
+        places = placing.places
         written = {places[slot // size] * size + slot % size for slot in written if slot // size in places}
     empty: list[int] = []
-    for held in pool._tensors.get(layer_idx, {}).values():
+    for held in pool.layer(layer_idx).values():
         empty = sorted(set(range(size, held.shape[0] * size)) - written)
         held.transpose(1, 2)[[slot // size for slot in empty], [slot % size for slot in empty]] = value
     return len(empty)
@@ -233,28 +226,23 @@ def before_each_write(patch: pytest.MonkeyPatch, act: Callable[[BlockStore, int]
 
         return acting_write
 
-    for name in ("write", "write_pair"):
-        patch.setattr(Call, name, acting(getattr(Call, name)))
+    patch.setattr(Call, "write", acting(Call.write))
 
 
 def count_writes(patch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often layers are written from here on: "write", or "write_pair" by the fast path.
-
-    "write_blocks" counts once for all layers.
-    """
+    """How often the pool is written from here on; "write_blocks" counts once for all layers."""
     counts: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
         write = getattr(BlockPool, name)
 
         def counting(*args: Any) -> Any:
-            done = write(*args)
-            counts[name] += done is not False
-            return done
+            counts[name] += 1
+            return write(*args)
 
         return counting
 
-    for name in ("write", "write_pair", "write_blocks"):
+    for name in ("write", "write_blocks"):
         patch.setattr(BlockPool, name, counted(name))
     return counts
 
@@ -277,7 +265,7 @@ LAYER_WRITE = (PagedPrefixCache, "update")
 FAULT_POINTS: list[tuple[type, str, str]] = [
     *(
         (Call, name, "contiguous")
-        for name in ("begin", "prepare", "schedule", "schedule_step", "write", "write_pair", "confirm", "reorder")
+        for name in ("begin", "prepare", "schedule", "schedule_step", "write", "confirm", "reorder")
     ),
     (PrefixCachingBlockAllocator, "allocate", "contiguous"),
     (PrefixCachingBlockAllocator, "allocate_mutable", "contiguous"),
@@ -289,56 +277,49 @@ FAULT_POINTS: list[tuple[type, str, str]] = [
     (BlockTable, "append_tokens", "contiguous"),
     (BlockStore, "make_room", "contiguous"),
     (BlockStore, "make_copies", "contiguous"),
-    *((BlockPool, name, "contiguous") for name in ("write", "write_pair", "write_blocks", "copy_blocks")),
+    *((BlockPool, name, "contiguous") for name in ("write", "write_blocks", "copy_blocks")),
     (BlockPool, "gather", "gather"),  # a contiguous copy gathers nothing there
     (Rows, "regroup", "contiguous"),
     (Rows, "select", "contiguous"),
-    *((ContiguousReader, name, "contiguous") for name in ("read", "read_pair", "start_forward")),
-    *((ContiguousReader, name, "contiguous") for name in ("reorder_rows", "expand_rows", "keep")),
-    (GatherReader, "read", "gather"),
+    *((View, name, "contiguous") for name in ("read", "start_forward", "reorder_rows", "expand_rows", "keep")),
+    (View, "read", "gather"),
 ]
 
-# Where memory runs out: methods of a cache's own pool and reader.
+# Where memory runs out: methods of a cache's own pool and view.
 MEMORY_PLACES = [
     "pool.write",
-    "pool.write_pair",
     "pool.write_blocks",
-    "pool.ensure_capacity",
-    "pool.copy_blocks",
-    "reader.read",
-    "reader.read_pair",
-    "reader.start_rows",
-    "reader.start_forward",
-    "reader.reorder_rows",
+    "pool.all.ensure_capacity",
+    "pool.all.copy_blocks",
+    "view.read",
+    "view.start_rows",
+    "view.start_forward",
+    "view.reorder_rows",
 ]
 
 
 def owner_of(cache: PagedPrefixCache, place: str) -> tuple[Any, str]:
     """The object and the name of the method that one of `MEMORY_PLACES` is."""
-    owner, name = place.split(".")
-    return {"pool": _blocks(cache).pool, "reader": cache.call.reader}[owner], name
+    owner, name = place.rsplit(".", 1)
+    pool = _blocks(cache).pool
+    return {"pool": pool, "pool.all": pool.all, "view": cache.view}[owner], name
 
 
 @contextmanager
 def failing_layer(cache: PagedPrefixCache, layer_idx: int, error: BaseException) -> Iterator[None]:
     """Raise where that layer writes more than a decode step does."""
-    call, write_pair, write_layer = cache.call, cache.call.write_pair, cache.write_layer
+    call, write = cache.call, cache.call.write
 
-    def fail_in_pair(written: int, key: Tensor, value: Tensor) -> Any:
-        if written == layer_idx and key.shape[2] > 1:
+    def fail(written: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if written == layer_idx and any(new.shape[2] > 1 for new in states.values()):
             raise error
-        return write_pair(written, key, value)
+        return write(written, states)
 
-    def fail(written: int, states: Any) -> Any:
-        if written == layer_idx:
-            raise error
-        return write_layer(written, states)
-
-    call.write_pair, cache.write_layer = fail_in_pair, fail  # type: ignore[method-assign]
+    call.write = fail  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del call.write_pair, cache.write_layer
+        del call.write
 
 
 @contextmanager
@@ -419,17 +400,17 @@ def zero_what_rows_share(patch: pytest.MonkeyPatch, cache: PagedPrefixCache) -> 
 
 def never_flush(patch: pytest.MonkeyPatch) -> None:
     """The pool never gets what steps have written into the view alone."""
-    patch.setattr(HeldSteps, "flush", lambda self, rows, **_: setattr(self, "_view_from", None) or self._mark(rows))
+    patch.setattr(HeldSteps, "flush", lambda self, rows, **_: setattr(self, "view_from", None) or self._mark(rows))
 
 
 def read_zeros(patch: pytest.MonkeyPatch) -> None:
     """Attention gets zeros in place of all keys and values from here on."""
-    read = ContiguousReader.read
+    read = View.read
 
     def wrong(self: Any, layer_idx: int, new: Any) -> Any:
         return {name: held * 0 for name, held in read(self, layer_idx, new).items()}
 
-    patch.setattr(ContiguousReader, "read", wrong)
+    patch.setattr(View, "read", wrong)
 
 
 def see_no_change_of_the_model(patch: pytest.MonkeyPatch) -> None:
@@ -443,7 +424,7 @@ def see_no_change_of_the_model(patch: pytest.MonkeyPatch) -> None:
 
 def make_pools_grow(patch: pytest.MonkeyPatch) -> None:
     """A store begins with four blocks."""
-    patch.setattr(capacity, "_FIRST_NUM_BLOCKS", 4)
+    patch.setattr(block_store, "_FIRST_NUM_BLOCKS", 4)
 
 
 def recycle_all_memory(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from weakref import ref
 
 import torch
 
-from ..attention.windows import Windows
 from ..blocks.roots import RootFacts
 from ..call.admission import would_fit
 from ..call.call import Call
@@ -27,15 +26,14 @@ from ..model.placeholders import Placeholders
 from ..model.support import require_layer_adapters
 from .forward_arguments import ArgumentReader, for_scheduled
 from .generate_arguments import GenerateArguments
-from .going_on import GoingOn, Look
 from .input_values import KnownInputs
 from .other_models import another_model, how_to_run, running_elsewhere
 from .own_layers import OwnLayers, why_full
 from .ranks import Ranks, of_all_ranks, tokens_as_bytes
+from .resumption import Look, Resumption
 from .running_generate import plant_bracket, running_generate
 from .shared_prefix import SharedPrefixes
 from .state_forwards import StateForwards
-from .verification import Verifier
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -62,9 +60,7 @@ class Session:
         placeholders: token ids of the model that are no text.
         salt: part of every root.
         shared_prefixes: computes first, and once, what rows of a forward share.
-        verifier: looks at one cached block of a hit a call; None does not.
         ranks: other processes that run the same forwards.
-        windows: of the layers; as the config says when rows begin.
         state_forwards: brings rows together whose layers carry states.
         bypasses: a call that does not fit runs in layers of its own; otherwise it is refused.
     """
@@ -77,17 +73,14 @@ class Session:
         placeholders: Placeholders,
         salt: bytes,
         shared_prefixes: SharedPrefixes,
-        verifier: Verifier | None,
         ranks: Ranks,
-        windows: Windows,
         state_forwards: StateForwards,
         *,
         bypasses: bool = False,
     ) -> None:
         self.records_drafts = False  # drafts will be verified in this call
-        self.verifier = verifier
         self.own_layers = OwnLayers(conditioning.model, call)
-        self.going_on = GoingOn(call, self.own_layers, conditioning, placeholders)
+        self.resumption = Resumption(call, self.own_layers, conditioning, placeholders)
         self._bypasses = bypasses
         self._call = call
         self._store = call.store
@@ -96,7 +89,6 @@ class Session:
         self._salt = salt
         self._shared_prefixes = shared_prefixes
         self._ranks = ranks
-        self._windows = windows
         self._state_forwards = state_forwards
         self._synced_gpus = False  # with other processes, which run as many forwards
         self._digest = b""  # of the model; read once a `generate`, or at every forward without one
@@ -117,6 +109,30 @@ class Session:
         """Whether other processes share the model."""
         return self._ranks.are_several
 
+    @property
+    def num_columns(self) -> int:
+        """Columns of the rows, wherever they are: those before a running forward's, or all confirmed ones."""
+        return self.own_layers.num_columns if self.own_layers.has_rows else self._call.num_columns
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch, wherever they are."""
+        return self.own_layers.num_rows if self.own_layers.has_rows else len(self._call.rows)
+
+    @property
+    def _has_rows(self) -> bool:
+        return bool(self._call.rows.alias) or self.own_layers.has_rows
+
+    def rows(self) -> Call | OwnLayers:
+        """Who holds the rows, so that they can be cut or change places there.
+
+        Raises:
+            CacheBusyError: a `generate` or a forward of another thread is running on them.
+        """
+        self._call.require_no_generate_elsewhere()
+        self.own_layers.roll_back()
+        return self.own_layers if self.own_layers.has_rows else self._call
+
     @contextmanager
     def generating(self, model: Any, given: GenerateArguments, bracket: ref[Bracket]) -> Iterator[None]:
         """The span of one `generate`.
@@ -129,16 +145,16 @@ class Session:
             CacheArgumentError: another model's, or one that asks for a cache of its own.
             UnsupportedModelError: adapters that do more than change layers have been put round the model.
         """
-        call, failed, ran_out_of_memory = self._call, True, False
+        call, failed, no_memory = self._call, True, False
         try:
-            look = self.going_on.look(given)
+            look = self.resumption.look(given)
             with self._store.lock:
                 self._open(model, given, bracket, look)
             yield
             call.catch_up()
             failed = False
         except Exception as error:
-            ran_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            no_memory = isinstance(error, torch.OutOfMemoryError)
             self._ranks.tell_refusal(error, always=bracket not in call.brackets)
             raise
         finally:
@@ -148,24 +164,36 @@ class Session:
                 call.leave_reservation()
             else:
                 self._ranks.is_settled = False
-                held = call.rows.are_trusted or self._conditions_hold()
-                with self._store.lock:  # ended and closed in one: no other thread begins in between
-                    self._digest, self._synced_gpus = b"", False
-                    call.end(failed=failed, conditions_held=held)
-                    if ran_out_of_memory:
-                        call.drop_rows()
-                        self._store.make_way()
-                    call.brackets.close(bracket)  # last: where the end is interrupted, it was left open
-                    self._was_overtaken = self.is_open  # by a generate inside of another
+                self.close(bracket, failed=failed, no_memory=no_memory)
                 self._log()
+
+    def close(self, bracket: ref[Bracket], *, failed: bool = True, no_memory: bool = False) -> None:
+        """A `generate` has ended; one whose bracket is not open is ignored.
+
+        Args:
+            failed: an exception has ended it, or it is not known whether one has.
+            no_memory: it was for want of memory: the rows make way.
+        """
+        call = self._call
+        if bracket not in call.brackets:
+            return
+        held = call.rows.are_trusted or self._conditions_hold()
+        with self._store.lock:  # ended and closed in one: no other thread begins in between
+            self._digest, self._synced_gpus = b"", False
+            call.end(failed=failed, conditions_held=held)
+            if no_memory:
+                call.drop_rows()
+                self._store.make_way()
+            call.brackets.close(bracket)  # last: where the end is interrupted, it was left open
+            self._was_overtaken = self.is_open  # by a generate inside of another
 
     def _open(self, model: Any, given: GenerateArguments, bracket: ref[Bracket], look: Look | None) -> None:
         """A `generate` begins; see `generating`. The store's lock is held."""
         self._require_may_begin(model, given)
-        goes_on = self.going_on.settle(given, look)
-        if not goes_on:
+        resumes = self.resumption.settle(given, look)
+        if not resumes:
             self.own_layers.end()
-        self._call.begin(bracket, given.limits, keep_rows=goes_on)
+        self._call.begin(bracket, given.limits, keep_rows=resumes)
         self.records_drafts, self._synced_gpus = False, given.synced_gpus
         self._digest, self._inputs, self._was_alone = given.digest, given.inputs, False
         self._ranks.is_settled = False
@@ -175,7 +203,7 @@ class Session:
 
         It would take the rows of the last call for the beginning of its prompt, whatever they are.
         """
-        if not self.is_open and (self._call.rows.alias or self.own_layers.has_rows) and not self._call.is_in_use:
+        if not self.is_open and self._has_rows and not self._call.is_in_use:
             self._open_found(self._conditioning.model)
 
     def _open_found(self, model: Any) -> None:
@@ -189,20 +217,12 @@ class Session:
             return
         if running.given.use_cache is False:
             raise CacheArgumentError(_NO_CACHE_WANTED)
-        look, records_drafts = self.going_on.look(running.given), self.records_drafts
+        look, records_drafts = self.resumption.look(running.given), self.records_drafts
         with self._store.lock:
-            self._open(model, running.given, plant_bracket(running, self._store, self), look)
+            self._open(model, running.given, plant_bracket(running, self._store.left_behind, self), look)
             if records_drafts:  # which it has said before it came here
                 self.records_drafts = True
                 self._call.keep_past()
-
-    def close_found(self, bracket: ref[Bracket]) -> None:
-        """The frame of a `generate` that `_open_found` has begun is gone. Whether an exception ended it is not known."""
-        if bracket in self._call.brackets:
-            held = self._call.rows.are_trusted or self._conditions_hold()
-            self._digest, self._synced_gpus = b"", False
-            self._call.end(failed=True, conditions_held=held)
-            self._call.brackets.close(bracket)
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Schedule a forward; returns the arguments that it is to run with.
@@ -217,17 +237,25 @@ class Session:
             if not self._bypasses or not isinstance(error, OutOfBlocksError):
                 raise
             # The one place where a refusal, which is all ranks', becomes a bypass.
-            self.own_layers.take_over(why_full(error), records_past=self.records_drafts)
-            logger.info("this call runs without the store: %s", error)
-            self._ranks.is_settled = True
-            self.own_layers.start_forward(arguments)
-            return arguments
+            return self._run_without_store(arguments, why_full(error), str(error))
+
+    def _run_without_store(self, arguments: Mapping[str, Any], why: str = "", said: str = "") -> Mapping[str, Any]:
+        """The forward runs on layers of the rows' own, where the rows are already, or move now.
+
+        Args:
+            why, said: it does not run on the store; for `last_call`, and for the log.
+        """
+        self.own_layers.start_forward(arguments, why, records_past=self.records_drafts)
+        self._ranks.is_settled = True
+        if said:
+            logger.info("this call runs without the store: %s", said)
+        return arguments
 
     def _before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         self._require_model(model)
         self._require_mine()
         call = self._call
-        if not (self.is_open or call.rows.alias or self.own_layers.has_rows):
+        if not (self.is_open or self._has_rows):
             self._open_found(model)
         call.roll_back()
         if call.may_step and self._adapters is None and not self._conditioning.rope.depends_on_length:
@@ -236,32 +264,26 @@ class Session:
                 call.schedule_step(passed)
                 return arguments
         call.catch_up()
-        if self.is_open:
-            self.going_on.require_new_tokens(arguments)
-        else:
-            self.going_on.require_filled(arguments)
+        self.resumption.check_forward(arguments, in_generate=self.is_open)
         if self._was_overtaken and self.is_open:
             raise CacheBusyError(f"another generate ran on this cache inside of this one; {_ANOTHER_CACHE}")
         if self.own_layers.has_rows:
-            self._ranks.is_settled = True
-            self.own_layers.start_forward(arguments)
-            return arguments
+            return self._run_without_store(arguments)
         if not self.is_open:
             self._ranks.is_settled = False
         if not self._digest or not self.is_open:
             self._read_conditions()
-        before, windows = call.rows.num_columns, self._windows.of_layer
+        before, view = call.rows.num_columns, call.view
+        windows = view.window_of
         if not before:
-            self._windows.follow(self._conditioning.windows())
-            # Ranks settle what each knows in tokens, without a look at windows.
-            window_of = {} if self._ranks.are_several else self._windows.of_layer
+            windows_now = self._conditioning.windows()
             with self._store.lock:
+                view.follow(windows_now)
+                # Ranks settle what each knows in tokens, without a look at windows.
+                window_of = {} if self._ranks.are_several else view.window_of
                 can_run = self._store.follow_windows(window_of, call)
             if not can_run:
-                logger.info("this call runs without the store: %s", _OTHER_WINDOWS)
-                self.own_layers.take_over(_OTHER_WINDOWS, records_past=self.records_drafts)
-                self.own_layers.start_forward(arguments)
-                return arguments
+                return self._run_without_store(arguments, _OTHER_WINDOWS, _OTHER_WINDOWS)
         known, self._inputs = self._inputs, None
         request = self._reader.read(
             arguments, call.rows, in_generate=self.is_open, records_drafts=self.records_drafts, known=known
@@ -281,13 +303,6 @@ class Session:
         request = self._with_roots(request, before)
         if self._store.tiers:
             call.bring_up(request)
-        if self.verifier is not None and not before and request.bypass is None and self._adapters is None:
-            if not self.verifier.verify(request.rows, self._digest, synced_gpus=self._synced_gpus):
-                self._conditioning.suspect()
-                with self._store.lock:
-                    self._store.tiers.distrust()
-                self._read_conditions()
-                request = self._with_roots(request, before)
         if not self._ranks.are_several:  # several run as many forwards each, and settle their budgets behind the first
             limits = call.limits
             num_columns = max(before + request.num_new_columns, limits.max_columns if limits.are_known else 0)
@@ -295,7 +310,7 @@ class Session:
         try:
             forward = self._schedule(request, arguments)
         except BaseException:
-            self._windows.of_layer = windows  # rows of before may go on
+            view.follow(windows)  # rows of before may resume
             raise
         self._ranks.is_settled = self._needs_no_agreement(forward.stop)
         if forward.start == before and forward.copies is None:
@@ -310,7 +325,7 @@ class Session:
             return output
         if self.own_layers.is_running:
             self.own_layers.confirm()
-            self.going_on.note()
+            self.resumption.note()
             return output
         if self._regime and self._conditioning.rope.now() != self._regime:
             held = False
@@ -318,7 +333,7 @@ class Session:
             # with one thread before and after, nobody can have begun another that has ended since
             is_alone = self._was_alone and not self._conditioning.may_change_in_a_forward()
             held = is_alone or self._conditions_hold()
-        self.going_on.note()
+        self.resumption.note()
         try:
             copies = call.confirm(self._ranks.settled_budget(), conditions_held=held).copies
         except ForwardMismatchError as error:
@@ -440,7 +455,7 @@ class Session:
         return least[1:], bool(least[0])
 
     def _needs_no_agreement(self, num_columns: int) -> bool:
-        """Whether the forward behind so many columns can neither be refused nor skip any, on any rank."""
+        """Whether the forward after so many columns can neither be refused nor skip any, on any rank."""
         if not self.is_open or not self._ranks.start_together:
             return self.is_open
         return num_columns >= self._call.limits.num_prompt_columns
@@ -515,11 +530,11 @@ class Session:
             raise CacheBusyError(f"a generate call is running on this cache in another thread; {_ANOTHER_CACHE}")
 
     def _require_fit(self, given: GenerateArguments) -> None:
-        """Only new tokens must go on exactly where the rows stopped; a mask of ones never reaches the forward."""
+        """Only new tokens must resume exactly where the rows stopped; a mask of ones never reaches the forward."""
         self._call.check_not_busy()
         self._call.roll_back()
         self.own_layers.roll_back()
-        num_held = self.own_layers.num_columns if self.own_layers.has_rows else self._call.rows.num_columns
+        num_held = self.num_columns
         if given.num_masked != num_held + given.num_given:
             raise CacheArgumentError(
                 f"the attention mask has {given.num_masked} columns, the cache {num_held} and the ids {given.num_given}: pass "

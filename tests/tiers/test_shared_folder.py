@@ -317,13 +317,15 @@ def test_a_reset_finds_nothing_any_more_and_leaves_what_others_have_written(tmp_
 
 def test_where_a_look_shows_that_weights_changed_unseen_what_was_written_goes(tmp_path: Path) -> None:
     model = copy.deepcopy(tiny("llama"))
-    cache = new_cache(model, tmp_path, verify=True)
+    cache = new_cache(model, tmp_path)
     call(model, prompts()[0], cache)
     model.model.layers[0].self_attn.k_proj.weight.detach().numpy()[:, 1:7] += 1.0  # seen by no count
     for ids in [*prompts()[1:], prompts()[4]]:
         call(model, ids, cache)
         tier_of(cache).join()
     call(model, prompts()[0], cache)
+    assert cache.verify().differing
+    assert not saved_paths(tmp_path)
     assert_same(call(model, prompts()[0]), call(model, prompts()[0], cache))
 
 

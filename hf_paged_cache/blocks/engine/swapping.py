@@ -1,0 +1,287 @@
+"""Owns which blocks of a table move between two allocators, as a device's and its host's, and which of them are copied.
+
+Refuses, before anything changes, tables that are not where they are to be taken from, or that do not fit. Copies nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from ...errors import BlockStateError, CacheArgumentError
+from ..allocation import Allocation
+from ..block_table import BlockTable
+from ..hashing import BlockHash
+from .allocator import EngineAllocator
+
+
+class AllocStatus(Enum):
+    """Whether tables can be swapped; the value completes "they fit ..."."""
+
+    OK = "now"
+    LATER = "once others have given blocks back"
+    NEVER = "into no pool of this size"
+
+
+class SwapCopy(NamedTuple):
+    """The content of one block that is to be copied from one side to the other."""
+
+    source: int
+    destination: int
+    is_to_host: bool
+
+
+class _Move(NamedTuple):
+    table: BlockTable
+    old: Allocation
+    new: Allocation
+
+
+class _Swap(NamedTuple):
+    """A swap that has all its blocks, to be finished by `settle`."""
+
+    destination: EngineAllocator
+    moves: list[_Move]
+    copied: list[int]  # blocks of the destination
+
+
+class _Plan(NamedTuple):
+    tables: Sequence[BlockTable]
+    # block of the source, in the order of the tables -> what is wanted in its place: a block that has the same content, or a fresh
+    # one, with a hash or without
+    wanted: dict[int, int | BlockHash | None]
+
+    @property
+    def hits(self) -> list[int]:
+        """Blocks that the destination has."""
+        return [each for each in self.wanted.values() if isinstance(each, int)]
+
+    @property
+    def num_fresh(self) -> int:
+        """Blocks whose content is copied."""
+        return len(self.wanted) - len(self.hits)
+
+
+class BlockSwapper:
+    """Moves whole tables out to the host and back in, block by block, tokens and hashes kept.
+
+    A swap gives a table blocks of the other side, and those so far back; full ones with a hash stay cached on the side they
+    leave, and are cached on the side they come to. One that the other side has is found there, and not copied. A block that
+    several of the tables hold, such as a partial one of forks, is copied once and held by all of them again. Blocks without
+    tokens stay behind.
+
+    Ids change first, content follows: make the copies that a swap returns, in order, before any block of either side is
+    written. Until `drop_copies` they are `pending_copies`, too, for who was interrupted. Every operation finishes or changes
+    nothing; after a Ctrl-C inside, call `settle`, as every operation does, before the tables are used. Not thread-safe: use
+    one lock for both sides.
+
+    Args:
+        device, host: two allocators of one block size.
+
+    Raises:
+        CacheArgumentError: they are one, or have other block sizes.
+
+    Examples:
+        >>> from .. import BlockTable, root_hash
+        >>> device, host = (EngineAllocator(num_blocks=8, block_size=2) for _ in range(2))
+        >>> swapper, table = BlockSwapper(device, host), BlockTable(device, root_hash(b"model"))
+        >>> table.allocate([1, 2, 3]), len(table.commit_full_blocks(3)), swapper.num_full_blocks_touched(table)
+        (0, 1, 1)
+        >>> swapper.swap_out(table), device.num_blocks_in_use, table.num_tokens
+        ([(1, 1), (2, 2)], 0, 3)
+        >>> swapper.drop_copies(2), swapper.swap_in(table)  # the full block is on the device still
+        (None, [(2, 2)])
+
+    Source: the swapping of vLLM's first block manager (`get_num_full_blocks_touched`, `can_swap_in`, `AllocStatus`).
+    """
+
+    def __init__(self, device: EngineAllocator, host: EngineAllocator) -> None:
+        if device is host:
+            raise CacheArgumentError("device and host are one allocator; give two")
+        if device.block_size != host.block_size:
+            raise CacheArgumentError(
+                f"block_size is {device.block_size} on the device and {host.block_size} on the host; a block needs one size"
+            )
+        self.device = device
+        self.host = host
+        self._pending: list[SwapCopy] = []
+        self._unfinished: _Swap | None = None
+
+    def __repr__(self) -> str:
+        return f"BlockSwapper(device={self.device!r}, host={self.host!r}, pending copies={len(self._pending)})"
+
+    @property
+    def pending_copies(self) -> tuple[SwapCopy, ...]:
+        """The copies that swaps have returned and nobody has dropped, in the order in which they must be made."""
+        return tuple(self._pending)
+
+    def drop_copies(self, num_copies: int) -> None:
+        """Forget the first `num_copies` of `pending_copies`: they were made."""
+        del self._pending[:num_copies]
+
+    def is_on_host(self, table: BlockTable) -> bool:
+        """Whether a table's blocks are the host's.
+
+        Raises:
+            BlockStateError: they are nobody's here: it was freed, or is of other allocators.
+        """
+        self.settle()
+        if self.host.holds(table.allocation):
+            return True
+        if self.device.holds(table.allocation):
+            return False
+        raise BlockStateError(f"{table!r} was freed, or is of another allocator than these two")
+
+    def swap_out(self, *tables: BlockTable) -> list[tuple[int, int]]:
+        """Move tables from the device to the host.
+
+        Returns:
+            (block of the device, block of the host) to be copied.
+
+        Raises:
+            OutOfBlocksError: the host lacks blocks; nothing has changed.
+            BlockStateError: a table is not on the device, or copies on write are pending there: make them first.
+            CacheArgumentError: a table is given twice, or is of a model with windows.
+        """
+        return self._swap(tables, self.device, self.host)
+
+    def swap_in(self, *tables: BlockTable) -> list[tuple[int, int]]:
+        """Move tables from the host to the device. Returns, raises: as `swap_out`, with the sides exchanged."""
+        return self._swap(tables, self.host, self.device)
+
+    def can_swap_out(self, *tables: BlockTable) -> AllocStatus:
+        """Whether `swap_out` of these tables would find its blocks.  Effects: none. Raises as it does, but for the blocks."""
+        return self._status(self._plan(tables, self.device, self.host), self.host)
+
+    def can_swap_in(self, *tables: BlockTable) -> AllocStatus:
+        """The same of `swap_in`."""
+        return self._status(self._plan(tables, self.host, self.device), self.device)
+
+    def num_full_blocks_touched(self, *tables: BlockTable) -> int:
+        """How many full blocks a swap of these tables to the other side would copy: those that it has not.  Effects: none.
+
+        Raises:
+            BlockStateError, CacheArgumentError: as a swap would; or they are not all on one side.
+        """
+        if not tables:
+            return 0
+        sides = (self.host, self.device) if self.is_on_host(tables[0]) else (self.device, self.host)
+        wanted = self._plan(tables, *sides).wanted
+        full = {
+            block_id for table in tables for block_id in table.block_ids[: table.num_tokens // self.device.block_size]
+        }
+        return sum(not isinstance(wanted[block_id], int) for block_id in full)
+
+    def settle(self) -> None:
+        """Finish a swap that was interrupted."""
+        swap = self._unfinished
+        if swap is None:
+            return
+        for table, old, new in swap.moves:
+            if table.allocation is old and old.is_freed:
+                if not new.is_freed:
+                    new.free()  # the table was freed meanwhile
+            else:
+                table.move_to(swap.destination, new)
+        swap.destination.mark_computed(block_id for block_id in swap.copied if swap.destination.ref_count(block_id))
+        for _, old, _ in swap.moves:
+            if not old.is_freed:
+                old.free()
+        self._unfinished = None
+
+    def check(self) -> None:
+        """Settle, and prove the invariants of both sides, or raise BlockStateError with the whole state."""
+        self.settle()
+        self.device.check()
+        self.host.check()
+
+    def _swap(
+        self,
+        tables: Sequence[BlockTable],
+        source: EngineAllocator,
+        destination: EngineAllocator,
+    ) -> list[tuple[int, int]]:
+        plan = self._plan(tables, source, destination)
+        namespaces = [table.namespace for table in tables]
+        destination.require(plan.num_fresh, plan.hits, max(namespaces, default=b""))
+        # What is allocated here and nobody has got yet is given back when it is collected: an interrupt leaves nothing held.
+        guards = self._hold_hits(plan, destination)
+        placed: dict[int, int] = {}  # block of the source -> block in its place
+        moves = []
+        for table in tables:
+            held = self._blocks_with_tokens(table)
+            new = destination.allocate_as([placed.get(each, plan.wanted[each]) for each in held], table.namespace)
+            new.num_prefix_blocks = min(table.allocation.num_prefix_blocks, len(held))
+            placed.update(zip(held, new.block_ids, strict=True))
+            moves.append(_Move(table, table.allocation, new))
+        copies = [(block_id, placed[block_id]) for block_id, each in plan.wanted.items() if not isinstance(each, int)]
+        is_to_host = destination is self.host
+        # Before any table has moved: a copy too many does no harm, one too few does.
+        self._pending.extend([SwapCopy(*pair, is_to_host) for pair in copies])
+        self._unfinished = _Swap(destination, moves, [block_id for _, block_id in copies])
+        self.settle()
+        for guard in guards:
+            guard.free()
+        return copies
+
+    def _hold_hits(self, plan: _Plan, destination: EngineAllocator) -> list[Allocation]:
+        """Keep what the destination has of all tables from being evicted for the first of them."""
+        of_namespace: dict[bytes, dict[int, None]] = {}
+        for table in plan.tables:
+            hits = (plan.wanted[block_id] for block_id in self._blocks_with_tokens(table))
+            found = of_namespace.setdefault(table.namespace, {})
+            found.update((block_id, None) for block_id in hits if isinstance(block_id, int))
+        return [destination.allocate_as([*hits], namespace) for namespace, hits in of_namespace.items()]
+
+    def _plan(
+        self,
+        tables: Sequence[BlockTable],
+        source: EngineAllocator,
+        destination: EngineAllocator,
+    ) -> _Plan:
+        """What a swap would take.  Effects: none."""
+        self.settle()
+        where = "the device" if source is self.device else "the host"
+        for number, table in enumerate(tables):
+            if table.groups:
+                raise CacheArgumentError(
+                    f"{table!r} has groups; a table of a model with windows holds window blocks beside its blocks, and "
+                    "is not swapped"
+                )
+            if any(table is other for other in tables[:number]):
+                raise CacheArgumentError(f"{table!r} is given twice; give each table once")
+            if not source.holds(table.allocation):
+                raise BlockStateError(
+                    f"{table!r} is not on {where}: it was swapped or freed, or is of another allocator"
+                )
+        if source.pending_copies:
+            raise BlockStateError(
+                f"{len(source.pending_copies)} copies on write are pending on {where}; make them before blocks leave it"
+            )
+        wanted: dict[int, int | BlockHash | None] = {}
+        for table in tables:
+            for block_id in self._blocks_with_tokens(table):
+                if block_id not in wanted:
+                    wanted[block_id] = self._in_place_of(block_id, table.namespace, source, destination)
+        return _Plan(tables, wanted)
+
+    @staticmethod
+    def _in_place_of(
+        block_id: int, namespace: bytes, source: EngineAllocator, destination: EngineAllocator
+    ) -> int | BlockHash | None:
+        block_hash = source.block_hash_of(block_id)
+        if block_hash is None:
+            return None
+        found = destination.match_prefix((block_hash,), namespace)
+        return found[0] if found else block_hash
+
+    def _blocks_with_tokens(self, table: BlockTable) -> list[int]:
+        return table.block_ids[: -(-table.num_tokens // self.device.block_size)]
+
+    @staticmethod
+    def _status(plan: _Plan, destination: EngineAllocator) -> AllocStatus:
+        num_taken = plan.num_fresh + sum(not destination.ref_count(block_id) for block_id in plan.hits)
+        if num_taken <= destination.num_available_blocks:
+            return AllocStatus.OK
+        return AllocStatus.LATER if len(plan.wanted) < destination.num_blocks else AllocStatus.NEVER

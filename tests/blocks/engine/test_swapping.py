@@ -1,0 +1,332 @@
+"""Tables go to the host and come back: what is copied, what is found there, what is shared, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_paged_cache.blocks import BlockTable, HashChain, WindowBlocks, root_hash
+from hf_paged_cache.blocks.engine import AllocStatus, BlockSwapper, EngineAllocator
+from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
+
+from ..test_interrupts import interrupt
+
+ROOT = root_hash(b"model")
+
+
+@pytest.fixture
+def device():
+    return EngineAllocator(17, 2)
+
+
+@pytest.fixture
+def host():
+    return EngineAllocator(9, 2)
+
+
+@pytest.fixture
+def swapper(device, host):
+    made = BlockSwapper(device, host)
+    yield made
+    made.check()
+
+
+def hash_of(tokens):
+    chain = HashChain(ROOT, 2)
+    chain.extend(tokens)
+    return [*chain.hashes()][-1]
+
+
+def table_of(allocator, tokens, *, is_committed=True, namespace=b""):
+    table = BlockTable(allocator, ROOT, namespace=namespace)
+    table.allocate(tokens)
+    if is_committed:
+        table.commit_full_blocks(len(tokens))
+    return table
+
+
+def test_a_table_goes_out_and_back_with_its_tokens_and_its_partial_block(device, host, swapper):
+    table = table_of(device, [1, 2, 3])
+    assert not swapper.is_on_host(table)
+    assert swapper.swap_out(table) == [(1, 1), (2, 2)]
+    assert swapper.is_on_host(table)
+    assert (list(table.token_ids), table.num_committed_blocks, table.num_cached_tokens) == ([1, 2, 3], 1, 0)
+    assert (device.num_blocks_in_use, host.num_blocks_in_use) == (0, 2)
+    swapper.drop_copies(2)
+    table.append_tokens([4, 5])  # it goes on where it is
+    table.commit_full_blocks(4)
+    host.take_copies()
+    assert swapper.swap_in(table) == [(2, 2), (3, 3)]
+    assert table.append_token(6) == 7
+
+
+def test_what_a_table_was_hit_with_it_still_counts_as_hit(device, host, swapper):
+    table_of(device, [1, 2, 3, 4]).free()
+    table = table_of(device, [1, 2, 3, 4, 5])
+    swapper.swap_out(table)
+    assert table.num_cached_tokens == 4
+
+
+def test_full_blocks_with_a_hash_are_cached_on_both_sides(device, host, swapper):
+    table = table_of(device, [1, 2, 3, 4, 5])
+    swapper.swap_out(table)
+    assert (device.num_cached_blocks, host.num_cached_blocks) == (2, 0)
+    table.free()
+    assert host.num_cached_blocks == 2
+    for allocator in (device, host):
+        assert BlockTable(allocator, ROOT).allocate([1, 2, 3, 4, 9]) == 4
+
+
+def test_what_the_other_side_has_is_found_and_not_copied(device, host, swapper):
+    on_host = table_of(host, [1, 2, 3, 4])
+    cached_there = table_of(host, [5, 6])
+    cached_there.free()
+    tables = [table_of(device, [1, 2, 3, 4, 7]), table_of(device, [5, 6, 8])]
+    assert [swapper.num_full_blocks_touched(table) for table in tables] == [0, 0]
+    assert len(swapper.swap_out(*tables)) == 2  # the partial ones
+    assert tables[0].block_ids[:2] == on_host.block_ids
+    assert host.ref_count(on_host.block_ids[0]) == 2
+    assert tables[1].block_ids[0] == 3
+
+
+def test_a_block_whose_hash_follows_one_that_is_missing_is_found_too(device, host, swapper):
+    table_of(host, [1, 2, 3, 4]).free()
+    host.forget([hash_of([1, 2])])
+    assert len(swapper.swap_out(table_of(device, [1, 2, 3, 4]))) == 1
+
+
+def test_full_blocks_without_a_hash_are_copied_and_get_none(device, host, swapper):
+    table = table_of(device, [1, 2, 3, 4], is_committed=False)
+    assert swapper.num_full_blocks_touched(table) == 2
+    assert len(swapper.swap_out(table)) == 2
+    assert not any(host.block_hash_of(block_id) for block_id in table.block_ids)
+    table.commit_full_blocks(4)
+    assert host.block_hash_of(table.block_ids[1]) == hash_of([1, 2, 3, 4])
+
+
+def test_what_forks_share_is_copied_once_and_shared_again(device, host, swapper):
+    table = table_of(device, [1, 2, 3])
+    forks = [table.fork(), table.fork()]
+    forks[1].append_tokens([4])
+    device.take_copies()
+    assert swapper.num_full_blocks_touched(table, *forks) == 2
+    assert len(swapper.swap_out(table, *forks)) == 3
+    assert table.block_ids == forks[0].block_ids
+    assert [host.ref_count(block_id) for block_id in table.block_ids] == [3, 2]
+    table.append_tokens([5])  # a block that is shared is copied on write there, too
+    assert host.take_copies()
+    assert len(set(table.block_ids) & set(forks[0].block_ids)) == 1
+
+
+def test_what_another_holds_stays_with_it(device, host, swapper):
+    table = table_of(device, [1, 2, 3])
+    fork = table.fork()
+    before = list(fork.block_ids)
+    swapper.swap_out(table)
+    assert fork.block_ids == before
+    assert [device.ref_count(block_id) for block_id in before] == [1, 1]
+    assert len(swapper.swap_out(fork)) == 1  # its full block is found, the partial one is its own from here on
+    assert [host.ref_count(block_id) for block_id in table.block_ids] == [2, 1]
+
+
+def test_blocks_without_tokens_stay_behind(device, host, swapper):
+    table = BlockTable(device, ROOT)
+    table.allocate([1, 2, 3], 6)
+    swapper.swap_out(table)
+    assert (len(table.block_ids), device.num_blocks_in_use) == (2, 0)
+
+
+def test_nothing_of_another_namespace_is_found(device, host, swapper):
+    table_of(host, [1, 2], namespace=b"tenant")
+    table = table_of(device, [1, 2])
+    assert len(swapper.swap_out(table)) == 1
+    assert host.block_hash_of(table.block_ids[0]) is None  # a digest has one block
+    assert table.namespace == b""
+
+
+def test_a_block_whose_content_is_awaited_is_not_found(device, host, swapper):
+    awaiting = host.allocate()
+    host.allocate_immutable(awaiting, [hash_of([1, 2])])
+    assert len(swapper.swap_out(table_of(device, [1, 2]))) == 1
+
+
+def test_what_is_found_is_not_evicted_for_what_is_copied(device, host, swapper):
+    for tokens in ([1, 1], [2, 2]):
+        table_of(host, tokens).free()
+    tables = [
+        table_of(device, [3, 3] * 3),
+        table_of(device, [4, 4] * 3),
+        table_of(device, [1, 1]),
+        table_of(device, [2, 2]),
+    ]
+    assert swapper.can_swap_out(*tables) is AllocStatus.OK
+    assert len(swapper.swap_out(*tables)) == 6  # of 8 blocks, two of which are found
+
+
+def test_it_is_said_before_whether_tables_fit_now_later_or_never(device, host, swapper):
+    small, large = table_of(device, [1, 2] * 3), table_of(device, [3] * 18)
+    held = host.allocate(num_mutable_blocks=6)
+    before = device.snapshot(), host.snapshot()
+    assert swapper.can_swap_out() is AllocStatus.OK
+    assert swapper.can_swap_out(small) is AllocStatus.LATER
+    assert swapper.can_swap_out(large) is AllocStatus.NEVER
+    for tables in ([small], [large], [small, large]):
+        with pytest.raises(OutOfBlocksError, match="need"):
+            swapper.swap_out(*tables)
+    assert (device.snapshot(), host.snapshot(), swapper.pending_copies) == (*before, ())
+    held.free()
+    assert swapper.can_swap_out(small) is AllocStatus.OK
+    swapper.swap_out(small)
+    assert swapper.can_swap_in(small) is AllocStatus.OK
+
+
+def test_tables_that_do_not_fit_together_evict_nothing(device, host, swapper):
+    for tokens in ([1, 1], [2, 2]):
+        table_of(host, tokens).free()
+    tables = [table_of(device, [3] * 16), table_of(device, [4, 4, 4])]  # the first of them alone would fit
+    before = host.snapshot()
+    with pytest.raises(OutOfBlocksError):
+        swapper.swap_out(*tables)
+    assert host.snapshot() == before
+
+
+def test_what_cannot_be_swapped_is_refused_before_anything_changes(device, host, swapper):
+    table, freed = table_of(device, [1, 2, 3]), table_of(device, [4])
+    freed.free()
+    windowed = BlockTable(device, ROOT, groups=[WindowBlocks(device, window=3, num_blocks=4)])
+    before = device.snapshot(), host.snapshot()
+    with pytest.raises(BlockStateError, match="is not on the host"):
+        swapper.swap_in(table)
+    with pytest.raises(BlockStateError, match="is not on the device: it was swapped or freed"):
+        swapper.swap_out(table, freed)
+    with pytest.raises(BlockStateError, match="was freed, or is of another allocator"):
+        swapper.is_on_host(freed)
+    with pytest.raises(CacheArgumentError, match="given twice"):
+        swapper.swap_out(table, table)
+    with pytest.raises(CacheArgumentError, match="windows"):
+        swapper.can_swap_out(windowed)
+    assert (device.snapshot(), host.snapshot()) == before
+    fork = table.fork()
+    fork.append_tokens([5])
+    with pytest.raises(BlockStateError, match="1 copies on write are pending on the device"):
+        swapper.swap_out(fork)
+    device.take_copies()
+    assert swapper.swap_out(fork)
+
+
+def test_a_swapper_needs_two_allocators_of_one_block_size(device):
+    with pytest.raises(CacheArgumentError, match="one allocator"):
+        BlockSwapper(device, device)
+    with pytest.raises(CacheArgumentError, match="block_size is 2 on the device and 4 on the host"):
+        BlockSwapper(device, EngineAllocator(9, 4))
+
+
+def test_a_block_is_named_once_and_is_held_or_cached(device):
+    table = table_of(device, [1, 2])
+    (block_id,) = table.block_ids
+    with pytest.raises(CacheArgumentError, match="given twice"):
+        device.allocate_as([block_id, block_id])
+    with pytest.raises(CacheArgumentError, match="blocks are 1 to 16"):
+        device.allocate_as([99])
+    for wrong in (lambda: device.allocate_as([5]), lambda: device.allocate_as([block_id], b"tenant")):
+        with pytest.raises(BlockStateError, match="is free, or of another namespace"):
+            wrong()
+    table.free()
+    assert device.allocate_as([block_id, None]).block_ids == [1, 2]
+
+
+class World:
+    """Tables that share, on a device, and a host that has one of their blocks, and another one to be evicted."""
+
+    def __init__(self):
+        self.device, self.host = EngineAllocator(12, 2), EngineAllocator(7, 2)
+        self.swapper = BlockSwapper(self.device, self.host)
+        for tokens in ([1, 2], [8, 8], [9, 9]):
+            table_of(self.host, tokens).free()
+        table = table_of(self.device, [1, 2, 3, 4, 5])
+        self.tables = [table, table.fork(), table_of(self.device, [6, 6, 7])]
+        self.content = [self.written(self.device), self.written(self.host)]
+
+    def written(self, allocator):
+        """Block -> the prefix that was computed into it."""
+        content = {}
+        for tokens in ([1, 2], [1, 2, 3, 4], [6, 6], [8, 8], [9, 9]):
+            for block_id in allocator.match_prefix([hash_of(tokens)]):
+                content[block_id] = tokens
+        for table in self.tables if allocator is self.device else ():
+            for index, block_id in enumerate(table.block_ids):
+                content[block_id] = list(table.token_ids[: 2 * index + 2])
+        return content
+
+    def assert_whole(self):
+        """Once what is pending is copied, each table reads what it wrote, and every hash has its content."""
+        self.swapper.check()
+        for source, destination, is_to_host in self.swapper.pending_copies:
+            self.content[is_to_host][destination] = self.content[not is_to_host][source]
+        assert len({self.swapper.is_on_host(table) for table in self.tables}) == 1
+        for table in self.tables:
+            content = self.content[self.swapper.is_on_host(table)]
+            for index, block_id in enumerate(table.block_ids):
+                assert content[block_id] == list(table.token_ids[: 2 * index + 2])
+        for allocator, content in zip((self.device, self.host), self.content, strict=True):
+            for block_id in range(1, allocator.num_blocks):
+                block_hash = allocator.block_hash_of(block_id)
+                assert block_hash is None or block_hash == hash_of(content[block_id])
+
+
+STRIDE = 3  # of the instructions that are interrupted
+
+
+class WorldOut(World):
+    """The same, when the tables have gone out and the copies were made."""
+
+    def __init__(self):
+        super().__init__()
+        swap_out(self)
+        self.assert_whole()
+        self.swapper.drop_copies(len(self.swapper.pending_copies))
+
+
+def swap_out(world):
+    world.swapper.swap_out(*world.tables)
+
+
+def swap_in(world):
+    world.swapper.swap_in(*world.tables)
+
+
+@pytest.mark.parametrize(("kind", "operation"), [(World, swap_out), (WorldOut, swap_in)], ids=["out", "in"])
+def test_a_swap_interrupted_anywhere_has_happened_or_has_not(kind, operation):
+    done = kind()
+    operation(done)
+    done.assert_whole()
+    instruction = num_undone = 0
+    while interrupt(operation, world := kind(), instruction):
+        world.assert_whole()
+        num_in_use = sorted([world.device.num_blocks_in_use, world.host.num_blocks_in_use])
+        assert num_in_use == [0, 5]  # nothing leaks on the other side
+        if world.swapper.is_on_host(world.tables[0]) == (kind is WorldOut):
+            num_undone += 1
+            world.swapper.drop_copies(len(world.swapper.pending_copies))
+            operation(world)  # it can be done again
+            world.assert_whole()
+        instruction += STRIDE
+    assert instruction / STRIDE > num_undone > 100
+
+
+def test_a_table_that_is_freed_before_an_interrupted_swap_is_finished_leaves_nothing():
+    instruction, num_unfinished = 0, 0
+    while interrupt(swap_out, world := World(), instruction):
+        num_unfinished += world.swapper._unfinished is not None
+        are_free = True
+        for table in world.tables:
+            if table._allocation._allocator is table._allocator:
+                table.free()
+            else:  # it is between the two: settle comes first
+                are_free = False
+        world.swapper.check()
+        assert not are_free or world.device.num_blocks_in_use == world.host.num_blocks_in_use == 0
+        world.tables = table = []
+        world.swapper.check()
+        assert world.device.num_blocks_in_use == world.host.num_blocks_in_use == 0
+        instruction += STRIDE
+    assert num_unfinished > 20

@@ -1,0 +1,326 @@
+"""A table of a model some of whose layers see a window: what it hits, needs, lets go of and refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, WindowBlocks, root_hash
+from hf_paged_cache.errors import CacheArgumentError, OutOfBlocksError
+
+from .test_interrupts import interrupt
+
+ROOT = root_hash(b"model")
+
+
+class Small:
+    """An allocator with blocks of two tokens, and groups of some windows."""
+
+    def __init__(self, windows=None, num_blocks=33):
+        self.allocator = PrefixCachingBlockAllocator(num_blocks, 2)
+        self.groups = [WindowBlocks(self.allocator, *each) for each in (windows or {4: 33}).items()]
+        self.group = self.groups[0]
+
+    def table(self, tokens=(), *, is_hit=True):
+        table = BlockTable(self.allocator, ROOT, groups=self.groups)
+        num_hit = table.hold_prefix(tokens) if is_hit else 0
+        if num_hit < len(tokens):
+            table.append_tokens(list(tokens)[num_hit:])
+        table.let_pass()
+        return table
+
+    def committed(self, tokens):
+        table = self.table(tokens)
+        table.commit_full_blocks(table.num_tokens)
+        return table
+
+    def check(self):
+        self.allocator.check()
+        for group in self.groups:
+            group.check()
+
+    def placed(self, table):
+        return [block in self.group.places for block in table.block_ids]
+
+
+@pytest.fixture
+def small():
+    made = Small()
+    yield made
+    made.check()
+
+
+def test_a_table_needs_what_its_next_token_sees_and_nothing_behind_it(small) -> None:
+    table = small.table(range(12))
+    assert small.group.num_needed == 2  # tokens 9 to 11
+    assert small.group.num_idle == 4
+    assert table.num_resumable_tokens(12) == 12
+    table.free()
+    assert (small.group.num_needed, small.group.num_free) == (0, 32)  # nothing was committed
+
+
+def test_a_prefix_is_hit_as_far_as_every_window_can_go_on() -> None:
+    small = Small({2: 33, 6: 33})
+    small.committed(range(12)).free()
+    few, many = small.groups
+    assert small.table(range(12)).num_cached_tokens == 12
+    blocks = small.allocator.match_prefix(small.table(range(12))._chain.hashes())
+    few._drop(blocks[5])
+    table = BlockTable(small.allocator, ROOT, groups=small.groups)
+    assert (table.hold_prefix(range(12)), table.num_matched_tokens) == (10, 12)
+    many._drop(blocks[3])
+    table = BlockTable(small.allocator, ROOT, groups=small.groups)
+    assert (table.hold_prefix(range(12)), table.num_matched_tokens) == (6, 12)
+    assert table.block_ids == blocks[:3]
+
+
+def test_the_end_of_a_prompt_outlives_what_was_passed_since() -> None:
+    small = Small({4: 9})
+    prompt = small.committed(range(8))
+    for token in range(8, 24):
+        if prompt.append_in_place(token) is None:
+            prompt.commit_full_blocks(prompt.num_tokens)
+            prompt.append_token(token)
+    prompt.free()
+    assert small.table(range(12), is_hit=False).num_tokens == 12  # takes six
+    assert BlockTable(small.allocator, ROOT, groups=small.groups).hold_prefix(range(20)) == 8
+    small.check()
+
+
+def test_the_place_where_others_went_on_outlives_what_they_passed_since() -> None:
+    small = Small({4: 9})
+    small.committed(range(8)).free()
+    for start in (100, 200, 300):
+        table = small.table([*range(8), start])
+        assert table.num_cached_tokens == 8
+        for token in range(start + 1, start + 24):
+            if table.append_in_place(token) is None:
+                table.commit_full_blocks(table.num_tokens)
+                table.append_token(token)
+        table.free()
+        small.check()
+
+
+def test_blocks_that_are_cut_off_and_cannot_be_hit_leave_no_window_blocks(small) -> None:
+    table = small.table(range(12))
+    assert small.group.num_free == 26
+    table.truncate(2)
+    assert small.group.num_free == 31
+
+
+def test_drafts_may_be_taken_back_to_where_it_was_said() -> None:
+    small = Small({4: 33})
+    table = small.table(range(10))
+    small.group.num_to_come = 100  # nothing beyond what is needed
+    table.append_tokens(range(10, 20), cut=12)
+    table.let_pass()
+    assert [table.num_resumable_tokens(number) for number in range(12, 21)] == list(range(12, 21))
+    assert small.group.num_needed == 6  # tokens 9 to 19
+    table.truncate(13)
+    assert small.group.num_needed == 3  # tokens 9 to 12: it may still be taken back to 12
+    small.check()
+
+
+def test_a_long_forward_keeps_only_what_the_next_one_sees_where_the_rest_is_not_spare() -> None:
+    small = Small({4: 5})
+    table = small.table(range(30))
+    assert sum(small.placed(table)) == 3  # of two that are spare, half
+    assert small.placed(table)[-2:] == [True, True]
+    small.check()
+
+
+def test_a_namespace_is_not_told_what_others_have() -> None:
+    small = Small({4: 3})
+    table = BlockTable(small.allocator, ROOT, namespace=b"tenant", groups=small.groups)
+    with pytest.raises(OutOfBlocksError, match=r"need 6 blocks of layers with a window of 4 tokens: there are fewer;"):
+        table.append_tokens(range(12), cut=0)
+
+
+@pytest.mark.parametrize("append", [lambda table: table.append_token(9), lambda table: table.append_tokens(range(9))])
+def test_a_refusal_changes_nothing(append) -> None:
+    small = Small({4: 5, 2: 33})
+    table, other = small.table(range(4)), small.table(range(100, 104))
+    before = small.allocator.snapshot(), [dict(group.places) for group in small.groups], table.allocation.resumption
+    with pytest.raises(OutOfBlocksError, match="layers with a window of 4 tokens"):
+        append(table)
+    assert before == (
+        small.allocator.snapshot(),
+        [dict(group.places) for group in small.groups],
+        table.allocation.resumption,
+    )
+    assert [group.num_needed for group in small.groups] == [4, 2]
+    other.free()
+    append(table)
+    small.check()
+
+
+def test_a_refused_allocation_leaves_the_table_empty(small) -> None:
+    small.committed(range(8)).free()
+    table = BlockTable(small.allocator, ROOT, groups=small.groups)
+    with pytest.raises(OutOfBlocksError):
+        table.allocate(range(90))
+    assert (table.num_tokens, table.block_ids, small.group.num_needed) == (0, [], 0)
+    assert table.allocate(range(9), 3) == 8
+    assert table.num_empty_slots >= 3
+
+
+def test_a_block_copied_on_write_has_a_window_block_also_where_the_forward_passes_it() -> None:
+    small = Small({2: 4})
+    table = small.table(range(3))
+    forked = table.fork()
+    small.group.num_to_come = 100
+    forked.append_tokens(range(3, 20))  # the window shows the last token before it, in the block that is copied
+    assert small.placed(forked)[1]
+    assert small.group.copies == [(small.group.places[table.block_ids[1]], small.group.places[forked.block_ids[1]])]
+    small.check()
+
+
+def test_slots_ahead_copy_window_blocks_as_tokens_do(small) -> None:
+    table = small.table(range(3))
+    forked = table.fork()
+    forked.ensure_num_empty_slots(4)
+    assert forked.num_empty_slots >= 4
+    assert len(small.group.copies) == 1
+    with pytest.raises(CacheArgumentError):
+        forked.ensure_num_empty_slots(-1)
+    with pytest.raises(CacheArgumentError):
+        forked.append_tokens([1 << 70])
+    assert forked.num_tokens == 3
+
+
+def test_an_equal_block_takes_over_the_window_block_it_lacks(small) -> None:
+    small.committed(range(12)).free()
+    cached = small.allocator.match_prefix(small.table(range(12))._chain.hashes())
+    table = small.table(range(12), is_hit=False)
+    for block in cached:
+        small.group._drop(block)
+    places = [small.group.places[block] for block in table.block_ids]
+    table.commit_full_blocks(12)
+    assert table.block_ids == cached
+    assert [small.group.places[block] for block in cached] == places
+    assert small.group.num_needed == 2
+    small.check()
+
+
+def test_a_block_that_a_fork_needs_waits_for_it_where_the_equal_one_has_no_window_block(small) -> None:
+    small.committed(range(12)).free()
+    cached = small.allocator.match_prefix(small.table(range(12))._chain.hashes())
+    table = small.table(range(12), is_hit=False)
+    forked = table.fork()
+    small.group._drop(cached[5])
+    table.commit_full_blocks(12)
+    assert table.num_committed_blocks == 5
+    assert table.block_ids[5] == forked.block_ids[5]
+    small.check()
+    forked.free()
+    assert len(table.commit_full_blocks(12)) == 1
+    assert table.block_ids == cached
+    small.check()
+
+
+def test_a_commit_leaves_a_fork_its_window_blocks(small) -> None:
+    small.committed(range(12)).free()
+    table = small.table(range(12), is_hit=False)
+    forked = table.fork()
+    table.commit_full_blocks(12)
+    assert table.block_ids != forked.block_ids
+    assert forked.num_resumable_tokens(12) == 12
+    small.check()
+
+
+def test_a_window_is_held_from_where_the_next_forward_begins(small) -> None:
+    table = small.committed(range(12))
+    table.hold_window(5)
+    assert small.group.num_needed == 2 + 2  # tokens 2 to 4, and 9 to 11
+    table.append_tokens([12])
+    table.let_pass()
+    assert small.group.num_needed == 2  # tokens 10 to 12
+    table.append_in_place(13)
+    table.hold_window(14)
+    assert small.group.num_needed == 2
+    small.check()
+
+
+def test_a_number_that_cannot_be_kept_or_computed_changes_nothing(small) -> None:
+    table = small.table(range(5))
+    resumption = table.allocation.resumption
+    for number in (-1, 6):
+        with pytest.raises(CacheArgumentError):
+            table.truncate(number)
+        with pytest.raises(CacheArgumentError):
+            table.commit_full_blocks(number)
+    assert table.allocation.resumption == resumption
+
+
+class Content:
+    """Tables in few window blocks, and what was written into these: of each token, its number."""
+
+    def __init__(self):
+        self.small = small = Small({4: 14, 2: 13})
+        self.content = [{} for _ in small.groups]
+        cached = small.committed([*range(8)])
+        self.write(cached, 0)
+        cached.free()
+        self.kept = small.table(range(50, 57))
+        self.table = small.table([*range(6), 60, 61, 62])
+        self.forked = self.table.fork()
+        self.equal = small.table([*range(8), 8], is_hit=False)
+        for table in (self.kept, self.table, self.equal):
+            self.write(table, 0)
+
+    def write(self, table, start):
+        for group, content in zip(self.small.groups, self.content, strict=True):
+            for source, destination in group.copies:
+                content[destination] = dict(content.get(source, {}))
+            group.copies.clear()
+            for position in range(start, table.num_tokens):
+                place = group.places.get(table.block_ids[position // 2])
+                if place is not None:
+                    content.setdefault(place, {})[position % 2] = table.token_ids[position]
+
+    def is_right(self, table, num_tokens):
+        """Whether a sequence can go on from there, and what it sees is what was written."""
+        return table.num_resumable_tokens(num_tokens) == num_tokens and all(
+            content[group.places[table.block_ids[position // 2]]][position % 2] == table.token_ids[position]
+            for group, content in zip(self.small.groups, self.content, strict=True)
+            for position in range(max(0, num_tokens - group.reach), num_tokens)
+        )
+
+
+OPERATIONS = {
+    "append": lambda w: w.kept.append_tokens([1, 2, 3, 4, 5]),
+    "append to a fork": lambda w: w.forked.append_tokens([1, 2, 3]),
+    "append a token": lambda w: w.equal.append_token(1),
+    "append a token to a fork": lambda w: w.forked.append_token(1),
+    "commit equal blocks": lambda w: w.equal.commit_full_blocks(8),
+    "let pass": lambda w: w.kept.let_pass(),
+    "truncate": lambda w: w.table.truncate(8),
+    "free": lambda w: w.forked.free(),
+    "hold": lambda w: w.table.hold_window(8),
+    "grow": lambda w: w.small.group.grow(14),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_interrupted_anywhere_leaves_what_can_be_rolled_back(name) -> None:
+    operation, instruction = OPERATIONS[name], 0
+    while interrupt(operation, world := Content(), instruction):
+        if instruction % 2:  # else the next operation finds what was left
+            world.small.check()
+        for table, length in ((world.kept, 7), (world.table, 9), (world.forked, 9), (world.equal, 9)):
+            if name == "free" and table is world.forked:
+                continue
+            if name == "truncate" and table is world.table:
+                table.truncate(8)
+                length = 8
+            world.write(table, table.num_tokens)  # copies are made before the next write
+            table.truncate(length)
+            assert world.is_right(table, length), (instruction, table)
+        for group in world.small.groups:
+            assert sorted([*group.places.values(), *group._free]) == list(range(1, group.num_blocks))
+            assert group.num_needed == len(group.needed_by(world.small.allocator.allocations()))
+        world.small.check()
+        if name not in ("free", "grow"):
+            operation(world)
+            world.small.check()
+        instruction += 7
+    assert instruction > 20
