@@ -1,9 +1,9 @@
-"""Locks come through a fork: the child finds each of them free, whoever held it."""
+"""Locks come through a fork: each is taken before it, so that nobody holds one meanwhile, and given back on both sides."""
 
 from __future__ import annotations
 
 import os
-import threading
+from typing import Any
 
 import pytest
 
@@ -12,22 +12,28 @@ from hf_paged_cache import locks
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 
 
+class NotedLock:
+    """Says what was done with it."""
+
+    def __init__(self) -> None:
+        self.deeds: list[str] = []
+
+    def acquire(self) -> None:
+        self.deeds.append("taken")
+
+    def release(self) -> None:
+        self.deeds.append("given back")
+
+    def _is_owned(self) -> bool:
+        return self.deeds[-1:] == ["taken"]
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_child_finds_a_lock_free_that_a_thread_of_its_parent_holds() -> None:
-    lock, is_held, is_forked = locks.new_lock(), threading.Event(), threading.Event()
-
-    def hold_until_a_fork_waits() -> None:
-        with lock:
-            is_held.set()
-            while not is_forked.is_set() and locks._registering.acquire(blocking=False):
-                locks._registering.release()
-
-    thread = threading.Thread(target=hold_until_a_fork_waits)
-    thread.start()
-    is_held.wait()
+def test_a_lock_is_taken_before_a_fork_and_given_back_in_parent_and_child() -> None:
+    lock: Any = NotedLock()
+    locks._locks.add(lock)
     child = os.fork()
     if not child:
-        os._exit(not lock.acquire(blocking=False))
-    is_forked.set()
-    thread.join()
+        os._exit(lock.deeds != ["taken", "given back"])
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert lock.deeds == ["taken", "given back"]
