@@ -6,7 +6,7 @@
 A *scheduled forward* is the only one whose writes are let through, and only what was confirmed is ever committed: when
 the next forward is scheduled, so that a draft that `crop` takes back never was, when rows fork, or when the call ends.
 Here are the events of a forward; those between two forwards are in `CallRows`. Torch tensors pass through to pool and
-reader, unread.
+view, unread.
 """
 
 import math
@@ -16,13 +16,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 from weakref import ref
 
-import torch
 from torch import Tensor
 
-from ..attention.base import Reader
+from ..attention.view import View
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
-from ..kv.slot_mapping import SlotMapping
 from ..kv.states import LiveStates
 from ..kv.stopwatch import Stopwatch
 from ..kv.transfers import Transfer
@@ -55,12 +53,12 @@ class Call(CallRows):
     def __init__(
         self,
         store: BlockStore,
-        reader: Reader,
+        view: View,
         is_forward: Callable[[FrameType], bool],
         salt: bytes = b"",
         live: LiveStates | None = None,
     ) -> None:
-        super().__init__(store, reader, is_forward, salt, live)
+        super().__init__(store, view, is_forward, salt, live)
         self.counters = PromptCounters(store.call_totals)
         self.peak_kv_bytes = 0
         self.keeps_past = False  # drafts will be verified, and taken back by `crop`
@@ -220,7 +218,7 @@ class Call(CallRows):
         """Rows go on; those that part go on from copies of what they shared."""
         sources = continue_rows(self.store, request, self.rows)
         if sources is not None:
-            self.reader.expand_rows(sources)
+            self.view.expand_rows(sources)
             self._writes.gradients.select_rows(sources)
             self.states.select(sources)
         if self.states:
@@ -315,11 +313,11 @@ class Call(CallRows):
             try:
                 self.store.pool.join_streams()
                 token_ids = self._held.hold(rows, passed)
-                transfer = None if num_rows == 1 or self._held.are_in_view_alone else Transfer()
+                transfer = None if num_rows == 1 or self._held.view_from is not None else Transfer()
                 num_taken, slot_mapping = take_step(
-                    self.store, self, rows, token_ids, self.limits, self._flush, transfer
+                    self.store, self, rows, token_ids, self.limits, self._held.flush_scheduled, transfer
                 )
-                self.reader.start_forward(rows.layouts, num_rows, before, before + 1, transfer)
+                self.view.start_forward(self._held.layouts, num_rows, before, before + 1, transfer)
                 if num_taken:
                     if self.states:
                         self.states.keep_last(rows)
@@ -339,7 +337,7 @@ class Call(CallRows):
     def write(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store a layer's new keys and values and return what its attention reads.
 
-        Shapes: [R, H, T, D] with the scheduled rows and columns; returns [R, H, columns, D], see `Reader.read`.
+        Shapes: [R, H, T, D] with the scheduled rows and columns; returns [R, H, columns, D], see `View.read`.
 
         Raises:
             ForwardMismatchError: no forward is scheduled, the shapes are not its, or the layer has written already.
@@ -349,21 +347,7 @@ class Call(CallRows):
         if forward is None:
             raise ForwardMismatchError(f"layer {layer_idx} writes to a cache whose call {self.state.value}")
         with self.store.lock:
-            self._flush()
             return self._writes.write(layer_idx, states, forward)
-
-    def write_pair(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The fast path of `write`, for a "key" and a "value", of one token a row or of one row; None where `write` must be called."""
-        forward = self.forward
-        if forward is None or torch.is_grad_enabled() or not (forward.is_step or forward.is_run):
-            return None
-        with self.store.lock:
-            slot_mapping: SlotMapping | None = forward.slot_mapping
-            if self._held.are_in_view_alone:
-                if not forward.is_step:
-                    return None
-                slot_mapping = None
-            return self._writes.write_pair(layer_idx, key, value, slot_mapping)
 
     def confirm(self, most_blocks: int | None = None, *, conditions_held: bool | None = True) -> ScheduledForward:
         """The forward has returned: what it wrote counts.
@@ -403,7 +387,7 @@ class Call(CallRows):
             if conditions_held is not None:
                 self.judge(conditions_held=conditions_held)
             self.counters.confirm()
-            self.peak_kv_bytes = max(self.peak_kv_bytes, store.kv_bytes_in_use(self.salt) + self.reader.num_bytes)
+            self.peak_kv_bytes = max(self.peak_kv_bytes, store.kv_bytes_in_use(self.salt) + self.view.num_bytes)
             return forward
 
     def _require_prepared(self) -> None:
@@ -465,11 +449,11 @@ class Call(CallRows):
             store.give_back_reservation(self)
         if self._is_first:
             self._writes.gradients.clear()
-            self.reader.start_rows(
+            self.view.start_rows(
                 rows.layouts(), stop, max_rows=max(len(rows), limits.num_rows), max_columns=limits.max_columns
             )
         transfer = Transfer()
-        self.reader.start_forward(rows.layouts, len(rows.distinct), start, stop, transfer)
+        self.view.start_forward(rows.layouts, len(rows.distinct), start, stop, transfer)
         slot_mapping = map_slots(store, rows, known, start, stop, transfer)
         store.make_copies(transfer)  # last: with their ids goes all that the forward needs
         copies = tuple(rows.alias) if rows.is_aliased else None

@@ -1,6 +1,6 @@
 """The rows of one call between two forwards: they are cut, change places, are copied, end, and are given back.
 
-What holds their columns changes here together: block tables, the reader's view, held steps, and gradients. A forward that
+What holds their columns changes here together: block tables, the view, held steps, and gradients. A forward that
 was never confirmed is rolled back first. While somebody else runs the rows, nobody may change them.
 """
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 from torch import Tensor
 
-from ..attention.base import Reader
+from ..attention.view import View
 from ..errors import CacheArgumentError, CacheBusyError
 from ..kv.states import LiveStates
 from ..store.block_store import BlockStore
@@ -49,7 +49,7 @@ class CallRows:
 
     Args:
         store: where their blocks are.
-        reader: what attention reads of them.
+        view: what attention reads of them.
         is_forward: whether a frame on a thread's stack is of a forward on this call.
         salt: namespace of the rows' blocks.
         live: what layers carry of the running rows; None: no layer carries anything.
@@ -58,14 +58,14 @@ class CallRows:
     def __init__(
         self,
         store: BlockStore,
-        reader: Reader,
+        view: View,
         is_forward: Callable[[FrameType], bool],
         salt: bytes = b"",
         live: LiveStates | None = None,
     ) -> None:
         self.store = store
         self.salt = salt
-        self.reader = reader
+        self.view = view
         self.state = CallState.IDLE
         self.forward: ScheduledForward | None = None
         self.limits: CallLimits = UNLIMITED  # of the `generate` that runs
@@ -74,8 +74,8 @@ class CallRows:
         self.num_scheduled = 0  # forwards since `begin`
         self.brackets = Brackets()
         self.kept_by: Callable[[], object | None] = lambda: None  # who needs the rows between two of their forwards
-        self._writes = LayerWrites(store, reader)
-        self._held = HeldSteps(store, reader)
+        self._held = HeldSteps(store, view)
+        self._writes = LayerWrites(store, view, self._held)
         self.states = CallStates(store, LiveStates({}) if live is None else live)
         self._is_forward = is_forward
         self._thread = 0  # that began or went on with the rows, but for decode steps
@@ -141,7 +141,7 @@ class CallRows:
                 self.states.lose()
                 self._may_step = False
             self._held.take_back(self.rows)
-            self.reader.drop()  # some layers have the forward's columns and some have not
+            self.view.drop()  # some layers have the forward's columns and some have not
             self._writes.gradients.crop(self.rows.num_columns)
             if self._is_first:
                 self.states.forget()
@@ -184,7 +184,7 @@ class CallRows:
             self._is_first, self.state = False, CallState.SCHEDULED  # interrupted, the next event cuts all rows alike
             rows.crop(kept)
             self.state = state
-            self.reader.crop(kept)
+            self.view.crop(kept)
             self._writes.gradients.crop(kept)
             self.states.crop(num_columns, kept)
             self._may_step = self._may_step and not self.states.are_torn
@@ -208,7 +208,7 @@ class CallRows:
             self._reorder(sources, None)
 
     def _reorder(self, sources: Sequence[int], index: Tensor | None) -> None:
-        rows, reader = self.rows, self.reader
+        rows, view = self.rows, self.view
         with self.store.lock:
             self.require_no_generate_elsewhere()
             self.roll_back()
@@ -222,7 +222,7 @@ class CallRows:
             try:
                 if rows.is_aliased:
                     origins = rows.separate()
-                    reader.expand_rows(origins)
+                    view.expand_rows(origins)
                     self._writes.gradients.select_rows(origins)
                     self.states.select(origins)
                 same_number = len(sources) == len(rows)
@@ -230,11 +230,11 @@ class CallRows:
                 self._writes.gradients.select_rows(sources)
                 self.states.select(sources, index)
                 if same_number:
-                    reader.reorder_rows(sources, shared_columns, index)
+                    view.reorder_rows(sources, shared_columns, index)
                 else:
-                    reader.drop()
+                    view.drop()
             except BaseException:
-                reader.drop()  # tables and contiguous copy may have moved by different amounts
+                view.drop()  # tables and contiguous copy may have moved by different amounts
                 self.states.lose()
                 raise
             renew_reservation(self.store, self, rows, self.limits, rows.num_columns)
@@ -294,7 +294,7 @@ class CallRows:
         with self.store.lock:
             if not self.rows.alias or not self.store.pool.has_layer(layer_idx):
                 return {}
-            self._flush()
+            self._held.flush(self.rows, is_scheduled=self.state is CallState.SCHEDULED)
             read = gather_rows(self.store, layer_idx, self.rows)
             return self._writes.gradients.in_place_of(layer_idx, read, self.rows.alias, self.rows.num_columns)
 
@@ -319,7 +319,7 @@ class CallRows:
                 self.state = CallState.ENDED
             self.limits, self._may_step = UNLIMITED, False
             self.store.give_back_reservation(self)
-            self.reader.pause()
+            self.view.pause()
 
     def drop_rows(self) -> None:
         """Give all blocks and the contiguous copy back; what was committed stays in the prefix cache.
@@ -335,7 +335,7 @@ class CallRows:
             self._end_rows()
             self.previous.free()
             self.limits, self._may_step = UNLIMITED, False
-            self.reader.drop()
+            self.view.drop()
             self._writes.gradients.clear()
             self.store.give_back_reservation(self)
 
@@ -386,11 +386,6 @@ class CallRows:
         if self.states:
             self.states.keep_snapshots(self.rows)
 
-    def _flush(self) -> None:
-        """Let the pool have the confirmed columns of held steps."""
-        if self._held.are_in_view_alone:
-            self._held.flush(self.rows, is_scheduled=self.state is CallState.SCHEDULED)
-
     def judge(self, *, conditions_held: bool) -> None:
         """Keep or take back what was computed since the last judgement."""
         if conditions_held:
@@ -408,7 +403,7 @@ class CallRows:
         self._commit()
         self.states.park(self.rows)
         self.states.forget()
-        self.reader.keep([row.layout()._replace(token_ids=row.true_token_ids) for row in self.rows.distinct])
+        self.view.keep([row.layout()._replace(token_ids=row.true_token_ids) for row in self.rows.distinct])
         self.previous, self.rows = self.rows, Rows([], [], 0)
         self.state = CallState.IDLE
         self._held.forget()
@@ -420,4 +415,4 @@ class CallRows:
             self.rows = previous  # interrupted above this line, they are gone, and their blocks given back
             self.states.take_over(previous)
             self._num_columns_before = self.rows.num_columns
-            self.reader.drop()
+            self.view.drop()
