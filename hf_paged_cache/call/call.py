@@ -27,7 +27,8 @@ from ..kv.transfers import Transfer
 from ..stats import RowCount
 from ..store.block_store import BlockStore
 from ..store.bring_up import Wanted
-from .admission import UNLIMITED, CallLimits, Demand, admit_call, renew_reservation
+from ..store.holder import Demand
+from .admission import UNLIMITED, CallLimits, admit_call, renew_reservation
 from .call_rows import CallRows, CallState
 from .counters import PromptCounters
 from .held_steps import PassedStep

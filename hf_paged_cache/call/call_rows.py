@@ -292,7 +292,7 @@ class CallRows:
         All columns, or in a layer with a window those that the next token sees.
         """
         with self.store.lock:
-            if not self.rows.alias or not self.store.pool.has_layer(layer_idx):
+            if not self.rows.alias or not self.store.pool.layer(layer_idx):
                 return {}
             self._held.flush(self.rows, is_scheduled=self.state is CallState.SCHEDULED)
             read = gather_rows(self.store, layer_idx, self.rows)

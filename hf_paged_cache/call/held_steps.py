@@ -176,10 +176,10 @@ class HeldSteps:
 
     def must_be_read(self, rows: Rows) -> bool:
         """Whether a row's last block is full, so that the next step would commit it."""
+        if not self._unread or self._rows is not rows:
+            return False
         size = self._store.block_size
-        return (
-            self._rows is rows and bool(self._unread) and any(row.table.num_tokens % size == 0 for row in rows.distinct)
-        )
+        return any(row.table.num_tokens % size == 0 for row in rows.distinct)
 
     def catch_up(self, rows: Rows, ends: Collection[int], asked: Tensor | None) -> list[int]:
         """`Call.catch_up`; `ends` are the token ids that end a row. The store's lock is free while the device is waited for."""
@@ -240,7 +240,7 @@ class HeldSteps:
         if self._rows is not rows:
             return
         start, stop = self.view_from, rows.num_columns
-        if is_scheduled and start == stop:  # nothing is owed: asked for each layer that takes the long way
+        if is_scheduled and start == stop:  # nothing is owed: asked more than once in a step
             return
         if start is not None and start < stop and rows.distinct:
             self._write(rows, start, stop)

@@ -9,11 +9,10 @@ from ..errors import CacheArgumentError, ForwardMismatchError
 from ..kv.slot_mapping import SlotMapping
 from ..kv.transfers import Transfer
 from ..store.block_store import BlockStore
-from ..store.holder import Holder
+from ..store.holder import Demand, Holder
 from .admission import (
     CallLimits,
     CallToAdmit,
-    Demand,
     demand_of_call,
     grow_anew_for,
     is_copied,
@@ -79,7 +78,7 @@ def begin_rows_that_fit(call: CallToAdmit, request: ForwardRequest) -> list[Foun
         call.rows.free()
         call.rows, found = begin_rows(store, request, ())
         call.demand = demand_of_call(call, num_columns, previous)
-    if store.window_admission.lacking(call, call.demand.windows):
+    if store.windows.lacking(call, call.demand.windows):
         call.rows.free()
         call.rows, found = begin_rows(store, request, None)
         call.demand = demand_of_call(call, num_columns, previous)
@@ -146,7 +145,7 @@ def _windows_of(store: BlockStore, rows: Rows, request: ForwardRequest, *, keeps
         )
         for row, member in zip(rows.distinct, rows.members(), strict=True)
     ]
-    return store.window_admission.of_forward(spans, keeps_past=keeps_past)
+    return store.windows.of_forward(spans, keeps_past=keeps_past)
 
 
 def hold_windows(rows: Rows, before: int, start: int) -> int:
@@ -200,13 +199,13 @@ def take_blocks(
     unseen = [(row, row.unseen(request.rows[member].token_ids)) for row, member in members]
     num_taken = sum(row.table.num_new_blocks_for_append(len(tokens)) for row, tokens in unseen)
     windows: tuple[int, ...] = ()
-    if store.windows.groups:
-        windows = store.window_admission.reserved_for(holder)
+    if store.windows:
+        windows = store.windows.reserved_for(holder)
         if not limits.are_known:
             windows = _windows_of(store, rows, request, keeps_past=keeps_past)
-            store.window_admission.reserve(holder, windows)
+            store.windows.reserve(holder, windows)
     _make_room(store, holder, num_taken, rows, limits, windows)
-    store.window_admission.count_to_come()
+    store.windows.count_to_come()
     for row, tokens in unseen:
         cut = None
         if keeps_past:  # back to the prompt's end, or else to where the forward began

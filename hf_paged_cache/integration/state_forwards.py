@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from ..blocks import resumable
 from ..call.admission import would_fit
 from ..call.call import Call
 from ..call.call_states import row_origin
@@ -177,7 +178,7 @@ class Ahead:
         known = (planned.start or row.pad) - row.pad
         with self._blocks.lock:
             num_free, num_held = states.kept.num_free, max(row.num_matched, row.table.num_tokens)
-            last = states.deepest(row.table.block_ids, num_held)
+            last = resumable((states.kept,), row.table.block_ids, num_held)
         wanted = {most // align * align, min(num_held, most) // align * align}
         grid = range(known // states.grid * states.grid + states.grid, most, states.grid)
         if len(grid) + len(wanted) <= num_free:
