@@ -428,12 +428,14 @@ def test_a_finished_job_runs_again_where_its_output_is_gone_or_is_to_go(tokenize
     assert run(model, tokenizer, PROMPTS[:2], out=out).summary.num_done_before == 2
 
 
+@pytest.mark.parametrize("where", [(Journal, "remove"), (job, "note_finished")], ids=["behind", "before"])
 def test_a_job_that_dies_between_its_record_and_its_journal_is_done(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: tuple[Any, str], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Or before its record is written."""
     model, out = tiny("llama"), tmp_path / "out.jsonl"
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "remove", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(*where, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(model, tokenizer, out=out)
     whole = out.read_bytes()
@@ -539,10 +541,11 @@ def test_counts_are_of_prompts_and_of_what_was_generated(tokenizer: Any) -> None
 
 def test_a_prompt_may_be_as_long_as_the_rotary_embedding_is_stretched(tokenizer: Any) -> None:
     stretched = build("llama", max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4})  # fmt: skip
-    prompt = "x" * 62
-    assert run(stretched, tokenizer, [prompt]).completions == [alone(stretched, tokenizer, prompt)]
+    longest = 512 + 1 - NEW  # the last new token takes no position
+    for prompt in ("x" * 62, "x" * longest):
+        assert run(stretched, tokenizer, [prompt]).completions == [alone(stretched, tokenizer, prompt)]
     with pytest.raises(CacheArgumentError, match="need more than the model's 512 positions"):
-        run(stretched, tokenizer, ["x" * 512])
+        run(stretched, tokenizer, ["x" * (longest + 1)])
 
 
 def test_a_file_that_is_there_is_written_only_if_asked_for(tokenizer: Any, tmp_path: Path) -> None:

@@ -54,7 +54,8 @@ def test_a_journal_that_is_cut_off_anywhere_leads_to_the_same_output(order: Orde
     run(tmp_path, order, RECORDS)
     whole, output = (tmp_path / "journal").read_bytes(), (tmp_path / "out").read_bytes()
     header = whole.index(b"\n") + 1
-    for end in range(header, len(whole), 7):
+    before_line_breaks = [end for end in range(header, len(whole)) if whole[end : end + 1] == b"\n"]
+    for end in sorted({*range(header, len(whole), 7), *before_line_breaks}):
         (tmp_path / "journal").write_bytes(whole[:end])
         missing = run(tmp_path, order, RECORDS)
         lines_left = whole[:end].count(b"\n") - 1

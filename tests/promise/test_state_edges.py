@@ -278,9 +278,10 @@ def test_windows_see_what_is_before_a_state_that_is_known_less_far_than_keys_and
 def test_a_snapshot_before_which_windows_hold_nothing_is_not_gone_on_from(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Windows have 24 tokens: what is known of the prompt ends at token 50, before which they hold all that they show."""
     make_forwards_cheap(monkeypatch)
     model = zoo.build(name)
-    cache = PagedPrefixCache(model, block_size=1, num_blocks=400)
+    cache = PagedPrefixCache(model, block_size=1, num_blocks=1000)
     first = row((1, 60))
     for length in (4, 20, 60):
         play(model, cache, **batch(first[:length]), max_new_tokens=1)
@@ -289,19 +290,21 @@ def test_a_snapshot_before_which_windows_hold_nothing_is_not_gone_on_from(
         cache.store.blocks.states.drop(block_ids, num_tokens)
     cache.reset()
     lose_window_blocks(cache, block_ids[15:20])
-    play(model, cache, **batch(first[:42] + row((2, 8))), max_new_tokens=2)
+    play(model, cache, **batch(first[:50] + row((2, 8))), max_new_tokens=2)
+    assert cache.last_call.rows[0].stopped == "blocks are cached up to token 50, but no state behind token 4"
 
 
 @NAMES
 @pytest.mark.parametrize("length", [70, 128])
 def test_a_prompt_of_which_all_is_known_computes_its_last_token(name: str, length: int) -> None:
-    """The last call's row has the states behind it, or a snapshot stands there; its logits are nowhere."""
+    """The last call's row has the states behind it, or a snapshot stands there; its logits are nowhere. It goes on from before."""
     model = zoo.build(name)
     cache, prompt = PagedPrefixCache(model), batch(row((1, length)))
-    for _ in range(2):
-        for _ in range(2):
-            play(model, cache, **prompt, max_new_tokens=1)
-        cache.reset()
+    for number in range(4):
+        play(model, cache, **prompt, max_new_tokens=1)
+        assert bool(cache.last_call.reused_tokens) == bool(number)
+        if number == 1:
+            cache.reset()
 
 
 @pytest.mark.parametrize("name", ["zaya", "qwen3_next"])

@@ -224,6 +224,24 @@ def test_a_forward_that_died_is_run_again_with_the_states_before_it(name: str) -
 
 
 @NAMES
+def test_a_turn_behind_a_step_that_died_goes_on_from_the_states_before_it(name: str) -> None:
+    """Of the layers, those before the one that failed have seen the step's token, and the others have not."""
+    model = tiny(name)
+    prompt = row((1, 70))
+    said = run(model, **batch(prompt)).sequences[0].tolist()
+    cache = PagedPrefixCache(model)
+    with Forwards(model) as shapes:
+        run(model, cache, **batch(prompt))
+    for number in range(len(shapes) - 3, len(shapes) + 1):
+        cache = PagedPrefixCache(model)
+        with failing_forward(model, number, KeyError("planted")), pytest.raises(KeyError):
+            run(model, cache, **batch(prompt))
+        num_run = cache.get_seq_length()
+        assert num_run > 70
+        play(model, cache, **batch(said[:num_run] + row((2, 5))))
+
+
+@NAMES
 def test_tokens_that_are_taken_back_have_left_nothing(name: str) -> None:
     model = tiny(name)
     cache, theirs = PagedPrefixCache(model), DynamicCache(config=model.config)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+from pathlib import Path
+
 import pytest
 
-from .random_tiers import WORLDS, World, run_operations
+from hf_paged_cache.blocks import root_hash
+from hf_paged_cache.tiers.base import BLOCKS
+
+from .random_tiers import WORLDS, Driver, World, run_operations
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -15,3 +21,17 @@ def test_a_store_with_tiers_agrees_with_a_naive_model(world: World) -> None:
     assert driver.num_hits
     assert driver.num_from, "nothing came up"
     assert driver.num_interrupted
+
+
+def test_what_is_forgotten_between_its_eviction_and_the_next_write_goes_into_no_tier(tmp_path: Path) -> None:
+    driver, root = Driver(World(host_bytes=2**20), "0", tmp_path), root_hash(b"model")
+    store, (tier,) = driver.store, driver.tiers
+    with store.lock:
+        driver.run(root, b"", array("q", range(8)))
+        driver.end()
+        first, *others = driver.known
+        table = store.new_table(root, b"")
+        table.append_tokens(array("q", range(100, 116)))  # all blocks
+        store.forget_blocks([first.block_hash], b"")
+        store.make_copies()
+        assert [tier.has(BLOCKS, name) for name in (first, *others)] == [False, True, True, True]

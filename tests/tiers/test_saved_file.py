@@ -89,6 +89,7 @@ def test_what_cannot_be_written_leaves_nothing(written: Any, tmp_path: Path, mon
 
     def full(tensors: Any, path: Path, metadata: Any) -> None:
         path.write_bytes(b"half of it")
+        assert saved_paths(tmp_path) == [file.path], "others would find half of it"
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("hf_paged_cache.tiers.saved_file.save_file", full)
