@@ -256,6 +256,10 @@ class Look:
         if stored is None:
             return None
         put_rows(dynamic.layers, stored[0].items(), stored[1], num_tokens)
+        for layer in dynamic.layers:
+            if getattr(layer, "indexer_keys", None) is not None:
+                columns = torch.arange(num_tokens, device=layer.indexer_keys.device)
+                layer.indexer_position_ids = (columns + row.first_position).expand(3, 1, -1)
         return dynamic
 
     def _stored(self, row: Row, start: int, stop: int) -> tuple[dict[int, dict[str, Tensor]], States] | None:

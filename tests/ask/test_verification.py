@@ -14,6 +14,7 @@ from hf_paged_cache.ask import verification
 
 from ..conformance import zoo
 from ..internals import held_tensors
+from ..model.test_support import FROM_5_23
 from ..promise.test_conditions_of_reuse import ROPES
 from ..reference import IDS, PROMPT, AtStep, Forwards, assert_same, batch, row, run
 from ..tiny_models import build
@@ -70,6 +71,19 @@ def test_a_weight_that_changes_unseen_is_found_whatever_the_layers(name: str) ->
     assert cache.lookup(prompt["input_ids"]).num_tokens == 0
     assert_same(run(model, **prompt), run(model, cache, **prompt))
     assert not cache.verify().differing
+
+
+@FROM_5_23
+def test_a_look_from_the_middle_knows_the_positions_by_which_a_model_weighs_index_keys() -> None:
+    model = zoo.build("qwen4_exp")
+    cache = PagedPrefixCache(model)
+    for num_more in (37, 100):
+        run(model, cache, **batch(row((1, 128), (2, num_more))), max_new_tokens=1)
+    assert cache.verify().num_blocks == 12
+    for _ in range(12):
+        found = cache.verify(1)
+        assert found.num_blocks
+        assert not found.differing
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
