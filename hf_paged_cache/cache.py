@@ -21,13 +21,12 @@ from .attention.windows import Windows
 from .call.call import Call
 from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
+from .integration.forwards_ahead import ForwardsAhead
 from .integration.hooks import attach, detach
 from .integration.layers import CacheOfLayers, PagedLayer
 from .integration.ranks import Ranks
 from .integration.session import Session
-from .integration.shared_prefix import SharedPrefixes
 from .integration.side_forward import SideForwards
-from .integration.state_forwards import StateForwards
 from .integration.state_layers import live_states, make_layer
 from .integration.verification import Verifier
 from .model.support import cache_layers
@@ -123,18 +122,16 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
         side = SideForwards(self.store.model, reader, sibling)
         ranks = Ranks(conditioning, blocks, verifies=verify)
         verifier = Verifier(blocks, conditioning, side, ranks) if verify else None
-        shared_prefixes = SharedPrefixes(blocks, conditioning, side, ranks)
         self._session = session = Session(
             self.call,
             conditioning,
             reader,
             self.store.placeholders,
             self.cache_salt,
-            shared_prefixes,
+            ForwardsAhead(blocks, conditioning, side, ranks),
             verifier,
             ranks,
             self.windows,
-            StateForwards(blocks, conditioning, side, ranks),
             bypasses=on_full == "bypass",
         )
         self._own_layers = session.own_layers

@@ -47,7 +47,6 @@ OTHERWISE_TESTED = {
     "store.capacity:Capacity.read_budget": "before the first forward is confirmed; a look at devices, and one number",
     "store.capacity:Capacity.bytes_to_come": "asked by another store before its first forward is confirmed; numbers",
     "integration.ranks:Ranks.settled_budget": "runs only where processes share a model",
-    "integration.state_forwards:StateForwards.schedule": "`prepare` and `schedule` take it, too; so that nobody comes between",
     "tiers.run_files:Run.write": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
     "tiers.run_files:Run._save": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
     "tiers.run_files:Run.drop": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",

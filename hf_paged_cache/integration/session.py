@@ -6,7 +6,7 @@ Owns who may use the cache now (one `generate` at a time), the roots of rows, an
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -15,10 +15,8 @@ import torch
 
 from ..attention.windows import Windows
 from ..blocks.roots import RootFacts
-from ..call.admission import would_fit
 from ..call.call import Call
 from ..call.running import Bracket
-from ..call.schedule import NOTHING_SHARED
 from ..call.scheduled_forward import ForwardRequest, ScheduledForward
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, OutOfBlocksError, PagedCacheError
 from ..kv.transfers import to_device
@@ -26,6 +24,7 @@ from ..model.conditioning import Conditioning
 from ..model.placeholders import Placeholders
 from ..model.support import require_layer_adapters
 from .forward_arguments import ArgumentReader, for_scheduled
+from .forwards_ahead import Ahead, ForwardsAhead
 from .generate_arguments import GenerateArguments
 from .going_on import GoingOn, Look
 from .input_values import KnownInputs
@@ -33,8 +32,6 @@ from .other_models import another_model, how_to_run, running_elsewhere
 from .own_layers import OwnLayers, why_full
 from .ranks import Ranks, of_all_ranks, tokens_as_bytes
 from .running_generate import plant_bracket, running_generate
-from .shared_prefix import SharedPrefixes
-from .state_forwards import StateForwards
 from .verification import Verifier
 
 logger = logging.getLogger("hf_paged_cache")
@@ -61,11 +58,10 @@ class Session:
         reader: of the forwards' arguments.
         placeholders: token ids of the model that are no text.
         salt: part of every root.
-        shared_prefixes: computes first, and once, what rows of a forward share.
+        ahead: runs first what rows of a forward share, and what brings them together.
         verifier: looks at one cached block of a hit a call; None does not.
         ranks: other processes that run the same forwards.
         windows: of the layers; as the config says when rows begin.
-        state_forwards: brings rows together whose layers carry states.
         bypasses: a call that does not fit runs in layers of its own; otherwise it is refused.
     """
 
@@ -76,11 +72,10 @@ class Session:
         reader: ArgumentReader,
         placeholders: Placeholders,
         salt: bytes,
-        shared_prefixes: SharedPrefixes,
+        ahead: ForwardsAhead,
         verifier: Verifier | None,
         ranks: Ranks,
         windows: Windows,
-        state_forwards: StateForwards,
         *,
         bypasses: bool = False,
     ) -> None:
@@ -94,10 +89,9 @@ class Session:
         self._conditioning = conditioning
         self._reader = reader
         self._salt = salt
-        self._shared_prefixes = shared_prefixes
+        self._ahead = ahead
         self._ranks = ranks
         self._windows = windows
-        self._state_forwards = state_forwards
         self._synced_gpus = False  # with other processes, which run as many forwards
         self._digest = b""  # of the model; read once a `generate`, or at every forward without one
         self._was_alone = False  # when it was read here, nobody could change the model
@@ -358,65 +352,64 @@ class Session:
         """Prepare the rows, compute what they share, and take their blocks. No lock is held while a model runs."""
         call = self._call
         try:
-            if call.states:
-                may_run_ahead = self._adapters is None and not self._synced_gpus
-                return self._state_forwards.schedule(
-                    request, call, arguments, digest=self._digest, may_run_ahead=may_run_ahead
-                )
-            if self._ranks.are_several:
+            if self._ranks.are_several and not call.states:
                 return self._schedule_on_all_ranks(request, arguments)
             with self._store.lock:
                 call.prepare(request)
-                plan = self._shared_prefixes.plan(request, call, synced_gpus=self._synced_gpus)
-                if not plan.prefixes:
+                plan = self._ahead.plan(request, call) if self._may_run_ahead(request) else None
+                if plan is None or (plan.runs and not self._ahead.fits(plan, request, call)):
                     return call.schedule(request)
-            with self._shared_prefixes.computed(plan, request, call, arguments) as computed_ahead:
-                return call.schedule(request, computed_ahead)
+                if not plan.runs:
+                    return call.schedule(request, column=plan.column, cold=plan.cold)
+            ahead = self._ahead.run(plan, request, call, arguments, self._digest)
+            return call.schedule(request, ahead.computed, column=ahead.column, cold=ahead.cold)
         except BaseException:
             if call.forward is None:
                 call.roll_back()
             raise
+
+    def _may_run_ahead(self, request: ForwardRequest) -> bool:
+        return self._adapters is None and not self._synced_gpus and self._ahead.may_run(request, self._call)
 
     def _schedule_on_all_ranks(self, request: ForwardRequest, arguments: Mapping[str, Any]) -> ScheduledForward:
         """The same where other processes run this forward, too: all start at one column, or all refuse it.
 
         Where each has prompts of its own, only the refusal is settled. The lock is free while they wait for each other.
         """
-        call, ranks, shared_prefixes = self._call, self._ranks, self._shared_prefixes
+        call, ranks = self._call, self._ranks
         call.prepare(request)
         if ranks.is_settled and self.is_open:
             return call.schedule(request, latest_start=0 if ranks.start_together else math.inf)
         refusal: OutOfBlocksError | None = None
-        may_share = shared_prefixes.may_run(request, call, synced_gpus=self._synced_gpus)
+        may_run_ahead = self._may_run_ahead(request)
         try:
             call.admit(request)
         except OutOfBlocksError as error:
-            if not may_share:
+            if not may_run_ahead:
                 raise
             refusal = error
         known, fits = self._agree(request, fits=refusal is None)
         if not ranks.start_together:
             ranks.is_settled = True
             return call.schedule(request)
-        num_ahead: Mapping[int, int] = {}
-        with ExitStack() as held:
-            plan = shared_prefixes.weigh(request, call, known) if may_share else NOTHING_SHARED
-            if plan.prefixes and not fits:
-                with self._store.lock:
-                    num_columns = call.rows.num_columns + request.num_new_columns
-                    fits = would_fit(call, num_columns, plan.num_shared_blocks)
-                _, fits = self._agree(request, fits=fits)
-            if not fits:
-                why = "another rank has no blocks for this call, so no rank runs it; the reason stands there"
-                raise of_all_ranks(refusal or OutOfBlocksError(why))
-            if plan.prefixes:
-                call.release()
-                num_ahead = held.enter_context(shared_prefixes.computed(plan, request, call, arguments))
-                call.admit(request, num_ahead)
-                known, _ = self._agree(request)
-            ranks.is_settled = True
-            columns = [row.pad + num_known for row, num_known in zip(call.rows.distinct, known, strict=True)]
-            return call.schedule(request, num_ahead, latest_start=min(columns))
+        ahead = Ahead()
+        with self._store.lock:
+            plan = self._ahead.plan(request, call, known) if may_run_ahead else None
+            if plan is not None and not fits:
+                refits = self._ahead.fits(plan, request, call)
+        if plan is not None and not fits:
+            _, fits = self._agree(request, fits=refits)
+        if not fits:
+            why = "another rank has no blocks for this call, so no rank runs it; the reason stands there"
+            raise of_all_ranks(refusal or OutOfBlocksError(why))
+        if plan is not None:
+            call.release()
+            ahead = self._ahead.run(plan, request, call, arguments, self._digest)
+            call.admit(request)
+            known, _ = self._agree(request)
+        ranks.is_settled = True
+        columns = [row.pad + num_known for row, num_known in zip(call.rows.distinct, known, strict=True)]
+        return call.schedule(request, ahead.computed, latest_start=min(columns))
 
     def _agree(self, request: ForwardRequest, *, fits: bool = True) -> tuple[list[int], bool]:
         """Settle with the other ranks what is known of each running row, in tokens, and whether the call fits everywhere."""

@@ -159,8 +159,8 @@ class Verifier:
                 stored_states = blocks.states.use(known.block_ids, stop)
         held.callback(self._free, compared)
         cache = held.enter_context(self._side.sibling(Rows([row], [0], start)))
-        tokens = new.token_ids[start:stop]
-        self._side.run(cache, [tokens], first_position=new.first_position, commits=False, digest=digest)
+        tokens = RowInput(new.token_ids[start:stop], 0, new.first_position)
+        self._side.run(cache, [tokens], commits=False, digest=digest)
         stored = RowLayout(new.root, 0, known.token_ids, known.block_ids)
         computed = cache.call.rows.distinct[0].layout()
         eps = eps_computed_in(self._side.model)
