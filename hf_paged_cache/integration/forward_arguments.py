@@ -123,12 +123,25 @@ class ArgumentReader:
                     f"the attention mask shows column {shown} of row {number}, which was padding and has no keys and values; "
                     "pass the mask of all columns, or cache.reset() first"
                 )
-        self._require_kept_padding(arguments, running)
+        flag = next((name for name in OUTPUT_FLAGS if arguments.get(name) and self._changes_with(name)), None)
+        if flag is not None:
+            _require_kept_padding(
+                running,
+                f"{flag} was asked for, with which attention of this model may see the rows' padding",
+                f"ask for {flag} from the rows' first forward on, load the model with attn_implementation='eager', or leave it out",
+            )
         if bypass is None and not in_generate:  # generate itself counts them right
             bypass = _miscounted(arguments.get("cache_position"), before, num_new)
         if bypass is None and any(_has_other_padding(row, pad) for row, pad in zip(running, mask.pads, strict=False)):
             bypass = "the padding of a row has changed"
         if bypass is None and self._carries_states and num_new == 1 and max(mask.pads) > before:
+            if self._sees_columns:
+                _require_kept_padding(
+                    running,
+                    f"column {before} is padding of a row and comes alone, so layers with a state take it for a token that sees the "
+                    "padding before it",
+                    "pass the padding and the row's first token in one forward",
+                )
             bypass = _PADDING_ALONE
         pads = mask.pads
         if bypass is not None:
@@ -198,22 +211,6 @@ class ArgumentReader:
             elif not isinstance(value, dict | list | tuple) or value:  # an empty one, as of images where there are none
                 return f"the argument {name} may condition keys and values"
         return None
-
-    def _require_kept_padding(self, arguments: Mapping[str, Any], running: Sequence[Row]) -> None:
-        """Refuse an output under which a model may look at padding, of rows that have begun without it.
-
-        Raises:
-            CacheArgumentError: keys and values of their padding are not kept.
-        """
-        if not any(row.pad and row.commit_end != 0 for row in running):
-            return
-        flag = next((name for name in OUTPUT_FLAGS if arguments.get(name) and self._changes_with(name)), None)
-        if flag is not None:
-            raise CacheArgumentError(
-                f"{flag} was asked for, with which attention of this model may see padding, and the rows have padding whose "
-                f"keys and values are not kept: ask for {flag} from the rows' first forward on, load the model with "
-                "attn_implementation='eager', or leave it out"
-            )
 
     def _is_default(self, name: str, value: Any) -> bool:
         """Whether an argument is the flag, number or word that the forward takes where it is left out."""
@@ -298,6 +295,16 @@ def for_scheduled(arguments: Mapping[str, Any], forward: ScheduledForward, num_c
     if skipped and isinstance(changed.get("cache_position"), Tensor):
         changed["cache_position"] = changed["cache_position"][skipped:]
     return changed
+
+
+def _require_kept_padding(running: Sequence[Row], why: str, instead: str) -> None:
+    """Refuse a forward whose attention may see padding, of rows that have begun without it.
+
+    Raises:
+        CacheArgumentError: keys and values of their padding are not kept.
+    """
+    if any(row.pad and row.commit_end != 0 for row in running):
+        raise CacheArgumentError(f"{why}, and keys and values of that padding are not kept: {instead}")
 
 
 def _shows_all(mask: Tensor, pads: Sequence[int]) -> bool:

@@ -14,6 +14,7 @@ class Calls:
     rng: random.Random
     prompts: Prompts
     block_size: int
+    has_states: bool = False  # of some layers, beside attention
 
     def generate(self, slot: int) -> Action:
         rng = self.rng
@@ -114,7 +115,8 @@ class Calls:
         line += f"max_new_tokens=6, do_sample=False{beams}, at={at})"
         need = len(ids) * 2 * ((len(ids[0]) + 6) // self.block_size + 2)
         fresh = f"r{slot} = DynamicCache(config=model.config)"
-        return Action("fault", line.replace("CACHE", f"c{slot}"), fresh, both, slot=slot, need=need)
+        reference = f"{line.replace('CACHE', 'DynamicCache(config=model.config)')}\n{fresh}"
+        return Action("fault", line.replace("CACHE", f"c{slot}"), reference, both, slot=slot, need=need)
 
     def turn(self, slot: int, held: Rows) -> Action:
         """New tokens alone, with a mask that covers all: the rows go on."""
@@ -172,6 +174,7 @@ class Calls:
             mask=mask,
             need=len(ids) * (len(columns[0]) // self.block_size + 2),
             held=held,
+            refusals=("CacheArgumentError",) if self.has_states and _comes_alone(sizes, columns) else (),
         )
 
     def _sizes(self, length: int) -> list[int]:
@@ -201,6 +204,16 @@ class Calls:
             mask=mask,
             need=len(ids) * (len(ids[0]) // self.block_size + 2),
         )
+
+
+def _comes_alone(sizes: list[int], columns: Rows) -> bool:
+    """Whether a column of a row's padding is a forward of its own, after padding that came before."""
+    stop = len(columns[0])
+    for size in reversed(sizes):
+        stop -= size
+        if size == 1 and stop and any(not row[stop] for row in columns):
+            return True
+    return False
 
 
 def _lines(**tensors: Rows) -> str:

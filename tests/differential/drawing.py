@@ -2,16 +2,21 @@
 
 import dataclasses
 import random
+import re
+from collections.abc import Sequence
+
+from transformers import DynamicCache, PreTrainedModel
 
 from tests.differential.calls import Calls
 from tests.differential.cases import Action, Case, Rows, Slot
 from tests.differential.prompts import Prompts
 
 # Kernels of these solve for 64 tokens at once, and a prompt goes on from multiples of that alone.
-LONGER = dict.fromkeys(("qwen3_next", "qwen3_5_text", "olmo_hybrid"), 60)
+IN_CHUNKS = re.compile("qwen3_next|qwen3_5|qwen4_exp|olmo_hybrid|kimi_linear")
+LONGER = 60
 
 
-def draw_case(kind: str, seed: int, attentions: list[str]) -> tuple[Case, random.Random]:
+def draw_case(kind: str, seed: int, attentions: Sequence[str]) -> tuple[Case, random.Random]:
     """The setting of a case; its actions are drawn while it is played."""
     rng = random.Random(f"{kind} {seed}")
     block_size = rng.choice([1, 2, 3, 4, 4, 5, 7, 8, 16, 16])
@@ -53,14 +58,19 @@ class Draw:
     """The next action, given what the rows of each cache are now."""
 
     def __init__(
-        self, case: Case, rng: random.Random, slots: list[Slot], weights: list[str], attentions: list[str]
+        self, case: Case, rng: random.Random, slots: list[Slot], model: PreTrainedModel, attentions: Sequence[str]
     ) -> None:
         self.rng = rng
         self.case = case
-        self.weights = weights
+        self.weights = [name for name, value in model.named_parameters() if value.dim() > 1]
         self.attentions = attentions
-        self.prompts = Prompts(rng, case.block_size, longer=LONGER.get(case.kind, 0))
-        self.calls = Calls(rng, self.prompts, case.block_size)
+        self.prompts = Prompts(rng, case.block_size, longer=LONGER if IN_CHUNKS.match(case.kind) else 0)
+        self.calls = Calls(
+            rng,
+            self.prompts,
+            case.block_size,
+            has_states=any(hasattr(layer, "conv_states") for layer in DynamicCache(config=model.config).layers),
+        )
         self.slots = slots
 
     def action(self) -> Action:
@@ -178,7 +188,7 @@ class Draw:
         return Action("pin", f"c{slot}.pin({self._known()})", slot=slot, refusals=(*self._busy(), "CacheArgumentError"))
 
     def _busy(self) -> tuple[str, ...]:
-        return ("CacheBusyError",) if "longrope" in self.case.kind else ()
+        return ("CacheBusyError",) if "rope" in self.case.kind else ()
 
     def _unpin(self, slot: int) -> Action:
         what = self._known() if self.rng.random() < 0.4 else ""

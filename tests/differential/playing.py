@@ -6,7 +6,7 @@ import random
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,6 +208,8 @@ class Player:
                 cache.reset()
                 cache.unpin()
             for store in stores:
+                for salt in {slot.salt for slot in self.case.slots()}:
+                    PagedPrefixCache(store, cache_salt=salt).unpin()  # also what a cache pinned that is gone
                 store.check()
                 stats = store.stats()
                 self.played.reused += stats.reused_tokens
@@ -238,13 +240,12 @@ def _short(error: Exception) -> str:
 
 
 def play_drawn(
-    case: Case, rng: random.Random, attentions: list[str], mutate: Callable[[Player], None] | None = None
+    case: Case, rng: random.Random, attentions: Sequence[str], mutate: Callable[[Player], None] | None = None
 ) -> Played:
     """Draw actions and play them, until one fails or there are enough."""
     player = Player(case)
     try:
-        weights = [name for name, value in player.model.named_parameters() if value.dim() > 1]
-        draw = Draw(case, rng, player.slots, weights, attentions)
+        draw = Draw(case, rng, player.slots, player.model, attentions)
         for _ in range(rng.randint(3, 12)):
             action = draw.action()
             if mutate:

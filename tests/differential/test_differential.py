@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.differential.choosing import supported
 from tests.differential.comparing import DifferenceError, compare
 from tests.differential.drawing import draw_case
-from tests.differential.kinds import KINDS, build
+from tests.differential.kinds import attentions_of, build
 from tests.differential.playing import Player, play_drawn, replay, shrink
 from tests.differential.tools import tokenizer
 
@@ -64,17 +63,17 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", PLAYED)
 def test_random_programs_give_what_a_fresh_dynamic_cache_gives(kind: str) -> None:
-    kinds, _ = supported([kind])
+    attentions, _ = attentions_of(kind)
     for seed in range(SEED, SEED + 2):
-        played = play_drawn(*draw_case(kind, seed, kinds[kind]), kinds[kind])
+        played = play_drawn(*draw_case(kind, seed, attentions), attentions)
         assert not played.failure, f"{played.failure.message}\n{played.failure.case.script()}"
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "lfm2"])
 def test_wrong_numbers_in_the_pool_are_reported_with_a_case_of_few_actions(kind: str) -> None:
-    kinds, _ = supported([kind])
+    attentions, _ = attentions_of(kind)
     for seed in range(SEED, SEED + 20):
-        failure = play_drawn(*draw_case(kind, seed, kinds[kind]), kinds[kind], mutate=spoil).failure
+        failure = play_drawn(*draw_case(kind, seed, attentions), attentions, mutate=spoil).failure
         if failure and failure.category == "difference":
             break
     else:
@@ -86,18 +85,18 @@ def test_wrong_numbers_in_the_pool_are_reported_with_a_case_of_few_actions(kind:
 
 
 def test_the_script_of_a_case_runs_by_itself() -> None:
-    kinds, _ = supported(["llama"])
-    case, rng = draw_case("llama", SEED + 1, kinds["llama"])
-    played = play_drawn(case, rng, kinds["llama"])
+    attentions, _ = attentions_of("llama")
+    case, rng = draw_case("llama", SEED + 1, attentions)
+    played = play_drawn(case, rng, attentions)
     assert len(played.case.actions) > 2
     assert "compare(ours, reference" in played.case.script()
     exec(played.case.script(), {})
 
 
 def test_a_kind_that_the_library_refuses_is_left_out_with_its_reason() -> None:
-    kinds, left_out = supported(["mamba", "llama"])
-    assert list(kinds) == ["llama"]
-    assert "scan" in left_out["mamba"]
+    attentions, why = attentions_of("mamba")
+    assert not attentions
+    assert "scan" in why
 
 
 def test_stop_strings_stop_a_call() -> None:
@@ -107,10 +106,6 @@ def test_stop_strings_stop_a_call() -> None:
     stop = words.decode(free[0, 4])
     stopped = model.generate(ids, max_new_tokens=6, do_sample=False, stop_strings=[stop], tokenizer=words)
     assert stopped.shape[1] <= 5 < free.shape[1]
-
-
-def test_at_least_24_kinds_can_be_built() -> None:
-    assert len(KINDS) >= 24
 
 
 def test_padding_does_not_count_and_all_else_does() -> None:

@@ -1,6 +1,7 @@
 """What the lines of a case call, beside the library and transformers."""
 
 import contextlib
+import inspect
 from typing import Any
 
 import torch
@@ -115,12 +116,14 @@ def with_gradients(model: PreTrainedModel, ids: torch.Tensor, **options: Any) ->
 
 
 def plain_scores(model: PreTrainedModel, context: list[int], continuations: list[list[int]]) -> list[Any]:
-    """Log-probabilities by one forward for each continuation, without a cache."""
-    scores = []
+    """Log-probabilities by one forward for each continuation, without a cache; positions count from 0, as in `generate`."""
+    scores, takes_positions = [], "position_ids" in inspect.signature(model.forward).parameters
     for continuation in continuations:
         ids = torch.tensor([context + continuation])
+        positions = {"position_ids": torch.arange(ids.shape[1])[None]} if takes_positions else {}
         with torch.no_grad():
-            logits = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, len(context) - 1 : -1]
+            logits = model(ids, attention_mask=torch.ones_like(ids), use_cache=False, **positions).logits
+        logits = logits[0, len(context) - 1 : -1]
         chosen = torch.tensor(continuation)
         scores.append(logits.float().log_softmax(-1)[torch.arange(len(chosen)), chosen])
     return scores

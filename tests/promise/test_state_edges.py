@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, OutOfBlocksError, PagedPrefixCache, PrefixStore
 
 from ..conformance import zoo
 from ..internals import lose_window_blocks, make_forwards_cheap
@@ -68,6 +68,36 @@ def test_a_prefill_in_chunks_of_one_column_is_as_wrong_about_padding_as_everybod
     for _ in range(2):
         play(model, cache, **rows)
         play(model, cache, **batch(row((2, 30))))
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("name", ["granitemoehybrid", "falcon_h1", "qwen3_next", "mamba2"])
+def test_a_column_of_padding_that_comes_alone_is_refused_after_padding_that_is_not_kept(
+    name: str, is_used: bool
+) -> None:
+    """Layers with a state take it for a token, and eager attention shows it the padding."""
+    model = zoo.build(name)
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([[0] * 15 + row((1, 3)), [0] * 2 + row((2, 16))])
+    mask = torch.tensor([[0] * 15 + [1] * 3, [0] * 2 + [1] * 16])
+    cache, reference = PagedPrefixCache(model), DynamicCache(config=model.config)
+    if is_used:
+        play(model, cache, input_ids=ids, attention_mask=mask, max_new_tokens=3)
+        cache.reset()
+    for start, stop in ((0, 10), (10, 11)):
+        wanted = plain(model, reference, ids[:, start:stop], mask[:, :stop])
+        if stop == 11 and name != "mamba2":  # which has no attention
+            with pytest.raises(CacheArgumentError, match="column 10 is padding of a row and comes alone"):
+                plain(model, cache, ids[:, start:stop], mask[:, :stop])
+        else:
+            assert_close(
+                wanted[mask[:, start:stop].bool()],
+                plain(model, cache, ids[:, start:stop], mask[:, :stop])[mask[:, start:stop].bool()],
+            )
+    whole = plain(model, DynamicCache(config=model.config), ids, mask)
+    rest = plain(model, cache, ids[:, cache.get_seq_length() :], mask)
+    if name != "mamba2":
+        assert_close(whole[:, 15:], rest[:, -3:])
 
 
 @NAMES
