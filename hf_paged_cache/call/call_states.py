@@ -91,7 +91,7 @@ class CallStates:
             for row, origin in zip(rows.distinct, origins, strict=True)
         )
         if (
-            before and go_on and len({row.pad + row_origin(row) for row in rows.distinct}) > 1
+            before and go_on and len({planned.start for planned in self.as_planned(rows)}) > 1
         ):  # together, as they stand
             for row, origin in zip(rows.distinct, origins, strict=True):
                 row.origin = origin
