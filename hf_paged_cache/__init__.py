@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .batch_job import BatchResult, generate_all
-    from .batch_progress import BatchSummary
-    from .batch_workers import generate_all_on_ray
+    from .ask.explanation import Explanation, Lookup
+    from .ask.model_check import ModelReport, check_model
+    from .ask.saved_files import SavedFileReport, saved_report
+    from .ask.scoring import Score
+    from .ask.verification import Verified
     from .cache import PagedPrefixCache
     from .errors import (
         BlockStateError,
@@ -27,15 +29,13 @@ if TYPE_CHECKING:
         PoolArgumentError,
         SavedBlocksError,
         UnsupportedModelError,
-        WorkersLostError,
     )
-    from .explanation import Explanation, Lookup
     from .integration.prefill import Prefilled
-    from .model_check import ModelReport, check_model
+    from .jobs.job import BatchResult, generate_all
+    from .jobs.prompts import Prompts, read_prompts
+    from .jobs.summary import BatchSummary
+    from .jobs.workers import WorkersLostError, generate_all_on_ray
     from .prefix_store import PrefixStore
-    from .prompts import Prompts, read_prompts
-    from .saved_files import SavedFileReport, saved_report
-    from .scoring import Score
     from .stats import CacheStats, CallStats, RowStats, TierStats
     from .store.loading import Loaded
     from .store.saving import Saved
@@ -44,15 +44,17 @@ _HOMES = (
     ".errors",
     ".stats",
     ".cache",
-    ".explanation",
-    ".named_prefixes",
     ".prefix_store",
-    ".saved_files",
-    ".model_check",
-    ".batch_job",
-    ".batch_progress",
-    ".prompts",
-    ".batch_workers",
+    ".ask.explanation",
+    ".ask.model_check",
+    ".ask.prefixes",
+    ".ask.saved_files",
+    ".ask.scoring",
+    ".ask.verification",
+    ".jobs.summary",
+    ".jobs.prompts",
+    ".jobs.job",
+    ".jobs.workers",
 )  # have all public names; the first two import no torch
 
 __all__ = [
@@ -83,6 +85,7 @@ __all__ = [
     "TierStats",
     "ForwardMismatchError",
     "UnsupportedModelError",
+    "Verified",
     "WorkersLostError",
     "__version__",
     "check_model",

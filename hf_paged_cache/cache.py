@@ -5,19 +5,19 @@ Owns the translation between transformers' `Cache` and a `Call`; decides nothing
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from os import PathLike
 from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Unpack
 from weakref import ref
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
-from .attention.grouped import READERS
-from .attention.windows import Windows
+from .ask import explanation, picture, prefixes, scoring, verification
+from .attention.view import View
 from .call.call import Call
 from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
@@ -28,21 +28,16 @@ from .integration.ranks import Ranks
 from .integration.session import Session
 from .integration.side_forward import SideForwards
 from .integration.state_layers import live_states, make_layer
-from .integration.verification import Verifier
 from .model.support import cache_layers
-from .named_prefixes import NamedPrefixes
-from .picture import Picture, as_figure, as_html
 from .prefix_store import PrefixStore, store_of
-from .scoring import Score, score
 from .stats import CacheStats, CallStats
 from .store.store_stats import stats_of
-from .store_options import require_attention
-from .wording import counted
+from .store_options import StoreSizes, require_attention, shows_store_options
 
 _ON_FULL = ("refuse", "bypass")
 
 
-class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
+class PagedPrefixCache(CacheOfLayers):
     """A cache for `model.generate` that reuses the keys and values of every prefix it has seen.
 
     Pass one object to any number of calls as `past_key_values`, or build one in each call on a shared `PrefixStore`.
@@ -58,11 +53,6 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
         attention: how attention reads keys and values. "contiguous" keeps a copy of the running rows beside the blocks;
             later forwards overwrite it (not while gradients are on), so clone what you keep. "gather" copies each
             layer's rows for the moment of its attention: memory is the blocks and one layer's rows.
-        verify: recompute one cached block of each call's hit, in turn, and forget all blocks when one disagrees: for
-            weights that change unseen. Seen are torch's counts of writes and optimizer steps, and eight values of each
-            tensor; not seen are few values written through `.data` or numpy. Costs a forward of `block_size` tokens a
-            call; where layers have states alone, of the tokens between two snapshots. Processes that are passed the same tokens (tensor parallelism) look together; where each has its own (FSDP,
-            ZeRO 3, `synced_gpus`) it is without effect, as where rope depends on length, and with PEFT's `adapter_names`.
         on_full: what becomes of a call that does not fit into the pool. "refuse" raises OutOfBlocksError. "bypass" runs it
             as `DynamicCache` would, without the store; its rows stay so until the next `generate`, or `reset()`.
             `score` refuses always.
@@ -80,48 +70,38 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
 
     is_paged_prefix_cache = True
 
+    @shows_store_options
     def __init__(
         self,
         model_or_store: PreTrainedModel | PrefixStore,
         *,
-        block_size: int | None = None,
-        num_blocks: int | None = None,
-        max_bytes: int | str | None = None,
         cache_salt: str | bytes | None = None,
         attention: Literal["contiguous", "gather"] = "contiguous",
-        verify: bool = False,
         on_full: Literal["refuse", "bypass"] = "refuse",
-        host_bytes: int | str = 0,
-        disk_folder: str | PathLike[str] | None = None,
-        disk_bytes: int | str | None = None,
-        disk_mode: int | None = None,
+        **sizes: Unpack[StoreSizes],
     ) -> None:
         require_attention(attention)
-        sizes: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks, "max_bytes": max_bytes}
-        tiers = {"host_bytes": host_bytes or None, "disk_folder": disk_folder, "disk_bytes": disk_bytes}
-        self.store = store_of(model_or_store, sizes | tiers | {"disk_mode": disk_mode})
+        if "verify" in sizes:
+            raise CacheArgumentError("verify is a method: leave it out here, and call cache.verify() to look at blocks")
+        self.store = store_of(model_or_store, sizes)
         if not isinstance(cache_salt, str | bytes | None):
             raise CacheArgumentError(f"cache_salt is of type {type(cache_salt).__name__}; give a str or bytes")
         if cache_salt is not None and not cache_salt:
             raise CacheArgumentError("cache_salt is empty, which is no tenant; leave it out for the store's owner")
-        if not isinstance(verify, bool):
-            raise CacheArgumentError(f"verify is {verify!r}; give True or False")
         if on_full not in [*_ON_FULL]:
             raise CacheArgumentError(f"on_full is {on_full!r}; give {' or '.join(map(repr, _ON_FULL))}")
         self.cache_salt = cache_salt.encode() if isinstance(cache_salt, str) else cache_salt or b""
         self.attention = attention
-        self.verify = verify
         self.on_full = on_full
         attach(self.store.model)
         blocks, conditioning, reader = self.store.blocks, self.store.conditioning, self.store.argument_reader
-        self.windows = Windows(conditioning.windows())
-        view = READERS[attention](blocks.pool, self.windows)
+        self.view = View(blocks.pool, conditioning.windows(), keeps_copies=attention == "contiguous")
         layers = [make_layer(self, index, layer) for index, layer in enumerate(cache_layers(self.store.model))]
-        self.call = Call(blocks, view, partial(_runs_on, ref(self)), self.cache_salt, live_states(layers))
+        self.call = Call(blocks, self.view, partial(_runs_on, ref(self)), self.cache_salt, live_states(layers))
         sibling = partial(PagedPrefixCache, self.store, cache_salt=cache_salt, attention="gather")
-        side = SideForwards(self.store.model, reader, sibling)
-        ranks = Ranks(conditioning, blocks, verifies=verify)
-        verifier = Verifier(blocks, conditioning, side, ranks) if verify else None
+        self._side = side = SideForwards(self.store.model, reader, sibling)
+        self._ranks = ranks = Ranks(conditioning, blocks)
+        self._num_looks = 0  # see `AskedCache`
         self._session = session = Session(
             self.call,
             conditioning,
@@ -129,9 +109,7 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
             self.store.placeholders,
             self.cache_salt,
             ForwardsAhead(blocks, conditioning, side, ranks),
-            verifier,
             ranks,
-            self.windows,
             bypasses=on_full == "bypass",
         )
         self._own_layers = session.own_layers
@@ -148,36 +126,9 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
         return True
 
     def __repr__(self) -> str:
-        own = self._own_layers
-        rows = f"{own.num_rows if own.has_rows else len(self.call.rows)} rows of {self.get_seq_length()} tokens"
+        rows = f"{self._session.num_rows} rows of {self.get_seq_length()} tokens"
         where = f"{type(self.store.model).__name__}, with a salt" if self.cache_salt else repr(self.store)
-        return f"PagedPrefixCache({rows}{' without the store' if own.has_rows else ''}, {where})"
-
-    def _repr_html_(self) -> str:
-        """How a notebook shows it: hits over the last prompts, and a map of the pool."""
-        return as_html(self._picture())
-
-    def plot(self) -> Any:
-        """Draw hits over the last prompts, and a map of the pool: a `matplotlib` figure; with a salt, of its own blocks.
-
-        Raises:
-            CacheArgumentError: matplotlib is not installed.
-
-        Examples:
-            >>> cache.plot().get_size_inches().tolist()
-            [8.0, 4.0]
-        """
-        return as_figure(self._picture())
-
-    def _picture(self) -> Picture:
-        stats, blocks = self.stats(), self.store.blocks
-        with blocks.lock:
-            calls, kinds = self.call.counters.metrics.recent, blocks.allocator.kinds_of_blocks(self.cache_salt or None)
-        facts = f"{counted(stats.num_calls, 'call')}, {stats.reused_tokens:,} of {stats.prompt_tokens:,} prompt tokens reused ({stats.hit_rate:.0%})"
-        if stats.shared_tokens:
-            facts += f", {stats.shared_tokens:,} computed for another row"
-        size = f"blocks of {blocks.block_size} tokens, {stats.kv_bytes / 2**20:,.1f} MiB of keys and values"
-        return Picture(f"PagedPrefixCache of {type(self.store.model).__name__}", f"{facts}; {size}", calls, kinds)
+        return f"PagedPrefixCache({rows}{' without the store' if self._own_layers.has_rows else ''}, {where})"
 
     @property
     def layers(self) -> list[Any]:
@@ -198,15 +149,14 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
         """
         if torch.compiler.is_compiling():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        read = self.call.write_pair(layer_idx, key_states, value_states)
-        if read is not None:
-            return read
-        layers = self.layers
-        is_ours = 0 <= layer_idx < len(layers) and isinstance(layers[layer_idx], PagedLayer)
-        if not is_ours and (self.call.forward is not None or self._own_layers.is_running):  # else nothing is written
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        states = self.write_layer(layer_idx, {"key": key_states, "value": value_states})
-        return states["key"], states["value"]
+        layers = self._paged_layers
+        is_scheduled = self.call.forward is not None
+        if is_scheduled and 0 <= layer_idx < len(layers) and isinstance(layers[layer_idx], PagedLayer):
+            states = self.call.write(layer_idx, {"key": key_states, "value": value_states})
+            return states["key"], states["value"]
+        if not is_scheduled and not self._own_layers.is_running:
+            raise self._session.why_unscheduled(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the running rows, padding included; the same in all layers but those that never write any: 0.
@@ -218,7 +168,7 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
             self._session.open_unseen()
         if layer_idx < 0:
             layer_idx += len(self.layers)
-        if self._own_layers.layers is not None:
+        if self._own_layers.has_rows:
             return self._own_layers.num_columns_of(layer_idx)
         if layer_idx and not self.store.blocks.may_write(layer_idx):
             return 0
@@ -227,9 +177,7 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
     @property
     def is_initialized(self) -> bool:
         """Whether there are rows."""
-        if self._own_layers.has_rows:
-            return self._own_layers.num_columns > 0
-        return self.call.num_columns > 0
+        return self._session.num_columns > 0
 
     def activate_past_recording(self) -> None:
         """Drafts will be verified: a model that cannot say which logits it needs computes them all."""
@@ -240,10 +188,7 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` goes on as row `beam_idx[i]`: tables are forked; K/V that a row writes differently are copied then."""
-        if self._own_layers.settle():
-            super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # a LongTensor is a Tensor
-            return
-        self.call.reorder(beam_idx)
+        self._session.rows().reorder(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens; 0 changes nothing.
@@ -255,25 +200,16 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
             raise CacheArgumentError(
                 f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}"
             )
-        if self._own_layers.settle():
-            super().crop(tokens_to_remove)
-            return
-        self.call.crop(-int(tokens_to_remove))
+        self._session.rows().crop(-int(tokens_to_remove))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows, which share all blocks."""
-        if self._own_layers.settle():
-            self._own_layers.select(torch.arange(self._own_layers.num_rows).repeat_interleave(repeats))
-            return
-        self.call.reorder([row for row in range(len(self.call.rows)) for _ in range(repeats)])
+        self._session.rows().reorder([row for row in range(self._session.num_rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (int64, or a mask of booleans)."""
-        if self._own_layers.settle():
-            self._own_layers.select(indices)
-            return
         chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-        self.call.reorder(torch.where(chosen < 0, chosen + len(self.call.rows), chosen))
+        self._session.rows().reorder(torch.where(chosen < 0, chosen + self._session.num_rows, chosen))
 
     def reset(self) -> None:
         """Drop the running rows and their contiguous copy, as transformers means it; full blocks stay in the prefix cache."""
@@ -283,54 +219,11 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
 
     # What a user asks.
 
-    def score(
-        self,
-        context: Tensor | Iterable[int],
-        continuations: Iterable[Tensor | Iterable[int]],
-        *,
-        batch_size: int | None = None,
-    ) -> list[Score]:
-        """The log-probabilities of many continuations of one context: multiple choice, reranking, rewards.
-
-        The context is reused from the store as far as it is known, runs once, and is stored; what all continuations have
-        in common runs with it; one that is the beginning of another runs with that. Equal to the `log_softmax` of one plain
-        forward for each, of all tokens of context and continuation, on the model as it is when the call begins. Where rotary
-        frequencies depend on length (dynamic, longrope), only continuations of one length run together. Effects: none on the rows
-        of this cache, also while its `generate` runs, nor on such frequencies; `stats()` counts it as a call with a row for each
-        continuation, behind the context, and `last_call` shows it, unless a `generate` runs. No gradients. The number of
-        forwards follows from the arguments alone.
-
-        Args:
-            context: token ids, [T] or [1, T], at least one.
-            continuations: each of at least one token id, [N] or [1, N]; they follow the context as they are.
-            batch_size: rows of a forward at most; None: as many as keep its logits below 2**27 numbers.
-
-        Returns:
-            a `Score` for each continuation, in order.
-
-        Raises:
-            CacheArgumentError: token ids that are none, are outside the vocabulary, or are missing; nothing has changed.
-            OutOfBlocksError: a forward does not fit; a smaller `batch_size` needs fewer blocks.
-
-        Examples:
-            >>> context = tokenizer("Question: What is one and one? Answer:").input_ids
-            >>> scores = cache.score(context, [tokenizer(answer).input_ids for answer in (" two", " three")])
-            >>> [score.num_tokens for score in scores], all(score.total < 0 for score in scores)
-            ([4, 6], True)
-        """
-        conditioning = self.store.conditioning
-        conditioning.digest()  # reads what rope the model has now
-        scores, rows, peak_kv_bytes = score(
-            SideForwards(self.store.model, self.store.argument_reader, self._verifying_sibling),
-            context,
-            continuations,
-            batch_size=batch_size,
-            rope=conditioning.rope,
-            placeholders=self.store.placeholders,
-        )
-        if scores:
-            self.call.count_elsewhere("score", rows, peak_kv_bytes)
-        return scores
+    prefill, pin, unpin = prefixes.prefill, prefixes.pin, prefixes.unpin
+    lookup, explain = explanation.lookup, explanation.explain
+    score = scoring.score
+    verify = verification.verify
+    plot, _repr_html_ = picture.plot, picture.html
 
     def stats(self) -> CacheStats:
         """Tokens of this cache's calls, and the blocks now; prints as a table.
@@ -341,7 +234,7 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
         call, blocks = self.call, self.store.blocks
         with blocks.lock:
             blocks.settle()
-            copied_bytes = call.reader.num_bytes + self._own_layers.num_bytes
+            copied_bytes = self.view.num_bytes + self._own_layers.num_bytes
             return stats_of(blocks, call.counters.totals, self.cache_salt, copied_bytes, call.peak_kv_bytes)
 
     @property
@@ -472,19 +365,13 @@ class PagedPrefixCache(NamedPrefixes, CacheOfLayers):
 
     def sibling(self) -> "PagedPrefixCache":
         """Another cache on the same store, under the same conditions."""
-        same: dict[str, Any] = {name: getattr(self, name) for name in ("attention", "verify", "on_full")}
+        same: dict[str, Any] = {name: getattr(self, name) for name in ("attention", "on_full")}
         return PagedPrefixCache(self.store, cache_salt=self.cache_salt or None, **same)
 
     def _make_layer(self) -> Any:
         """A layer more than the model's config names."""
-        own = self._own_layers
-        return own.make_layer() if own.has_rows else PagedLayer(self, len(self.layers))
-
-    def _verifying_sibling(self) -> "PagedPrefixCache":
-        """A cache for forwards of our own: it verifies as this one does, in the same turn, and keeps no contiguous copy."""
-        cache = PagedPrefixCache(self.store, cache_salt=self.cache_salt or None, attention="gather")
-        cache._session.verifier = self._session.verifier
-        return cache
+        has_own = self._own_layers.has_rows
+        return DynamicLayer() if has_own else PagedLayer(self, len(self.layers))  # type: ignore[no-untyped-call]
 
 
 def _runs_on(cache: ref[PagedPrefixCache], frame: FrameType) -> bool:

@@ -131,18 +131,6 @@ class SavedBlocksError(PagedCacheError):
     """
 
 
-class WorkersLostError(PagedCacheError):
-    """Raised when workers of a batch job die again and again at one batch; what is done is kept.
-
-    Examples:
-        >>> try:
-        ...     raise WorkersLostError("3 workers died one after another at the batch of row 8")
-        ... except PagedCacheError as error:
-        ...     print(error)  # the same job, started again, goes on behind the last batch that was done
-        3 workers died one after another at the batch of row 8
-    """
-
-
 class ForwardMismatchError(PagedCacheError):
     """Raised when a forward writes other than was scheduled for it; run the model through its `__call__`.
 

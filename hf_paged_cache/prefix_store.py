@@ -6,10 +6,10 @@ Owns the sizes a user gives, and refuses models we cannot hold. Runs no call.
 import math
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn, Unpack
 
 from torch import Tensor
 from tqdm import tqdm
@@ -42,14 +42,14 @@ from .stats import CacheStats
 from .store.block_store import BlockStore
 from .store.loading import Loaded, load_blocks
 from .store.saving import Model, Saved, folder_of, save_blocks
-from .store.sharing import Sharing
 from .store.state_snapshots import StateRules, StateSnapshots
 from .store.store_stats import stats_of
 from .store.window_groups import SHARE_OF_A_BUDGET
-from .store_options import StoreOptions, store_options
+from .store_options import StoreOptions, StoreSizes, given_sizes, shows_store_options, store_options
 from .tiers.base import Tier
 from .tiers.disk import DiskTier
 from .tiers.host import HostTier
+from .tiers.sharing import Sharing
 
 
 class PrefixStore:
@@ -89,27 +89,10 @@ class PrefixStore:
 
     is_paged_prefix_cache = True  # a call that is given the store instead of a cache is refused by name
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        max_bytes: int | str | None = None,
-        host_bytes: int | str = 0,
-        disk_folder: str | PathLike[str] | None = None,
-        disk_bytes: int | str | None = None,
-        disk_mode: int | None = None,
-    ) -> None:
-        options = store_options(
-            block_size=block_size,
-            num_blocks=num_blocks,
-            max_bytes=max_bytes,
-            host_bytes=host_bytes,
-            disk_folder=disk_folder,
-            disk_bytes=disk_bytes,
-            disk_mode=disk_mode,
-        )
+    @shows_store_options
+    def __init__(self, model: PreTrainedModel, **sizes: Unpack[StoreSizes]) -> None:
+        options = store_options(**sizes)
+        block_size, num_blocks = options.block_size, options.num_blocks
         model = unwrapped(model)
         require_supported(model)
         in_doubt = leaves_doubt(model)
@@ -130,7 +113,7 @@ class PrefixStore:
             num_blocks = options.max_bytes // num_bytes
             if num_blocks < 2:
                 raise CacheArgumentError(
-                    f"max_bytes is {max_bytes}, but two blocks of {block_size} tokens need {2 * num_bytes} bytes"
+                    f"max_bytes is {sizes['max_bytes']}, but two blocks of {block_size} tokens need {2 * num_bytes} bytes"
                 )
         tiers = make_tiers(model, conditioning, options)
         self.model = model
@@ -143,7 +126,7 @@ class PrefixStore:
             window_share,
             states,
             bytes_per_block,
-            has_budget=max_bytes is not None,
+            has_budget=options.max_bytes is not None,
             measure_layers=lambda: measure_layers(model),
             tiers=tiers,
         )
@@ -267,21 +250,14 @@ class PrefixStore:
         """
         if not folder_of(folder).is_dir():
             raise CacheArgumentError(f"there is no folder {folder_of(folder)}; give one that `save` has written")
-        model, identity = self._model(), self.conditioning.identity()
+        model = self._model()
         with _bar("loading", progress) as show:
-            return load_blocks(
-                self.blocks,
-                model,
-                lambda file: identity.why_other(file.facts, file.settings),
-                folder_of(folder),
-                progress=show,
-            )
+            return load_blocks(self.blocks, model, folder_of(folder), progress=show)
 
     def _model(self) -> Model:
         """The model as it is now, for files."""
         identity = self.conditioning.identity()
-        facts, settings = dict(identity.facts), dict(identity.settings)
-        return Model(self.conditioning.digest(), identity.digest, facts, settings, self.conditioning.roots)
+        return Model(self.conditioning.digest(), identity, self.conditioning.roots)
 
     def stats(self) -> CacheStats:
         """Tokens of all calls on this store, those of collected caches too, and all blocks now; prints as a table.
@@ -292,7 +268,7 @@ class PrefixStore:
         blocks = self.blocks
         with blocks.lock:
             blocks.settle()
-            copied_bytes = sum(call.reader.num_bytes for call in blocks.holders())
+            copied_bytes = sum(call.view.num_bytes for call in blocks.holders())
             return stats_of(blocks, blocks.call_totals, b"", copied_bytes, None)
 
     def check(self) -> None:
@@ -364,15 +340,14 @@ def make_tiers(model: PreTrainedModel, conditioning: Conditioning, options: Stor
     return [*above, *([] if below is None else [below])]
 
 
-def store_of(model_or_store: PreTrainedModel | PrefixStore, sizes: Mapping[str, Any]) -> PrefixStore:
-    """The store that is given, or one of these sizes for the model; None: not given.
+def store_of(model_or_store: PreTrainedModel | PrefixStore, sizes: StoreSizes) -> PrefixStore:
+    """The store that is given, or one of these sizes for the model.
 
     Raises:
         CacheArgumentError: sizes are given beside a store; and see `PrefixStore`.
     """
-    given = {name: size for name, size in sizes.items() if size is not None}
     if not isinstance(model_or_store, PrefixStore):
-        return PrefixStore(model_or_store, **given)
-    if given:
+        return PrefixStore(model_or_store, **sizes)
+    if given := given_sizes(sizes):
         raise CacheArgumentError(f"{' and '.join(given)}: of the store, which is there already; give it to PrefixStore")
     return model_or_store

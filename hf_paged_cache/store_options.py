@@ -1,16 +1,42 @@
 """What a store may be given besides its model, as a user writes it: sizes, a folder, permissions. Read and refused before anything is loaded; no torch."""
 
+import inspect
+from collections.abc import Callable
 from os import PathLike, fspath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 from .blocks.arguments import file_mode, int_of_at_least, num_bytes_of
 from .errors import CacheArgumentError
 
 ATTENTIONS = ("contiguous", "gather")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class StoreSizes(TypedDict, total=False):
+    """Options of a store as they are given, by name; see `PrefixStore`. What takes them has `**sizes: Unpack[StoreSizes]`."""
+
+    block_size: int
+    num_blocks: int | None
+    max_bytes: int | str | None
+    host_bytes: int | str
+    disk_folder: str | PathLike[str] | None
+    disk_bytes: int | str | None
+    disk_mode: int | None
+
+
+_DEFAULTS: StoreSizes = {
+    "block_size": 16,
+    "num_blocks": None,
+    "max_bytes": None,
+    "host_bytes": 0,
+    "disk_folder": None,
+    "disk_bytes": None,
+    "disk_mode": None,
+}
 
 
 class StoreOptions(NamedTuple):
-    """Options of `PrefixStore`, in bytes and checked; see there."""
+    """Options of a store, in bytes and checked."""
 
     block_size: int
     num_blocks: int | None
@@ -21,22 +47,43 @@ class StoreOptions(NamedTuple):
     disk_mode: int
 
 
-def store_options(
-    *,
-    block_size: int = 16,
-    num_blocks: int | None = None,
-    max_bytes: int | str | None = None,
-    host_bytes: int | str = 0,
-    disk_folder: str | PathLike[str] | None = None,
-    disk_bytes: int | str | None = None,
-    disk_mode: int | None = None,
-) -> StoreOptions:
+def shows_store_options(function: _Function) -> _Function:
+    """Have the signature of a function that takes `**sizes` show each of them: to `help`, to notebooks, to whoever inspects it."""
+    signature, hints = inspect.signature(function), StoreSizes.__annotations__
+    sizes = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+        for name, default in _DEFAULTS.items()
+    ]
+    others = [parameter for name, parameter in signature.parameters.items() if name != "sizes"]
+    at = next((i for i, each in enumerate(others) if each.kind is inspect.Parameter.VAR_KEYWORD), len(others))
+    shown = signature.replace(parameters=[*others[:at], *sizes, *others[at:]])
+    function.__signature__ = shown  # type: ignore[attr-defined]
+    return function
+
+
+def given_sizes(sizes: StoreSizes) -> dict[str, Any]:
+    """Those that say something: None is as if it were left out, and so is no host memory.
+
+    Raises:
+        TypeError: naming one that no store has.
+    """
+    for name in sizes:
+        if name not in _DEFAULTS:
+            raise TypeError(f"unexpected keyword argument {name!r}; a store takes {', '.join(_DEFAULTS)}")
+    return {name: size for name, size in sizes.items() if size is not None and (name, size) != ("host_bytes", 0)}
+
+
+@shows_store_options
+def store_options(**sizes: Unpack[StoreSizes]) -> StoreOptions:
     """Read the options of a store.
 
     Raises:
         CacheArgumentError: naming the first that is out of its range, or does not go with another.
     """
-    int_of_at_least("block_size", block_size, 1, "tokens; 16 suits most models")
+    given: Any = {**_DEFAULTS, **given_sizes(sizes)}
+    num_blocks, max_bytes, disk_folder = given["num_blocks"], given["max_bytes"], given["disk_folder"]
+    disk_bytes, disk_mode = given["disk_bytes"], given["disk_mode"]
+    int_of_at_least("block_size", given["block_size"], 1, "tokens; 16 suits most models")
     if num_blocks is not None and max_bytes is not None:
         raise CacheArgumentError(f"give num_blocks or max_bytes, not both (got {num_blocks} and {max_bytes})")
     if num_blocks is not None:
@@ -44,10 +91,10 @@ def store_options(
     if disk_folder is not None and not (isinstance(disk_folder, str | PathLike) and fspath(disk_folder)):
         raise CacheArgumentError(f"disk_folder is {disk_folder!r}; give a folder's path")
     options = StoreOptions(
-        block_size,
+        given["block_size"],
         num_blocks,
         None if max_bytes is None else num_bytes_of("max_bytes", max_bytes, 1),
-        num_bytes_of("host_bytes", host_bytes, 0),
+        num_bytes_of("host_bytes", given["host_bytes"], 0),
         disk_folder,
         None if disk_bytes is None else num_bytes_of("disk_bytes", disk_bytes, 1),
         file_mode("disk_mode", disk_mode),

@@ -12,12 +12,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.attention.contiguous import ContiguousReader
-from hf_paged_cache.attention.gather import GatherReader
+from hf_paged_cache.attention.view import View
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
 from hf_paged_cache.call import call_states
 from hf_paged_cache.call.call import Call
@@ -36,7 +34,6 @@ from hf_paged_cache.store.state_snapshots import StateRules
 from hf_paged_cache.tiers.disk import DiskTier
 from hf_paged_cache.tiers.host import HostTier
 from hf_paged_cache.tiers.saved_file import write_saved_file
-from hf_paged_cache.tiers.shared_runs import FoundRun, SharedRun
 
 if TYPE_CHECKING:
     import pytest
@@ -82,7 +79,7 @@ def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore, layers: Collecti
     for tensor in held_tensors(cache_or_store, layers):
         tensor.zero_()
     for call in _blocks(cache_or_store).holders():
-        call.reader.drop()
+        call.view.drop()
 
 
 def zero_window_blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> set[int]:
@@ -161,7 +158,7 @@ def written_slots(store: BlockStore) -> set[int]:
         for offset in range(block_size)
     }
     for call in store.holders():
-        view_from = math.inf if call._held._view_from is None else call._held._view_from
+        view_from = math.inf if call._held.view_from is None else call._held.view_from
         for held in [*call.rows.distinct, *call.previous.distinct]:
             num_written = int(max(held.num_known, min(held.num_confirmed, view_from - held.pad)))
             slots |= set(held.table.slots(0, min(num_written, held.table.num_tokens)))
@@ -235,28 +232,23 @@ def before_each_write(patch: pytest.MonkeyPatch, act: Callable[[BlockStore, int]
 
         return acting_write
 
-    for name in ("write", "write_pair"):
-        patch.setattr(Call, name, acting(getattr(Call, name)))
+    patch.setattr(Call, "write", acting(Call.write))
 
 
 def count_writes(patch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often layers are written from here on: "write", or "write_pair" by the fast path.
-
-    "write_blocks" counts once for all layers.
-    """
+    """How often the pool is written from here on; "write_blocks" counts once for all layers."""
     counts: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
         write = getattr(BlockPool, name)
 
         def counting(*args: Any) -> Any:
-            done = write(*args)
-            counts[name] += done is not False
-            return done
+            counts[name] += 1
+            return write(*args)
 
         return counting
 
-    for name in ("write", "write_pair", "write_blocks"):
+    for name in ("write", "write_blocks"):
         patch.setattr(BlockPool, name, counted(name))
     return counts
 
@@ -279,7 +271,7 @@ LAYER_WRITE = (PagedPrefixCache, "update")
 FAULT_POINTS: list[tuple[type, str, str]] = [
     *(
         (Call, name, "contiguous")
-        for name in ("begin", "prepare", "schedule", "schedule_step", "write", "write_pair", "confirm", "reorder")
+        for name in ("begin", "prepare", "schedule", "schedule_step", "write", "confirm", "reorder")
     ),
     (PrefixCachingBlockAllocator, "allocate", "contiguous"),
     (PrefixCachingBlockAllocator, "allocate_mutable", "contiguous"),
@@ -291,56 +283,48 @@ FAULT_POINTS: list[tuple[type, str, str]] = [
     (BlockTable, "append_tokens", "contiguous"),
     (BlockStore, "make_room", "contiguous"),
     (BlockStore, "make_copies", "contiguous"),
-    *((BlockPool, name, "contiguous") for name in ("write", "write_pair", "write_blocks", "copy_blocks")),
+    *((BlockPool, name, "contiguous") for name in ("write", "write_blocks", "copy_blocks")),
     (BlockPool, "gather", "gather"),  # a contiguous copy gathers nothing there
     (Rows, "regroup", "contiguous"),
     (Rows, "select", "contiguous"),
-    *((ContiguousReader, name, "contiguous") for name in ("read", "read_pair", "start_forward")),
-    *((ContiguousReader, name, "contiguous") for name in ("reorder_rows", "expand_rows", "keep")),
-    (GatherReader, "read", "gather"),
+    *((View, name, "contiguous") for name in ("read", "start_forward", "reorder_rows", "expand_rows", "keep")),
+    (View, "read", "gather"),
 ]
 
-# Where memory runs out: methods of a cache's own pool and reader.
+# Where memory runs out: methods of a cache's own pool and view.
 MEMORY_PLACES = [
     "pool.write",
-    "pool.write_pair",
     "pool.write_blocks",
     "pool.ensure_capacity",
     "pool.copy_blocks",
-    "reader.read",
-    "reader.read_pair",
-    "reader.start_rows",
-    "reader.start_forward",
-    "reader.reorder_rows",
+    "view.read",
+    "view.start_rows",
+    "view.start_forward",
+    "view.reorder_rows",
 ]
 
 
 def owner_of(cache: PagedPrefixCache, place: str) -> tuple[Any, str]:
     """The object and the name of the method that one of `MEMORY_PLACES` is."""
     owner, name = place.split(".")
-    return {"pool": _blocks(cache).pool, "reader": cache.call.reader}[owner], name
+    return {"pool": _blocks(cache).pool, "view": cache.view}[owner], name
 
 
 @contextmanager
 def failing_layer(cache: PagedPrefixCache, layer_idx: int, error: BaseException) -> Iterator[None]:
     """Raise where that layer writes more than a decode step does."""
-    call, write_pair, write_layer = cache.call, cache.call.write_pair, cache.write_layer
+    call, write = cache.call, cache.call.write
 
-    def fail_in_pair(written: int, key: Tensor, value: Tensor) -> Any:
-        if written == layer_idx and key.shape[2] > 1:
+    def fail(written: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if written == layer_idx and any(new.shape[2] > 1 for new in states.values()):
             raise error
-        return write_pair(written, key, value)
+        return write(written, states)
 
-    def fail(written: int, states: Any) -> Any:
-        if written == layer_idx:
-            raise error
-        return write_layer(written, states)
-
-    call.write_pair, cache.write_layer = fail_in_pair, fail  # type: ignore[method-assign]
+    call.write = fail  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del call.write_pair, cache.write_layer
+        del call.write
 
 
 @contextmanager
@@ -421,17 +405,17 @@ def zero_what_rows_share(patch: pytest.MonkeyPatch, cache: PagedPrefixCache) -> 
 
 def never_flush(patch: pytest.MonkeyPatch) -> None:
     """The pool never gets what steps have written into the view alone."""
-    patch.setattr(HeldSteps, "flush", lambda self, rows, **_: setattr(self, "_view_from", None) or self._mark(rows))
+    patch.setattr(HeldSteps, "flush", lambda self, rows, **_: setattr(self, "view_from", None) or self._mark(rows))
 
 
 def read_zeros(patch: pytest.MonkeyPatch) -> None:
     """Attention gets zeros in place of all keys and values from here on."""
-    read = ContiguousReader.read
+    read = View.read
 
     def wrong(self: Any, layer_idx: int, new: Any) -> Any:
         return {name: held * 0 for name, held in read(self, layer_idx, new).items()}
 
-    patch.setattr(ContiguousReader, "read", wrong)
+    patch.setattr(View, "read", wrong)
 
 
 def see_no_change_of_the_model(patch: pytest.MonkeyPatch) -> None:
@@ -483,29 +467,19 @@ def zero_tiers(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
         elif isinstance(tier, DiskTier):
             tier.join()
             for run in tier._runs:
-                if isinstance(run._content, list):
-                    for chunk in run._content:
-                        chunk.wait()
-                        for rows in chunk.rows:
-                            rows.zero_()
-                elif isinstance(run, SharedRun | FoundRun):  # with checksums that are right
-                    file = run.file
-                    assert file is not None
-                    rows = {
+                for chunk in (chunk for of_kind in (run._chunks or {}).values() for chunk in of_kind):
+                    chunk.wait()
+                    for rows in chunk.rows:
+                        rows.zero_()
+                if run.file is not None:  # with checksums that are right
+                    zeros = {
                         content.kind: [
                             torch.zeros((len(content.blocks), part.num_bytes), dtype=torch.uint8)
                             for part in content.parts
                         ]
-                        for content in file.contents
+                        for content in run.file.contents
                     }
-                    written = write_saved_file(file, rows)
-                    if isinstance(run, SharedRun):
-                        run._file = written
-                    else:
-                        run.file = written
-                else:
-                    tensors = load_file(run._content)
-                    save_file({name: torch.zeros_like(rows) for name, rows in tensors.items()}, run._content)
+                    run.file = write_saved_file(run.file, zeros)
 
 
 def num_waiting(cache_or_store: PagedPrefixCache | PrefixStore) -> int:

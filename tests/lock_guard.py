@@ -103,7 +103,7 @@ def install() -> None:
     for cls, names in [
         (Session, ("before_forward", "after_forward", "_log", "why_unscheduled")),
         (SideForwards, ("run",)),
-        (Call, ("write", "write_pair")),
+        (Call, ("write",)),
     ]:
         for name in names:
             _wrap(cls, name, _require_free, at_end=True)

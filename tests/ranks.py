@@ -165,15 +165,15 @@ class _Users:
         self.caches: list[PagedPrefixCache] = []
         for _ in range(3):
             attention = self.alone.choice(["contiguous", "gather"])
-            verify = self.together.random() < 0.4
-            self.caches.append(PagedPrefixCache(self.store, attention=attention, verify=verify))
+            self.caches.append(PagedPrefixCache(self.store, attention=attention))
         self.seen: list[list[int]] = [[]]
 
     def step(self) -> None:
         cache = self.together.choice(self.caches)
         if self.alone.random() < 0.25:
             self.forget(cache)
-        deeds = [self.generate] * 12 + [self.go_on] * 2 + [self.forwards] * 2 + [self.score] * 2 + [self.change_weights]
+        deeds = [self.generate] * 12 + [self.go_on] * 2 + [self.forwards] * 2 + [self.score] * 2
+        deeds += [self.look, self.change_weights]
         self.together.choice(deeds)(cache)
         cache.check()
 
@@ -273,6 +273,13 @@ class _Users:
                 logits = self.model(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1]
             wanted = logits.log_softmax(dim=-1)[range(len(answer)), answer]
             assert score.log_probs == pytest.approx(wanted.tolist(), abs=1e-3)
+
+    def look(self, cache: PagedPrefixCache) -> None:
+        with Forwards(self.model) as shapes:
+            found = cache.verify(self.together.choice([None, 1, 5]))
+        assert not found.differing
+        same_on_all("forwards of a look", shapes)
+        self.counts["blocks looked at"] += found.num_blocks
 
     def change_weights(self, cache: PagedPrefixCache) -> None:
         with torch.no_grad():

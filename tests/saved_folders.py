@@ -62,7 +62,7 @@ def require_whole(folder: Path) -> int:
     for path in paths:
         file = read_saved_file(path)
         for content in file.contents:
-            read_rows(file, content, [(0, len(content.blocks))])
+            read_rows(file, content.kind, [(0, len(content.blocks))])
     return len(paths)
 
 

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_paged_cache.batch.placement import partition
-from hf_paged_cache.batch.prefix_tree import Branch
+from hf_paged_cache.jobs.order import Branch, ordered, partition
 
 _NEW_TOKENS = 64
 
@@ -92,8 +91,8 @@ def simulate(num_workers: int, num_prompts: int, seed: int = 0) -> dict[str, Out
     """By prefix, at random, and all on one worker, which is the most that can be had."""
     given = traffic(num_prompts, seed)
     worker = np.empty(num_prompts, np.int64)
-    for number, prompts in enumerate(partition(*tree_of(given), num_workers, _NEW_TOKENS)):
-        worker[prompts] = number
+    for number, own in enumerate(partition([*ordered(*tree_of(given))], num_workers, _NEW_TOKENS)):
+        worker[[each.prompt for each in own]] = number
     at_random = np.random.default_rng(seed).integers(0, num_workers, num_prompts)
     return {
         "by prefix": outcome(given, worker, num_workers),

@@ -20,10 +20,10 @@ PACKAGE = Path(hf_paged_cache.__file__).parent
 ROOT = Path(__file__).parents[1]
 
 # Folders, and modules of the top folder, from bottom to top. What stands on one level does not import each other, but for the
-# modules that a user holds. A file imports from its own folder and from lower levels.
+# modules that a user holds, and the package, which has their names. A file imports from its own folder and from lower levels.
 LEVELS = [
     ["errors", "stats", "locks", "wording"],
-    ["blocks", "batch"],
+    ["blocks"],
     ["kv"],
     ["tiers"],
     ["attention", "store", "model"],
@@ -31,39 +31,28 @@ LEVELS = [
     ["integration"],
     [
         "cache",
-        "named_prefixes",
-        "explanation",
-        "picture",
         "prefix_store",
-        "scoring",
-        "model_check",
-        "saved_files",
-        "batch_calls",
-        "batch_options",
-        "batch_progress",
-        "batch_job",
-        "batch_workers",
-        "prompts",
+        "ask",
         "store_options",
-        "__init__",
     ],
+    ["jobs", "__init__"],
     ["cli"],
     ["__main__"],
 ]
 LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}
-USERS_LEVEL = LEVEL["cache"]
+SIDE_BY_SIDE = {LEVEL["cache"], LEVEL["__init__"]}
 
 IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
-    "batch_calls",
-    "batch_options",
-    "batch_job",
     "cache",
     "prefix_store",
-    "model_check",
-    "prompts",
+    "ask.model_check",
+    "jobs.calls",
+    "jobs.job",
+    "jobs.options",
+    "jobs.prompts",
     "cli.demo",
     "cli.demo_model",
-    "cli.display",
+    "cli.comparing",
     "cli.doctor",
     "cli.generate",
     "cli.loading",
@@ -80,7 +69,10 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "model.support",
     "model.trial",
 }
-WITHOUT_TORCH = ["errors", "stats", "locks", "wording", "blocks", "batch", "__init__", "__main__"]
+WITHOUT_TORCH = {
+    *("errors", "stats", "locks", "wording", "blocks", "__init__", "__main__"),
+    *("jobs.rows", "jobs.order", "jobs.journal", "jobs.summary", "jobs.progress"),
+}
 
 FILES = {  # name inside the package -> file; a folder's own name is its __init__.py
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
@@ -138,7 +130,7 @@ def test_a_module_imports_only_from_its_own_folder_and_from_lower_levels(module:
         for other in our_modules(module)
         if LEVEL[unit(other)] >= LEVEL[mine]
         and unit(other) != mine
-        and not LEVEL[unit(other)] == LEVEL[mine] == USERS_LEVEL
+        and not (LEVEL[unit(other)] == LEVEL[mine] and LEVEL[mine] in SIDE_BY_SIDE)
     }
     assert not wrong, f"{module} imports {sorted(wrong)}, which are not below {mine}"
 
@@ -153,15 +145,20 @@ def test_transformers_is_imported_by_exactly_these_modules() -> None:
 
 
 def test_torch_is_not_imported_where_integers_are_enough() -> None:
-    assert set(WITHOUT_TORCH) <= set(LEVEL)
-    assert not [module for module in FILES if unit(module) in WITHOUT_TORCH and imports_library(module, "torch")]
+    assert {*LEVEL, *FILES} >= WITHOUT_TORCH
+    assert not [
+        module for module in FILES if {module, unit(module)} & WITHOUT_TORCH and imports_library(module, "torch")
+    ]
 
 
 def test_the_command_uses_only_public_names_of_the_package_and_what_looks_at_arguments() -> None:
     commands = [module for module in FILES if unit(module) == "cli"]
-    others = {"cli", "batch", "batch_options", "prompts", "store_options", "wording"}
+    others = {"cli", "jobs", "store_options", "wording"}
     used = {
-        name for module in commands for name in imported_names(module) if unit(our_module(name) or "cli") not in others
+        name
+        for module in commands
+        for name in imported_names(module)
+        if unit(our_module(name) or "cli") not in others and our_module(name) != "blocks.arguments"
     }
     names = {name.rpartition(".")[2] for name in used - {"hf_paged_cache"}}
     assert {"PagedPrefixCache", "PagedCacheError"} <= names <= set(hf_paged_cache.__all__)

@@ -47,9 +47,9 @@ OTHERWISE_TESTED = {
     "store.capacity:Capacity.read_budget": "before the first forward is confirmed; a look at devices, and one number",
     "store.capacity:Capacity.bytes_to_come": "asked by another store before its first forward is confirmed; numbers",
     "integration.ranks:Ranks.settled_budget": "runs only where processes share a model",
-    "tiers.run_files:Run.write": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
-    "tiers.run_files:Run._save": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
-    "tiers.run_files:Run.drop": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
+    "tiers.runs:Run.write": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
+    "tiers.runs:Run.write:1": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
+    "tiers.runs:Run.drop": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
 }
 
 
@@ -216,12 +216,13 @@ def come_back_from_a_tier() -> None:
             run(cache.store.model, cache, input_ids=torch.tensor([row(tokens)]))
         assert cache.last_call.rows[0].disk_tokens
         tier_of(cache).join()
-        other = PagedPrefixCache(copy.deepcopy(cache.store.model), block_size=4, disk_folder=folder, verify=True)
+        other = PagedPrefixCache(copy.deepcopy(cache.store.model), block_size=4, disk_folder=folder)
         always_worth_it(other)
         run(other.store.model, other, input_ids=torch.tensor([row((2, 30))]))
         assert other.last_call.rows[0].disk_tokens
         weight = other.store.model.model.layers[0].self_attn.k_proj.weight
         weight.detach().numpy()[:, 1:7] += 1.0  # seen by no count, so only by a look at a block
+        assert other.verify().differing
         run(other.store.model, other, input_ids=torch.tensor([row((2, 30))]))
 
 
@@ -234,20 +235,21 @@ def save_and_load() -> None:
 
 
 def verify() -> None:
-    cache = fresh(verify=True)
-    for _ in range(2):
-        run(cache.store.model, cache, input_ids=torch.tensor([row((1, 18))]))
+    cache = fresh()
+    run(cache.store.model, cache, input_ids=torch.tensor([row((1, 18))]))
+    assert cache.verify().num_blocks
 
 
 def carry_states() -> None:
     """Rows whose layers do: one alone, several that share a prefix, others that join on the way, and a look at a block."""
-    cache = PagedPrefixCache(_model_with_states(), block_size=4, verify=True)
+    cache = PagedPrefixCache(_model_with_states(), block_size=4)
     model = cache.store.model
     with pytest.MonkeyPatch.context() as patch:
         make_forwards_cheap(patch)
         run(model, cache, **batch(row((1, 20), (2, 4)), row((1, 20), (3, 4)), row((4, 12))), max_new_tokens=2)
         run(model, cache, **batch(row((1, 20), (5, 4)), row((1, 20), (6, 7))), max_new_tokens=2)
         run(model, cache, input_ids=torch.tensor([row((1, 20), (7, 4))]), max_new_tokens=2)
+        assert cache.verify().num_blocks
 
 
 @functools.cache
@@ -376,7 +378,7 @@ def test_no_lock_is_held_in_a_module_or_in_a_user_s_callback() -> None:
             look("logits processor")
             return scores
 
-    cache = fresh(verify=True)
+    cache = fresh()
     model = cache.store.model
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda module, args, name=name: look(name))
@@ -385,4 +387,5 @@ def test_no_lock_is_held_in_a_module_or_in_a_user_s_callback() -> None:
         run(model, cache, **ids, logits_processor=[Processor(), AtStep(1, lambda: look("at a step"))])
     run(model, cache, input_ids=torch.tensor([row((1, 18))]), streamer=Streamer())
     cache.score(row((1, 18)), [row((2, 3)), row((3, 3))])
+    assert cache.verify().num_blocks
     assert seen >= {"streamer", "logits processor", "", "model.layers.1.self_attn", "lm_head"}

@@ -237,7 +237,7 @@ def test_bytes_are_those_of_the_blocks_in_use_and_of_what_attention_reads(tiny_l
     run(tiny_llama, cache, **batch(row((1, 40))), max_new_tokens=NUM_NEW)
     stats = cache.stats()
     of_blocks = stats.num_blocks_in_use * bytes_per_block(tiny_llama)
-    assert stats.kv_bytes == of_blocks + cache.call.reader.num_bytes > of_blocks
+    assert stats.kv_bytes == of_blocks + cache.view.num_bytes > of_blocks
     assert stats.peak_kv_bytes >= stats.kv_bytes
     cache.reset()
     emptied = cache.stats()

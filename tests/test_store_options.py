@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
-from hf_paged_cache.attention.grouped import READERS
 from hf_paged_cache.store_options import ATTENTIONS, require_attention, store_options
 
 from .tiny_models import tiny
@@ -21,8 +20,8 @@ def test_a_store_has_these_options_with_these_defaults() -> None:
     assert of_store.keys() <= inspect.signature(PagedPrefixCache).parameters.keys()
 
 
-def test_the_ways_to_read_are_the_readers_there_are() -> None:
-    assert [*READERS] == [*ATTENTIONS]
+def test_a_way_to_read_that_there_is_not_is_refused() -> None:
+    assert [*ATTENTIONS] == ["contiguous", "gather"]
     with pytest.raises(CacheArgumentError, match=r"^attention is 'fast'; give 'contiguous' or 'gather'$"):
         require_attention("fast")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore, generate_all
-from hf_paged_cache.batch_options import generation_config
+from hf_paged_cache.jobs.options import generation_config
 
 from .line import BASELINE, GIVEN_ORDER, OURS, Line
 from .registry import Lines, Repeat, scene

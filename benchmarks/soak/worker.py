@@ -464,7 +464,6 @@ class Worker:
             store or self.world.store,
             cache_salt=rng.choice(SALTS),
             attention=rng.choice(["contiguous", "gather"]),
-            verify=rng.random() < 0.25,
             on_full=on_full or rng.choice(["refuse", "refuse", "bypass"]),
         )
 

@@ -1,1 +1,1 @@
-"""How attention reads keys and values: from a contiguous copy of the running rows, or by a gather for each layer."""
+"""What attention reads of the running rows: copies that grow in place, or a gather for each layer."""

@@ -1,6 +1,6 @@
 """Owns the running rows' keys and values with the graph that computed them, as a `DynamicCache` keeps them.
 
-What readers give has no graph, and is their memory. While the rows' forwards run with gradients on, what is held here
+What a view gives has no graph, and is its memory. While the rows' forwards run with gradients on, what is held here
 takes its place; a forward without gradients ends that, as it does for a `DynamicCache`.
 """
 
@@ -33,7 +33,7 @@ class GradientPath:
             self.clear()
 
     def join(self, layer_idx: int, new: Mapping[str, Tensor], read: dict[str, Tensor], start: int) -> dict[str, Tensor]:
-        """With gradients on, put in place of what a reader gave: the columns before `start`, held or read, then `new`."""
+        """With gradients on, put in place of what a view gave: the columns before `start`, held or read, then `new`."""
         if torch.is_grad_enabled():
             for name, states in new.items():
                 num_past = read[name].shape[2] - states.shape[2]

@@ -11,6 +11,7 @@ _UNITS = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGT", 1)
     for unit, base in (("B", 1000), ("IB", 1024))
 }
+_OCTAL = re.compile(r"(0o?)?[0-7]{3}", re.ASCII)
 _SIZE = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
@@ -57,15 +58,16 @@ def num_bytes_of(name: str, size: object, least: int) -> int:
 
 
 def file_mode(name: str, mode: object) -> int:
-    """Permissions of files that are written, as `chmod` takes them; of None, those of their owner alone.
+    """Permissions of files that are written, as `chmod` takes them, also as a text: "660"; of None, those of their owner alone.
 
     Raises:
         CacheArgumentError: they are none, or not such that the owner can read and write.
     """
     if mode is None:
         return OWNERS_ALONE
-    if isinstance(mode, int) and not isinstance(mode, bool) and mode & 0o600 == 0o600 and not mode & ~0o666:
-        return mode
+    number = int(mode, 8) if isinstance(mode, str) and _OCTAL.fullmatch(mode) else mode
+    if isinstance(number, int) and not isinstance(number, bool) and number & 0o600 == 0o600 and not number & ~0o666:
+        return number
     raise CacheArgumentError(
         f"{name} is {mode!r}; give permissions of files that their owner reads and writes, as an octal number: 0o600 (the "
         "owner's alone), 0o640 (a group reads), 0o660 (a group reads and writes)"

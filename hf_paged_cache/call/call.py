@@ -8,7 +8,7 @@ the next forward is scheduled, so that a draft that `crop` takes back never was,
 
 Between two forwards rows are cut, change places, are copied, end, and are given back. Where they stand is `rows.num_columns`; whatever keeps
 something of each row is a *follower*, and changes with them. While somebody else runs the rows, nobody may change them. Torch tensors pass
-through to pool and reader, unread.
+through to pool and view, unread.
 """
 
 import math
@@ -19,13 +19,11 @@ from enum import Enum
 from types import FrameType
 from weakref import ref
 
-import torch
 from torch import Tensor
 
-from ..attention.base import Reader
+from ..attention.view import View
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
-from ..kv.slot_mapping import SlotMapping
 from ..kv.states import LiveStates
 from ..kv.stopwatch import Stopwatch
 from ..kv.transfers import Transfer
@@ -71,7 +69,7 @@ class Call:
 
     Args:
         store: where their blocks are.
-        reader: what attention reads of them.
+        view: what attention reads of them.
         is_forward: whether a frame on a thread's stack is of a forward on this call.
         salt: namespace of the rows' blocks.
         live: what layers carry of the running rows; None: no layer carries anything.
@@ -80,14 +78,14 @@ class Call:
     def __init__(
         self,
         store: BlockStore,
-        reader: Reader,
+        view: View,
         is_forward: Callable[[FrameType], bool],
         salt: bytes = b"",
         live: LiveStates | None = None,
     ) -> None:
         self.store = store
         self.salt = salt
-        self.reader = reader
+        self.view = view
         self.state = CallState.IDLE
         self.forward: ScheduledForward | None = None
         self.limits: CallLimits = UNLIMITED  # of the `generate` that runs
@@ -97,8 +95,8 @@ class Call:
         self.plans_ahead = True  # forwards of our own may run ahead, and are cut where snapshots are wanted
         self.brackets = Brackets()
         self.kept_by: Callable[[], object | None] = lambda: None  # who needs the rows between two of their forwards
-        self._writes = LayerWrites(store, reader)
-        self._held = HeldSteps(store, reader)
+        self._held = HeldSteps(store, view)
+        self._writes = LayerWrites(store, view, self._held)
         self.states = CallStates(store, LiveStates({}) if live is None else live)
         self._is_forward = is_forward
         self._thread = 0  # that began or went on with the rows, but for decode steps
@@ -264,7 +262,7 @@ class Call:
         """Rows go on; those that part go on from copies of what they shared."""
         sources = continue_rows(self.store, request, self.rows)
         if sources is not None:
-            self.reader.expand_rows(sources)
+            self.view.expand_rows(sources)
             self._writes.gradients.select_rows(sources)
             self.states.select(sources)
         if self.states:
@@ -357,11 +355,11 @@ class Call:
             try:
                 self.store.pool.join_streams()
                 token_ids = self._held.hold(rows, passed)
-                transfer = None if num_rows == 1 or self._held.are_in_view_alone else Transfer()
+                transfer = None if num_rows == 1 or self._held.view_from is not None else Transfer()
                 num_taken, slot_mapping = take_step(
-                    self.store, self, rows, token_ids, self.limits, self._flush, transfer
+                    self.store, self, rows, token_ids, self.limits, self._held.flush_scheduled, transfer
                 )
-                self.reader.start_forward(rows.layouts, num_rows, before, before + 1, transfer)
+                self.view.start_forward(self._held.layouts, num_rows, before, before + 1, transfer)
                 if num_taken:
                     if self.states:
                         self.states.keep_last(rows)
@@ -381,7 +379,7 @@ class Call:
     def write(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store a layer's new keys and values and return what its attention reads.
 
-        Shapes: [R, H, T, D] with the scheduled rows and columns; returns [R, H, columns, D], see `Reader.read`.
+        Shapes: [R, H, T, D] with the scheduled rows and columns; returns [R, H, columns, D], see `View.read`.
 
         Raises:
             ForwardMismatchError: no forward is scheduled, the shapes are not its, or the layer has written already.
@@ -391,21 +389,7 @@ class Call:
         if forward is None:
             raise ForwardMismatchError(f"layer {layer_idx} writes to a cache whose call {self.state.value}")
         with self.store.lock:
-            self._flush()
             return self._writes.write(layer_idx, states, forward)
-
-    def write_pair(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The fast path of `write`, for a "key" and a "value", of one token a row or of one row; None where `write` must be called."""
-        forward = self.forward
-        if forward is None or torch.is_grad_enabled() or not (forward.is_step or forward.is_run):
-            return None
-        with self.store.lock:
-            slot_mapping: SlotMapping | None = forward.slot_mapping
-            if self._held.are_in_view_alone:
-                if not forward.is_step:
-                    return None
-                slot_mapping = None
-            return self._writes.write_pair(layer_idx, key, value, slot_mapping)
 
     def confirm(self, most_blocks: int | None = None, *, conditions_held: bool | None = True) -> ScheduledForward:
         """The forward has returned: what it wrote counts.
@@ -445,7 +429,7 @@ class Call:
             if conditions_held is not None:
                 self.judge(conditions_held=conditions_held)
             self.counters.confirm()
-            self.peak_kv_bytes = max(self.peak_kv_bytes, store.kv_bytes_in_use(self.salt) + self.reader.num_bytes)
+            self.peak_kv_bytes = max(self.peak_kv_bytes, store.kv_bytes_in_use(self.salt) + self.view.num_bytes)
             return forward
 
     def _require_prepared(self) -> None:
@@ -500,11 +484,11 @@ class Call:
             store.give_back_reservation(self)
         if self._is_first:
             self._writes.gradients.clear()
-            self.reader.start_rows(
+            self.view.start_rows(
                 rows.layouts(), stop, max_rows=max(len(rows), limits.num_rows), max_columns=limits.max_columns
             )
         transfer = Transfer()
-        self.reader.start_forward(rows.layouts, len(rows.distinct), start, stop, transfer)
+        self.view.start_forward(rows.layouts, len(rows.distinct), start, stop, transfer)
         slot_mapping = map_slots(store, rows, known, start, stop, transfer)
         store.make_copies(transfer)  # last: with their ids goes all that the forward needs
         copies = tuple(rows.alias) if rows.is_aliased else None
@@ -583,7 +567,7 @@ class Call:
                 self.states.drop()
                 self._may_step = False
             self._held.take_back(self.rows)
-            self.reader.drop()  # some layers have the forward's columns and some have not
+            self.view.drop()  # some layers have the forward's columns and some have not
             self._writes.gradients.crop(self.rows.num_columns)
             if self._is_first:
                 self.rows.free()
@@ -625,7 +609,7 @@ class Call:
             self._is_first, self.state = False, CallState.SCHEDULED  # interrupted, the next event cuts all rows alike
             rows.crop(kept)
             self.state = state
-            self.reader.crop(kept)
+            self.view.crop(kept)
             self._writes.gradients.crop(kept)
             self.states.crop(num_columns)
             self._may_step = self._may_step and not self.states.are_torn
@@ -649,7 +633,7 @@ class Call:
             self._reorder(sources, None)
 
     def _reorder(self, sources: Sequence[int], index: Tensor | None) -> None:
-        rows, reader = self.rows, self.reader
+        rows, view = self.rows, self.view
         with self.store.lock:
             self.require_no_generate_elsewhere()
             self.roll_back()
@@ -663,7 +647,7 @@ class Call:
             try:
                 if rows.is_aliased:
                     origins = rows.separate()
-                    reader.expand_rows(origins)
+                    view.expand_rows(origins)
                     self._writes.gradients.select_rows(origins)
                     self.states.select(origins)
                 same_number = len(sources) == len(rows)
@@ -671,11 +655,11 @@ class Call:
                 self._writes.gradients.select_rows(sources)
                 self.states.select(sources, index)
                 if same_number:
-                    reader.reorder_rows(sources, shared_columns, index)
+                    view.reorder_rows(sources, shared_columns, index)
                 else:
-                    reader.drop()
+                    view.drop()
             except BaseException:
-                reader.drop()  # tables and contiguous copy may have moved by different amounts
+                view.drop()  # tables and contiguous copy may have moved by different amounts
                 self.states.drop()
                 raise
             renew_reservation(self.store, self, rows, self.limits, rows.num_columns)
@@ -735,7 +719,7 @@ class Call:
         with self.store.lock:
             if not self.rows.alias or not self.store.pool.has_layer(layer_idx):
                 return {}
-            self._flush()
+            self._held.flush(self.rows, is_scheduled=self.state is CallState.SCHEDULED)
             read = gather_rows(self.store, layer_idx, self.rows)
             return self._writes.gradients.in_place_of(layer_idx, read, self.rows.alias, self.rows.num_columns)
 
@@ -760,7 +744,7 @@ class Call:
                 self.state = CallState.ENDED
             self.limits, self._may_step = UNLIMITED, False
             self.store.give_back_reservation(self)
-            self.reader.pause()
+            self.view.pause()
 
     def drop_rows(self) -> None:
         """Give all blocks and the contiguous copy back; what was committed stays in the prefix cache.
@@ -776,7 +760,7 @@ class Call:
             self._end_rows()
             self.previous.free()
             self.limits, self._may_step = UNLIMITED, False
-            self.reader.drop()
+            self.view.drop()
             self._writes.gradients.clear()
             self.store.give_back_reservation(self)
 
@@ -827,11 +811,6 @@ class Call:
         if self.states:
             self.states.keep_snapshots(self.rows)
 
-    def _flush(self) -> None:
-        """Let the pool have the confirmed columns of held steps."""
-        if self._held.are_in_view_alone:
-            self._held.flush(self.rows, is_scheduled=self.state is CallState.SCHEDULED)
-
     def judge(self, *, conditions_held: bool) -> None:
         """Keep or take back what was computed since the last judgement."""
         if conditions_held:
@@ -849,7 +828,7 @@ class Call:
         self._commit()
         self.states.park(self.rows)
         self.states.drop()
-        self.reader.keep([row.layout()._replace(token_ids=row.true_token_ids) for row in self.rows.distinct])
+        self.view.keep([row.layout()._replace(token_ids=row.true_token_ids) for row in self.rows.distinct])
         self.previous, self.rows = self.rows, Rows([], [], 0)
         self.state = CallState.IDLE
         self._held.forget()
@@ -861,4 +840,4 @@ class Call:
             self.rows = previous  # interrupted above this line, they are gone, and their blocks given back
             self.states.drop()
             self._num_columns_before = self.rows.num_columns
-            self.reader.drop()
+            self.view.drop()

@@ -10,13 +10,15 @@ columns of the rows: [0, held) in the pool, their token ids known | [held, num_c
 or gathers rows first lets the host and the pool catch up. Both may be interrupted anywhere, and are then done again.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from ..attention.base import Reader
+from ..attention.view import View
 from ..errors import CacheArgumentError
+from ..kv.slot_mapping import RowLayout
 from ..kv.transfers import read_together
 from ..store.block_store import BlockStore
 from .rows import Rows
@@ -132,36 +134,37 @@ class HeldSteps:
 
     Args:
         store: whose pool gets the columns.
-        reader: whose view has them.
+        view: which has them.
+
+    Attributes:
+        view_from: columns from here on may be in the view alone, and a step writes there, not into the pool; None: none.
+        layouts: gives the rows of a scheduled step, to be gathered: the pool has their confirmed columns from then on.
     """
 
-    def __init__(self, store: BlockStore, reader: Reader) -> None:
+    def __init__(self, store: BlockStore, view: View) -> None:
         self._store = store
-        self._reader = reader
+        self._view = view
         self._rows: Rows | None = None  # whose steps these are; of others nothing is held
         self._unread: list[PassedStep] = []  # one a column, up to the last
-        self._view_from: int | None = None  # columns from here on may be in the view alone
+        self.view_from: int | None = None
         self._may_write_view_alone = False
+        held = ref(self)  # weak: the view keeps this while a step runs, and is kept here
+        self.layouts: Callable[[], list[RowLayout]] = lambda: [] if (it := held()) is None else it._layouts()
 
     def begin(self) -> None:
         """A `generate` begins."""
-        self._may_write_view_alone = self._reader.keeps_columns
+        self._may_write_view_alone = self._view.most_copies > 0
 
     def write_at_once(self) -> None:
         """Rows have forked, or changed places: they do so at each step, so the pool gets each step's columns at once."""
         self._may_write_view_alone = False
 
-    @property
-    def are_in_view_alone(self) -> bool:
-        """Whether a step writes into the view, and not into the pool."""
-        return self._view_from is not None
-
     def hold(self, rows: Rows, passed: Sequence[int] | PassedStep) -> Sequence[int]:
         """Hold what a scheduled step was passed; returns the token of each row, or `UNREAD_TOKEN` in its place."""
         if rows is not self._rows:
-            self._rows, self._unread, self._view_from = rows, [], None
-        if self._may_write_view_alone and self._view_from is None:
-            self._view_from = rows.num_columns
+            self._rows, self._unread, self.view_from = rows, [], None
+        if self._may_write_view_alone and self.view_from is None:
+            self.view_from = rows.num_columns
             self._mark(rows)
         if not isinstance(passed, PassedStep):
             return passed
@@ -236,18 +239,27 @@ class HeldSteps:
         """
         if self._rows is not rows:
             return
-        start, stop = self._view_from, rows.num_columns
+        start, stop = self.view_from, rows.num_columns
         if is_scheduled and start == stop:  # nothing is owed: asked for each layer that takes the long way
             return
         if start is not None and start < stop and rows.distinct:
             self._write(rows, start, stop)
         if start is not None:
-            self._view_from = stop if is_scheduled else None
+            self.view_from = stop if is_scheduled else None
         self._mark(rows)
+
+    def flush_scheduled(self) -> None:
+        """`flush` while a step is scheduled."""
+        if self.view_from is not None and self._rows is not None:
+            self.flush(self._rows, is_scheduled=True)
+
+    def _layouts(self) -> list[RowLayout]:
+        self.flush_scheduled()
+        return [] if self._rows is None else self._rows.layouts()
 
     def _write(self, rows: Rows, start: int, stop: int) -> None:
         """Write the columns `[start, stop)` from the view to the pool: of each row they lie in one block, its last."""
-        pool, columns = self._store.pool, self._reader.columns
+        pool, columns = self._store.pool, self._view.columns
         places = [row.table.writable_block(start - row.pad, stop - row.pad) for row in rows.distinct]
         first_offset = places[0][1]
         try:
@@ -281,12 +293,12 @@ class HeldSteps:
 
     def forget(self) -> None:
         """Those rows have ended."""
-        self._rows, self._unread, self._view_from = None, [], None
+        self._rows, self._unread, self.view_from = None, [], None
 
     def _mark(self, rows: Rows) -> None:
         """Say from which token on each row is held."""
         column = self._unread[0].column if self._unread else None
-        if self._view_from is not None:
-            column = self._view_from if column is None else min(column, self._view_from)
+        if self.view_from is not None:
+            column = self.view_from if column is None else min(column, self.view_from)
         for row in rows.distinct:
             row.held_from = None if column is None else column - row.pad

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..attention.base import Reader
 from ..attention.gradients import GradientPath
+from ..attention.view import View
 from ..errors import ForwardMismatchError, OutOfBlocksError
-from ..kv.slot_mapping import SlotMapping
 from ..store.block_store import BlockStore
+from .held_steps import HeldSteps
 from .scheduled_forward import ScheduledForward
 
 
@@ -24,9 +24,10 @@ class LayerWrites:
         gradients: what a gradient flows through.
     """
 
-    def __init__(self, store: BlockStore, reader: Reader) -> None:
+    def __init__(self, store: BlockStore, view: View, held: HeldSteps) -> None:
         self._store = store
-        self._reader = reader
+        self._view = view
+        self._held = held
         self.written: set[tuple[int, str]] = set()
         self.gradients = GradientPath()
 
@@ -36,12 +37,12 @@ class LayerWrites:
         self.gradients.start_forward()
 
     def write(self, layer_idx: int, states: Mapping[str, Tensor], forward: ScheduledForward) -> dict[str, Tensor]:
-        """`Call.write`; where it raises ForwardMismatchError, the pool is unchanged.
+        """`Call.write`; where it raises ForwardMismatchError, the pool is unchanged. It runs for each layer of each token.
 
         Raises:
             OutOfBlocksError: there is no memory for the layer, nor any that could be given up for it.
         """
-        num_rows, num_columns = forward.num_rows, forward.num_columns
+        written, num_rows, num_columns = self.written, len(forward.sources), forward.stop - forward.start
         for name, new in states.items():
             shape = new.shape
             if len(shape) == 4 and (shape[0] != num_rows or shape[2] != num_columns):  # others the pool refuses
@@ -50,21 +51,22 @@ class LayerWrites:
                     f"{num_rows} rows and {num_columns} tokens; run one forward at a time through the "
                     "model's __call__, and none that splits its rows"
                 )
-        keys = {(layer_idx, name) for name in states}
-        if not self.written.isdisjoint(keys):
-            raise ForwardMismatchError(
-                f"layer {layer_idx} writes twice in one forward; switch gradient checkpointing off"
-            )
-        read = None
+            if (layer_idx, name) in written:
+                raise ForwardMismatchError(
+                    f"layer {layer_idx} writes twice in one forward; switch gradient checkpointing off"
+                )
+        read, view = None, self._view
         try:
-            self._store.pool.write(layer_idx, states, forward.slot_mapping)
-            read = self._reader.read(layer_idx, states)
+            if not forward.is_step or self._held.view_from is None or not view.keeps_columns:
+                self._store.pool.write(layer_idx, states, forward.slot_mapping)
+            read = view.read(layer_idx, states)
         except torch.OutOfMemoryError:  # while it is handled, it holds what the frames hold that it came through
             pass
         if read is None:
             read = self._write_without_copies(layer_idx, states, forward)
-        self.written |= keys
-        return self.gradients.join(layer_idx, states, read, forward.start)
+        for name in states:
+            written.add((layer_idx, name))
+        return self.gradients.join(layer_idx, states, read, forward.start) if torch.is_grad_enabled() else read
 
     def _write_without_copies(
         self, layer_idx: int, states: Mapping[str, Tensor], forward: ScheduledForward
@@ -78,12 +80,13 @@ class LayerWrites:
         store.stop_growing()
         try:
             if forward.is_step:  # layers above may have written into the view alone
-                for above, in_view in self._reader.columns(forward.start, forward.stop):
+                self._held.flush_scheduled()
+                for above, in_view in self._view.columns(forward.start, forward.stop):
                     written = {name: new for name, new in in_view.items() if (above, name) in self.written}
                     store.pool.write(above, written, forward.slot_mapping)
-            self._reader.do_without_copies()
+            self._view.do_without_copies()
             store.pool.write(layer_idx, states, forward.slot_mapping)
-            return self._reader.read(layer_idx, states)
+            return self._view.read(layer_idx, states)
         except torch.OutOfMemoryError as error:
             store.give_back_later()
             raise OutOfBlocksError(
@@ -92,38 +95,6 @@ class LayerWrites:
                 f"{store.block_size} tokens and takes {store.pool.pool_bytes} bytes, and there is no copy beside it. Ask for "
                 "fewer rows or tokens, build the cache with a smaller num_blocks or max_bytes, or free memory"
             ) from error
-
-    def write_pair(
-        self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: SlotMapping | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """The fast path of `write`, for a "key" and a "value" of one token a row, or of one row, without gradients.
-
-        Args:
-            slot_mapping: where they go in the pool; None: the reader alone gets them, and the pool later.
-
-        Returns:
-            What attention reads; None where `write` must be called, which writes whatever is written by then once more.
-        """
-        keys = ((layer_idx, "key"), (layer_idx, "value"))
-        if not self.written.isdisjoint(keys):
-            return None
-        reader, read = self._reader, None
-        try:
-            if reader.keeps_columns:  # first: what it cannot take is not written to the pool twice
-                if key.requires_grad or value.requires_grad:
-                    return None
-                read = reader.read_pair(layer_idx, key, value)
-                if read is None:
-                    return None
-            if slot_mapping is not None and not self._store.pool.write_pair(layer_idx, key, value, slot_mapping):
-                return None
-            if read is None:
-                read = reader.read_pair(layer_idx, key, value)
-        except torch.OutOfMemoryError:
-            return None
-        if read is not None:
-            self.written.update(keys)
-        return read
 
     def require_all(self) -> None:
         """Refuse a forward in which a layer that always writes did not.

@@ -76,7 +76,7 @@ def continue_rows(store: BlockStore, request: ForwardRequest, rows: Rows) -> lis
     """Part rows that are no longer equal, and let each hold what more is known with its new tokens.
 
     Returns:
-        new running row -> old running row, for the reader; None when they are the same.
+        new running row -> old running row, for the view; None when they are the same.
 
     Raises:
         CacheArgumentError: another number of rows.

@@ -1,6 +1,6 @@
 """The rows of a call: which sequence each runs, which rows are still equal, and the block tables that hold them.
 
-Who changes rows tells the reader. The store's lock is held by whoever calls a method here.
+Who changes rows tells the view. The store's lock is held by whoever calls a method here.
 Blocks get their hashes in one place, `Rows.commit`; `Call` decides when.
 """
 
@@ -135,7 +135,7 @@ class Row:
         return self.table.token_ids[: self.num_true_tokens]
 
     def layout(self) -> RowLayout:
-        """What a reader must know."""
+        """What a view must know."""
         return RowLayout(self.root, self.pad, self.table.token_ids, self.table.block_ids)
 
 
@@ -194,7 +194,7 @@ class Rows:
         self.free()
 
     def layouts(self) -> list[RowLayout]:
-        """What a reader must know, of the rows that run."""
+        """What a view must know, of the rows that run."""
         return [row.layout() for row in self.distinct]
 
     def known_columns(self) -> list[int]:
@@ -374,13 +374,13 @@ def each_alone(num_rows: int) -> Groups:
     return Groups(list(range(num_rows)), list(range(num_rows)))
 
 
-def gather_rows(store: BlockStore, layer_idx: int, rows: Rows) -> dict[str, Tensor]:
+def gather_rows(store: BlockStore, layer_idx: int, rows: Rows, start: int = 0) -> dict[str, Tensor]:
     """name -> [R, H, columns, D], contiguous: a copy of what the pool holds of a layer's rows, in the order of the batch.
 
-    All columns, or in a layer with a window those that the next token sees.
+    All columns from `start` on, or in a layer with a window those of them that the next token sees.
     """
     pool, window, stop = store.pool, store.windows.window_of.get(layer_idx), rows.num_columns
-    start = 0 if window is None else max(0, stop - window + 1)
+    start = start if window is None else max(start, stop - window + 1)
     layouts = pool.rows_in(window, [row.layout() for row in rows.in_batch()], start)
     gathered = pool.gather(layer_idx, read_source(layouts, start, stop, pool.block_size))
     return {name: states.contiguous() for name, states in gathered.items()}

@@ -5,18 +5,20 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .model_options import Device, Dtype, Revision, require_dtype
+from ..errors import CacheArgumentError
+from ..jobs.rows import require_prompts
+from . import loading
+from .comparing import compare, summary
+from .loading import Device, Dtype, Revision
 from .questions import QUESTIONS, SHOTS, ask, few_shot_prompt
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 _LEAST_PROMPTS = 2  # the first fills the cache
 
@@ -25,7 +27,7 @@ def bench(
     model: Annotated[str, typer.Argument(help="A folder, or a name on the hub.")],
     prompts: Annotated[
         Path | None,
-        typer.Argument(help="A file of JSON lines, CSV or Parquet; without one, questions behind one long prompt."),
+        typer.Argument(help="A file of JSON lines, CSV or Parquet; without one, questions after one long prompt."),
     ] = None,
     column: Annotated[
         str, typer.Option(help="Where the prompt is: a text, or a chat as a list of messages.")
@@ -40,46 +42,37 @@ def bench(
 
     Ends with the speed-ups, the tokens reused, and how much of all prompts is shared. Exits with 1 if tokens differ in float32.
     """
-    from hf_paged_cache import CacheArgumentError
+    if prompts is not None and prompts.is_dir():
+        raise CacheArgumentError(f"{prompts} is a folder; give MODEL first, then PROMPTS, a file")
+    if prompts is not None:
+        require_prompts(prompts, column)
+    loading.require_model(model, revision, dtype)
 
-    from ..batch.rows import require_prompts
-    from .hub import require_name
-    from .refusal import in_one_line
+    import torch
 
-    with in_one_line("bench"), warnings.catch_warnings():
+    from hf_paged_cache import PagedPrefixCache, read_prompts
+
+    print(f"loading {model} ...", file=sys.stderr, flush=True)
+    loaded, tokenizer = loading.load_model(model, revision, dtype, device)
+    cache = PagedPrefixCache(loaded)
+    read = read_prompts(
+        _few_shot_prompts() if prompts is None else prompts,
+        tokenizer,
+        column=column,
+        model=loaded,
+        max_new_tokens=max_new_tokens,
+    )
+    numbered = ((str(number), ids) for number, ids in enumerate(read.token_ids))
+    started, answered = time.perf_counter(), []
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "PagedPrefixCache: this prompt of")  # one after the other, and no chat
-        if prompts is not None and prompts.is_dir():
-            raise CacheArgumentError(f"{prompts} is a folder; give MODEL first, then PROMPTS, a file")
-        if prompts is not None:
-            require_prompts(prompts, column)
-        require_dtype(dtype)
-        require_name(model, revision)
-
-        import torch
-
-        from hf_paged_cache import PagedPrefixCache, read_prompts
-
-        from .demo import compare
-        from .display import summary
-        from .loading import load_model
-
-        print(f"loading {model} ...", file=sys.stderr, flush=True)
-        loaded, tokenizer = load_model(model, revision=revision, dtype=dtype, device=device)
-        cache = PagedPrefixCache(loaded)
-        read = read_prompts(
-            _few_shot_prompts() if prompts is None else prompts,
-            tokenizer,
-            column=column,
-            model=loaded,
-            max_new_tokens=max_new_tokens,
-        )
-        started, answered = time.perf_counter(), []
-        for each in compare(
-            loaded, tokenizer, cache, _inputs(read.token_ids, tokenizer, loaded.device), max_new_tokens
-        ):
+        for each in compare(loaded, tokenizer, cache, numbered, max_new_tokens):
             answered.append(each)
-            _show_progress(
-                len(answered), len(read.token_ids), each.speedup, each.paged.reused_tokens, each.paged.prompt_tokens
+            print(
+                f"{len(answered)}/{len(read.token_ids)}  first token {each.speedup:.1f}x  reused {each.paged.reused_tokens} of "
+                f"{each.paged.prompt_tokens}",
+                file=sys.stderr,
+                flush=True,
             )
             if time.perf_counter() - started > seconds and len(answered) >= _LEAST_PROMPTS:
                 break
@@ -96,17 +89,3 @@ def bench(
 
 def _few_shot_prompts() -> list[str]:
     return [few_shot_prompt(len(SHOTS)) + ask(question) for question in QUESTIONS]
-
-
-def _inputs(tokens: Sequence[Sequence[int]], tokenizer: Any, device: Any) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    import torch
-
-    for ids in tokens:
-        given = torch.tensor([[*ids]], device=device)
-        yield shorten(tokenizer.decode(ids[-16:]), 40), {"input_ids": given, "attention_mask": torch.ones_like(given)}
-
-
-def _show_progress(done: int, total: int, speedup: float, reused: int, prompt_tokens: int) -> None:
-    print(
-        f"{done}/{total}  first token {speedup:.1f}x  reused {reused} of {prompt_tokens}", file=sys.stderr, flush=True
-    )

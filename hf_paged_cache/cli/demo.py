@@ -1,108 +1,73 @@
-"""The demo's measurement: the same questions behind one long prompt, each with generate's own cache, then with ours.
-
-Owns what is run and what is timed; prints nothing. Time to first token is read when `generate` hands the first token to a streamer,
-in the same way on both sides. A call of the first side starts with nothing, as `generate` does by default (`DynamicCache`); all calls
-of the second side share one `PagedPrefixCache`, whose first call computes the whole prompt.
-"""
+"""`demo`: the same questions after one long prompt, shown as a table that fills, as plain lines, or as one JSON object."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
-from typing import TYPE_CHECKING, Any
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import PagedCacheError
-from .questions import ask, few_shot_prompt
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import CacheArgumentError
+from ..jobs.rows import RowError
+from .comparing import Answer, Comparison, Model, compare, summary, totals
+from .questions import QUESTIONS, SHOTS, ask, few_shot_prompt
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from hf_paged_cache import PagedPrefixCache
 
-_ONE_GREEDY_ANSWER: dict[str, Any] = {  # whatever the model's generation config has saved
-    "do_sample": False,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "stop_strings": None,
-    "use_cache": True,
-    "cache_implementation": None,
-    "return_dict_in_generate": False,
-    "output_scores": False,
-    "output_logits": False,
-}
-Model = Any  # a PreTrainedModel with a GenerationMixin, which transformers has no one type for
+def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(help="A folder, or a name on the hub. Default: SmolLM2-135M-Instruct.", show_default=False),
+    ] = None,
+    questions: Annotated[int, typer.Option(min=1, max=len(QUESTIONS), help="How many questions to ask.")] = 8,
+    shots: Annotated[
+        int,
+        typer.Option(
+            min=1, max=len(SHOTS), help="Solved examples before each question; all together are about 1,000 tokens."
+        ),
+    ] = len(SHOTS),
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, max=1024, help="The longest answer; it ends at the end of its line.")
+    ] = 16,
+    in_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")
+    ] = False,
+) -> None:
+    """Ask questions after one long prompt, each with DynamicCache, then with PagedPrefixCache, and compare.
 
+    Exits with 1 if the tokens differ.
+    """
+    from .demo_model import DEMO_MODEL, load_demo_model
 
-class DemoInputError(PagedCacheError):
-    """What was asked for does not fit the model; the message says what to change."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One call of `generate`: its tokens, its times in seconds, and how many prompt tokens it did not compute."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    prompt_tokens: int
-    reused_tokens: int
-    first_token_seconds: float
-    total_seconds: float
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One question, answered on both sides."""
-
-    question: str
-    dynamic: Answer
-    paged: Answer
-
-    @property
-    def same_tokens(self) -> bool:
-        return self.dynamic.token_ids == self.paged.token_ids
-
-    @property
-    def speedup(self) -> float:
-        """Of the time to first token."""
-        return self.dynamic.first_token_seconds / self.paged.first_token_seconds
-
-
-def totals(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """Sums over all questions, the cold first call of our side included; times in seconds."""
-    dynamic, paged = [each.dynamic for each in comparisons], [each.paged for each in comparisons]
-    dynamic_seconds = sum(answer.first_token_seconds for answer in dynamic)
-    paged_seconds = sum(answer.first_token_seconds for answer in paged)
-    warm = [each.speedup for each in comparisons[1:]]  # the first question fills the cache
-    whole = sum(answer.total_seconds for answer in dynamic) / sum(answer.total_seconds for answer in paged)
-    return {
-        "prompt_tokens": sum(answer.prompt_tokens for answer in paged),
-        "reused_tokens": sum(answer.reused_tokens for answer in paged),
-        "dynamic_cache_first_token_seconds": dynamic_seconds,
-        "paged_prefix_cache_first_token_seconds": paged_seconds,
-        "first_token_speedup": dynamic_seconds / paged_seconds,
-        "first_token_speedup_after_first_question": median(warm) if warm else None,
-        "total_speedup": whole,  # decoding included
-        "same_tokens": all(each.same_tokens for each in comparisons),
-    }
-
-
-class FirstTokenClock:
-    """A streamer that notes when the first new token is there. `generate` puts the prompt first, then every token."""
-
-    def __init__(self) -> None:
-        self._num_puts = 0
-        self.first_token_at: float | None = None
-
-    def put(self, value: Tensor) -> None:
-        self._num_puts += 1
-        if self._num_puts == 2:
-            self.first_token_at = time.perf_counter()
-
-    def end(self) -> None:
-        """Nothing is held back."""
+    console, name, asked = Console(), model or DEMO_MODEL, QUESTIONS[:questions]
+    if not in_json:
+        print("loading the model ...", file=sys.stderr, flush=True)
+    loaded, tokenizer = load_demo_model(model)
+    comparisons = run_demo(loaded, tokenizer, questions=asked, num_shots=shots, max_new_tokens=max_new_tokens)
+    if in_json:
+        answered = list(comparisons)
+        print(json.dumps(as_json(name, answered), indent=2))
+    else:
+        num_shared = len(tokenizer(few_shot_prompt(shots))["input_ids"])
+        print(
+            f"{name}: {questions} questions after one prompt of {num_shared} tokens, each with DynamicCache, then with "
+            "PagedPrefixCache.",
+            flush=True,
+        )
+        answered = (
+            show_table(comparisons, asked, console) if console.is_terminal else show_lines(comparisons, questions)
+        )
+        print(summary(answered))
+    if not all(each.same_tokens for each in answered):
+        raise typer.Exit(1)
 
 
 def run_demo(
@@ -114,101 +79,106 @@ def run_demo(
 
     Raises:
         UnsupportedModelError: from `PagedPrefixCache`.
-        DemoInputError: the tokenizer is another model's, or prompt and answer are longer than the model's positions.
+        CacheArgumentError: the tokenizer is another model's, or prompt and answer are longer than the model's positions.
     """
-    from hf_paged_cache import PagedPrefixCache
+    from hf_paged_cache import PagedPrefixCache, read_prompts
 
     cache = PagedPrefixCache(model)  # first: a model that is refused needs no advice on shots
-    shared = few_shot_prompt(num_shots)
-    prompts = [
-        tokenizer(shared + ask(question), return_tensors="pt", return_token_type_ids=False).to(model.device)
-        for question in questions
-    ]
-    highest = max(int(prompt["input_ids"].max()) for prompt in prompts)
-    if highest >= model.config.get_text_config().vocab_size:
-        raise DemoInputError(
-            f"the tokenizer gives token {highest}, and the model has none: the two do not belong together"
-        )
-    num_tokens = max(prompt["input_ids"].shape[1] for prompt in prompts) + max_new_tokens
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and num_tokens > limit:
-        raise DemoInputError(
-            f"prompt and answer need {num_tokens} positions and the model has {limit}: ask with fewer --shots or --max-new-tokens"
-        )
-    return compare(
-        model, tokenizer, cache, zip(questions, prompts, strict=True), max_new_tokens, _stop_ids(model, tokenizer)
-    )
+    texts = [few_shot_prompt(num_shots) + ask(question) for question in questions]
+    try:
+        read = read_prompts(texts, tokenizer, model=model, max_new_tokens=max_new_tokens)
+    except RowError as error:
+        raise CacheArgumentError(f"question {error.number + 1}: {error.problem}; or ask with fewer --shots") from error
+    asked = zip(questions, read.token_ids, strict=True)
+    return compare(model, tokenizer, cache, asked, max_new_tokens, **_ends(model, tokenizer))
 
 
-def compare(
-    model: Model,
-    tokenizer: PreTrainedTokenizerBase,
-    cache: PagedPrefixCache,
-    prompts: Iterable[tuple[str, Mapping[str, Tensor]]],
-    max_new_tokens: int,
-    stop_ids: list[int] | None = None,
-) -> Iterator[Comparison]:
-    """Answer every prompt twice, when the next result is asked for: with generate's own cache, then with ours.
-
-    Args:
-        prompts: what to call each, and its `input_ids` and `attention_mask` of [1, T].
-        stop_ids: an answer ends with one of them; None: as the model's generation config says.
-    """
-    for number, (question, prompt) in enumerate(prompts):
-        if not number:
-            _warm_up(model, prompt, cache, min(2, max_new_tokens))
-        dynamic = _generate(model, tokenizer, prompt, max_new_tokens, stop_ids, cache=None)
-        paged = _generate(model, tokenizer, prompt, max_new_tokens, stop_ids, cache=cache)
-        yield Comparison(question, dynamic, paged)
-
-
-def _stop_ids(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
-    """The model's own ends of sequence, and the end of the line: an answer is one line."""
+def _ends(model: Model, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+    """As an option of `generate`, the model's own ends of sequence, and the end of the line: an answer is one line."""
     own = model.generation_config.eos_token_id
     ids = [] if own is None else [own] if isinstance(own, int) else list(own)
     newline = tokenizer.encode("\n", add_special_tokens=False)
     if len(newline) == 1 and newline[0] != tokenizer.unk_token_id:
         ids += newline
-    return ids or None
+    return {"eos_token_id": ids} if ids else {}
 
 
-def _warm_up(model: Model, prompt: Mapping[str, Tensor], cache: PagedPrefixCache, max_new_tokens: int) -> None:
-    """Pay for first-time costs outside the clock, with tokens that no question starts with: the prompt, reversed."""
-    ids, mask = prompt["input_ids"].flip(1), prompt["attention_mask"]
-    short: Any = {"max_new_tokens": max_new_tokens, **_ONE_GREEDY_ANSWER}
-    model.generate(input_ids=ids, attention_mask=mask, **short)
-    model.generate(input_ids=ids[:, :8], attention_mask=mask[:, :8], past_key_values=cache, **short)
+def show_table(comparisons: Iterable[Comparison], questions: Sequence[str], console: Console) -> list[Comparison]:
+    """Fill a table on a terminal as the answers come; returns them."""
+    shown: list[Comparison] = []
+    with Live(_table(shown, questions), console=console) as live:
+        for comparison in comparisons:
+            shown.append(comparison)
+            live.update(_table(shown, questions))
+    return shown
 
 
-def _generate(
-    model: Model,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Mapping[str, Tensor],
-    max_new_tokens: int,
-    stop_ids: list[int] | None,
-    *,
-    cache: PagedPrefixCache | None,
-) -> Answer:
-    clock = FirstTokenClock()
-    num_prompt_tokens = prompt["input_ids"].shape[1]
-    started_at = time.perf_counter()
-    output = model.generate(
-        **prompt,
-        past_key_values=cache,
-        streamer=clock,
-        max_new_tokens=max_new_tokens,
-        **_ONE_GREEDY_ANSWER,
-        **({} if stop_ids is None else {"eos_token_id": stop_ids}),
-        pad_token_id=0,
-    )
-    ended_at = time.perf_counter()
-    token_ids = output[0, num_prompt_tokens:].tolist()
-    text = str(tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
-    return Answer(
-        text=text.splitlines()[0] if text else "",
-        token_ids=tuple(token_ids),
-        prompt_tokens=num_prompt_tokens,
-        reused_tokens=0 if cache is None else cache.last_call.reused_tokens,
-        first_token_seconds=(clock.first_token_at or ended_at) - started_at,
-        total_seconds=ended_at - started_at,
-    )
+def _table(shown: Sequence[Comparison], questions: Sequence[str]) -> Table:
+    table = Table(title="time to first token", title_style="")
+    table.add_column("question and answer", ratio=1)
+    for heading in ("Dynamic\nCache", "Paged\nPrefixCache", "tokens\nreused", "speed\n-up", "same\ntokens"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in shown:
+        table.add_row(
+            Text.assemble(f"{each.question}\n", (each.paged.text, "green")),
+            _milliseconds(each.dynamic),
+            _milliseconds(each.paged),
+            f"{each.paged.reused_tokens} of {each.paged.prompt_tokens}",
+            f"{each.speedup:.1f}x",
+            "yes" if each.same_tokens else Text("NO", style="bold red"),
+        )
+    for question in questions[len(shown) :]:
+        table.add_row(Text(question, style="dim"))
+    return table
+
+
+def show_lines(comparisons: Iterable[Comparison], num_questions: int) -> list[Comparison]:
+    """Print three lines for each question as the answers come; returns them."""
+    shown = []
+    for number, each in enumerate(comparisons, 1):
+        shown.append(each)
+        counted = f"{number}/{num_questions}  first token"
+        print(
+            f"DynamicCache      {counted} {_milliseconds(each.dynamic)}\n"
+            f"PagedPrefixCache  {counted} {_milliseconds(each.paged)}  {each.speedup:.1f}x"
+            f"  reused {each.paged.reused_tokens} of {each.paged.prompt_tokens}"
+            f"  same tokens: {'yes' if each.same_tokens else 'NO'}\n"
+            f"                       {each.question}  {each.paged.text}",
+            flush=True,
+        )
+    return shown
+
+
+def as_json(model_name: str, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """The whole run as plain dictionaries and lists, ready for `json.dumps`; times in seconds."""
+    import torch
+    import transformers
+
+    import hf_paged_cache
+
+    return {
+        "model": model_name,
+        "versions": {module.__name__: module.__version__ for module in (hf_paged_cache, torch, transformers)},
+        "questions": [
+            {
+                "question": each.question,
+                "answer": each.paged.text,
+                "prompt_tokens": each.paged.prompt_tokens,
+                "reused_tokens": each.paged.reused_tokens,
+                "new_tokens": len(each.paged.token_ids),
+                "dynamic_cache": _times(each.dynamic),
+                "paged_prefix_cache": _times(each.paged),
+                "same_tokens": each.same_tokens,
+            }
+            for each in comparisons
+        ],
+        "totals": totals(comparisons),
+    }
+
+
+def _times(answer: Answer) -> dict[str, float]:
+    return {"first_token_seconds": answer.first_token_seconds, "total_seconds": answer.total_seconds}
+
+
+def _milliseconds(answer: Answer) -> str:
+    return f"{answer.first_token_seconds * 1000:.0f} ms"

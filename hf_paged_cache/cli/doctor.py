@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .model_options import Device, Dtype, Revision
+from . import loading
+from .loading import Device, Dtype, Revision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,24 +31,20 @@ def doctor(
 
     Exits with 1 if the model is not supported.
     """
-    from hf_paged_cache import check_model
+    loading.require_model(model, revision, dtype)
 
-    from .loading import load_model
-    from .refusal import in_one_line
+    from hf_paged_cache import check_model
 
     _print(of_machine())
     if model is None:
         return
-    with in_one_line("doctor"):
-        print(f"loading {model} ...", file=sys.stderr, flush=True)
-        loaded, _ = load_model(model, revision=revision, dtype=dtype, device=device)
-        report = check_model(loaded)
-        _print(of_model(loaded))
-        print(
-            "\n".join(f"{'' if at else 'support':{_NAMES}}{line}" for at, line in enumerate(str(report).splitlines()))
-        )
-        if report.is_supported:
-            _print(of_memory(loaded))
+    print(f"loading {model} ...", file=sys.stderr, flush=True)
+    loaded, _ = loading.load_model(model, revision, dtype, device)
+    report = check_model(loaded)
+    _print(of_model(loaded))
+    print("\n".join(f"{'' if at else 'support':{_NAMES}}{line}" for at, line in enumerate(str(report).splitlines())))
+    if report.is_supported:
+        _print(of_memory(loaded))
     raise typer.Exit(0 if report.is_supported else 1)
 
 

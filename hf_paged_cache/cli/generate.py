@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from difflib import get_close_matches
-from enum import StrEnum
 from functools import partial
+from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
 from re import fullmatch
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from .model_options import Device, Dtype, Mode, Revision, permissions_of, require_dtype
+from ..errors import CacheArgumentError
+from ..jobs.journal import finished_before, journal_of, note_command, require_writable
+from ..jobs.rows import digest_of, opened, require_prompts
+from ..jobs.summary import BatchSummary
+from ..store_options import StoreOptions, store_options
+from . import loading
+from .command import Mode, terminated_as_interrupted
+from .hub import known_folder
+from .loading import Device, Dtype, Revision
 
 ANY_OPTION = {"allow_extra_args": True, "ignore_unknown_options": True}
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended
-
-
-class Attention(StrEnum):
-    """How keys and values are read."""
-
-    CONTIGUOUS = "contiguous"
-    GATHER = "gather"
-
-
-class Order(StrEnum):
-    """Of the rows in the output."""
-
-    GIVEN = "given"
-    DONE = "done"
+_OF_THE_RUN = ("prompts", "model", "revision", "dtype", "device", "workers", "address")  # and not of `generate_all`
+_NO_MATTER = ("prompts", "out", "overwrite", "device", "address")  # of what a job gives
 
 
 def generate(
@@ -47,7 +44,9 @@ def generate(
     ] = "prompt",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest completion.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that run at once, at most.")] = 8,
-    order: Annotated[Order, typer.Option(help="Rows as they are given, or as they are done.")] = Order.GIVEN,
+    order: Annotated[
+        Literal["given", "done"], typer.Option(help="Rows as they are given, or as they are done.")
+    ] = "given",
     seed: Annotated[int, typer.Option(min=0, help="Of samples, with --do-sample.")] = 0,
     revision: Revision = None,
     dtype: Dtype = None,
@@ -65,8 +64,9 @@ def generate(
         ),
     ] = None,
     attention: Annotated[
-        Attention, typer.Option(help="How keys and values are read; gather needs less memory.")
-    ] = Attention.CONTIGUOUS,
+        Literal["contiguous", "gather"],
+        typer.Option(help="How keys and values are read; gather needs less memory."),
+    ] = "contiguous",
     host_bytes: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Of host memory for evicted blocks, on an accelerator.", show_default=False),
@@ -89,81 +89,80 @@ def generate(
 ) -> None:
     """Complete every prompt of a file; what prompts share is computed once.
 
-    Each batch that is done is noted in OUT.journal: the same command goes on where it was stopped or killed. Run once more when all
+    Each batch that is done is noted in OUT.journal: the same command resumes where it was stopped or killed. Run once more when all
     are done, it says so and exits with 0.
 
-    Any other option of transformers' generate is given by its name, behind PROMPTS: --do-sample --temperature 0.7 --stop-strings '["\\n"]'.
+    Any other option of transformers' generate is given by its name, after PROMPTS: --do-sample --temperature 0.7 --stop-strings '["\\n"]'.
 
     Exits with 130 after Ctrl-C and after SIGTERM.
     """
-    from hf_paged_cache import CacheArgumentError
-
-    from ..batch.finished import finished_before
-    from ..batch.output import require_writable
-    from ..batch.rows import require_prompts
-    from ..store_options import store_options
-    from .hub import require_name
-    from .refusal import in_one_line, terminated_as_interrupted
-
-    journal = out.with_name(f"{out.name}.journal")
+    given = {name: value for name, value in context.params.items() if value is not None}
     try:
-        with terminated_as_interrupted(), in_one_line("generate"):
+        with terminated_as_interrupted():
             # without torch, which takes seconds to import
             if str(prompts).startswith("--"):
                 raise CacheArgumentError(f"give PROMPTS before options of transformers' generate, such as {prompts}")
             if address is not None and workers is None:
                 raise CacheArgumentError("--address is of a Ray cluster; give --workers, too")
-            require_dtype(dtype)
-            sizes = {
-                "block_size": block_size,
-                "num_blocks": num_blocks,
-                "max_bytes": max_bytes,
-                "host_bytes": host_bytes,
-                "disk_folder": disk_folder,
-                "disk_bytes": disk_bytes,
-                "disk_mode": permissions_of("--disk-mode", disk_mode),
-            }
-            sizes = {name: size for name, size in sizes.items() if size is not None}
-            store_options(**sizes)  # type: ignore[arg-type]
+            store_options(**{name: given[name] for name in StoreOptions._fields if name in given})
             require_writable(out, prompts)
-            if not overwrite:
-                finished_before(out)
+            finished = None if overwrite else finished_before(out)
             require_prompts(prompts, column, with_room=True)
-            require_name(model, revision)
-
-            from hf_paged_cache import generate_all, generate_all_on_ray
-
-            from ..batch_options import require_names
-            from .loading import load_model
-
-            options = options_by_name(context.args)
-            require_names(options)
-            shaped: dict[str, Any] = {
-                "out": out,
-                "column": column,
-                "order": order.value,
-                "batch_size": batch_size,
-                "max_new_tokens": max_new_tokens,
-                "attention": attention.value,
-                "seed": seed,
-                "overwrite": overwrite,
-                **sizes,
-                **options,
-            }
-            load = partial(load_model, model, revision=revision, dtype=dtype, device=device)
-            print(f"loading {model} ...", file=sys.stderr, flush=True)
-            if workers is not None:
-                result = generate_all_on_ray(load, prompts, num_workers=workers, address=address, **shaped)
+            loading.require_model(model, revision, dtype)
+            asked = _asked(context.args, given)
+            if finished and asked and finished.command == asked and finished.job["prompts"] == _digest(prompts, column):
+                summary = finished.summary
             else:
-                loaded, tokenizer = load()
-                result = generate_all(loaded, tokenizer, prompts, **shaped)
+                load = partial(loading.load_model, model, revision, dtype, device)
+                summary = _complete(load, prompts, context.args, given)
+                if asked:
+                    note_command(out, asked)
     except KeyboardInterrupt:
+        journal = journal_of(out)
         how = "the same command without --overwrite" if overwrite else "the same command"
-        done = f" What is done is in {journal}; {how} goes on from there." if journal.exists() else ""
+        done = f" What is done is in {journal}; {how} resumes from there." if journal.exists() else ""
         print(f"hf-paged-cache generate: stopped.{done}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-    is_done = 0 < result.summary.num_prompts == result.summary.num_done_before
-    print(f"{out}: {'done already: ' if is_done else ''}{result.summary}")
+    is_done = 0 < summary.num_prompts == summary.num_done_before
+    print(f"{out}: {'done already: ' if is_done else ''}{summary}")
+
+
+def _asked(options: list[str], given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the output follows from besides the prompts, without loading the model: of its files, sizes and times.
+
+    None where it cannot be told: the model is not on this machine, or its weights are elsewhere, too, as an adapter's.
+    """
+    folder = known_folder(given["model"], given.get("revision"))
+    if folder is None or (folder / "adapter_config.json").exists():
+        return None
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    return {
+        "options": {name: str(value) for name, value in given.items() if name not in _NO_MATTER},
+        "options of generate": options,
+        "model": [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files],
+        "versions": [version(package) for package in ("hf-paged-cache", "transformers", "torch")],
+    }
+
+
+def _digest(prompts: Path, column: str) -> str:
+    with opened(prompts, column) as rows:
+        return digest_of(rows)
+
+
+def _complete(load: Any, prompts: Path, options: list[str], given: Mapping[str, Any]) -> BatchSummary:
+    from hf_paged_cache import generate_all, generate_all_on_ray
+
+    from ..jobs.options import require_names
+
+    generation = options_by_name(options)
+    require_names(generation)
+    how = {name: value for name, value in given.items() if name not in _OF_THE_RUN} | generation
+    print(f"loading {given['model']} ...", file=sys.stderr, flush=True)
+    if "workers" in given:
+        on = {"num_workers": given["workers"], "address": given.get("address")}
+        return generate_all_on_ray(load, prompts, **on, **how).summary
+    loaded, tokenizer = load()
+    return generate_all(loaded, tokenizer, prompts, **how).summary
 
 
 def options_by_name(arguments: list[str]) -> dict[str, Any]:
@@ -178,9 +177,7 @@ def options_by_name(arguments: list[str]) -> dict[str, Any]:
     """
     from transformers import GenerationConfig
 
-    from hf_paged_cache import CacheArgumentError
-
-    from ..batch_options import NEED_A_VALUE, REFUSED
+    from ..jobs.options import NEED_A_VALUE, REFUSED
 
     known = {*GenerationConfig().to_dict()}  # type: ignore[no-untyped-call]
     own = {*signature(generate).parameters} - {"context", "prompts"}
@@ -195,7 +192,7 @@ def options_by_name(arguments: list[str]) -> dict[str, Any]:
             value, equals = waiting.pop(0), "="
         name = name.replace("-", "_")
         if not equals and name in NEED_A_VALUE:
-            raise CacheArgumentError(f"{given} needs a value behind it")
+            raise CacheArgumentError(f"{given} needs a value after it")
         if equals:
             options[name] = _value(value)
         else:
@@ -210,8 +207,6 @@ def options_by_name(arguments: list[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    from hf_paged_cache import CacheArgumentError
-
     try:
         return json.loads(text)
     except ValueError as error:

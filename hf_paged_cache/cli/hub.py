@@ -32,13 +32,16 @@ def find_named_model(name: str, revision: str | None, progress: bool) -> Path:
         ModelLoadError: there is none; the message says what the hub answered.
     """
     require_name(name, revision)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
     try:
-        return in_hub_cache(name, revision) or from_hub(name, progress, revision)
+        return known_folder(name, revision) or from_hub(name, progress, revision)
     except ModelLoadError as error:
         raise ModelLoadError(f"there is no folder {name} here, and from the hub: {error}") from error
+
+
+def known_folder(name: str, revision: str | None = None) -> Path | None:
+    """The folder of a model that is on this machine: `name` itself, or a snapshot in the hub's cache."""
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else in_hub_cache(name, revision)
 
 
 def require_name(name: str, revision: str | None = None) -> None:

@@ -1,19 +1,49 @@
-"""The model that a command is given by name, on the device and in the dtype asked for."""
+"""The model that a command is given by name: its options, what is refused of them before torch is imported, and loading it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from .demo_model import load_demo_model
-from .hub import ModelLoadError
-from .model_options import require_dtype
+from .hub import ModelLoadError, require_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+Revision = Annotated[
+    str | None,
+    typer.Option("--revision", help="Of a model on the hub: a branch, a tag or a commit.", show_default=False),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", help="Of the weights, such as bfloat16; as they are on the disk, if not given."),
+]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", help="Where to run, such as cuda; an accelerator if there is one.", show_default=False),
+]
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def require_model(name: str | None, revision: str | None, dtype: str | None) -> None:
+    """Refuse what can be no model, as far as that is seen without loading it.
+
+    Raises:
+        ModelLoadError: no model has this name, or weights are not loaded in such a dtype.
+    """
+    if dtype is not None and dtype.removeprefix("torch.") not in _DTYPES:
+        raise ModelLoadError(
+            f"there is no dtype {dtype}; give float32, bfloat16 or float16, or leave it out: a quantized model is loaded as it was saved"
+        )
+    if name is not None:
+        require_name(name, revision)
+
 
 def load_model(
-    name: str | None, *, revision: str | None = None, dtype: str | None = None, device: str | None = None
+    name: str | None, revision: str | None = None, dtype: str | None = None, device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer, from a folder or from the hub; without a name, the demo's.
 
@@ -25,7 +55,7 @@ def load_model(
     Raises:
         ModelLoadError: it cannot be had, or there is no such dtype or device; in one line.
     """
-    require_dtype(dtype)
+    require_model(name, revision, dtype)
 
     import torch
 

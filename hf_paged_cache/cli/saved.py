@@ -7,7 +7,13 @@ from typing import Annotated
 
 import typer
 
-from .model_options import Device, Dtype, Mode, Revision, permissions_of
+from ..blocks.arguments import file_mode
+from ..errors import CacheArgumentError
+from ..jobs.rows import RowError
+from ..wording import counted
+from . import loading
+from .command import Mode
+from .loading import Device, Dtype, Revision
 
 _MODEL = typer.Option(help="A folder, or a name on the hub. Default: SmolLM2-135M-Instruct.", show_default=False)
 
@@ -24,31 +30,22 @@ def save(
     device: Device = None,
 ) -> None:
     """Compute prefixes and write what was computed into a folder, from which any run with the same model loads it."""
-    from hf_paged_cache import CacheArgumentError
+    if folder.exists() and not folder.is_dir():
+        raise CacheArgumentError(f"{folder} is a file; give a folder to write into")
+    texts = [_text_of(path) for path in prompt_file]
+    permissions = file_mode("--mode", mode)
+    loading.require_model(model, revision, dtype)
 
-    from ..batch.rows import RowError
-    from ..wording import counted
-    from .refusal import in_one_line
+    from hf_paged_cache import PagedPrefixCache, read_prompts
 
-    with in_one_line("save"):
-        if folder.exists() and not folder.is_dir():
-            raise CacheArgumentError(f"{folder} is a file; give a folder to write into")
-        texts = [_text_of(path) for path in prompt_file]
-        permissions = permissions_of("--mode", mode)
-
-        from ..cache import PagedPrefixCache
-        from ..prompts import require_positions, tokenized
-        from .loading import load_model
-
-        loaded, tokenizer = load_model(model, revision=revision, dtype=dtype, device=device)
-        cache = PagedPrefixCache(loaded)
-        try:
-            prefixes = [[*each] for each in tokenized([{"prompt": text} for text in texts], "prompt", tokenizer)]
-            require_positions(loaded.config, prefixes, max_new_tokens=1)
-        except RowError as error:
-            raise CacheArgumentError(f"{prompt_file[error.number]}: {error.problem}") from error
-        done = cache.prefill(prefixes)
-        saved = cache.store.save(folder, prefixes, mode=permissions)
+    loaded, tokenizer = loading.load_model(model, revision, dtype, device)
+    cache = PagedPrefixCache(loaded)
+    try:
+        prefixes = [[*each] for each in read_prompts(texts, tokenizer, model=loaded).token_ids]
+    except RowError as error:
+        raise CacheArgumentError(f"{prompt_file[error.number]}: {error.problem}") from error
+    done = cache.prefill(prefixes)
+    saved = cache.store.save(folder, prefixes, mode=permissions)
     print(
         f"computed {done.num_computed} tokens of {counted(len(prefixes), 'prefix')}, {done.num_tokens} in whole blocks"
     )
@@ -75,23 +72,16 @@ def load(
 
     Exits with 1 if a file is damaged, or nothing was taken.
     """
-    from hf_paged_cache import CacheArgumentError
+    if not folder.is_dir():
+        raise CacheArgumentError(f"there is no folder {folder}; give one that `save` has written")
+    loading.require_model(model, revision, dtype)
 
-    from ..cache import PagedPrefixCache
-    from ..saved_files import saved_report
-    from ..wording import counted
-    from .loading import load_model
-    from .refusal import in_one_line
+    from hf_paged_cache import PagedPrefixCache, saved_report
 
-    with in_one_line("load"):
-        if check:
-            reports = saved_report(folder)
-            if not reports:
-                raise CacheArgumentError(f"{folder} holds no saved blocks")
-        else:
-            tried, _ = load_model(model, revision=revision, dtype=dtype, device=device)
-            loaded = PagedPrefixCache(tried).store.load(folder)
     if check:
+        reports = saved_report(folder)
+        if not reports:
+            raise CacheArgumentError(f"{folder} holds no saved blocks")
         for report in reports:
             what = report.problem or (
                 f"{counted(report.num_blocks, 'block')}, {report.num_tokens} tokens, {report.num_bytes / 2**20:,.1f} MiB, of "
@@ -101,6 +91,8 @@ def load(
         damaged = sum(report.problem is not None for report in reports)
         print(f"{counted(len(reports), 'file')}, {damaged} of them damaged")
         raise typer.Exit(1 if damaged else 0)
+    tried, _ = loading.load_model(model, revision, dtype, device)
+    loaded = PagedPrefixCache(tried).store.load(folder)
     print(f"took {counted(loaded.num_blocks, 'block')}, {loaded.num_bytes / 2**20:,.1f} MiB, from {folder}")
     _print_rest("not taken", loaded.not_loaded)
     if not loaded.num_blocks and model is None:
@@ -109,8 +101,6 @@ def load(
 
 
 def _text_of(path: Path) -> str:
-    from hf_paged_cache import CacheArgumentError
-
     if not path.is_file():
         raise CacheArgumentError(f"there is no file {path}")
     try:
@@ -123,7 +113,5 @@ def _text_of(path: Path) -> str:
 
 
 def _print_rest(what: str, reasons: dict[str, int]) -> None:
-    from ..wording import counted
-
     for reason, number in reasons.items():
         print(f"{what}: {counted(number, 'block') + ': ' if number else ''}{reason}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..attention.windows import Windows
+from ..attention.view import View
 from ..call.call import Call
 from ..errors import CacheArgumentError
 from ..model.probing import input_device
@@ -17,7 +17,7 @@ from ..model.probing import input_device
 class LayeredCache(Protocol):
     """What a layer asks of its cache; `PagedPrefixCache` says what each does."""
 
-    windows: Windows
+    view: View
     call: Call
 
     @property
@@ -91,7 +91,7 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
     def __init__(self, cache: LayeredCache, layer_idx: int) -> None:
         OfAllLayers.__init__(self, cache)
         self._layer_idx = layer_idx
-        self._windows = cache.windows
+        self._view = cache.view
 
     # Attributes of the base class, here read from the cache: a layer has no state that could disagree with it.
     @property
@@ -102,12 +102,12 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
     @property
     def is_sliding(self) -> bool:
         """Whether attention sees a window here, as the model's config said when the rows began."""
-        return self._layer_idx in self._windows.of_layer
+        return self._layer_idx in self._view.window_of
 
     @property
     def sliding_window(self) -> int:
         """How many tokens attention sees here; a layer without a window has none."""
-        return self._of_window(self._windows.of_layer.get(self._layer_idx, 0))
+        return self._of_window(self._view.window_of.get(self._layer_idx, 0))
 
     @property
     def cumulative_length(self) -> int:  # type: ignore[override]
@@ -148,7 +148,7 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns that attention reads, and the first of them."""
         num_columns = self._cache.get_seq_length()
-        first = self._windows.first_column(self._layer_idx, num_columns)
+        first = self._view.first_column(self._layer_idx, num_columns)
         return num_columns - first + query_length, first
 
     def get_seq_length(self) -> int:
@@ -157,7 +157,7 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def get_max_length(self) -> int:
         """The window, as `DynamicSlidingWindowLayer` says; else -1: there is no maximum but the pool's."""
-        return self._windows.of_layer.get(self._layer_idx, -1)
+        return self._view.window_of.get(self._layer_idx, -1)
 
     def _of_window(self, value: int) -> int:
         if not self.is_sliding:
@@ -183,7 +183,7 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
         if states is None:
             return None
         num_columns = self._cache.get_seq_length()
-        num_seen = num_columns - self._windows.first_column(self._layer_idx, num_columns)
+        num_seen = num_columns - self._view.first_column(self._layer_idx, num_columns)
         return states[:, :, states.shape[2] - num_seen :]
 
     def _write(self, states: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from ..store.block_store import BlockStore
 
 # What a rank sends has one length and one layout, whatever it is about: a rank that refuses does not know what the others
 # are about to settle. [refusal, whether the budget is settled, x and -x of each field, numbers]
-_NUM_FIELDS = 7
+_NUM_FIELDS = 6
 _NUM_NUMBERS = 128  # settled at once; where there are more, several share a place and get the least of theirs
 _MOST = 2**62
 _MAX_RANKS = 2**20
@@ -47,17 +47,15 @@ class Ranks:
     Args:
         conditioning: the model, and over whom it is split.
         store: its budget is settled by all.
-        verifies: the cache looks at one block of each hit, which ranks that are passed the same tokens must all do.
 
     Attributes:
         is_settled: the next forward runs without another word: `generate` goes on behind its prompt.
     """
 
-    def __init__(self, conditioning: Conditioning, store: BlockStore, *, verifies: bool) -> None:
+    def __init__(self, conditioning: Conditioning, store: BlockStore) -> None:
         self.is_settled = False
         self._conditioning = conditioning
         self._store = store
-        self._verifies = verifies
         self._settles_budget = False  # some rank does not know its budget before this forward
 
     @property
@@ -93,7 +91,7 @@ class Ranks:
             PagedCacheError: another rank has refused; of the kind that was raised there.
             CacheArgumentError: something differs that must be the same.
         """
-        always = {"what is run": what, "block_size": self._store.block_size, "verify": self._verifies}
+        always = {"what is run": what, "block_size": self._store.block_size}
         fields = {**always, **same}
         slots = [_MOST] * _NUM_NUMBERS
         for at, number in enumerate(numbers):

@@ -13,7 +13,6 @@ from weakref import ref
 
 import torch
 
-from ..attention.windows import Windows
 from ..blocks.roots import RootFacts
 from ..call.call import Call
 from ..call.running import Bracket
@@ -32,7 +31,6 @@ from .other_models import another_model, how_to_run, running_elsewhere
 from .own_layers import OwnLayers, why_full
 from .ranks import Ranks, of_all_ranks, tokens_as_bytes
 from .running_generate import plant_bracket, running_generate
-from .verification import Verifier
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -59,9 +57,7 @@ class Session:
         placeholders: token ids of the model that are no text.
         salt: part of every root.
         ahead: runs first what rows of a forward share, and what brings them together.
-        verifier: looks at one cached block of a hit a call; None does not.
         ranks: other processes that run the same forwards.
-        windows: of the layers; as the config says when rows begin.
         bypasses: a call that does not fit runs in layers of its own; otherwise it is refused.
     """
 
@@ -73,14 +69,11 @@ class Session:
         placeholders: Placeholders,
         salt: bytes,
         ahead: ForwardsAhead,
-        verifier: Verifier | None,
         ranks: Ranks,
-        windows: Windows,
         *,
         bypasses: bool = False,
     ) -> None:
         self.records_drafts = False  # drafts will be verified in this call
-        self.verifier = verifier
         self.own_layers = OwnLayers(conditioning.model, call)
         self.going_on = GoingOn(call, self.own_layers, conditioning, placeholders)
         self._bypasses = bypasses
@@ -91,7 +84,6 @@ class Session:
         self._salt = salt
         self._ahead = ahead
         self._ranks = ranks
-        self._windows = windows
         self._synced_gpus = False  # with other processes, which run as many forwards
         self._digest = b""  # of the model; read once a `generate`, or at every forward without one
         self._was_alone = False  # when it was read here, nobody could change the model
@@ -110,6 +102,30 @@ class Session:
     def runs_on_ranks(self) -> bool:
         """Whether other processes share the model."""
         return self._ranks.are_several
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the rows, wherever they are: those before a running forward's, or all confirmed ones."""
+        return self.own_layers.num_columns if self.own_layers.has_rows else self._call.num_columns
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch, wherever they are."""
+        return self.own_layers.num_rows if self.own_layers.has_rows else len(self._call.rows)
+
+    @property
+    def _has_rows(self) -> bool:
+        return bool(self._call.rows.alias) or self.own_layers.has_rows
+
+    def rows(self) -> Call | OwnLayers:
+        """Who holds the rows, so that they can be cut or change places there.
+
+        Raises:
+            CacheBusyError: a `generate` or a forward of another thread is running on them.
+        """
+        self._call.require_no_generate_elsewhere()
+        self.own_layers.roll_back()
+        return self.own_layers if self.own_layers.has_rows else self._call
 
     @contextmanager
     def generating(self, model: Any, given: GenerateArguments, bracket: ref[Bracket]) -> Iterator[None]:
@@ -169,7 +185,7 @@ class Session:
 
         It would take the rows of the last call for the beginning of its prompt, whatever they are.
         """
-        if not self.is_open and (self._call.rows.alias or self.own_layers.has_rows) and not self._call.is_in_use:
+        if not self.is_open and self._has_rows and not self._call.is_in_use:
             self._open_found(self._conditioning.model)
 
     def _open_found(self, model: Any) -> None:
@@ -211,17 +227,25 @@ class Session:
             if not self._bypasses or not isinstance(error, OutOfBlocksError):
                 raise
             # The one place where a refusal, which is all ranks', becomes a bypass.
-            self.own_layers.take_over(why_full(error), records_past=self.records_drafts)
-            logger.info("this call runs without the store: %s", error)
-            self._ranks.is_settled = True
-            self.own_layers.start_forward(arguments)
-            return arguments
+            return self._run_without_store(arguments, why_full(error), str(error))
+
+    def _run_without_store(self, arguments: Mapping[str, Any], why: str = "", said: str = "") -> Mapping[str, Any]:
+        """The forward runs on layers of the rows' own, where the rows are already, or move now.
+
+        Args:
+            why, said: it does not run on the store; for `last_call`, and for the log.
+        """
+        self.own_layers.start_forward(arguments, why, records_past=self.records_drafts)
+        self._ranks.is_settled = True
+        if said:
+            logger.info("this call runs without the store: %s", said)
+        return arguments
 
     def _before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         self._require_model(model)
         self._require_mine()
         call = self._call
-        if not (self.is_open or call.rows.alias or self.own_layers.has_rows):
+        if not (self.is_open or self._has_rows):
             self._open_found(model)
         call.roll_back()
         if call.may_step and self._adapters is None and not self._conditioning.rope.depends_on_length:
@@ -237,25 +261,22 @@ class Session:
         if self._was_overtaken and self.is_open:
             raise CacheBusyError(f"another generate ran on this cache inside of this one; {_ANOTHER_CACHE}")
         if self.own_layers.has_rows:
-            self._ranks.is_settled = True
-            self.own_layers.start_forward(arguments)
-            return arguments
+            return self._run_without_store(arguments)
         if not self.is_open:
             self._ranks.is_settled = False
         if not self._digest or not self.is_open:
             self._read_conditions()
-        before, windows = call.rows.num_columns, self._windows.of_layer
+        before, view = call.rows.num_columns, call.view
+        windows = view.window_of
         if not before:
-            self._windows.follow(self._conditioning.windows())
-            # Ranks settle what each knows in tokens, without a look at windows.
-            window_of = {} if self._ranks.are_several else self._windows.of_layer
+            windows_now = self._conditioning.windows()
             with self._store.lock:
+                view.follow(windows_now)
+                # Ranks settle what each knows in tokens, without a look at windows.
+                window_of = {} if self._ranks.are_several else view.window_of
                 can_run = self._store.follow_windows(window_of, call)
             if not can_run:
-                logger.info("this call runs without the store: %s", _OTHER_WINDOWS)
-                self.own_layers.take_over(_OTHER_WINDOWS, records_past=self.records_drafts)
-                self.own_layers.start_forward(arguments)
-                return arguments
+                return self._run_without_store(arguments, _OTHER_WINDOWS, _OTHER_WINDOWS)
         known, self._inputs = self._inputs, None
         request = self._reader.read(
             arguments, call.rows, in_generate=self.is_open, records_drafts=self.records_drafts, known=known
@@ -275,13 +296,6 @@ class Session:
         request = self._with_roots(request, before)
         if self._store.tiers:
             call.bring_up(request)
-        if self.verifier is not None and not before and request.bypass is None and self._adapters is None:
-            if not self.verifier.verify(request.rows, self._digest, synced_gpus=self._synced_gpus):
-                self._conditioning.suspect()
-                with self._store.lock:
-                    self._store.tiers.distrust()
-                self._read_conditions()
-                request = self._with_roots(request, before)
         if not self._ranks.are_several:  # several run as many forwards each, and settle their budgets behind the first
             limits = call.limits
             num_columns = max(before + request.num_new_columns, limits.max_columns if limits.are_known else 0)
@@ -289,7 +303,7 @@ class Session:
         try:
             forward = self._schedule(request, arguments)
         except BaseException:
-            self._windows.of_layer = windows  # rows of before may go on
+            view.follow(windows)  # rows of before may go on
             raise
         self._ranks.is_settled = self._needs_no_agreement(forward.stop)
         if forward.start == before and forward.copies is None:
@@ -512,7 +526,7 @@ class Session:
         self._call.check_not_busy()
         self._call.roll_back()
         self.own_layers.roll_back()
-        num_held = self.own_layers.num_columns if self.own_layers.has_rows else self._call.rows.num_columns
+        num_held = self.num_columns
         if given.num_masked != num_held + given.num_given:
             raise CacheArgumentError(
                 f"the attention mask has {given.num_masked} columns, the cache {num_held} and the ids {given.num_given}: pass "

@@ -166,67 +166,25 @@ class BlockPool:
         """
         self.num_blocks_used = max(self.num_blocks_used, -(-slot_mapping.end_slot // self.block_size))
         for name, new in states.items():
-            held = self._tensor_for(layer_idx, name, new)
+            held = self.tensor_for(layer_idx, name, new)
             if slot_mapping.num_slots == 0:
                 continue
             if new.requires_grad:
                 new = new.detach()
             if slot_mapping.is_run and new.shape[0] == 1:
-                self._write_run(held, new[0], slot_mapping.slots[0])
+                self._write_run(held, new, slot_mapping.slots[0])
                 continue
-            tokens = new.transpose(1, 2).flatten(0, 1)
-            sources = slot_mapping.sources_on(held.device)
+            _, heads, _, head_dim = held.shape
+            tokens, sources = new.transpose(1, 2), slot_mapping.sources_on(held.device)
             if sources is not None:
-                tokens = tokens.index_select(0, sources)
-            index = slot_mapping.index_for(held.shape[1], self.block_size, held.device)
-            held.view(-1, held.shape[3]).index_copy_(0, index, tokens.flatten(0, 1).to(held.dtype))
-
-    def write_pair(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: SlotMapping) -> bool:
-        """The fast path of `write` for each layer of a decode step, and of a prompt of one row.
-
-        Shapes: [R, H, 1, D], or [1, H, T, D] in slots side by side.
-
-        Returns:
-            Whether they were written. Not if the layer is new, has other names, shapes, dtypes or devices, if a gradient
-            is to flow, or if not all of the tokens have a slot.
-        """
-        layer = self._tensors.get(layer_idx)
-        if layer is None:
-            return False
-        keys, values = layer.get("key"), layer.get("value")
-        if keys is None or values is None or keys.dtype != key.dtype or values.dtype != value.dtype or key.dim() != 4:
-            return False
-        num_rows, _, num_columns, _ = key.shape
-        if num_rows * num_columns != slot_mapping.num_slots:
-            return False
-        if num_columns > 1 and (num_rows > 1 or not slot_mapping.is_run):
-            return False
-        (_, heads, size, key_dim), (_, value_heads, _, value_dim) = keys.shape, values.shape
-        if key.shape[1::2] != (heads, key_dim) or value.shape != (num_rows, value_heads, num_columns, value_dim):
-            return False
-        if keys.device != key.device or values.device != value.device or key.requires_grad or value.requires_grad:
-            return False
-        self.num_blocks_used = max(self.num_blocks_used, -(-slot_mapping.end_slot // size))
-        if num_rows == 1:
-            first_slot = slot_mapping.slots[0]
-            block, offset = divmod(first_slot, size)
-            if offset + num_columns <= size:
-                keys.narrow(0, block, 1).narrow(2, offset, num_columns).copy_(key)
-                values.narrow(0, block, 1).narrow(2, offset, num_columns).copy_(value)
-            else:
-                self._write_run(keys, key[0], first_slot)
-                self._write_run(values, value[0], first_slot)
-        else:
-            index = slot_mapping.index_for(heads, size, key.device)
-            keys.view(-1, key_dim).index_copy_(0, index, key.reshape(-1, key_dim))
-            index = slot_mapping.index_for(value_heads, size, value.device)
-            values.view(-1, value_dim).index_copy_(0, index, value.reshape(-1, value_dim))
-        return True
+                tokens = tokens.flatten(0, 1).index_select(0, sources)
+            index = slot_mapping.index_for(heads, self.block_size, held.device)
+            held.view(-1, head_dim).index_copy_(0, index, tokens.reshape(-1, head_dim).to(held.dtype))
 
     def lay_out(self, layer_idx: int, name: str, heads: int, head_dim: int, dtype: torch.dtype) -> None:
         """Make a layer's tensor before anything is written, where the first keys and values will be; a write may move it."""
         if name not in self._tensors.get(layer_idx, {}):
-            self._tensor_for(
+            self.tensor_for(
                 layer_idx, name, torch.empty((0, heads, 0, head_dim), dtype=dtype, device=self._first_device())
             )
 
@@ -250,7 +208,7 @@ class BlockPool:
         blocks = transfer.add(block_ids)
         for layer_idx, states in columns:
             for name, new in states.items():
-                held = self._tensor_for(layer_idx, name, new)
+                held = self.tensor_for(layer_idx, name, new)
                 part = held.narrow(2, offset, new.shape[2])
                 if len(block_ids) == 1:
                     part.narrow(0, block_ids[0], 1).copy_(new)
@@ -351,22 +309,26 @@ class BlockPool:
                     layer[name] = self._resized(layer[name], num_blocks, layer[name].dtype, layer[name].device)
 
     def _write_run(self, held: Tensor, new: Tensor, first_slot: int) -> None:
-        """Store `new`, [H, T, D], in slots side by side: the rest of a block, then whole blocks, then part of a block."""
-        size, done, num_tokens = self.block_size, 0, new.shape[1]
+        """Store `new`, [1, H, T, D], in slots side by side: the rest of a block, then whole blocks, then part of a block."""
+        size, done, num_tokens = self.block_size, 0, new.shape[2]
         while done < num_tokens:
             block, offset = divmod(first_slot + done, size)
             num_whole = 0 if offset else (num_tokens - done) // size
             taken = num_whole * size if num_whole else min(size - offset, num_tokens - done)
-            part = new.narrow(1, done, taken)
+            part = new.narrow(2, done, taken)
             if num_whole > 1:
-                heads, _, head_dim = part.shape
+                _, heads, _, head_dim = part.shape
                 held.narrow(0, block, num_whole).copy_(part.view(heads, num_whole, size, head_dim).transpose(0, 1))
             else:
-                held.select(0, block).narrow(1, offset, taken).copy_(part)
+                held.narrow(0, block, 1).narrow(2, offset, taken).copy_(part)
             done += taken
 
-    def _tensor_for(self, layer_idx: int, name: str, new: Tensor) -> Tensor:
-        """The tensor that takes `new`; made, widened or moved where needed."""
+    def tensor_for(self, layer_idx: int, name: str, new: Tensor) -> Tensor:
+        """The tensor that takes `new`; made, widened or moved where needed.
+
+        Raises:
+            PoolArgumentError: as `write` does.
+        """
         if new.dim() != 4:
             raise PoolArgumentError(
                 f"layer {layer_idx} {name}: expected [rows, heads, tokens, head_dim], got {tuple(new.shape)}"

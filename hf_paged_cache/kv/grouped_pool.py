@@ -160,11 +160,9 @@ class GroupedPool(BlockPool):
         else:
             self._in_windows[window].write(layer_idx, states, _in_window(slot_mapping, window))
 
-    def write_pair(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: SlotMapping) -> bool:
-        window = self._window_of.get(layer_idx)
-        if window is None:
-            return super().write_pair(layer_idx, key, value, slot_mapping)
-        return self._in_windows[window].write_pair(layer_idx, key, value, _in_window(slot_mapping, window))
+    def tensor_for(self, layer_idx: int, name: str, new: Tensor) -> Tensor:
+        pool = self._in_windows.get(self._window_of.get(layer_idx, 0))
+        return super().tensor_for(layer_idx, name, new) if pool is None else pool.tensor_for(layer_idx, name, new)
 
     def lay_out(self, layer_idx: int, name: str, heads: int, head_dim: int, dtype: torch.dtype) -> None:
         window = self._window_of.get(layer_idx)

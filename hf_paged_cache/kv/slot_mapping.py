@@ -17,7 +17,7 @@ from .transfers import Transfer
 
 
 class RowLayout(NamedTuple):
-    """What a reader must know of one running row."""
+    """What a view must know of one running row."""
 
     root: bytes
     pad: int  # columns of left padding

@@ -58,7 +58,7 @@ class BlockStore(Capacity):
             measure_layers=measure_layers,
         )
         self.pins = Pins(self.allocator, self.window_admission, self.new_table)
-        self.tiers = LowerTiers(self, self.allocator, self.pool, self.windows, self.states, tiers)
+        self.tiers = LowerTiers(self, tiers)
         self.call_totals = CallTotals()
         self._must_give_back = False  # not even one forward had the memory that it needed
         # (layer, name) of what every forward writes; empty before the first
@@ -90,7 +90,7 @@ class BlockStore(Capacity):
         """From here on, the call may take blocks."""
         with self.lock:
             self._holders.add(holder)
-            self._copies = max(self._copies, holder.reader.most_copies)
+            self._copies = max(self._copies, holder.view.most_copies)
 
     def holders(self) -> Iterable[Holder]:
         """The calls that may hold blocks."""

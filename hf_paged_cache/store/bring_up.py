@@ -4,10 +4,12 @@ A block that comes up is committed under its hash like any other; whatever holds
 """
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate, islice
 from threading import RLock
 from typing import Any, NamedTuple, Protocol
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from ..blocks.allocation import Resumption
 from ..blocks.tokens import TokenIds
 from ..errors import OutOfBlocksError
 from ..kv.block_pool import BlockPool
-from ..kv.contents import runs, states_of_row, to_device, write_blocks
+from ..kv.contents import Part, runs, states_of_row, to_device, write_blocks
 from ..kv.stopwatch import Stopwatch
 from ..tiers.base import BLOCKS, STATES, Hold, Kind, Name, Tier
 from ..tiers.host import HostTier
@@ -35,8 +37,10 @@ class Room(Protocol):
     """What must be known of a store to take blocks of it."""
 
     lock: RLock
+    allocator: PrefixCachingBlockAllocator
     pool: BlockPool
     windows: WindowGroups
+    states: StateSnapshots
     first_device: Callable[[], torch.device]
 
     def read_budget(self) -> None: ...
@@ -60,20 +64,19 @@ class Wanted(NamedTuple):
 
 
 class _Prefix(NamedTuple):
-    """What is to come up for a row."""
-
-    hashes: list[BlockHash]  # of its leading blocks, as far as they are to be known
-    namespace: bytes
-    missing: list[tuple[Kind, Name]]
-
-
-class _Plan(NamedTuple):
-    """What is brought up of a prefix. Logical indices of its blocks."""
+    """How much of a row can be had: its leading blocks, and what of them is not in the pool."""
 
     hashes: list[BlockHash]
-    fresh: list[int]  # that are not cached
-    spans: list[range]  # of each group, those that the window sees which goes on behind it
-    lacking: list[list[int]]  # of these, those that have no window block
+    namespace: bytes
+    ids: list[int | None]  # logical index -> block, where one is cached
+    missing: list[tuple[Kind, int]]  # contents, by the logical index of their block
+
+    @property
+    def is_cached(self) -> bool:
+        return not self.missing and None not in self.ids
+
+    def name(self, index: int) -> Name:
+        return Name(self.hashes[index], self.namespace)
 
 
 class _Found(NamedTuple):
@@ -87,7 +90,7 @@ class _Found(NamedTuple):
 
 
 class BringUp:
-    """What comes up into one store.
+    """What comes up into one store. Made for one call.
 
     Args:
         room: the store.
@@ -96,22 +99,12 @@ class BringUp:
         worth: of each tier, by name.
     """
 
-    def __init__(
-        self,
-        room: Room,
-        allocator: PrefixCachingBlockAllocator,
-        pool: BlockPool,
-        windows: WindowGroups,
-        states: StateSnapshots,
-        layout: ContentLayout,
-        tiers: Sequence[Tier],
-        worth: Mapping[str, Worth],
-    ) -> None:
-        self._room = ref(room)  # which owns this
-        self._allocator = allocator
-        self._pool = pool
-        self._windows = windows
-        self._states = states
+    def __init__(self, room: Room, layout: ContentLayout, tiers: Sequence[Tier], worth: Mapping[str, Worth]) -> None:
+        self._room = room
+        self._allocator = room.allocator
+        self._pool = room.pool
+        self._windows = room.windows
+        self._states = room.states
         self._layout = layout
         self._tiers = tiers
         self._worth = worth
@@ -128,9 +121,7 @@ class BringUp:
         Returns:
             block id -> name of the tier that it came from.
         """
-        if (room := self._room()) is None:
-            return {}
-        lock = room.lock
+        lock = self._room.lock
         with lock:
             tiers = [tier for tier in self._tiers if self._may_have(tier)]
             prefixes = [prefix for row in rows if (prefix := self._missing(row, tiers)) is not None]
@@ -140,13 +131,13 @@ class BringUp:
         found = [self._read(each) for each in found]
         try:
             with lock:
-                return self._take_in(room, prefixes, found, holder)
+                return self._take_in(prefixes, found, holder)
         except torch.OutOfMemoryError:  # not even for what is copied at once: the prompt is computed
             return {}
         finally:
             del holds
 
-    def look_up(self, row: Wanted) -> tuple[int, str] | None:
+    def look_up(self, row: Wanted) -> tuple[int, str | None] | None:
         """Of a row's leading tokens, how many would be known if all came up that pays, and from which tier the furthest of it.
 
         Effects: none. None where tiers have no more than is cached.
@@ -156,9 +147,14 @@ class BringUp:
         if prefix is None:
             return None
         furthest = max(
-            next(at for at, tier in enumerate(tiers) if tier.has(kind, name)) for kind, name in prefix.missing
+            (
+                next(at for at, tier in enumerate(tiers) if tier.has(kind, prefix.name(index)))
+                for kind, index in prefix.missing
+            ),
+            default=None,
         )
-        return len(prefix.hashes) * self._allocator.block_size, tiers[furthest].name
+        num_tokens = len(prefix.hashes) * self._allocator.block_size
+        return num_tokens, None if furthest is None else tiers[furthest].name
 
     def _has_any(self, tier: Tier) -> bool:
         return any(tier.num_of(kind) for kind in self._layout.kinds)
@@ -170,42 +166,54 @@ class BringUp:
         """What tiers have of a row's prefix, beyond what is cached; None where they have no more."""
         if not tiers or (self._windows.layers and not self._pool.layer_indices):
             return None
-        allocator, size = self._allocator, self._allocator.block_size
+        size = self._allocator.block_size
         chain = HashChain(row.root, size)
         chain.extend(row.token_ids)
-        hits: list[int | None] = [*allocator.match_prefix(chain.hashes(), row.namespace)]
-        num_known, has_tensors = len(hits), self._layout.has_tensors
 
-        def is_below(kind: Kind, index: int) -> bool:
-            name = Name(chain.block_hash(index), row.namespace)
+        def is_below(kind: Kind, name: Name) -> bool:
             return any(tier.has(kind, name) for tier in tiers)
 
-        for index in range(num_known, chain.num_full_blocks):
-            at = allocator.match_prefix((chain.block_hash(index),), row.namespace)
-            if not at and has_tensors and not is_below(BLOCKS, index):
-                break
-            hits.append(at[0] if at else None)
+        prefix = self._reach(chain.hashes, row.namespace, row.most_tokens // size, is_below)
+        return None if prefix.is_cached else prefix
 
-        def is_held(kind: Kind, index: int) -> bool:
-            return self._is_held(kind, hits[index])
+    def _reach(
+        self,
+        hashes: Callable[[int], Iterable[BlockHash]],
+        namespace: bytes,
+        most: int,
+        is_below: Callable[[Kind, Name], bool],
+        num_left: float = math.inf,
+    ) -> _Prefix:
+        """The longest prefix behind which all layers can go on, with what can come up.
+
+        Args:
+            hashes: of the row's blocks, from a logical index on.
+            most: blocks behind which layers with a state may go on at most.
+            is_below: whether a content can come up.
+            num_left: blocks that can be taken, cached ones that nobody holds among them.
+        """
+        match, has_tensors = self._allocator.match_prefix, self._layout.has_tensors
+        ids: list[int | None] = [*match(hashes(0), namespace)]
+        for block_hash in hashes(len(ids)):
+            at = match((block_hash,), namespace)
+            if not at and has_tensors and not is_below(BLOCKS, Name(block_hash, namespace)):
+                break
+            ids.append(at[0] if at else None)
+        if num_left < len(ids):
+            num_taken = accumulate(at is None or not self._allocator.ref_count(at) for at in ids)
+            ids = [at for at, taken in zip(ids, num_taken, strict=True) if taken <= num_left]
+        known = [*islice(hashes(0), len(ids))]
 
         def is_anywhere(kind: Kind, index: int) -> bool:
-            return is_held(kind, index) or is_below(kind, index)
+            return self._is_held(kind, ids[index]) or is_below(kind, Name(known[index], namespace))
 
-        most = row.most_tokens // size
-        known, end = self._end(num_known, most, is_held), self._end(len(hits), most, is_anywhere)
-        if end <= known:
-            return None
-        hashes = chain.hashes_of(0, end)
-        missing: list[tuple[Kind, Name]] = []
+        end = self._end(len(ids), most, is_anywhere)
+        needed: list[tuple[Kind, int]] = [(STATES, end - 1)] if self._states and end else []
+        needed += [(group.window, index) for group in self._windows.groups for index in self._span(group, end)]
+        missing = [(kind, index) for kind, index in needed if not self._is_held(kind, ids[index])]
         if has_tensors:
-            missing = [(BLOCKS, Name(hashes[i], row.namespace)) for i in range(end) if hits[i] is None]
-        for group in self._windows.groups:
-            span = [index for index in self._span(group, end) if not is_held(group.window, index)]
-            missing += [(group.window, Name(hashes[index], row.namespace)) for index in span]
-        if self._states and not is_held(STATES, end - 1):
-            missing.append((STATES, Name(hashes[end - 1], row.namespace)))
-        return _Prefix(hashes, row.namespace, missing)
+            missing += [(BLOCKS, index) for index, at in enumerate(ids[:end]) if at is None]
+        return _Prefix(known[:end], namespace, ids[:end], missing)
 
     def _is_held(self, kind: Kind, block_id: int | None) -> bool:
         """Whether a block has this in the pool; None: no block."""
@@ -245,8 +253,8 @@ class BringUp:
         """In which tier each content is, once; and what keeps them there meanwhile."""
         wanted: dict[Kind, dict[Name, None]] = {}
         for prefix in prefixes:
-            for kind, name in prefix.missing:
-                wanted.setdefault(kind, {})[name] = None
+            for kind, index in prefix.missing:
+                wanted.setdefault(kind, {})[prefix.name(index)] = None
         found: list[_Found] = []
         holds: list[Hold] = []
         for kind, names in wanted.items():
@@ -272,7 +280,7 @@ class BringUp:
         stopwatch.stop()
         return found._replace(rows=rows, seconds=stopwatch.seconds() or 0.0)
 
-    def _take_in(self, room: Room, prefixes: Sequence[_Prefix], found: Sequence[_Found], holder: Any) -> dict[int, str]:
+    def _take_in(self, prefixes: Sequence[_Prefix], found: Sequence[_Found], holder: Any) -> dict[int, str]:
         """Take blocks for what was found, as far as they can be had, let them hold it, and commit them.
 
         What has come up for one row is held until all have theirs.
@@ -283,10 +291,9 @@ class BringUp:
         self._pool.join_streams()
         try:
             for prefix in prefixes:
-                plan = self._plan(room, prefix, has, holder)
-                if plan is not None:
+                if self._make_room(now := self._available(prefix, has, holder)):
                     held.append(self._allocator.allocate(namespace=prefix.namespace))
-                    brought |= self._bring(room, plan, prefix.namespace, found, held[-1])
+                    brought |= self._bring(now, found, held[-1])
         except OutOfBlocksError:  # there was no memory for so many
             pass
         finally:
@@ -294,72 +301,62 @@ class BringUp:
                 self._let_go(allocation)
         return brought
 
-    def _plan(self, room: Room, prefix: _Prefix, has: Collection[tuple[Kind, Name]], holder: Any) -> _Plan | None:
-        """How much of a prefix can be had now; None where that is no more than there is."""
-        allocator, groups = self._allocator, self._windows.groups
-        most, num_taken = room.num_obtainable_blocks(holder), 0
-        ids: list[int | None] = []
-        for block_hash in prefix.hashes:
-            at = allocator.match_prefix((block_hash,), prefix.namespace)
-            if not at and self._layout.has_tensors and (BLOCKS, Name(block_hash, prefix.namespace)) not in has:
-                break
-            num_taken += not at or not allocator.ref_count(at[0])
-            if num_taken > most:
-                break
-            ids.append(at[0] if at else None)
+    def _available(self, prefix: _Prefix, has: Collection[tuple[Kind, Name]], holder: Any) -> _Prefix:
+        """How much of a prefix can be had now."""
+        hashes, most = prefix.hashes, self._room.num_obtainable_blocks(holder)
+        return self._reach(
+            lambda start: hashes[start:], prefix.namespace, len(hashes), lambda *content: content in has, most
+        )
 
-        def will_be(kind: Kind, index: int) -> bool:
-            return (kind, Name(prefix.hashes[index], prefix.namespace)) in has or self._is_held(kind, ids[index])
+    def _make_room(self, prefix: _Prefix) -> bool:
+        """Have memory for what a prefix needs beside what is cached; whether it needs anything, and all of it can be had."""
+        if prefix.is_cached:
+            return False
+        num_lacking = Counter(kind for kind, _ in prefix.missing)
+        groups = self._windows.groups
+        self._room.make_room(max([prefix.ids.count(None), *(num_lacking[group.window] for group in groups)]))
+        for group in groups:
+            span = [prefix.ids[index] for index in self._span(group, len(prefix.ids))]
+            held = [at for at in span if at is not None and at in group.places]
+            if group.num_to_take(held) + num_lacking[group.window] > min(
+                group.num_spare, group.num_free + group.num_idle
+            ):
+                return False
+        return True
 
-        end = self._end(len(ids), len(ids), will_be)
-        fresh = [index for index in range(end) if ids[index] is None]
-        spans = [self._span(group, end) for group in groups]
-        lacking = [
-            [index for index in span if not self._is_held(group.window, ids[index])]
-            for group, span in zip(groups, spans, strict=True)
-        ]
-        if not end or not (fresh or any(lacking) or self._states):
-            return None
-        room.make_room(max([len(fresh), *map(len, lacking)]))
-        for group, span, indices in zip(groups, spans, lacking, strict=True):
-            num_held = group.num_to_take([ids[index] or 0 for index in span if index not in indices])
-            if num_held + len(indices) > min(group.num_spare, group.num_free + group.num_idle):
-                return None
-        return _Plan(prefix.hashes[:end], fresh, spans, lacking)
-
-    def _bring(
-        self, room: Room, plan: _Plan, namespace: bytes, found: Sequence[_Found], allocation: Allocation
-    ) -> dict[int, str]:
+    def _bring(self, prefix: _Prefix, found: Sequence[_Found], allocation: Allocation) -> dict[int, str]:
         """Let `allocation`, which is empty, hold a prefix, with its contents where it has new blocks.
 
         Interrupted anywhere, new blocks are free again, and no block has a window block that was not written.
         """
         allocator, groups = self._allocator, self._windows.groups
-        names = [Name(block_hash, namespace) for block_hash in plan.hashes]
         for group in groups:
             group.begin()
-        allocator.allocate_immutable(allocation, plan.hashes)  # holds what is cached before it takes others
+        allocator.allocate_immutable(allocation, prefix.hashes)  # holds what is cached before it takes others
         block_ids = allocation.block_ids
-        fresh = [block_ids[index] for index in plan.fresh]
+        fresh = [block_id for block_id, at in zip(block_ids, prefix.ids, strict=True) if at is None]
         allocation.resumption = Resumption.at(len(block_ids) * allocator.block_size)
-        targets: dict[tuple[Kind, Name], int] = {}  # what comes up -> block, or window block
-        if self._layout.has_tensors:
-            targets |= {(BLOCKS, names[index]): block_ids[index] for index in plan.fresh}
-        for group, span, lacking in zip(groups, plan.spans, plan.lacking, strict=True):
+        targets: dict[tuple[Kind, int], int] = {}  # what comes up -> block, or window block
+        for kind, index in prefix.missing:
+            if kind == BLOCKS:
+                targets[kind, index] = block_ids[index]
+        for group in groups:
+            span = self._span(group, len(block_ids))
             group.hold(block_ids[span.start : span.stop])
-            places = group.take_places(fresh, len(lacking))
-            targets |= {(group.window, names[i]): place for i, place in zip(lacking, places, strict=True)}
-        room.make_copies()
-        tier_of = self._fill(found, targets)
+            lacking = [content for content in prefix.missing if content[0] == group.window]
+            targets |= zip(lacking, group.take_places(fresh, len(lacking)), strict=True)
+        self._room.make_copies()
+        tier_of = self._fill(found, {(kind, prefix.name(index)): to for (kind, index), to in targets.items()})
         allocator.mark_computed(fresh)
-        for group, lacking in zip(groups, plan.lacking, strict=True):
-            for index in lacking:
-                group.give_place(block_ids[index], targets[group.window, names[index]])
+        for group in groups:
+            for (kind, index), place in targets.items():
+                if kind == group.window:
+                    group.give_place(block_ids[index], place)
             group.end()
-        if self._states:
-            tier_of |= self._keep_snapshot(found, names[-1], block_ids[-1])
+        if (STATES, len(block_ids) - 1) in prefix.missing:
+            tier_of |= self._fill(found, {(STATES, prefix.name(-1)): block_ids[-1]})
         if self._layout.has_tensors:
-            return {block_ids[index]: tier_of[BLOCKS, names[index]] for index in plan.fresh}
+            return {block_ids[i]: tier_of[BLOCKS, prefix.name(i)] for kind, i in prefix.missing if kind == BLOCKS}
         return {block_id: tier for tier in tier_of.values() for block_id in fresh}
 
     def _let_go(self, allocation: Allocation) -> None:
@@ -373,11 +370,9 @@ class BringUp:
             group.drop_lost(block_ids)
 
     def _fill(self, found: Sequence[_Found], targets: Mapping[tuple[Kind, Name], Any]) -> dict[tuple[Kind, Name], str]:
-        """Copy contents into the pool, some MB at a time; says from which tier each came."""
-        pool, tier_of = self._pool, {}
+        """Copy contents into the pool, some MB at a time, or keep a snapshot; says from which tier each came."""
+        tier_of: dict[tuple[Kind, Name], str] = {}
         for each in found:
-            if each.kind == STATES:
-                continue
             parts = each.tier.parts_of(each.kind)
             at = [index for index, name in enumerate(each.names) if (each.kind, name) in targets]
             if not at:
@@ -390,43 +385,26 @@ class BringUp:
                 is_all = len(at) == len(each.names)
                 loaded = each.rows if is_all else [_chosen(fragments, at) for fragments in each.rows]
             ids = [targets[each.kind, name] for name in names]
-            for part, fragments in zip(parts, loaded, strict=True):
-                done = 0
-                for some in _some(fragments, max(1, _MOST_STAGED_BYTES // part.num_bytes)):
-                    number = sum(map(len, some))
-                    write_blocks(pool, part, ids[done : done + number], to_device(part, some))
-                    done += number
+            if each.kind == STATES:
+                states = states_of_row((part, rows[0][0]) for part, rows in zip(parts, loaded, strict=True))
+                self._states.kept.keep(ids[0], states)
+            else:
+                for part, fragments in zip(parts, loaded, strict=True):
+                    self._write(part, ids, fragments)
             stopwatch.stop()
             each.tier.touch(each.kind, names)
-            if each.kind == BLOCKS or not self._layout.has_tensors:
-                self._worth[each.tier.name].read.add(_Longer(stopwatch, each.seconds), len(names))
+            if each.kind == BLOCKS or (each.kind != STATES and not self._layout.has_tensors):
+                self._worth[each.tier.name].read.add(stopwatch, len(names), each.seconds)
             tier_of.update({(each.kind, name): each.tier.name for name in names})
         return tier_of
 
-    def _keep_snapshot(self, found: Sequence[_Found], name: Name, block_id: int) -> dict[tuple[Kind, Name], str]:
-        """A prefix comes up with the snapshot at its end, if that is not there yet."""
-        for each in found:
-            if each.kind == STATES and name in each.names and not self._states.kept.has(block_id):
-                if each.rows is None:
-                    rows = [fragments[0][0] for fragments in each.tier.load(STATES, (name,))]
-                else:
-                    rows = [_chosen(fragments, [each.names.index(name)])[0][0] for fragments in each.rows]
-                self._states.kept.keep(block_id, states_of_row(zip(each.tier.parts_of(STATES), rows, strict=True)))
-                each.tier.touch(STATES, (name,))
-                return {(STATES, name): each.tier.name}
-        return {}
-
-
-class _Longer(Stopwatch):
-    """A measurement, and what was measured before it."""
-
-    def __init__(self, stopwatch: Stopwatch, before: float) -> None:
-        self._stopwatch = stopwatch
-        self._before = before
-
-    def seconds(self) -> float | None:
-        seconds = self._stopwatch.seconds()
-        return None if seconds is None else seconds + self._before
+    def _write(self, part: Part, ids: Sequence[int], fragments: Sequence[Tensor]) -> None:
+        """Let blocks, or window blocks, hold these rows."""
+        done = 0
+        for some in _some(fragments, max(1, _MOST_STAGED_BYTES // part.num_bytes)):
+            number = sum(map(len, some))
+            write_blocks(self._pool, part, ids[done : done + number], to_device(part, some))
+            done += number
 
 
 def _chosen(fragments: Sequence[Tensor], at: Sequence[int]) -> list[Tensor]:

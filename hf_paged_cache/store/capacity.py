@@ -223,7 +223,7 @@ class Capacity:
     def affordable_blocks(self) -> float:
         """The most blocks there can be: what was given, or what the memory budget holds; infinite before any was written.
 
-        Each device holds its own layers, and a copy of those of all running rows where a reader makes one.
+        Each device holds its own layers, and a copy of those of all running rows where a view makes one.
         """
         if self.is_settled and self.max_num_blocks is not None:
             return self.max_num_blocks

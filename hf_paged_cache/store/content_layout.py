@@ -1,15 +1,21 @@
 """What the contents of a store's blocks look like now: of each kind, what a row of bytes is made of, and its part of a budget.
 
-Read off the pool, and anew when its layers have other tensors. The store's lock is held.
+Read off the pool, and anew when its layers have other tensors; into a pool that nothing was written into, off files of the same
+model. The store's lock is held.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..kv.block_pool import BlockPool
-from ..kv.contents import Part, parts_of_pool, parts_of_states
+from ..kv.contents import Part, lay_out_pool, parts_of_pool, parts_of_states, rows_of_blocks, rows_of_states
 from ..kv.states import States
 from ..tiers.base import BLOCKS, STATES, Kind, Tier
 from ..tiers.host import HostTier, shares_of
+from ..tiers.saved_file import SavedFile
 from .state_snapshots import StateSnapshots
 from .window_groups import WindowGroups
 
@@ -68,6 +74,53 @@ class ContentLayout:
         """Whether rows made of these parts can be written into the pool."""
         now = self.parts().get(kind)
         return (now is None and kind == STATES) or now == [*parts]
+
+    def contents_of(self, block_id: int, digest: bytes) -> Iterator[tuple[Kind, Any]]:
+        """What a cached block has: itself, its window blocks, and the states of the snapshot at its end."""
+        yield BLOCKS, block_id
+        for group in self._windows.groups:
+            if (place := group.places.get(block_id)) is not None:
+                yield group.window, place
+        if (states := self._states.kept.of_digest(digest)) is not None:
+            yield STATES, states
+
+    def rows_of(self, kind: Kind, contents: Sequence[Any]) -> list[Tensor]:
+        """Copies of contents of a kind that has parts: of each part, [N, bytes] on its device."""
+        if kind == STATES:
+            return [rows_of_states(part, contents) for part in self.parts()[kind]]
+        return [rows_of_blocks(self._pool, part, contents) for part in self.parts()[kind]]
+
+    def learn(self, file: SavedFile, make_room: Callable[[int], None]) -> bool:
+        """What a file holds shows what the tensors of layers are into which nothing was written yet.
+
+        A file need not have all kinds of content.
+
+        Args:
+            make_room: the store's.
+
+        Returns:
+            Whether, with this file, all layers are known.
+        """
+        pool, before = self._pool, self._pool.layout
+        if not pool.layer_indices:
+            make_room(0)
+        lay_out_pool(pool, [part for content in file.contents if content.kind != STATES for part in content.parts])
+        return pool.layout != before and set(self._windows.layers) <= set(pool.layer_indices)
+
+    def parts_here(self, file: SavedFile, first_device: torch.device) -> dict[Kind, tuple[Part, ...] | None]:
+        """The parts of what a file holds, on this model's devices; None where layers lie on other devices than they did there.
+
+        Args:
+            first_device: for snapshots.
+        """
+        parts: dict[Kind, tuple[Part, ...] | None] = {}
+        for kind, saved in ((content.kind, content.parts) for content in file.contents):
+            here = self.parts().get(kind, [])
+            if kind == STATES:
+                here = [part._replace(device=first_device) for part in saved]
+            anywhere = [part._replace(device=torch.device("cpu")) for part in here]
+            parts[kind] = tuple(here) if anywhere == [*saved] else None
+        return parts
 
     def _shares(self, parts: Mapping[Kind, Sequence[Part]]) -> dict[Kind, float]:
         """The budget is divided as the pool's: window blocks beside blocks, and as many bytes for snapshots."""

@@ -5,7 +5,7 @@ Blocks come up as from any lower tier; whatever holds for cached blocks holds fo
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -15,16 +15,19 @@ from ..blocks.hashing import digest_behind, tokens_of
 from ..blocks.roots import RootFacts
 from ..errors import SavedBlocksError
 from ..tiers.base import STATES, Name
+from ..tiers.files import FileTier
+from ..tiers.folders import SharedFolder
+from ..tiers.runs import Run
 from ..tiers.saved_file import SavedBlock, SavedFile, read_saved_file, saved_paths, saved_root
-from ..tiers.saved_folder import SavedFolder
+from ..tiers.sharing import why_not
 from .block_store import BlockStore
 from .bring_up import Wanted
-from .file_layout import lay_out, parts_here
 from .saving import Model
 
 _NO_ROOM = "there is no room for them in the pool"
 _NO_STATE = "no state was saved behind which they could be gone on from"
 _NO_PARENT = "the blocks before them are in no file"
+_OTHERWISE = "layers lie on other devices, or have other tensors, than where they were computed"
 
 
 class Loaded(NamedTuple):
@@ -63,7 +66,6 @@ class _Found(NamedTuple):
 def load_blocks(
     blocks: BlockStore,
     model: Model,
-    why_other: Callable[[SavedFile], str | None],
     folder: Path,
     *,
     progress: Callable[[int, int], None],
@@ -71,28 +73,28 @@ def load_blocks(
     """Have the blocks of a folder's files cached, as far as they are of this model and there is room.
 
     Args:
-        why_other: why a file is not of this model; None if it is.
         progress: told how many of how many blocks are done.
 
     Raises:
         OSError: there is no such folder, or it cannot be read.
     """
     not_loaded: dict[str, int] = {}
-    files: list[SavedFile] = []
-    for file in _files(folder, not_loaded):
-        _sort(file, _why_not(blocks, file, why_other), files, not_loaded)
+    layout, fitting = blocks.tiers.layout, list[SavedFile]()
+    files = _files(folder, lambda file: why_not(file, blocks.block_size, [model.identity]), not_loaded)
     with blocks.lock:
-        are_known = [lay_out(blocks, file) for file in files]
+        are_known = [layout.learn(file, blocks.make_room) for file in files]
     if any(are_known):
         blocks.read_budget()
-    fitting: list[SavedFile] = []
     with blocks.lock:
         blocks.settle()
         blocks.settle_budget()
         for file in files:
-            _sort(file, _why_laid_out_otherwise(blocks, file), fitting, not_loaded)
-        found = _named_here(blocks, model, fitting)
-        tier = _tier_of(blocks, fitting, found)
+            if None in layout.parts_here(file, blocks.first_device()).values():
+                _leave_out(file, _OTHERWISE, not_loaded)
+            else:
+                fitting.append(file)
+        found = _named_here(model, fitting)
+        tier = _attached(blocks, folder, fitting, found)
         known = _cached(blocks, found)
         num_left = blocks.num_obtainable_blocks(None)
     num_strays = len({block.digest for file in fitting for block in file.blocks}) - len(found)
@@ -104,51 +106,43 @@ def load_blocks(
         progress(number + 1, len(ends))
     with blocks.lock:
         missing = found.keys() - _cached(blocks, found)
+    num_new = len(found) - len(known) - len(missing)
     for path, why in tier.damaged.items():
         lost = missing & {block.digest for file in fitting if str(file.path) == path for block in file.blocks}
         not_loaded[why] = len(lost)
         missing -= lost
-    num_new = len(found) - len(known) - len(missing) - sum(not_loaded.get(why, 0) for why in tier.damaged.values())
     if missing:
         not_loaded[_NO_STATE if blocks.states and num_left >= len(missing) else _NO_ROOM] = len(missing)
     return Loaded(num_new, len(known), tier.num_read_bytes, not_loaded)
 
 
-def _files(folder: Path, not_loaded: dict[str, int]) -> Iterator[SavedFile]:
-    """Those that can be read."""
-    paths = saved_paths(folder)
+def _files(
+    folder: Path, why_left_out: Callable[[SavedFile], str | None], not_loaded: dict[str, int]
+) -> list[SavedFile]:
+    """Those that can be read, and are not left out."""
+    files, paths = [], saved_paths(folder)
     if not paths:
         not_loaded[f"{folder} holds no saved blocks"] = 0
     for path in paths:
         try:
-            yield read_saved_file(path)
+            file = read_saved_file(path)
         except SavedBlocksError as error:
             not_loaded[str(error)] = 0
         except OSError as error:
             not_loaded[f"{path} cannot be read: {error}"] = 0
+        else:
+            if (why := why_left_out(file)) is None:
+                files.append(file)
+            else:
+                _leave_out(file, why, not_loaded)
+    return files
 
 
-def _sort(file: SavedFile, why: str | None, good: list[SavedFile], not_loaded: dict[str, int]) -> None:
-    """Among the good ones, or why it is not."""
-    if why is None:
-        good.append(file)
-    else:
-        not_loaded[why] = not_loaded.get(why, 0) + len(file.blocks)
+def _leave_out(file: SavedFile, why: str, not_loaded: dict[str, int]) -> None:
+    not_loaded[why] = not_loaded.get(why, 0) + len(file.blocks)
 
 
-def _why_not(blocks: BlockStore, file: SavedFile, why_other: Callable[[SavedFile], str | None]) -> str | None:
-    if file.block_size != blocks.block_size:
-        return f"their blocks have {file.block_size} tokens, and those of this store {blocks.block_size}"
-    return why_other(file)
-
-
-def _why_laid_out_otherwise(blocks: BlockStore, file: SavedFile) -> str | None:
-    if all(parts_here(blocks, blocks.tiers.layout, content) is not None for content in file.contents):
-        return None
-    return "layers lie on other devices, or have other tensors, than where they were computed"
-
-
-def _named_here(blocks: BlockStore, model: Model, files: Sequence[SavedFile]) -> dict[bytes, _Found]:
+def _named_here(model: Model, files: Sequence[SavedFile]) -> dict[bytes, _Found]:
     """Digest in files -> block, of all that begin from a root; parents before their children."""
     children: dict[bytes, dict[bytes, SavedBlock]] = {}
     for file in files:
@@ -157,7 +151,7 @@ def _named_here(blocks: BlockStore, model: Model, files: Sequence[SavedFile]) ->
     found: dict[bytes, _Found] = {}
     for saved in {root.digest: root for file in files for root in file.roots}.values():
         facts = RootFacts(model.digest, b"", saved.regime, saved.adapter, saved.counted_from, saved.first_position)
-        if saved_root(model.identity, facts) != saved:  # a root that says of itself what it is not
+        if saved_root(model.identity.digest, facts) != saved:  # a root that says of itself what it is not
             continue
         root = model.roots.of(facts)
         waiting: list[tuple[SavedBlock, bytes, bytes | None]] = [
@@ -171,17 +165,17 @@ def _named_here(blocks: BlockStore, model: Model, files: Sequence[SavedFile]) ->
     return found
 
 
-def _tier_of(blocks: BlockStore, files: Sequence[SavedFile], found: Mapping[bytes, _Found]) -> SavedFolder:
-    """The files' rows by the names that this process has for them. The store's lock is held."""
-    tier = SavedFolder()
+def _attached(blocks: BlockStore, folder: Path, files: Sequence[SavedFile], found: Mapping[bytes, _Found]) -> FileTier:
+    """The files as a tier, by the names that this process has for their blocks. The store's lock is held."""
+    tier, home = FileTier(), SharedFolder(folder)
+
+    def name_of(block: SavedBlock) -> Name | None:
+        here = found.get(block.digest)
+        return None if here is None else Name(here.block_hash, b"")
+
     for file in files:
-        for content in file.contents:
-            parts = parts_here(blocks, blocks.tiers.layout, content)
-            assert parts is not None  # as was seen
-            here = content._replace(parts=parts)
-            for row, number in enumerate(content.blocks):
-                if (block := found.get(file.blocks[number].digest)) is not None:
-                    tier.add(file, here, row, Name(block.block_hash, b""))
+        parts = blocks.tiers.layout.parts_here(file, blocks.first_device())
+        tier.adopt(Run.found(file, home), parts, name_of)
     return tier
 
 
@@ -218,7 +212,7 @@ def _path(found: Mapping[bytes, _Found], end: bytes) -> list[_Found]:
         at = before
 
 
-def _bring_up(blocks: BlockStore, tier: SavedFolder, path: Sequence[_Found], num_left: float) -> int:
+def _bring_up(blocks: BlockStore, tier: FileTier, path: Sequence[_Found], num_left: float) -> int:
     """Have a sequence cached as far as it is whole and there is room for so many new blocks; returns how many came."""
     with blocks.lock:
         new = [not blocks.allocator.match_prefix((each.block_hash,), b"") for each in path]

@@ -12,22 +12,19 @@ from weakref import WeakMethod, ref
 
 import torch
 
-from ..blocks import BlockHash, PrefixCachingBlockAllocator
+from ..blocks import BlockHash
 from ..blocks.hashing import digest_behind
-from ..kv.block_pool import BlockPool
-from ..kv.contents import Part, rows_of_blocks, rows_of_states
+from ..kv.contents import Part
 from ..kv.states import States
 from ..kv.stopwatch import Stopwatch
 from ..stats import TierStats
 from ..tiers.base import BLOCKS, STATES, Kind, Name, Tier
 from ..tiers.disk import DiskTier
-from ..tiers.shared_runs import FoundRun
+from ..tiers.runs import Run
+from ..tiers.sharing import why_not
 from ..tiers.worth import Rate, Worth
 from .bring_up import BringUp, Room, Wanted
 from .content_layout import ContentLayout
-from .file_layout import lay_out, parts_here
-from .state_snapshots import StateSnapshots
-from .window_groups import WindowGroups
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -54,37 +51,27 @@ class LowerTiers:
         layout: of contents.
     """
 
-    def __init__(
-        self,
-        room: Room,
-        allocator: PrefixCachingBlockAllocator,
-        pool: BlockPool,
-        windows: WindowGroups,
-        states: StateSnapshots,
-        tiers: Sequence[Tier],
-    ) -> None:
+    def __init__(self, room: Room, tiers: Sequence[Tier]) -> None:
         self.tiers = list(tiers)
         self._sharing = next((tier.sharing for tier in self.tiers if isinstance(tier, DiskTier)), None)
         self._roots: dict[
             bytes, bytes
         ] = {}  # digest -> root of the sequences that it is in, b"" where it is not shared
-        self._strangers: list[FoundRun] = []  # files of other models
+        self._strangers: list[Run] = []  # files of other models
         self._num_models = 0  # states of the model, when those were looked at last
         self._told: set[str] = set()  # why files are not used
         self._must_settle = False  # files have shown what a block takes
         self.compute = Rate()
         self.worth = {tier.name: Worth(self.compute) for tier in tiers}
         self._room = ref(room)  # which owns this
-        self._allocator = allocator
-        self._pool = pool
-        self._windows = windows
-        self._states = states
+        self._allocator = room.allocator
+        self._windows = room.windows
+        self._states = room.states
         self._evicted: list[_Evicted] = []  # whose contents are still where they were
-        self.layout = ContentLayout(pool, windows, states, self.tiers)
-        self._up = BringUp(room, allocator, pool, windows, states, self.layout, self.tiers, self.worth)
+        self.layout = ContentLayout(room.pool, room.windows, room.states, self.tiers)
         if self.tiers:
-            allocator.watch_evictions(_weakly(self._note_block))
-            states.kept.on_evict = _weakly(self._note_snapshot)
+            room.allocator.watch_evictions(_weakly(self._note_block))
+            room.states.kept.on_evict = _weakly(self._note_snapshot)
             self.watch_windows()
 
     def __bool__(self) -> bool:
@@ -102,12 +89,8 @@ class LowerTiers:
 
     def _note_block(self, block_id: int, block_hash: BlockHash, namespace: bytes) -> None:
         name = self._name(block_hash, namespace)
-        self._evicted.append(_Evicted(BLOCKS, name, block_id))
-        for group in self._windows.groups:
-            if (place := group.places.get(block_id)) is not None:
-                self._evicted.append(_Evicted(group.window, name, place))
-        if (states := self._states.kept.of_digest(block_hash.digest)) is not None:
-            self._evicted.append(_Evicted(STATES, name, states))
+        for kind, source in self.layout.contents_of(block_id, block_hash.digest):
+            self._evicted.append(_Evicted(kind, name, source))
 
     def _note_window_block(self, window: int, place: int, block_hash: BlockHash, namespace: bytes) -> None:
         self._evicted.append(_Evicted(window, self._name(block_hash, namespace), place))
@@ -149,15 +132,18 @@ class LowerTiers:
             if not isinstance(tier, DiskTier):
                 continue
             new = tier.look()
-            if sharing.num_models != self._num_models:
-                self._num_models = sharing.num_models
+            models = sharing.identities()
+            if len(models) != self._num_models:
+                self._num_models = len(models)
                 new, self._strangers = [*self._strangers, *new], []
             for run in new:
-                why = sharing.why_not(run.file, self._allocator.block_size)
+                file = run.file
+                assert file is not None  # it was found
+                why = why_not(file, self._allocator.block_size, models)
                 if why is None:
-                    self._must_settle |= lay_out(room, run.file)
-                    parts = {each.kind: parts_here(room, self.layout, each) for each in run.file.contents}
-                    tier.adopt(run, {kind: found for kind, found in parts.items() if found is not None})
+                    self._must_settle |= self.layout.learn(file, room.make_room)
+                    parts = self.layout.parts_here(file, room.first_device())
+                    tier.adopt(run, parts, lambda block: block.name)
                     if None not in parts.values():
                         continue
                     why = "layers lie on other devices, or have other tensors, than where it was computed"
@@ -165,7 +151,7 @@ class LowerTiers:
                     self._strangers.append(run)
                 if why not in self._told:
                     self._told.add(why)
-                    logger.info("a file in disk_folder is not used, as others like it: %s: %s", run.file.path.name, why)
+                    logger.info("a file in disk_folder is not used, as others like it: %s: %s", run.path.name, why)
 
     def distrust(self) -> None:
         """What was computed may have been wrong all along: other processes are not to find it. The store's lock is held."""
@@ -223,17 +209,14 @@ class LowerTiers:
         names, step = list(sources), max(1, _MOST_STAGED_BYTES // max(1, sum(part.num_bytes for part in parts)))
         for start in range(0, len(names), step):
             chunk = names[start : start + step]
-            of = [sources[name] for name in chunk]
-            if kind == STATES:
-                rows = [rows_of_states(part, of) for part in parts]
-            else:
-                rows = [rows_of_blocks(self._pool, part, of) for part in parts]
+            rows = self.layout.rows_of(kind, [sources[name] for name in chunk])
             tier.put(kind, parts, chunk, rows, may_wait=may_wait)
 
     def bring_up(self, rows: Sequence[Wanted], holder: Any) -> dict[int, str]:
         """See `BringUp.bring_up`."""
-        room = self._room()
-        if room is not None and self._sharing is not None:
+        if (room := self._room()) is None:
+            return {}
+        if self._sharing is not None:
             with room.lock:
                 self._refresh()
                 must_settle, self._must_settle = self._must_settle, False
@@ -241,23 +224,22 @@ class LowerTiers:
                 room.read_budget()
                 with room.lock:
                     room.settle_budget()
-        return self._up.bring_up(rows, holder)
+        return BringUp(room, self.layout, self.tiers, self.worth).bring_up(rows, holder)
 
     def bring_up_from(self, tier: Tier, row: Wanted) -> dict[int, str]:
         """`bring_up` of one row from a tier that is none of these, whatever it costs; no lock is held, and blocks that others have
         reserved are left to them.
         """
-        room = self._room()
-        if room is None:
+        if (room := self._room()) is None:
             return {}
-        worth = {tier.name: Worth(Rate())}
-        up = BringUp(room, self._allocator, self._pool, self._windows, self._states, self.layout, [tier], worth)
-        return up.bring_up([row], None)
+        return BringUp(room, self.layout, [tier], {tier.name: Worth(Rate())}).bring_up([row], None)
 
-    def look_up(self, row: Wanted) -> tuple[int, str] | None:
+    def look_up(self, row: Wanted) -> tuple[int, str | None] | None:
         """See `BringUp.look_up`."""
+        if not self.tiers or (room := self._room()) is None:
+            return None
         self._refresh()
-        return self._up.look_up(row) if self.tiers else None
+        return BringUp(room, self.layout, self.tiers, self.worth).look_up(row)
 
     def is_telling(self, num_columns: int) -> bool:
         """Whether a forward of so many columns shows what a block costs; that of fewer costs more than its tokens."""

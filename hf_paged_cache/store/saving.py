@@ -5,37 +5,22 @@ Nothing is held meanwhile: blocks that are evicted before it is their turn are l
 
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from filelock import FileLock
-from torch import Tensor
 
 from ..blocks import BlockHash, HashChain
 from ..blocks.hashing import digest_behind
 from ..blocks.roots import Roots
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError
-from ..kv.contents import rows_of_blocks, rows_of_states
-from ..tiers.base import BLOCKS, STATES, Kind
+from ..tiers.base import STATES, Kind, Name
+from ..tiers.folders import SharedFolder, make_folder
 from ..tiers.mending import mend
-from ..tiers.saved_file import (
-    SUFFIX,
-    SavedBlock,
-    SavedContents,
-    SavedFile,
-    SavedRoot,
-    content_name,
-    remove_unfinished,
-    saved_root,
-    write_saved_file,
-)
-from ..tiers.shared_folder import make_folder
+from ..tiers.runs import Run
+from ..tiers.saved_file import Identity, SavedBlock, SavedRoot, saved_root
 from .block_store import BlockStore
 
 _FILE_BYTES = 2**26  # of rows in a file, about
-_LOCK = ".lock"
 _LOST = "they were in a damaged file, and are not among those that are saved now"
 
 
@@ -44,15 +29,12 @@ class Model(NamedTuple):
 
     Attributes:
         digest: as roots of this process have it.
-        identity: digest of its `facts`.
-        facts, settings: see `ModelIdentity`.
+        identity: as other processes know it.
         roots: of its rows.
     """
 
     digest: bytes
-    identity: bytes
-    facts: dict[str, str]
-    settings: dict[str, str]
+    identity: Identity
     roots: Roots
 
 
@@ -111,39 +93,37 @@ def save_blocks(
         OSError: the folder or a file cannot be written. Files that were written are whole.
     """
     make_folder(folder, mode)
-    with FileLock(folder / _LOCK, mode=mode):
-        remove_unfinished(folder)
+    home = SharedFolder(folder, mode=mode)
+    with home.locked():
         with blocks.lock:
             blocks.settle()
             chosen, roots, not_saved = _choose(blocks, model, prefixes, pinned=pinned)
             step = _blocks_of_a_file(blocks)
         wanted = {each.saved.digest for each in chosen}
-        known, lost, replaced = mend(folder, model.facts, wanted, mode)
+        known, lost, replaced = mend(home, model.identity.facts, wanted)
         if num_lost := len(lost - wanted):
             not_saved[_LOST] = num_lost
-        num_done = num_known = num_bytes = 0
+        num_done = num_gone = num_written = num_bytes = 0
         while num_done < len(chosen):
             some = chosen[num_done : num_done + step]
             with blocks.lock:
                 blocks.settle()
-                file, rows, num_gone = _copy_out(blocks, model, some, roots, known)
-            num_written = len(file.blocks)
-            if num_gone:
-                not_saved["evicted meanwhile"] = not_saved.get("evicted meanwhile", 0) + num_gone
-            num_known += len(some) - num_gone - num_written
-            if num_written:
-                on_host = {kind: [of_part.cpu() for of_part in of_kind] for kind, of_kind in rows.items()}
-                path = folder / f"{content_name(file)}{SUFFIX}"
-                num_bytes += write_saved_file(file._replace(path=path), on_host, mode).num_bytes
+                run, num_here = _copy_out(blocks, some, Run(home, model.identity), roots, known)
+            num_gone += len(some) - num_here
+            if run.has_rows:
+                file = run.save()
+                num_written += len(file.blocks)
+                num_bytes += file.num_bytes
             num_done += len(some)
             progress(num_done, len(chosen))
-    num_gone = not_saved.get("evicted meanwhile", 0)
-    return Saved(len(chosen) - num_known - num_gone, num_known, num_bytes, not_saved, replaced)
+    if num_gone:
+        not_saved["evicted meanwhile"] = num_gone
+    return Saved(num_written, len(chosen) - num_gone - num_written, num_bytes, not_saved, replaced)
 
 
 def _choose(
     blocks: BlockStore, model: Model, prefixes: Sequence[TokenIds] | None, *, pinned: bool
-) -> tuple[list[_Chosen], dict[bytes, SavedRoot], dict[str, int]]:
+) -> tuple[list[_Chosen], Collection[SavedRoot], dict[str, int]]:
     """Blocks that can be named in files, parents first, one sequence after the other; their roots; and why others cannot."""
     by_id = blocks.allocator.hashes()
     by_digest = {block_hash.digest: block_hash for block_hash in by_id.values()}
@@ -176,7 +156,7 @@ def _choose(
         each = waiting.pop()
         chosen.append(each)
         waiting += reversed(children.get(each.saved.digest, []))
-    return chosen, roots, not_saved
+    return chosen, roots.values(), not_saved
 
 
 def _digests_of(blocks: BlockStore, model: Model, token_ids: TokenIds) -> Iterable[bytes]:
@@ -207,7 +187,7 @@ def _named(
             return "the blocks before them were evicted"
         if facts.digest != model.digest:
             return "the model has changed since they were computed"
-        root = saved_root(model.identity, facts)
+        root = saved_root(model.identity.digest, facts)
         roots[root.digest], before = root, root.digest
     return SavedBlock(digest_behind(before, block_hash.token_bytes), before, block_hash.token_bytes)
 
@@ -221,46 +201,27 @@ def _blocks_of_a_file(blocks: BlockStore) -> int:
 
 def _copy_out(
     blocks: BlockStore,
-    model: Model,
     some: Sequence[_Chosen],
-    roots: dict[bytes, SavedRoot],
+    run: Run,
+    roots: Collection[SavedRoot],
     known: Collection[tuple[Kind, bytes]],
-) -> tuple[SavedFile, dict[Kind, list[Tensor]], int]:
-    """What is there of these blocks and not known, on its device; and how many blocks have gone. The store's lock is held."""
-    allocator, states, layout = blocks.allocator, blocks.states, blocks.tiers.layout
-    ids = {each: at[0] for each in some if (at := allocator.match_prefix((each.block_hash,), b""))}
+) -> tuple[Run, int]:
+    """What is there of these blocks and not known, on its device; and how many of the blocks are there. The store's lock is held."""
+    layout, num_here = blocks.tiers.layout, 0
     blocks.pool.join_streams()
-    held: dict[Kind, dict[_Chosen, Any]] = {}  # block, window block or snapshot of each
-    if layout.has_tensors:
-        held[BLOCKS] = {**ids}
-    for group in blocks.windows.groups:
-        held[group.window] = {each: group.places[at] for each, at in ids.items() if at in group.places}
-    if states:
-        held[STATES] = {
-            each: snapshot for each in ids if (snapshot := states.kept.of_digest(each.block_hash.digest)) is not None
-        }
-        for snapshot in held[STATES].values():
-            layout.see_states(snapshot)
-    new = {
-        kind: {each: source for each, source in of_kind.items() if (kind, each.saved.digest) not in known}
-        for kind, of_kind in held.items()
-    }
-    numbers = {each: number for number, each in enumerate(dict.fromkeys(chain.from_iterable(new.values())))}
-    contents: list[SavedContents] = []
-    rows: dict[Kind, list[Tensor]] = {}
-    for kind, of_kind in new.items():
-        parts = layout.parts().get(kind)
-        if of_kind and parts:
-            sources = [*of_kind.values()]
+    new: dict[Kind, dict[Name, Any]] = {}
+    for block_hash, saved in some:
+        at = blocks.allocator.match_prefix((block_hash,), b"")
+        num_here += len(at)
+        for kind, content in layout.contents_of(at[0], block_hash.digest) if at else ():
+            if (kind, saved.digest) not in known:
+                new.setdefault(kind, {})[saved.name] = content
             if kind == STATES:
-                rows[kind] = [rows_of_states(part, sources) for part in parts]
-            else:
-                rows[kind] = [rows_of_blocks(blocks.pool, part, sources) for part in parts]
-            contents.append(SavedContents(kind, tuple(parts), tuple(numbers[each] for each in of_kind), ()))
-    of_file = tuple(each.saved for each in numbers)
-    used = tuple(root for digest, root in roots.items() if any(block.parent == digest for block in of_file))
-    file = SavedFile(Path(), 0, blocks.block_size, model.facts, model.settings, used, of_file, tuple(contents))
-    return file, rows, len(some) - len(ids)
+                layout.see_states(content)
+    for kind, contents in new.items():
+        if parts := layout.parts().get(kind):
+            run.add(kind, parts, [*contents], layout.rows_of(kind, [*contents.values()]), roots)
+    return run, num_here
 
 
 def folder_of(folder: str | os.PathLike[str]) -> Path:

@@ -1,9 +1,10 @@
-"""What a tier is asked, whatever it keeps contents in; and the least recently used order that all of them keep."""
+"""What a tier is, whatever it keeps contents in: names in the order in which they were used, and what is asked of it."""
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from torch import Tensor
@@ -55,49 +56,6 @@ class TierCounts:
     num_refused: int = 0
 
 
-class Tier(Protocol):
-    """Contents of blocks by name, within a budget. The store's lock is held, but for `load`."""
-
-    counts: TierCounts
-
-    @property
-    def name(self) -> str: ...  # "host" or "disk"
-
-    @property
-    def num_bytes(self) -> int: ...  # taken now
-
-    @property
-    def max_bytes(self) -> int | None: ...
-
-    def num_of(self, kind: Kind, namespace: bytes | None = None) -> int: ...  # contents kept
-
-    def has(self, kind: Kind, name: Name) -> bool: ...  # effects: none
-
-    def touch(self, kind: Kind, names: Iterable[Name]) -> None: ...  # they are used, and go last
-
-    def put(
-        self, kind: Kind, parts: Sequence[Part], names: Sequence[Name], rows: Rows, *, may_wait: bool
-    ) -> None: ...  # keep what is not there yet
-
-    def parts_of(self, kind: Kind) -> tuple[Part, ...]: ...  # of what is kept
-
-    def hold(self, kind: Kind, names: Iterable[Name]) -> "Hold": ...  # nothing takes their place while it lives
-
-    def in_order(self, kind: Kind, names: Iterable[Name]) -> list[Name]: ...  # those that are here, as they lie
-
-    def load(
-        self, kind: Kind, names: Sequence[Name]
-    ) -> list[list[Tensor]]: ...  # of each part: rows in the order of the names, in some tensors
-
-    def forget(self, names: Collection[Name]) -> None: ...  # of all kinds
-
-    def forget_namespace(self, namespace: bytes) -> None: ...
-
-    def reset(self) -> None: ...
-
-    def check(self) -> None: ...
-
-
 class Hold:
     """Contents that keep their places as long as this object lives: who holds them may be interrupted anywhere."""
 
@@ -109,9 +67,15 @@ _Place = TypeVar("_Place")
 
 
 class Shelf(Generic[_Place]):
-    """Name -> place, the least recently used first. Those that are held are passed over when the first is asked for."""
+    """The contents of one kind: name -> place, the least recently used first. Those that are held are passed over when the first
+    is asked for.
 
-    def __init__(self) -> None:
+    Args:
+        parts: what a row is made of.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = tuple(parts)
         self._entries: OrderedDict[bytes, tuple[Name, _Place]] = OrderedDict()
         self._holds: WeakSet[Hold] = WeakSet()
 
@@ -170,3 +134,84 @@ class Shelf(Generic[_Place]):
     def clear(self) -> None:
         """Keep nothing."""
         self._entries.clear()
+
+
+_NOTHING: Shelf[Any] = Shelf(())
+
+
+class Tier(ABC):
+    """Contents of blocks by name, within a budget. The store's lock is held, but for `load`.
+
+    Attributes:
+        name: "host" or "disk".
+        max_bytes: that it may take; None: it only reads.
+    """
+
+    name: str
+    max_bytes: int | None = None
+
+    def __init__(self) -> None:
+        self.counts = TierCounts()
+        self._shelves: dict[Kind, Any] = {}  # kind -> `Shelf` of whatever places this tier has
+
+    def _shelf(self, kind: Kind) -> Shelf[Any]:
+        shelf: Shelf[Any] = self._shelves.get(kind, _NOTHING)
+        return shelf
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Taken now."""
+
+    def num_of(self, kind: Kind, namespace: bytes | None = None) -> int:
+        """Contents of a kind, of one namespace or of all."""
+        return self._shelf(kind).num_of(namespace)
+
+    def parts_of(self, kind: Kind) -> tuple[Part, ...]:
+        """What a row of this kind is made of."""
+        return self._shelf(kind).parts
+
+    def has(self, kind: Kind, name: Name) -> bool:
+        """Whether this content is here."""
+        return self._shelf(kind).get(name) is not None
+
+    def hold(self, kind: Kind, names: Iterable[Name]) -> Hold:
+        """Nothing takes their place as long as the hold lives."""
+        return self._shelf(kind).hold(names)
+
+    @abstractmethod
+    def in_order(self, kind: Kind, names: Iterable[Name]) -> list[Name]:
+        """Those that are here, in the order in which they lie, so that few copies bring many."""
+
+    @abstractmethod
+    def touch(self, kind: Kind, names: Iterable[Name]) -> None:
+        """They are used, and go last."""
+
+    @abstractmethod
+    def put(self, kind: Kind, parts: Sequence[Part], names: Sequence[Name], rows: Rows, *, may_wait: bool) -> None:
+        """Keep contents that are not here yet, as far as there is room; copies are launched and not waited for.
+
+        Args:
+            rows: of each part, on its device or on the host; the host's are kept as they are.
+            may_wait: a content that goes down from here may be waited for.
+        """
+
+    @abstractmethod
+    def load(self, kind: Kind, names: Sequence[Name]) -> list[list[Tensor]]:
+        """Of each part, rows in the order of the names, in some tensors. The names are `in_order`'s."""
+
+    @abstractmethod
+    def forget(self, names: Collection[Name]) -> None:
+        """Keep these contents no more, of whatever kind."""
+
+    def forget_namespace(self, namespace: bytes) -> None:
+        """Keep no content of a namespace."""
+        self.forget({name for shelf in self._shelves.values() for name, _ in shelf if name.namespace == namespace})
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Keep nothing, and give memory and files back."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Prove the tier's invariants, or raise BlockStateError."""

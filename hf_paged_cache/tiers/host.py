@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import BlockStateError
 from ..kv.contents import Part, new_rows, runs
 from .arrival import arrival_on
-from .base import Hold, Kind, Name, Rows, Shelf, Tier, TierCounts
+from .base import Kind, Name, Rows, Shelf, Tier
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -48,18 +48,17 @@ class _Place:
         return all(event.query() for event in self.arrival)
 
 
-class _HostShelf:
-    """The contents of one kind: slots of one size, in slabs that are taken as they are needed.
+class _HostShelf(Shelf[_Place]):
+    """Slots of one size, in slabs that are taken as they are needed.
 
     Args:
         max_bytes: of all slabs.
     """
 
     def __init__(self, parts: Sequence[Part], max_bytes: int) -> None:
-        self.parts = tuple(parts)
+        super().__init__(parts)
         self.row_bytes = sum(part.num_bytes for part in parts)
         self.max_bytes = max_bytes
-        self.entries: Shelf[_Place] = Shelf()
         self._slabs: list[_Slab] = []
         self._free: deque[int] = deque()  # in the order in which they are taken
         self.is_dirty = False
@@ -103,7 +102,7 @@ class _HostShelf:
     def settle(self) -> None:
         """Derive anew what is free, where a change was interrupted."""
         if self.is_dirty:
-            used = {place.slot for _, place in self.entries}
+            used = {place.slot for _, place in self}
             slots = (slot for slab in self._slabs for slot in range(slab.first, slab.stop))
             self._free = deque(slot for slot in slots if slot not in used)
             self.is_dirty = False
@@ -115,7 +114,7 @@ class _HostShelf:
 
     def check(self) -> None:
         self.settle()
-        used = [place.slot for _, place in self.entries]
+        used = [place.slot for _, place in self]
         slots = [slot for slab in self._slabs for slot in range(slab.first, slab.stop)]
         if sorted([*used, *self._free]) != slots:
             raise BlockStateError(
@@ -125,7 +124,7 @@ class _HostShelf:
             raise BlockStateError(f"a tier of at most {self.max_bytes} bytes has taken {self.num_bytes}")
 
 
-class HostTier:
+class HostTier(Tier):
     """Contents in host memory, at most `max_bytes`; the least recently used goes to the tier below, or is dropped.
 
     Args:
@@ -134,13 +133,13 @@ class HostTier:
     """
 
     name = "host"
+    max_bytes: int
 
     def __init__(self, max_bytes: int, below: Tier | None = None) -> None:
+        super().__init__()
         self.max_bytes = max_bytes
-        self.counts = TierCounts()
         self._below = below
         self._shelves: dict[Kind, _HostShelf] = {}
-        self._layout: dict[Kind, tuple[Part, ...]] = {}
 
     def __repr__(self) -> str:
         return f"HostTier({self.num_bytes} of {self.max_bytes} bytes)"
@@ -152,49 +151,23 @@ class HostTier:
             shares: of the budget, of each kind.
         """
         layout = {kind: tuple(made) for kind, made in parts.items() if made}
-        if layout == self._layout:
-            return
-        kept = layout.keys() == self._layout.keys()
-        for kind in list(self._shelves):
-            if not kept or layout[kind] != self._layout[kind]:
-                del self._shelves[kind]
-        self._layout = layout
-        for kind, made in layout.items():
-            self._shelves.setdefault(kind, _HostShelf(made, int(self.max_bytes * shares[kind])))
+        kept = self._shelves if self._shelves.keys() == layout.keys() else {}
+        self._shelves = {
+            kind: kept[kind]
+            if kind in kept and kept[kind].parts == made
+            else _HostShelf(made, int(self.max_bytes * shares[kind]))
+            for kind, made in layout.items()
+        }
 
     @property
     def num_bytes(self) -> int:
-        """Memory taken."""
         return sum(shelf.num_bytes for shelf in self._shelves.values())
 
-    def num_of(self, kind: Kind, namespace: bytes | None = None) -> int:
-        """Contents of a kind, of one namespace or of all."""
-        shelf = self._shelves.get(kind)
-        return 0 if shelf is None else shelf.entries.num_of(namespace)
-
-    def has(self, kind: Kind, name: Name) -> bool:
-        """Whether this content is here."""
-        shelf = self._shelves.get(kind)
-        return shelf is not None and shelf.entries.get(name) is not None
-
     def touch(self, kind: Kind, names: Iterable[Name]) -> None:
-        """They are used."""
-        shelf = self._shelves.get(kind)
-        if shelf is not None:
-            for name in names:
-                shelf.entries.touch(name)
-
-    def parts_of(self, kind: Kind) -> tuple[Part, ...]:
-        """What a row of this kind is made of."""
-        return self._layout.get(kind, ())
+        for name in names:
+            self._shelf(kind).touch(name)
 
     def put(self, kind: Kind, parts: Sequence[Part], names: Sequence[Name], rows: Rows, *, may_wait: bool) -> None:
-        """Keep contents that are not here yet, as far as there is room; the copies are launched and not waited for.
-
-        Args:
-            rows: of each part, on its device.
-            may_wait: a content that goes down from here may be waited for.
-        """
         shelf = self._shelves.get(kind)
         if shelf is None or shelf.parts != tuple(parts):
             self._pass_on(kind, parts, names, rows, may_wait)
@@ -202,8 +175,8 @@ class HostTier:
         shelf.settle()
         new = []
         for index, name in enumerate(names):
-            if shelf.entries.has_digest(name):
-                shelf.entries.touch(name)
+            if shelf.has_digest(name):
+                shelf.touch(name)
             else:
                 new.append(index)
         shelf.is_dirty = True
@@ -217,7 +190,7 @@ class HostTier:
                     target.copy_(of_part[indices[at] : indices[at] + count], non_blocking=True)
         arrival = arrival_on(part.device for part in parts)
         for index, slot in zip(indices, slots, strict=True):
-            shelf.entries.add(names[index], _Place(slot, arrival))
+            shelf.add(names[index], _Place(slot, arrival))
         shelf.is_dirty = False
         self.counts.num_down += len(slots)
         if refused := new[: len(new) - len(slots)]:
@@ -236,19 +209,19 @@ class HostTier:
         while len(slots) < number:
             slot = shelf.take()
             if slot is None:
-                held = shelf.entries.held() if held is None else held
-                oldest = shelf.entries.oldest(held)
+                held = shelf.held() if held is None else held
+                oldest = shelf.oldest(held)
                 if oldest is None:
                     break
                 self._send_below(kind, shelf, oldest, may_wait=may_wait)
                 self.counts.num_dropped += 1
-                slot = shelf.entries.remove(oldest).slot
+                slot = shelf.remove(oldest).slot
             slots.append(slot)
         return sorted(slots)
 
     def _send_below(self, kind: Kind, shelf: _HostShelf, name: Name, *, may_wait: bool) -> None:
         """The tier below copies a content before its slot is written anew; one that has not arrived is waited for, or is lost."""
-        below, place = self._below, shelf.entries.get(name)
+        below, place = self._below, shelf.get(name)
         if below is None or place is None:
             return
         if below.has(kind, name):
@@ -262,15 +235,10 @@ class HostTier:
         rows = [shelf.rows_at(number, place.slot, 1).clone() for number in range(len(shelf.parts))]
         below.put(kind, shelf.parts, (name,), rows, may_wait=may_wait)
 
-    def hold(self, kind: Kind, names: Iterable[Name]) -> Hold:
-        """Nothing takes their place as long as the hold lives."""
-        shelf = self._shelves.get(kind)
-        return Hold(()) if shelf is None else shelf.entries.hold(names)
-
     def load(self, kind: Kind, names: Sequence[Name]) -> list[list[Tensor]]:
         """Of each part, rows in the order of the names, where they lie: to be copied from, by the device alone."""
         shelf = self._shelves[kind]
-        slots = [place.slot for name in names if (place := shelf.entries.get(name)) is not None]
+        slots = [place.slot for name in names if (place := shelf.get(name)) is not None]
         assert len(slots) == len(names)  # held
         self.counts.num_up += len(names)
         return [
@@ -279,32 +247,20 @@ class HostTier:
         ]
 
     def in_order(self, kind: Kind, names: Iterable[Name]) -> list[Name]:
-        """Those that are here, in the order in which they lie, so that few copies bring many."""
-        shelf = self._shelves.get(kind)
-        if shelf is None:
-            return []
-        slot_of = {name: place.slot for name in names if (place := shelf.entries.get(name)) is not None}
+        slot_of = {name: place.slot for name in names if (place := self._shelf(kind).get(name)) is not None}
         return sorted(slot_of, key=slot_of.__getitem__)
 
     def forget(self, names: Collection[Name]) -> None:
-        """Keep these contents no more."""
         for shelf in self._shelves.values():
             shelf.settle()
             shelf.is_dirty = True
             for name in names:
-                if shelf.entries.get(name) is not None:
-                    shelf.give_back(shelf.entries.remove(name).slot)
+                if shelf.get(name) is not None:
+                    shelf.give_back(shelf.remove(name).slot)
             shelf.is_dirty = False
 
-    def forget_namespace(self, namespace: bytes) -> None:
-        """Keep no content of a namespace."""
-        self.forget(
-            {name for shelf in self._shelves.values() for name, _ in shelf.entries if name.namespace == namespace}
-        )
-
     def reset(self) -> None:
-        """Keep nothing, and give the memory back."""
-        self._shelves, self._layout = {}, {}
+        self._shelves = {}
 
     def check(self) -> None:
         """Prove that each slot is free or has one content, and that budgets are kept, or raise BlockStateError."""

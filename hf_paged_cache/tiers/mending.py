@@ -10,18 +10,9 @@ from typing import NamedTuple
 
 from ..errors import SavedBlocksError
 from .base import Kind
-from .saved_file import (
-    ROWS_DAMAGED,
-    SUFFIX,
-    DamagedFileError,
-    SavedFile,
-    content_name,
-    read_saved_file,
-    read_whole_rows,
-    saved_paths,
-    write_saved_file,
-)
-from .shared_folder import remove
+from .folders import SharedFolder, remove
+from .runs import Run
+from .saved_file import ROWS_DAMAGED, DamagedFileError, read_saved_file, read_whole_rows, saved_paths
 
 
 class Mended(NamedTuple):
@@ -38,8 +29,8 @@ class Mended(NamedTuple):
     replaced: dict[str, str]
 
 
-def mend(folder: Path, facts: Mapping[str, str], wanted: Collection[bytes], mode: int) -> Mended:
-    """Have each file of a folder readable that is of this model and has one of these blocks. The folder's lock is held.
+def mend(folder: SharedFolder, facts: Mapping[str, str], wanted: Collection[bytes]) -> Mended:
+    """Have each file of a folder readable that is of this model and has one of these blocks. The folder is locked.
 
     A reader that has a damaged file open goes on with it. Files of other models are looked at no further than what they say of
     themselves; what cannot even say that, under a name of ours, goes.  Cost: reads those files to their end.
@@ -47,35 +38,36 @@ def mend(folder: Path, facts: Mapping[str, str], wanted: Collection[bytes], mode
     Args:
         facts: of the model, see `ModelIdentity`.
         wanted: digests of blocks; without any nothing is done.
-        mode: permissions of files that are written.
 
     Raises:
         OSError: the folder cannot be written. Nothing is lost that could be read.
     """
     found = Mended(set(), set(), {})
-    for path in saved_paths(folder) if wanted else ():
+    for path in saved_paths(folder.path) if wanted else ():
         try:
             file = read_saved_file(path)
             if file.facts != facts or not any(block.digest in wanted for block in file.blocks):
                 continue
-            whole, rows = read_whole_rows(file)
+            whole = {content.kind: read_whole_rows(file, content.kind) for content in file.contents}
         except DamagedFileError as error:
             _take_out(path, str(error), found)
             continue
         except (SavedBlocksError, OSError):
             continue
-        contents = _contents(whole)
-        if lost := _contents(file) - contents:
-            found.lost.update(digest for _, digest in lost)
-            if contents:
-                write_saved_file(whole._replace(path=folder / f"{content_name(whole)}{SUFFIX}"), rows, mode)
+        rest, lost = Run(folder, file), set[bytes]()
+        for content in file.contents:
+            rows, held = whole[content.kind]
+            blocks = [file.blocks[content.blocks[row]] for row in rows]
+            found.known.update((content.kind, block.digest) for block in blocks)
+            lost.update(file.blocks[number].digest for row, number in enumerate(content.blocks) if row not in rows)
+            if blocks:
+                rest.add(content.kind, content.parts, [block.name for block in blocks], held, file.roots)
+        if lost:
+            found.lost.update(lost)
+            if rest.has_rows:
+                rest.save()
             _take_out(path, f"{path} is damaged: {ROWS_DAMAGED}", found)
-        found.known.update(contents)
     return found
-
-
-def _contents(file: SavedFile) -> set[tuple[Kind, bytes]]:
-    return {(content.kind, file.blocks[number].digest) for content in file.contents for number in content.blocks}
 
 
 def _take_out(path: Path, why: str, found: Mended) -> None:

@@ -1,7 +1,8 @@
 """Owns the format of a file of saved blocks: how it is written, and what is checked before anything of it is used.
 
 A file is in the safetensors format: for each kind of content, and each part of it, one tensor of bytes, [N, bytes of a row], a row
-for each block. Its header says what the rows are: see `SavedFile`. A file is whole as soon as it has its name.
+for each block. Its header says what the rows are: see `SavedFile`. A file is whole as soon as it has its name, and no other file
+ever gets this name.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 import torch
@@ -20,12 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..blocks.arguments import OWNERS_ALONE
-from ..blocks.hashing import TOKEN_BYTES, digest_behind, root_hash, tokens_of
+from ..blocks.hashing import TOKEN_BYTES, BlockHash, digest_behind, tokens_of
 from ..blocks.roots import RootFacts
 from ..errors import SavedBlocksError
 from ..kv.contents import Part, Piece
 from ..kv.states import StateKey
-from .base import STATES, Kind
+from .base import STATES, Kind, Name
 
 VERSION = 1
 SUFFIX = ".safetensors"
@@ -53,6 +54,11 @@ class SavedBlock(NamedTuple):
     parent: bytes
     token_bytes: bytes
 
+    @property
+    def name(self) -> Name:
+        """What a process calls it whose roots mean the same to others."""
+        return Name(BlockHash(self.digest, self.token_bytes, self.parent), b"")
+
 
 class SavedRoot(NamedTuple):
     """What conditions sequences besides the model and their tokens; see `RootFacts`."""
@@ -64,18 +70,23 @@ class SavedRoot(NamedTuple):
     first_position: int
 
 
-class SavedOrigin(NamedTuple):
-    """Where sequences are from: the model, see `ModelIdentity`, and their root."""
-
-    model: bytes  # digest of the facts
-    facts: Mapping[str, str]
-    settings: Mapping[str, str]
-    root: SavedRoot
+class ModelFacts(Protocol):
+    """A model, told so that it means the same everywhere."""
 
     @property
-    def facts_digest(self) -> str:
-        """The same for the same model."""
-        return self.model.hex()
+    def facts(self) -> Mapping[str, str]: ...
+
+    @property
+    def settings(self) -> Mapping[str, str]: ...
+
+
+class Identity(ModelFacts, Protocol):
+    """See `ModelIdentity`."""
+
+    @property
+    def digest(self) -> bytes: ...
+
+    def why_other(self, facts: Mapping[str, str], settings: Mapping[str, str]) -> str | None: ...
 
 
 class SavedContents(NamedTuple):
@@ -116,6 +127,10 @@ class SavedFile(NamedTuple):
     blocks: tuple[SavedBlock, ...]
     contents: tuple[SavedContents, ...]
 
+    def content(self, kind: Kind) -> SavedContents:
+        """What it holds of a kind."""
+        return next(content for content in self.contents if content.kind == kind)
+
 
 def saved_root(identity: bytes, facts: RootFacts) -> SavedRoot:
     """How files name what a root stands for."""
@@ -123,13 +138,21 @@ def saved_root(identity: bytes, facts: RootFacts) -> SavedRoot:
     return SavedRoot(digest, facts.regime, facts.adapter, facts.counted_from, facts.first_position)
 
 
-def write_saved_file(file: SavedFile, rows: Mapping[Kind, Sequence[Tensor]], mode: int = OWNERS_ALONE) -> SavedFile:
+def new_path(folder: Path) -> Path:
+    """Of a file that is not there yet."""
+    return folder / f"{uuid4().hex}{SUFFIX}"
+
+
+def write_saved_file(
+    file: SavedFile, rows: Mapping[Kind, Sequence[Tensor]], mode: int = OWNERS_ALONE, *, outlives: bool = True
+) -> SavedFile:
     """Write a file whole, or not at all.
 
     Args:
         file: what it says; checksums and size are not looked at.
-        rows: kind -> of each part, [N, bytes] of the host.
+        rows: kind -> of each part, [N, bytes].
         mode: its permissions, whatever the umask is.
+        outlives: it is for other processes, and must be whole after a power cut, too.
 
     Returns:
         The same with checksums and size.
@@ -140,12 +163,12 @@ def write_saved_file(file: SavedFile, rows: Mapping[Kind, Sequence[Tensor]], mod
     tensors: dict[str, Tensor] = {}
     contents = []
     for content in file.contents:
-        of_parts = [part_rows.contiguous() for part_rows in rows[content.kind]]
+        of_parts = [part_rows.cpu().contiguous() for part_rows in rows[content.kind]]
         tensors |= {_tensor(content.kind, number): part_rows for number, part_rows in enumerate(of_parts)}
         checksums = tuple(tuple(_checksum(row) for row in part_rows) for part_rows in of_parts)
         contents.append(content._replace(checksums=checksums))
     file = file._replace(contents=tuple(contents))
-    manifest = json.dumps(_as_json(file))
+    manifest = json.dumps(_manifest(file))
     metadata = {"format": _FORMAT, _MANIFEST: manifest, _CHECKSUM: xxhash.xxh3_128_hexdigest(manifest.encode())}
     unfinished = file.path.with_name(f".{uuid4().hex}.unfinished")
     try:
@@ -155,8 +178,9 @@ def write_saved_file(file: SavedFile, rows: Mapping[Kind, Sequence[Tensor]], mod
         except SafetensorError as error:
             raise OSError(f"{unfinished} could not be written: {error}") from error
         os.chmod(unfinished, mode)
-        with open(unfinished, "rb") as written:
-            os.fsync(written.fileno())
+        if outlives:
+            with open(unfinished, "rb") as written:
+                os.fsync(written.fileno())
         os.replace(unfinished, file.path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -199,88 +223,47 @@ def read_saved_file(path: Path) -> SavedFile:
     return file
 
 
-def read_rows(file: SavedFile, content: SavedContents, rows: Sequence[tuple[int, int]]) -> list[list[Tensor]]:
-    """Of each part, the rows `[first, first + number)` for each (first, number), as so many tensors of the host.
+def read_rows(file: SavedFile, kind: Kind, rows: Sequence[tuple[int, int]]) -> list[list[Tensor]]:
+    """Of each part of a kind, the rows `[first, first + number)` for each (first, number), as so many tensors of the host.
 
     Raises:
         SavedBlocksError: a row is not what was written.
         OSError: the file is not there any more, or cannot be read.
     """
-    loaded = []
-    with _opened(file.path) as opened:
-        for number, checksums in enumerate(content.checksums):
-            held = opened.get_slice(_tensor(content.kind, number))
-            fragments = [held[first : first + length] for first, length in rows]
-            for fragment, (first, length) in zip(fragments, rows, strict=True):
-                if [_checksum(row) for row in fragment] != [*checksums[first : first + length]]:
-                    raise DamagedFileError(f"{file.path} is damaged: {ROWS_DAMAGED}")
-            loaded.append(fragments)
+    loaded, damaged = _read(file, kind, rows)
+    if damaged:
+        raise DamagedFileError(f"{file.path} is damaged: {ROWS_DAMAGED}")
     return loaded
 
 
-def read_whole_rows(file: SavedFile) -> tuple[SavedFile, dict[Kind, list[Tensor]]]:
-    """What of a file is what was written: the same with those rows and their blocks alone, and these rows, as `write_saved_file`
-    takes them. Of a file that is whole it is all.
+def read_whole_rows(file: SavedFile, kind: Kind) -> tuple[list[int], list[Tensor]]:
+    """Which rows of a kind are what was written, and these, of each part.
 
     Raises:
         SavedBlocksError: nothing can be read any more.
         OSError: the file is not there any more, or cannot be read.
     """
-    whole: list[list[int]] = []  # of each content
-    rows: dict[Kind, list[Tensor]] = {}
-    with _opened(file.path) as opened:
-        for content in file.contents:
-            parts = [opened.get_tensor(_tensor(content.kind, number)) for number in range(len(content.parts))]
-            damaged = {
-                row
-                for of_part, checksums in zip(parts, content.checksums, strict=True)
-                for row, checksum in enumerate(checksums)
-                if _checksum(of_part[row]) != checksum
-            }
-            whole.append([row for row in range(len(content.blocks)) if row not in damaged])
-            rows[content.kind] = [of_part[whole[-1]] if damaged else of_part for of_part in parts]
-    return _with_rows(file, whole), rows
+    number = len(file.content(kind).blocks)
+    loaded, damaged = _read(file, kind, [(0, number)])
+    whole = [row for row in range(number) if row not in damaged]
+    return whole, [rows[whole] if damaged else rows for (rows,) in loaded]
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _read(file: SavedFile, kind: Kind, rows: Sequence[tuple[int, int]]) -> tuple[list[list[Tensor]], set[int]]:
+    """The rows, and the numbers of those that are not what was written."""
+    loaded, damaged = [], set()
     try:
-        with safe_open(path, framework="pt") as opened:
-            yield opened
+        with safe_open(file.path, framework="pt") as opened:
+            for number, checksums in enumerate(file.content(kind).checksums):
+                held = opened.get_slice(_tensor(kind, number))
+                loaded.append([held[first : first + length] for first, length in rows])
+                for fragment, (first, _) in zip(loaded[-1], rows, strict=True):
+                    damaged |= {at for at, row in enumerate(fragment, first) if _checksum(row) != checksums[at]}
     except SafetensorError as error:
-        if not path.exists():
-            raise FileNotFoundError(f"{path} has gone") from error
-        raise DamagedFileError(f"{path} is damaged: {error}") from error
-
-
-def _with_rows(file: SavedFile, rows: Sequence[Sequence[int]]) -> SavedFile:
-    """What a file says that has these rows of each content alone."""
-    contents = [
-        content._replace(
-            blocks=tuple(content.blocks[row] for row in some),
-            checksums=tuple(tuple(of_part[row] for row in some) for of_part in content.checksums),
-        )
-        for content, some in zip(file.contents, rows, strict=True)
-        if some
-    ]
-    numbers = {old: new for new, old in enumerate(sorted({old for content in contents for old in content.blocks}))}
-    blocks = tuple(file.blocks[old] for old in numbers)
-    parents = {block.parent for block in blocks}
-    return file._replace(
-        roots=tuple(root for root in file.roots if root.digest in parents),
-        blocks=blocks,
-        contents=tuple(each._replace(blocks=tuple(numbers[old] for old in each.blocks)) for each in contents),
-    )
-
-
-def content_name(file: SavedFile) -> str:
-    """A name for a file by what it holds."""
-    held = [
-        f"{content.kind}".encode() + file.blocks[number].digest
-        for content in file.contents
-        for number in content.blocks
-    ]
-    return root_hash(*held).hex()[:32]
+        if not file.path.exists():
+            raise FileNotFoundError(f"{file.path} has gone") from error
+        raise DamagedFileError(f"{file.path} is damaged: {error}") from error
+    return loaded, damaged
 
 
 def saved_paths(folder: Path) -> list[Path]:
@@ -303,49 +286,35 @@ def _tensor(kind: Kind, part: int) -> str:
     return f"{kind}.{part}"
 
 
-def _as_json(file: SavedFile) -> dict[str, Any]:
-    return {
-        "version": VERSION,
-        "block_size": file.block_size,
-        "model": {"facts": dict(file.facts), "settings": dict(file.settings)},
-        "roots": [root._replace(digest=root.digest.hex(), regime=root.regime.hex())._asdict() for root in file.roots],  # type: ignore[arg-type]
-        "blocks": [
-            {"digest": block.digest.hex(), "parent": block.parent.hex(), "tokens": [*tokens_of(block.token_bytes)]}
-            for block in file.blocks
-        ],
-        "contents": [
-            {
-                "kind": content.kind,
-                "parts": [
-                    {
-                        "kind": part.kind,
-                        "window": part.window,
-                        "num_bytes": part.num_bytes,
-                        "pieces": [
-                            {
-                                "key": [*piece.key],
-                                "offset": piece.offset,
-                                "num_bytes": piece.num_bytes,
-                                "shape": [*piece.shape],
-                                "dtype": str(piece.dtype).removeprefix("torch."),
-                            }
-                            for piece in part.pieces
-                        ],
-                    }
-                    for part in content.parts
-                ],
-                "blocks": [*content.blocks],
-                "checksums": [[*of_part] for of_part in content.checksums],
-            }
-            for content in file.contents
-        ],
-    }
+def _manifest(file: SavedFile) -> dict[str, Any]:
+    model = {"facts": dict(file.facts), "settings": dict(file.settings)}
+    held = {name: _as_json(getattr(file, name)) for name in ("roots", "blocks", "contents")}
+    return {"version": VERSION, "block_size": file.block_size, "model": model, **held}
+
+
+def _as_json(value: Any) -> Any:
+    """Tuples with names become objects, all others lists."""
+    match value:
+        case bytes():
+            return value.hex()
+        case torch.dtype():
+            return str(value).removeprefix("torch.")
+        case SavedBlock(digest, parent, token_bytes):
+            return {"digest": digest.hex(), "parent": parent.hex(), "tokens": [*tokens_of(token_bytes)]}
+        case SavedRoot() | SavedContents() | Part() | Piece():
+            return {name: _as_json(each) for name, each in value._asdict().items() if name != "device"}
+        case tuple():
+            return [_as_json(each) for each in value]
+    return value
 
 
 def _of_json(path: Path, num_bytes: int, said: Any) -> SavedFile:
-    """The same from JSON. Whatever is not as `_as_json` writes it raises, of some kind."""
+    """The same from JSON. Whatever is not as `_manifest` writes it raises, of some kind."""
     if said["version"] != VERSION:
-        raise SavedBlocksError(f"{path} is of version {said['version']} of the format, and this is version {VERSION}")
+        raise SavedBlocksError(
+            f"{path} is of version {said['version']} of the format, and this is version {VERSION}: read it with the "
+            "hf_paged_cache that has written it, or save the blocks again"
+        )
     block_size = _count(said["block_size"], at_least=1)
     facts, settings = (_texts(said["model"][name]) for name in ("facts", "settings"))
     roots = tuple(

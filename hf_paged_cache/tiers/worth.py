@@ -17,23 +17,23 @@ class Rate:
 
     def __init__(self) -> None:
         self.seconds: float | None = None  # None: not measured yet
-        self._running: deque[tuple[Stopwatch, float]] = deque(maxlen=_MOST_RUNNING)
+        self._running: deque[tuple[Stopwatch, float, float]] = deque(maxlen=_MOST_RUNNING)
 
-    def add(self, stopwatch: Stopwatch, number: float) -> None:
-        """A stopped measurement of so many."""
+    def add(self, stopwatch: Stopwatch, number: float, before: float = 0.0) -> None:
+        """A stopped measurement of so many, and the seconds that they had taken before it."""
         if number > 0:
-            self._running.append((stopwatch, number))
+            self._running.append((stopwatch, number, before))
             self.settle()
 
     def settle(self) -> None:
         """Take in what is done by now."""
         while self._running:
-            stopwatch, number = self._running[0]
+            stopwatch, number, before = self._running[0]
             seconds = stopwatch.seconds()
             if seconds is None:
                 return
             self._running.popleft()
-            each = seconds / number
+            each = (before + seconds) / number
             self.seconds = each if self.seconds is None else self.seconds + _WEIGHT * (each - self.seconds)
 
 

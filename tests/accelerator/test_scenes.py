@@ -121,13 +121,15 @@ def test_scores_are_the_same_on_a_device(place: str, attention: Any) -> None:
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("place", BY_HAND)
-def test_a_cache_that_verifies_sees_on_a_device_what_has_changed(place: str, attention: Any) -> None:
+def test_a_look_at_cached_blocks_sees_on_a_device_what_has_changed(place: str, attention: Any) -> None:
     model = PLACES[place]()
-    cache = PagedPrefixCache(model, attention=attention, verify=True)
+    cache = PagedPrefixCache(model, attention=attention)
     prompts = batch(PROMPT, row((1, 45), (2, 5)))
     reference = run(model, **prompts)
     for is_known in (False, True):
         assert_same(reference, run(model, cache, **prompts))
         assert (cache.last_call.reused_tokens >= 90) == is_known
+        assert not cache.verify().differing
     zero_blocks(cache)
+    assert cache.verify().differing
     assert_same(reference, run(model, cache, **prompts))

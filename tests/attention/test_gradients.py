@@ -1,4 +1,4 @@
-"""`GradientPath`: what it holds of rows that a gradient flows through, and what it leaves to the reader."""
+"""`GradientPath`: what it holds of rows that a gradient flows through, and what it leaves to the view."""
 
 from weakref import ref
 

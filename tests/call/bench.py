@@ -12,8 +12,7 @@ from weakref import ref
 
 import torch
 
-from hf_paged_cache.attention.contiguous import ContiguousReader
-from hf_paged_cache.attention.gather import GatherReader
+from hf_paged_cache.attention.view import View
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, root_hash
 from hf_paged_cache.call.admission import CallLimits
 from hf_paged_cache.call.call import Call
@@ -111,7 +110,7 @@ class Holder:
 
     def __init__(self, num_previous: int = 0, salt: bytes = b"") -> None:
         self._num_previous, self.salt = num_previous, salt
-        self.reader = GatherReader(BlockPool(4))
+        self.view = View(BlockPool(4), {}, keeps_copies=False)
 
     def drop_rows(self) -> None:
         """Nothing to drop."""
@@ -144,10 +143,9 @@ def is_forward(frame: FrameType) -> bool:
 class Bench:
     """A call, and a stand-in for the model that computes what its scheduled forward says."""
 
-    def __init__(self, store: BlockStore | None = None, make_reader: Any = ContiguousReader) -> None:
+    def __init__(self, store: BlockStore | None = None, *, keeps_copies: bool = True) -> None:
         self.store = BlockStore(BLOCK_SIZE, 100) if store is None else store
-        self.call = Call(self.store, make_reader(self.store.pool), is_forward)
-        self.num_pairs = 0  # writes of layers by `write_pair`
+        self.call = Call(self.store, View(self.store.pool, {}, keeps_copies=keeps_copies), is_forward)
         self.bracket = Bracket()
 
     def begin(self, given: CallLimits | None = None, *, keep_rows: bool = False) -> None:
@@ -171,7 +169,8 @@ class Bench:
                     full[i, 0, column] = value
                     if column >= forward.start:
                         new[i, 0, column - forward.start] = value
-            got = self._written(layer_idx, {"key": new, "value": -new})
+            with torch.no_grad():
+                got = self.call.write(layer_idx, {"key": new, "value": -new})
             for i, row in enumerate(rows):
                 assert got["key"][i, 0, row.pad :].equal(full[i, 0, row.pad :])
                 assert got["value"][i, 0, row.pad :].equal(-full[i, 0, row.pad :])
@@ -208,15 +207,6 @@ class Bench:
         """That `generate` is left."""
         self.call.brackets.close(ref(self.bracket))
         self.call.end(failed=failed)
-
-    def _written(self, layer_idx: int, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As the cache does it: by `write_pair` where that will do."""
-        with torch.no_grad():
-            pair = self.call.write_pair(layer_idx, states["key"], states["value"])
-            if pair is None:
-                return self.call.write(layer_idx, states)
-        self.num_pairs += 1
-        return dict(zip(("key", "value"), pair, strict=True))
 
 
 def schedule(call: Call, *rows: Any, **options: Any) -> ScheduledForward:

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, ForwardMismatchError, OutOfBlocksError
-from hf_paged_cache.attention.contiguous import ContiguousReader
-from hf_paged_cache.attention.gather import GatherReader
+from hf_paged_cache.attention.view import View
 from hf_paged_cache.call.admission import UNLIMITED, num_blocks_to_take
 from hf_paged_cache.call.call import Call, CallState
 from hf_paged_cache.call.rows import Rows
@@ -41,7 +40,7 @@ from .bench import (
     value_of,
 )
 
-READERS = pytest.mark.parametrize("make_reader", [ContiguousReader, GatherReader])
+BOTH_VIEWS = pytest.mark.parametrize("keeps_copies", [True, False], ids=["contiguous", "gather"])
 BRACKET = Bracket()
 
 
@@ -140,8 +139,6 @@ def test_a_layer_writes_in_a_scheduled_forward_and_nowhere_else(bench: Bench, wh
     else:
         with pytest.raises(ForwardMismatchError, match=f"layer 1 writes to a cache whose call {state.value}"):
             bench.call.write(1, states)
-        with torch.no_grad():
-            assert bench.call.write_pair(1, states["key"], states["value"]) is None
     assert bench.call.state is state
 
 
@@ -210,7 +207,7 @@ def test_dropping_the_rows_gives_every_block_back_in_every_state(bench: Bench, w
     bench.call.drop_rows()
     assert bench.call.state is CallState.IDLE
     assert bench.store.allocator.num_blocks_in_use == 0
-    assert bench.call.reader.num_bytes == 0
+    assert bench.call.view.num_bytes == 0
     assert bench.num_hit([1, 2, 3, 4, 5, 6]) == (0 if where == "idle" else 4)
     bench.store.allocator.check()
 
@@ -248,27 +245,6 @@ def test_a_call_that_is_collected_in_any_state_leaves_its_blocks_to_the_store(wh
 # A decode step
 
 
-@READERS
-def test_each_layer_of_a_decode_step_is_written_in_fewer_lines_but_not_with_gradients(make_reader: Any) -> None:
-    bench = Bench(make_reader=make_reader)
-    bench.forward([1, 2, 3, 4], [5, 6, 7, 8])
-    assert bench.num_pairs == 0
-    bench.step(1, 2)
-    assert bench.num_pairs == len(LAYERS)
-    bench.forward([1], [2])
-    bench.forward([1, 1], [2, 2])
-    assert bench.num_pairs == len(LAYERS)
-    bench.call.schedule_step([3, 3])
-    new = torch.ones(2, 1, 1, 1)
-    assert bench.call.write_pair(0, new, new) is None  # gradients are on
-    with torch.no_grad():
-        assert bench.call.write_pair(0, new, new) is not None
-        assert bench.call.state is CallState.SCHEDULED
-        bench.call.roll_back()
-        assert bench.call.state is CallState.CONFIRMED
-        assert bench.call.write_pair(1, new, new) is None  # nothing is scheduled
-
-
 def state_of(bench: Bench) -> list[Any]:
     """All that a forward changes of the rows, blocks and reservations."""
     rows, call, store = bench.call.rows, bench.call, bench.store
@@ -280,11 +256,11 @@ def state_of(bench: Bench) -> list[Any]:
     ]
 
 
-@READERS
+@BOTH_VIEWS
 @pytest.mark.parametrize("end", [(), (7,)])
-def test_a_step_is_what_prepare_and_schedule_make_of_it(make_reader: Any, end: tuple[int, ...]) -> None:
+def test_a_step_is_what_prepare_and_schedule_make_of_it(end: tuple[int, ...], *, keeps_copies: bool) -> None:
     """In two benches side by side, from one step to the next, with beams that move and a row that ends."""
-    benches = [Bench(make_reader=make_reader) for _ in range(2)]
+    benches = [Bench(keeps_copies=keeps_copies) for _ in range(2)]
     for bench in benches:
         bench.begin(limits(30, num_prompt=5, num_rows=2, end=end))
         bench.forward([1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
@@ -312,7 +288,6 @@ def test_a_step_is_what_prepare_and_schedule_make_of_it(make_reader: Any, end: t
         bench.end()
         bench.store.allocator.check()
     assert state_of(benches[0]) == state_of(benches[1])
-    assert benches[0].num_pairs > benches[1].num_pairs == 0
 
 
 def test_only_what_generate_computes_behind_its_prompt_may_be_a_step(bench: Bench) -> None:
@@ -443,10 +418,10 @@ def test_no_more_tokens_than_there_are_can_be_taken_back(bench: Bench) -> None:
 # What is computed
 
 
-@READERS
+@BOTH_VIEWS
 @pytest.mark.parametrize("num_tokens", [7, 8, 9])
-def test_the_next_call_computes_what_no_call_before_it_did(make_reader: Any, num_tokens: int) -> None:
-    bench = Bench(make_reader=make_reader)
+def test_the_next_call_computes_what_no_call_before_it_did(num_tokens: int, *, keeps_copies: bool) -> None:
+    bench = Bench(keeps_copies=keeps_copies)
     bench.forward(list(range(num_tokens)))
     bench.begin()
     same = bench.forward(list(range(num_tokens)))
@@ -454,7 +429,7 @@ def test_the_next_call_computes_what_no_call_before_it_did(make_reader: Any, num
     bench.begin()
     longer = bench.forward([*range(num_tokens), 50, 51])
     assert (longer.start, longer.num_columns) == (num_tokens, 2)
-    other = Bench(bench.store, make_reader)
+    other = Bench(bench.store, keeps_copies=keeps_copies)
     assert other.forward([*range(num_tokens), 60]).start == num_tokens // BLOCK_SIZE * BLOCK_SIZE
 
 
@@ -467,9 +442,9 @@ def test_equal_rows_run_once_until_they_part(bench: Bench) -> None:
     bench.store.allocator.check()
 
 
-@READERS
-def test_beams_keep_their_own_tokens_through_reorders_drops_and_repeats(make_reader: Any) -> None:
-    bench = Bench(make_reader=make_reader)
+@BOTH_VIEWS
+def test_beams_keep_their_own_tokens_through_reorders_drops_and_repeats(*, keeps_copies: bool) -> None:
+    bench = Bench(keeps_copies=keeps_copies)
     bench.begin(limits(30, num_prompt=5, num_rows=3))
     bench.forward(*[[1, 2, 3, 4, 5]] * 3)
     naive = [[1, 2, 3, 4, 5]] * 3
@@ -483,10 +458,10 @@ def test_beams_keep_their_own_tokens_through_reorders_drops_and_repeats(make_rea
     bench.forward([90], [91], [92])
 
 
-@READERS
-def test_rows_multiplied_chosen_and_ended_are_found_right_by_the_next_call(make_reader: Any) -> None:
+@BOTH_VIEWS
+def test_rows_multiplied_chosen_and_ended_are_found_right_by_the_next_call(*, keeps_copies: bool) -> None:
     """The view of rows that were multiplied or chosen among is gone; nothing of it may be taken for kept."""
-    bench = Bench(make_reader=make_reader)
+    bench = Bench(keeps_copies=keeps_copies)
     bench.forward([1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
     bench.call.reorder([1])
     bench.begin()
@@ -495,9 +470,9 @@ def test_rows_multiplied_chosen_and_ended_are_found_right_by_the_next_call(make_
     bench.forward([1], [2], [3])
 
 
-@READERS
-def test_after_a_forward_that_failed_half_way_the_next_call_reads_what_is_true(make_reader: Any) -> None:
-    bench = Bench(make_reader=make_reader)
+@BOTH_VIEWS
+def test_after_a_forward_that_failed_half_way_the_next_call_reads_what_is_true(*, keeps_copies: bool) -> None:
+    bench = Bench(keeps_copies=keeps_copies)
     bench.begin()
     bench.forward([1, 2, 3, 4, 5])
     bench.write(bench.schedule([6]), layers=(0,))
@@ -514,14 +489,14 @@ def test_prompts_of_chunks_are_one_call(bench: Bench) -> None:
     assert bench.call.num_scheduled == 3
 
 
-# Tables and reader move by the same rows; where one of the two did not, the reader is empty
+# Tables and view move by the same rows; where one of the two did not, the view is empty
 
 
-class RecordingReader(GatherReader):
+class RecordingView(View):
     """Holds no tensors, only what its rows would read: the tokens of each; a row that must be read again is empty."""
 
     def __init__(self, store: BlockStore, rows: Rows, fails_in: str = "") -> None:
-        super().__init__(store.pool)
+        super().__init__(store.pool, {}, keeps_copies=False)
         self.rows = [list(row.table.token_ids) for row in rows.distinct]
         self.fails_in = fails_in  # the method that is interrupted after it moved its first row
         self.shared_columns = -1  # told by the last reorder
@@ -545,20 +520,18 @@ class RecordingReader(GatherReader):
         self.rows = [old[source] for source in sources]
 
 
-def reordered(
-    alias: list[int], sources: list[int], fails_in: str = ""
-) -> tuple[Call, RecordingReader, list[list[int]]]:
-    """A call, its reader, and the tokens that its rows had; rows that name the same number in `alias` are equal."""
+def reordered(alias: list[int], sources: list[int], fails_in: str = "") -> tuple[Call, RecordingView, list[list[int]]]:
+    """A call, its view, and the tokens that its rows had; rows that name the same number in `alias` are equal."""
     store = BlockStore(BLOCK_SIZE, 100)
     rows = make_rows(store, *(range(100 * number, 100 * number + 6) for number in range(1 + max(alias))), alias=alias)
-    reader, before = RecordingReader(store, rows, fails_in), tokens_in_batch(rows)
-    call = Call(store, reader, is_forward)
+    view, before = RecordingView(store, rows, fails_in), tokens_in_batch(rows)
+    call = Call(store, view, is_forward)
     call.take_over(rows)
     try:
         call.reorder(sources)
     except (CacheArgumentError, KeyboardInterrupt) as error:
-        reader.error = error
-    return call, reader, before
+        view.error = error
+    return call, view, before
 
 
 def give_back(call: Call) -> None:
@@ -569,46 +542,46 @@ def give_back(call: Call) -> None:
 
 @pytest.mark.parametrize("alias", [[0, 1, 2], [0, 0, 0], [0, 0, 1]])
 @pytest.mark.parametrize("sources", [[0, 1, 2], [2, 0, 1], [1, 1, 1], [2, 2, 0]])
-def test_as_many_rows_move_alike_in_tables_and_reader(alias: list[int], sources: list[int]) -> None:
-    call, reader, before = reordered(alias, sources)
-    assert tokens_in_batch(call.rows) == reader.rows == [before[source] for source in sources]
-    assert reader.error is None
+def test_as_many_rows_move_alike_in_tables_and_view(alias: list[int], sources: list[int]) -> None:
+    call, view, before = reordered(alias, sources)
+    assert tokens_in_batch(call.rows) == view.rows == [before[source] for source in sources]
+    assert view.error is None
     assert not call.rows.is_aliased
     give_back(call)
 
 
 @pytest.mark.parametrize(("alias", "shared"), [([0, 0, 0], 6), ([0, 0, 1], 0)])
-def test_the_reader_is_told_which_columns_the_rows_share_with_those_they_go_on_from(
+def test_the_view_is_told_which_columns_the_rows_share_with_those_they_go_on_from(
     alias: list[int], shared: int
 ) -> None:
-    call, reader, _ = reordered(alias, [2, 1, 0])  # in the second case a row leaves its prompt
-    assert reader.shared_columns == shared
+    call, view, _ = reordered(alias, [2, 1, 0])  # in the second case a row leaves its prompt
+    assert view.shared_columns == shared
     give_back(call)
 
 
 @pytest.mark.parametrize("sources", [[1], [0, 0, 1, 1]])
-def test_fewer_or_more_rows_leave_the_reader_nothing(sources: list[int]) -> None:
-    call, reader, before = reordered([0, 1], sources)
+def test_fewer_or_more_rows_leave_the_view_nothing(sources: list[int]) -> None:
+    call, view, before = reordered([0, 1], sources)
     assert tokens_in_batch(call.rows) == [before[source] for source in sources]
-    assert reader.rows == []
+    assert view.rows == []
     give_back(call)
 
 
 @pytest.mark.parametrize("sources", [[], [0, 2], [-1, 0]])
 def test_a_row_that_is_not_there_is_refused_and_nothing_moves(sources: list[int]) -> None:
-    call, reader, before = reordered([0, 0], sources)
-    assert "the cache has rows 0 to 1" in str(reader.error)
+    call, view, before = reordered([0, 0], sources)
+    assert "the cache has rows 0 to 1" in str(view.error)
     assert tokens_in_batch(call.rows) == before
-    assert reader.rows == before[:1]
+    assert view.rows == before[:1]
     assert call.rows.is_aliased
     give_back(call)
 
 
 @pytest.mark.parametrize("method", ["expand_rows", "reorder_rows"])
-def test_a_reader_that_was_interrupted_is_empty_and_no_block_is_lost(method: str) -> None:
-    call, reader, _ = reordered([0, 0], [1, 0], fails_in=method)
-    assert isinstance(reader.error, KeyboardInterrupt)
-    assert reader.rows == []
+def test_a_view_that_was_interrupted_is_empty_and_no_block_is_lost(method: str) -> None:
+    call, view, _ = reordered([0, 0], [1, 0], fails_in=method)
+    assert isinstance(view.error, KeyboardInterrupt)
+    assert view.rows == []
     assert tokens_in_batch(call.rows) == [list(range(6))] * 2
     give_back(call)
 

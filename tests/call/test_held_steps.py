@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged_cache import CacheArgumentError
-from hf_paged_cache.attention.contiguous import ContiguousReader
-from hf_paged_cache.attention.gather import GatherReader
+from hf_paged_cache import CacheArgumentError, ForwardMismatchError, PoolArgumentError
 from hf_paged_cache.call import held_steps
 from hf_paged_cache.call.held_steps import UNREAD_TOKEN, PassedStep
 from hf_paged_cache.call.rows import Row
@@ -21,11 +19,9 @@ from .bench import BLOCK_SIZE, LAYERS, Bench, limits, make_rows
 PROMPT = range(1, 10)
 
 
-def begun(
-    *rows: Any, make_reader: Any = ContiguousReader, pads: list[int] | None = None, end: tuple[int, ...] = ()
-) -> Bench:
+def begun(*rows: Any, keeps_copies: bool = True, pads: list[int] | None = None, end: tuple[int, ...] = ()) -> Bench:
     """A call inside `generate`, behind the forward of its prompts."""
-    bench = Bench(BlockStore(BLOCK_SIZE, 400), make_reader)
+    bench = Bench(BlockStore(BLOCK_SIZE, 400), keeps_copies=keeps_copies)
     bench.begin(limits(300, num_prompt=len(PROMPT), num_rows=len(rows) or 1, end=end))
     bench.forward(*(rows or (PROMPT,)), pads=pads, num_new=len(PROMPT))
     return bench
@@ -49,7 +45,7 @@ def step(bench: Bench, *token_ids: int, **given: Any) -> None:
     with torch.no_grad():
         for layer_idx in LAYERS:
             new = torch.ones(len(token_ids), 1, 1, 1)
-            assert bench.call.write_pair(layer_idx, new, new) is not None
+            bench.call.write(layer_idx, {"key": new, "value": new})
     bench.call.confirm()
 
 
@@ -65,7 +61,7 @@ def in_pool(bench: Bench, layer_idx: int = 0) -> list[list[float]]:
 def make_view_anew(bench: Bench) -> None:
     """Whatever a forward reads from here on comes from the pool; `Bench.write` compares it."""
     bench.call.crop(1)
-    bench.call.reader.drop()
+    bench.call.view.drop()
 
 
 # In the view alone.
@@ -99,7 +95,7 @@ def test_a_step_writes_nothing_to_the_pool_before_its_block_is_full() -> None:
 
 
 def test_a_gather_finds_each_step_in_the_pool() -> None:
-    bench = begun(make_reader=GatherReader)
+    bench = begun(keeps_copies=False)
     bench.step(20)
     assert 0.0 not in in_pool(bench)[0]
     assert bench.call.rows.distinct[0].held_from is None
@@ -153,15 +149,14 @@ def test_a_step_that_dies_takes_none_before_it_along(layers: tuple[int, ...]) ->
     bench.step(23)
 
 
-def test_a_layer_that_takes_the_long_way_finds_all_columns_in_the_pool() -> None:
-    """Where its dtype changes, the view is made again from the pool; other layers of the step are in the view alone."""
+def test_a_layer_whose_type_changes_finds_all_columns_in_the_pool() -> None:
+    """There the view is made again from the pool; the step itself is in the view alone."""
     bench = begun()
     bench.step(20)
     bench.call.schedule_step([21])
     with torch.no_grad():
         one = torch.ones(1, 1, 1, 1)
-        assert bench.call.write_pair(0, one, one) is not None
-        assert bench.call.write_pair(1, one.double(), one.double()) is None
+        bench.call.write(0, {"key": one, "value": one})
         read = bench.call.write(1, {"key": one.double(), "value": one.double()})
     bench.call.confirm()
     assert 0.0 not in read["key"].flatten().tolist()
@@ -173,17 +168,29 @@ def test_a_layer_that_takes_the_long_way_finds_all_columns_in_the_pool() -> None
     assert 0.0 not in in_pool(bench, 1)[0]
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2), (2, 1, 1)])
-def test_states_of_another_shape_take_the_long_way(shape: tuple[int, ...]) -> None:
-    """Where they are refused, or say what is wrong."""
-    bench = begun(PROMPT, range(11, 20))
+@pytest.mark.parametrize(
+    ("shape", "error"),
+    [
+        ((1, 1, 1, 1), ForwardMismatchError),
+        ((2, 1, 2, 1), ForwardMismatchError),
+        ((2, 2, 1, 1), PoolArgumentError),
+        ((2, 1, 1, 2), PoolArgumentError),
+        ((2, 1, 1), PoolArgumentError),
+        ((2, 1, 1, 1, 1), PoolArgumentError),
+    ],
+)
+@pytest.mark.parametrize("keeps_copies", [True, False])
+def test_states_of_another_shape_are_refused_in_a_step(
+    shape: tuple[int, ...], error: type[Exception], *, keeps_copies: bool
+) -> None:
+    bench = begun(PROMPT, range(11, 20), keeps_copies=keeps_copies)
     bench.call.schedule_step([20, 21])
     right, wrong = torch.ones(2, 1, 1, 1), torch.ones(shape)
-    with torch.no_grad():
-        assert bench.call.write_pair(0, wrong, right) is None
-        assert bench.call.write_pair(0, right, wrong) is None
-        assert bench.call.write_pair(0, right.requires_grad_(), right) is None
-        assert bench.call.write_pair(0, torch.ones(2, 1, 1, 1), torch.ones(2, 1, 1, 1)) is not None
+    for states in ({"key": wrong, "value": right}, {"key": right, "value": wrong}):
+        with pytest.raises(error):
+            bench.call.write(0, states)
+    read = bench.call.write(0, {"key": right.requires_grad_(), "value": right})
+    assert read["value"][:, 0, -1, 0].tolist() == [1.0, 1.0]
 
 
 def test_a_forked_child_that_has_lost_the_calls_thread_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,9 +223,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("make_reader", [ContiguousReader, GatherReader])
-def test_steps_are_read_together_when_a_block_is_full(reads: list[int], make_reader: Any) -> None:
-    bench = begun(make_reader=make_reader)
+@pytest.mark.parametrize("keeps_copies", [True, False])
+def test_steps_are_read_together_when_a_block_is_full(reads: list[int], *, keeps_copies: bool) -> None:
+    bench = begun(keeps_copies=keeps_copies)
     for number in range(3):
         step(bench, 20 + number)
     assert bench.tokens() == [[*PROMPT, *[UNREAD_TOKEN] * 3]]
@@ -251,7 +258,7 @@ def test_who_changes_rows_reads_first(deed: Callable[[Any], Any], reads: list[in
 
 
 def test_a_step_that_died_is_not_read(reads: list[int]) -> None:
-    bench = begun(make_reader=GatherReader)
+    bench = begun(keeps_copies=False)
     step(bench, 20)
     bench.call.schedule_step(passed(bench, 21))
     bench.call.roll_back()
@@ -317,7 +324,7 @@ def test_rows_that_come_back_with_tokens_that_nobody_has_read_are_not_stored_fro
     for number in range(6):
         bench.call.schedule_step([30 + number])
         for layer_idx in LAYERS:
-            bench._written(layer_idx, {"key": torch.ones(1, 1, 1, 1), "value": torch.ones(1, 1, 1, 1)})
+            bench.call.write(layer_idx, {"key": torch.ones(1, 1, 1, 1), "value": torch.ones(1, 1, 1, 1)})
         bench.call.confirm()
     bench.end()
     assert bench.num_hit([*PROMPT, *[UNREAD_TOKEN] * 3, *range(30, 36)]) == 8
@@ -329,7 +336,7 @@ def test_rows_that_come_back_with_tokens_that_nobody_has_read_are_not_stored_fro
     ids=["mask", "positions", "both", "neither"],
 )
 def test_a_plain_step_is_stored(given: dict[str, Any]) -> None:
-    bench = begun(make_reader=GatherReader)
+    bench = begun(keeps_copies=False)
     step(bench, 20, **given)
     bench.call.catch_up()
     assert bench.call.rows.distinct[0].num_true_tokens == 10
@@ -347,7 +354,7 @@ def test_a_plain_step_is_stored(given: dict[str, Any]) -> None:
     ids=["hides a token", "skips a position", "counts shown tokens", "shows padding", "falls back"],
 )
 def test_what_an_unusual_step_computed_is_not_stored_nor_what_follows(given: dict[str, Any], why: str | None) -> None:
-    bench = begun(make_reader=GatherReader)
+    bench = begun(keeps_copies=False)
     step(bench, 19)
     later = {name: [numbers[0] + 1] for name, numbers in given.items()}
     step(bench, 20, **later)
@@ -365,7 +372,7 @@ def test_what_an_unusual_step_computed_is_not_stored_nor_what_follows(given: dic
 
 
 def test_what_follows_an_end_of_sequence_is_not_stored() -> None:
-    bench = begun(PROMPT, range(11, 20), make_reader=GatherReader, end=(7,))
+    bench = begun(PROMPT, range(11, 20), keeps_copies=False, end=(7,))
     for tokens in [(20, 30), (7, 31), (0, 32)]:
         step(bench, *tokens)
     bench.call.catch_up()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from array import array
-from typing import Any
 
 import pytest
 import torch
 
 from hf_paged_cache import ForwardMismatchError, PoolArgumentError
-from hf_paged_cache.attention.contiguous import ContiguousReader
-from hf_paged_cache.attention.gather import GatherReader
+from hf_paged_cache.attention.view import View
+from hf_paged_cache.call.held_steps import HeldSteps
 from hf_paged_cache.call.layer_writes import LayerWrites
 from hf_paged_cache.call.scheduled_forward import ScheduledForward
 from hf_paged_cache.kv.slot_mapping import ReadSource, RowLayout, SlotMapping
@@ -33,7 +32,8 @@ def store() -> BlockStore:
 
 @pytest.fixture
 def writes(store: BlockStore) -> LayerWrites:
-    writes = LayerWrites(store, GatherReader(store.pool))
+    view = View(store.pool, {}, keeps_copies=False)
+    writes = LayerWrites(store, view, HeldSteps(store, view))
     writes.start()
     return writes
 
@@ -77,64 +77,25 @@ def test_a_layer_writes_once_in_a_forward(writes: LayerWrites, store: BlockStore
     writes.write(0, states(1, 2, 3, 5), FORWARD)
 
 
-def test_a_step_is_written_and_read_once_in_fewer_lines(writes: LayerWrites, store: BlockStore) -> None:
-    prompt, slot_mapping = states(1, 2, 3, 5), SlotMapping([7])
-    writes.write(0, prompt, FORWARD)
-    writes.start()
-    layout = RowLayout(b"", 0, array("q", range(4)), [1])
-    writes._reader.start_forward(lambda: [layout], 1, 3, 4)
-    new = {name: torch.full((1, 2, 1, 5), 2.0) for name in ("key", "value")}
-    with torch.no_grad():
-        read = writes.write_pair(0, **new, slot_mapping=slot_mapping)
-        assert read is not None
-        for name, tensor in zip(new, read, strict=True):
-            assert tensor.equal(torch.cat((prompt[name], new[name]), dim=2))
-        assert writes.written == {(0, "key"), (0, "value")}
-        assert writes.write_pair(0, **new, slot_mapping=slot_mapping) is None  # `write` says what is wrong
-        assert writes.write_pair(1, **new, slot_mapping=slot_mapping) is None  # a layer that is new
-    assert writes.written == {(0, "key"), (0, "value")}
-
-
-@pytest.mark.parametrize("attention", [ContiguousReader, GatherReader])
+@pytest.mark.parametrize("keeps_copies", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, 2, 7])  # in a block, and over the ends of three
-def test_the_tokens_of_one_row_are_written_and_read_in_fewer_lines(
-    store: BlockStore, attention: Any, num_tokens: int
-) -> None:
-    reader = attention(store.pool)
-    writes, length = LayerWrites(store, reader), 5 + num_tokens
+def test_the_tokens_of_one_row_are_written_and_read(store: BlockStore, num_tokens: int, *, keeps_copies: bool) -> None:
+    view = View(store.pool, {}, keeps_copies=keeps_copies)
+    writes, length = LayerWrites(store, view, HeldSteps(store, view)), 5 + num_tokens
     layout = RowLayout(b"", 0, array("q", range(length)), [1, 2, 3])
     past, new = states(1, 2, 5, 5), {name: torch.rand(1, 2, num_tokens, 5) for name in ("key", "value")}
-    slots = SlotMapping(range(4, 9))
-    reader.start_forward(lambda: [layout], 1, 0, 5)
-    writes.write(0, past, FORWARD._replace(start=0, stop=5, slot_mapping=slots))
+    view.start_forward(lambda: [layout], 1, 0, 5)
+    writes.write(0, past, FORWARD._replace(start=0, stop=5, slot_mapping=SlotMapping(range(4, 9))))
     writes.start()
-    reader.start_forward(lambda: [layout], 1, 5, length)
+    view.start_forward(lambda: [layout], 1, 5, length)
+    slots = SlotMapping(range(9, 9 + num_tokens))
     with torch.no_grad():
-        read = writes.write_pair(0, **new, slot_mapping=SlotMapping(range(9, 9 + num_tokens)))
-    assert read is not None
+        read = writes.write(0, new, FORWARD._replace(start=5, stop=length, slot_mapping=slots))
     held = store.pool.gather(0, ReadSource(torch.arange(4, 4 + length)[None]))
-    for name, tensor in zip(new, read, strict=True):
+    for name, tensor in read.items():
         whole = torch.cat((past[name], new[name]), dim=2)
         assert tensor.equal(whole)
         assert held[name].equal(whole)
-
-
-@pytest.mark.parametrize(
-    "slot_mapping",
-    [SlotMapping([4, 5, 7]), SlotMapping([4, 5], [0, 2]), SlotMapping([4, 5]), SlotMapping(range(4, 8))],
-    ids=["apart", "chosen", "too few", "too many"],
-)
-def test_tokens_without_slots_side_by_side_are_left_to_write(store: BlockStore, slot_mapping: SlotMapping) -> None:
-    pool, new = store.pool, states(1, 2, 3, 5)
-    pool.write(0, new, SlotMapping(range(10, 13)))
-    before = [tensor.clone() for tensor in pool._all_tensors()]
-    assert not pool.write_pair(0, new["key"], new["value"], slot_mapping)
-    assert not pool.write_pair(0, new["key"][0], new["value"][0], SlotMapping(range(4, 6)))
-    assert not pool.write_pair(
-        0, new["key"].repeat(2, 1, 1, 1), new["value"].repeat(2, 1, 1, 1), SlotMapping(range(4, 10))
-    )
-    for tensor, was in zip(pool._all_tensors(), before, strict=True):
-        assert tensor.equal(was)
 
 
 def test_a_layer_that_always_writes_must_write(writes: LayerWrites, store: BlockStore) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hf_paged_cache.batch.prefix_tree import num_shared_tokens
 from hf_paged_cache.cli import bench as module
 from hf_paged_cache.cli.commands import app
 from hf_paged_cache.cli.demo_model import load_demo_model
+from hf_paged_cache.jobs.order import num_shared_tokens
 
 SHARED = "What is one and one? " * 4
 

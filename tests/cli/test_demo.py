@@ -19,11 +19,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import hf_paged_cache
-from hf_paged_cache.cli import demo
+from hf_paged_cache.cli import comparing
 from hf_paged_cache.cli import demo_model as loader
 from hf_paged_cache.cli.commands import app
+from hf_paged_cache.cli.comparing import summary
+from hf_paged_cache.cli.demo import show_table
 from hf_paged_cache.cli.demo_model import ModelLoadError, cache_home, load_demo_model
-from hf_paged_cache.cli.display import show_table, summary
 from hf_paged_cache.cli.questions import QUESTIONS, SHOTS, few_shot_prompt
 
 from ..tiny_models import build
@@ -72,11 +73,11 @@ def test_without_a_terminal_the_command_prints_a_line_for_every_answer(model_fol
 
 
 def test_on_a_terminal_the_table_shows_every_question_and_the_totals() -> None:
-    answer = demo.Answer(
+    answer = comparing.Answer(
         "Paris.", (1, 2), prompt_tokens=100, reused_tokens=0, first_token_seconds=0.5, total_seconds=0.6
     )
     paged = replace(answer, reused_tokens=80, first_token_seconds=0.1)
-    comparisons = [demo.Comparison(question, answer, paged) for question in QUESTIONS[:2]]
+    comparisons = [comparing.Comparison(question, answer, paged) for question in QUESTIONS[:2]]
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
     assert show_table(iter(comparisons), QUESTIONS[:2], console) == comparisons
@@ -89,13 +90,13 @@ def test_on_a_terminal_the_table_shows_every_question_and_the_totals() -> None:
 
 
 def test_the_command_exits_with_1_if_a_token_differs(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = demo._generate
+    honest = comparing._generate
 
-    def one_token_off(*args: Any, cache: Any) -> demo.Answer:
-        answer = honest(*args, cache=cache)
+    def one_token_off(*args: Any, cache: Any, **options: Any) -> comparing.Answer:
+        answer = honest(*args, cache=cache, **options)
         return answer if cache is None else replace(answer, token_ids=(*answer.token_ids[:-1], -1))
 
-    monkeypatch.setattr(demo, "_generate", one_token_off)
+    monkeypatch.setattr(comparing, "_generate", one_token_off)
     result = run_demo("--model", model_folder, *SHORT)
     assert result.exit_code == 1
     assert "NO, 3 of 3 answers differ" in result.stdout
@@ -205,7 +206,7 @@ def test_a_model_that_is_not_supported_is_refused_before_fewer_shots_are_advised
 def test_a_prompt_longer_than_the_model_is_refused_before_anything_runs(model_folder: str) -> None:
     result = run_demo("--model", model_folder)
     assert result.exit_code == 2
-    assert "positions and the model has 2048" in result.output
+    assert "need more than the model's 2048 positions" in result.output
     assert result.stdout == "", "it ran something first"
 
 
@@ -225,7 +226,7 @@ def test_without_the_extra_the_command_says_what_to_install() -> None:
 
 
 def test_the_first_token_is_timed_at_the_second_put() -> None:
-    clock = demo.FirstTokenClock()
+    clock = comparing.FirstTokenClock()
     clock.put(None)
     assert clock.first_token_at is None
     clock.put(None)

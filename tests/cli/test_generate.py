@@ -17,12 +17,12 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_paged_cache import UnsupportedModelError
-from hf_paged_cache.batch_calls import BatchCalls
 from hf_paged_cache.cli import loading
 from hf_paged_cache.cli.commands import app
 from hf_paged_cache.cli.generate import options_by_name
+from hf_paged_cache.jobs.calls import BatchCalls
 
-from ..test_batch_job import alone
+from ..jobs.test_job import alone
 
 SHARED = "What is one and one? " * 4
 
@@ -83,7 +83,47 @@ def test_a_finished_job_that_is_run_again_says_so_and_exits_with_0(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
     other = generate(prompts, model_folder, out, "--num-beams", "2")
     assert other.exit_code == 2
-    assert "already exists: finished, and from another job (option num_beams was null and is 2" in other.stderr
+    assert "already exists: finished, and from another job (option --num-beams was null and is 2" in other.stderr
+
+
+WITHOUT_TORCH = (
+    "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers'])); "  # importing either of them fails
+    "from hf_paged_cache.cli import main; main()"
+)
+
+
+def without_torch(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_finished_job_that_is_run_again_needs_no_model_to_say_so(
+    prompts: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [str(prompts), "--model", model_folder, "--out", str(tmp_path / "out.jsonl"), "--column", "text", "--max-new-tokens", "3"]  # fmt: skip
+    first = generate(prompts, model_folder, tmp_path / "out.jsonl")
+    assert first.exit_code == 0, first.output
+    again = without_torch("generate", *given, folder=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.startswith(f"{tmp_path / 'out.jsonl'}: done already: 4 prompts in ")
+    loaded, load = [], loading.load_model
+    monkeypatch.setattr(loading, "load_model", lambda *given: loaded.append(given) or load(*given))
+    for name in ("model.safetensors", "config.json"):  # may be another model now: only its weights can tell
+        os.utime(Path(model_folder) / name)
+    assert "done already" in generate(prompts, model_folder, tmp_path / "out.jsonl").stdout
+    assert "done already" in generate(prompts, model_folder, tmp_path / "out.jsonl").stdout
+    assert len(loaded) == 1
+    other = generate(prompts, model_folder, tmp_path / "out.jsonl", "--dtype", "bfloat16")
+    assert (other.exit_code, len(loaded)) == (2, 2)
+    assert "from another job (other model)" in other.stderr
+    prompts.write_text(prompts.read_text().replace("bc", "cb"))
+    assert "from another job (other prompts" in generate(prompts, model_folder, tmp_path / "out.jsonl").stderr
 
 
 def test_off_a_terminal_there_are_lines_of_progress_and_of_what_ran_without_the_pool(
@@ -134,7 +174,7 @@ def test_ctrl_c_says_how_to_go_on(
     out = tmp_path / "out.jsonl"
     first = generate(prompts, model_folder, out, "--batch-size", "2", "--overwrite")
     assert first.exit_code == 130
-    assert f"stopped. What is done is in {out}.journal; the same command without --overwrite goes on" in first.stderr
+    assert f"stopped. What is done is in {out}.journal; the same command without --overwrite resumes" in first.stderr
     second = generate(prompts, model_folder, out, "--batch-size", "2")
     assert second.exit_code == 0, second.output
     assert re.search(r"in all runs, of which earlier ones did [1-3] prompts?", second.stdout)
@@ -155,11 +195,14 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--tokenizer", "x"], "there is no option --tokenizer. See --help"),
     (["--num-workers", "2"], "there is no option --num-workers; did you mean --workers? See --help"),
     (["--max-byte", "4GB"], "there is no option --max-byte; did you mean --max-bytes? See --help"),
-    (["--max-bytes", "4 gigs"], "max_bytes is '4 gigs'; give a number of bytes, or one with a unit: '512MB' or '4GB'"),
-    (["--max-bytes", "0"], "max_bytes is '0'; it must be 1 or more bytes"),
-    (["--max-bytes", "1GB", "--num-blocks", "9"], "give num_blocks or max_bytes, not both"),
-    (["--host-bytes", "-1"], "host_bytes is '-1'; give a number of bytes"),
-    (["--disk-bytes", "1GB"], "disk_bytes is 1GB without disk_folder"),
+    (
+        ["--max-bytes", "4 gigs"],
+        "--max-bytes is '4 gigs'; give a number of bytes, or one with a unit: '512MB' or '4GB'",
+    ),
+    (["--max-bytes", "0"], "--max-bytes is '0'; it must be 1 or more bytes"),
+    (["--max-bytes", "1GB", "--num-blocks", "9"], "give --num-blocks or --max-bytes, not both"),
+    (["--host-bytes", "-1"], "--host-bytes is '-1'; give a number of bytes"),
+    (["--disk-bytes", "1GB"], "--disk-bytes is 1GB without --disk-folder"),
     (["--disk-folder", "d", "--disk-mode", "0770"], "--disk-mode is '0770'; give permissions of files"),
     (
         ["--dtype", "int4"],
@@ -171,8 +214,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--model", "."], "holds no config.json, so no model"),
     (["--stop-strings", '["a"'], '["a" begins as JSON and is none'),
     (["stray"], "'stray' belongs to no option"),
-    (["--num-beams"], "--num-beams needs a value behind it"),
-    (["--max-length", "10"], "max_length is not an option here: "),
+    (["--num-beams"], "--num-beams needs a value after it"),
+    (["--max-length", "10"], "--max-length is not an option here: "),
     (["--out", "out.jsonl.gz"], "what is written are plain JSON lines"),
     (["--stop-strings", r"\n\n"], r"\n\n is a backslash and a letter; as JSON it is the character: '"),
     (["--address", "auto"], "give --workers, too"),
@@ -225,7 +268,7 @@ FOUND_WITHOUT_TORCH: list[tuple[list[str], str]] = [
         ["prompts.jsonl", "--column", "text", "--out", "done.jsonl"],
         "done.jsonl already exists: finished, or from another",
     ),
-    (["prompts.jsonl", "--column", "text", "--max-bytes", "much"], "max_bytes is 'much'"),
+    (["prompts.jsonl", "--column", "text", "--max-bytes", "much"], "--max-bytes is 'much'"),
     (["prompts.jsonl", "--column", "text", "--dtype", "int4"], "there is no dtype int4"),
     (["prompts.jsonl", "--column", "text", "--model", "./modle"], "there is no folder ./modle"),
 ]
@@ -237,19 +280,8 @@ def test_what_is_mistyped_is_found_before_torch_is_imported(
 ) -> None:
     (tmp_path / "prompts.csv").write_text("text\na\n")
     (tmp_path / "done.jsonl").write_text("mine\n")
-    code = (
-        "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers'])); "  # importing either of them fails
-        "from hf_paged_cache.cli import main; main()"
-    )
     given = ["generate", "--model", "no-model", "--out", "out.jsonl", *arguments]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *given],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = without_torch(*given, folder=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("hf-paged-cache generate: ")
     assert said in done.stderr
@@ -305,7 +337,7 @@ def test_on_a_terminal_a_bar_shows_what_is_reused_and_sigterm_ends_it_as_ctrl_c_
     os.close(theirs)
     shown = read_until(ours, b"of prompt tokens reused")
     running.send_signal(signal.SIGTERM)
-    shown += read_until(ours, b"goes on from there.")
+    shown += read_until(ours, b"resumes from there.")
     assert running.wait(60) == 130
     assert f"What is done is in {out}.journal".encode() in shown
     assert Path(f"{out}.journal").read_text().count("\n") > 1

@@ -107,7 +107,7 @@ def test_a_prompt_that_a_model_cannot_take_is_one_line(model_folder: str, prompt
     done = command("save", str(tmp_path / "to"), "--prompt-file", prompt_file, "--prompt-file", str(long), "--model", model_folder)  # fmt: skip
     assert done.exit_code == 2
     assert f"hf-paged-cache save: {long}: its " in done.stderr
-    assert "new token behind need more than the model's" in done.stderr
+    assert "1 new token need more than the model's" in done.stderr
     assert not (tmp_path / "to").exists()
 
 

@@ -39,8 +39,6 @@ def draw_case(kind: str, seed: int, attentions: Sequence[str]) -> tuple[Case, ra
             more.append(f"cache_salt={rng.choice(['one', 'two'])!r}")
         if rng.random() < 0.25:
             more.append("on_full='bypass'")
-        if rng.random() < 0.1:
-            more.append("verify=True")
         caches.append(", ".join(more))
     case = Case(
         kind=kind,
@@ -88,6 +86,7 @@ class Draw:
             "turn",
             "gradients",
             "look",
+            "verify",
             "collected",
         ]
         return getattr(self, f"_{self.rng.choice(names)}")(slot)
@@ -198,6 +197,11 @@ class Draw:
         row = self._known()
         line = f"c{slot}.lookup({row}), str(c{slot}.explain({row})), str(c{slot}.stats())"
         return Action("look", line, slot=slot, refusals=self._busy())
+
+    def _verify(self, slot: int) -> Action:
+        lines = [f"found = c{slot}.verify({self.rng.choice(['', 1, 3])})", "assert not found.differing, found"]
+        refusals = ("UnsupportedModelError",) if "longrope" in self.case.kind else ()
+        return Action("verify", "\n".join(lines), slot=slot, refusals=refusals)
 
     def _known(self) -> list[int]:
         if not self.prompts.known or self.rng.random() < 0.2:

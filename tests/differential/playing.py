@@ -162,7 +162,7 @@ class Player:
         elif name in ("forward", "going_on", "gradients", "rows", "turn"):
             slot.holds = max(action.need, slot.holds)
         if refused:
-            if name not in ("score", "prefill", "forget", "forget_all", "pin", "elsewhere"):
+            if name not in ("score", "prefill", "forget", "forget_all", "pin", "verify", "elsewhere"):
                 slot.mask = None
         elif name in ("with", "reset", "fault", "collected", "without"):
             slot.mask = None

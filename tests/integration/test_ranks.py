@@ -270,7 +270,6 @@ MISTAKES = {
     "the arguments of generate": "more new tokens",
     "what is asked of the forward": "hidden states",
     "block_size (4 on one, 16 on another)": "block size",
-    "verify (0 on one, 1 on another)": "verify",
 }
 
 
@@ -279,7 +278,6 @@ def _mistake(model: PreTrainedModel, mistake: str) -> Any:
     cache = PagedPrefixCache(
         model,
         block_size=4 if wrong and mistake == "block size" else 16,
-        verify=wrong and mistake == "verify",
     )
     arguments = {"input_ids": IDS, "max_new_tokens": 3}
     if wrong and mistake == "other tokens":
@@ -357,28 +355,34 @@ def test_what_rows_share_is_computed_once_on_both_ranks(on_ranks: Starter) -> No
 
 
 def _spoiled_on_one(model: PreTrainedModel) -> Any:
-    """The first look is at the first block, which the other rank computes from nothing that is wrong."""
-    cache = PagedPrefixCache(model, verify=True)
+    """And it knows a prompt more, of which nothing is looked at."""
+    cache = PagedPrefixCache(model)
     reference = run(model, input_ids=IDS)
+    run(model, cache, input_ids=torch.tensor([row((7, 40))]))
+    cache.reset()
+    if not is_first():
+        cache.reset_prefix_cache()
     run(model, cache, input_ids=IDS)
     cache.reset()
+    equal = [cache.verify(number) for number in (1, None)]
     if is_first():
         for held in held_tensors(cache):
             held[1:] += 1
+    with Forwards(model) as looked:
+        found = cache.verify()
     spoiled = shapes_of(model, lambda: assert_same(reference, run(model, cache, input_ids=IDS)))
-    matched = cache.last_call.rows[0].matched_tokens
-    right = shapes_of(model, lambda: assert_same(reference, run(model, cache, input_ids=IDS)))
-    return spoiled[:2], right[:2], matched
+    return equal, found[:2], len(found.differing), looked, spoiled[0], cache.last_call.rows[0].matched_tokens
 
 
 def test_a_block_that_one_rank_finds_wrong_both_forget(on_ranks: Starter) -> None:
     one, other = on_ranks(_spoiled_on_one)
-    assert one == other == ([(1, 16), (1, 65)], [(1, 16), (1, 1)], 0)
+    assert one == ([(1, 3, ()), (4, 0, ())], (4, 0), 4, [(1, 64)], (1, 65), 0)
+    assert other == ([(1, 3, ()), (4, 0, ())], (4, 0), 0, [(1, 64)], (1, 65), 0)
 
 
 def _score(model: PreTrainedModel) -> Any:
     context, answers = FEW_SHOT, [row((2, 3)), row((3, 5)), row((2, 3), (4, 2))]
-    cache = PagedPrefixCache(model, verify=True, num_blocks=40 + 20 * dist.get_rank())
+    cache = PagedPrefixCache(model, num_blocks=40 + 20 * dist.get_rank())
     run(model, cache, input_ids=IDS)
     cache.reset()
     if is_first():
@@ -423,7 +427,7 @@ def test_a_prefill_runs_the_same_forwards_on_both_ranks(on_ranks: Starter) -> No
 
 
 def _own_inputs(model: PreTrainedModel) -> Any:
-    cache = PagedPrefixCache(model, num_blocks=12 if is_first() else 100, verify=True)
+    cache = PagedPrefixCache(model, num_blocks=12 if is_first() else 100)
     ids = torch.tensor([row((1, 40), (2, 5 + 3 * dist.get_rank()))])
     with Forwards(model) as shapes:
         run(model, cache, input_ids=ids, synced_gpus=True)

@@ -191,43 +191,13 @@ def test_a_step_is_written_as_any_other_tokens_are(slots: list[int], rng: torch.
     for each in (pool, plain):
         each.write(0, states(torch.Generator().manual_seed(0), 1, 24), SlotMapping(range(24)))
     new = states(rng, len(slots), 1)
-    assert pool.write_pair(0, new["key"], new["value"], SlotMapping(slots))
-    plain.write(0, new, SlotMapping(slots))
+    pool.write(0, new, SlotMapping(slots))
+    for number, slot in enumerate(slots):  # as each would be by itself
+        plain.write(0, {name: tensor[number : number + 1] for name, tensor in new.items()}, SlotMapping([slot]))
     everything = ReadSource(all_slots(pool))
     for name, tensor in pool.gather(0, everything).items():
         assert tensor.equal(plain.gather(0, everything)[name])
     assert pool.num_blocks_used == plain.num_blocks_used
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"key": torch.zeros(1, HEADS, 1, KEY_DIM, dtype=torch.bfloat16)},
-        {"value": torch.zeros(1, HEADS, 1, VALUE_DIM, dtype=torch.float64)},
-        {"key": torch.zeros(1, 1, 1, KEY_DIM)},  # would be broadcast
-        {"value": torch.zeros(1, HEADS, 1, 1)},
-        {"key": torch.zeros(2, HEADS, 1, KEY_DIM)},
-        {"key": torch.zeros(1, HEADS, 2, KEY_DIM)},
-        {"key": torch.zeros(HEADS, 1, KEY_DIM)},
-        {"key": torch.zeros(1, HEADS, 1, KEY_DIM, device="meta")},
-        {"key": torch.zeros(1, HEADS, 1, KEY_DIM, requires_grad=True)},
-        {"value": torch.zeros(1, HEADS, 1, VALUE_DIM, requires_grad=True)},
-        {"layer_idx": 1},
-        {"layer_idx": 2},
-        {"slot_mapping": SlotMapping([])},
-    ],
-    ids=", ".join,
-)
-def test_a_step_that_is_not_as_the_layer_was_is_left_to_write(change: dict[str, Any], rng: torch.Generator) -> None:
-    pool = make_pool(16)
-    pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
-    pool.write(2, {"index": torch.randn(1, 1, 6, 9, generator=rng)}, SlotMapping(RUN))
-    before = pool.gather(0, ReadSource(all_slots(pool)))
-    given = {"layer_idx": 0, **states(rng, 1, 1), "slot_mapping": SlotMapping([9])}
-    assert not pool.write_pair(**{**given, **change})
-    for name, tensor in pool.gather(0, ReadSource(all_slots(pool))).items():
-        assert tensor.equal(before[name])
-    assert pool.write_pair(**given)
 
 
 @pytest.mark.parametrize("slots", [[9], [9, 4, 22]], ids=["1 row", "3 rows"])
@@ -237,7 +207,7 @@ def test_a_step_is_written_where_keys_and_values_have_other_numbers_of_heads(
     pool = make_pool()
     pool.write(0, {"key": torch.zeros(1, 1, 1, 3), "value": torch.zeros(1, 5, 1, 2)}, SlotMapping([4]))
     new = {name: torch.randn(len(slots), heads, 1, size, generator=rng) for name, heads, size in HEADS_AND_SIZES}
-    assert pool.write_pair(0, new["key"], new["value"], SlotMapping(slots))
+    pool.write(0, new, SlotMapping(slots))
     assert_holds(pool, 0, slots, new)
 
 

@@ -92,14 +92,15 @@ def test_a_model_whose_weights_are_kept_elsewhere(model: PreTrainedModel, tmp_pa
 def test_forwards_of_our_own_run_where_weights_are_kept_elsewhere(
     model: PreTrainedModel, tmp_path: Path, place: str
 ) -> None:
-    """A trial, the measure of a block's bytes, the recomputation of one, a score: none is given ids by the user."""
+    """A trial, the measure of a block's bytes, the recomputation of blocks, a score: none is given ids by the user."""
     plain = PagedPrefixCache(copy.deepcopy(model))
     offloaded = PLACES[place](model, tmp_path)
     assert check_model(offloaded).is_supported
-    cache = PagedPrefixCache(offloaded, max_bytes=2**20, verify=True)
+    cache = PagedPrefixCache(offloaded, max_bytes=2**20)
     for reused in (0, 49):
         run(offloaded, cache, input_ids=IDS)
         assert cache.last_call.reused_tokens == reused
+        assert cache.verify() == (3, 0, ())
     continuations = [[3, 4, 5], [7]]
     for score, expected in zip(cache.score(IDS, continuations), plain.score(IDS, continuations), strict=True):
         assert score.log_probs == pytest.approx(expected.log_probs)

@@ -475,12 +475,6 @@ def test_a_call_on_what_is_no_cache_is_refused_by_name(kind: str) -> None:
         model(ids, past_key_values=given)
 
 
-@pytest.mark.parametrize("value", ["no", 1, None])
-def test_verify_is_true_or_false(value: Any) -> None:
-    with pytest.raises(CacheArgumentError, match=re.escape(f"verify is {value!r}; give True or False")):
-        PagedPrefixCache(tiny("llama"), verify=value)
-
-
 @pytest.mark.parametrize("value", ["paged", True, None, ["gather"]])
 def test_attention_is_one_of_the_kinds_there_are(value: Any) -> None:
     message = f"attention is {value!r}; give 'contiguous' or 'gather'"

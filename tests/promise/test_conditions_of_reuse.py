@@ -570,7 +570,7 @@ def test_what_changes_no_keys_and_values_loses_no_hits(
 @pytest.mark.parametrize("prompt_length", [40, 80])
 def test_verify_notices_one_changed_row_of_an_embedding_when_its_block_has_its_turn(prompt_length: int) -> None:
     model = build("llama")
-    cache = PagedPrefixCache(model, block_size=8, verify=True)
+    cache = PagedPrefixCache(model, block_size=8)
     ids = torch.tensor([row((1, prompt_length))])
     run(model, cache, input_ids=ids)
     run(model, cache, input_ids=ids)
@@ -579,7 +579,10 @@ def test_verify_notices_one_changed_row_of_an_embedding_when_its_block_has_its_t
     with torch.no_grad():
         model.model.embed_tokens.weight.data[token] *= 3
     reference = run(model, input_ids=ids)
-    noticed = [is_same(reference, run(model, cache, input_ids=ids)) for _ in range(prompt_length // 8 + 1)]
+    noticed = []
+    for _ in range(prompt_length // 8 + 1):
+        cache.verify(1)
+        noticed.append(is_same(reference, run(model, cache, input_ids=ids)))
     assert noticed[-1]
     assert noticed == sorted(noticed)  # from the turn of that block on, right
     cache.check()
@@ -599,13 +602,15 @@ def test_without_verify_such_a_change_goes_unnoticed_as_the_documentation_says(m
 
 def test_verify_loses_no_hits_of_an_unchanged_model() -> None:
     model = build("llama")
-    cache = PagedPrefixCache(model, block_size=8, verify=True)
+    cache = PagedPrefixCache(model, block_size=8)
     for seed in range(8):
         ids = torch.tensor([row((1, 40), (seed, 10))])
         assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
         assert cache.last_call.reused_tokens >= (40 if seed else 0)
+        assert not cache.verify(3).differing
     inputs = batch(row((1, 40)), row((2, 30)))
     for _ in range(4):
         assert_same(run(model, **inputs), run(model, cache, **inputs))
+        assert not cache.verify().differing
     assert cache.stats().reused_tokens > 7 * 40
     assert cache.store.blocks.allocator.num_blocks_in_use <= 16

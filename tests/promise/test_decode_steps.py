@@ -22,7 +22,7 @@ NUM_NEW = 6
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often layers were written by either path."""
+    """How often the pool was written."""
     return count_writes(monkeypatch)
 
 
@@ -52,15 +52,12 @@ def test_a_layer_is_written_once_in_a_step(
     if attention == "contiguous" and "num_beams" not in options:  # the pool gets all steps at the end of the call
         assert writes == {"write": (1 + num_apart) * num_layers, "write_blocks": 1}
     else:
-        assert writes.total() == NUM_NEW * num_layers
-        assert writes["write"] == (1 + num_apart) * num_layers
+        assert writes == {"write": NUM_NEW * num_layers}
 
 
 @pytest.mark.parametrize("attention", ["contiguous", "gather"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_what_follows_a_known_prefix_is_written_by_the_fast_path(
-    attention: str, kind: str, writes: Counter[str]
-) -> None:
+def test_what_follows_a_known_prefix_is_written_once(attention: str, kind: str, writes: Counter[str]) -> None:
     model = tiny(kind)
     cache, num_layers = PagedPrefixCache(model, attention=attention), model.config.num_hidden_layers
     run(model, cache, **batch(row((1, 48))), max_new_tokens=1)
@@ -69,7 +66,7 @@ def test_what_follows_a_known_prefix_is_written_by_the_fast_path(
         given = batch(row((1, 48), (question, 5)))
         assert_same(run(model, **given, max_new_tokens=1), run(model, cache, **given, max_new_tokens=1))
         assert cache.last_call.rows[0].matched_tokens > 0
-    assert writes == {"write_pair": num_layers}
+    assert writes == {"write": num_layers}
 
 
 @pytest.mark.parametrize("trained", ["", "q_proj"], ids=["all weights", "queries alone"])
@@ -100,7 +97,6 @@ def test_a_gradient_flows_through_steps_of_one_token_as_with_a_dynamic_cache(
     assert len(ours) == len(theirs) > 0
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other)
-    assert not writes["write_pair"]
     assert not any(tensor.requires_grad for tensor in held_tensors(cache))
 
 

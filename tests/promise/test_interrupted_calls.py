@@ -520,17 +520,11 @@ def test_a_view_that_memory_does_not_hold_in_the_middle_of_a_step_loses_nothing(
     model = tiny("llama")
     expected = run(model, max_new_tokens=12, **CALLS["greedy"])
     for step in (2, 5):
-        cache, steps = PagedPrefixCache(PrefixStore(model, block_size=4)), 0
-        reader, read_pair = cache.call.reader, cache.call.reader.read_pair
-
-        def failing(layer_idx: int, *states: Any, step: int = step, read_pair: Any = read_pair) -> Any:
-            nonlocal steps
-            steps += layer_idx == 1
-            return None if layer_idx == 1 and steps == step else read_pair(layer_idx, *states)
-
-        reads = OutOfMemoryAt(reader.read, 3)  # two layers of the prompt, then that step
-        monkeypatch.setattr(reader, "read_pair", failing)
-        monkeypatch.setattr(reader, "read", reads)
+        cache = PagedPrefixCache(PrefixStore(model, block_size=4))
+        reads = OutOfMemoryAt(
+            cache.view.read, 2 * (1 + step)
+        )  # the second layer of the step that follows the prompt's forward
+        monkeypatch.setattr(cache.view, "read", reads)
         assert_same(expected, run(model, cache, max_new_tokens=12, **CALLS["greedy"]))
         assert reads.has_struck
         longer = row((1, 9), (2, 6)) + [int(token) for token in expected.sequences[0, -12:-1]]

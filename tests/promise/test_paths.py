@@ -22,6 +22,7 @@ from hf_paged_cache import (
     ForwardMismatchError,
     PagedPrefixCache,
     PrefixStore,
+    UnsupportedModelError,
 )
 
 from ..internals import lock_of, num_blocks_in_use
@@ -755,8 +756,8 @@ def test_tokens_behind_a_row_s_end_of_sequence_are_not_committed(
 def _rank(rank: int, port: int, results: Any) -> None:
     """One of two processes: FSDP gathers weights in every forward, so both must run as many.
 
-    One knows a prompt's prefix that the other has to compute; looking at cached blocks (`verify`) and scoring, too, must
-    run as many forwards whatever is known.
+    One knows a prompt's prefix that the other has to compute; scoring, too, must run as many forwards whatever is known, and looking
+    at cached blocks (`verify`) is refused.
     """
     import os
     from datetime import timedelta
@@ -779,13 +780,15 @@ def _rank(rank: int, port: int, results: Any) -> None:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        cache = PagedPrefixCache(model, verify=True)
+        cache = PagedPrefixCache(model)
         if rank == 1:  # what this rank knows, the other one has to compute, in as many forwards
             run(model, cache, input_ids=prompts[0], max_new_tokens=1, synced_gpus=False)
         else:
             run(model, cache, input_ids=torch.tensor([row((9, 30))]), max_new_tokens=1, synced_gpus=False)
         for ids, reference in zip(prompts, references, strict=True):
             assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=5, synced_gpus=True))
+        with pytest.raises(UnsupportedModelError, match="processes with prompts of their own share this model"):
+            cache.verify()
         for score, reference in zip(cache.score(context, continuations), scores, strict=True):
             assert score.log_probs == pytest.approx(reference.log_probs, abs=1e-4)
         cache.check()

@@ -185,7 +185,7 @@ def test_another_version_architecture_and_block_size_are_not_loaded(
     told.append(new_cache(model).store.load(tmp_path).not_loaded)
     whys = [" ".join(each) for each in told]
     assert "model is modeling_llama.LlamaForCausalLM, here modeling_mistral.MistralForCausalLM" in whys[0]
-    assert whys[1] == "their blocks have 4 tokens, and those of this store 8"
+    assert whys[1] == "its blocks have 4 tokens, and those of this store 8"
     assert "transformers is" in whys[2]
     assert [sum(each.values()) for each in told] == [20, 20, 20]
 

@@ -96,23 +96,26 @@ def test_tokens_behind_states_of_other_conditions_are_not_kept(name: str) -> Non
 
 def test_a_look_at_states_alone_finds_a_change_that_nobody_counts() -> None:
     model = zoo.build("mamba2")
-    cache = PagedPrefixCache(model, verify=True)
+    cache = PagedPrefixCache(model)
     prompt = batch(row((1, 128), (2, 9)))
     for _ in range(4):
         assert_same(run(model, **prompt), run(model, cache, **prompt))
+        assert not cache.verify(1).differing
     assert cache.last_call.computed_tokens == 9
     model.get_input_embeddings().weight.data[int(prompt["input_ids"][0, 40])] *= 1.5  # neither counted nor looked at
-    for _ in range(3):
-        output = run(model, cache, **prompt)
-    assert_same(run(model, **prompt), output)
+    assert cache.verify().differing
+    assert_same(run(model, **prompt), run(model, cache, **prompt))
 
 
 def test_a_look_at_blocks_of_one_token_agrees_where_one_token_is_clamped_otherwise() -> None:
     model_class, config = zoo.configuration("nemotron_h")
     config.time_step_min = 0.5
     model = zoo.instantiate(model_class, config, 0)
-    cache = PagedPrefixCache(model, block_size=1, num_blocks=256, verify=True)
+    cache = PagedPrefixCache(model, block_size=1, num_blocks=256)
     prompt = batch(row((1, 70)))
     for number in range(6):
         assert_same(run(model, **prompt), run(model, cache, **prompt))
         assert number == 0 or cache.last_call.reused_tokens > 0
+        found = cache.verify()
+        assert found.num_blocks
+        assert not found.differing

@@ -272,6 +272,36 @@ def test_windows_see_what_is_before_a_state_that_is_known_less_far_than_keys_and
     play(model, cache, **batch(first[:42], row((2, 8))), max_new_tokens=2)
 
 
+@pytest.mark.parametrize("name", ["inkling_text", "zaya"])
+def test_a_snapshot_before_which_windows_hold_nothing_is_not_gone_on_from(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_forwards_cheap(monkeypatch)
+    model = zoo.build(name)
+    cache = PagedPrefixCache(model, block_size=1, num_blocks=400)
+    first = row((1, 60))
+    for length in (4, 20, 60):
+        play(model, cache, **batch(first[:length]), max_new_tokens=1)
+    block_ids = [*cache.call.rows.distinct[0].table.block_ids]
+    for num_tokens in {*range(5, 61)} - {20}:
+        cache.store.blocks.states.drop(block_ids, num_tokens)
+    cache.reset()
+    lose_window_blocks(cache, block_ids[15:20])
+    play(model, cache, **batch(first[:42] + row((2, 8))), max_new_tokens=2)
+
+
+@NAMES
+@pytest.mark.parametrize("length", [70, 128])
+def test_a_prompt_of_which_all_is_known_computes_its_last_token(name: str, length: int) -> None:
+    """The last call's row has the states behind it, or a snapshot stands there; its logits are nowhere."""
+    model = zoo.build(name)
+    cache, prompt = PagedPrefixCache(model), batch(row((1, length)))
+    for _ in range(2):
+        for _ in range(2):
+            play(model, cache, **prompt, max_new_tokens=1)
+        cache.reset()
+
+
 @pytest.mark.parametrize("name", ["zaya", "qwen3_next"])
 def test_the_third_prompt_goes_on_from_where_prompts_part_with_windows_beside_the_states_or_without(name: str) -> None:
     model = zoo.build(name)

@@ -46,6 +46,18 @@ def test_where_one_token_is_clamped_otherwise_than_several_repeats_and_follow_up
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])
+def test_the_last_token_of_a_prompt_is_not_computed_alone_there(name: str) -> None:
+    """Also where a place for a snapshot lies right before it."""
+    model = build(name, time_step_min=0.5)
+    cache = cache_of(model)
+    prompt = batch(row((1, 3 * cache.store.blocks.states.align + 1)))
+    for _ in range(3):
+        assert_same(run(model, **prompt), run(model, cache, **prompt))
+        cache.reset()
+    assert cache.last_call.reused_tokens
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])
 def test_a_state_that_was_made_token_by_token_differs_there(name: str) -> None:
     """So the test above would see one that is reused: what was generated, run as a prompt, gives other logits."""
     model = build(name, time_step_min=0.5)

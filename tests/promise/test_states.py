@@ -287,6 +287,20 @@ def test_a_long_prompt_keeps_snapshots_on_a_grid_as_long_as_there_is_room(name: 
     assert few.stats().num_snapshots == 1
 
 
+@RECURRENT
+def test_a_long_prompt_leaves_the_snapshots_of_others_where_there_is_no_room_for_more(name: str) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model, num_blocks=400)
+    states = cache.store.blocks.states
+    states.kept.limit(4)
+    for number in (2, 3):
+        play(model, cache, **batch(row((number, SHARED), (9, 5))), max_new_tokens=1)
+    play(model, cache, **batch(row((1, 2 * states.grid + 70))), max_new_tokens=1)
+    cache.reset()
+    play(model, cache, **batch(row((2, SHARED), (8, 5))), max_new_tokens=1)
+    assert cache.last_call.computed_tokens == 5
+
+
 def test_convolutions_alone_keep_every_block_out_of_one_forward() -> None:
     model = tiny("lfm2")
     cache = PagedPrefixCache(model)
@@ -381,15 +395,15 @@ def test_scores_are_those_of_whole_forwards(name: str) -> None:
 @NAMES
 def test_a_look_at_cached_blocks_goes_on_from_a_snapshot(name: str) -> None:
     model = zoo.build(name)
-    cache = PagedPrefixCache(model, verify=True)
+    cache = PagedPrefixCache(model)
     prompt = batch(row((1, SHARED), (2, 9)))
     for _ in range(3):
         play(model, cache, **prompt)
+        assert not cache.verify(1).differing
     assert cache.last_call.computed_tokens == 9
-    model.get_input_embeddings().weight.data.mul_(1.5)  # what torch does not count
-    for _ in range(SHARED // 16 + 1):
-        output = run(model, cache, **prompt)
-    assert_same(run(model, **prompt), output)
+    model.get_input_embeddings().weight.data[int(prompt["input_ids"][0, 40])] *= 1.5  # neither counted nor looked at
+    assert cache.verify().differing
+    assert_same(run(model, **prompt), run(model, cache, **prompt))
 
 
 @NAMES

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 
-from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, OutOfBlocksError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.blocks.window_blocks import WindowBlocks
 from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.model.support import cache_layers
@@ -176,6 +176,20 @@ def test_columns_are_taken_back_however_many(num_taken: int, name: str, attentio
 
 
 @WAYS
+def test_to_take_back_more_than_windows_still_hold_is_refused_and_changes_nothing(attention: str) -> None:
+    model = build("mistral", sliding_window=32)
+    cache, reference = PagedPrefixCache(model, num_blocks=5, attention=attention), DynamicCache()
+    for start in range(0, 120, 10):
+        wanted = forward(model, reference, start, start + 10)
+        assert_close(forward(model, cache, start, start + 10), wanted)
+    with pytest.raises(CacheArgumentError, match="cannot crop to 40 columns"):
+        cache.crop(-80)
+    assert cache.get_seq_length() == 120
+    assert_close(forward(model, cache, 120, 130), forward(model, reference, 120, 130))
+    cache.check()
+
+
+@WAYS
 @NAMES
 @pytest.mark.parametrize("stop", [10, WINDOW - 1, WINDOW, 3 * WINDOW + 3])
 def test_a_copy_goes_on_where_its_original_stands(stop: int, name: str, attention: str) -> None:
@@ -222,14 +236,16 @@ def test_rows_are_multiplied_and_chosen_as_those_of_a_dynamic_cache(name: str, a
 @WAYS
 @NAMES
 def test_a_wrong_block_of_a_window_is_found_out(name: str, attention: str) -> None:
-    """`verify` computes a block in a forward of its own, whose windows end elsewhere."""
+    """`verify` computes blocks in forwards of its own, whose windows end elsewhere."""
     model = build(name)
-    cache = PagedPrefixCache(model, attention=attention, verify=True)
+    cache = PagedPrefixCache(model, attention=attention)
     wanted = run(model, **batch([*PROMPT, *PROMPT]), max_new_tokens=2)
     for _ in range(8):
         assert_same(wanted, run(model, cache, **batch([*PROMPT, *PROMPT]), max_new_tokens=2))
+        assert not cache.verify(1).differing
     assert cache.last_call.reused_tokens
     zero_blocks(cache)
+    assert cache.verify().differing
     assert_same(wanted, run(model, cache, **batch([*PROMPT, *PROMPT]), max_new_tokens=2))
     assert cache.last_call.reused_tokens == 0
 
@@ -310,7 +326,7 @@ def test_a_row_holds_what_a_dynamic_cache_does_and_two_blocks_a_window_at_most(w
     token_bytes = measure_bytes_per_token(model) / len(layers)
     for attention in ("gather", "contiguous"):
         cache = PagedPrefixCache(model, attention=attention)
-        in_blocks = EachStep(lambda cache=cache: cache.stats().kv_bytes - cache.call.reader.num_bytes)  # type: ignore[misc]
+        in_blocks = EachStep(lambda cache=cache: cache.stats().kv_bytes - cache.view.num_bytes)  # type: ignore[misc]
         in_all = EachStep(lambda cache=cache: cache.stats().kv_bytes)  # type: ignore[misc]
         for _ in range(2):
             run(
@@ -461,11 +477,12 @@ def test_a_long_prompt_leaves_room_for_a_call_that_comes_while_it_runs(monkeypat
 
 @pytest.mark.parametrize("num_blocks", [8, 10, 12])
 def test_a_look_at_a_cached_block_does_not_take_its_window_block(num_blocks: int) -> None:
-    model, cache = windowed(num_blocks, verify=True)
+    model, cache = windowed(num_blocks)
     reused = []
     for _ in range(6):
         run(model, cache, **batch(row((1, 200))))
         reused.append(cache.last_call.reused_tokens)
+        assert not cache.verify(2).differing
     assert reused == [0, *[199] * 5]
 
 

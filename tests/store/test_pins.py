@@ -16,9 +16,9 @@ from transformers import LogitsProcessor
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, OutOfBlocksError, PagedPrefixCache, PrefixStore
 
+from ..ask.test_prefixes import all_blocks
 from ..promise.test_conditions_of_reuse import ROPES
 from ..reference import assert_same, is_same, row, run, zero_blocks
-from ..test_named_prefixes import all_blocks
 from ..tiny_models import build, tiny
 
 if TYPE_CHECKING:

@@ -246,7 +246,7 @@ def test_every_block_of_a_tenants_calls_is_its_own_and_is_found_again(
 
     def calls(salt: str | None) -> list[Any]:
         store = PrefixStore(MODEL, block_size=BLOCK_SIZE, num_blocks=200)
-        cache = PagedPrefixCache(store, cache_salt=salt, attention=attention, verify=True)
+        cache = PagedPrefixCache(store, cache_salt=salt, attention=attention)
         seen: list[Any] = []
         shapes: list[Any] = []  # of all forwards, those of shared prefixes and of `verify` too
         handle = MODEL.model.register_forward_pre_hook(
@@ -264,7 +264,7 @@ def test_every_block_of_a_tenants_calls_is_its_own_and_is_found_again(
         ):
             run(MODEL, cache, **given)
             cache.reset()
-            seen.append((cache.last_call.rows, shapes[:]))
+            seen.append((cache.last_call.rows, cache.verify(2), shapes[:]))
         with torch.no_grad():  # rows of padding that go on, then what is known
             mask = torch.zeros(1, 4 + 41, dtype=torch.int64)
             mask[0, 4:] = 1
@@ -301,10 +301,11 @@ def test_the_bytes_of_a_tenants_call_are_its_own(store: PrefixStore) -> None:
 def test_the_store_counts_collected_caches_and_each_score_and_shared_prefix_once(store: PrefixStore) -> None:
     shared = row((7, 80))
     prompts = [shared + row((8, 9)), shared + row((9, 9))]
-    for make in (lambda: store, lambda: PagedPrefixCache(store, verify=True).store):
-        cache = PagedPrefixCache(make(), cache_salt="alice", verify=True)
+    for make in (lambda: store, lambda: PagedPrefixCache(store).store):
+        cache = PagedPrefixCache(make(), cache_salt="alice")
         run(MODEL, cache, **batch(*prompts))
         cache.score(SECRET, [[1, 2], [3]])
+        assert not cache.verify().differing
     del cache
     gc.collect()
     both = store.stats()
@@ -483,7 +484,7 @@ def test_a_reset_while_another_begins_leaves_it_its_pool(store: PrefixStore) -> 
 
 @pytest.mark.parametrize("of", ["salt", "store"])
 def test_a_reset_is_refused_with_nothing_changed_while_blocks_are_held_for_a_call(store: PrefixStore, of: str) -> None:
-    """Such as those that `verify` compares, which are no rows of a cache."""
+    """Such as those that `verify` looks at, which are no rows of a cache."""
     ended = PagedPrefixCache(store, cache_salt="alice")
     ask(ended, OTHER)
     with BlockTable(store.blocks.allocator, b"", namespace=b"alice") as table:

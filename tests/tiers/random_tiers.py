@@ -80,7 +80,7 @@ class Caller:
     is_running = False
 
     def __init__(self) -> None:
-        self.reader = self
+        self.view = self
 
     most_copies = 0
     num_bytes = 0
@@ -343,9 +343,7 @@ class Driver:
         assert shelf_names <= set(self.known), f"{tier.name} has what was forgotten"
 
     def names_in(self, tier: Tier, kind: Kind) -> Iterator[Name]:
-        shelf = tier._shelves.get(kind)  # type: ignore[attr-defined]
-        entries = () if shelf is None else getattr(shelf, "entries", shelf)
-        return (name for name, _ in entries)
+        return (name for name, _ in tier._shelf(kind))
 
 
 def run_operations(world: World, operations: int, seed: str = "0") -> Driver:

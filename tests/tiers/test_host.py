@@ -21,7 +21,7 @@ OTHER = Part("states", None, CPU, 128, (Piece((1, "key"), 0, 128, (128,), torch.
 
 
 def name(number: int, namespace: bytes = b"") -> Name:
-    return Name(BlockHash(root_hash(b"%d" % number), b"%d" % number), namespace)
+    return Name(BlockHash(root_hash(b"%d" % number), b"%08d" % number), namespace)
 
 
 def rows(numbers: list[int], part: Part = PART) -> list[torch.Tensor]:
@@ -197,7 +197,7 @@ def test_check_finds_a_place_that_two_have() -> None:
     tier = tier_of(4)
     put(tier, 0, 1)
     shelf = tier._shelves[BLOCKS]
-    shelf._free.append(next(iter(shelf.entries))[1].slot)
+    shelf._free.append(next(iter(shelf))[1].slot)
     with pytest.raises(BlockStateError, match="slots must be free or have one content"):
         tier.check()
 
@@ -226,7 +226,7 @@ def test_random_operations_agree_with_a_naive_order() -> None:
             for number in numbers[:2]:
                 naive.pop(number, None)
         tier.check()
-        assert [each for each, _ in tier._shelves[BLOCKS].entries] == [name(number) for number in naive]
+        assert [each for each, _ in tier._shelves[BLOCKS]] == [name(number) for number in naive]
         assert not naive or read(tier, *naive) == [*naive]
 
 

@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.model import identity
-from hf_paged_cache.tiers import shared_runs
+from hf_paged_cache.tiers import runs
+from hf_paged_cache.tiers.folders import SharedFolder
 from hf_paged_cache.tiers.saved_file import read_saved_file, saved_paths
-from hf_paged_cache.tiers.shared_folder import SharedFolder
 
 from .. import shared_folders
 from ..internals import zero_tiers
@@ -265,10 +265,10 @@ def test_the_budget_is_over_the_files_of_all(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared_runs, "write_saved_file", full)
+    monkeypatch.setattr(runs, "write_saved_file", full)
     model = tiny("llama")
     cache = new_cache(model, tmp_path)
     for _ in range(2):
@@ -317,13 +317,15 @@ def test_a_reset_finds_nothing_any_more_and_leaves_what_others_have_written(tmp_
 
 def test_where_a_look_shows_that_weights_changed_unseen_what_was_written_goes(tmp_path: Path) -> None:
     model = copy.deepcopy(tiny("llama"))
-    cache = new_cache(model, tmp_path, verify=True)
+    cache = new_cache(model, tmp_path)
     call(model, prompts()[0], cache)
     model.model.layers[0].self_attn.k_proj.weight.detach().numpy()[:, 1:7] += 1.0  # seen by no count
     for ids in [*prompts()[1:], prompts()[4]]:
         call(model, ids, cache)
         tier_of(cache).join()
     call(model, prompts()[0], cache)
+    assert cache.verify().differing
+    assert not saved_paths(tmp_path)
     assert_same(call(model, prompts()[0]), call(model, prompts()[0], cache))
 
 

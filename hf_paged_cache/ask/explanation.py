@@ -1,0 +1,210 @@
+"""What is known of a prompt, and why no more: `cache.lookup`, and in words, with the text round the place where it stops, `cache.explain`.
+
+Changes nothing.
+"""
+
+from array import array
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..blocks.tokens import TokenIds, common_prefix_length
+from ..call.prefix_match import Found
+from ..call.scheduled_forward import RowInput
+from ..errors import CacheArgumentError
+from ..integration.token_input import one_sequence
+from ..wording import counted
+from .asked import AskedCache
+
+_DEVICE = "device"  # the tier where the pool is
+_NUM_SHOWN = 16  # tokens before the place, and behind it
+
+
+class Lookup(NamedTuple):
+    """What `cache.lookup` has found of a prompt.
+
+    Attributes:
+        num_tokens: known, as `last_call.rows[i].matched_tokens` will say of it.
+        num_blocks: of these, the full blocks.
+        stopped: why no more, in the words of `last_call.rows[i].stopped`.
+        tier: where those lie that are furthest from the model: "device", in the pool; "host" or "disk", from where a call
+            brings them up; None where none is known.
+
+    Examples:
+        >>> _ = cache.prefill(inputs["input_ids"])
+        >>> found = cache.lookup(inputs["input_ids"])
+        >>> found.num_tokens == 16 * found.num_blocks, found.tier
+        (True, 'device')
+    """
+
+    num_tokens: int
+    num_blocks: int
+    stopped: str
+    tier: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What `cache.explain` has found of a prompt. `print` shows it in a few lines.
+
+    Attributes:
+        num_tokens: of the prompt.
+        num_known: of these, found by a call of this prompt now; it computes the last token in any case.
+        stopped: why no more.
+        parts_at: token from which on the prompt is another than the closest cached one; `num_tokens` where it is the beginning of
+            that one; `num_known` where none goes on.
+        before, after: the prompt on both sides of that place; `after` is empty where the prompt ends there.
+        cached: how the closest cached prompt goes on there, as far as it does in that block; None where none does.
+        advice: what may be behind it; empty where nothing can be said.
+
+    Examples:
+        >>> _ = cache.prefill(inputs["input_ids"])
+        >>> other = inputs["input_ids"][0].tolist()
+        >>> other[20] += 1
+        >>> why = cache.explain(other, tokenizer)
+        >>> why.num_known, why.parts_at
+        (16, 20)
+    """
+
+    num_tokens: int
+    num_known: int
+    stopped: str
+    parts_at: int
+    before: str
+    after: str
+    cached: str | None = None
+    advice: str = ""
+
+    def __str__(self) -> str:
+        num_computed = max(1, self.num_tokens - self.num_known)
+        percent = 100 * self.num_known // max(1, self.num_tokens)
+        lines = [
+            f"{self.num_known:,} of {self.num_tokens:,} tokens are known ({percent}%); {num_computed:,} would be computed",
+            f"why no more: {self.stopped}",
+        ]
+        if self.cached is not None and self.parts_at == self.num_tokens:
+            lines += [
+                f"the prompt ends at token {self.num_tokens:,}, behind   {self.before!r}",
+                f"  what is cached goes on with   {self.cached!r}",
+            ]
+        elif self.cached is not None:
+            lines += [
+                f"from token {self.parts_at} on they part, behind   {self.before!r}",
+                f"  the prompt goes on with   {self.after!r}",
+                f"  what is cached with       {self.cached!r}",
+            ]
+        if self.advice:
+            lines.append(self.advice)
+        return "\n".join(lines)
+
+
+def lookup(cache: AskedCache, token_ids: "list[int] | Tensor") -> Lookup:
+    """Say how much of a prompt a `generate` on this cache would find now, in the store or in the last call's rows, and why no more.
+
+    Effects: none: nothing is computed, held or made more recent. It is what a call of this prompt alone finds, without
+    padding, which has room: in a tight pool a call may go on from less, to fit. One token at least is computed by any
+    call. While a call runs on this cache, of that call only committed blocks count.
+
+    Args:
+        token_ids: of the whole prompt, special tokens included: a list or tensor of [T] or [1, T].
+
+    Raises:
+        CacheArgumentError: not the token ids of one sequence.
+        CacheBusyError: rotary frequencies depend on length, and a call is running.
+
+    Examples:
+        >>> cache.lookup(inputs["input_ids"]).stopped
+        'no cached block has these first 16 tokens under the same conditions'
+        >>> cache.prefill(inputs["input_ids"]).num_tokens, cache.lookup(inputs["input_ids"]).num_tokens
+        (80, 80)
+    """
+    tokens, blocks = array("q", one_sequence("the prompt", token_ids)), cache.store.blocks
+    root = cache._session.root_of_prefix(len(tokens))
+    why = cache._session.why_bypassed()
+    with blocks.lock:
+        blocks.settle()
+        found, below = (
+            (Found(0, why), None) if why else cache.call.look_up(RowInput(tokens, 0, 0, root, salt=cache.cache_salt))
+        )
+    num_blocks, tier = found.num_tokens // blocks.block_size, below or (_DEVICE if found.num_tokens else None)
+    return Lookup(found.num_tokens, num_blocks, found.stopped, tier)
+
+
+def explain(cache: AskedCache, token_ids: "list[int] | Tensor", tokenizer: Any = None) -> Explanation:
+    """Say how much of a prompt a `generate` on this cache would reuse now, up to which token, and why no more; `print` it.
+
+    As `lookup`, with what is cached instead: how the closest cached prompt of this `cache_salt` goes on there. Effects:
+    none.  Cost: hashes the tokens of each cached block, 1 us a block.
+
+    Args:
+        token_ids: of the whole prompt, special tokens included: a list or tensor of [T] or [1, T].
+        tokenizer: shows the place as text; None: as token ids.
+
+    Raises:
+        CacheArgumentError, CacheBusyError: see `lookup`.
+
+    Examples:
+        >>> text = "Answer in one word. What is ice? "
+        >>> cache.prefill(tokenizer(text + "And what is a fire?").input_ids).num_computed
+        48
+        >>> print(cache.explain(tokenizer(text + "And what is snow?").input_ids, tokenizer))
+        32 of 50 tokens are known (64%); 18 would be computed
+        why no more: no cached block goes on with tokens 32 to 47
+        from token 45 on they part, behind   'ce? And what is '
+          the prompt goes on with   'snow?'
+          what is cached with       'a f'
+        blocks are shared whole, so 13 tokens from token 32 on that the two have in common are computed, too
+    """
+    tokens, blocks = array("q", one_sequence("the prompt", token_ids)), cache.store.blocks
+    if not tokens:
+        raise CacheArgumentError("the prompt has no tokens, so there is nothing to explain; give at least one")
+    if tokenizer is not None and not hasattr(tokenizer, "decode"):
+        raise CacheArgumentError(f"tokenizer is of type {type(tokenizer).__name__}; give the model's, or None")
+    found = lookup(cache, tokens.tolist())
+    row = RowInput(tokens, 0, 0, cache._session.root_of_prefix(len(tokens)), salt=cache.cache_salt)
+    with blocks.lock:
+        blocks.settle()
+        goes_on = cache.call.continuation(row, found.num_tokens)
+        first = tokens[: blocks.block_size]
+        is_elsewhere = not found.num_tokens and blocks.allocator.has_tokens(first, cache.cache_salt)
+    return _explanation(tokens, found, goes_on, tokenizer, is_elsewhere=is_elsewhere)
+
+
+def _explanation(
+    tokens: TokenIds, found: Lookup, goes_on: TokenIds, tokenizer: Any, *, is_elsewhere: bool
+) -> Explanation:
+    """Put together what a look has found.
+
+    Args:
+        goes_on: tokens of the closest that is cached, from `found.num_tokens` on; empty where there is none.
+        is_elsewhere: nothing is known, and a cached block has the prompt's first tokens.
+    """
+    known = found.num_tokens
+    parts_at = known + common_prefix_length(goes_on, tokens[known:])
+    num_agreed = parts_at - known
+    advice = ""
+    if is_elsewhere:
+        advice = (
+            "its first tokens are cached, but behind others, as without a special token at the beginning, or under other conditions: "
+            "another adapter, other weights or settings, or padding before them where the model counts columns"
+        )
+    elif num_agreed and parts_at < len(tokens):
+        advice = f"blocks are shared whole, so {counted(num_agreed, 'token')} from token {known} on that the two have in common {'is' if num_agreed == 1 else 'are'} computed, too"
+    return Explanation(
+        num_tokens=len(tokens),
+        num_known=known,
+        stopped=found.stopped,
+        parts_at=parts_at,
+        before=_shown(tokens[max(0, parts_at - _NUM_SHOWN) : parts_at], tokenizer),
+        after=_shown(tokens[parts_at : parts_at + _NUM_SHOWN], tokenizer),
+        cached=_shown(goes_on[num_agreed : num_agreed + _NUM_SHOWN], tokenizer) if len(goes_on) > num_agreed else None,
+        advice=advice,
+    )
+
+
+def _shown(tokens: "array[int]", tokenizer: Any) -> str:
+    """Text; without a tokenizer, ids."""
+    if tokenizer is None:
+        return " ".join(map(str, tokens))
+    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False))

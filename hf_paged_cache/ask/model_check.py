@@ -1,0 +1,174 @@
+"""`check_model`: a report on whether a model is supported, and on what a short trial of it showed."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..cache import PagedPrefixCache
+from ..errors import PagedCacheError
+from ..integration.hooks import detach, is_attached
+from ..model.comparison import (
+    NUM_CACHED,
+    NUM_COLUMNS,
+    continue_behind,
+    distance,
+    dynamic_cache,
+    last_logits,
+    tolerance,
+    trial_inputs,
+)
+from ..model.probing import measure_bytes_per_token, types_of_logits, undisturbed
+from ..model.support import cache_layers, require_supported, takes, unwrapped
+from ..model.trial import require_continuable
+from ..prefix_store import PrefixStore
+
+_BLOCK_SIZE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """What `check_model` found. `print` shows it in a few lines.
+
+    Attributes:
+        model: name of the class.
+        is_supported: whether a `PagedPrefixCache` can be built for it and passed the trial.
+        reason: why not; empty if it is supported.
+        distance: the largest difference between logits with this cache and without one, as a share of their scale;
+            None if not measured.
+        own_distance: the same for `DynamicCache`.
+        reused_tokens, prompt_tokens: of a prompt whose first blocks were cached.
+        kv_bytes_per_token: of keys and values in all layers; behind a window's end less.
+        snapshot_bytes: of its states at one place, where it has any.
+        layers: type of cache layer -> how many the model has.
+        remarks: sentences on what limits reuse.
+
+    Examples:
+        >>> report = check_model(model)
+        >>> report.is_supported, report.layers
+        (True, {'DynamicLayer': 2})
+    """
+
+    model: str
+    is_supported: bool
+    reason: str = ""
+    distance: float | None = None
+    own_distance: float | None = None
+    reused_tokens: int | None = None
+    prompt_tokens: int | None = None
+    layers: Mapping[str, int] | None = None
+    kv_bytes_per_token: float | None = None
+    snapshot_bytes: int = 0
+    remarks: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.model} is supported" if self.is_supported else f"{self.model} is not supported: {self.reason}"]
+        if self.layers:
+            lines.append("cache layers: " + ", ".join(f"{count} {kind}" for kind, count in self.layers.items()))
+        if self.distance is not None and self.own_distance is not None:
+            lines.append(
+                f"distance from one forward without a cache: {self.distance:.1e} of the logits' scale "
+                f"(DynamicCache: {self.own_distance:.1e})"
+            )
+        if self.reused_tokens is not None:
+            lines.append(f"reused {self.reused_tokens} of {self.prompt_tokens} tokens of a prompt that was known")
+        if self.kv_bytes_per_token is not None:
+            states = f", a snapshot of its states {self.snapshot_bytes / 2**20:,.2f} MiB" if self.snapshot_bytes else ""
+            lines.append(f"a token takes {self.kv_bytes_per_token / 2**10:,.1f} KiB of keys and values{states}")
+        return "\n".join([*lines, *self.remarks])
+
+
+def check_model(model: Any) -> ModelReport:
+    """Try a model: two rows of 24 tokens, one of them padded, and one alone, with 16 tokens in a cache and without.
+
+    Effects: none that last. An unsupported model is reported, not raised.  Cost: a dozen short forwards.
+
+    Raises:
+        torch.OutOfMemoryError: a forward of the model does not fit.
+
+    Examples:
+        >>> check_model(model).is_supported
+        True
+    """
+    name, layers = type(model).__name__, None
+    try:
+        model = unwrapped(model)
+        name = type(model).__name__
+        require_supported(model)
+        layers = dict(Counter(type(layer).__name__ for layer in cache_layers(model)))
+        require_continuable(model)
+        was_attached = is_attached(model)
+        try:
+            with undisturbed(model):
+                return _try(model, name, layers)
+        finally:
+            if not was_attached:
+                detach(model)
+    except PagedCacheError as error:
+        return ModelReport(name, False, str(error).removeprefix(f"{name}: "), layers=layers)
+
+
+def _try(model: PreTrainedModel, name: str, layers: dict[str, int]) -> ModelReport:
+    """The same columns with `DynamicCache` and with ours, then a prompt whose first blocks are cached."""
+    inputs, num_compared = trial_inputs(model), NUM_COLUMNS - NUM_CACHED
+    whole = last_logits(model(**inputs, use_cache=False), num_compared)
+    with types_of_logits(model) as seen:
+        own = distance(whole, continue_behind(model, inputs, dynamic_cache(model)))
+    cache = PagedPrefixCache(PrefixStore(model, block_size=_BLOCK_SIZE, num_blocks=16))
+    ours = distance(whole, continue_behind(model, inputs, cache))
+    cache.reset()
+    ours = max(ours, distance(whole[:1, -1], _first_step(model, cache, inputs)))
+    counts = cache.last_call
+    allowed = max(tolerance(model, seen), 5 * own)
+    reason = "" if ours <= allowed else f"with our cache its logits differ by {ours:.2g} of their scale"
+    can_reuse = cache.store.blocks.states.align < NUM_COLUMNS  # states may be kept behind more tokens than are tried
+    if not reason and not counts.reused_tokens and can_reuse:
+        reason = f"nothing of a known prompt is reused: {counts.rows[0].stopped if counts.rows else 'no row ran'}"
+    return ModelReport(
+        model=name,
+        is_supported=not reason,
+        reason=reason,
+        distance=ours,
+        own_distance=own,
+        reused_tokens=counts.reused_tokens,
+        prompt_tokens=counts.prompt_tokens,
+        layers=layers,
+        kv_bytes_per_token=measure_bytes_per_token(model),
+        snapshot_bytes=cache.store.blocks.states.rules.num_bytes if cache.store.blocks.states else 0,
+        remarks=_remarks(model, cache),
+    )
+
+
+def _first_step(model: PreTrainedModel, cache: PagedPrefixCache, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The logits of the first token that is generated after the first row, whose blocks are cached: [1, vocabulary]."""
+    generate: Any = model.generate
+    first = {name: inputs[name][:1] for name in ("input_ids", "attention_mask")}
+    saved, model.generation_config = model.generation_config, GenerationConfig()  # type: ignore[no-untyped-call]
+    try:
+        output = generate(
+            **first, past_key_values=cache, max_new_tokens=1, output_logits=True, return_dict_in_generate=True
+        )
+    finally:
+        model.generation_config = saved
+    logits: Tensor = output.logits[0]
+    return logits.float().cpu()
+
+
+def _remarks(model: PreTrainedModel, cache: PagedPrefixCache) -> tuple[str, ...]:
+    remarks = []
+    if not takes(model, "position_ids"):
+        remarks.append("it takes no position_ids: a prompt is reused only behind as much padding as before")
+    if cache.store.conditioning.rope.depends_on_length:
+        remarks.append("its rotary frequencies depend on length: a prompt is reused only where they are the same")
+    if cache.store.blocks.states:
+        chunk = cache.store.conditioning.state_traits.chunk
+        multiple = "the block size" if chunk == 1 else f"{chunk} tokens and of the block size"
+        remarks.append(
+            f"its layers carry states: prompts are reused up to where one was kept, at a multiple of {multiple}"
+        )
+    if not takes(model, "logits_to_keep"):
+        remarks.append("it takes no logits_to_keep: while drafts are verified, the whole prompt is computed")
+    return tuple(remarks)

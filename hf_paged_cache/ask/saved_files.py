@@ -1,0 +1,73 @@
+"""`saved_report`: what a folder of saved blocks holds, and whether it is whole, without a model."""
+
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import CacheArgumentError, SavedBlocksError
+from ..store.saving import folder_of
+from ..tiers.saved_file import SavedFile, read_rows, read_saved_file, saved_paths
+
+
+class SavedFileReport(NamedTuple):
+    """One file.
+
+    Attributes:
+        path: where it is.
+        problem: what is wrong with it; None: it is whole.
+        num_blocks: that it holds.
+        num_tokens: of these.
+        num_bytes: of the file.
+        model: what computed them: class, dtype, versions and digests, by name; see docs/save_and_load.md.
+
+    Examples:
+        >>> _ = cache.prefill(inputs["input_ids"])
+        >>> _ = cache.store.save(folder)
+        >>> [(file.problem, file.num_tokens) for file in saved_report(folder)]
+        [(None, 80)]
+    """
+
+    path: Path
+    problem: str | None
+    num_blocks: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+    model: dict[str, str] = {}  # noqa: RUF012  # of a tuple, never written
+
+
+def saved_report(folder: str | PathLike[str]) -> list[SavedFileReport]:
+    """Read every file that `store.save` has written into a folder, to its last byte.
+
+    Effects: none.  Cost: reads all files.
+
+    Raises:
+        CacheArgumentError: there is no such folder, or it is a file.
+
+    Examples:
+        >>> cache.prefill(inputs["input_ids"]).num_tokens, cache.store.save(folder).num_blocks
+        (80, 5)
+        >>> [(file.problem, file.num_blocks, file.num_tokens) for file in saved_report(folder)]
+        [(None, 5, 80)]
+    """
+    where = folder_of(folder)
+    if not where.is_dir():
+        raise CacheArgumentError(f"there is no folder {where}; give one that `save` has written")
+    return list(_reports(where))
+
+
+def _reports(folder: Path) -> Iterator[SavedFileReport]:
+    for path in saved_paths(folder):
+        try:
+            file = read_saved_file(path)
+            for content in file.contents:
+                read_rows(file, content.kind, [(0, len(content.blocks))])
+        except (SavedBlocksError, OSError) as error:
+            yield SavedFileReport(path, str(error))
+        else:
+            yield _report(file)
+
+
+def _report(file: SavedFile) -> SavedFileReport:
+    num_blocks = len(file.blocks)
+    return SavedFileReport(file.path, None, num_blocks, num_blocks * file.block_size, file.num_bytes, dict(file.facts))

@@ -1,0 +1,287 @@
+"""Log-probabilities of continuations of one context: the context runs once, and so does what continuations share.
+
+Owns which tokens run in which forward; every forward runs on a sibling cache, so no cache's rows are
+touched. How many forwards there are follows from the arguments alone, never from what is cached: processes that share a
+model's weights stay in step.
+"""
+
+import math
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, takewhile
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call.scheduled_forward import RowInput
+from ..errors import CacheArgumentError
+from ..integration.side_forward import SiblingCache, SideForwards
+from ..integration.token_input import in_vocabulary
+from ..model.support import takes
+from ..stats import RowCount
+from .asked import AskedCache
+
+_MAX_LOGITS = 2**27  # numbers that the logits of one forward may have, where no batch_size is given
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a model says of one continuation of a context.
+
+    Attributes:
+        log_probs: of each token, given the context and the tokens before it; natural logarithms.
+        is_greedy: each token was the most probable one, so greedy search would have generated just these.
+
+    Examples:
+        >>> ids = inputs["input_ids"][0].tolist()
+        >>> (score,) = cache.score(ids[:-2], [ids[-2:]])
+        >>> score.num_tokens, score.total < 0
+        (2, True)
+    """
+
+    log_probs: tuple[float, ...]
+    is_greedy: bool
+
+    @property
+    def total(self) -> float:
+        """The log-probability of the whole continuation."""
+        return math.fsum(self.log_probs)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the continuation."""
+        return len(self.log_probs)
+
+
+class Reading(NamedTuple):
+    """One log-probability to be read of a forward's logits; those of a continuation come in the order of its tokens."""
+
+    row: int
+    column: int  # of the logits that are kept, the first is 0
+    continuation: int
+    token: int
+
+
+class Branches(NamedTuple):
+    """One forward of several rows."""
+
+    rows: list[Tokens]
+    readings: list[Reading]
+
+
+class Plan(NamedTuple):
+    """What runs: `trunk` behind the context in one row, then the branches behind that, each in a row of its own."""
+
+    trunk: Tokens
+    readings: list[Reading]
+    branches: list[Branches]
+
+
+def score(
+    cache: AskedCache,
+    context: Tensor | Iterable[int],
+    continuations: Iterable[Tensor | Iterable[int]],
+    *,
+    batch_size: int | None = None,
+) -> list[Score]:
+    """The log-probabilities of many continuations of one context: multiple choice, reranking, rewards.
+
+    The context is reused from the store as far as it is known, runs once, and is stored; what all continuations have
+    in common runs with it; one that is the beginning of another runs with that. Equal to the `log_softmax` of one plain
+    forward for each, of all tokens of context and continuation, on the model as it is when the call begins. Where rotary
+    frequencies depend on length (dynamic, longrope), only continuations of one length run together. Effects: none on the rows
+    of this cache, also while its `generate` runs, nor on such frequencies; `stats()` counts it as a call with a row for each
+    continuation, behind the context, and `last_call` shows it, unless a `generate` runs. No gradients. The number of
+    forwards follows from the arguments alone.
+
+    Args:
+        context: token ids, [T] or [1, T], at least one.
+        continuations: each of at least one token id, [N] or [1, N]; they follow the context as they are.
+        batch_size: rows of a forward at most; None: as many as keep its logits below 2**27 numbers.
+
+    Returns:
+        a `Score` for each continuation, in order.
+
+    Raises:
+        CacheArgumentError: token ids that are none, are outside the vocabulary, or are missing; nothing has changed.
+        OutOfBlocksError: a forward does not fit; a smaller `batch_size` needs fewer blocks.
+
+    Examples:
+        >>> context = tokenizer("Question: What is one and one? Answer:").input_ids
+        >>> scores = cache.score(context, [tokenizer(answer).input_ids for answer in (" two", " three")])
+        >>> [score.num_tokens for score in scores], all(score.total < 0 for score in scores)
+        ([4, 6], True)
+    """
+    cache.store.conditioning.digest()  # reads what rope the model has now
+    side, rope, placeholders = cache._side, cache.store.conditioning.rope, cache.store.placeholders
+    vocabulary_size = side.model.config.get_text_config(decoder=True).vocab_size
+    prompt = in_vocabulary("the context", context, vocabulary_size)
+    placeholders.require_text("the context", prompt)
+    if isinstance(continuations, str | bytes) or not isinstance(continuations, Iterable):
+        raise CacheArgumentError(
+            f"continuations is of type {type(continuations).__name__}; give a list of token id sequences"
+        )
+    wanted = [in_vocabulary(f"continuation {i}", given, vocabulary_size) for i, given in enumerate(continuations)]
+    for number, tokens in enumerate(wanted):
+        placeholders.require_text(f"continuation {number}", tokens)
+    if batch_size is not None and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1):
+        raise CacheArgumentError(f"batch_size is {batch_size!r}; it must be an int of at least 1 row, or None")
+    if not wanted:
+        return []
+    max_tokens = max(1, _MAX_LOGITS // vocabulary_size)
+    # what runs whole, where frequencies depend on its length, runs its last token, too, and shares nothing
+    scorer = _Scorer(side, [len(prompt) + len(tokens) - (not rope.depends_on_length) for tokens in wanted])
+    if rope.depends_on_length:
+        for rows, readings in plan_by_length(wanted, batch_size=batch_size, max_tokens=max_tokens):
+            with side.sibling() as whole, rope.put_back():
+                scorer.run(whole, [prompt + row for row in rows], readings, num_logits=1 + len(rows[0]))
+    else:
+        can_keep = takes(side.model, "logits_to_keep")
+        trunk, of_trunk, branches = plan(wanted, batch_size=batch_size, max_tokens=max_tokens, share_trunk=can_keep)
+        with side.sibling() as stem:
+            scorer.run(stem, [prompt + trunk], of_trunk, num_logits=1 + len(trunk))
+            for rows, readings in branches:
+                with side.sibling(stem.call.fork_rows()) as branch:
+                    branch.batch_repeat_interleave(len(rows))
+                    scorer.run(branch, rows, readings, num_logits=max(map(len, rows)))
+    cache.call.count_elsewhere("score", scorer.counts, scorer.peak_kv_bytes)
+    return scorer.scores()
+
+
+def plan(continuations: Sequence[Tokens], *, batch_size: int | None, max_tokens: int, share_trunk: bool = True) -> Plan:
+    """Which tokens run where, so that each prefix that continuations share runs as seldom as few forwards allow.
+
+    The last token of a continuation is not run. One that is the beginning of another needs no row of its own, and
+    what all have in common goes with the context.
+
+    Args:
+        batch_size: rows of a forward at most; None: as many as have `max_tokens` tokens, or one.
+        share_trunk: False: with the context runs nothing else.
+
+    Examples:
+        >>> plan([(1, 2, 3), (1, 2, 4), (1, 5, 6)], batch_size=None, max_tokens=100).trunk
+        (1,)
+        >>> plan([(1, 2, 3), (1, 2, 4), (1, 5, 6)], batch_size=None, max_tokens=100).branches[0].rows
+        [(5,), (2,)]
+    """
+    rows: list[Tokens] = []
+    members: dict[Tokens, list[int]] = {}
+    for run in sorted(range(len(continuations)), key=lambda i: continuations[i][:-1], reverse=True):
+        tokens = continuations[run][:-1]
+        # in this order, a sequence comes straight behind those that it is the beginning of
+        if not rows or rows[-1][: len(tokens)] != tokens:
+            rows.append(tokens)
+            members[tokens] = []
+        members[rows[-1]].append(run)
+    in_common = takewhile(lambda pair: pair[0] == pair[1], zip(rows[0], rows[-1], strict=False)) if share_trunk else ()
+    num_shared = len(list(in_common))
+    readings = [
+        Reading(0, column, i, token)
+        for i, tokens in enumerate(continuations)
+        for column, token in enumerate(tokens[: num_shared + 1])
+    ]
+    tails = sorted((row for row in rows if len(row) > num_shared), key=len, reverse=True)
+    branches = [
+        Branches([row[num_shared:] for row in some], _readings(some, members, continuations, num_shared + 1))
+        for some in _batches(tails, lambda row: len(row) - num_shared, batch_size, max_tokens)
+    ]
+    return Plan(rows[0][:num_shared], readings, branches)
+
+
+def plan_by_length(continuations: Sequence[Tokens], *, batch_size: int | None, max_tokens: int) -> list[Branches]:
+    """Forwards of rows of one length each, all behind the context; nothing is shared between lengths.
+
+    Each continuation is run with its last token, or with another's in its place: that token says nothing of the scores, but it
+    counts in the length.
+    """
+    rows: dict[Tokens, Tokens] = {}  # all but the last token -> the row that is run
+    members: dict[Tokens, list[int]] = {}  # row -> continuations
+    for i, tokens in enumerate(continuations):
+        members.setdefault(rows.setdefault(tokens[:-1], tokens), []).append(i)
+    return [
+        Branches(some, _readings(some, members, continuations, 0))
+        for _, alike in groupby(sorted(members, key=len), key=len)
+        for some in _batches(list(alike), lambda row: len(row) + 1, batch_size, max_tokens)
+    ]
+
+
+def _readings(
+    rows: Sequence[Tokens], members: Mapping[Tokens, Sequence[int]], continuations: Sequence[Tokens], start: int
+) -> list[Reading]:
+    """The tokens from `start` on of all continuations that the rows of a forward are run for."""
+    return [
+        Reading(number, column, i, token)
+        for number, row in enumerate(rows)
+        for i in members[row]
+        for column, token in enumerate(continuations[i][start:])
+    ]
+
+
+class _Scorer:
+    """Runs forwards and collects what is read of their logits."""
+
+    def __init__(self, side: SideForwards, num_tokens: Sequence[int]) -> None:
+        self._side = side
+        self.counts = [RowCount(number, stopped="") for number in num_tokens]  # of each continuation, with the context
+        self.peak_kv_bytes = 0
+        self._found: dict[bytes, int] = {}  # root -> most tokens that its first forward found
+        self._log_probs: list[list[float]] = [[] for _ in num_tokens]
+        self._is_greedy = [True] * len(num_tokens)
+
+    def scores(self) -> list[Score]:
+        return [Score(tuple(log_probs), best) for log_probs, best in zip(self._log_probs, self._is_greedy, strict=True)]
+
+    def run(self, cache: SiblingCache, rows: list[Tokens], readings: list[Reading], *, num_logits: int) -> None:
+        """Run rows after what the cache holds, and read the logits of the last columns."""
+        num_held = cache.call.num_columns
+        logits = self._side.run(cache, [RowInput(array("q", row), 0, 0) for row in rows], num_logits=num_logits)
+        self.peak_kv_bytes = max(self.peak_kv_bytes, cache.call.peak_kv_bytes)
+        members: list[dict[int, None]] = [{} for _ in rows]
+        for read in readings:
+            members[read.row][read.continuation] = None
+        counts, root = cache.call.counters.rows, cache.call.rows.distinct[0].root
+        most = self._found.setdefault(root, max(count.matched_tokens for count in counts))
+        for count, tokens, of_row in zip(counts, rows, members, strict=True):
+            self._count(count, most, num_held, len(tokens), [*of_row])
+        index = torch.tensor([(read.row, read.column, read.token) for read in readings], device=logits.device)
+        row, column, token = index.unbind(1)
+        chosen = logits[row, column, token].float() - logits.float().logsumexp(dim=-1)[row, column]
+        is_best = logits.argmax(dim=-1)[row, column] == token
+        for read, log_prob, best in zip(readings, chosen.tolist(), is_best.tolist(), strict=True):
+            self._log_probs[read.continuation].append(log_prob)
+            self._is_greedy[read.continuation] &= best
+
+    def _count(self, row: RowCount, num_found: int, num_held: int, num_tokens: int, members: Sequence[int]) -> None:
+        """Count a row that ran `num_tokens` tokens behind those held: computed for the first that has them all, reused by each.
+
+        Args:
+            num_found: most tokens that were there before the score; what a later forward finds beyond, it has computed itself.
+        """
+        num_computed = min(row.computed_tokens, num_tokens)  # the others fill it up
+        num_reused = min(row.reused_tokens, num_found, num_tokens - num_computed)
+        payer = next(i for i in members if self.counts[i].prompt_tokens >= num_held + num_tokens)
+        self.counts[payer].computed_tokens += num_computed
+        for i in members:
+            count = self.counts[i]
+            count.reused_tokens += min(num_reused, count.prompt_tokens - num_held)
+            count.matched_tokens += min(row.matched_tokens, num_found, count.prompt_tokens - num_held)
+            count.host_tokens += row.host_tokens
+            count.disk_tokens += row.disk_tokens
+            count.stopped = count.stopped or row.stopped
+
+
+def _batches(
+    rows: Sequence[Tokens], length: Callable[[Tokens], int], batch_size: int | None, max_tokens: int
+) -> list[list[Tokens]]:
+    """Runs of rows, the longest first, that fit into one forward."""
+    batches: list[list[Tokens]] = []
+    for row in rows:
+        limit = max(1, max_tokens // length(batches[-1][0])) if batches and batch_size is None else batch_size
+        if not batches or limit is None or len(batches[-1]) >= limit:
+            batches.append([])
+        batches[-1].append(row)
+    return batches

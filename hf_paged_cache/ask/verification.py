@@ -1,0 +1,309 @@
+"""`cache.verify`: recompute cached blocks as `DynamicCache` would, and compare, for changes of a model that its digest cannot show.
+
+Owns which blocks are looked at, and what counts as equal. Takes no block and changes no rows; what it looks at is held meanwhile.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..blocks import BlockHash
+from ..blocks.arguments import int_of_at_least
+from ..blocks.hashing import digest_behind, tokens_of
+from ..blocks.roots import RootFacts
+from ..call.rows import Row, Rows, gather_rows
+from ..errors import UnsupportedModelError
+from ..integration.own_layers import put_rows
+from ..integration.ranks import Ranks
+from ..kv.states import LiveStates, States, copied
+from ..kv.transfers import read_together
+from ..model.comparison import dynamic_cache, run_columns
+from ..model.probing import eps_computed_in, input_device
+from ..model.support import has_state, takes
+from ..prefix_store import PrefixStore
+from .asked import AskedCache
+
+# Differences that other lengths and batch sizes make, as a share of the largest value; eps is that of the coarsest type
+# computed in. In fp32 an unchanged model gives 1e-6, one optimizer step at learning rate 1e-6 gives 4e-4.
+_MIN_TOLERANCE = 1e-5
+_TOLERANCE_IN_EPS = 8
+_MOST_TOKENS = 2048  # of a forward
+_END = 1 << 61  # behind all names
+
+
+class Verified(NamedTuple):
+    """What `cache.verify` has found.
+
+    Attributes:
+        num_blocks: recomputed and compared.
+        num_left: cached blocks that calls find and that were not: beyond the number wanted, or of rows whose padding, adapters
+            or images are not to be had here, or that layers with a window or a state no longer go on to.
+        differing: of each block that differs, how many tokens are before it, and its own.
+
+    Examples:
+        >>> cache.prefill(inputs["input_ids"]).num_tokens
+        80
+        >>> cache.verify()
+        Verified(num_blocks=5, num_left=0, differing=())
+    """
+
+    num_blocks: int
+    num_left: int
+    differing: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
+    """Recompute cached blocks and say which differ; if one does, forget everything that is cached of this model.
+
+    For weights that change unseen. Seen are torch's counts of writes and optimizer steps, and eight values of each tensor; not
+    seen are few values written through `.data` or numpy. Looked at are blocks of this cache's salt. What runs is of all tokens
+    in each block's sequence, so any difference in a weight that one of them passes through shows. Other calls may run meanwhile.
+    Effects: none on rows; where a block differs, all tenants' blocks, in lower tiers too, are found by nobody from here on.
+    Processes that are passed the same tokens (tensor parallelism) call it together, and look at blocks that all have.
+
+    Cost: a forward of each block's tokens, up to 2,048 at a time, and beside the pool the keys and values of one row.
+
+    Args:
+        num_blocks: so many, and those that a window or a state has before or behind them; the next look is at the next ones, until
+            all have had their turn. None: all.
+
+    Raises:
+        CacheArgumentError: no number of blocks.
+        UnsupportedModelError: nothing can be recomputed alone: rotary frequencies depend on length, a dropout is active, or
+            processes with prompts of their own share the model.
+
+    Examples:
+        >>> cache.prefill(inputs["input_ids"]).num_tokens, cache.verify(2).num_left
+        (80, 3)
+        >>> weight = model.get_input_embeddings().weight.detach().numpy()
+        >>> weight[int(inputs["input_ids"][0, 0])] *= 3  # counted by nobody; each block has that token
+        >>> len(cache.verify().differing), cache.lookup(inputs["input_ids"]).num_tokens
+        (5, 0)
+    """
+    if num_blocks is not None:
+        int_of_at_least("num_blocks", num_blocks, 1, "blocks, or None for all")
+    store, ranks = cache.store, cache._ranks
+    digest = store.conditioning.digest()
+    _require_comparable(cache)
+    known, num_others = _known_blocks(store, digest, cache.cache_salt)
+    known = _on_all_ranks(ranks, known, num_blocks)
+    look, names = Look(store, cache.cache_salt, known), [*known]
+    if num_blocks is not None and num_blocks < len(known):
+        first = cache._num_looks % len(known)
+        names = (names + names)[first : first + num_blocks]
+        cache._num_looks += num_blocks
+    with torch.no_grad():
+        look.run({*names})
+    is_equal = not look.differing
+    if ranks.are_several:
+        is_equal = bool(ranks.agree("what cached blocks show", {}, [is_equal])[0])
+    if not is_equal:
+        store.conditioning.suspect()
+        with store.blocks.lock:
+            store.blocks.tiers.distrust()
+    return Verified(len(look.seen), len(known) - len(look.seen) + num_others, tuple(look.differing))
+
+
+def _require_comparable(cache: AskedCache) -> None:
+    why = cache._session.why_bypassed()
+    if cache.store.conditioning.rope.depends_on_length:
+        why = "rotary frequencies of this model depend on length"
+    elif not cache._ranks.may_run_more:
+        why = "processes with prompts of their own share this model, and must run as many forwards"
+    if why:
+        raise UnsupportedModelError(f"no block can be recomputed alone, so none was: {why}; see reset_prefix_cache()")
+
+
+class _Known(NamedTuple):
+    """A cached block that can be recomputed from its tokens."""
+
+    block_hash: BlockHash
+    parent: bytes  # name of the block before, or of the root
+    root: bytes
+    first_position: int
+
+
+def _known_blocks(store: PrefixStore, digest: bytes, salt: bytes) -> tuple[dict[bytes, _Known], int]:
+    """Name -> block, parents first; and how many others calls find. Names are the same in all processes, as digests are not."""
+    blocks, roots = store.blocks, store.conditioning.roots
+    with blocks.lock:
+        blocks.settle()
+        hashes = [*blocks.allocator.hashes(salt).values()]
+    children: dict[bytes, list[BlockHash]] = {}
+    for block_hash in hashes:
+        children.setdefault(block_hash.parent, []).append(block_hash)
+    known: dict[bytes, _Known] = {}
+    num_others = 0
+    for root in children.keys() - {block_hash.digest for block_hash in hashes}:
+        facts = roots.facts_of(root)
+        if facts is None or facts.digest != digest:
+            continue  # found by nobody
+        is_plain = facts == RootFacts(digest, salt, first_position=facts.first_position)
+        waiting = [(facts._replace(digest=b"").root() if is_plain else b"", root)]
+        while waiting:
+            parent, of_parent = waiting.pop()
+            for block_hash in children.get(of_parent, ()):
+                name = b""
+                if parent and digest_behind(of_parent, block_hash.token_bytes) == block_hash.digest:
+                    name = digest_behind(parent, block_hash.token_bytes)
+                    known[name] = _Known(block_hash, parent, root, facts.first_position)
+                else:
+                    num_others += 1  # it depends on more than tokens, or one before it does
+                waiting.append((name, block_hash.digest))
+    return known, num_others
+
+
+def _on_all_ranks(ranks: Ranks, known: dict[bytes, _Known], num_blocks: int | None) -> dict[bytes, _Known]:
+    """The blocks that every rank has, in one order."""
+    if not ranks.are_several:
+        return known
+    same, waiting = {"the number of blocks": num_blocks or 0}, sorted(known, reverse=True)
+    common: list[bytes] = []
+    while True:
+        mine = int.from_bytes(waiting[-1][:8], "big") >> 3 if waiting else _END
+        least, most = ranks.agree("a look at cached blocks", same, [mine, -mine])
+        if -most == _END:
+            return {name: known[name] for name in common}
+        if mine == least < -most:
+            waiting.pop()
+        elif least == -most:
+            common.append(waiting.pop())
+
+
+class Look:
+    """Recomputes blocks, one sequence after the other, each from the last place before them where all layers can go on.
+
+    Attributes:
+        seen: names of the blocks that were compared.
+        differing: see `Verified`.
+    """
+
+    def __init__(self, store: PrefixStore, salt: bytes, known: dict[bytes, _Known]) -> None:
+        self.seen: set[bytes] = set()
+        self.differing: list[tuple[int, tuple[int, ...]]] = []
+        self._model = store.model
+        self._blocks = store.blocks
+        self._salt = salt
+        self._known = known
+        self._eps = eps_computed_in(store.model)
+        self._options = {"logits_to_keep": 1} if takes(store.model, "logits_to_keep") else {}
+        size, windows = self._blocks.block_size, self._blocks.windows.window_of.values()
+        self._most_tokens = max(size, min([_MOST_TOKENS, *(window - 1 for window in windows)]))
+
+    def run(self, wanted: set[bytes]) -> None:
+        """Look at these blocks, as far as calls find them."""
+        parents = {each.parent for each in self._known.values()}
+        for last in [name for name in self._known if name not in parents]:
+            path = [last]
+            while path[-1] in self._known:
+                path.append(self._known[path[-1]].parent)
+            path = path[-2::-1]
+            if not (wanted - self.seen).isdisjoint(path):
+                with self._held(path) as row:
+                    self._recompute(row, path, wanted)
+
+    @contextmanager
+    def _held(self, path: Sequence[bytes]) -> Iterator[Row]:
+        """What calls find of a sequence now, which nobody can evict until the block is left."""
+        blocks, first = self._blocks, self._known[path[0]]
+        with blocks.lock:
+            table = blocks.new_table(first.root, self._salt)
+            table.hold_prefix(tokens_of(b"".join(self._known[name].block_hash.token_bytes for name in path)))
+            blocks.pool.join_streams()
+        try:
+            yield Row(table, 0, first.root, first.first_position)
+        finally:
+            with blocks.lock:
+                table.free()
+
+    def _recompute(self, row: Row, path: Sequence[bytes], wanted: set[bytes]) -> None:
+        size, least = self._blocks.block_size, 2 if self._blocks.states.rules.clamps_one_token else 1
+        with self._blocks.lock:
+            places = [at for at in range(0, row.table.num_tokens + 1, size) if self._goes_on(row, at)]
+        missing = [number * size for number, name in enumerate(path) if name in wanted and name not in self.seen]
+        start = max(at for at in places if at <= missing[0])
+        end = next((at for at in places if at > missing[-1]), places[-1])
+        dynamic, inputs = self._loaded(row, start), self._inputs(row)
+        while dynamic is not None and (ahead := [at for at in places if start + least <= at <= end]):
+            stop = max([at for at in ahead if at <= start + self._most_tokens], default=ahead[0])
+            run_columns(self._model, inputs, dynamic, start, stop, **self._options)
+            differ = self._compare(row, dynamic, start, stop)
+            if differ is None:
+                return
+            for at, name, is_other in zip(range(start, stop, size), path[start // size :], differ, strict=False):
+                if is_other and name not in self.seen:
+                    self.differing.append((at, tuple(row.table.token_ids[at : at + size])))
+                self.seen.add(name)
+            start = stop
+
+    def _goes_on(self, row: Row, num_tokens: int) -> bool:
+        """Whether all layers have what a sequence needs to go on there. The store's lock is held."""
+        states, table = self._blocks.states, row.table
+        has_states = not states or not num_tokens or states.has(table.block_ids, num_tokens)
+        return has_states and table.num_resumable_tokens(num_tokens) == num_tokens
+
+    def _inputs(self, row: Row) -> dict[str, Tensor]:
+        ids = torch.tensor(row.table.token_ids, dtype=torch.int64, device=input_device(self._model))[None]
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if takes(self._model, "position_ids"):
+            inputs["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None] + row.first_position
+        return inputs
+
+    def _loaded(self, row: Row, num_tokens: int) -> Any:
+        """A cache of transformers with the first tokens of a row as they are stored; None where they are there no more."""
+        stored, dynamic = self._stored(row, 0, num_tokens), dynamic_cache(self._model)
+        if stored is None:
+            return None
+        layers: list[Any] = dynamic.layers
+        for layer in layers:
+            if getattr(layer, "is_sliding", False) and not has_state(layer):
+                layer.activate_past_recording()  # it keeps all that a forward computes
+        put_rows(layers, stored[0].items(), stored[1], num_tokens)
+        return dynamic
+
+    def _stored(self, row: Row, start: int, stop: int) -> tuple[dict[int, dict[str, Tensor]], States] | None:
+        """What layers hold of a row's tokens from `start` to `stop`, and carry behind them; None where it is there no more."""
+        blocks = self._blocks
+        with blocks.lock:
+            if not self._goes_on(row, stop):
+                return None
+            if not stop:
+                return {}, {}
+            rows = Rows([row], [0], stop)
+            held = {index: gather_rows(blocks, index, rows, start) for index in blocks.pool.layer_indices}
+            return held, copied(blocks.states.use(row.table.block_ids, stop)) if blocks.states else {}
+
+    def _compare(self, row: Row, dynamic: Any, start: int, stop: int) -> list[bool] | None:
+        """Of each block of `[start, stop)` whether it differs; None where one is there no more."""
+        stored, size, answers = self._stored(row, start, stop), self._blocks.block_size, []
+        if stored is None:
+            return None
+        for index, held in stored[0].items():
+            layer = dynamic.layers[index]
+            for name, old in held.items():
+                new = layer.indexer_keys[:, None] if name == "indexer_key" else getattr(layer, f"{name}s")
+                answers.append(self._differ(old, new[:, :, -old.shape[2] :], size))
+        carried = LiveStates({i: layer for i, layer in enumerate(dynamic.layers) if has_state(layer)}).read()
+        for key, states in stored[1].items():
+            answers.append(self._differ(states.view(1, 1, 1, -1), carried[key].reshape(1, 1, 1, -1), 1))
+        differ = [False] * ((stop - start) // size)
+        for answer in read_together(answers):  # of the last blocks, where a window shows no more
+            for number, is_other in enumerate(answer, len(differ) - len(answer)):
+                differ[number] = differ[number] or bool(is_other)
+        return differ
+
+    def _differ(self, stored: Tensor, computed: Tensor, size: int) -> Tensor:
+        """Of each `size` columns of [1, H, columns, D], the first perhaps fewer, whether they are others but for rounding.
+
+        Some may be held in a finer type than they were computed in.
+        """
+        tolerance = max(_MIN_TOLERANCE, _TOLERANCE_IN_EPS * max(self._eps, torch.finfo(computed.dtype).eps))
+        of_column = torch.stack([(computed - stored).abs().amax((0, 1, 3)), computed.abs().amax((0, 1, 3))]).float()
+        difference, scale = (
+            torch.nn.functional.pad(of_column, (-of_column.shape[1] % size, 0)).view(2, -1, size).amax(2)
+        )
+        is_equal: Tensor = difference <= tolerance * scale  # a NaN differs, too
+        return ~is_equal

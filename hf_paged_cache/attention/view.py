@@ -1,0 +1,438 @@
+"""Owns what attention reads of the running rows: for each group of layers, the columns that they see.
+
+Layers with the same window are a group, and those without one. A view keeps a copy of what a group sees, which each forward
+appends to in place; or it keeps nothing, and gathers each layer's columns from the pool. Where there is no memory for a copy,
+a view that keeps one gathers until other rows start. `start_forward` says what a forward reads, and where it comes from.
+
+Copies may be dropped between any two forwards, and are made again; but for the columns of held steps, see
+`call/held_steps.py`, which must have been written to the pool first. Columns are counted from the left, padding included;
+those of padding hold finite values, and are not attended to.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..kv.block_pool import BlockPool, reorder_rows
+from ..kv.block_tables import BlockTables, read_source
+from ..kv.recycled_memory import RecycledMemory, zeros
+from ..kv.slot_mapping import ReadSource, RowLayout
+from ..kv.transfers import Transfer
+
+MIN_SPARE_COLUMNS = 128  # that a buffer has at least when it grows: few decode steps have to grow it
+
+
+class _Buffer:
+    """One tensor of a layer, [row capacity, H, column capacity, D]; its first column is column `base` of the rows.
+
+    columns of a row: [base, valid) a copy of the pool, but for held steps | [valid, ..) unspecified, finite
+    """
+
+    __slots__ = ("base", "device", "dtype", "head_dim", "num_columns", "num_heads", "num_rows", "states")
+
+    def __init__(self, states: Tensor, base: int) -> None:
+        self.states = states
+        self.base = base
+        self.num_rows, self.num_heads, self.num_columns, self.head_dim = states.shape
+        self.dtype, self.device = states.dtype, states.device
+
+    def at(self, rows: slice, start: int, stop: int) -> Tensor:
+        """Columns `[start, stop)` of some rows."""
+        return self.states[rows, :, start - self.base : stop - self.base]
+
+    def is_like(self, new: Tensor) -> bool:
+        """Whether such states can be appended."""
+        is_sized = new.dim() == 4 and new.shape[1::2] == (self.num_heads, self.head_dim)
+        return is_sized and new.dtype == self.dtype and new.device == self.device
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Whether the columns `[start, stop)` lie in it."""
+        return self.base <= start and stop - self.base <= self.num_columns
+
+    def move(self, rows: slice, base: int, stop: int) -> None:
+        """Let the columns `[base, stop)` be the first ones.
+
+        Interrupted, it may have overwritten columns at the front. Held steps are not among them: a step moves only a full
+        buffer, and they are its last block.
+        """
+        self.states[rows, :, : stop - base] = self.at(rows, base, stop).clone()  # the two may overlap
+        self.base = base
+
+
+_NO_BUFFER = _Buffer(torch.empty(0, 0, 0, 0), 0)
+
+
+class _Group:
+    """The layers with one window, or with none: what they read in the running forward.
+
+    A buffer has room for a block more than it keeps. Where it is full, its last columns move to its front: a copy for each
+    block of steps, where `DynamicCache` makes one for each step. It keeps one block more than the window: of steps that the
+    pool has not got yet, and drafts that may be taken back. Without a window it keeps all.
+    """
+
+    def __init__(self, window: int | None, block_size: int) -> None:
+        self.window = window
+        self.num_kept = math.inf if window is None else window - 1 + block_size  # columns before a forward that stay
+        self.capacity = self.num_kept + block_size
+        self.tables = BlockTables(block_size)  # of rows that are gathered at each forward
+        self.reset()
+
+    def reset(self) -> None:
+        """No rows."""
+        self.tables.drop()
+        self.first = 0  # column that the forward's layers read first
+        self.base = 0  # of the buffers, when a layer is read
+        self.next_base = 0  # afterwards: where a forward is longer than there is room for, its last columns stay
+        self.room = 0  # columns of a buffer that the forward needs
+        self.missing: list[tuple[slice, int, ReadSource]] = []  # to gather: rows, their first column, and up to `start`
+        self.is_anew = False  # nothing that the buffers hold before `start` is of these rows
+
+
+class View:
+    """What attention reads of the rows that run.
+
+    Buffers: layer index -> name -> `_Buffer`. Columns that are missing are gathered when a layer is read; which they are is
+    the same for all layers of a group. Columns that the next rows have in common with these are kept.
+
+    Args:
+        pool: what is gathered from.
+        window_of: layer index -> its window, in tokens: a query sees itself and the `window - 1` columns before it.
+        keeps_copies: whether copies are kept beside the pool.
+
+    Attributes:
+        window_of: as it is now; whoever asks how far a layer sees, asks here.
+        most_copies: of all columns of the rows, held at a time: 1, or 0.
+        keeps_columns: what a step writes is read from the view's own memory, so the pool may get it later. Not where memory
+            has run out.
+    """
+
+    def __init__(self, pool: BlockPool, window_of: Mapping[int, int], *, keeps_copies: bool = True) -> None:
+        self.most_copies = int(keeps_copies)
+        self.keeps_columns = keeps_copies
+        self._pool = pool
+        self._memory = RecycledMemory()  # for what is gathered
+        self._buffers: dict[int, dict[str, _Buffer]] = {}
+        self._buffer_bytes = 0
+        self._kept: list[RowLayout] = []  # row -> what the buffers hold of it, as of the last `keep`
+        self._valid: list[int] = []  # row -> end of the columns that the buffers hold of it
+        self._max_rows, self._max_columns = 0, math.inf
+        self._num_rows = self._start = self._stop = 0  # of the forward
+        self._layouts: Callable[[], Sequence[RowLayout]] = list
+        self._may_change = bool(window_of)
+        self._group(window_of)
+
+    def _group(self, window_of: Mapping[int, int]) -> None:
+        size = self._pool.block_size
+        self._all = _Group(None, size)  # layers without a window, also those that no config names
+        of_window = {window: _Group(window, size) for window in sorted({*window_of.values()})}
+        self._groups = [self._all, *of_window.values()]
+        self._group_of = {layer_idx: of_window[window] for layer_idx, window in window_of.items()}
+        self.window_of = window_of  # last: interrupted above, the next rows group them again
+
+    def follow(self, window_of: Mapping[int, int]) -> None:
+        """Rows begin, with these windows.
+
+        A view whose layers had none when it was made goes on reading all columns; the mask hides what a window does not show.
+        """
+        if self._may_change and window_of != self.window_of:
+            self.drop()
+            self._group(window_of)
+
+    def first_column(self, layer_idx: int, start: int) -> int:
+        """The first column that the layer reads in a forward from column `start` on.
+
+        Examples:
+            >>> view = View(BlockPool(4), {1: 8})
+            >>> view.first_column(0, 20), view.first_column(1, 20)
+            (0, 13)
+        """
+        window = self.window_of.get(layer_idx)
+        return 0 if window is None else max(0, start - window + 1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held besides the pool."""
+        return self._buffer_bytes + self._memory.num_bytes
+
+    # A forward.
+
+    def start_rows(self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float) -> None:
+        """Other rows run from here on.
+
+        Args:
+            num_columns: where their first forward stops.
+            max_rows, max_columns: the most there will be, as far as the call says; else infinite.
+        """
+        self._max_rows, self._max_columns = max(max_rows, len(rows)), max_columns
+        self.keeps_columns = self.most_copies > 0
+        most = num_columns if math.isinf(max_columns) else max(num_columns, max_columns)
+        for layer_idx, layer in self._buffers.items():
+            needed = min(most, self._group_of.get(layer_idx, self._all).capacity) + MIN_SPARE_COLUMNS
+            if any(held.num_rows * held.num_columns > 4 * self._max_rows * needed for held in layer.values()):
+                self.drop()
+                break
+        kept = [was.num_columns_in_common(row) for was, row in zip(self._kept, rows, strict=False)]
+        self._valid, self._kept = kept + [0] * (len(rows) - len(kept)), []
+
+    def start_forward(
+        self,
+        rows: Callable[[], Sequence[RowLayout]],
+        num_rows: int,
+        start: int,
+        stop: int,
+        transfer: Transfer | None = None,
+    ) -> None:
+        """A forward of columns `[start, stop)` of `num_rows` rows begins.
+
+        Args:
+            rows: asked only where columns are gathered; then the pool has all of them before `start`.
+            transfer: that goes to the devices of this forward; None: nothing else does.
+        """
+        self._num_rows, self._start, self._stop, self._layouts = num_rows, start, stop, rows
+        valid, layouts = self._valid, None
+        valid += [0] * (num_rows - len(valid))  # rows taken over from another cache, or multiplied
+        lacks_columns = min(valid[:num_rows]) < start
+        for group in self._groups:
+            if group.missing and self.keeps_columns:
+                self._memory.drop()
+            group.missing, group.is_anew = [], False
+            window, base = group.window, group.next_base
+            group.first = first = 0 if window is None or start < window else start - window + 1
+            if lacks_columns or base > first:  # rows new here, or cut
+                base = first
+                if start:
+                    layouts = rows() if layouts is None else layouts
+                    transfer = Transfer() if transfer is None else transfer
+                    self._miss(group, layouts, transfer)
+            next_base, room = base, stop - base
+            if room > group.capacity:
+                base = next_base = max(base, start - int(group.num_kept))
+                room = stop - base
+            if room > group.capacity:
+                next_base = stop - int(group.num_kept)
+                room = max(start - base, stop - next_base)
+            group.base, group.next_base, group.room = base, next_base, room
+        if self.keeps_columns:
+            valid[:num_rows] = [stop] * num_rows
+
+    def _miss(self, group: _Group, layouts: Sequence[RowLayout], transfer: Transfer) -> None:
+        """Say what a group's layers have to gather: of all columns each row by itself, so that no copy of all of them is made."""
+        window, first, start = group.window, group.first, self._start
+        placed, everyone = self._pool.rows_in(window, layouts, first), slice(0, self._num_rows)
+        group.is_anew = window is not None or not any(self._valid[everyone])
+        if not self.keeps_columns:
+            # of a longer forward, the pool may have only what the next one sees in layers with a window
+            end = self._stop if window is None or self._stop - start == 1 else start
+            group.tables.update(placed, transfer)
+            group.missing = [(everyone, first, group.tables.columns(first, end))] if first < end else []
+        elif window is not None:
+            group.missing = [(everyone, first, self._source(placed, first, transfer))] if first < start else []
+        else:
+            group.missing = [
+                (slice(row, row + 1), valid, self._source([layout], valid, transfer))
+                for row, (layout, valid) in enumerate(zip(placed, self._valid, strict=False))
+                if valid < start  # 0 gathers the padding, too: what the buffer holds there may not be finite
+            ]
+
+    def _source(self, placed: Sequence[RowLayout], first: int, transfer: Transfer | None = None) -> ReadSource:
+        """Columns of rows up to the forward's, where the pool holds them for the layers of a group."""
+        return read_source(placed, first, self._start, self._pool.block_size, transfer)
+
+    def read(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What attention reads of a layer that writes `new`; where columns are kept, `new` is appended to them.
+
+        Shapes: R rows, H heads, T columns of the forward, D head size.
+
+        Args:
+            new: name -> [R, H, T, D]. Where columns are not kept, it is in the pool already.
+
+        Returns:
+            name -> [R, H, stop - first, D]: the columns `[first, start)` of the rows, then `new`. The first one is 0, or that
+            of the layer's window. Valid until the next forward, and read only: it may be the view's own memory. Without a
+            graph: `GradientPath.join` puts `new` itself there.
+
+        Raises:
+            PoolArgumentError: the layer was made with other heads or head size.
+            torch.OutOfMemoryError: `do_without_copies` may help.
+        """
+        group = self._group_of.get(layer_idx, self._all)
+        if not self.keeps_columns:
+            return self._gathered(group, layer_idx, new)
+        num_rows, start, stop = self._num_rows, self._start, self._stop
+        first, base, room, num_new = group.first, group.base, group.room, stop - start
+        buffers, is_ready, read = self._buffers.setdefault(layer_idx, {}), False, {}
+        for name, states in new.items():
+            held = buffers.get(name, _NO_BUFFER)
+            if not is_ready and (
+                held.base != base
+                or held.num_columns < room
+                or held.num_rows < num_rows
+                or states.shape != (num_rows, held.num_heads, num_new, held.head_dim)
+                or states.dtype != held.dtype
+                or states.device != held.device
+                or group.missing
+            ):
+                self._make_ready(group, layer_idx, buffers, new)
+                held, is_ready = buffers[name], True
+            buffer = held.states if held.num_rows == num_rows else held.states.narrow(0, 0, num_rows)
+            if group.next_base == base:
+                buffer.narrow(2, start - base, num_new).copy_(states.detach() if states.requires_grad else states)
+                read[name] = buffer.narrow(2, first - base, stop - first)
+            else:  # longer than there is room for: it leaves its last columns
+                whole = read[name] = _joined(buffer.narrow(2, first - base, start - first), states)
+                held.base = group.next_base
+                held.at(slice(num_rows), held.base, stop).copy_(whole[:, :, held.base - first :])
+        return read
+
+    def _gathered(self, group: _Group, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`read`, where no columns are kept."""
+        if not group.missing:  # contiguous, as `DynamicCache` gives them
+            return {name: states.detach().contiguous() for name, states in new.items()}
+        ((_, first, source),) = group.missing
+        gathered = self._pool.gather(layer_idx, source, new, self._memory)
+        if first + source.num_columns == self._stop:
+            return {name: gathered[name].to(states.dtype) for name, states in new.items()}
+        return {name: _joined(gathered[name], states) for name, states in new.items()}
+
+    def _make_ready(
+        self, group: _Group, layer_idx: int, buffers: dict[str, _Buffer], new: Mapping[str, Tensor]
+    ) -> None:
+        """Let a layer's buffers have room for `new`, and hold the columns before it, from the group's base on.
+
+        What a buffer of another dtype holds may have been rounded, and what is new here is not held: the pool has it.
+        """
+        base, start, rows = group.base, self._start, slice(self._num_rows)
+        not_held, source = [], None
+        for name, states in new.items():
+            held = buffers.get(name, _NO_BUFFER)
+            is_like = held.is_like(states)
+            has_past = is_like and not group.is_anew and held.holds(base, start)
+            if not is_like:
+                self._pool.tensor_for(layer_idx, name, states)
+            if base < start and not has_past and not group.is_anew:
+                not_held.append(name)
+                if source is None:
+                    source = self._source(self._pool.rows_in(group.window, self._layouts(), base), base)
+            if not is_like or held.num_columns < group.room or held.num_rows < self._num_rows:
+                made = self._made(group, states)
+                if has_past:
+                    common = slice(min(self._num_rows, held.num_rows))
+                    made.at(common, base, start).copy_(held.at(common, base, start))
+                self._put(buffers, name, made)
+            elif has_past and held.base != base:
+                held.move(rows, base, start)
+            else:
+                held.base = base
+        for chosen, first, missing in group.missing:
+            gathered = self._pool.gather(layer_idx, missing, new, self._memory)
+            for name, states in gathered.items():
+                buffers[name].at(chosen, first, start).copy_(states)
+        if source is not None:
+            for name, states in self._pool.gather(layer_idx, source, not_held).items():
+                buffers[name].at(rows, base, start).copy_(states)
+
+    def _made(self, group: _Group, new: Tensor) -> _Buffer:
+        """A buffer with room for the forward's columns and some more, up to the most that the rows are known to get."""
+        room, most = group.room, self._max_columns if self._stop <= self._max_columns else math.inf
+        most = min(group.capacity, most - group.next_base)  # they may go on after the call
+        columns = max(room, int(min(room + max(MIN_SPARE_COLUMNS, room // 4), most)))
+        shape = (max(self._max_rows, self._num_rows), new.shape[1], columns, new.shape[3])
+        return _Buffer(zeros(shape, new.dtype, new.device, huge_pages=True), group.base)
+
+    def _put(self, buffers: dict[str, _Buffer], name: str, made: _Buffer) -> None:
+        """Let `made` take the place of a layer's buffer."""
+        replaced = buffers.get(name, _NO_BUFFER).states
+        self._pool.release([replaced])
+        self._buffer_bytes += made.states.nbytes - replaced.nbytes
+        buffers[name] = made
+
+    def do_without_copies(self) -> None:
+        """Memory has run out: forget all copies, also in the middle of a forward, and keep none until other rows start."""
+        layouts, num_rows, start, stop = self._layouts, self._num_rows, self._start, self._stop
+        self._go_without()
+        self.start_forward(layouts, num_rows, start, stop)
+
+    def _go_without(self) -> None:
+        self.drop()
+        self.keeps_columns = False
+
+    # Between two forwards.
+
+    def columns(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Of each layer name -> [R, H, stop - start, D], columns as they were written here, where they are kept."""
+        for layer_idx, layer in self._buffers.items():
+            states = {
+                name: held.at(slice(self._num_rows), start, stop)
+                for name, held in layer.items()
+                if held.holds(start, stop) and held.num_rows >= self._num_rows
+            }
+            yield layer_idx, states
+
+    def expand_rows(self, sources: Sequence[int]) -> None:
+        """Row `i` goes on as a copy of row `sources[i] <= i`."""
+        stop, self._num_rows = max(self._valid, default=0), len(sources)
+        try:
+            for layer in self._buffers.values():
+                for name, held in list(layer.items()):
+                    columns = slice(max(0, stop - held.base))
+                    if held.num_rows < len(sources):
+                        grown = zeros((len(sources), *held.states.shape[1:]), held.dtype, held.device, huge_pages=True)
+                        grown[: held.num_rows, :, columns] = held.states[:, :, columns]
+                        self._put(layer, name, _Buffer(grown, held.base))
+                    states = layer[name].states
+                    for row in range(len(sources) - 1, -1, -1):  # a source is never right of its copy
+                        if sources[row] != row:
+                            states[row, :, columns] = states[sources[row], :, columns]
+        except torch.OutOfMemoryError:
+            self._go_without()
+        self._valid = [self._valid[source] for source in sources] if self._buffers else [0] * len(sources)
+
+    def reorder_rows(self, sources: Sequence[int], shared_columns: int, index: Tensor | None = None) -> None:
+        """Row `i` goes on as a copy of row `sources[i]`; the first `shared_columns` columns of the two are equal.
+
+        Args:
+            index: [R] integers, the sources as a tensor on some device, if there is one.
+        """
+        stop = max(self._valid, default=0)
+        if list(sources) == list(range(len(sources))) or shared_columns >= stop:
+            return
+        held = (held for layer in self._buffers.values() for held in layer.values() if held.base < stop)
+        columns = (each.states[:, :, max(0, shared_columns - each.base) : stop - each.base] for each in held)
+        try:
+            reorder_rows(columns, sources, index)
+        except torch.OutOfMemoryError:
+            self._go_without()
+
+    def crop(self, num_columns: int) -> None:
+        """Columns from `num_columns` on are taken back."""
+        self._valid = [min(valid, num_columns) for valid in self._valid]
+
+    def keep(self, rows: Sequence[RowLayout]) -> None:
+        """The rows end. Rows that start with the same tokens may use the columns of those named here, as far as they are held."""
+        if self.keeps_columns:
+            self._kept = [row.cut(valid) for row, valid in zip(rows, self._valid, strict=False)]
+        else:
+            self.drop()
+
+    def pause(self) -> None:
+        """A call has ended; its rows may go on. Gives back memory that only a running forward needs."""
+        self._memory.drop()
+        for group in self._groups:
+            group.missing = []
+            group.tables.drop()
+
+    def drop(self) -> None:
+        """Forget all copies."""
+        self._pool.release(held.states for layer in self._buffers.values() for held in layer.values())
+        self._buffers, self._buffer_bytes, self._kept, self._valid, self._layouts = {}, 0, [], [], list
+        for group in self._groups:
+            group.reset()
+        self._memory.drop()
+
+
+def _joined(past: Tensor, new: Tensor) -> Tensor:
+    """Both one after the other, contiguous, in the dtype of `new`, and without a graph."""
+    new = new.detach()
+    return torch.cat((past.to(new.dtype), new), dim=2) if past.shape[2] else new.contiguous()

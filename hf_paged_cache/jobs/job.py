@@ -1,0 +1,287 @@
+"""`generate_all`: completions of many prompts, with what they share computed once, in the order of their prefix tree.
+
+Owns the job from its prompts to its summary: what is refused before anything runs, and what is kept where.
+"""
+
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+from transformers import PreTrainedModel
+
+from ..cache import PagedPrefixCache
+from ..errors import CacheArgumentError
+from ..integration.hooks import left_as_it_was
+from ..model.support import require_supported, unwrapped
+from ..prefix_store import PrefixStore
+from .calls import BatchCalls, Described
+from .journal import (
+    Completion,
+    Finished,
+    Journal,
+    Output,
+    Record,
+    claimed,
+    finished_before,
+    journal_of,
+    note_finished,
+    record_of,
+    require_same,
+    require_writable,
+)
+from .options import NO_OPTIONS, How, tokens_seen
+from .order import batches, build_prefix_tree, ordered, partition
+from .progress import progress_bar, warn_of_bypassed
+from .prompts import require_positions, require_text, tokenized
+from .rows import Row, digest_of, opened, require_room
+from .summary import BatchSummary, Tally
+
+
+class Batch(NamedTuple):
+    """Rows that run in one call, if they fit.
+
+    Attributes:
+        rows: their numbers.
+        prompts: token ids of each.
+        done: of the rows, those that an earlier run of the job has done.
+    """
+
+    rows: list[int]
+    prompts: "list[array[int]]"
+    done: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """What `generate_all` returns.
+
+    Attributes:
+        completions: of each prompt, in the order given: a text, or a list of them with `num_return_sequences`. None where they
+            went into a file.
+
+    Examples:
+        >>> result = generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2)
+        >>> len(result.completions)
+        2
+    """
+
+    completions: list[Completion] | None
+    summary: BatchSummary
+
+
+def generate_all(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    prompts: "str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row]",
+    *,
+    out: "str | PathLike[str] | None" = None,
+    column: str = "prompt",
+    order: Literal["given", "done"] = "given",
+    batch_size: int = 8,
+    max_new_tokens: int = 128,
+    cache: PagedPrefixCache | PrefixStore | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: bool | None = None,
+    **options: Any,
+) -> BatchResult:
+    """Complete many prompts, each as `model.generate` would: what they share is computed once, and is there when it is needed.
+
+    Prompts run in the order of their prefix tree, in batches of rows of about the same length. With greedy search each
+    completion is that of a `generate` of its prompt alone; in bf16 and fp16 a batch rounds otherwise than a row, with any cache. Samples (`do_sample`, here or in the model's `generation_config`) are
+    drawn a batch at a time: they follow from `seed` and the batch, so the same job has the same ones, interrupted or not, and
+    a prompt alone has others. A batch that does not fit into the pool runs in halves.
+
+    With `out`, each batch that is done is in a journal beside that file (`OUT.journal`) before the next one runs. The same
+    call resumes where an earlier one was interrupted or killed: no prompt runs twice, and none is lost. When all are done the journal
+    goes, and a record (`OUT.done`) says whose output it is: by it the same call, made again, finds that nothing is left to do.
+
+    A prompt that does not fit into the pool alone runs without it; a line in the log (`hf_paged_cache`, WARNING) says so at once.
+
+    Args:
+        tokenizer: the model's. A chat goes through its chat template, with the beginning of an answer.
+        prompts: a file (JSON lines, JSON, CSV or Parquet); or a list of texts, of chats (lists of messages), or of rows with a
+            `column`, such as a `datasets.Dataset`.
+        out: a file of JSON lines: each row with its `completion`. It grows while the job runs.
+        column: where the prompt is, in a row.
+        order: of the rows in `out`: as they were given, or as they are done.
+        batch_size: rows of a `generate` at most.
+        cache: to run on, or a store to make one of; None: a new one for this job.
+        overwrite: remove an `out`, a journal and a record that are there; without it an `out` of another job is refused, and this
+            job's is resumed.
+        progress: a bar on stderr, or where that is no terminal a line every 30 seconds and 5 % of the prompts, whichever is later;
+            False: neither.
+        options: of the new cache, by name: `block_size`, `num_blocks`, `max_bytes`, `attention`, `host_bytes`, `disk_folder`,
+            `disk_bytes` and `disk_mode`, see `PagedPrefixCache`; and of `generate`, such as `do_sample=True`, `num_beams=4`,
+            `stop_strings=["\\n"]`.
+
+    Raises:
+        CacheArgumentError: a row that has no prompt, a prompt that is longer than the model's positions, options that do not fit, an
+            `out` that another job has written; nothing has run.
+        UnsupportedModelError: see `PagedPrefixCache`.
+
+    Examples:
+        >>> shared = "Question: What is one and one?\\nAnswer: Two.\\n"
+        >>> result = generate_all(
+        ...     model, tokenizer, [shared + "Question: What is ice?\\nAnswer:", shared], max_new_tokens=4
+        ... )
+        >>> len(result.completions), result.summary.num_prompts
+        (2, 2)
+    """
+    how = How(
+        out=out,
+        column=column,
+        order=order,
+        batch_size=batch_size,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        overwrite=overwrite,
+        progress=progress,
+        options=options,
+    )
+    if not callable(tokenizer):
+        raise CacheArgumentError(f"tokenizer is of type {type(tokenizer).__name__}; give the model's")
+    inside = unwrapped(model)
+    require_supported(inside)
+    if not isinstance(cache, PagedPrefixCache | PrefixStore | None):
+        raise CacheArgumentError(
+            f"cache is of type {type(cache).__name__}; give a PagedPrefixCache or a PrefixStore of this model, or None"
+        )
+    if isinstance(cache, PagedPrefixCache) and how.sizes:
+        raise CacheArgumentError(
+            f"{' and '.join(how.sizes)}: of the cache, which is there already; give it to PagedPrefixCache"
+        )
+    with ExitStack() as stack:
+        stack.enter_context(left_as_it_was(inside))
+        calls = BatchCalls(model, tokenizer, how, cache)
+        if calls.cache.store.model is not inside:
+            raise CacheArgumentError("cache is of another model than the one given")
+        stack.callback(calls.cache.reset)
+        return run_job(_ThisProcess(calls), prompts, how)
+
+
+class Crew(Protocol):
+    """What runs the batches of a job: this process, or workers."""
+
+    @property
+    def num_workers(self) -> int: ...
+
+    def ask(self, question: str, *given: Any) -> Any:
+        """What the method `question` of `BatchCalls` answers."""
+
+    def run(self, queues: list[list[Batch]]) -> Iterator[Record]:
+        """Run the batches of each worker, each queue in its order, and yield what is done as it comes."""
+
+
+class _ThisProcess:
+    num_workers = 1
+
+    def __init__(self, calls: BatchCalls) -> None:
+        self._calls = calls
+
+    def ask(self, question: str, *given: Any) -> Any:
+        return getattr(self._calls, question)(*given)
+
+    def run(self, queues: list[list[Batch]]) -> Iterator[Record]:
+        for batch in queues[0]:
+            yield from self._calls.run(*batch)
+
+
+def run_job(
+    crew: Crew, prompts: "str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row]", how: How
+) -> BatchResult:
+    """A job on whatever runs its batches; see `generate_all` for what is refused."""
+    described: Described = crew.ask("describe")
+    if described.generation_config.prompt_lookup_num_tokens and how.batch_size > 1:
+        raise CacheArgumentError(
+            f"prompt_lookup_num_tokens runs one row at a time; give batch_size=1, not {how.batch_size}"
+        )
+    path = None if how.out is None else Path(how.out)
+    finished: Finished | None = None
+    job: dict[str, Any] = {}
+    with ExitStack() as stack:
+        if path is not None:
+            require_writable(path, prompts)
+            stack.enter_context(claimed(path))
+            finished = None if how.overwrite else finished_before(path)
+        rows = stack.enter_context(opened(prompts, how.column))
+        tokens = [*tokenized(rows, how.column, described.tokenizer)]
+        require_positions(described.config, tokens, how.max_new_tokens)
+        require_text(described.placeholders, tokens)
+        if path is not None:
+            require_room(rows)
+            job = {
+                "model": crew.ask("digest"),
+                "prompts": digest_of(rows),
+                "tokens of the prompts": digest_of(
+                    {"length": len(each), "ids": each.tobytes().hex()} for each in tokens
+                ),
+                "option": _options_of_results(described, how, crew.num_workers),
+            }
+            if finished is not None:
+                require_same(path, finished, {**job, "order": how.order})
+                return BatchResult(None, finished.summary)
+        if tokens:
+            crew.ask("try_out", tokens[: min(how.batch_size, 2)])
+        journal_path = None if path is None else journal_of(path)
+        journal = stack.enter_context(Journal(journal_path, job, len(rows), anew=how.overwrite))
+        output = None
+        if path is not None:
+            record_of(path).unlink(missing_ok=True)
+            output = stack.enter_context(Output(path, journal, rows, how.order))
+        tally = Tally()
+        for record in journal.records():
+            tally.add(record.rows, record.counts)
+        num_done_before = tally.num_rows
+        queues = _planned(described, crew.num_workers, tokens, how, journal)
+        with progress_bar(len(rows), num_done_before, how.progress) as bar:
+            for record in crew.run(queues):
+                journal.add(record)
+                if output is not None:
+                    output.write_on()
+                tally.add(record.rows, record.counts)
+                warn_of_bypassed(record, tally.num_bypassed)
+                bar.set_postfix_str(f"{tally.reused_share:.0%} of prompt tokens reused", refresh=False)
+                bar.update(len(record.rows))
+        summary = tally.summary(len(rows), num_done_before)
+        if path is None or output is None:
+            pairs = (pair for each in journal.records() for pair in zip(each.rows, each.completions, strict=True))
+            return BatchResult([completion for _, completion in sorted(pairs, key=lambda pair: pair[0])], summary)
+        output.finish()
+        note_finished(path, {**job, "order": how.order}, summary)
+        journal.remove()
+        return BatchResult(None, summary)
+
+
+def _options_of_results(described: Described, how: How, num_workers: int) -> dict[str, Any]:
+    """What shapes the completions; of samples the batches do, too."""
+    config = described.generation_config
+    options = {name: each for name, each in json.loads(config.to_json_string()).items() if name not in NO_OPTIONS}
+    drawn = {
+        "batch_size": how.batch_size,
+        "seed": how.seed,
+        "num_workers": num_workers,
+        "block_size": described.block_size,
+    }
+    return {**options, "column": how.column, **(drawn if config.do_sample else {})}
+
+
+def _planned(
+    described: Described, num_workers: int, tokens: "Sequence[array[int]]", how: How, done: Journal
+) -> list[list[Batch]]:
+    """Of each worker, the batches that it is to run, without those that are done."""
+    tree, lengths = build_prefix_tree(tokens, block_size=described.block_size), [*map(len, tokens)]
+    least_padded = tokens_seen(described.generation_config)
+    queues: list[list[Batch]] = []
+    for own in partition([*ordered(tree, lengths)], num_workers, how.max_new_tokens):
+        planned = (
+            Batch(numbers, [tokens[number] for number in numbers], frozenset(n for n in numbers if n in done))
+            for numbers in batches(own, how.batch_size, how.max_new_tokens, least_padded)
+        )
+        queues.append([batch for batch in planned if len(batch.done) < len(batch.rows)])
+    return queues

@@ -1,0 +1,246 @@
+"""In which order prompts run, on which worker and in which batches: so that each shared prefix is computed once. Integers only.
+
+Sorted prompts that share a prefix stand side by side, and how much each has in common with the one before is their prefix tree. The
+order is the tree's, a branch at a time: a prefix is used from its first prompt to its last without another in between, so even a pool
+that holds few prefixes has it. Within a branch, and of branches side by side, the longest come first: rows of a batch are padded
+to the longest, and what takes most memory is known at the beginning.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
+from typing import NamedTuple
+
+TOKEN_BYTES = 4
+BATCH_COST = 64  # of a forward, in tokens
+
+
+@dataclass(eq=False)
+class Branch:
+    """A prefix of at least one prompt, and what comes after it.
+
+    Attributes:
+        num_tokens: of the prefix.
+        prompts: numbers of those that share no longer prefix with another one.
+        branches: longer prefixes that begin with this one.
+        num_prompts: here and in all branches.
+    """
+
+    num_tokens: int
+    prompts: list[int] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
+    num_prompts: int = 0
+
+    def walk(self) -> Iterator[Branch]:
+        """This branch and all within it, a branch before those within it."""
+        waiting = [self]
+        while waiting:
+            branch = waiting.pop()
+            yield branch
+            waiting.extend(reversed(branch.branches))
+
+
+def build_prefix_tree(prompts: Sequence[Sequence[int]], *, block_size: int = 16, least_saving: int = 64) -> Branch:
+    """The tree of the prompts' token ids; its root is the empty prefix.
+
+    Cost: sorts the prompts as bytes; a few comparisons more for each.
+
+    Args:
+        block_size: prefixes are shared in multiples of so many tokens.
+        least_saving: tokens that a branch saves at least, against running its prompts after its parent's prefix; about what a
+            forward more costs.
+
+    Examples:
+        >>> tree = build_prefix_tree([[1, 2, 3, 4], [9], [1, 2, 3, 5], [1, 2, 7]], block_size=1, least_saving=1)
+        >>> tree.prompts, [(each.num_tokens, each.prompts, len(each.branches)) for each in tree.branches]
+        ([1], [(2, [3], 1)])
+        >>> tree.branches[0].branches
+        [Branch(num_tokens=3, prompts=[0, 2], branches=[], num_prompts=2)]
+    """
+    keys = [_sortable(tokens) for tokens in prompts]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    path = [Branch(0)]  # from the root to the branch that the last prompt is in
+
+    def close(limit: int) -> None:
+        """Leave the branches of more than `limit` tokens; the last one goes into its parent, or into one of `limit` tokens."""
+        while path[-1].num_tokens > limit:
+            done = path.pop()
+            if path[-1].num_tokens < limit:
+                path.append(Branch(limit))
+            path[-1].branches.append(done)
+            path[-1].num_prompts += done.num_prompts
+
+    for number, after in zip_longest(order, order[1:]):
+        common = 0 if after is None else _num_common(keys[number], keys[after]) // block_size * block_size
+        if common > path[-1].num_tokens:
+            path.append(Branch(common))
+        path[-1].prompts.append(number)
+        path[-1].num_prompts += 1
+        close(common)
+    close(0)
+    _dissolve(path[0], least_saving)
+    return path[0]
+
+
+def num_shared_tokens(prompts: Sequence[Sequence[int]], *, block_size: int = 16) -> int:
+    """Tokens that another prompt of these begins with, too, in whole blocks: as many as a cache with room for all of them reuses.
+
+    Examples:
+        >>> num_shared_tokens([[1, 2, 3, 4], [9], [1, 2, 3, 5], [1, 2, 7]], block_size=1)
+        5
+    """
+    keys = sorted(map(_sortable, prompts))
+    return sum(_num_common(*pair) // block_size * block_size for pair in pairwise(keys))
+
+
+def _dissolve(tree: Branch, least_saving: int) -> None:
+    """Branches that save too little, against what is left above them, give their prompts and branches to that."""
+    for branch in tree.walk():
+        candidates, branch.branches = branch.branches[::-1], []
+        while candidates:
+            each = candidates.pop()
+            if (each.num_prompts - 1) * (each.num_tokens - branch.num_tokens) >= least_saving:
+                branch.branches.append(each)
+            else:
+                branch.prompts += each.prompts
+                candidates.extend(reversed(each.branches))
+
+
+def _sortable(tokens: Sequence[int]) -> bytes:
+    """Bytes that sort as the token ids do."""
+    ids = array("I", tokens)
+    if sys.byteorder == "little":
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def _num_common(one: bytes, other: bytes) -> int:
+    """Leading tokens that both have, by bisection: slices of bytes compare faster than a loop over them."""
+    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
+    if one[: high * TOKEN_BYTES] == other[: high * TOKEN_BYTES]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[low * TOKEN_BYTES : middle * TOKEN_BYTES] == other[low * TOKEN_BYTES : middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class OrderedPrompt(NamedTuple):
+    """A prompt in its place of the order.
+
+    Attributes:
+        prompt: its number.
+        num_tokens: of the prompt.
+        remainder: of these, those after the prefix of its branch.
+        num_computed: of these, those after the longest prefix that a prompt before it has, too.
+    """
+
+    prompt: int
+    num_tokens: int
+    remainder: int
+    num_computed: int
+
+
+def ordered(tree: Branch, lengths: Sequence[int]) -> Iterator[OrderedPrompt]:
+    """All prompts of a tree in the order in which they run; `lengths` are tokens, by number.
+
+    Examples:
+        >>> prompts = [[7, 7], [1, 2, 3, 4], [9], [1, 2, 3, 5, 6]]
+        >>> tree = build_prefix_tree(prompts, block_size=1, least_saving=1)
+        >>> [each.prompt for each in ordered(tree, [*map(len, prompts)])]
+        [3, 1, 0, 2]
+    """
+    longest = _longest(tree, lengths)
+    waiting = [(tree, 0)]  # branches, and how much of the prefix of each is computed before its first prompt
+    while waiting:
+        branch, num_known = waiting.pop()
+        if branch.branches:  # its own prompts come after them
+            *others, first = sorted(branch.branches, key=lambda each: longest[id(each)])
+            waiting.append((Branch(branch.num_tokens, branch.prompts), branch.num_tokens))
+            waiting += [*((each, branch.num_tokens) for each in others), (first, num_known)]
+            continue
+        for prompt in sorted(branch.prompts, key=lambda number: (-lengths[number], number)):
+            num_tokens = lengths[prompt]
+            yield OrderedPrompt(prompt, num_tokens, num_tokens - branch.num_tokens, num_tokens - num_known)
+            num_known = branch.num_tokens
+
+
+def _longest(tree: Branch, lengths: Sequence[int]) -> dict[int, int]:
+    """Id of a branch -> tokens of its longest prompt."""
+    longest: dict[int, int] = {}
+    for branch in reversed([*tree.walk()]):
+        own = (lengths[prompt] for prompt in branch.prompts)
+        longest[id(branch)] = max([*own, *(longest[id(each)] for each in branch.branches)], default=0)
+    return longest
+
+
+def partition(order: Sequence[OrderedPrompt], num_workers: int, num_new_tokens: int = 1) -> list[list[OrderedPrompt]]:
+    """The prompts of each worker: one stretch of the order each, of equal cost. With more workers than prompts some have none.
+
+    Each cut parts at most one path of prefixes, which two workers then compute, and a prefix that most prompts have is spread
+    over as many workers as its prompts take.
+
+    Args:
+        num_new_tokens: expected of each prompt; one costs as much as a token of a prompt.
+
+    Examples:
+        >>> prompts = [[1, 2, 3], [7, 8, 9], [1, 2, 4], [7, 8, 6]]
+        >>> order = [*ordered(build_prefix_tree(prompts, block_size=1, least_saving=1), [*map(len, prompts)])]
+        >>> [[each.prompt for each in own] for own in partition(order, num_workers=2)]
+        [[1, 3], [0, 2]]
+    """
+    total, done = sum(each.num_computed + num_new_tokens for each in order), 0
+    workers: list[list[OrderedPrompt]] = [[] for _ in range(num_workers)]
+    for each in order:
+        cost = each.num_computed + num_new_tokens
+        middle = done + cost / 2
+        workers[min(num_workers - 1, int(middle * num_workers / max(1, total)))].append(each)
+        done += cost
+    return workers
+
+
+def batches(
+    order: Sequence[OrderedPrompt], batch_size: int, num_new_tokens: int = 1, least_padded: int = 0
+) -> list[list[int]]:
+    """Numbers of the prompts of each batch: runs of the order, so cut that the least is computed.
+
+    A batch computes the longest remainder of its rows in every row, and costs `BATCH_COST` tokens a step besides; of all ways to
+    cut, one that costs the least is taken. Cost: `batch_size` steps a prompt.
+
+    Args:
+        least_padded: prompts of fewer tokens are not padded: the rows of their batch are as long as they are.
+
+    Examples:
+        >>> order = [OrderedPrompt(n, length, length, length) for n, length in enumerate([500, 490, 10, 9, 9])]
+        >>> batches(order, batch_size=5), batches(order, batch_size=5, num_new_tokens=100)
+        ([[0, 1], [2, 3, 4]], [[0, 1, 2, 3, 4]])
+        >>> batches(order, batch_size=5, least_padded=10)
+        [[0, 1], [2], [3, 4]]
+    """
+    fixed = BATCH_COST * num_new_tokens
+    costs, starts = [0], [0]  # of the first n prompts: the least cost, and where the last batch begins
+    for stop in range(1, len(order) + 1):
+        best, best_start, longest = -1, stop - 1, 0
+        most = least = order[stop - 1].num_tokens
+        for start in range(stop - 1, max(-1, stop - 1 - batch_size), -1):
+            most, least = max(most, order[start].num_tokens), min(least, order[start].num_tokens)
+            if least < min(most, least_padded):
+                break
+            longest = max(longest, order[start].remainder)
+            cost = costs[start] + fixed + longest * (stop - start)
+            if best < 0 or cost < best or (cost == best and stop - start == batch_size):
+                best, best_start = cost, start
+        costs.append(best)
+        starts.append(best_start)
+    cut, stop = [], len(order)
+    while stop:
+        cut.append([each.prompt for each in order[starts[stop] : stop]])
+        stop = starts[stop]
+    return cut[::-1]

@@ -1,0 +1,73 @@
+"""What is shown on stderr while a batch job runs: a bar, or where that is no terminal a line now and then; and what is said at once."""
+
+import logging
+import math
+import sys
+from typing import Any, TextIO
+
+from tqdm import tqdm as plain_tqdm
+from tqdm.auto import tqdm
+
+from ..wording import counted
+from .journal import Record
+from .summary import MORE_BLOCKS
+
+logger = logging.getLogger("hf_paged_cache")
+
+_SECONDS_BETWEEN_LINES = 30.0  # and
+_SHARE_BETWEEN_LINES = 0.05  # of the prompts, where stderr is no terminal
+_LINE = "{n_fmt} of {total_fmt} prompts ({percentage:.0f}%) after {elapsed}, about {remaining} left{postfix}"
+
+
+def progress_bar(total: int, initial: int, wanted: bool | None) -> Any:
+    """A bar of prompts on a terminal or in a notebook; elsewhere a line now and then, of which a log does not fill up.
+
+    Args:
+        initial: prompts that are done.
+        wanted: False: neither.
+    """
+    is_notebook = any(
+        each.__name__ == "tqdm_notebook" for each in tqdm.__mro__
+    )  # whose import would take IPython's time
+    if is_notebook or sys.stderr.isatty():
+        return tqdm(total=total, initial=initial, unit="prompt", disable=wanted is False)
+    return plain_tqdm(
+        total=total,
+        initial=initial,
+        disable=wanted is False or not total,
+        file=_Lines(sys.stderr),
+        bar_format=_LINE,
+        mininterval=_SECONDS_BETWEEN_LINES,
+        maxinterval=math.inf,
+        miniters=math.ceil(total * _SHARE_BETWEEN_LINES),
+    )
+
+
+class _Lines:
+    """Makes a line of each state of a bar, which overwrites the one before on a terminal."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            self._file.write(f"{line}\n")
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def warn_of_bypassed(record: Record, num_bypassed: int) -> None:
+    """Say at once that a batch ran without the pool; of many such, whenever they have doubled.
+
+    Args:
+        num_bypassed: prompts that did, with this batch's.
+    """
+    if num_bypassed.bit_length() == (num_bypassed - int(record.counts["bypassed"])).bit_length():
+        return
+    of_rows = f"row{'s' if len(record.rows) > 1 else ''} {', '.join(map(str, record.rows))}"
+    so_far = "" if num_bypassed == len(record.rows) else f" ({counted(num_bypassed, 'prompt')} so far)"
+    with tqdm.external_write_mode(file=sys.stderr):
+        logger.warning(
+            f"PagedPrefixCache: {of_rows}, counted from 0, did not fit into the pool, and ran without it{so_far}: {MORE_BLOCKS}"
+        )

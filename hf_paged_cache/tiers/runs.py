@@ -1,0 +1,306 @@
+"""Runs: rows of contents that are one file, or become one. A tier writes what was evicted so, and `save` what is cached.
+
+A run is found in memory until its file is written, and from then on in the file. What others have written is a run, too. The thread
+that writes is a daemon: it dies with the process, and holds nothing that keeps a store alive.
+"""
+
+import json
+import logging
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..blocks.hashing import TOKEN_BYTES, BlockHash
+from ..kv.contents import Part
+from .base import Kind, Name
+from .folders import remove
+from .saved_file import (
+    ModelFacts,
+    SavedBlock,
+    SavedContents,
+    SavedFile,
+    SavedRoot,
+    new_path,
+    read_rows,
+    write_saved_file,
+)
+
+logger = logging.getLogger("hf_paged_cache")
+
+_HEADER_BYTES = 2**12  # of a file, beside what it says
+_BYTES_OF_AN_ENTRY = 2**8  # in a header, at most: of a block, a root or a tensor
+_BYTES_OF_A_CHECKSUM = 2**6
+_BYTES_OF_A_TOKEN = 8  # written as text
+_MOST_SECONDS = 5.0  # that are waited for a file when its store goes
+
+
+def content_bytes(parts: Sequence[Part], name: Name) -> int:
+    """Of one content in a file, at most."""
+    num_tokens = len(name.block_hash.token_bytes) // TOKEN_BYTES
+    header = _BYTES_OF_AN_ENTRY + _BYTES_OF_A_CHECKSUM * len(parts) + _BYTES_OF_A_TOKEN * num_tokens
+    return header + sum(part.num_bytes for part in parts)
+
+
+def kind_bytes(parts: Sequence[Part]) -> int:
+    """Of what a file says of a kind, at most, beside its contents."""
+    return _BYTES_OF_AN_ENTRY * (1 + sum(2 + len(part.pieces) for part in parts))
+
+
+class Home(Protocol):
+    """Where a run's file is written; see `OwnFolder` and `SharedFolder`."""
+
+    @property
+    def is_shared(self) -> bool: ...  # with other processes
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def mode(self) -> int: ...  # permissions of files
+
+    def write(self, num_bytes: int, write: Callable[[], object], *, may_wait: bool = True) -> bool: ...
+
+    def use(self, path: Path) -> None: ...
+
+
+class _Chunk(NamedTuple):
+    """Rows of one kind that came in at once. Copies from a device may be on the way."""
+
+    first: int  # their first, among the run's of this kind
+    names: Sequence[Name]
+    rows: Sequence[Tensor]  # of each part, [N, bytes]
+    arrival: Sequence[torch.Event]
+
+    def wait(self) -> None:
+        for event in self.arrival:
+            event.synchronize()
+
+
+class Run:
+    """Rows of contents that become one file.
+
+    Args:
+        home: where.
+        model: that has computed them; None: the file is this process's alone.
+
+    Attributes:
+        path: of the file.
+        num_bytes: that the file takes at most.
+        names: what is in it, by kind; whoever owns the run keeps these.
+        is_shared: the file is for other processes, too.
+        is_found: somebody else has written it.
+        is_closed: no rows are added any more.
+        is_being_written: now, by the writer; then there is a file of it, whatever becomes of the run.
+        file: what the file says, once it is written.
+        problem: why the file could not be written or read; then nothing of it is there.
+    """
+
+    def __init__(self, home: Home, model: ModelFacts | None = None) -> None:
+        self.path = new_path(home.path)
+        self._facts, self._settings = ({}, {}) if model is None else (dict(model.facts), dict(model.settings))
+        self.num_bytes = _HEADER_BYTES + len(json.dumps([self._facts, self._settings]))
+        self.names: dict[tuple[Kind, Name], None] = {}
+        self.is_shared = home.is_shared
+        self.is_found = self.is_closed = self.is_being_written = False
+        self.file: SavedFile | None = None
+        self.problem: str | None = None
+        self._home = home
+        self._roots: dict[bytes, SavedRoot] = {}
+        self._parts: dict[Kind, tuple[Part, ...]] = {}
+        self._chunks: dict[Kind, list[_Chunk]] | None = {}  # None: not in memory any more
+        self._lock = threading.Lock()  # of where the rows are
+        self._is_dropped = False
+
+    @classmethod
+    def found(cls, file: SavedFile, home: Home) -> "Run":
+        """A file that is there."""
+        run = cls(home)
+        run.path, run.num_bytes, run.file = file.path, file.num_bytes, file
+        run.is_found = run.is_closed = True
+        run._chunks = None
+        return run
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any were added."""
+        return bool(self._parts)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether it has not been written yet."""
+        return self._chunks is not None
+
+    def add(
+        self,
+        kind: Kind,
+        parts: Sequence[Part],
+        names: Sequence[Name],
+        rows: Sequence[Tensor],
+        roots: Iterable[SavedRoot] = (),
+        arrival: Sequence[torch.Event] = (),
+    ) -> int:
+        """More rows, as long as it is not closed; returns the number of their first among those of their kind.
+
+        Args:
+            rows: of each part, [N, bytes].
+            roots: of these contents' sequences, where others may find them.
+        """
+        assert self._chunks is not None
+        if kind not in self._parts:
+            self._parts[kind], self._chunks[kind] = tuple(parts), []
+            self.num_bytes += kind_bytes(parts)
+        for root in roots:
+            if root.digest not in self._roots:
+                self._roots[root.digest] = root
+                self.num_bytes += _BYTES_OF_AN_ENTRY + 2 * len(root.regime)
+        self.num_bytes += sum(content_bytes(parts, name) for name in names)
+        chunks = self._chunks[kind]
+        first = chunks[-1].first + len(chunks[-1].names) if chunks else 0
+        chunks.append(_Chunk(first, names, rows, arrival))
+        return first
+
+    def save(self) -> SavedFile:
+        """Write the file now, into its folder as it is; the rows stay in memory.
+
+        Raises:
+            OSError: it cannot be; nothing is left of it.
+        """
+        chunks_of, rows = self._chunks, {}
+        assert chunks_of is not None
+        for kind, chunks in chunks_of.items():
+            for chunk in chunks:
+                chunk.wait()
+            rows[kind] = [_joined([chunk.rows[part] for chunk in chunks]) for part in range(len(self._parts[kind]))]
+        self.file = write_saved_file(self._described(chunks_of), rows, self._home.mode, outlives=self.is_shared)
+        return self.file
+
+    def _described(self, chunks_of: Mapping[Kind, Sequence[_Chunk]]) -> SavedFile:
+        """What the file says."""
+        numbers: dict[BlockHash, int] = {}
+        contents = []
+        for kind, chunks in chunks_of.items():
+            names = [name for chunk in chunks for name in chunk.names]
+            rows = tuple(numbers.setdefault(name.block_hash, len(numbers)) for name in names)
+            contents.append(SavedContents(kind, self._parts[kind], rows, ()))
+        blocks = tuple(SavedBlock(each.digest, each.parent, each.token_bytes) for each in numbers)
+        parents = {block.parent for block in blocks}
+        roots = tuple(root for digest, root in self._roots.items() if digest in parents)
+        block_size = len(blocks[0].token_bytes) // TOKEN_BYTES
+        return SavedFile(self.path, 0, block_size, self._facts, self._settings, roots, blocks, tuple(contents))
+
+    def write(self, *, may_wait: bool = True) -> None:
+        """Let the file have it when its folder has room. What it cannot hold is lost.
+
+        Args:
+            may_wait: for other processes that write.
+        """
+        with self._lock:
+            if self._is_dropped or self._chunks is None:
+                return
+            self.is_being_written = True
+        try:
+            if not self._home.write(self.num_bytes, self.save, may_wait=may_wait):
+                self.problem = "there is no room for it"
+        except OSError as error:
+            logger.warning(
+                "PagedPrefixCache: blocks could not be written to %s, and are dropped: %s", self.path.parent, error
+            )
+            self.problem = str(error)
+        finally:
+            with self._lock:
+                self._chunks, self.is_being_written = None, False
+                if self._is_dropped:
+                    remove(self.path)
+
+    def read(self, kind: Kind, rows: Sequence[tuple[int, int]]) -> list[list[Tensor]]:
+        """Of each part of a kind, the rows `[first, first + number)` for each (first, number), in some tensors of the host.
+
+        Raises:
+            OSError, SavedBlocksError: the file is not there, or not what was written.
+        """
+        chunks_of = self._chunks
+        if chunks_of is None:
+            if self.file is None:
+                raise OSError(f"{self.path} is not there")
+            return read_rows(self.file, kind, rows)
+        chunks, loaded = chunks_of[kind], [list[Tensor]() for _ in self._parts[kind]]
+        for first, number in rows:
+            at = bisect_right(chunks, first, key=lambda chunk: chunk.first) - 1
+            while at < len(chunks) and chunks[at].first < first + number:
+                chunk = chunks[at]
+                chunk.wait()
+                for fragments, of_part in zip(loaded, chunk.rows, strict=True):
+                    fragments.append(of_part[max(0, first - chunk.first) : first + number - chunk.first])
+                at += 1
+        return loaded
+
+    def use(self) -> None:
+        """It is used: whoever shares its folder is to keep it."""
+        if self.file is not None:
+            self._home.use(self.path)
+
+    def drop(self) -> None:
+        """Nobody asks for it any more: its file goes, written already or not."""
+        with self._lock:
+            self._is_dropped = True
+            if self._chunks is None:
+                remove(self.path)
+            elif not self.is_being_written:
+                self._chunks = None
+
+
+class Writer:
+    """Writes runs one after the other, in a thread that is started with the first."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Run | None] = SimpleQueue()
+        self._must_stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def give(self, run: Run) -> None:
+        """Write this run when those before it are written."""
+        self._queue.put(run)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=_write_all, args=(self._queue, self._must_stop), name="hf_paged_cache tiers", daemon=True
+            )
+            self._thread.start()
+
+    def given(self) -> list[Run]:
+        """Runs that were not written any more."""
+        found = []
+        while not self._queue.empty():
+            if (run := self._queue.get()) is not None:
+                found.append(run)
+        return found
+
+    def stop(self) -> None:
+        """Write no more runs, and wait for the one that is being written, but not for long."""
+        self._must_stop.set()
+        self._join(_MOST_SECONDS)
+
+    def join(self) -> None:
+        """Wait until all runs that were given are written."""
+        self._join(None)
+
+    def _join(self, seconds: float | None) -> None:
+        self._queue.put(None)
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():  # the collector may run in any
+            thread.join(seconds)
+
+
+def _write_all(queue: "SimpleQueue[Run | None]", must_stop: threading.Event) -> None:
+    while (run := queue.get()) is not None and not must_stop.is_set():
+        run.write()
+        del run  # while it waits, it holds nothing
+
+
+def _joined(rows: list[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(rows)

@@ -1,0 +1,189 @@
+"""Options of `generate` in a batch job: each row's completion is what it would be alone, padded or not; what cannot be is refused first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hf_paged_cache import CacheArgumentError, generate_all
+from hf_paged_cache.jobs import job
+
+from ..tiny_models import CHARACTERS, build, character_tokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NEW = 8
+PROMPTS = [
+    "a",
+    "The quick",
+    "bbbb",
+    "xa",
+    "aaaaaaaaaaaaaaaaaaaaaaaab",
+    "ab",
+    "by",
+]  # a padded row begins with its first letter
+A, K = character_tokenizer(CHARACTERS)("ak").input_ids
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerBase:
+    return character_tokenizer(CHARACTERS)
+
+
+def repeater(**saved: Any) -> Any:
+    """A model that repeats the last letter, so that what a penalty or a stop string sees decides."""
+    model: Any = build("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.02)
+            layer.mlp.down_proj.weight.mul_(0.02)
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    for name, value in saved.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+def alone(model: Any, tokenizer: Any, prompt: str, **options: Any) -> str | list[str]:
+    """What `generate` gives for one prompt, with `DynamicCache`."""
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    if options.get("stop_strings") or model.generation_config.stop_strings:
+        options["tokenizer"] = tokenizer
+    output = model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
+    ids = output if isinstance(output, torch.Tensor) else output.sequences
+    texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return texts if len(texts) > 1 else texts[0]
+
+
+def together(model: Any, tokenizer: Any, **options: Any) -> Any:
+    return generate_all(model, tokenizer, PROMPTS, **{"max_new_tokens": NEW, "progress": False, **options}).completions
+
+
+SEES_TOKENS: dict[str, dict[str, Any]] = {
+    "ngrams": {"no_repeat_ngram_size": 2},
+    "ngrams of three": {"no_repeat_ngram_size": 3},
+    "ngrams of the prompt": {"encoder_no_repeat_ngram_size": 2},
+    "stop strings": {"stop_strings": ["aaa", "bbbbbb"]},
+    "bad words": {"bad_words_ids": [[A, A, A]]},
+    "biased sequences": {"sequence_bias": [[[A, A, A], -50.0]]},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "a penalty": {"repetition_penalty": 1.5},
+    "a penalty on the prompt": {"encoder_repetition_penalty": 3.0},
+    "at least so many": {"min_new_tokens": 5, "eos_token_id": A},
+    "suppressed": {"suppress_tokens": [A]},
+    "no padding token": {"pad_token_id": -1},
+    "a padding token that is generated, too": {"pad_token_id": A, "eos_token_id": 7},
+    "a padding token and stop strings": {"pad_token_id": A, "stop_strings": ["aa", "b"]},
+    "an end that is written": {"eos_token_id": K},
+    "a forced end": {"forced_eos_token_id": A},
+    "beams and stop strings": {"num_beams": 3, "stop_strings": ["aaa"]},
+    "a watermark": {"watermarking_config": {"bias": 2.5}},
+}
+
+
+@pytest.mark.parametrize("how", [*SEES_TOKENS, *OTHERS])
+def test_an_option_gives_each_row_what_it_gives_it_alone(how: str, tokenizer: Any, tmp_path: Path) -> None:
+    model, options = repeater(), {**SEES_TOKENS, **OTHERS}[how]
+    expected = [alone(model, tokenizer, prompt, **options) for prompt in PROMPTS]
+    assert together(model, tokenizer, **options) == expected
+    assert len({str(each) for each in expected}) > 1
+    assert together(model, tokenizer, out=tmp_path / "out.jsonl", **options) is None
+
+
+@pytest.mark.parametrize("how", SEES_TOKENS)
+def test_padding_would_show(how: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = repeater()
+    expected = [alone(model, tokenizer, prompt, **SEES_TOKENS[how]) for prompt in PROMPTS]
+    monkeypatch.setattr(job, "tokens_seen", lambda config: 0)
+    assert together(model, tokenizer, **SEES_TOKENS[how]) != expected
+
+
+SAVED: dict[str, dict[str, Any]] = {
+    "a least length": {"min_length": 6, "eos_token_id": A},
+    "a greatest length": {"max_length": 9},
+    "stop strings": {"stop_strings": ["aaa"]},
+    "neither pad nor end": {"pad_token_id": None, "eos_token_id": None},
+    "no cache": {"use_cache": False},
+    "a static cache": {"cache_implementation": "static"},
+    "scores": {"return_dict_in_generate": True, "output_scores": True},
+}
+
+
+@pytest.mark.parametrize("what", SAVED)
+def test_what_a_model_has_saved_is_heeded_as_in_a_call_of_one_row(what: str, tokenizer: Any) -> None:
+    model = repeater(**SAVED[what])
+    assert together(model, tokenizer) == [alone(model, tokenizer, prompt) for prompt in PROMPTS]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"prompt_lookup_num_tokens": 3}, "runs one row at a time; give batch_size=1, not 8"),
+    ({"repetition_penalty": 0}, "strictly positive"),
+    ({"stop_strings": []}, r"stop_strings is \[\]; give a text"),
+    ({"stop_strings": 5}, "stop_strings is 5; give a text"),
+    ({"eos_token_id": "abc"}, "eos_token_id is 'abc'; give a token id of 0 to"),
+    ({"eos_token_id": [[1]]}, r"eos_token_id is \[\[1\]\]; give a token id of 0 to"),
+    ({"forced_eos_token_id": 9999}, "forced_eos_token_id is 9999; give a token id of 0 to"),
+    ({"num_beams": 0}, "num_beams is 0; it must be an int, 1 or more"),
+    ({"num_beams": 2.5}, "num_beams is 2.5; it must be an int, 1 or more"),
+    ({"top_p": "high", "do_sample": True}, "top_p is 'high'; give a number"),
+    ({"length_penalty": True, "num_beams": 2}, "length_penalty is True; give a number"),
+    ({"bad_words_ids": 3}, "bad_words_ids"),
+    ({"watermarking_config": 5}, "generate cannot run so"),
+    ({"penalty_alpha": 0.5}, "generate cannot run so"),
+    ({"do_sample": "no"}, "do_sample is 'no'; give True or False"),
+    ({"logits_processor": []}, "logits_processor is no option of generate that a batch job takes"),
+    ({"on_full": "bypass"}, r"give cache=PagedPrefixCache\(model, on_full=\.\.\.\)"),
+    ({"max_time": 3.0}, "max_time is not an option here"),
+    ({"do_sample": True, "temperature": -1.0}, "strictly positive"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED)
+def test_what_generate_cannot_do_is_refused_before_anything_is_written(
+    options: dict[str, Any], said: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(CacheArgumentError, match=said) as raised:
+        together(repeater(), tokenizer, out=tmp_path / "out.jsonl", **options)
+    assert "\n" not in str(raised.value)
+    assert not [*tmp_path.iterdir()]
+
+
+OFF: list[dict[str, Any]] = [
+    {"num_beam_groups": 1, "diversity_penalty": 0.0, "guidance_scale": 1.0, "encoder_repetition_penalty": 1.0},
+    {"num_assistant_tokens": 20, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.4},
+    {"target_lookbehind": 10, "assistant_lookbehind": 10, "max_matching_ngram_size": 2},
+    {"chat_format": "chatml", "_from_model_config": True},
+]
+
+
+@pytest.mark.parametrize("saved", OFF)
+def test_what_changes_nothing_lets_rows_be_padded(saved: dict[str, Any], tokenizer: Any) -> None:
+    model = repeater(**saved)
+    result = generate_all(model, tokenizer, PROMPTS, max_new_tokens=NEW, progress=False)
+    assert result.completions == [alone(model, tokenizer, prompt) for prompt in PROMPTS]
+    assert result.summary.num_batches < len({len(prompt) for prompt in PROMPTS})
+
+
+def test_drafts_from_the_prompt_run_a_row_at_a_time(tokenizer: Any) -> None:
+    model = repeater()
+    options = {"prompt_lookup_num_tokens": 3}
+    expected = [alone(model, tokenizer, prompt, **options) for prompt in PROMPTS]
+    assert together(model, tokenizer, batch_size=1, **options) == expected
+
+
+def test_an_error_of_the_models_own_keeps_its_kind(tokenizer: Any) -> None:
+    model, num_calls = repeater(), 0
+
+    def fail(*_: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 20:
+            raise TypeError("a defect")
+
+    model.register_forward_pre_hook(fail)
+    with pytest.raises(TypeError, match=r"^a defect$"):
+        together(model, tokenizer, max_new_tokens=40)
