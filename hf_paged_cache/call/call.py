@@ -109,6 +109,7 @@ class Call:
         self.demand: Demand | None = None  # of rows that begin, as long as nothing has changed
         self._brought: Mapping[int, str] = {}  # block -> the tier that it has come from for the next forward
         self._stopwatch: Stopwatch | None = None  # of a forward of a prompt, where lower tiers ask
+        self._is_larger = False  # the scheduled forward has taken blocks
         self._must_commit = False  # the last forward had several columns, and may have filled blocks
         store.add_holder(self)
 
@@ -325,9 +326,11 @@ class Call:
         rows = self.rows
         return (
             self._may_step
-            and not rows.is_aliased
+            and self.forward is None
+            and self.state is CallState.CONFIRMED
+            and len(rows.distinct) == len(rows.alias)
             and rows.num_columns >= self.limits.num_prompt_columns
-            and bool(self.brackets)
+            and self.brackets.are_of_this_thread()
         )
 
     def schedule_step(self, passed: Sequence[int] | PassedStep) -> None:
@@ -343,12 +346,13 @@ class Call:
             self.catch_up()
         with self.store.lock:
             self.store.settle()
-            rows, before, num_rows = self.rows, self.rows.num_columns, len(self.rows)
+            rows, before, num_rows = self.rows, self.rows.num_columns, len(self.rows.alias)
             if self._must_commit:
                 self._commit()
                 self._must_commit = False
-            if self.states:
-                self.states.stop_step_commits(rows)
+            states = self.states if self.states.has_layers else None
+            if states is not None:
+                states.stop_step_commits(rows)
             self._is_first = False
             self._writes.start()
             self.state = CallState.SCHEDULED
@@ -361,13 +365,14 @@ class Call:
                 )
                 self.view.start_forward(self._held.layouts, num_rows, before, before + 1, transfer)
                 if num_taken:
-                    if self.states:
-                        self.states.keep_last(rows)
+                    if states is not None:
+                        states.keep_last(rows)
+                    self._is_larger = True
                     renew_reservation(self.store, self, rows, self.limits, before + 1)
                     self.store.make_copies(
                         transfer, may_wait=False
                     )  # last: with their ids goes all that the step needs
-                self.states.tear()
+                self.states.are_whole = False  # until it is confirmed
                 self.forward = ScheduledForward(
                     before, before + 1, tuple(range(num_rows)), None, slot_mapping, is_step=True
                 )
@@ -407,14 +412,16 @@ class Call:
         if not store.writing_layers:
             store.read_budget()
         with store.lock:
-            try:
-                self._writes.require_all()
-            except ForwardMismatchError:
-                self.roll_back()
-                raise
+            written = self._writes.written
+            if not (store.writing_layers and store.writing_layers <= written):
+                try:
+                    self._writes.require_all()
+                except ForwardMismatchError:
+                    self.roll_back()
+                    raise
             if not store.writing_layers:
                 store.settle_budget(most_blocks)
-                store.writing_layers = frozenset(self._writes.written)
+                store.writing_layers = frozenset(written)
             self._num_columns_before = self.rows.num_columns
             self.rows.confirm(forward.stop)
             self.states.are_whole = True
@@ -428,9 +435,16 @@ class Call:
             self.forward = None
             if conditions_held is not None:
                 self.judge(conditions_held=conditions_held)
-            self.counters.confirm()
-            self.peak_kv_bytes = max(self.peak_kv_bytes, store.kv_bytes_in_use(self.salt) + self.view.num_bytes)
+            if not forward.is_step:
+                self.counters.confirm()
+            if self._is_larger:
+                self._measure()
             return forward
+
+    def _measure(self) -> None:
+        """Keys and values may take more than ever before."""
+        num_bytes = self.store.kv_bytes_in_use(self.salt) + self.view.num_bytes
+        self.peak_kv_bytes, self._is_larger = max(self.peak_kv_bytes, num_bytes), False
 
     def _require_prepared(self) -> None:
         if self.state is not CallState.SCHEDULED:
@@ -496,7 +510,7 @@ class Call:
             self.states.start_forward(rows, start, stop)
         self.forward = ScheduledForward(start, stop, tuple(members), copies, slot_mapping)
         self._may_step = limits.are_known and request.bypass is None and self._runs_as_asked(request)
-        self._must_commit = True
+        self._must_commit = self._is_larger = True
         self.num_scheduled += 1
         if store.tiers and store.tiers.is_telling(stop - start) and store.writing_layers:  # the first forward warms up
             self._stopwatch = Stopwatch(store.pool.accelerators)
@@ -733,6 +747,7 @@ class Call:
         """
         with self.store.lock:
             self.roll_back()
+            self._measure()  # what attention reads may have grown since
             self._held.flush(self.rows)
             self.judge(conditions_held=conditions_held)
             if failed:

@@ -26,22 +26,24 @@ class CallStates:
     """The states of one call's rows. False where no layer carries any.
 
     Attributes:
+        has_layers: any layer carries states.
         are_whole: the layers carry what is behind all columns of the rows; not while a forward runs, nor after one has died.
     """
 
     def __init__(self, store: BlockStore, live: LiveStates) -> None:
         self._store = store
         self.live = live
+        self.has_layers = bool(live)
         self.are_whole = False
 
     def __bool__(self) -> bool:
         """Whether any layer carries states."""
-        return bool(self.live)
+        return self.has_layers
 
     @property
     def are_torn(self) -> bool:
         """Whether the running rows must be brought back to where they stand."""
-        return bool(self.live) and not self.are_whole
+        return self.has_layers and not self.are_whole
 
     def num_needed(self, request: ForwardRequest) -> int:
         """So many of a prompt's last columns run in the forward over all rows."""
@@ -175,10 +177,6 @@ class CallStates:
             row.num_known = min(row.num_known, max(0, column - row.pad))
         self.record(rows, column, stop)
 
-    def tear(self) -> None:
-        """A forward is scheduled: until it is confirmed, nobody knows what the layers carry."""
-        self.are_whole = False
-
     def keep_last(self, rows: Rows) -> None:
         """A decode step begins, before which blocks were filled: where that is a place for one, a row gets a snapshot.
 
@@ -243,14 +241,14 @@ class CallStates:
 
     def select(self, sources: Sequence[int], index: Tensor | None = None) -> None:
         """Running row `i` goes on as row `sources[i]`."""
-        if self.live and self.are_whole:
+        if self.has_layers and self.are_whole:
             self.are_whole = False  # interrupted, some layers have changed
             self.live.select(sources, index)
             self.are_whole = True
 
     def crop(self, num_columns: int) -> None:
         """The last `num_columns` columns were taken back."""
-        if not self.live:
+        if not self.has_layers:
             return
         were_whole, self.are_whole = self.are_whole, False
         if not num_columns or (were_whole and self.live.crop(num_columns)):
@@ -260,7 +258,7 @@ class CallStates:
 
     def drop(self) -> None:
         """The rows have ended, a forward has died, or what layers carry is of other tokens."""
-        if self.live:
+        if self.has_layers:
             self.are_whole = False
             self.live.clear()
             self.live.recorder.start_forward()
@@ -271,7 +269,7 @@ class CallStates:
         Raises:
             ForwardMismatchError: it is lost.
         """
-        if not self.live or not rows.num_columns:
+        if not self.has_layers or not rows.num_columns:
             return {}
         if self.stands(rows):
             return select_rows(self.live.read(), rows.alias)
@@ -285,7 +283,7 @@ class CallStates:
 
     def park(self, rows: Rows, *, copies: bool = False) -> None:
         """Give each row what layers carry of it, where that is known: the rows end here, or are copied."""
-        if not self.live or not self.stands(rows):
+        if not self.has_layers or not self.stands(rows):
             return
         held: Mapping[StateKey, Tensor] = self.live.read()
         if copies:
@@ -295,7 +293,7 @@ class CallStates:
 
     def unpark(self, rows: Rows) -> None:
         """The rows go on here: what the layers carry of them is overwritten, and nobody may go on from it."""
-        if self.live and self.stands(rows):
+        if self.has_layers and self.stands(rows):
             for row in rows.distinct:
                 row.origin = None
 

@@ -121,10 +121,10 @@ def count_on(positions: list[int], rows: Rows, column: int) -> bool:
     Args:
         positions: of each row, or one for all.
     """
-    running = rows.distinct
-    if len(positions) == 1:
-        positions = positions * len(running)
-    return positions == [row.first_position + column - row.pad for row in running]
+    for number, row in enumerate(rows.distinct):
+        if positions[number if len(positions) > 1 else 0] != row.first_position + column - row.pad:
+            return False
+    return len(positions) in (1, len(rows.distinct))
 
 
 class HeldSteps:
@@ -176,10 +176,10 @@ class HeldSteps:
 
     def must_be_read(self, rows: Rows) -> bool:
         """Whether a row's last block is full, so that the next step would commit it."""
+        if not self._unread or self._rows is not rows:
+            return False
         size = self._store.block_size
-        return (
-            self._rows is rows and bool(self._unread) and any(row.table.num_tokens % size == 0 for row in rows.distinct)
-        )
+        return any(row.table.num_tokens % size == 0 for row in rows.distinct)
 
     def catch_up(self, rows: Rows, ends: Collection[int], asked: Tensor | None) -> list[int]:
         """`Call.catch_up`; `ends` are the token ids that end a row. The store's lock is free while the device is waited for."""

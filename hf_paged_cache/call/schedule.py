@@ -1,6 +1,7 @@
 """What a scheduled forward takes: the column that it starts at, the blocks of its rows, and the slots of its tokens. Functions over `Rows`."""
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from ..errors import ForwardMismatchError
 from ..kv.slot_mapping import SlotMapping
@@ -150,21 +151,22 @@ def take_step(
         OutOfBlocksError: tables may have grown; the caller rolls back.
     """
     running, ends = rows.distinct, limits.end_of_sequence
-    found = [row.table.append_in_place(token_id) for row, token_id in zip(running, token_ids, strict=True)]
+    slots: list[int | None] = []
+    for row, token_id in zip(running, token_ids, strict=True):  # loops: it runs for every token
+        slots.append(row.table.append_in_place(token_id))
     if not ends.isdisjoint(token_ids):
         for row, token_id in zip(running, token_ids, strict=True):
             if token_id in ends:
                 row.stop_commits(row.num_confirmed + 1)
-    num_taken = found.count(None)
+    num_taken = slots.count(None)
     if num_taken:
         flush()
         rows.commit()
         _make_room(store, holder, num_taken, rows, limits)
-    slots = [
-        running[number].table.append_token(token_ids[number]) if slot is None else slot
-        for number, slot in enumerate(found)
-    ]
-    return num_taken, store.pool.map_slots(slots, transfer=transfer)
+        for number, slot in enumerate(slots):
+            if slot is None:
+                slots[number] = running[number].table.append_token(token_ids[number])
+    return num_taken, store.pool.map_slots(cast(list[int], slots), transfer=transfer)
 
 
 def map_slots(

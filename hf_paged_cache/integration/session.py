@@ -91,6 +91,7 @@ class Session:
         self._inputs: KnownInputs | None = None  # of the next forward
         self._bypass: str | None = None
         self._adapters: list[str] | None = None
+        self._may_step = False  # as of the last look at the model
         self._was_overtaken = False  # another generate has left rows where this one was to begin its own
 
     @property
@@ -177,7 +178,7 @@ class Session:
             self.own_layers.end()
         self._call.begin(bracket, given.limits, keep_rows=goes_on)
         self.records_drafts, self._synced_gpus = False, given.synced_gpus
-        self._digest, self._inputs, self._was_alone = given.digest, given.inputs, False
+        self._digest, self._inputs, self._was_alone, self._may_step = given.digest, given.inputs, False, False
         self._ranks.is_settled = False
 
     def open_unseen(self) -> None:
@@ -220,7 +221,13 @@ class Session:
         Raises:
             OutOfBlocksError: it does not fit, and calls that do not fit are refused; running rows are as before.
         """
+        call = self._call
         try:
+            if self._may_step and model is self._conditioning.model and call.may_step:
+                passed = self._reader.read_step(arguments, call.rows)
+                if passed is not None:
+                    call.schedule_step(passed)
+                    return arguments
             return self._before_forward(model, arguments)
         except Exception as error:
             self._ranks.tell_refusal(error)
@@ -248,11 +255,6 @@ class Session:
         if not (self.is_open or self._has_rows):
             self._open_found(model)
         call.roll_back()
-        if call.may_step and self._adapters is None and not self._conditioning.rope.depends_on_length:
-            passed = self._reader.read_step(arguments, call.rows)
-            if passed is not None:
-                call.schedule_step(passed)
-                return arguments
         call.catch_up()
         if self.is_open:
             self.going_on.require_new_tokens(arguments)
@@ -458,6 +460,7 @@ class Session:
         self._was_alone = not conditioning.may_change_in_a_forward()
         self._bypass = conditioning.bypass()
         self._adapters = conditioning.adapter_names()
+        self._may_step = self._adapters is None and not conditioning.rope.depends_on_length
 
     def _conditions_hold(self) -> bool:
         """Whether the model is still as it was when its conditions were read; False where they were not."""
