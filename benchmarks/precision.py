@@ -193,7 +193,7 @@ CONTROL = "zeros"
 
 def serve_zeros(store: PrefixStore) -> None:
     """Put zeros in place of all keys and values held. Caches made from here on reuse zeros."""
-    for layer in store.blocks.pool._tensors.values():
+    for layer in store.blocks.pool.all.layers.values():
         for tensor in layer.values():
             tensor.zero_()
 

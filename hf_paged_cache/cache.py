@@ -168,7 +168,7 @@ class PagedPrefixCache(CacheOfLayers):
             self._session.open_unseen()
         if layer_idx < 0:
             layer_idx += len(self.layers)
-        if self._own_layers.has_rows:
+        if self._own_layers.layers is not None:
             return self._own_layers.num_columns_of(layer_idx)
         if layer_idx and not self.store.blocks.may_write(layer_idx):
             return 0
@@ -177,7 +177,8 @@ class PagedPrefixCache(CacheOfLayers):
     @property
     def is_initialized(self) -> bool:
         """Whether there are rows."""
-        return self._session.num_columns > 0
+        own = self._own_layers
+        return (self.call.num_columns if own.layers is None else own.num_columns) > 0
 
     def activate_past_recording(self) -> None:
         """Drafts will be verified: a model that cannot say which logits it needs computes them all."""
@@ -276,7 +277,7 @@ class PagedPrefixCache(CacheOfLayers):
 
     def holds_layer(self, layer_idx: int) -> bool:
         """Whether there are rows, and keys and values of them in this layer: not every layer writes any."""
-        return self.call.num_columns > 0 and self.store.blocks.pool.has_layer(layer_idx)
+        return self.call.num_columns > 0 and bool(self.store.blocks.pool.layer(layer_idx))
 
     def write_layer(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store a layer's new K/V by name, [R, H, T, D], and return those that its attention reads."""
@@ -338,7 +339,7 @@ class PagedPrefixCache(CacheOfLayers):
         sibling = self.sibling()
         memo[id(self)] = sibling
         self._own_layers.copy_to(sibling._own_layers, memo)
-        sibling._session.going_on.take_over(self._session.going_on)
+        sibling._session.resumption.take_over(self._session.resumption)
         sibling.call.take_over(self.call.fork_rows(), ended=self.call.has_ended)
         return sibling
 

@@ -24,8 +24,8 @@ from .integration.token_input import one_sequence
 from .model.conditioning import Conditioning
 from .model.placeholders import Placeholders
 from .model.positions import default_numbering
-from .model.probing import input_device, measure_bytes_per_token, measure_layers
-from .model.state_sizes import measure_states
+from .model.probing import input_device
+from .model.sizes import measure_bytes_per_token, measure_layers, measure_states
 from .model.state_traits import StateTraits, read_state_traits
 from .model.support import (
     cache_layers,

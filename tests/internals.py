@@ -24,11 +24,10 @@ from hf_paged_cache.call.rows import Rows
 from hf_paged_cache.integration import ambient, forwards_ahead
 from hf_paged_cache.kv import recycled_memory
 from hf_paged_cache.kv.block_pool import BlockPool
-from hf_paged_cache.kv.grouped_pool import GroupedPool
 from hf_paged_cache.kv.states import LiveStates, StateKey
 from hf_paged_cache.model.conditioning import Conditioning
 from hf_paged_cache.model.rope import RopeRegime
-from hf_paged_cache.store import capacity, state_snapshots
+from hf_paged_cache.store import block_store, state_snapshots
 from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.state_snapshots import StateRules
 from hf_paged_cache.tiers.disk import DiskTier
@@ -52,20 +51,17 @@ def held_tensors(
 ) -> Iterator[Tensor]:
     """The tensors of the pool: of each layer, or of some, its keys and its values."""
     pool = _blocks(cache_or_store).pool
-    for part in (pool, *(pool._in_windows.values() if isinstance(pool, GroupedPool) else ())):
-        for layer_idx, layer in part._tensors.items():
-            if layers is None or layer_idx in layers:
-                yield from layer.values()
+    for layer_idx in pool.layer_indices:
+        if layers is None or layer_idx in layers:
+            yield from pool.layer(layer_idx).values()
 
 
 def tensor_and_block(store: BlockStore, layer_idx: int, name: str, block_id: int) -> tuple[Tensor, int] | None:
     """The pool's tensor for a layer, and where it has a block; None where a layer with a window has not."""
     pool, window = store.pool, store.windows.window_of.get(layer_idx)
-    if window is None:
-        return pool._tensors[layer_idx][name], block_id
-    assert isinstance(pool, GroupedPool)
-    place = pool._groups[window].places.get(block_id)
-    return None if place is None else (pool.of_window(window)._tensors[layer_idx][name], place)
+    placing = pool.groups[window].placing
+    place = block_id if placing is None else placing.places.get(block_id)
+    return None if place is None else (pool.layer(layer_idx)[name], place)
 
 
 def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore, layers: Collection[int] | None = None) -> None:
@@ -84,9 +80,8 @@ def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore, layers: Collecti
 
 def zero_window_blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> set[int]:
     """As `zero_blocks`, in the tensors of the windows' groups alone; the layers that these hold."""
-    pool = _blocks(cache_or_store).pool
-    assert isinstance(pool, GroupedPool)
-    layers = {layer_idx for in_window in pool._in_windows.values() for layer_idx in in_window._tensors}
+    groups = _blocks(cache_or_store).pool.groups
+    layers = {layer_idx for window, group in groups.items() if window is not None for layer_idx in group.layers}
     zero_blocks(cache_or_store, layers)
     return layers
 
@@ -169,12 +164,11 @@ def spoil_unwritten_slots(store: BlockStore, layer_idx: int, value: float) -> in
     """Write `value` into all slots of a layer that hold nothing; returns how many. The null block is left as it is."""
     pool, size, window = store.pool, store.block_size, store.windows.window_of.get(layer_idx)
     written = written_slots(store)
-    if window is not None:
-        assert isinstance(pool, GroupedPool)
-        places, pool = pool._groups[window].places, pool.of_window(window)
+    if (placing := pool.groups[window].placing) is not None:
+        places = placing.places
         written = {places[slot // size] * size + slot % size for slot in written if slot // size in places}
     empty: list[int] = []
-    for held in pool._tensors.get(layer_idx, {}).values():
+    for held in pool.layer(layer_idx).values():
         empty = sorted(set(range(size, held.shape[0] * size)) - written)
         held.transpose(1, 2)[[slot // size for slot in empty], [slot % size for slot in empty]] = value
     return len(empty)
@@ -295,8 +289,8 @@ FAULT_POINTS: list[tuple[type, str, str]] = [
 MEMORY_PLACES = [
     "pool.write",
     "pool.write_blocks",
-    "pool.ensure_capacity",
-    "pool.copy_blocks",
+    "pool.all.ensure_capacity",
+    "pool.all.copy_blocks",
     "view.read",
     "view.start_rows",
     "view.start_forward",
@@ -306,8 +300,9 @@ MEMORY_PLACES = [
 
 def owner_of(cache: PagedPrefixCache, place: str) -> tuple[Any, str]:
     """The object and the name of the method that one of `MEMORY_PLACES` is."""
-    owner, name = place.split(".")
-    return {"pool": _blocks(cache).pool, "view": cache.view}[owner], name
+    owner, name = place.rsplit(".", 1)
+    pool = _blocks(cache).pool
+    return {"pool": pool, "pool.all": pool.all, "view": cache.view}[owner], name
 
 
 @contextmanager
@@ -429,7 +424,7 @@ def see_no_change_of_the_model(patch: pytest.MonkeyPatch) -> None:
 
 def make_pools_grow(patch: pytest.MonkeyPatch) -> None:
     """A store begins with four blocks."""
-    patch.setattr(capacity, "_FIRST_NUM_BLOCKS", 4)
+    patch.setattr(block_store, "_FIRST_NUM_BLOCKS", 4)
 
 
 def recycle_all_memory(patch: pytest.MonkeyPatch) -> None:

@@ -16,14 +16,13 @@ from typing import Any
 
 import hf_paged_cache
 from hf_paged_cache.blocks import PrefixCachingBlockAllocator
-from hf_paged_cache.blocks.ledger import BlockLedger
 from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.counters import PromptCounters
 from hf_paged_cache.call.held_steps import HeldSteps
 from hf_paged_cache.integration.forwards_ahead import ForwardsAhead
 from hf_paged_cache.integration.session import Session
 from hf_paged_cache.integration.side_forward import SideForwards
-from hf_paged_cache.kv.block_pool import BlockPool
+from hf_paged_cache.kv.block_pool import BlockPool, GroupTensors
 from hf_paged_cache.prefix_store import PrefixStore
 from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.lower_tiers import LowerTiers
@@ -35,12 +34,12 @@ GUARDED_FOLDERS = tuple(f"{PACKAGE}{folder}/" for folder in ("blocks", "kv", "st
 
 # May be used without the lock: class -> name -> why that is right.
 EXEMPT: dict[type, dict[str, str]] = {
-    BlockLedger: {},
     PrefixCachingBlockAllocator: {},
     BlockPool: {
-        "has_layer": "one look into a dict that only grows, or is replaced as a whole",
+        "layer": "one look into dicts that only grow, or are replaced as a whole",
         "release": "looks at streams, of which there are only ever more; the tensors are the caller's",
     },
+    GroupTensors: {},
     Pins: {},
     BlockStore: {
         "block_size": "never changes",
@@ -72,7 +71,7 @@ class LockError(AssertionError):
 def guard(store: BlockStore) -> None:
     """From here on, this store and the calls on it are guarded."""
     with store.lock:
-        for part in (store, store.allocator, store.pool, store.pins, store.tiers):
+        for part in (store, store.allocator, store.pool, *store.pool.groups.values(), store.pins, store.tiers):
             vars(part)["_lock_under_test"] = store.lock
         for call in store.holders():
             _guard_call(call)
@@ -83,7 +82,7 @@ def install() -> None:
     if "_is_guarded" in vars(PrefixStore):
         return
     PrefixStore._is_guarded = True  # type: ignore[attr-defined]
-    for cls in (BlockLedger, PrefixCachingBlockAllocator, BlockPool, Pins, BlockStore, PromptCounters):
+    for cls in (PrefixCachingBlockAllocator, BlockPool, GroupTensors, Pins, BlockStore, PromptCounters):
         _guard_members(cls)
     for cls in GUARDED_WRITES:
         _guard_writes(cls)

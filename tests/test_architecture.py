@@ -64,8 +64,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "model.output_flags",
     "model.placeholders",
     "model.positions",
-    "model.probing",
-    "model.state_sizes",
+    "model.sizes",
     "model.support",
     "model.trial",
 }
@@ -186,7 +185,7 @@ def drawn(document: str) -> Iterator[list[tuple[str, set[str]]]]:
     assert found, f"{document} has no drawing that begins with hf_paged_cache/"
     for level in re.split(r"\n *↓\n", re.sub(r"\n {4,}(?=\w)", " ", found[1].rstrip())):
         lines = [re.split(r"  +", line.strip(), maxsplit=1) for line in level.splitlines()]
-        yield [(name, set(re.findall(r"\w+", what.partition(": ")[2]))) for name, what in lines]
+        yield [(name, set(re.findall(r"\w+(?:\.\w+)*", what.partition(": ")[2]))) for name, what in lines]
 
 
 def test_the_drawing_has_the_levels() -> None:

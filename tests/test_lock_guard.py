@@ -44,8 +44,8 @@ OTHERWISE_TESTED = {
     "integration.ambient:close_scope": "guards a tuple of this module, of no store",
     "model.conditioning:Conditioning._read": "test_conditions_read_by_many_threads_are_the_same",
     "integration.session:Session._schedule_on_all_ranks": "runs only where processes share a model",
-    "store.capacity:Capacity.read_budget": "before the first forward is confirmed; a look at devices, and one number",
-    "store.capacity:Capacity.bytes_to_come": "asked by another store before its first forward is confirmed; numbers",
+    "store.block_store:BlockStore.read_budget": "before the first forward is confirmed; a look at devices, and one number",
+    "store.block_store:BlockStore.bytes_to_come": "asked by another store before its first forward is confirmed; numbers",
     "integration.ranks:Ranks.settled_budget": "runs only where processes share a model",
     "tiers.runs:Run.write": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
     "tiers.runs:Run.write:1": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
@@ -178,7 +178,7 @@ def build_in_the_call() -> None:
 
 def begin_with_a_long_call() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_paged_cache.store.capacity._MOST_UNMEASURED_TOKENS", 8)
+        patch.setattr("hf_paged_cache.store.block_store._MOST_UNMEASURED_TOKENS", 8)
         cache = PagedPrefixCache(build("llama"))
         run(cache.store.model, cache, input_ids=torch.tensor([row((1, 18))]))
 

@@ -21,7 +21,8 @@ from ..model.comparison import (
     tolerance,
     trial_inputs,
 )
-from ..model.probing import measure_bytes_per_token, types_of_logits, undisturbed
+from ..model.probing import types_of_logits, undisturbed
+from ..model.sizes import measure_bytes_per_token
 from ..model.support import cache_layers, require_supported, takes, unwrapped
 from ..model.trial import require_continuable
 from ..prefix_store import PrefixStore

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..blocks import BlockHash
+from ..blocks import BlockHash, resumable
 from ..blocks.arguments import int_of_at_least
 from ..blocks.hashing import digest_behind, tokens_of
 from ..blocks.roots import RootFacts
@@ -190,8 +190,8 @@ class Look:
         self._known = known
         self._eps = eps_computed_in(store.model)
         self._options = {"logits_to_keep": 1} if takes(store.model, "logits_to_keep") else {}
-        size, windows = self._blocks.block_size, self._blocks.windows.window_of.values()
-        self._most_tokens = max(size, min([_MOST_TOKENS, *(window - 1 for window in windows)]))
+        most = min([_MOST_TOKENS, *(window - 1 for window in store.conditioning.windows().values())])
+        self._most_tokens = max(self._blocks.block_size, most)  # a layer with a window keeps no more of a forward
 
     def run(self, wanted: set[bytes]) -> None:
         """Look at these blocks, as far as calls find them."""
@@ -241,9 +241,7 @@ class Look:
 
     def _goes_on(self, row: Row, num_tokens: int) -> bool:
         """Whether all layers have what a sequence needs to go on there. The store's lock is held."""
-        states, table = self._blocks.states, row.table
-        has_states = not states or not num_tokens or states.has(table.block_ids, num_tokens)
-        return has_states and table.num_resumable_tokens(num_tokens) == num_tokens
+        return resumable(self._blocks.groups, row.table.block_ids, num_tokens) == num_tokens
 
     def _inputs(self, row: Row) -> dict[str, Tensor]:
         ids = torch.tensor(row.table.token_ids, dtype=torch.int64, device=input_device(self._model))[None]
@@ -257,11 +255,7 @@ class Look:
         stored, dynamic = self._stored(row, 0, num_tokens), dynamic_cache(self._model)
         if stored is None:
             return None
-        layers: list[Any] = dynamic.layers
-        for layer in layers:
-            if getattr(layer, "is_sliding", False) and not has_state(layer):
-                layer.activate_past_recording()  # it keeps all that a forward computes
-        put_rows(layers, stored[0].items(), stored[1], num_tokens)
+        put_rows(dynamic.layers, stored[0].items(), stored[1], num_tokens)
         return dynamic
 
     def _stored(self, row: Row, start: int, stop: int) -> tuple[dict[int, dict[str, Tensor]], States] | None:
@@ -285,7 +279,8 @@ class Look:
             layer = dynamic.layers[index]
             for name, old in held.items():
                 new = layer.indexer_keys[:, None] if name == "indexer_key" else getattr(layer, f"{name}s")
-                answers.append(self._differ(old, new[:, :, -old.shape[2] :], size))
+                num_kept = min(old.shape[2], new.shape[2])
+                answers.append(self._differ(old[:, :, -num_kept:], new[:, :, -num_kept:], size))
         carried = LiveStates({i: layer for i, layer in enumerate(dynamic.layers) if has_state(layer)}).read()
         for key, states in stored[1].items():
             answers.append(self._differ(states.view(1, 1, 1, -1), carried[key].reshape(1, 1, 1, -1), 1))

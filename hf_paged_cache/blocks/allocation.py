@@ -45,18 +45,12 @@ class Allocation:
     Ranges, in blocks: `[0, num_prefix_blocks)` a prefix hit | `[num_prefix_blocks, len(block_ids))` taken since. Given
     back by `free()`, on leaving a `with`, or at the allocator's next operation after the allocation was collected.
 
-    With a `window`, a ring: the positions run round its blocks, and p + `num_slots` has the slot of p. None of its
-    blocks is ever hashed, and it keeps its length: what would hash, add or cut blocks raises CacheArgumentError. It may
-    be forked as a whole, and copied on write.
-
     Attributes:
         block_ids: logical block index -> block id. Read only: the allocator's ref counts are derived from this list.
         num_prefix_blocks: leading blocks that were a prefix hit.
         namespace: of all its blocks; no block is ever held in two.
         key: names it in the allocator, also after it was collected.
-        num_tokens: number of positions that run round the ring; None without a window.
-        window: last tokens that are kept; None where all are.
-        resumption: where its holder may go on, as far as layers with a window must know; see `WindowBlocks`.
+        resumption: where its holder may resume, as far as layers with a window must know; see `WindowBlocks`.
 
     Examples:
         >>> from . import PrefixCachingBlockAllocator
@@ -64,24 +58,9 @@ class Allocation:
         >>> with allocator.allocate([], num_mutable_blocks=2) as allocation:
         ...     allocation.slots(0, 3)
         [16, 17, 18]
-        >>> ring = allocator.allocate(num_tokens=40, window=10)
-        >>> ring.slots(0, 40) == list(range(16, 32)) * 2 + list(range(16, 24))
-        True
-
-    Source: the ring is that of text-generation-inference's `SimpleAllocator`.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_allocator",
-        "block_ids",
-        "key",
-        "namespace",
-        "num_prefix_blocks",
-        "num_tokens",
-        "resumption",
-        "window",
-    )
+    __slots__ = ("__weakref__", "_allocator", "block_ids", "key", "namespace", "num_prefix_blocks", "resumption")
 
     def __init__(
         self,
@@ -89,8 +68,6 @@ class Allocation:
         block_ids: list[int],
         num_prefix_blocks: int,
         namespace: bytes = b"",
-        num_tokens: int | None = None,
-        window: int | None = None,
     ) -> None:
         self._allocator = allocator
         # A C function as callback: the collector may run inside any line of ours, and must not run Python code there.
@@ -98,13 +75,9 @@ class Allocation:
         self.block_ids = block_ids
         self.num_prefix_blocks = num_prefix_blocks
         self.namespace = namespace
-        self.num_tokens = num_tokens
-        self.window = window
         self.resumption: Resumption | None = None
 
     def __repr__(self) -> str:
-        if self.window is not None:
-            return f"Allocation(num_blocks={len(self.block_ids)}, num_tokens={self.num_tokens}, window={self.window})"
         return f"Allocation(num_blocks={len(self.block_ids)}, num_prefix_blocks={self.num_prefix_blocks})"
 
     @property
@@ -114,7 +87,7 @@ class Allocation:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that fit into the blocks held; with a window, the length of the ring."""
+        """Tokens that fit into the blocks held."""
         return len(self.block_ids) * self._allocator.block_size
 
     @property
@@ -125,27 +98,15 @@ class Allocation:
     def slots(self, start: int, stop: int) -> list[int]:
         """Slot of each position in `[start, stop)`: block id * block_size + offset.
 
-        With a window, any `window` positions in a row have slots of their own, also where it is no multiple of
-        block_size: a ring written in order holds its last `window` tokens. Several tokens written at once overwrite
-        tokens that the first of them may still see; read those before. Of more than `num_slots` tokens, write the last
-        `num_slots` alone: the others have the same slots.
-
         Raises:
-            CacheArgumentError: not 0 <= start <= stop <= num_slots; with a window, num_tokens in its place.
+            CacheArgumentError: not 0 <= start <= stop <= num_slots.
         """
         size, block_ids = self._allocator.block_size, self.block_ids
-        num_positions = len(block_ids) * size
-        if self.num_tokens is not None and block_ids:  # not freed
-            num_positions = self.num_tokens
-        if not 0 <= start <= stop <= num_positions:
-            raise CacheArgumentError(f"no slots for positions [{start}, {stop}); there are {num_positions}")
-        first, last = start // size, -(-stop // size)
-        if self.window is None:
-            held = block_ids[first:last]
-        else:
-            held = [block_ids[index % len(block_ids)] for index in range(first, last)]
+        if not 0 <= start <= stop <= len(block_ids) * size:
+            raise CacheArgumentError(f"no slots for positions [{start}, {stop}); there are {len(block_ids) * size}")
+        first = start // size
         slots: list[int] = []
-        for block_id in held:
+        for block_id in block_ids[first : -(-stop // size)]:
             slots.extend(range(block_id * size, (block_id + 1) * size))
         return slots[start - first * size : stop - first * size]
 
@@ -162,8 +123,3 @@ class Allocation:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an Allocation cannot be copied or pickled; allocator.fork(allocation) holds its blocks again")
-
-
-def num_blocks_of_ring(num_tokens: int, window: int, block_size: int) -> int:
-    """Blocks for as many of `num_tokens` tokens as a window shows at once."""
-    return -(-min(num_tokens, window) // block_size)

@@ -1,25 +1,38 @@
-"""Owns every change: blocks are taken, shared, hashed, copied on write and given back. Refuses a change that cannot finish.
+"""Owns the record of who holds which block, and every change of it: blocks are taken, shared, hashed, copied on write and given back.
 
-`ledger` says how a change survives an interruption.
+Refuses a change that cannot finish, and an allocation that it does not know. The lists of the live allocations are the truth;
+states, queue and index (`BlockStates`) are derived from them and from the blocks' own hashes. Every change first marks what is
+derived as dirty, changes the lists last and clears the mark. After a Ctrl-C anywhere inside, the next operation finds the mark
+and derives it again: the change has happened or has not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from weakref import ReferenceType
 
-from ..errors import BlockStateError, CacheArgumentError
-from .allocation import Allocation, num_blocks_of_ring
-from .arguments import check_not_negative, int_of_at_least
+from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
+from .allocation import Allocation
+from .arguments import check_not_negative
 from .block_states import BlockStates, OnEvict
-from .hashing import BlockHash
-from .ledger import BlockLedger
+from .hashing import BlockHash, bytes_of, tokens_of
 
 
-class PrefixCachingBlockAllocator(BlockLedger):
+class PrefixCachingBlockAllocator:
     """Hands out block ids, shares them by hash, and evicts the least recently used. Knows nothing of their content.
 
-    Every operation finishes or changes nothing. Block 0 is the null block: never handed out, in no state. Not
-    thread-safe: use one lock for the allocator and the content.
+    Every operation finishes or changes nothing. Each settles first: it repairs what was interrupted and takes back what
+    collected allocations held. Block 0 is the null block: never handed out, in no state. Not thread-safe: use one lock for the
+    allocator and the content.
+
+    Args:
+        num_blocks: at least 2, with the null block.
+        block_size: tokens of a block, at least 1.
+
+    Raises:
+        CacheArgumentError: a size below that.
 
     Examples:
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=4, block_size=16)
@@ -29,14 +42,226 @@ class PrefixCachingBlockAllocator(BlockLedger):
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
+        if block_size < 1:
+            raise CacheArgumentError(f"block_size is {block_size}; it must be at least 1 token")
+        self.block_size = block_size
+        self.collected: deque[ReferenceType[Allocation]] = deque()  # collected, blocks not yet taken back
+        self._held: dict[ReferenceType[Allocation], list[int]] = {}  # live allocation -> its block ids
+        self._states = BlockStates(num_blocks)
+        self.num_lapses = 0  # how often blocks went without their holder's doing: collected, or forgotten
         self.num_copies_on_write = 0
         self._copies: list[tuple[int, int]] = []  # (source, destination) in the order in which they must be made
+        self._dirty = False
+
+    def __repr__(self) -> str:
+        states = self._states
+        return (
+            f"{type(self).__name__}(num_blocks={states.num_blocks}, block_size={self.block_size}, "
+            f"free={len(states.queue) - states.num_cached}, cached={states.num_cached})"
+        )
+
+    # What can be asked. It changes nothing.
+
+    @property
+    def num_blocks(self) -> int:
+        """Size of the pool with the null block."""
+        return self._states.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks without a holder and without a hash."""
+        return self.num_available_blocks - self._states.num_cached
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks without a holder that a prefix can hit."""
+        self._settle()
+        return self._states.num_cached
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that can be handed out: free and cached."""
+        self._settle()
+        return len(self._states.queue)
+
+    @property
+    def num_blocks_in_use(self) -> int:
+        """Distinct blocks that somebody holds."""
+        return self._states.num_blocks - 1 - self.num_available_blocks
+
+    def num_cached_blocks_of(self, namespace: bytes) -> int:
+        """`num_cached_blocks` of one namespace."""
+        self._settle()
+        return self._states.num_cached_of.get(namespace, 0)
+
+    def num_blocks_in_use_of(self, namespace: bytes) -> int:
+        """`num_blocks_in_use` of one namespace."""
+        self._settle()
+        return self._states.num_in_use_of.get(namespace, 0)
+
+    @property
+    def num_evictions(self) -> int:
+        """Cached blocks that were handed out so far."""
+        return self._states.num_evictions
+
+    def holds(self, allocation: Allocation) -> bool:
+        """Whether `allocation` is one of this allocator's and has not been freed."""
+        self._settle()
+        return allocation.key in self._held
+
+    def allocations(self) -> list[Allocation]:
+        """Those that live and have not been freed."""
+        self._settle()
+        return [allocation for key in self._held if (allocation := key()) is not None]
+
+    def ref_count(self, block_id: int) -> int:
+        """Number of allocations that hold a block."""
+        self._check_ids((block_id,))
+        return self._states.ref_counts[block_id]
+
+    def ref_counts(self, block_ids: Collection[int]) -> list[int]:
+        """The same of many blocks."""
+        self._check_ids(block_ids)
+        return [*map(self._states.ref_counts.__getitem__, block_ids)]
+
+    def namespace_of(self, block_id: int) -> bytes:
+        """Whose a block is that somebody holds or can hit."""
+        self._check_ids((block_id,))
+        return self._states.index.namespaces[block_id]
+
+    def block_hash_of(self, block_id: int) -> BlockHash | None:
+        """The hash of a block, computed or not, or None."""
+        self._check_ids((block_id,))
+        return self._states.index.hash_of(block_id)
+
+    def digest_of(self, block_id: int) -> bytes | None:
+        """The digest of a block that somebody holds, or None."""
+        return self._states.index.digests[block_id]
+
+    def namespace_of_digest(self, digest: bytes) -> bytes | None:
+        """Whose the block with this digest is; None where no block has it."""
+        block_id = self._states.index.blocks.get(digest)
+        return None if block_id is None else self._states.index.namespaces[block_id]
+
+    def hash_of_digest(self, digest: bytes) -> tuple[BlockHash, bytes] | None:
+        """The hash and the namespace of the block with this digest; None where no block has it."""
+        index = self._states.index
+        block_id = index.blocks.get(digest)
+        block_hash = None if block_id is None else index.hash_of(block_id)
+        return None if block_id is None or block_hash is None else (block_hash, index.namespaces[block_id])
+
+    def is_writable(self, block_id: int) -> bool:
+        """Whether a block has one holder and no hash: only such a block may be written."""
+        if self._dirty or self.collected:
+            self._settle()
+        states = self._states
+        return states.ref_counts[block_id] == 1 and states.index.digests[block_id] is None
+
+    def hashes(self, namespace: bytes = b"") -> dict[int, BlockHash]:
+        """Block id -> hash, of all blocks of a namespace that a prefix can hit.  Cost: O(num_blocks)."""
+        self._settle()
+        index = self._states.index
+        found = {
+            block_id: index.hash_of(block_id) for block_id in index.blocks.values() if block_id not in index.uncomputed
+        }
+        return {
+            block_id: block_hash
+            for block_id, block_hash in found.items()
+            if block_hash is not None and index.namespaces[block_id] == namespace
+        }
+
+    def match_prefix(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> list[int]:
+        """Blocks of the longest leading run of hashes whose content is here, in this namespace.
+
+        Effects: none; asks `block_hashes` for nothing after the first miss.
+        """
+        self._settle()
+        return self._states.index.match(block_hashes, namespace)
+
+    def continuations(self, parent: bytes, namespace: bytes = b"") -> list[array[int]]:
+        """Tokens of the computed blocks straight behind the prefix with this digest, or behind a root.  Cost: O(num_blocks)."""
+        self._settle()
+        return [tokens_of(tokens) for tokens in self._states.index.continuations(parent, namespace)]
+
+    def has_tokens(self, token_ids: array[int], namespace: bytes = b"") -> bool:
+        """Whether a full block has these tokens, behind whatever prefix.  Cost: O(num_blocks)."""
+        self._settle()
+        return self._states.index.has_tokens(bytes_of(token_ids), namespace)
+
+    def kinds_of_blocks(self, namespace: bytes | None = None) -> bytes:
+        """Of each block but the null block, or of a namespace: 0 it is free, 1 cached, 2 in use.  Cost: O(num_blocks)."""
+        self._settle()
+        counts, index = self._states.ref_counts, self._states.index
+        return bytes(
+            2 if counts[block_id] else 0 if index.digests[block_id] is None else 1
+            for block_id in range(1, self._states.num_blocks)
+            if namespace is None
+            or (index.namespaces[block_id] == namespace and (counts[block_id] or index.digests[block_id] is not None))
+        )
+
+    def require(self, num_blocks: int, hits: Iterable[int] = (), namespace: bytes = b"") -> None:
+        """Raises OutOfBlocksError unless `num_blocks` fresh blocks can be had beside `hits`.
+
+        With the arithmetic, but for a namespace: it would tell what others hold.
+        """
+        self._settle()
+        states = self._states
+        ref_counts = states.ref_counts
+        num_cached_hits = len([block_id for block_id in hits if not ref_counts[block_id]])
+        if num_blocks + num_cached_hits > len(states.queue):
+            of_all = (
+                f"{len(states.queue) - states.num_cached} free + {states.num_cached} cached of {states.num_blocks - 1}"
+            )
+            raise OutOfBlocksError(
+                f"need {num_blocks + num_cached_hits} blocks: {'there are fewer' if namespace else of_all}"
+                + (f", {num_cached_hits} of them the prefix hit itself" if num_cached_hits else "")
+                + "; free what is no longer needed or give the pool more blocks"
+            )
+
+    def snapshot(self) -> tuple[object, ...]:
+        """A value that is equal while nothing has changed, the order of eviction included.  Cost: O(num_blocks)."""
+        self._settle()
+        states, index = self._states, self._states.index
+        times = [time if index.digests[block_id] else 0 for block_id, time in enumerate(states.last_access)]
+        hashes = [index.hash_of(block_id) for block_id in range(states.num_blocks)]
+        lists = [list(block_ids) for block_ids in self._held.values()]
+        counts, queue = states.ref_counts[:], list(states.queue)
+        namespaces = dict(states.num_in_use_of), dict(states.num_cached_of)
+        return counts, queue, times, states.num_evictions, hashes, set(index.uncomputed), lists, namespaces
 
     @property
     def pending_copies(self) -> tuple[tuple[int, int], ...]:
         """What `take_copies` would return. A copier that may be interrupted reads this and then calls `drop_copies`."""
         return tuple(self._copies)
+
+    def check(self) -> None:
+        """Prove the invariants, O(num_blocks):
+
+        1. each block but the null block is in exactly one state, and the counts sum to num_blocks - 1;
+        2. a block's ref_count is the number of live allocations that hold it;
+        3. no allocation holds a block twice;
+        4. index and hashes are inverse; cached blocks are computed and queued after the free ones, oldest first;
+        5. all blocks of an allocation are of its namespace, and what is counted of each namespace is what there is.
+
+        Raises:
+            BlockStateError: one does not hold; with the whole state.
+        """
+        self._settle()
+        states, lists = self._states, list(self._held.values())
+        try:
+            states.check(lists)
+            for key, block_ids in self._held.items():
+                allocation = key()
+                if allocation and any(states.index.namespaces[i] != allocation.namespace for i in block_ids):
+                    raise BlockStateError(f"{allocation!r} has blocks of another namespace: {block_ids}")
+        except BlockStateError as error:
+            hashes = {i: digest.hex()[:8] for i, digest in enumerate(states.index.digests) if digest is not None}
+            raise BlockStateError(
+                f"{error}\nallocations: {lists}\nref counts: {states.ref_counts}\nqueue: {list(states.queue)}, "
+                f"{states.num_cached} cached\nhashes: {hashes}\nuncomputed: {sorted(states.index.uncomputed)}"
+            ) from error
+
+    # Blocks are taken and given back.
 
     def allocate(
         self,
@@ -45,8 +270,6 @@ class PrefixCachingBlockAllocator(BlockLedger):
         *,
         num_blocks: int | None = None,
         namespace: bytes = b"",
-        num_tokens: int | None = None,
-        window: int | None = None,
     ) -> Allocation:
         """Hold the prefix hit of `block_hashes`, then fresh blocks to write into. No block of the hit is evicted for them.
 
@@ -54,24 +277,12 @@ class PrefixCachingBlockAllocator(BlockLedger):
             num_mutable_blocks: fresh blocks after the hit.
             num_blocks: in its place, the number of blocks with the hit; a longer hit is held whole.
             namespace: whose blocks they are; only blocks of the same are hit, and each is counted by itself.
-            num_tokens, window: in place of hashes and numbers of blocks, a ring of fresh blocks for layers that see the
-                last `window` of `num_tokens` tokens, `ceil(min(num_tokens, window) / block_size)`; see `Allocation`.
 
         Raises:
             OutOfBlocksError: nothing has changed.
-            CacheArgumentError: a negative number, or a hash given twice; one of `num_tokens` and `window` alone, no
-                int or too small, or beside what they replace.
+            CacheArgumentError: a negative number, or a hash given twice.
         """
         check_not_negative("num_mutable_blocks", num_mutable_blocks)
-        if num_tokens is not None or window is not None:
-            if block_hashes or num_mutable_blocks or num_blocks is not None:
-                raise CacheArgumentError(
-                    "block_hashes, num_mutable_blocks or num_blocks is given beside a window; its blocks follow from "
-                    "num_tokens and window alone, and are never hashed"
-                )
-            num_tokens = int_of_at_least("num_tokens", num_tokens, 0, "positions in all, given with window")
-            window = int_of_at_least("window", window, 1, "tokens that a layer sees, given with num_tokens")
-            num_blocks = num_blocks_of_ring(num_tokens, window, self.block_size)
         hits = self.match_prefix(block_hashes, namespace)
         num_fresh = num_mutable_blocks if num_blocks is None else max(0, num_blocks - len(hits))
         if len(set(hits)) < len(hits):
@@ -81,15 +292,18 @@ class PrefixCachingBlockAllocator(BlockLedger):
         self._dirty = True
         states.hold(hits)
         block_ids = hits + states.take(num_fresh, namespace)
-        allocation = Allocation(self, block_ids, len(hits), namespace, num_tokens, window)
-        self._held[allocation.key] = block_ids
+        return self._registered(Allocation(self, block_ids, len(hits), namespace))
+
+    def _registered(self, allocation: Allocation) -> Allocation:
+        """Its blocks have been taken for it: the end of a change."""
+        self._held[allocation.key] = allocation.block_ids
         self._dirty = False
         return allocation
 
     def allocate_mutable(self, allocation: Allocation, num_blocks: int) -> None:
         """Append fresh blocks. Raises OutOfBlocksError with nothing changed; CacheArgumentError for a negative number."""
         check_not_negative("num_blocks", num_blocks)
-        block_ids = self._windowless_list_of(allocation)
+        block_ids = self._list_of(allocation)
         self.require(num_blocks, (), allocation.namespace)
         self._dirty = True
         block_ids.extend(self._states.take(num_blocks, allocation.namespace))
@@ -105,78 +319,42 @@ class PrefixCachingBlockAllocator(BlockLedger):
             OutOfBlocksError: nothing has changed.
             CacheArgumentError: a hash twice, or of a block that `allocation` holds.
         """
-        block_ids, index, hashes = self._windowless_list_of(allocation), self._states.index, list(block_hashes)
-        namespace = allocation.namespace
-        found = [index.get(block_hash, namespace) for block_hash in hashes]
+        block_ids, index, hashes = self._list_of(allocation), self._states.index, list(block_hashes)
+        found = [index.get(block_hash, allocation.namespace) for block_hash in hashes]
         hits = [block_id for block_id in found if block_id is not None]
         if len(set(hashes)) < len(hashes) or not set(hits).isdisjoint(block_ids):
             raise CacheArgumentError("a block hash is given twice; the hashes of one sequence differ")
-        self.require(len(hashes) - len(hits), hits, namespace)
-        self._dirty = True
-        self._states.hold(hits)
-        fresh = iter(self._states.take(len(hashes) - len(hits), namespace))
-        added: list[int] = []
-        for block_hash, hit in zip(hashes, found, strict=True):
-            block_id = next(fresh) if hit is None else hit
-            added.append(block_id)
-            if hit is None and block_hash.digest not in index.blocks:
-                index.insert(block_id, block_hash, computed=False)
-        block_ids.extend(added)
-        self._dirty = False
+        self._extend(allocation, [each if hit is None else hit for each, hit in zip(hashes, found, strict=True)])
 
-    def allocate_as(self, wanted: Sequence[int | BlockHash | None], namespace: bytes = b"") -> Allocation:
-        """Hold blocks in this order: those that are named by their ids, and a fresh one for each other entry.
-
-        A fresh block that is wanted with a hash gets it as from `allocate_immutable`, and awaits `mark_computed`.
-
-        Raises:
-            OutOfBlocksError: nothing has changed.
-            CacheArgumentError: an id that is no block, or is given twice.
-            BlockStateError: a block that is free, or of another namespace.
-        """
-        index, named = self._states.index, [each for each in wanted if isinstance(each, int)]
-        self._check_ids(named)
-        if len(set(named)) < len(named):
-            raise CacheArgumentError(f"a block is given twice among {named}; a holder has a block once")
-        for block_id in named:
-            is_free = not self._states.ref_counts[block_id] and index.digests[block_id] is None
-            if is_free or index.namespaces[block_id] != namespace:
-                raise BlockStateError(
-                    f"block {block_id} is free, or of another namespace; name blocks in use or cached"
-                )
-        num_fresh = len(wanted) - len(named)
-        self.require(num_fresh, named, namespace)
+    def _extend(self, allocation: Allocation, wanted: Sequence[int | BlockHash | None]) -> None:
+        """Append blocks in this order: those that are named by their ids, and a fresh one, with a hash or without, for each other."""
+        block_ids, index = self._list_of(allocation), self._states.index
+        named = [each for each in wanted if isinstance(each, int)]
+        self.require(len(wanted) - len(named), named, allocation.namespace)
         self._dirty = True
         self._states.hold(named)
-        fresh = iter(self._states.take(num_fresh, namespace))
-        block_ids: list[int] = []
+        fresh = iter(self._states.take(len(wanted) - len(named), allocation.namespace))
+        added: list[int] = []
         for each in wanted:
             block_id = each if isinstance(each, int) else next(fresh)
-            block_ids.append(block_id)
+            added.append(block_id)
             if isinstance(each, BlockHash) and each.digest not in index.blocks:
                 index.insert(block_id, each, computed=False)
-        allocation = Allocation(self, block_ids, 0, namespace)
-        self._held[allocation.key] = block_ids
+        block_ids.extend(added)
         self._dirty = False
-        return allocation
 
     def fork(self, allocation: Allocation, num_blocks: int | None = None) -> Allocation:
         """A second holder of the same blocks, or of the first `num_blocks`. Takes no fresh block."""
         check_not_negative("num_blocks", num_blocks or 0)
-        list_of = self._list_of if num_blocks is None else self._windowless_list_of
-        block_ids = list_of(allocation)[:num_blocks]
-        num_prefix_blocks = min(allocation.num_prefix_blocks, len(block_ids))
-        namespace, num_tokens, window = allocation.namespace, allocation.num_tokens, allocation.window
+        block_ids = self._list_of(allocation)[:num_blocks]
         self._dirty = True
         self._states.hold(block_ids)
-        forked = Allocation(self, block_ids, num_prefix_blocks, namespace, num_tokens, window)
-        self._held[forked.key] = block_ids
-        self._dirty = False
-        return forked
+        num_prefix_blocks = min(allocation.num_prefix_blocks, len(block_ids))
+        return self._registered(Allocation(self, block_ids, num_prefix_blocks, allocation.namespace))
 
     def truncate(self, allocation: Allocation, num_blocks: int) -> None:
         """Keep the first `num_blocks` blocks, free the last one first. Raises CacheArgumentError if fewer are held."""
-        block_ids = self._windowless_list_of(allocation)
+        block_ids = self._list_of(allocation)
         if not 0 <= num_blocks <= len(block_ids):
             raise CacheArgumentError(f"cannot keep {num_blocks} blocks; give 0 to {len(block_ids)}, the number held")
         self._dirty = True
@@ -217,7 +395,7 @@ class PrefixCachingBlockAllocator(BlockLedger):
             CacheArgumentError: more hashes than blocks from `start`.
             BlockStateError: a block has another hash already.
         """
-        block_ids, hashes = self._windowless_list_of(allocation), list(block_hashes)
+        block_ids, hashes = self._list_of(allocation), list(block_hashes)
         if not 0 <= start <= start + len(hashes) <= len(block_ids):
             raise CacheArgumentError(f"{len(hashes)} blocks to commit from {start}; there are {len(block_ids)} blocks")
         states, index = self._states, self._states.index
@@ -310,18 +488,6 @@ class PrefixCachingBlockAllocator(BlockLedger):
         """
         self._states.on_evict = on_evict
 
-    def mark_accessed(self, block_ids: Iterable[int]) -> None:
-        """Evict cached blocks last, in the order given; ignores blocks in use. Raises BlockStateError for a free one."""
-        touched = list(block_ids)
-        self._check_ids(touched)
-        states = self._states
-        for block_id in touched:
-            if not states.ref_counts[block_id] and states.index.digests[block_id] is None:
-                raise BlockStateError(f"block {block_id} is free; only blocks in use or cached can be accessed")
-        self._dirty = True
-        states.touch(touched)
-        self._dirty = False
-
     # The whole pool.
 
     def grow(self, num_blocks: int) -> None:
@@ -365,3 +531,40 @@ class PrefixCachingBlockAllocator(BlockLedger):
         states.num_evictions = self.num_evictions
         self._copies.clear()
         self._states = states
+
+    # The record.
+
+    def _settle(self) -> None:
+        if self._dirty:
+            self._states.rebuild(self._held.values())
+            self._dirty = False
+        collected = self.collected
+        while collected:  # more may come in meanwhile, at the other end
+            key = collected[0]
+            try:
+                block_ids = self._held.get(key)
+            except TypeError:  # collected before it was registered; a dead reference cannot be hashed
+                block_ids = None
+            if block_ids is not None:
+                self._dirty = True
+                self._states.drop(reversed(block_ids))
+                self.num_lapses += bool(block_ids)
+                del self._held[key]
+                self._dirty = False
+            collected.popleft()
+
+    def _list_of(self, allocation: Allocation) -> list[int]:
+        """The registered list of a live allocation; settles, so that every change may begin with it."""
+        self._settle()
+        block_ids = self._held.get(allocation.key)
+        if block_ids is None:
+            raise BlockStateError(f"{allocation!r} has ref_count 0: it was freed, or is another allocator's")
+        return block_ids
+
+    def _check_ids(self, block_ids: Iterable[int]) -> None:
+        """Settle; raises CacheArgumentError if one is no block."""
+        self._settle()
+        most = self._states.num_blocks
+        for block_id in block_ids:
+            if not 0 < block_id < most:
+                raise CacheArgumentError(f"block {block_id} given; blocks are 1 to {most - 1}")

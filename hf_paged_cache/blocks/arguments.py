@@ -11,7 +11,7 @@ _UNITS = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGT", 1)
     for unit, base in (("B", 1000), ("IB", 1024))
 }
-_OCTAL = re.compile(r"(0o?)?[0-7]{3}", re.ASCII)
+_OCTAL = re.compile("(0o?)?[0-7]{3}")
 _SIZE = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
@@ -58,17 +58,27 @@ def num_bytes_of(name: str, size: object, least: int) -> int:
 
 
 def file_mode(name: str, mode: object) -> int:
-    """Permissions of files that are written, as `chmod` takes them, also as a text: "660"; of None, those of their owner alone.
+    """Permissions of files that are written, as `chmod` takes them; of None, those of their owner alone.
 
     Raises:
         CacheArgumentError: they are none, or not such that the owner can read and write.
     """
-    if mode is None:
-        return OWNERS_ALONE
-    number = int(mode, 8) if isinstance(mode, str) and _OCTAL.fullmatch(mode) else mode
-    if isinstance(number, int) and not isinstance(number, bool) and number & 0o600 == 0o600 and not number & ~0o666:
-        return number
+    return OWNERS_ALONE if mode is None else _permissions(name, mode, mode)
+
+
+def file_mode_of_text(name: str, text: str | None) -> int | None:
+    """Permissions of files as a text, as `chmod` is given them: "660"; None: none are given.
+
+    Raises:
+        CacheArgumentError: see `file_mode`.
+    """
+    return None if text is None else _permissions(name, int(text, 8) if _OCTAL.fullmatch(text) else text, text)
+
+
+def _permissions(name: str, mode: object, given: object) -> int:
+    if isinstance(mode, int) and not isinstance(mode, bool) and mode & 0o600 == 0o600 and not mode & ~0o666:
+        return mode
     raise CacheArgumentError(
-        f"{name} is {mode!r}; give permissions of files that their owner reads and writes, as an octal number: 0o600 (the "
+        f"{name} is {given!r}; give permissions of files that their owner reads and writes, as an octal number: 0o600 (the "
         "owner's alone), 0o640 (a group reads), 0o660 (a group reads and writes)"
     )

@@ -190,7 +190,7 @@ class BlockStates:
         self.num_in_use_of = dict(Counter(namespaces[block_id] for block_id, count in enumerate(ref_counts) if count))
 
     def check(self, holders: list[list[int]]) -> None:
-        """Raises BlockStateError, with what is wrong, unless invariants (1) to (5) of `BlockLedger.check` hold."""
+        """Raises BlockStateError, with what is wrong, unless invariants (1) to (5) of `PrefixCachingBlockAllocator.check` hold."""
         counts = [0] * self.num_blocks
         for block_ids in holders:
             if len(set(block_ids)) != len(block_ids):

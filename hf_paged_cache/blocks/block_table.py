@@ -2,19 +2,25 @@
 
 Ranges, in tokens: `[0, num_committed_blocks * block_size)` hashed, read only | `[.., num_tokens)` ours or shared with
 forks, copied on write | `[num_tokens, num_slots)` empty, ours alone.
+
+In a group of layers with the window W: `[0, n - W + 1)` passed, may have window blocks as long as nobody else takes them |
+`[n - W + 1, n)` needed, where n is where the sequence resumes; see `Resumption`.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
-from ..errors import BlockStateError, CacheArgumentError
-from .allocation import Allocation
+from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
+from .allocation import Allocation, Resumption
 from .allocator import PrefixCachingBlockAllocator
 from .arguments import check_not_negative
+from .groups import resumable
 from .hashing import BlockHash, HashChain, token_array
+from .window_blocks import WindowBlocks
 
 
 class PrefixMatch(NamedTuple):
@@ -22,7 +28,7 @@ class PrefixMatch(NamedTuple):
 
     block_ids: list[int]
     num_tokens: int  # in these blocks
-    num_matched_tokens: int  # more, where blocks are known that a window cannot go on from
+    num_matched_tokens: int  # more, where blocks are known after which a window cannot resume
 
 
 class BlockTable:
@@ -34,6 +40,7 @@ class BlockTable:
     Args:
         root, extra_keys: see `HashChain`.
         namespace: see `PrefixCachingBlockAllocator.allocate`.
+        groups: of the layers with a window, one for each window.
 
     Examples:
         >>> from . import PrefixCachingBlockAllocator, root_hash
@@ -47,7 +54,18 @@ class BlockTable:
         2
     """
 
-    __slots__ = ("__weakref__", "_allocation", "_allocator", "_block_size", "_chain", "_num_committed")
+    __slots__ = (
+        "__weakref__",
+        "_allocation",
+        "_allocator",
+        "_block_size",
+        "_chain",
+        "_end",
+        "_num_committed",
+        "_num_hit",
+        "_num_matched",
+        "groups",
+    )
 
     def __init__(
         self,
@@ -56,12 +74,16 @@ class BlockTable:
         extra_keys: Callable[[int], bytes] | None = None,
         *,
         namespace: bytes = b"",
+        groups: Sequence[WindowBlocks] = (),
     ) -> None:
         self._allocator = allocator
         self._block_size = allocator.block_size
         self._chain = HashChain(root, allocator.block_size, extra_keys)
         self._allocation: Allocation = allocator.allocate(namespace=namespace)
+        self.groups = groups
         self._num_committed = 0
+        self._num_hit = self._num_matched = 0  # tokens, when the table was filled
+        self._end = 0  # tokens when the last forward of several had returned
 
     def __repr__(self) -> str:
         return (
@@ -114,13 +136,17 @@ class BlockTable:
 
     @property
     def num_matched_tokens(self) -> int:
-        """Tokens that the last hit found; here all of them were hit."""
-        return self.num_cached_tokens
+        """Tokens of the blocks that the hit found; more than it held where a window cannot resume after all of them."""
+        return self._num_matched
 
     @property
     def num_committed_blocks(self) -> int:
         """Leading blocks that were hit or committed."""
         return self._num_committed
+
+    @property
+    def _resumption(self) -> Resumption:
+        return self._allocation.resumption or Resumption.at(0)
 
     @property
     def num_slots(self) -> int:
@@ -146,45 +172,61 @@ class BlockTable:
             CacheArgumentError: a token that is no 64-bit integer, a negative lookahead.
         """
         check_not_negative("num_lookahead_slots", num_lookahead_slots)
-        return self._fill(token_ids, num_lookahead_slots)
+        if not self.groups:
+            return self._fill(self._chain_of(token_ids), num_lookahead_slots)
+        tokens = token_array(token_ids)
+        num_hit = self.hold_prefix(tokens)
+        try:
+            self.append_tokens(tokens[num_hit:], num_lookahead_slots)
+        except OutOfBlocksError:
+            self.truncate(0)
+            raise
+        return num_hit
 
     def hold_prefix(self, token_ids: Iterable[int]) -> int:
-        """Fill an empty table with the longest prefix hit of `token_ids` and no other token. Takes no fresh block.
+        """Fill an empty table with the longest prefix hit of `token_ids` after which every window can resume, and no other token.
+
+        Takes no fresh block.
 
         Returns, Raises: as `allocate`, which alone can run out of blocks.
         """
-        return self._fill(token_ids, None)
+        return self._fill(self._chain_of(token_ids), None)
 
     def match_prefix(self, token_ids: Iterable[int]) -> PrefixMatch:
         """What `hold_prefix` would hold now.  Effects: none; the order of eviction stays as it is."""
+        matched = self._allocator.match_prefix(self._chain_of(token_ids).hashes(), self.namespace)
+        num_matched = len(matched) * self._block_size
+        num_tokens = resumable(self.groups, matched, num_matched)
+        return PrefixMatch(matched[: num_tokens // self._block_size], num_tokens, num_matched)
+
+    def _chain_of(self, token_ids: Iterable[int]) -> HashChain:
         chain = HashChain(self._chain.root, self._block_size, self._chain.extra_keys)
         chain.extend(token_ids)
-        matched = self._allocator.match_prefix(chain.hashes(), self.namespace)
-        num_matched = len(matched) * self._block_size
-        num_blocks = self.num_resumable_of(matched, num_matched) // self._block_size
-        return PrefixMatch(matched[:num_blocks], num_blocks * self._block_size, num_matched)
+        return chain
 
-    def _fill(self, token_ids: Iterable[int], num_lookahead_slots: int | None) -> int:
+    def _fill(self, chain: HashChain, num_lookahead_slots: int | None) -> int:
         """See `allocate`; None: see `hold_prefix`."""
         if self.num_tokens or self.block_ids or self._allocation.is_freed:
             raise BlockStateError(f"{self!r} is not empty, or was freed; only a fresh table is filled")
-        chain = HashChain(self._chain.root, self._block_size, self._chain.extra_keys)
-        chain.extend(token_ids)
-        hashes = self._hashes_to_hit(chain)
-        if num_lookahead_slots is None:
-            allocation = self._allocator.allocate(hashes, namespace=self.namespace)
-            chain.truncate(allocation.num_prefix_tokens)
-        else:
+        hashes, num_blocks, allocator = chain.hashes(), None, self._allocator
+        for group in self.groups:
+            group.settle()
+        if self.groups:
+            matched = allocator.match_prefix(hashes, self.namespace)
+            self._num_matched = len(matched) * self._block_size
+            hashes = islice(chain.hashes(), resumable(self.groups, matched, self._num_matched) // self._block_size)
+        if num_lookahead_slots is not None:
             num_blocks = -(-(len(chain) + num_lookahead_slots) // self._block_size)
-            allocation = self._allocator.allocate(hashes, num_blocks=num_blocks, namespace=self.namespace)
+        allocation = allocator.allocate(hashes, num_blocks=num_blocks, namespace=self.namespace)
+        self._num_hit = num_hit = allocation.num_prefix_tokens
+        if num_lookahead_slots is None:
+            chain.truncate(num_hit)
         self._num_committed = allocation.num_prefix_blocks
         self._allocation = allocation
         self._chain = chain
-        return allocation.num_prefix_tokens
-
-    def _hashes_to_hit(self, chain: HashChain) -> Iterator[BlockHash]:
-        """Those of the blocks that may be held of a prefix."""
-        return chain.hashes()
+        self._num_matched = max(self._num_matched, num_hit)
+        self._resume(Resumption.at(num_hit))
+        return num_hit
 
     def append_tokens(
         self, token_ids: Sequence[int] | array[int], num_lookahead_slots: int = 0, *, cut: int | None = None
@@ -194,8 +236,8 @@ class BlockTable:
         A block that others hold, or that has a hash, is copied on write: see `PrefixCachingBlockAllocator.take_copies`.
 
         Args:
-            cut: tokens to which the table may be cut again until more are appended; None: no fewer than it has then. Here
-                any number may; see `WindowedTable`.
+            cut: tokens to which the table may be cut again until more are appended; None: no fewer than it has then. Without
+                windows any number may.
 
         Raises:
             OutOfBlocksError: nothing has changed.
@@ -203,7 +245,14 @@ class BlockTable:
         """
         check_not_negative("num_lookahead_slots", num_lookahead_slots)
         tokens = token_array(token_ids)
-        self.ensure_num_empty_slots(len(tokens) + num_lookahead_slots)
+        num_slots = len(tokens) + num_lookahead_slots
+        if self.groups:
+            before, start = self._resumption, self.num_tokens
+            stop = start + len(tokens)
+            cut = stop if cut is None else max(start, min(cut, stop))
+            self._take_for(Resumption(min(before.start, start), min(before.first, start), cut, stop), num_slots)
+        else:
+            self._take(num_slots)
         self._chain.token_ids.extend(tokens)
 
     def append_in_place(self, token_id: int) -> int | None:
@@ -226,8 +275,11 @@ class BlockTable:
             OutOfBlocksError: nothing has changed.
         """
         token_ids, block_ids, block_size = self._chain.token_ids, self._allocation.block_ids, self._block_size
-        block_index, offset = divmod(len(token_ids), block_size)
-        if block_index < len(block_ids):
+        start = len(token_ids)
+        block_index, offset = divmod(start, block_size)
+        if self.groups:
+            self._take_for(Resumption(start, start, start, start + 1), 1)
+        elif block_index < len(block_ids):
             self._allocator.make_writable(self._allocation, block_index)
         else:
             self._allocator.allocate_mutable(self._allocation, 1)
@@ -252,12 +304,7 @@ class BlockTable:
             CacheArgumentError: a negative number.
         """
         check_not_negative("num_empty_slots", num_empty_slots)
-        shared, num_fresh = self._blocks_to_take(num_empty_slots)
-        self._allocator.require(len(shared) + num_fresh, (), self.namespace)
-        for block_index in shared:
-            self._allocator.make_writable(self._allocation, block_index)
-        if num_fresh:
-            self._allocator.allocate_mutable(self._allocation, num_fresh)
+        self.append_tokens((), num_empty_slots)
 
     def num_new_blocks_for_append(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` more tokens would take: fresh ones and copies on write.  Effects: none."""
@@ -324,35 +371,50 @@ class BlockTable:
         if start >= stop:
             return ()
         hashes = self._chain.hashes_of(start, stop)
+        if self.groups:
+            return self._commit_in_groups(start, hashes)
         self._allocator.commit_many(self._allocation, start, hashes)
         self._num_committed = stop
         return hashes
 
     def num_resumable_tokens(self, num_tokens: int) -> int:
-        """From how many of the first `num_tokens` tokens a sequence can go on: all, where every layer keeps every token."""
-        return num_tokens
-
-    def num_resumable_of(self, block_ids: Sequence[int], num_tokens: int) -> int:
-        """The same of other blocks than the table's own, that hold so many tokens.  Effects: none."""
-        return num_tokens
+        """The most tokens, up to `num_tokens`, after which each window has all blocks that it sees; all without windows."""
+        return resumable(self.groups, self.block_ids, num_tokens)
 
     def hold_window(self, num_tokens: int) -> None:
         """The next forward reads what is before `num_tokens` tokens, and what follows. For layers with a window."""
+        self._resume(Resumption(num_tokens, *(max(number, num_tokens) for number in self._resumption[1:])))
 
     def let_pass(self) -> None:
         """The last forward has returned: what only that had to read may go. For layers with a window."""
+        if not self.groups:
+            return
+        _, _, cut, self._end = self._resumption
+        self._resume(Resumption(cut, cut, cut, self._end))
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens and their blocks; a committed block that is cut is copied on write.
+
+        Windows need not have what the sequence then resumes after: see `num_resumable_tokens`.
 
         Raises:
             CacheArgumentError: a number that is negative or above `num_tokens`.
         """
         if not 0 <= num_tokens <= self.num_tokens:
             raise CacheArgumentError(f"cannot keep {num_tokens} tokens; give 0 to {self.num_tokens}, what there is")
+        if self.groups:
+            self._begin()
+            before, stop = list(self.block_ids), self._resumption.stop
+            shorter = Resumption(*(min(number, num_tokens) for number in self._resumption))
+            # Interrupted, it needs too much, never too little.
+            self._allocation.resumption = shorter._replace(stop=stop)
         self._num_committed = min(self._num_committed, num_tokens // self._block_size)
         self._chain.truncate(num_tokens)
         self._allocator.truncate(self._allocation, self._num_blocks_with_tokens())
+        if self.groups:
+            self._end = min(self._end, num_tokens)
+            self._need(shorter._replace(stop=num_tokens), before)
+            self._done()
 
     def fork(self) -> BlockTable:
         """A second table with the same tokens in the same blocks; blocks without tokens are not shared."""
@@ -361,7 +423,9 @@ class BlockTable:
         forked._block_size = self._block_size
         forked._chain = self._chain.copy()
         forked._allocation = self._allocator.fork(self._allocation, self._num_blocks_with_tokens())
-        forked._num_committed = self._num_committed
+        forked._num_committed, forked.groups, forked._end = self._num_committed, self.groups, self._end
+        forked._num_hit, forked._num_matched = self._num_hit, self._num_matched
+        forked._allocation.resumption = self._allocation.resumption
         return forked
 
     def move_to(self, allocator: PrefixCachingBlockAllocator, allocation: Allocation) -> None:
@@ -374,9 +438,14 @@ class BlockTable:
 
     def free(self) -> None:
         """Give all blocks back; the table is not used again. Raises BlockStateError the second time."""
+        self._begin()
+        held = list(self.block_ids) if self.groups else []
         self._allocator.free(self._allocation)
         self._num_committed = 0
         self._chain.truncate(0)
+        for group in self.groups:
+            group.leave(held, self._resumption)
+        self._done()
 
     def __enter__(self) -> BlockTable:
         return self
@@ -398,3 +467,135 @@ class BlockTable:
         held = range(first, min(last, len(block_ids)))
         shared = [i for i in held if not self._allocator.is_writable(block_ids[i])]
         return shared, max(0, last - len(block_ids))
+
+    def _take(self, num_slots: int) -> None:
+        """Have as many empty slots that may be written.
+
+        Raises:
+            OutOfBlocksError: nothing has changed.
+        """
+        shared, num_fresh = self._blocks_to_take(num_slots)
+        self._allocator.require(len(shared) + num_fresh, (), self.namespace)
+        for block_index in shared:
+            self._allocator.make_writable(self._allocation, block_index)
+        if num_fresh:
+            self._allocator.allocate_mutable(self._allocation, num_fresh)
+
+    # Groups of layers with a window.
+
+    def _begin(self) -> None:
+        for group in self.groups:
+            group.begin()
+
+    def _done(self) -> None:
+        for group in self.groups:
+            group.end()
+
+    def _resume(self, new: Resumption) -> None:
+        """Need what `new` says, and release what is needed no more."""
+        if self.groups:
+            self._begin()
+            self._need(new)
+            self._done()
+
+    def _need(self, new: Resumption, before: Sequence[int] = ()) -> None:
+        """`_resume` inside of a change.
+
+        Args:
+            before: the blocks, where some were cut off since.
+        """
+        old, block_ids = self._resumption, self.block_ids
+        self._allocation.resumption = new
+        for group in self.groups:
+            seen, kept = group.needed_of(new)
+            for span in (seen, kept):
+                group.hold(block_ids[span.start : span.stop])
+            cut_off = len(block_ids)
+            for span in group.needed_of(old):
+                passed = [i for i in range(span.start, min(span.stop, cut_off)) if i not in seen and i not in kept]
+                for is_end in (False, True):
+                    released = [block_ids[i] for i in passed if self._is_end(group, i) == is_end]
+                    group.release(released, num_own=1, is_end=is_end)
+                group.release(before[max(cut_off, span.start) : span.stop], num_own=0, is_end=True)
+
+    def _is_end(self, group: WindowBlocks, block_index: int) -> bool:
+        """Whether others are likely to resume after a block: where the prompt ends, or where it parted from what was known."""
+        places = (self._end, self._num_hit, self._num_matched)
+        return any(block_index in group.seen(num_tokens) for num_tokens in places if num_tokens)
+
+    def _take_for(self, forward: Resumption, num_slots: int) -> None:
+        """`_take` with the window blocks that a forward needs.
+
+        Raises:
+            OutOfBlocksError: nothing has changed.
+        """
+        before, start, block_ids = self._resumption, self.num_tokens, self.block_ids
+        index, offset = divmod(start, self._block_size)
+        source = None  # the block that is copied on write
+        if offset and num_slots and not self._allocator.is_writable(block_ids[index]):
+            source = block_ids[index]
+        first, end = index + (source is not None), -(-forward.stop // self._block_size)
+        self._begin()
+        self._need(forward._replace(stop=start))
+        needed_from = [max(first, group.span(forward.cut, forward.stop).start) for group in self.groups]
+        try:
+            for group, needed in zip(self.groups, needed_from, strict=True):
+                held = block_ids[needed:end]
+                num_taken = group.num_to_take(held) + max(0, end - needed - len(held))
+                is_shared = source is not None and group.is_needed_by_others(source, self._allocation)
+                group.require(num_taken + is_shared, self.namespace)
+            self._take(num_slots)
+        except OutOfBlocksError:
+            self._need(before)
+            self._done()
+            raise
+        copied = None if source is None else (source, block_ids[index])
+        for group, needed in zip(self.groups, needed_from, strict=True):
+            parting = group.seen(self._num_matched)
+            likely = block_ids[max(first, parting.start) : min(needed, parting.stop)]
+            group.attach(block_ids[needed:end], block_ids[first:needed], copied, likely=likely)
+        self._allocation.resumption = forward
+        self._done()
+
+    def _commit_in_groups(self, start: int, hashes: list[BlockHash]) -> list[BlockHash]:
+        """A block that forks hold, too, waits, and all after it, where an equal one would replace it after which a window could
+        not resume.
+        """
+        self._begin()
+        equal, waiting = self._equal_blocks(start, hashes), start + len(hashes)
+        waiting = next((index for index, other in equal.items() if self._must_wait(index, other)), waiting)
+        replaced = {index: (self.block_ids[index], other) for index, other in equal.items() if index < waiting}
+        shared = [{index for index, pair in replaced.items() if group.share(*pair)} for group in self.groups]
+        committed = hashes[: waiting - start]
+        self._allocator.commit_many(self._allocation, start, committed)
+        self._num_committed = waiting
+        for group, of_group in zip(self.groups, shared, strict=True):
+            seen, kept = group.needed_of(self._resumption)
+            for index, (own, other) in replaced.items():
+                is_replaced = self.block_ids[index] == other
+                if index in of_group:
+                    group.end_share(own, other, replaced=is_replaced)
+                    if index not in seen and index not in kept:
+                        group.release((other,), num_own=1, is_end=self._is_end(group, index))
+                elif is_replaced:
+                    group.release((own,), num_own=0, is_end=False)
+        if replaced:
+            self._need(self._resumption)
+        self._done()
+        return committed
+
+    def _must_wait(self, index: int, other: int) -> bool:
+        """Whether a block, replaced by `other`, would leave this table or a fork without a window block that it needs."""
+        return self._allocator.ref_count(self.block_ids[index]) > 1 and any(
+            other not in group.places and any(index in span for span in group.needed_of(self._resumption))
+            for group in self.groups
+        )
+
+    def _equal_blocks(self, start: int, hashes: Iterable[BlockHash]) -> dict[int, int]:
+        """Logical index -> block that may replace the table's own when it is committed."""
+        equal = {}
+        for index, block_hash in enumerate(hashes, start):
+            found = self._allocator.match_prefix((block_hash,), self.namespace)
+            if found and found[0] != self.block_ids[index]:
+                equal[index] = found[0]
+        return equal

@@ -6,7 +6,7 @@ A snapshot is kept under its block's digest, found with the block, and gone with
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from ..errors import BlockStateError
@@ -30,15 +30,17 @@ class Snapshots(Generic[Content]):
         on_evict: told of each of these, with its block's digest; None: nobody is.
 
     Examples:
-        >>> from . import BlockTable, PrefixCachingBlockAllocator, root_hash
+        >>> from . import BlockTable, PrefixCachingBlockAllocator, resumable, root_hash
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
         >>> table = BlockTable(allocator, root_hash(b"model"))
         >>> table.allocate([1, 2, 3, 4, 5]), len(table.commit_full_blocks(5))
         (0, 2)
         >>> snapshots: Snapshots[str] = Snapshots(allocator, most=1)
-        >>> snapshots.keep(table.block_ids[1], "behind 4 tokens"), snapshots.deepest(table.block_ids)
-        (True, 2)
+        >>> snapshots.keep(table.block_ids[1], "after 4 tokens"), resumable([snapshots], table.block_ids, 5)
+        (True, 4)
     """
+
+    name = "states"
 
     def __init__(self, allocator: PrefixCachingBlockAllocator, most: int = 0) -> None:
         self.most = most
@@ -102,9 +104,10 @@ class Snapshots(Generic[Content]):
         """Whether a block has a snapshot."""
         return self._allocator.digest_of(block_id) in self._contents
 
-    def deepest(self, block_ids: Sequence[int]) -> int:
-        """How many of the leading blocks there are up to the last one with a snapshot; 0 where none has.  Effects: none."""
-        return next((index for index in range(len(block_ids), 0, -1) if self.has(block_ids[index - 1])), 0)
+    def resumable(self, num_tokens: int, has: Callable[[int], bool]) -> int:
+        """See `Group`: at the end of the last block with a snapshot; 0, from no state, where none has one."""
+        size = self._allocator.block_size
+        return next((index * size for index in range(num_tokens // size, 0, -1) if has(index - 1)), 0)
 
     def use(self, block_id: int) -> Content:
         """The snapshot of a block that has one; from here on it is the most recently used.

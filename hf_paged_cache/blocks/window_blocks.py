@@ -7,7 +7,7 @@ their own of which there may be far fewer. Blocks behind the window have none, o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import BlockStateError, OutOfBlocksError
 from .allocation import Allocation, Resumption
@@ -46,7 +46,7 @@ class WindowBlocks:
     """
 
     def __init__(self, allocator: PrefixCachingBlockAllocator, window: int, num_blocks: int) -> None:
-        self.window = window
+        self.name = self.window = window
         self.reach = max(1, window - 1)  # tokens before a forward that it sees
         self.num_blocks = num_blocks
         self.most: float = num_blocks
@@ -100,11 +100,24 @@ class WindowBlocks:
         """Logical indices of the blocks with the tokens `[start, stop)` and with those that the first of them sees."""
         return range(max(0, start - self.reach) // self._block_size, -(-stop // self._block_size))
 
+    def seen(self, num_tokens: int) -> range:
+        """Logical indices of the blocks that must be there to resume after so many tokens."""
+        return self.span(num_tokens, num_tokens)
+
+    def has(self, block_id: int) -> bool:
+        """Whether a block has a window block."""
+        return block_id in self.places
+
+    def resumable(self, num_tokens: int, has: Callable[[int], bool]) -> int:
+        """See `Group`. From the end: what follows a block that is not there is looked at no more."""
+        size = self._block_size
+        return next((index * size for index in reversed(self.seen(num_tokens)) if not has(index)), num_tokens)
+
     def needed_of(self, resumption: Resumption) -> tuple[range, range]:
         """Logical indices of the blocks that are needed: those that are seen, and those that are written or gone on from."""
         start, first, cut, stop = resumption
         kept = self.span(cut, stop)
-        return self.span(start, start), range(min(kept.start, first // self._block_size), kept.stop)
+        return self.seen(start), range(min(kept.start, first // self._block_size), kept.stop)
 
     def needed_by(self, allocations: Iterable[Allocation]) -> set[int]:
         """Ids of the blocks that these allocations need here."""
@@ -232,10 +245,8 @@ class WindowBlocks:
     def hold(self, block_ids: Iterable[int]) -> None:
         """Blocks are needed from here on; those without a window block are skipped."""
         for block_id in block_ids:
-            if block_id in self._passed:
-                del self._passed[block_id]
-            elif block_id in self._ends:
-                del self._ends[block_id]
+            self._passed.pop(block_id, None)
+            self._ends.pop(block_id, None)
 
     def release(self, block_ids: Iterable[int], *, num_own: int, is_end: bool) -> None:
         """A holder that needed these blocks does so no more: those that nobody needs are idle, or free where they cannot be hit.
@@ -245,26 +256,26 @@ class WindowBlocks:
             is_end: they are the end of a sequence, where others are likely to go on.
         """
         released = [block_id for block_id in block_ids if block_id in self.places]
-        if not released:
-            return
-        needed: set[int] | None = None
+        are_shared = any(count > num_own for count in self._allocator.ref_counts(released))
+        needed = self.needed_by(self._allocator.allocations()) if are_shared else ()
         for block_id in released:
             if not self._is_of_use(block_id):
                 self._drop(block_id)
-                continue
-            if self._allocator.ref_count(block_id) > num_own:
-                if needed is None:
-                    needed = self.needed_by(self._allocator.allocations())
-                if block_id in needed:
-                    continue
-            self.hold((block_id,))
-            (self._ends if is_end else self._passed)[block_id] = None
+            elif block_id not in needed:
+                self.hold((block_id,))
+                (self._ends if is_end else self._passed)[block_id] = None
 
     def drop_lost(self, block_ids: Iterable[int]) -> None:
         """Blocks were given back: those that nobody holds and nobody can hit have no window block any more."""
         for block_id in block_ids:
             if block_id in self.places and not self._is_of_use(block_id):
                 self._drop(block_id)
+
+    def leave(self, block_ids: Sequence[int], resumption: Resumption) -> None:
+        """A holder has given these blocks back, and needs none of them any more."""
+        for span in self.needed_of(resumption):
+            self.release(block_ids[span.start : span.stop], num_own=0, is_end=True)
+        self.drop_lost(block_ids)
 
     def share(self, source: int, destination: int) -> bool:
         """Let a block of equal content have the window block of `source`, too, until `end_share`; whether it does."""
@@ -306,17 +317,12 @@ class WindowBlocks:
                 taken[place] = block_id
         self.places = kept
         self._free = [place for place in range(self.num_blocks - 1, 0, -1) if place not in taken]
-        needed = self.needed_by(allocator.allocations())
-        idle = [block_id for block_id in kept if block_id not in needed]
-        ends = OrderedDict.fromkeys(block_id for block_id in self._ends if block_id in kept and block_id not in needed)
-        passed = OrderedDict.fromkeys(
-            block_id for block_id in self._passed if block_id in kept and block_id not in needed
-        )
-        for block_id in idle:
-            if block_id not in ends:
-                passed.setdefault(block_id)
-        self._ends, self._passed, self._num_lapses = ends, passed, allocator.num_lapses
-        missing = self._needed_by(allocator.allocations()) - kept.keys()
+        needed = self._needed_by(allocator.allocations())
+        idle = dict.fromkeys(block_id for block_id in kept if block_id not in needed)
+        self._ends = ends = OrderedDict.fromkeys(block_id for block_id in self._ends if block_id in idle)
+        passed = (block_id for block_id in (*self._passed, *idle) if block_id in idle and block_id not in ends)
+        self._passed, self._num_lapses = OrderedDict.fromkeys(passed), allocator.num_lapses
+        missing = needed - kept.keys()
         for source, destination in allocator.pending_copies:  # interrupted between a copy on write and its window block
             if destination in missing and source in kept:
                 self._copy(source, destination)
@@ -353,7 +359,7 @@ class WindowBlocks:
         for allocation in self._allocator.allocations():
             if allocation.resumption is not None:
                 start, _, cut, stop = allocation.resumption
-                for span in (self.span(start, start), self.span(cut, stop)):
+                for span in (self.seen(start), self.span(cut, stop)):
                     missing = [i for i in allocation.block_ids[span.start : span.stop] if i not in self.places]
                     if missing:
                         return f"blocks {missing} of {allocation!r} have no window block, and it goes on from {start}"

@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import eq
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ..blocks import BlockTable
 from ..errors import OutOfBlocksError
 from ..store.block_store import BlockStore
-from ..store.holder import Holder
-from ..store.window_admission import RowToCome
+from ..store.holder import Demand, Holder
+from ..store.window_groups import RowToCome
 from .rows import Row, Rows
 
 
@@ -41,16 +41,6 @@ UNLIMITED = CallLimits()
 """Of forwards without `generate`, and of calls whose arguments do not tell."""
 
 
-class Demand(NamedTuple):
-    """What a call may need in its worst case."""
-
-    num_blocks: int  # to be taken
-    num_released: int  # in use, and given back before any is taken
-    windows: tuple[
-        int, ...
-    ] = ()  # of each group of layers with a window, window blocks at a time, with those that it has
-
-
 class CallToAdmit(Holder, Protocol):
     """A call that has prepared its rows."""
 
@@ -70,40 +60,27 @@ def demand_of(
     previous: Sequence[Row] = (),
     *,
     keeps_past: bool = False,
+    num_prefixes: int = 0,
 ) -> Demand:
     """The worst case of a call whose limits are known.
+
+    Where a row's prefix ends that is computed ahead nobody knows before: as after a chunk, it may need one window there and
+    another at the end of the prompt.
 
     Args:
         num_columns: columns once its next forward has run.
         previous: rows that are dropped before any block is taken.
         keeps_past: drafts will be verified, and taken back.
+        num_prefixes: that are computed ahead, each in a row of its own; windows count them.
     """
     max_columns = max(num_columns, int(limits.max_columns))
     needed = num_blocks_to_take(rows, num_columns=num_columns, max_columns=max_columns, block_size=store.block_size)
     windows: tuple[int, ...] = ()
     if store.windows:
-        in_chunks = num_columns < limits.num_prompt_columns < math.inf
+        in_chunks = num_prefixes > 0 or num_columns < limits.num_prompt_columns < math.inf
         to_come = _rows_to_come(rows, num_columns, max_columns, store.block_size, is_in_chunks=in_chunks)
-        windows = store.window_admission.of_call(to_come, keeps_past=keeps_past)
+        windows = store.windows.of_call(to_come, keeps_past=keeps_past, num_ahead=num_prefixes)
     return Demand(needed, num_blocks_held_only_by(previous, store), windows)
-
-
-def windows_of_shared(
-    store: BlockStore, rows: Rows, limits: CallLimits, num_columns: int, num_prefixes: int, *, keeps_past: bool
-) -> tuple[int, ...]:
-    """Of each group, the window blocks of a call whose rows find prefixes that are computed ahead of it, and of these.
-
-    Where a row's prefix ends nobody knows before it is computed: as behind a chunk, it may need one window there and
-    another at the end of the prompt. Each prefix is held until all are computed, the last in a forward that needs two.
-
-    Args:
-        num_columns: as in `demand_of`; also the most there are, where the limits are not known.
-    """
-    max_columns = max(num_columns, int(limits.max_columns)) if limits.are_known else num_columns
-    to_come = _rows_to_come(rows, num_columns, max_columns, store.block_size, is_in_chunks=True)
-    of_rows = store.window_admission.of_call(to_come, keeps_past=keeps_past)
-    ahead = ((num_prefixes + 1) * group.num_blocks_of_a_row for group in store.windows.groups)
-    return tuple(map(sum, zip(of_rows, ahead, strict=True)))
 
 
 def _rows_to_come(
@@ -161,17 +138,14 @@ def would_fit(call: CallToAdmit, num_columns: int, num_shared_blocks: int, num_p
     """
     store = call.store
     if num_prefixes and store.windows:
-        windows = windows_of_shared(
-            store, call.rows, call.limits, num_columns, num_prefixes, keeps_past=call.keeps_past
-        )
-        if store.window_admission.lacking(call, windows) is not None:
+        limits = call.limits if call.limits.are_known else CallLimits(max_columns=num_columns)
+        ahead = demand_of(store, call.rows, limits, num_columns, keeps_past=call.keeps_past, num_prefixes=num_prefixes)
+        if store.windows.lacking(call, ahead.windows):
             return False
     if not call.limits.are_known:
         return True
     demand = call.demand or demand_of_call(call, num_columns, call.previous.distinct)
-    if demand.num_blocks - num_shared_blocks > store.num_obtainable_blocks(call) + demand.num_released:
-        return False
-    return store.window_admission.lacking(call, demand.windows) is None
+    return store.can_have(call, demand._replace(num_blocks=demand.num_blocks - num_shared_blocks))
 
 
 def admit_call(call: CallToAdmit, num_columns: int) -> None:
@@ -195,23 +169,20 @@ def admit(store: BlockStore, holder: Holder, num_rows: int, limits: CallLimits, 
     """
     grow_anew_for(store, holder, demand)
     require(store, holder, demand, f"this call ({rows_in_words(num_rows)} of up to {limits.max_columns} tokens)")
-    store.reserve(holder, demand.num_blocks)
-    if demand.windows:
-        store.window_admission.reserve(holder, demand.windows)
+    store.reserve(holder, demand.num_blocks, demand.windows)
 
 
 def grow_anew_for(store: BlockStore, holder: Holder, demand: Demand) -> None:
     """Where memory ran out, and what would be refused for it comes now: let the pool try to grow once more."""
-    if store.ran_out_of_memory:
-        are_few = demand.num_blocks > store.num_obtainable_blocks(holder) + demand.num_released
-        if are_few or store.window_admission.lacking(holder, demand.windows):
-            store.grow_anew()
+    if store.ran_out_of_memory and not store.can_have(holder, demand):
+        store.grow_anew()
 
 
 def renew_reservation(store: BlockStore, holder: Holder, rows: Rows, limits: CallLimits, num_columns: int) -> None:
     """Rows have taken or given back blocks: reserve what their call may still need. `num_columns` as in `demand_of`."""
     if limits.are_known:
-        store.reserve(holder, demand_of(store, rows, limits, num_columns).num_blocks)
+        most, size = max(num_columns, int(limits.max_columns)), store.block_size
+        store.reserve(holder, num_blocks_to_take(rows, num_columns=num_columns, max_columns=most, block_size=size))
 
 
 def require(store: BlockStore, holder: Holder, demand: Demand, what: str) -> None:
@@ -224,15 +195,16 @@ def require(store: BlockStore, holder: Holder, demand: Demand, what: str) -> Non
         OutOfBlocksError: nothing has changed. With the arithmetic, but for a salted holder: whose the other blocks are,
             and how many, is not told.
     """
+    if store.can_have(holder, demand):
+        return
     num_blocks, num_released, windows = demand
     obtainable = store.num_obtainable_blocks(holder) + num_released
     if num_blocks <= obtainable:
-        if why := store.window_admission.lacking(holder, windows):
-            raise OutOfBlocksError(
-                f"{what} may need {'more blocks of layers with a window than can be had now' if holder.salt else why}. "
-                "Ask for fewer new tokens or rows, or build the cache with a larger num_blocks or max_bytes"
-            )
-        return
+        why = store.windows.lacking(holder, windows)
+        raise OutOfBlocksError(
+            f"{what} may need {'more blocks of layers with a window than can be had now' if holder.salt else why}. "
+            "Ask for fewer new tokens or rows, or build the cache with a larger num_blocks or max_bytes"
+        )
     if holder.salt:
         raise OutOfBlocksError(
             f"{what} may need {num_blocks} more blocks of {store.block_size} tokens, which cannot be had now. Ask for fewer "

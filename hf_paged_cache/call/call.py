@@ -30,7 +30,8 @@ from ..kv.transfers import Transfer
 from ..stats import RowCount
 from ..store.block_store import BlockStore
 from ..store.bring_up import Wanted
-from .admission import UNLIMITED, CallLimits, Demand, admit_call, num_blocks_held_only_by, renew_reservation
+from ..store.holder import Demand
+from .admission import UNLIMITED, CallLimits, admit_call, num_blocks_held_only_by, renew_reservation
 from .call_states import CallStates
 from .counters import PromptCounters
 from .held_steps import HeldSteps, PassedStep
@@ -731,7 +732,7 @@ class Call:
         All columns, or in a layer with a window those that the next token sees.
         """
         with self.store.lock:
-            if not self.rows.alias or not self.store.pool.has_layer(layer_idx):
+            if not self.rows.alias or not self.store.pool.layer(layer_idx):
                 return {}
             self._held.flush(self.rows, is_scheduled=self.state is CallState.SCHEDULED)
             read = gather_rows(self.store, layer_idx, self.rows)

@@ -240,7 +240,7 @@ class HeldSteps:
         if self._rows is not rows:
             return
         start, stop = self.view_from, rows.num_columns
-        if is_scheduled and start == stop:  # nothing is owed: asked for each layer that takes the long way
+        if is_scheduled and start == stop:  # nothing is owed: asked more than once in a step
             return
         if start is not None and start < stop and rows.distinct:
             self._write(rows, start, stop)

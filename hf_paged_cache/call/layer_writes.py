@@ -103,9 +103,11 @@ class LayerWrites:
             ForwardMismatchError: such a layer, or every layer, did not write.
         """
         store = self._store
-        carry_states_alone = bool(store.states) and not store.windows.layers
-        if not (self.written or carry_states_alone) or not store.writing_layers <= self.written:
-            missing = store.writing_layers - self.written
+        missing = store.writing_layers - self.written
+        wrote = self.written or (
+            store.states and not store.windows.layers
+        )  # who carries states alone writes nothing here
+        if missing or not wrote:
             layers = f"layers {sorted({layer for layer, _ in missing})}" if missing else "any layer"
             raise ForwardMismatchError(
                 f"the forward did not write {layers}: gradient "

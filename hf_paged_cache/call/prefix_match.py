@@ -4,11 +4,11 @@ Changes nothing but who holds which block: what it returns holds what it found.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..blocks import BlockTable, HashChain
+from ..blocks import BlockTable, HashChain, resumable
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..store.block_store import BlockStore
 from ..wording import counted
@@ -101,7 +101,7 @@ def look_up_row(
             return found
         known = 0 if choice.ended is None else num_at_end(choice.ended) or 0
         known = known if known <= most else 0
-        known = max(known, deepest_state(store, table, hit.block_ids, min(found.num_tokens, most), known))
+        known = max(known, resumable(store.groups, hit.block_ids, min(found.num_tokens, most)))
         why = _why_no_state(store, found.num_tokens, known, most)
         return Found(known, why) if why else found
 
@@ -180,7 +180,7 @@ def match_states(store: BlockStore, row: Row, most: int) -> str:
     if row.origin is not None and row.origin.num_tokens > most:
         row.origin = None
     known = 0 if row.origin is None else row.origin.num_tokens
-    num_tokens = deepest_state(store, table, table.block_ids, min(table.num_tokens, most), known)
+    num_tokens = resumable(store.groups, table.block_ids, min(table.num_tokens, most))
     if num_tokens > known:
         row.origin, known = Origin(num_tokens, store.states.use(table.block_ids, num_tokens)), num_tokens
     why = _why_no_state(store, table.num_tokens, known, most)
@@ -189,16 +189,6 @@ def match_states(store: BlockStore, row: Row, most: int) -> str:
         # What is held is not written again, but on the way windows must see what they may have let go.
         table.truncate(max(known, row.num_confirmed))
     return why
-
-
-def deepest_state(store: BlockStore, table: BlockTable, block_ids: Sequence[int], num_tokens: int, known: int) -> int:
-    """Of the first `num_tokens` tokens of these blocks, how many there are up to the last snapshot that windows can go on from,
-    too; `known` or less where that is no further.  Effects: none.
-    """
-    deepest = store.states.deepest(block_ids, num_tokens)
-    while deepest > known and table.num_resumable_of(block_ids, deepest) < deepest:
-        deepest = store.states.deepest(block_ids, deepest - 1)
-    return deepest
 
 
 def _why_no_state(store: BlockStore, num_tokens: int, known: int, most: int) -> str:

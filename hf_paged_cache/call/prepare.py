@@ -65,7 +65,7 @@ def begin_rows_that_fit(call: CallToAdmit, request: ForwardRequest) -> list[Foun
         call.rows.free()
         call.rows, found = begin_rows(store, request, ())
         call.demand = demand_of_call(call, num_columns, previous)
-    if store.window_admission.lacking(call, call.demand.windows):
+    if store.windows.lacking(call, call.demand.windows):
         call.rows.free()
         call.rows, found = begin_rows(store, request, None)
         call.demand = demand_of_call(call, num_columns, previous)

@@ -7,8 +7,8 @@ from ..errors import ForwardMismatchError
 from ..kv.slot_mapping import SlotMapping
 from ..kv.transfers import Transfer
 from ..store.block_store import BlockStore
-from ..store.holder import Holder
-from .admission import CallLimits, Demand, grow_anew_for, is_copied, require, rows_in_words
+from ..store.holder import Demand, Holder
+from .admission import CallLimits, grow_anew_for, is_copied, require, rows_in_words
 from .rows import Row, Rows
 from .scheduled_forward import ForwardRequest
 
@@ -57,7 +57,7 @@ def _windows_of(store: BlockStore, rows: Rows, request: ForwardRequest, *, keeps
         )
         for row, member in zip(rows.distinct, rows.members(), strict=True)
     ]
-    return store.window_admission.of_forward(spans, keeps_past=keeps_past)
+    return store.windows.of_forward(spans, keeps_past=keeps_past)
 
 
 def hold_windows(rows: Rows, before: int, start: int) -> int:
@@ -111,13 +111,13 @@ def take_blocks(
     unseen = [(row, row.unseen(request.rows[member].token_ids)) for row, member in members]
     num_taken = sum(row.table.num_new_blocks_for_append(len(tokens)) for row, tokens in unseen)
     windows: tuple[int, ...] = ()
-    if store.windows.groups:
-        windows = store.window_admission.reserved_for(holder)
+    if store.windows:
+        windows = store.windows.reserved_for(holder)
         if not limits.are_known:
             windows = _windows_of(store, rows, request, keeps_past=keeps_past)
-            store.window_admission.reserve(holder, windows)
+            store.windows.reserve(holder, windows)
     _make_room(store, holder, num_taken, rows, limits, windows)
-    store.window_admission.count_to_come()
+    store.windows.count_to_come()
     for row, tokens in unseen:
         cut = None
         if keeps_past:  # back to the prompt's end, or else to where the forward began

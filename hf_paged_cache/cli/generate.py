@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ..blocks.arguments import file_mode_of_text
 from ..errors import CacheArgumentError
 from ..jobs.journal import finished_before, journal_of, note_command, require_writable
 from ..jobs.rows import digest_of, opened, require_prompts
@@ -104,6 +105,8 @@ def generate(
                 raise CacheArgumentError(f"give PROMPTS before options of transformers' generate, such as {prompts}")
             if address is not None and workers is None:
                 raise CacheArgumentError("--address is of a Ray cluster; give --workers, too")
+            if disk_mode is not None:
+                given["disk_mode"] = file_mode_of_text("--disk-mode", disk_mode)
             store_options(**{name: given[name] for name in StoreOptions._fields if name in given})
             require_writable(out, prompts)
             finished = None if overwrite else finished_before(out)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..blocks.arguments import file_mode
+from ..blocks.arguments import file_mode_of_text
 from ..errors import CacheArgumentError
 from ..jobs.rows import RowError
 from ..wording import counted
@@ -33,7 +33,7 @@ def save(
     if folder.exists() and not folder.is_dir():
         raise CacheArgumentError(f"{folder} is a file; give a folder to write into")
     texts = [_text_of(path) for path in prompt_file]
-    permissions = file_mode("--mode", mode)
+    permissions = file_mode_of_text("--mode", mode)
     loading.require_model(model, revision, dtype)
 
     from hf_paged_cache import PagedPrefixCache, read_prompts

@@ -31,21 +31,19 @@ class AmbientScope:
         self.in_all_threads = in_all_threads
         self.is_open = True
 
-    def cache_of(self, model: nn.Module) -> Any:
-        """The cache, if the scope is open and is this model's; else None."""
-        return self._cache() if self.is_open and self._model() is model else None
+    @property
+    def cache(self) -> Any:
+        """The cache that it gives; None: it was left, or nobody holds its cache any more."""
+        return self._cache() if self.is_open else None
 
-    def is_of(self, cache: Any) -> bool:
-        """Whether it gives this cache."""
-        return self.is_open and self._cache() is cache
+    def is_of(self, model: nn.Module | None) -> bool:
+        """Whether it is for calls of this model."""
+        return self._model() is model
 
-    def gives_another_cache(self, other: AmbientScope) -> bool:
+    def stands_in_the_way_of(self, other: AmbientScope) -> bool:
         """Whether this one, too, is for all threads of the model, and of another cache."""
-        return self.in_all_threads and self._model() is other._model() and self._cache() is not other._cache()
-
-    def is_over(self) -> bool:
-        """Whether it was left, or nobody holds its cache any more."""
-        return not self.is_open or self._cache() is None
+        is_rival = self.in_all_threads and other.in_all_threads and self.is_of(other._model())
+        return is_rival and self.cache is not other.cache
 
 
 _opening = new_lock()  # held to replace `_open`; a look at it needs no lock
@@ -55,11 +53,8 @@ _here: ContextVar[tuple[AmbientScope, ...]] = ContextVar("hf_paged_cache_scopes"
 
 def ambient_cache(model: nn.Module) -> Any:
     """The cache for a `generate` that is called here and brings none; None: there is none."""
-    for scope in reversed(_here.get()):
-        if (cache := scope.cache_of(model)) is not None:
-            return cache
-    for scope in _open:
-        if scope.in_all_threads and (cache := scope.cache_of(model)) is not None:
+    for scope in (*reversed(_here.get()), *(scope for scope in _open if scope.in_all_threads)):
+        if scope.is_of(model) and (cache := scope.cache) is not None:
             return cache
     return None
 
@@ -72,14 +67,14 @@ def open_scope(scope: AmbientScope) -> None:
     """
     global _open
     with _opening:
-        others = tuple(other for other in _open if not other.is_over())
-        if scope.in_all_threads and any(other.gives_another_cache(scope) for other in others):
+        others = _of_those_open(_open)
+        if any(other.stands_in_the_way_of(scope) for other in others):
             raise CacheBusyError(
                 "another cache is this model's in all threads; leave its `with cache.in_all_threads():` block first, or "
                 "use `with cache:`, which is for this thread"
             )
         _open = (*others, scope)
-    _here.set((*(other for other in _here.get() if not other.is_over()), scope))
+    _here.set((*_of_those_open(_here.get()), scope))
 
 
 def close_scope(scope: AmbientScope) -> None:
@@ -87,8 +82,12 @@ def close_scope(scope: AmbientScope) -> None:
     global _open
     scope.is_open = False  # first: however the rest is interrupted, the scope is over
     with _opening:
-        _open = tuple(other for other in _open if not other.is_over())
-    _here.set(tuple(other for other in _here.get() if not other.is_over()))
+        _open = _of_those_open(_open)
+    _here.set(_of_those_open(_here.get()))
+
+
+def _of_those_open(scopes: tuple[AmbientScope, ...]) -> tuple[AmbientScope, ...]:
+    return tuple(scope for scope in scopes if scope.cache is not None)
 
 
 def scope_to_close(cache: Any, opener: int) -> AmbientScope | None:
@@ -97,6 +96,6 @@ def scope_to_close(cache: Any, opener: int) -> AmbientScope | None:
     A generator may be closed in another context than it was begun in. Of an `ExitStack`, whose frame is none, it is the
     innermost scope of the context, or else the last one opened.
     """
-    scopes = [scope for scope in _open if scope.is_of(cache) and not scope.in_all_threads]
+    scopes = [scope for scope in _open if scope.cache is cache and not scope.in_all_threads]
     here = _here.get()
     return max(scopes, key=lambda scope: (scope.opener == opener, scope in here, scopes.index(scope)), default=None)

@@ -1,10 +1,11 @@
 """A forward's arguments -> what it asks of the cache, and back: the same arguments for the rows and columns that run.
 
-Never guesses: token ids, a mask of the form 0...01...1 and positions that count on are read. Whatever else is passed
+Never guesses: token ids, a mask of the form 0...01...1 and positions that count up are read. Whatever else is passed
 is named as the reason why the forward is computed without reuse. Inputs are shortened by name, never by shape.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from typing import Any
 
@@ -21,63 +22,47 @@ from .input_values import KnownInputs, MaskValues, PositionValues, num_pads, rea
 
 # Read here, or without influence on keys and values. Any other argument makes the forward one without reuse, unless it is what
 # the model's forward takes where it is left out.
-_READ = frozenset(  # the tokenizers: `generate` passes on what it was given for stop strings
-    [
+_READ = {
+    *(
         "input_ids",
         "inputs_embeds",
         "attention_mask",
         "position_ids",
+        "cache_position",
         "past_key_values",
         "cache_params",
-        "cache_position",
-        "logits_to_keep",
-        "labels",
-        "use_cache",
-        "return_dict",
-        "tokenizer",
-        "assistant_tokenizer",
-    ]
-)
-_PADDING_ALONE = "layers with a state do not look at the mask of a forward of one column, which is padding here"
+    ),
+    *("logits_to_keep", "labels", "use_cache", "return_dict"),
+    *("tokenizer", "assistant_tokenizer"),  # `generate` passes on what it was given for stop strings
+}
 
 
+@dataclass(frozen=True)
 class ArgumentReader:
     """Reads the arguments of one model's forwards.
 
-    Args:
+    Attributes:
         config: the model's, for outputs that it asks for by default.
         takes_positions: the forward has `position_ids`; where it has not, positions follow the mask.
         takes_logits_to_keep: the forward can leave out logits.
         changes_with: whether keys and values may be others where this output is asked for.
-        default_numbering: what the model numbers where no positions are passed: see `model.positions`.
         defaults: what the forward takes for arguments that are left out.
+        default_numbering: what the model numbers where no positions are passed: see `model.positions`.
         cross_inputs: arguments that a cross attention reads; refused.
         carries_states: of some layers, which do not look at the mask of a forward of one column.
         sees_columns: some layers attend to earlier columns, which their mask may hide.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        takes_positions: bool,
-        takes_logits_to_keep: bool,
-        changes_with: Callable[[str], bool],
-        defaults: Mapping[str, Any],
-        default_numbering: Numbering | None = "columns",
-        cross_inputs: Sequence[str] = (),
-        carries_states: bool = False,
-        sees_columns: bool = True,
-    ) -> None:
-        self._config = config
-        self._changes_with = changes_with
-        self._defaults = defaults
-        self._carries_states = carries_states
-        self._sees_columns = sees_columns
-        self._default_numbering = default_numbering
-        self._cross_inputs = cross_inputs
-        self.takes_positions = takes_positions
-        self.takes_logits_to_keep = takes_logits_to_keep
+    config: Any
+    _: KW_ONLY
+    takes_positions: bool
+    takes_logits_to_keep: bool
+    changes_with: Callable[[str], bool]
+    defaults: Mapping[str, Any]
+    default_numbering: Numbering | None = "columns"
+    cross_inputs: Sequence[str] = ()
+    carries_states: bool = False
+    sees_columns: bool = True
 
     def read(
         self,
@@ -92,7 +77,7 @@ class ArgumentReader:
 
         Args:
             arguments: by name.
-            rows: those that go on; none for a first forward.
+            rows: those that resume; none for a first forward.
             in_generate: it is `generate` that calls, and trusts only the last logits.
             records_drafts: drafts are verified, so `generate` may want logits that it does not ask for.
             known: what is passed, where that is known; else it is read, which waits for its device.
@@ -100,64 +85,46 @@ class ArgumentReader:
         Raises:
             CacheArgumentError: ids, mask or positions contradict each other or the rows; or a cross attention is used.
         """
-        crossed = next((name for name in self._cross_inputs if arguments.get(name) is not None), None)
-        if crossed is not None:
-            raise CacheArgumentError(
-                f"{crossed} was passed, and cross attention keeps keys and values that are no tokens'; call the model "
-                "without past_key_values, or use generate, which then leaves this cache out"
-            )
+        for name in self.cross_inputs:
+            if arguments.get(name) is not None:
+                raise CacheArgumentError(
+                    f"{name} was passed, and cross attention keeps keys and values that are no tokens'; call the model "
+                    "without past_key_values, or use generate, which then leaves this cache out"
+                )
         before, running = rows.num_columns, rows.in_batch()
         if known is not None and known.token_ids is arguments.get("input_ids"):
             given = known.values
         else:
             given = read_inputs(arguments, len(running), before, takes_positions=self.takes_positions)
-            if running and not self._sees_columns and arguments.get("attention_mask") is None:
+            if running and not self.sees_columns and arguments.get("attention_mask") is None:
                 given = given._replace(mask=_mask_of(running, before, given.num_new_columns))
-        num_rows, num_new, mask = given.num_rows, given.num_new_columns, given.mask
-        instead = "codes of its own" if arguments.get("inputs_embeds") is None else "embeddings"
-        why_no_ids = f"{instead} were passed instead of token ids" if given.are_embeddings else None
-        bypass = self._unread(arguments) or why_no_ids or mask.why_unusual
-        for number, (row, shown) in enumerate(zip(running, mask.first_shown, strict=False)):
-            if shown < row.pad:
-                raise CacheArgumentError(
-                    f"the attention mask shows column {shown} of row {number}, which was padding and has no keys and values; "
-                    "pass the mask of all columns, or cache.reset() first"
-                )
-        flag = next((name for name in OUTPUT_FLAGS if arguments.get(name) and self._changes_with(name)), None)
-        if flag is not None:
-            _require_kept_padding(
-                running,
-                f"{flag} was asked for, with which attention of this model may see the rows' padding",
-                f"ask for {flag} from the rows' first forward on, load the model with attn_implementation='eager', or leave it out",
-            )
-        if bypass is None and not in_generate:  # generate itself counts them right
-            bypass = _miscounted(arguments.get("cache_position"), before, num_new)
-        if bypass is None and any(_has_other_padding(row, pad) for row, pad in zip(running, mask.pads, strict=False)):
-            bypass = "the padding of a row has changed"
-        if bypass is None and self._carries_states and num_new == 1 and max(mask.pads) > before:
-            if self._sees_columns:
-                _require_kept_padding(
-                    running,
-                    f"column {before} is padding of a row and comes alone, so layers with a state take it for a token that sees the "
-                    "padding before it",
-                    "pass the padding and the row's first token in one forward",
-                )
-            bypass = _PADDING_ALONE
-        pads = mask.pads
-        if bypass is not None:
-            pads = [row.pad for row in running] or [0] * num_rows
+        num_new, mask = given.num_new_columns, given.mask
+        self._require_kept(arguments, running, mask)
+        why_no_ids = None
+        if given.are_embeddings:
+            instead = "codes of its own" if arguments.get("inputs_embeds") is None else "embeddings"
+            why_no_ids = f"{instead} were passed instead of token ids"
+        bypass = (
+            self._unread(arguments)
+            or why_no_ids
+            or mask.why_unusual
+            # generate itself counts them right
+            or (None if in_generate else _miscounted(arguments.get("cache_position"), before, num_new))
+            or self._why_other_padding(running, mask.pads, before, num_new)
+        )
+        pads = mask.pads if bypass is None else [row.pad for row in running] or [0] * given.num_rows
         firsts, why = self._first_positions(given.positions, rows, pads, num_new, is_bypassed=bypass is not None)
         bypass = bypass or why
-        all_outputs = _other_outputs(arguments, self._config)
+        all_outputs = _other_outputs(arguments, self.config)
         keep_columns, num_needed = all_outputs, 1
         if all_outputs is None:
             keep_columns, num_needed = self._read_logits(arguments, in_generate, records_drafts)
+        inputs = []
+        for tokens, pad, first, num_zeros in zip(given.token_ids, pads, firsts, mask.num_zeros, strict=True):
+            skipped = num_pads(pad, before, num_new)
+            inputs.append(RowInput(tokens[skipped:], pad, first, num_hidden=max(0, num_zeros - skipped)))
         return ForwardRequest(
-            rows=tuple(
-                RowInput(tokens[skipped:], pad, first, num_hidden=max(0, zeros - skipped))
-                for tokens, pad, first, zeros in zip(given.token_ids, pads, firsts, mask.num_zeros, strict=True)
-                for skipped in (num_pads(pad, before, num_new),)
-            ),
+            rows=tuple(inputs),
             num_new_columns=num_new,
             num_logits_needed=max(1, min(num_needed, num_new)),
             bypass=bypass,
@@ -182,13 +149,9 @@ class ArgumentReader:
             return None
         if arguments.get("inputs_embeds") is not None or self._unread(arguments) is not None:
             return None
-        for name in self._cross_inputs:
-            if arguments.get(name) is not None:
-                return None
         if positions is None:
-            if self.takes_positions and self._first_by_default(row.pad for row in running) != [
-                row.first_position for row in running
-            ]:
+            firsts = [row.first_position for row in running]
+            if self.takes_positions and self._first_by_default([row.pad for row in running]) != firsts:
                 return None
         elif not isinstance(positions, Tensor) or positions.shape not in ((num_rows, 1), (1, 1)):
             return None
@@ -206,22 +169,58 @@ class ArgumentReader:
             if value is None or name in _READ or self._is_default(name, value):
                 continue
             if name in OUTPUT_FLAGS:
-                if value and self._changes_with(name):
+                if value and self.changes_with(name):
                     return f"keys and values of this model depend on {name}"
             elif not isinstance(value, dict | list | tuple) or value:  # an empty one, as of images where there are none
                 return f"the argument {name} may condition keys and values"
         return None
 
+    def _require_kept(self, arguments: Mapping[str, Any], running: Sequence[Row], mask: MaskValues) -> None:
+        """Refuse what would look at padding whose keys and values are not kept.
+
+        Raises:
+            CacheArgumentError: the mask shows some; or an output is asked for, under which a model may look at it.
+        """
+        for number, (row, shown) in enumerate(zip(running, mask.first_shown, strict=False)):
+            if shown < row.pad:
+                raise CacheArgumentError(
+                    f"the attention mask shows column {shown} of row {number}, which was padding and has no keys and values; "
+                    "pass the mask of all columns, or cache.reset() first"
+                )
+        for flag in OUTPUT_FLAGS if running else ():
+            if arguments.get(flag) and self.changes_with(flag):
+                _require_kept_padding(
+                    running,
+                    f"{flag} was asked for, with which attention of this model may see the rows' padding",
+                    f"ask for {flag} from the rows' first forward on, load the model with attn_implementation='eager', or leave it out",
+                )
+
+    def _why_other_padding(self, running: Sequence[Row], pads: Sequence[int], before: int, num_new: int) -> str | None:
+        """Why rows cannot have this padding: only one that has had nothing but padding may get more of it."""
+        for row, pad in zip(running, pads, strict=False):
+            if row.pad != pad and row.table.num_tokens:
+                return "the padding of a row has changed"
+        if self.carries_states and num_new == 1 and max(pads) > before:
+            if self.sees_columns:
+                _require_kept_padding(
+                    running,
+                    f"column {before} is padding of a row and comes alone, so layers with a state take it for a token that sees the "
+                    "padding before it",
+                    "pass the padding and the row's first token in one forward",
+                )
+            return "layers with a state do not look at the mask of a forward of one column, which is padding here"
+        return None
+
     def _is_default(self, name: str, value: Any) -> bool:
         """Whether an argument is the flag, number or word that the forward takes where it is left out."""
-        default = self._defaults.get(name)
+        default = self.defaults.get(name)
         return type(value) is type(default) and isinstance(value, bool | int | float | str) and value == default
 
-    def _first_by_default(self, pads: Iterable[int]) -> list[int] | None:
+    def _first_by_default(self, pads: Sequence[int]) -> list[int] | None:
         """The position of each row's first token where none are passed."""
-        if self._default_numbering is None:
+        if self.default_numbering is None:
             return None
-        return [pad if self._default_numbering == "columns" else 0 for pad in pads]
+        return [pad if self.default_numbering == "columns" else 0 for pad in pads]
 
     def _first_positions(
         self, given: PositionValues | None, rows: Rows, pads: Sequence[int], num_new: int, *, is_bypassed: bool
@@ -316,7 +315,7 @@ def _shows_all(mask: Tensor, pads: Sequence[int]) -> bool:
 
 
 def _mask_of(running: Sequence[Row], before: int, num_new: int) -> MaskValues:
-    """Of rows that go on where no mask was passed, and none could hide what is before: new columns are tokens."""
+    """Of rows that resume where no mask was passed, and none could hide what is before: new columns are tokens."""
     pads = [min(row.pad, before) for row in running]
     return MaskValues(pads, [num_pads(pad, before, num_new) for pad in pads], pads)
 
@@ -329,17 +328,12 @@ def _miscounted(cache_position: Any, before: int, num_new: int) -> str | None:
     return None if counts_on else "cache_position does not number the columns that are passed"
 
 
-def _has_other_padding(row: Row, pad: int) -> bool:
-    """Whether a running row cannot have that padding: only one that has had nothing but padding may get more of it."""
-    return row.pad != pad and row.table.num_tokens > 0
-
-
 def _other_outputs(arguments: Mapping[str, Any], config: Any) -> str | None:
     """Outputs besides logits that cover all tokens or rows."""
-    by_default = outputs_of(config)
+    by_default = dict.fromkeys(outputs_of(config), True)
     for name in OUTPUT_FLAGS:
         value = arguments.get(name)
-        if name in by_default if value is None else value:
+        if by_default.get(name) if value is None else value:
             return f"{name} was asked for, which covers all tokens"
     if arguments.get("labels") is not None:
         return "labels were passed, and a loss covers all tokens"

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from ..blocks import resumable
 from ..blocks.tokens import TokenIds
 from ..call.admission import would_fit
 from ..call.call import Call
@@ -191,7 +192,7 @@ class ForwardsAhead:
         states, most = self._blocks.states, bounds.latest - row.pad
         align, known = states.align, max(planned.known, ahead)
         num_held = max(row.num_matched, row.table.num_tokens)
-        last = max(states.deepest(row.table.block_ids, num_held), ahead)
+        last = max(resumable((states.kept,), row.table.block_ids, num_held), ahead)
         wanted = {most // align * align, min(num_held, most) // align * align}
         grid = range(known // states.grid * states.grid + states.grid, most, states.grid)
         if len(grid) + len(wanted) <= states.kept.num_free:

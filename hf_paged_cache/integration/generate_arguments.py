@@ -1,6 +1,6 @@
 """The arguments of `generate` -> what a cache must know of the call before it starts. Reads, never changes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,10 @@ from ..call.admission import UNLIMITED, CallLimits
 from .input_values import KnownInputs
 
 _UNSET_IMPLEMENTATION = "hybrid"  # in older generation configs; transformers reads it as none
+_OPTIONS = (
+    *("cache_implementation", "use_cache", "is_assistant"),
+    *("max_new_tokens", "max_length", "num_beams", "num_return_sequences", "eos_token_id", "prompt_lookup_num_tokens"),
+)
 _DEFAULT_NEW_TOKENS = 20  # transformers' own, where neither max_length nor max_new_tokens is set
 
 
@@ -18,7 +22,7 @@ class GenerateArguments:
     """One call of `generate`.
 
     Attributes:
-        only_new_tokens: the mask has more columns than the prompt, so the rows go on with these tokens.
+        only_new_tokens: the mask has more columns than the prompt, so the rows resume with these tokens.
         num_masked, num_given: columns of mask and prompt.
         cache_implementation, use_cache: as given; None where they are not.
         is_assistant: it drafts for another model's `generate`.
@@ -45,43 +49,46 @@ class GenerateArguments:
     digest: bytes = b""
 
 
-_DEFAULT_IF_NONE = ("use_cache",)
-
-
 def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateArguments:
-    """Read a call of `generate(inputs=None, generation_config=None, ..., **kwargs)`.
-
-    An option is looked up where transformers does: keyword, the generation config given, the model's own.
-    """
-    given = args[1] if len(args) > 1 else kwargs.get("generation_config")
-    configs = [config for config in (given, getattr(model, "generation_config", None)) if config is not None]
-
-    def option(name: str) -> Any:
-        if name in kwargs and (kwargs[name] is not None or name not in _DEFAULT_IF_NONE):
-            return kwargs[name]  # None, too: it takes the place of what a config has
-        return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
-
-    implementation = option("cache_implementation")
+    """Read a call of `generate(inputs=None, generation_config=None, ..., **kwargs)`."""
+    options = _options(model, args[1] if len(args) > 1 else kwargs.get("generation_config"), kwargs)
+    implementation = options["cache_implementation"]
+    ids = args[0] if args else kwargs.get("inputs")
+    ids = kwargs.get("input_ids") if ids is None else ids
+    embeddings, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
+    crossed = [name for name in cross_inputs(model) if kwargs.get(name) is not None]
     limits, num_masked, num_given = UNLIMITED, 0, 0
-    ids = _prompt_ids(args, kwargs)
-    shape = _prompt_shape(ids, kwargs)
-    if shape is not None:
-        num_rows, num_given = shape
-        mask = kwargs.get("attention_mask")
-        num_masked = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 0
-        limits = _limits(option, num_rows, num_given, max(num_given, num_masked))
+    for prompt, num_dims in ((embeddings, 3), (ids, 2)):
+        if isinstance(prompt, Tensor) and prompt.dim() == num_dims:
+            num_given = prompt.shape[1]
+            num_masked = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 0
+            limits = _limits(options, prompt.shape[0], num_given, max(num_given, num_masked))
+            break
     return GenerateArguments(
         limits=limits,
         only_new_tokens=num_masked > num_given,
         num_masked=num_masked,
         num_given=num_given,
         cache_implementation=None if implementation == _UNSET_IMPLEMENTATION else implementation,
-        use_cache=option("use_cache"),
-        is_assistant=bool(option("is_assistant")),
-        cross_input=next((name for name in cross_inputs(model) if kwargs.get(name) is not None), None),
+        use_cache=options["use_cache"],
+        is_assistant=bool(options["is_assistant"]),
+        cross_input=crossed[0] if crossed else None,
         synced_gpus=bool(args[5] if len(args) > 5 else kwargs.get("synced_gpus")),
         passed={**kwargs, "input_ids": ids},
     )
+
+
+def _options(model: Any, given: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those read here, each where transformers looks it up: keyword, the generation config given, the model's own."""
+    configs = (given, getattr(model, "generation_config", None))
+    options = dict.fromkeys(_OPTIONS)
+    for name in _OPTIONS:
+        for config in configs:
+            if options[name] is None:
+                options[name] = getattr(config, name, None)
+        if name in kwargs and (kwargs[name] is not None or name != "use_cache"):
+            options[name] = kwargs[name]  # None, too: it takes the place of what a config has
+    return options
 
 
 def cross_inputs(model: Any) -> tuple[str, ...]:
@@ -93,43 +100,25 @@ def cross_inputs(model: Any) -> tuple[str, ...]:
     return names
 
 
-def _prompt_ids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    ids = args[0] if args else kwargs.get("inputs")
-    return kwargs.get("input_ids") if ids is None else ids
-
-
-def _prompt_shape(ids: Any, kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of the embeddings, or else of the ids; None without either."""
-    embeddings = kwargs.get("inputs_embeds")
-    if isinstance(embeddings, Tensor) and embeddings.dim() == 3:
-        return embeddings.shape[0], embeddings.shape[1]
-    if isinstance(ids, Tensor) and ids.dim() == 2:
-        return ids.shape[0], ids.shape[1]
-    return None
-
-
-def _limits(option: Callable[[str], Any], num_rows: int, num_passed: int, num_columns: int) -> CallLimits:
+def _limits(options: Mapping[str, Any], num_rows: int, num_passed: int, num_columns: int) -> CallLimits:
     """Args: columns passed, to which transformers counts `max_length`; columns of the whole prompt."""
-    max_new_tokens, max_length = option("max_new_tokens"), option("max_length")
+    max_new_tokens, max_length = options["max_new_tokens"], options["max_length"]
     if max_new_tokens is not None:
         max_length = num_columns + max_new_tokens
     elif max_length is None:
         max_length = num_columns + _DEFAULT_NEW_TOKENS
     else:
         max_length += num_columns - num_passed
+    ends = options["eos_token_id"]
+    if isinstance(ends, Tensor):
+        ends = ends.flatten().tolist()
+    elif not isinstance(ends, list | tuple | set | frozenset):
+        ends = [] if ends is None else [int(ends)]
     # The model never runs the last token. A draft looked up in the prompt may start up to two tokens before it.
-    num_looked_up = option("prompt_lookup_num_tokens") or 0
+    num_looked_up = options["prompt_lookup_num_tokens"] or 0
     return CallLimits(
         num_prompt_columns=num_columns,
         max_columns=max(num_columns, max_length - 1, max_length - 2 + num_looked_up),
-        num_rows=num_rows * max(option("num_beams") or 1, option("num_return_sequences") or 1),
-        end_of_sequence=_token_set(option("eos_token_id")),
+        num_rows=num_rows * max(options["num_beams"] or 1, options["num_return_sequences"] or 1),
+        end_of_sequence=frozenset(ends),
     )
-
-
-def _token_set(tokens: Any) -> frozenset[int]:
-    if tokens is None:
-        return frozenset()
-    if isinstance(tokens, Tensor):
-        tokens = tokens.flatten().tolist()
-    return frozenset(tokens) if isinstance(tokens, list | tuple | set | frozenset) else frozenset({int(tokens)})

@@ -18,7 +18,7 @@ from torch import nn
 from ..call.running import Bracket
 from ..errors import CacheArgumentError, CacheBusyError
 from ..locks import new_lock
-from ..model.cache_adapters import cache_argument, present_cache, shown, take_back_cache
+from ..model.cache_adapters import cache_argument, present_cache, take_back_cache
 from .ambient import ambient_cache
 from .generate_arguments import GenerateArguments, read_generate
 
@@ -58,56 +58,39 @@ class GenerateBracket:
         self.__doc__ = type(model).generate.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache = _paged(kwargs)
-        is_given = any(kwargs.get(name) is not None for name in _CACHE_ARGUMENTS)
-        ambient: AttachedCache | None = None if is_given else ambient_cache(self.model)
-        if cache is None and ambient is None:
+        brought = _paged(kwargs)
+        cache = brought
+        if brought is None and kwargs.get("past_key_values") is None and kwargs.get("cache_params") is None:
+            cache = ambient_cache(self.model)
+        if cache is None:
             return self._generate()(*args, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in _CACHE_ARGUMENTS}
-        argument = cache_argument(self.model)
         given = read_generate(self.model, args, kwargs)
-        if cache is not None and given.use_cache is False:
-            warnings.warn("use_cache=False: this call runs without the cache it was given", stacklevel=2)
+        why_not = "use_cache=False:" if given.use_cache is False else ""
+        if given.cross_input is not None and not why_not:
+            why_not = f"{given.cross_input}: cross attention keeps keys and values that are no tokens';"
+        if why_not and brought is not None:
+            warnings.warn(f"{why_not} this call runs without the cache it was given", stacklevel=2)
+        if why_not or (brought is None and (given.cache_implementation is not None or given.is_assistant)):
             return self._generate()(*args, **kwargs)
-        if given.cross_input is not None:
-            if cache is not None:
-                warnings.warn(
-                    f"{given.cross_input}: cross attention keeps keys and values that are no tokens'; this call runs "
-                    "without the cache it was given",
-                    stacklevel=2,
-                )
-            return self._generate()(*args, **kwargs)
+        if brought is None:
+            given = replace(given, is_ambient=True)
+            if cache.is_generating:
+                cache = cache.sibling()
         bracket = Bracket()
         try:
             with ExitStack() as stack:
-                if cache is not None:
+                try:
                     stack.enter_context(cache.generating(self.model, given, ref(bracket)))
-                elif (
-                    ambient is not None
-                    and given.cache_implementation is None
-                    and given.use_cache is not False
-                    and not given.is_assistant
-                ):
-                    cache = self._enter_ambient(stack, ambient, replace(given, is_ambient=True), ref(bracket))
-                return self._generate()(*args, **kwargs, **{argument: cache})
+                except CacheBusyError:
+                    if brought is not None:
+                        raise
+                    # one that runs but has no rows yet is busy, too: its rows would continue those of this call
+                    cache = cache.sibling()
+                    stack.enter_context(cache.generating(self.model, given, ref(bracket)))
+                return self._generate()(*args, **kwargs, **{cache_argument(self.model): cache})
         finally:
             del bracket
-
-    def _enter_ambient(
-        self, stack: ExitStack, cache: AttachedCache, given: GenerateArguments, bracket: ref[Bracket]
-    ) -> AttachedCache:
-        """Begin a call on the cache of a `with cache:` block, or on another of its store if that is busy.
-
-        A `generate` that runs but has no rows yet counts as busy: its rows would continue those of this call.
-        """
-        if cache.is_generating:
-            cache = cache.sibling()
-        try:
-            stack.enter_context(cache.generating(self.model, given, bracket))
-        except CacheBusyError:
-            cache = cache.sibling()
-            stack.enter_context(cache.generating(self.model, given, bracket))
-        return cache
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -197,8 +180,9 @@ def _paged(arguments: Mapping[str, Any]) -> AttachedCache | None:
     Raises:
         CacheArgumentError: the class of a cache, or its store, stands there instead.
     """
-    cache: Any = shown(next((arguments[name] for name in _CACHE_ARGUMENTS if arguments.get(name) is not None), None))
-    if not getattr(cache, "is_paged_prefix_cache", False):
+    cache: Any = arguments.get("past_key_values")
+    cache = arguments.get("cache_params") if cache is None else cache
+    if not getattr(cache, "is_paged_prefix_cache", False):  # a view of one says what the cache says
         return None
     if isinstance(cache, type) or not hasattr(cache, "generating"):
         what = "the class PagedPrefixCache" if isinstance(cache, type) else f"a {type(cache).__name__}"

@@ -75,14 +75,18 @@ def read_inputs(arguments: Mapping[str, Any], num_running: int, before: int, *, 
 
     Args:
         arguments: of the forward, by name.
-        num_running: rows that go on; 0 for a first forward.
+        num_running: rows that resume; 0 for a first forward.
         before: columns that they have.
         takes_positions: the model's forward has `position_ids`.
 
     Raises:
         CacheArgumentError: no ids and no embeddings; or another number of rows, or of columns of the mask.
     """
-    ids = _token_ids(arguments)
+    ids: Tensor | None = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else None
+    if ids is not None and ids.dim() != 2:
+        raise CacheArgumentError(f"input_ids must be [rows, tokens], got {tuple(ids.shape)}")
+    if ids is not None and (ids.is_floating_point() or ids.is_complex()):
+        raise CacheArgumentError(f"input_ids must be integers, got a tensor of {ids.dtype}")
     num_rows, num_new = shape_of(arguments, before)
     if num_running and num_rows != num_running:
         raise CacheArgumentError(
@@ -92,8 +96,8 @@ def read_inputs(arguments: Mapping[str, Any], num_running: int, before: int, *, 
     positions = arguments.get("position_ids")
     runs, why_no_runs = _runs_of(positions, num_rows, num_new) if takes_positions else (None, None)
     wanted = (ids, mask, runs, positions.max() if isinstance(positions, Tensor) and positions.numel() else None)
-    found = iter(read_together([tensor for tensor in wanted if tensor is not None]))
-    given_ids, form, run, highest = ([] if tensor is None else next(found) for tensor in wanted)
+    found = read_together([tensor for tensor in wanted if tensor is not None])
+    given_ids, form, run, highest = [[] if tensor is None else found.pop(0) for tensor in wanted]
     if ids is None:
         token_ids = [array("q", [-1]) * num_new] * num_rows
     else:
@@ -112,7 +116,7 @@ def num_pads(pad: int, before: int, num_new: int) -> int:
 
 
 def shape_of(arguments: Mapping[str, Any], before: int) -> tuple[int, int]:
-    """Rows and new columns of a forward: of its embeddings or ids; else of its mask, behind `before` columns, or its positions.
+    """Rows and new columns of a forward: of its embeddings or ids; else of its mask, after `before` columns, or its positions.
 
     Raises:
         CacheArgumentError: it has none of them.
@@ -129,18 +133,6 @@ def shape_of(arguments: Mapping[str, Any], before: int) -> tuple[int, int]:
         "a forward without input_ids and without inputs_embeds, and without an attention_mask or position_ids of "
         "[rows, columns] that would tell how many columns it has; pass one of them"
     )
-
-
-def _token_ids(arguments: Mapping[str, Any]) -> Tensor | None:
-    """[rows, columns]; None where embeddings are passed, or codes of a model's own."""
-    ids: Tensor | None = arguments.get("input_ids")
-    if ids is None or arguments.get("inputs_embeds") is not None:
-        return None
-    if ids.dim() != 2:
-        raise CacheArgumentError(f"input_ids must be [rows, tokens], got {tuple(ids.shape)}")
-    if ids.is_floating_point() or ids.is_complex():
-        raise CacheArgumentError(f"input_ids must be integers, got a tensor of {ids.dtype}")
-    return ids
 
 
 def _form_of(mask: Any, num_rows: int, before: int, num_new: int) -> tuple[Tensor | None, str | None]:

@@ -29,6 +29,15 @@ class LayeredCache(Protocol):
     def reset(self) -> None: ...
 
 
+def _refused(what: str, call: str) -> Any:
+    """A method that is refused, since rows are the same in all layers."""
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise CacheArgumentError(f"{what}, not a layer: rows are the same in all layers; cache.{call}")
+
+    return refuse
+
+
 class OfAllLayers:
     """What a layer is told that concerns the rows: they are the same in all layers, so the cache is to be told."""
 
@@ -46,35 +55,16 @@ class OfAllLayers:
         """Drop the rows of the whole cache."""
         self._cache.reset()
 
-    def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
-        """Refused: rows are reordered in all layers at once."""
-        raise _of_the_cache("reorder the cache", "cache.reorder_cache(beam_idx)")
-
-    def crop(self, tokens_to_remove: int) -> NoReturn:
-        """Refused: rows are cut in all layers at once."""
-        raise _of_the_cache("crop the cache", f"cache.crop({tokens_to_remove})")
-
-    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        """Refused: rows are repeated in all layers at once."""
-        raise _of_the_cache("repeat the rows of the cache", f"cache.batch_repeat_interleave({repeats})")
-
-    def batch_select_indices(self, indices: Tensor) -> NoReturn:
-        """Refused: rows are selected in all layers at once."""
-        raise _of_the_cache("select rows of the cache", "cache.batch_select_indices(indices)")
-
-    def activate_past_recording(self) -> NoReturn:
-        """Refused: drafts are verified in all layers at once."""
-        raise _of_the_cache("let the cache record the past", "cache.activate_past_recording()")
+    reorder_cache = _refused("reorder the cache", "reorder_cache(beam_idx)")
+    crop = _refused("crop the cache", "crop(tokens_to_remove)")
+    batch_repeat_interleave = _refused("repeat the rows of the cache", "batch_repeat_interleave(repeats)")
+    batch_select_indices = _refused("select rows of the cache", "batch_select_indices(indices)")
+    activate_past_recording = _refused("let the cache record the past", "activate_past_recording()")
 
     def offload(self) -> None:
         """Nothing: what is held stays where it is."""
 
-    def prefetch(self) -> None:
-        """Nothing: what is held stays where it is."""
-
-
-def _of_the_cache(what: str, call: str) -> CacheArgumentError:
-    return CacheArgumentError(f"{what}, not a layer: rows are the same in all layers; {call}")
+    prefetch = offload
 
 
 class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
@@ -107,12 +97,14 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
     @property
     def sliding_window(self) -> int:
         """How many tokens attention sees here; a layer without a window has none."""
-        return self._of_window(self._view.window_of.get(self._layer_idx, 0))
+        if not self.is_sliding:
+            raise AttributeError(f"layer {self._layer_idx} has no window")
+        return self._view.window_of[self._layer_idx]
 
     @property
     def cumulative_length(self) -> int:  # type: ignore[override]
-        """Columns of the rows, those behind the window included; a layer without a window has none."""
-        return self._of_window(self.get_seq_length())
+        """Columns of the rows, those that the window has passed included; a layer without a window has none."""
+        return self.get_seq_length() if self.sliding_window else 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,17 +151,12 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
         """The window, as `DynamicSlidingWindowLayer` says; else -1: there is no maximum but the pool's."""
         return self._view.window_of.get(self._layer_idx, -1)
 
-    def _of_window(self, value: int) -> int:
-        if not self.is_sliding:
-            raise AttributeError(f"layer {self._layer_idx} has no window")
-        return value
-
     def _in_pool(self, name: str) -> Tensor | None:
         """A tensor of this layer as the pool holds it, of all blocks; None before it has been written."""
         blocks = self._cache.store.blocks
         with blocks.lock:
-            held = blocks.pool.held_by_window().values()
-            return next((of_window[key] for of_window in held if (key := (self._layer_idx, name)) in of_window), None)
+            tensor: Tensor | None = blocks.pool.layer(self._layer_idx).get(name)
+            return tensor
 
     def _written(self, name: str) -> Tensor:
         tensor = self._in_pool(name)
@@ -266,7 +253,7 @@ class CacheOfLayers(Cache):
         return inputs
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Whether a layer keeps what lies behind its window or its state until `crop`, for drafts are verified."""
+        """Whether a layer keeps what its window or its state has passed until `crop`, for drafts are verified."""
         layer = self.layers[layer_idx]
         if hasattr(layer, "record_past"):
             return bool(layer.record_past)

@@ -7,9 +7,8 @@ before anything is computed, prompts that do not fit together.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..blocks import HashChain
+from ..blocks import HashChain, resumable
 from ..blocks.tokens import TokenIds
-from ..call.prefix_match import deepest_state
 from ..call.scheduled_forward import RowInput
 from ..errors import OutOfBlocksError
 from ..stats import RowCount
@@ -132,7 +131,7 @@ class Prefill:
             hit = table.match_prefix(tokens)
             known, wanted = hit.num_tokens, end
             if blocks.states:
-                known = max(0, deepest_state(blocks, table, hit.block_ids, hit.num_tokens, 0))
+                known = resumable(blocks.groups, hit.block_ids, hit.num_tokens)
                 wanted = end // blocks.states.align * blocks.states.align
             is_all = hit.num_tokens == end and known == wanted
             if is_all and touch:

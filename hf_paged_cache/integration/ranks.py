@@ -19,7 +19,7 @@ from ..errors import (
     UnsupportedModelError,
 )
 from ..model.conditioning import Conditioning
-from ..model.distributed import RankGroup, least_of_ranks, rank
+from ..model.distributed import least_of_ranks, rank
 from ..store.block_store import BlockStore
 
 # What a rank sends has one length and one layout, whatever it is about: a rank that refuses does not know what the others
@@ -49,7 +49,7 @@ class Ranks:
         store: its budget is settled by all.
 
     Attributes:
-        is_settled: the next forward runs without another word: `generate` goes on behind its prompt.
+        is_settled: the next forward runs without another word: `generate` continues after its prompt.
     """
 
     def __init__(self, conditioning: Conditioning, store: BlockStore) -> None:
@@ -59,23 +59,19 @@ class Ranks:
         self._settles_budget = False  # some rank does not know its budget before this forward
 
     @property
-    def _groups(self) -> tuple[RankGroup, ...]:
-        return self._conditioning.rank_groups()
-
-    @property
     def are_several(self) -> bool:
-        """Whether there is anybody to settle something with.  Cost: a look at two flags in a process alone."""
-        return bool(self._groups)
+        """Whether there is anybody to settle something with."""
+        return bool(self._conditioning.rank_groups())
 
     @property
     def start_together(self) -> bool:
         """Whether ranks are passed the same tokens, so that each forward must start at the same column on all."""
-        return any(group.share_inputs for group in self._groups)
+        return any(group.share_inputs for group in self._conditioning.rank_groups())
 
     @property
     def may_run_more(self) -> bool:
         """Whether forwards may run that follow from what is cached: only where all can settle them."""
-        return all(group.share_inputs for group in self._groups)
+        return all(group.share_inputs for group in self._conditioning.rank_groups())
 
     def agree(self, what: str, same: Mapping[str, object], numbers: Sequence[int] = ()) -> list[int]:
         """Settle numbers; what each rank gives is only read, so whoever raises has changed nothing. No lock may be held.
@@ -93,14 +89,13 @@ class Ranks:
         """
         always = {"what is run": what, "block_size": self._store.block_size}
         fields = {**always, **same}
-        slots = [_MOST] * _NUM_NUMBERS
+        places = [_MOST] * _NUM_NUMBERS
         for at, number in enumerate(numbers):
-            slots[at % _NUM_NUMBERS] = min(slots[at % _NUM_NUMBERS], number)
+            places[at % _NUM_NUMBERS] = min(places[at % _NUM_NUMBERS], number)
         marks = [_mark(value) for value in fields.values()] + [0] * (_NUM_FIELDS - len(fields))
-        is_budget_settled = int(self._store.is_settled)
-        sent = [_MOST, is_budget_settled, *marks, *(-mark for mark in marks), *slots]
-        least = self._exchange(sent, mine=None)
-        lows, highs = least[2 : 2 + _NUM_FIELDS], [-low for low in least[2 + _NUM_FIELDS : 2 + 2 * _NUM_FIELDS]]
+        sent = [_MOST, int(self._store.is_settled), *marks, *(-mark for mark in marks), *places]
+        _, is_budget_settled, *least = self._exchange(sent, mine=None)
+        lows, highs = least[:_NUM_FIELDS], [-low for low in least[_NUM_FIELDS : 2 * _NUM_FIELDS]]
         if lows != highs:
             comparable = fields if lows[0] == highs[0] else always  # else the other fields are about other things
             differs = [
@@ -114,9 +109,9 @@ class Ranks:
                     f"{', '.join(differs)}; nothing was run"
                 )
             )
-        self._settles_budget = not least[1]
-        slots = least[2 + 2 * _NUM_FIELDS :]
-        return [slots[at % _NUM_NUMBERS] for at in range(len(numbers))]
+        self._settles_budget = not is_budget_settled
+        places = least[2 * _NUM_FIELDS :]
+        return [places[at % _NUM_NUMBERS] for at in range(len(numbers))]
 
     def tell_refusal(self, error: BaseException, *, always: bool = False) -> None:
         """This rank raises before its forward has been settled: the others are told, and raise, too.
@@ -146,7 +141,7 @@ class Ranks:
         self._store.read_budget()
         with self._store.lock:
             most = int(min(self._store.affordable_blocks(), _MOST))
-        for group in self._groups:
+        for group in self._conditioning.rank_groups():
             (most,) = least_of_ranks(group, [most])
         return most
 
@@ -157,7 +152,7 @@ class Ranks:
             mine: the number of this rank's refusal.
         """
         received = sent
-        for group in self._groups:
+        for group in self._conditioning.rank_groups():
             if group.share_inputs:
                 received = least_of_ranks(group, received)
             else:

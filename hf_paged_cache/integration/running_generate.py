@@ -7,24 +7,21 @@ its end is seen when the frame goes.
 
 import inspect
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
 from traceback import walk_stack
-from types import CodeType, FrameType
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 from ..call.call import Call
 from ..call.running import Bracket
-from ..store.block_store import BlockStore
 from .generate_arguments import GenerateArguments, read_generate
 from .layers import CacheOfLayers
 
 _PLANTED = "hf_paged_cache_bracket"  # among a frame's own keyword arguments, which nobody reads any more
 
 
-@dataclass(frozen=True, slots=True)
-class RunningGenerate:
+class RunningGenerate(NamedTuple):
     """One that is on this thread's stack.
 
     Attributes:
@@ -41,19 +38,13 @@ def running_generate(model: Any, call: Call) -> RunningGenerate | None:
 
     None: there is none, and the forward is a plain one, be it inside of a `generate` that has another cache.
     """
-    codes = {*_codes_of(model)}
+    # of each `generate` that its class has or inherits, the function's own code, without that of decorators
+    functions = [vars(owner)["generate"] for owner in type(model).__mro__ if "generate" in vars(owner)]
+    codes = [getattr(inspect.unwrap(function), "__code__", None) for function in functions]
     for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_code in codes and (found := _read(model, call, frame)) is not None:
             return found
     return None
-
-
-def _codes_of(model: Any) -> Iterator[CodeType]:
-    """Of each `generate` that its class has or inherits, the function's own, without that of decorators."""
-    for owner in type(model).__mro__:
-        function = inspect.unwrap(vars(owner).get("generate", _codes_of))
-        if function is not _codes_of and (code := getattr(function, "__code__", None)) is not None:
-            yield code
 
 
 def _read(model: Any, call: Call, frame: FrameType) -> RunningGenerate | None:
@@ -69,36 +60,29 @@ def _read(model: Any, call: Call, frame: FrameType) -> RunningGenerate | None:
     return RunningGenerate(read_generate(model, (), given), kept)
 
 
-class Unclosed(Protocol):
-    """Who is told of the end."""
+class Closing(Protocol):
+    """Who is told of the end; `Session` says what this does."""
 
-    def close_found(self, bracket: ref[Bracket]) -> None: ...
-
-
-class _FrameEnd:
-    """Goes with the frame that it is planted in. That may be inside any line of ours, so the store does the rest later."""
-
-    def __init__(self, store: BlockStore, session: ref[Unclosed]) -> None:
-        self.bracket = Bracket()
-        self._store, self._end = store, _End(session, ref(self.bracket))
-
-    def __del__(self) -> None:
-        self._store.left_behind.append(self._end)
+    def close(self, bracket: ref[Bracket]) -> None: ...
 
 
-class _End:
+class _Ended(NamedTuple):
     """What the store does of a `generate` whose frame has gone; nothing where the cache has gone with it."""
 
-    def __init__(self, session: ref[Unclosed], bracket: ref[Bracket]) -> None:
-        self._session, self._bracket = session, bracket
+    session: ref[Closing]
+    bracket: ref[Bracket]
 
     def end(self) -> None:
-        if (session := self._session()) is not None:
-            session.close_found(self._bracket)
+        if (session := self.session()) is not None:
+            session.close(self.bracket)
 
 
-def plant_bracket(running: RunningGenerate, store: BlockStore, session: Unclosed) -> ref[Bracket]:
-    """A bracket that goes when the frame does; then the store tells the session."""
-    end = _FrameEnd(store, ref(session))
-    running.kept[_PLANTED] = end
-    return ref(end.bracket)
+def plant_bracket(running: RunningGenerate, left_behind: deque[Any], session: Closing) -> ref[Bracket]:
+    """A bracket that goes when the frame does. That may be inside any line of ours, so the store tells the session later."""
+    told = ref(session)
+
+    def leave_behind(bracket: ref[Bracket]) -> None:
+        left_behind.append(_Ended(told, bracket))
+
+    bracket = running.kept[_PLANTED] = Bracket()
+    return ref(bracket, leave_behind)

@@ -25,11 +25,11 @@ from ..model.support import require_layer_adapters
 from .forward_arguments import ArgumentReader, for_scheduled
 from .forwards_ahead import Ahead, ForwardsAhead
 from .generate_arguments import GenerateArguments
-from .going_on import GoingOn, Look
 from .input_values import KnownInputs
 from .other_models import another_model, how_to_run, running_elsewhere
 from .own_layers import OwnLayers, why_full
 from .ranks import Ranks, of_all_ranks, tokens_as_bytes
+from .resumption import Look, Resumption
 from .running_generate import plant_bracket, running_generate
 
 logger = logging.getLogger("hf_paged_cache")
@@ -75,7 +75,7 @@ class Session:
     ) -> None:
         self.records_drafts = False  # drafts will be verified in this call
         self.own_layers = OwnLayers(conditioning.model, call)
-        self.going_on = GoingOn(call, self.own_layers, conditioning, placeholders)
+        self.resumption = Resumption(call, self.own_layers, conditioning, placeholders)
         self._bypasses = bypasses
         self._call = call
         self._store = call.store
@@ -140,16 +140,16 @@ class Session:
             CacheArgumentError: another model's, or one that asks for a cache of its own.
             UnsupportedModelError: adapters that do more than change layers have been put round the model.
         """
-        call, failed, ran_out_of_memory = self._call, True, False
+        call, failed, no_memory = self._call, True, False
         try:
-            look = self.going_on.look(given)
+            look = self.resumption.look(given)
             with self._store.lock:
                 self._open(model, given, bracket, look)
             yield
             call.catch_up()
             failed = False
         except Exception as error:
-            ran_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            no_memory = isinstance(error, torch.OutOfMemoryError)
             self._ranks.tell_refusal(error, always=bracket not in call.brackets)
             raise
         finally:
@@ -159,24 +159,36 @@ class Session:
                 call.leave_reservation()
             else:
                 self._ranks.is_settled = False
-                held = call.rows.are_trusted or self._conditions_hold()
-                with self._store.lock:  # ended and closed in one: no other thread begins in between
-                    self._digest, self._synced_gpus = b"", False
-                    call.end(failed=failed, conditions_held=held)
-                    if ran_out_of_memory:
-                        call.drop_rows()
-                        self._store.make_way()
-                    call.brackets.close(bracket)  # last: where the end is interrupted, it was left open
-                    self._was_overtaken = self.is_open  # by a generate inside of another
+                self.close(bracket, failed=failed, no_memory=no_memory)
                 self._log()
+
+    def close(self, bracket: ref[Bracket], *, failed: bool = True, no_memory: bool = False) -> None:
+        """A `generate` has ended; one whose bracket is not open is ignored.
+
+        Args:
+            failed: an exception has ended it, or it is not known whether one has.
+            no_memory: it was for want of memory: the rows make way.
+        """
+        call = self._call
+        if bracket not in call.brackets:
+            return
+        held = call.rows.are_trusted or self._conditions_hold()
+        with self._store.lock:  # ended and closed in one: no other thread begins in between
+            self._digest, self._synced_gpus = b"", False
+            call.end(failed=failed, conditions_held=held)
+            if no_memory:
+                call.drop_rows()
+                self._store.make_way()
+            call.brackets.close(bracket)  # last: where the end is interrupted, it was left open
+            self._was_overtaken = self.is_open  # by a generate inside of another
 
     def _open(self, model: Any, given: GenerateArguments, bracket: ref[Bracket], look: Look | None) -> None:
         """A `generate` begins; see `generating`. The store's lock is held."""
         self._require_may_begin(model, given)
-        goes_on = self.going_on.settle(given, look)
-        if not goes_on:
+        resumes = self.resumption.settle(given, look)
+        if not resumes:
             self.own_layers.end()
-        self._call.begin(bracket, given.limits, keep_rows=goes_on)
+        self._call.begin(bracket, given.limits, keep_rows=resumes)
         self.records_drafts, self._synced_gpus = False, given.synced_gpus
         self._digest, self._inputs, self._was_alone, self._may_step = given.digest, given.inputs, False, False
         self._ranks.is_settled = False
@@ -200,20 +212,12 @@ class Session:
             return
         if running.given.use_cache is False:
             raise CacheArgumentError(_NO_CACHE_WANTED)
-        look, records_drafts = self.going_on.look(running.given), self.records_drafts
+        look, records_drafts = self.resumption.look(running.given), self.records_drafts
         with self._store.lock:
-            self._open(model, running.given, plant_bracket(running, self._store, self), look)
+            self._open(model, running.given, plant_bracket(running, self._store.left_behind, self), look)
             if records_drafts:  # which it has said before it came here
                 self.records_drafts = True
                 self._call.keep_past()
-
-    def close_found(self, bracket: ref[Bracket]) -> None:
-        """The frame of a `generate` that `_open_found` has begun is gone. Whether an exception ended it is not known."""
-        if bracket in self._call.brackets:
-            held = self._call.rows.are_trusted or self._conditions_hold()
-            self._digest, self._synced_gpus = b"", False
-            self._call.end(failed=True, conditions_held=held)
-            self._call.brackets.close(bracket)
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Schedule a forward; returns the arguments that it is to run with.
@@ -256,10 +260,7 @@ class Session:
             self._open_found(model)
         call.roll_back()
         call.catch_up()
-        if self.is_open:
-            self.going_on.require_new_tokens(arguments)
-        else:
-            self.going_on.require_filled(arguments)
+        self.resumption.check_forward(arguments, in_generate=self.is_open)
         if self._was_overtaken and self.is_open:
             raise CacheBusyError(f"another generate ran on this cache inside of this one; {_ANOTHER_CACHE}")
         if self.own_layers.has_rows:
@@ -305,7 +306,7 @@ class Session:
         try:
             forward = self._schedule(request, arguments)
         except BaseException:
-            view.follow(windows)  # rows of before may go on
+            view.follow(windows)  # rows of before may resume
             raise
         self._ranks.is_settled = self._needs_no_agreement(forward.stop)
         if forward.start == before and forward.copies is None:
@@ -320,7 +321,7 @@ class Session:
             return output
         if self.own_layers.is_running:
             self.own_layers.confirm()
-            self.going_on.note()
+            self.resumption.note()
             return output
         if self._regime and self._conditioning.rope.now() != self._regime:
             held = False
@@ -328,7 +329,7 @@ class Session:
             # with one thread before and after, nobody can have begun another that has ended since
             is_alone = self._was_alone and not self._conditioning.may_change_in_a_forward()
             held = is_alone or self._conditions_hold()
-        self.going_on.note()
+        self.resumption.note()
         try:
             copies = call.confirm(self._ranks.settled_budget(), conditions_held=held).copies
         except ForwardMismatchError as error:
@@ -449,7 +450,7 @@ class Session:
         return least[1:], bool(least[0])
 
     def _needs_no_agreement(self, num_columns: int) -> bool:
-        """Whether the forward behind so many columns can neither be refused nor skip any, on any rank."""
+        """Whether the forward after so many columns can neither be refused nor skip any, on any rank."""
         if not self.is_open or not self._ranks.start_together:
             return self.is_open
         return num_columns >= self._call.limits.num_prompt_columns
@@ -525,7 +526,7 @@ class Session:
             raise CacheBusyError(f"a generate call is running on this cache in another thread; {_ANOTHER_CACHE}")
 
     def _require_fit(self, given: GenerateArguments) -> None:
-        """Only new tokens must go on exactly where the rows stopped; a mask of ones never reaches the forward."""
+        """Only new tokens must resume exactly where the rows stopped; a mask of ones never reaches the forward."""
         self._call.check_not_busy()
         self._call.roll_back()
         self.own_layers.roll_back()

@@ -24,13 +24,11 @@ def one_sequence(what: str, given: object) -> tuple[int, ...]:
     if isinstance(given, Tensor):
         if given.is_floating_point() or given.is_complex() or given.dtype is torch_bool:
             raise CacheArgumentError(f"{what} is a tensor of {given.dtype}; token ids are integers")
-        if given.dim() == 2 and given.shape[0] == 1:
-            given = given[0]
-        if given.dim() != 1:
+        if given.dim() != 1 and (given.dim() != 2 or given.shape[0] != 1):
             raise CacheArgumentError(f"{what} is a tensor of shape {tuple(given.shape)}; give one row of token ids")
         if given.is_meta:
             raise CacheArgumentError(f"{what} is on the meta device, where tensors have no values")
-        return tuple(_token_id(what, token) for token in given.tolist())
+        given = given.tolist()
     if hasattr(given, "keys"):
         raise CacheArgumentError(f"{what} is of type {type(given).__name__}; give its input_ids")
     if isinstance(given, str | bytes | bytearray) or not isinstance(given, Iterable):
@@ -38,7 +36,7 @@ def one_sequence(what: str, given: object) -> tuple[int, ...]:
             f"{what} is of type {type(given).__name__}; give a sequence of token ids, such as tokenizer(text).input_ids"
         )
     tokens = list(given)
-    if tokens and (isinstance(tokens[0], list | tuple) or getattr(tokens[0], "ndim", 0) > 0):
+    if are_several(tokens):
         if len(tokens) > 1:
             raise CacheArgumentError(f"{what} has {len(tokens)} rows; give one row of token ids")
         tokens = list(tokens[0])
@@ -69,13 +67,12 @@ def are_several(given: object) -> bool:
 
 
 def _token_id(what: str, token: Any) -> int:
-    if not isinstance(token, bool):
-        try:
-            number = operator.index(token)
-        except TypeError:
-            pass
-        else:
-            if abs(number) <= _MAX_TOKEN:
-                return number
-            raise CacheArgumentError(f"{what} has {number} among its token ids, which is too large for one")
-    raise CacheArgumentError(f"{what} has {token!r} among its token ids, which is of type {type(token).__name__}")
+    try:
+        number = None if isinstance(token, bool) else operator.index(token)
+    except TypeError:
+        number = None
+    if number is None:
+        raise CacheArgumentError(f"{what} has {token!r} among its token ids, which is of type {type(token).__name__}")
+    if abs(number) > _MAX_TOKEN:
+        raise CacheArgumentError(f"{what} has {number} among its token ids, which is too large for one")
+    return number

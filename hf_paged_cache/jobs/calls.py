@@ -67,7 +67,7 @@ class BatchCalls:
     ) -> None:
         self._config = config = generation_config(unwrapped(model), how.generation)
         if not isinstance(cache, PagedPrefixCache):
-            cache = PagedPrefixCache(model if cache is None else cache, **how.sizes)
+            cache = PagedPrefixCache(model if cache is None else cache, **how.of_cache)
         self.cache = cache
         self._model: Any = self.cache.store.model
         self._tokenizer, self._seed = tokenizer, how.seed

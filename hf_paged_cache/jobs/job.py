@@ -19,6 +19,7 @@ from ..errors import CacheArgumentError
 from ..integration.hooks import left_as_it_was
 from ..model.support import require_supported, unwrapped
 from ..prefix_store import PrefixStore
+from ..store_options import shows_store_options
 from .calls import BatchCalls, Described
 from .journal import (
     Completion,
@@ -74,6 +75,7 @@ class BatchResult:
     summary: BatchSummary
 
 
+@shows_store_options
 def generate_all(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -85,6 +87,7 @@ def generate_all(
     batch_size: int = 8,
     max_new_tokens: int = 128,
     cache: PagedPrefixCache | PrefixStore | None = None,
+    attention: Literal["contiguous", "gather"] = "contiguous",
     seed: int = 0,
     overwrite: bool = False,
     progress: bool | None = None,
@@ -116,9 +119,9 @@ def generate_all(
             job's is resumed.
         progress: a bar on stderr, or where that is no terminal a line every 30 seconds and 5 % of the prompts, whichever is later;
             False: neither.
-        options: of the new cache, by name: `block_size`, `num_blocks`, `max_bytes`, `attention`, `host_bytes`, `disk_folder`,
-            `disk_bytes` and `disk_mode`, see `PagedPrefixCache`; and of `generate`, such as `do_sample=True`, `num_beams=4`,
-            `stop_strings=["\\n"]`.
+        attention: of the new cache, see `PagedPrefixCache`; as are `block_size`, `num_blocks`, `max_bytes`, `host_bytes`,
+            `disk_folder`, `disk_bytes` and `disk_mode`.
+        options: of `generate` by name, such as `do_sample=True`, `num_beams=4`, `stop_strings=["\\n"]`.
 
     Raises:
         CacheArgumentError: a row that has no prompt, a prompt that is longer than the model's positions, options that do not fit, an
@@ -139,6 +142,7 @@ def generate_all(
         order=order,
         batch_size=batch_size,
         max_new_tokens=max_new_tokens,
+        attention=attention,
         seed=seed,
         overwrite=overwrite,
         progress=progress,
@@ -152,9 +156,9 @@ def generate_all(
         raise CacheArgumentError(
             f"cache is of type {type(cache).__name__}; give a PagedPrefixCache or a PrefixStore of this model, or None"
         )
-    if isinstance(cache, PagedPrefixCache) and how.sizes:
+    if isinstance(cache, PagedPrefixCache) and how.of_cache:
         raise CacheArgumentError(
-            f"{' and '.join(how.sizes)}: of the cache, which is there already; give it to PagedPrefixCache"
+            f"{' and '.join(how.of_cache)}: of the cache, which is there already; give it to PagedPrefixCache"
         )
     with ExitStack() as stack:
         stack.enter_context(left_as_it_was(inside))

@@ -326,7 +326,7 @@ def _is_of(job: Mapping[str, Any], path: Path) -> bool:
     if not line:
         return False
     try:
-        before = json.loads(line)
+        before = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
         before = None
     if not isinstance(before, dict) or before.get("format") != FORMAT:

@@ -16,10 +16,8 @@ from transformers import GenerationConfig, GenerationMixin
 from ..blocks.arguments import int_of_at_least
 from ..cache import PagedPrefixCache
 from ..errors import CacheArgumentError
-from ..store_options import StoreOptions, require_attention, store_options
+from ..store_options import StoreOptions, given_sizes, require_attention, store_options
 from .journal import ORDERS
-
-CACHE_OPTIONS = ("attention", *StoreOptions._fields)  # of the cache that a job makes
 
 ALL = sys.maxsize  # tokens before the next one that an option reads: every one
 
@@ -72,7 +70,7 @@ class How:
     """The options of a job; see `generate_all`.
 
     Attributes:
-        options: of the job's cache, and of `generate`, by name.
+        options: of the job's store, and of `generate`, by name.
 
     Raises:
         CacheArgumentError: naming the first that is of another type, or out of its range, as far as that goes without a model.
@@ -83,6 +81,7 @@ class How:
     order: Literal["given", "done"] = "given"
     batch_size: int = 8
     max_new_tokens: int = 128
+    attention: Literal["contiguous", "gather"] = "contiguous"
     seed: int = 0
     overwrite: bool = False
     progress: bool | None = None
@@ -101,19 +100,23 @@ class How:
             raise CacheArgumentError(f"out is {self.out!r}; give a file's path")
         if self.order not in ORDERS:
             raise CacheArgumentError(f"order is {self.order!r}; give {' or '.join(map(repr, ORDERS))}")
-        sizes = dict(self.sizes)
-        require_attention(sizes.pop("attention", "contiguous"))
-        store_options(**sizes)
+        require_attention(self.attention)
+        store_options(**self._sizes)
 
     @property
-    def sizes(self) -> dict[str, Any]:
+    def _sizes(self) -> Any:
+        return {name: size for name, size in self.options.items() if name in StoreOptions._fields}
+
+    @property
+    def of_cache(self) -> dict[str, Any]:
         """Of a new cache, those that are given."""
-        return {name: self.options[name] for name in CACHE_OPTIONS if self.options.get(name) is not None}
+        attention = {} if self.attention == "contiguous" else {"attention": self.attention}
+        return {**attention, **given_sizes(self._sizes)}
 
     @property
     def generation(self) -> dict[str, Any]:
         """Of `generate`."""
-        others = {name: value for name, value in self.options.items() if name not in CACHE_OPTIONS}
+        others = {name: value for name, value in self.options.items() if name not in StoreOptions._fields}
         return {"max_new_tokens": self.max_new_tokens, **others}
 
 

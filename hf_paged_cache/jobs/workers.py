@@ -25,6 +25,7 @@ from torch import nn
 
 from ..blocks.arguments import int_of_at_least
 from ..errors import CacheArgumentError, PagedCacheError
+from ..store_options import shows_store_options
 from ..wording import counted
 from .calls import BatchCalls
 from .job import Batch, BatchResult, run_job
@@ -74,6 +75,7 @@ class Worker:
         return list(answer) if isinstance(answer, Iterator) else answer
 
 
+@shows_store_options
 def generate_all_on_ray(
     load: Callable[[], tuple[Any, Any]],
     prompts: "str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row]",

@@ -1,16 +1,18 @@
 """Owns the tensors of all keys and values that the cache holds, and their growth. Refuses states of another shape.
 
-Knows nothing of tokens, hashes, rows or who holds a block. Block ids and slots are trusted: a range check would
-synchronise an accelerator.
+Layers that need the same tokens are a group: its tensors hold as many blocks. Knows nothing of tokens, hashes, rows or who
+holds a block. Block ids and slots are trusted: a range check would synchronise an accelerator.
 """
 
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from ..blocks.window_blocks import WindowBlocks
 from ..errors import PoolArgumentError
 from .recycled_memory import RecycledMemory, zeros
 from .slot_mapping import ReadSource, RowLayout, SlotMapping
@@ -21,97 +23,51 @@ _HOST = torch.device("cpu")
 _WITHOUT_STREAMS = ("cpu", "meta")
 
 
-class BlockPool:
-    """Named tensors per layer, `[num_blocks, num_heads, block_size, head_dim]`, on that layer's device.
-
-    The slots of a head lie side by side in a block, so that whole blocks of a head are read at once, in the order of
-    attention. Shapes, dtypes and devices are those of a layer's first write, not of a config: key and value may differ
-    in head size, layers in anything. New tensors are zeroed: masked attention multiplies an unwritten slot by zero, and
-    it must not be a NaN.
+class GroupTensors:
+    """Layer index -> name -> `[capacity, num_heads, block_size, head_dim]`, on that layer's device.
 
     Args:
-        first_device: where the first write will be, asked as long as there was none.
-        beside: a pool of the same blocks, used by the same calls.
+        streams: asked to wait for what is let go.
+        placing: which block has which place here, where not all have one; None: block ids are the places.
 
-    Examples:
-        >>> pool = BlockPool(block_size=4)
-        >>> pool.ensure_capacity(3)
-        >>> new = torch.ones(1, 2, 5, 8)  # 1 row, 2 heads, 5 tokens, head size 8
-        >>> pool.write(0, {"key": new, "value": new}, SlotMapping([4, 5, 6, 7, 8]))
-        >>> pool.gather(0, ReadSource(torch.tensor([[4, 5]])))["key"].shape
-        torch.Size([1, 2, 2, 8])
-
-    Source: block-table indirection, Kwon et al. 2023 (arXiv:2309.06180).
+    Attributes:
+        capacity: blocks that every tensor holds; where growing was cut short, some hold more.
+        num_blocks_used: 1 + the highest place written so far.
+        bytes_per_block: in all layers written so far.
     """
 
-    def __init__(
-        self,
-        block_size: int,
-        first_device: Callable[[], torch.device] = lambda: _HOST,
-        beside: "BlockPool | None" = None,
-    ) -> None:
-        self.block_size = block_size
-        self.capacity = 0  # blocks that every tensor holds; where growing was cut short, some hold more
-        self.bytes_per_block = 0  # in all layers written so far
-        self.num_layouts = 0  # how often a layer got other tensors: another shape, dtype or device, or its first
-        self.num_blocks_used = 0  # 1 + the highest block id written so far
-        self._first_device = first_device
-        self._streams: StreamOrder = StreamOrder() if beside is None else beside._streams
-        # that hold tensors, or have
-        self._accelerators: set[torch.device] = set() if beside is None else beside._accelerators
-        self._tensors: dict[int, dict[str, Tensor]] = {}  # layer index -> name -> tensor
+    def __init__(self, streams: StreamOrder, placing: WindowBlocks | None = None) -> None:
+        self.placing = placing
+        self.layers: dict[int, dict[str, Tensor]] = {}
+        self.capacity = self.num_blocks_used = self.bytes_per_block = 0
+        self._streams = streams
 
-    @property
-    def layer_indices(self) -> list[int]:
-        """The layers written so far."""
-        return sorted(self._tensors)
+    def __iter__(self) -> Iterator[Tensor]:
+        return (tensor for layer in self.layers.values() for tensor in layer.values())
 
-    def has_layer(self, layer_idx: int) -> bool:
-        """Whether the layer was written."""
-        return layer_idx in self._tensors
+    def named(self) -> dict[tuple[int, str], Tensor]:
+        """(Layer index, name) -> tensor."""
+        return {(idx, name): held for idx, layer in self.layers.items() for name, held in layer.items()}
 
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes that the pool takes; on a host, those of the blocks used so far, as untouched pages cost nothing."""
-        return sum(map(self._bytes_taken, self._all_tensors()))
+    def use(self, num_blocks: int) -> None:
+        """The first so many are about to be written."""
+        self.num_blocks_used = max(self.num_blocks_used, num_blocks)
+
+    def bytes_on(self) -> dict[torch.device, int]:
+        """Bytes taken of each device; of a host, those of the blocks used so far, as untouched pages cost nothing."""
+        return self._bytes_on(lambda tensor: (tensor[: self.num_blocks_used] if tensor.is_cpu else tensor).nbytes)
 
     def bytes_per_block_on(self) -> dict[torch.device, int]:
         """Bytes that a block takes of each device, in the layers written so far."""
         return self._bytes_on(lambda tensor: tensor[:1].nbytes)
 
-    def bytes_on(self) -> dict[torch.device, int]:
-        """Bytes that the pool takes of each device; of a host, as `pool_bytes` counts them."""
-        return self._bytes_on(self._bytes_taken)
-
     def bytes_to_grow(self, num_blocks: int) -> dict[torch.device, int]:
         """Bytes that `ensure_capacity` needs free on each device: the new blocks, and for a moment one tensor twice."""
         new = self._bytes_on(lambda tensor: max(0, num_blocks - tensor.shape[0]) * tensor[:1].nbytes)
         return {
-            device: extra + max(tensor.nbytes for tensor in self._all_tensors() if tensor.device == device)
+            device: extra + max(tensor.nbytes for tensor in self if tensor.device == device)
             for device, extra in new.items()
         }
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether all tensors are, or the first one will be, in host memory, where capacity that is not used costs nothing."""
-        devices = [tensor.device for tensor in self._all_tensors()] or [self._first_device()]
-        return all(device.type == "cpu" for device in devices)
-
-    @property
-    def accelerators(self) -> set[torch.device]:
-        """That hold tensors, or have."""
-        return self._accelerators
-
-    def join_streams(self) -> None:
-        """Blocks may have passed from one call to another: what those launched comes before what this thread launches."""
-        if self._accelerators:
-            self._streams.join(self._accelerators)
-
-    def release(self, tensors: Iterable[Tensor]) -> None:
-        """The pool's tensors, or copies of what is in them, are about to be let go: see `StreamOrder.release`."""
-        if self._accelerators:
-            for tensor in tensors:
-                self._streams.release(tensor)
 
     def ensure_capacity(self, num_blocks: int) -> None:
         """Hold at least `num_blocks` blocks, all those used so far with their content.
@@ -134,22 +90,175 @@ class BlockPool:
             raise
         self.capacity = num_blocks
 
+    def resized(self, tensor: Tensor, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Another tensor with the content of a layer's, which is let go."""
+        resized = zeros((num_blocks, *tensor.shape[1:]), dtype, device)
+        resized[: self.num_blocks_used].copy_(tensor[: self.num_blocks_used])
+        self._streams.release(tensor)
+        return resized
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], transfer: Transfer | None = None) -> None:
+        """Copy whole blocks in all layers, as if one `(source, destination)` after the other.
+
+        Args:
+            transfer: that their ids go with, where a device needs them; None: one of their own.
+        """
+        sources, destinations = [source for source, _ in copies], [destination for _, destination in copies]
+        self.use(1 + max(destinations, default=-1))
+        in_any_order = len({*sources, *destinations}) == len(set(sources)) + len(destinations)
+        if len(copies) > 1 and in_any_order:
+            with contextlib.suppress(torch.OutOfMemoryError):  # one by one takes no memory
+                copy_rows(self, sources, destinations, transfer)
+                return
+        for source, destination in copies:
+            for tensor in self:
+                tensor[destination].copy_(tensor[source])
+
+    def clear(self) -> None:
+        """Give all memory back."""
+        for tensor in self:
+            self._streams.release(tensor)
+        self.layers = {}
+        self.capacity = self.num_blocks_used = self.bytes_per_block = 0
+
+    def _bytes_on(self, count: Callable[[Tensor], int]) -> dict[torch.device, int]:
+        total: Counter[torch.device] = Counter()
+        for tensor in self:
+            total[tensor.device] += count(tensor)
+        return dict(total)
+
+    def _resize_tensors(self, is_due: Callable[[int], bool], num_blocks: int) -> None:
+        """Give the tensors whose number of blocks is due `num_blocks` blocks, one after the other."""
+        for layer in self.layers.values():
+            for name in layer:
+                if is_due(layer[name].shape[0]):  # no name for it here: it goes when the new one takes its place
+                    layer[name] = self.resized(layer[name], num_blocks, layer[name].dtype, layer[name].device)
+
+
+class BlockPool:
+    """Named tensors per layer, `[num_blocks, num_heads, block_size, head_dim]`, on that layer's device.
+
+    The slots of a head lie side by side in a block, so that whole blocks of a head are read at once, in the order of
+    attention. Shapes, dtypes and devices are those of a layer's first write, not of a config: key and value may differ
+    in head size, layers in anything. New tensors are zeroed: masked attention multiplies an unwritten slot by zero, and
+    it must not be a NaN.
+
+    Whoever asks names blocks by the allocator's ids; layers with a window keep them where its `WindowBlocks` say.
+
+    Args:
+        first_device: where the first write will be, asked as long as there was none.
+        window_of, windows: see `regroup`.
+
+    Attributes:
+        groups: window, or None -> the tensors of its layers.
+        all: those of the layers without a window.
+        accelerators: that hold tensors, or have.
+        num_layouts: how often a layer got other tensors: another shape, dtype or device, or its first.
+
+    Examples:
+        >>> pool = BlockPool(block_size=4)
+        >>> pool.all.ensure_capacity(3)
+        >>> new = torch.ones(1, 2, 5, 8)  # 1 row, 2 heads, 5 tokens, head size 8
+        >>> pool.write(0, {"key": new, "value": new}, pool.map_slots([4, 5, 6, 7, 8]))
+        >>> pool.gather(0, ReadSource(torch.tensor([[4, 5]])))["key"].shape
+        torch.Size([1, 2, 2, 8])
+
+    Source: block-table indirection, Kwon et al. 2023 (arXiv:2309.06180).
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        first_device: Callable[[], torch.device] = lambda: _HOST,
+        window_of: Mapping[int, int] = MappingProxyType({}),
+        windows: Iterable[WindowBlocks] = (),
+    ) -> None:
+        self.block_size = block_size
+        self.num_layouts = 0
+        self._first_device = first_device
+        self._streams = StreamOrder()
+        self.accelerators: set[torch.device] = set()
+        self.all = GroupTensors(self._streams)
+        self.groups: dict[int | None, GroupTensors] = {None: self.all}
+        self.regroup(window_of, windows)
+
+    def regroup(self, window_of: Mapping[int, int], windows: Iterable[WindowBlocks]) -> None:
+        """The layers have these windows from here on. Nothing is in the pool.
+
+        Args:
+            window_of: layer index -> its window, for the layers that have one.
+            windows: the window blocks of each.
+        """
+        self.num_layouts += 1
+        self.groups = {None: self.all} | {blocks.window: GroupTensors(self._streams, blocks) for blocks in windows}
+        self._group_of = {layer_idx: self.groups[window] for layer_idx, window in window_of.items()}
+
+    def layer(self, layer_idx: int) -> Mapping[str, Tensor]:
+        """name -> tensor of a layer; empty before it was written."""
+        return self._group_of.get(layer_idx, self.all).layers.get(layer_idx, {})
+
+    @property
+    def layer_indices(self) -> list[int]:
+        """The layers written so far."""
+        return sorted(layer_idx for group in self.groups.values() for layer_idx in group.layers)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that the pool takes; on a host, those of the blocks used so far, as untouched pages cost nothing."""
+        return sum(self.bytes_on().values())
+
+    def bytes_on(self) -> dict[torch.device, int]:
+        """Bytes that the pool takes of each device, counted as in `pool_bytes`."""
+        total: Counter[torch.device] = Counter()
+        for group in self.groups.values():
+            total.update(group.bytes_on())
+        return dict(total)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether all tensors are, or the first one will be, in host memory, where capacity that is not used costs nothing."""
+        devices = [tensor.device for group in self.groups.values() for tensor in group] or [self._first_device()]
+        return all(device.type == "cpu" for device in devices)
+
+    def join_streams(self) -> None:
+        """Blocks may have passed from one call to another: what those launched comes before what this thread launches."""
+        if self.accelerators:
+            self._streams.join(self.accelerators)
+
+    def release(self, tensors: Iterable[Tensor]) -> None:
+        """The pool's tensors, or copies of what is in them, are about to be let go: see `StreamOrder.release`."""
+        if self.accelerators:
+            for tensor in tensors:
+                self._streams.release(tensor)
+
     def clear(self) -> None:
         """Give all memory back; the next write may have other shapes."""
-        self.release(self._all_tensors())
-        self._tensors = {}
+        for group in self.groups.values():
+            group.clear()
         self.num_layouts += 1
-        self.capacity = self.num_blocks_used = self.bytes_per_block = 0
 
     def map_slots(
         self, slots: Sequence[int], sources: Sequence[int] | None = None, transfer: Transfer | None = None
     ) -> SlotMapping:
         """The slots that a forward writes, in all layers; see `SlotMapping`."""
-        return SlotMapping(slots, sources, transfer)
+        mapping = SlotMapping(slots, sources, transfer)
+        if transfer is not None:  # what the windows' layers need on their devices goes along
+            for group in self.groups.values():
+                if group.placing is not None:
+                    mapping.of_group(group.placing, self.block_size)
+        return mapping
 
     def rows_in(self, window: int | None, rows: Sequence[RowLayout], start: int) -> Sequence[RowLayout]:
-        """The rows, with the ids by which layers with this window, or None, hold their blocks from column `start` on."""
-        return rows
+        """The rows, with the places at which layers with this window, or None, hold their blocks from column `start` on."""
+        group = self.groups.get(window, self.all)
+        if group.placing is None:
+            return rows
+        places, placed = group.placing.places, []
+        for row in rows:
+            first = min(len(row.block_ids), max(0, start - row.pad) // self.block_size)
+            held = [places.get(block_id, 0) for block_id in row.block_ids[first:]]
+            placed.append(row._replace(block_ids=[0] * first + held))
+        return placed
 
     def write(self, layer_idx: int, states: Mapping[str, Tensor], slot_mapping: SlotMapping) -> None:
         """Store new keys and values of one layer.
@@ -164,7 +273,10 @@ class BlockPool:
         Raises:
             PoolArgumentError: a tensor is not 4-D, or has other heads or head size than the layer was made with.
         """
-        self.num_blocks_used = max(self.num_blocks_used, -(-slot_mapping.end_slot // self.block_size))
+        group = self._group_of.get(layer_idx, self.all)
+        if group.placing is not None:
+            slot_mapping = slot_mapping.of_group(group.placing, self.block_size)
+        group.num_blocks_used = max(group.num_blocks_used, -(-slot_mapping.end_slot // self.block_size))
         for name, new in states.items():
             held = self.tensor_for(layer_idx, name, new)
             if slot_mapping.num_slots == 0:
@@ -183,7 +295,7 @@ class BlockPool:
 
     def lay_out(self, layer_idx: int, name: str, heads: int, head_dim: int, dtype: torch.dtype) -> None:
         """Make a layer's tensor before anything is written, where the first keys and values will be; a write may move it."""
-        if name not in self._tensors.get(layer_idx, {}):
+        if name not in self.layer(layer_idx):
             self.tensor_for(
                 layer_idx, name, torch.empty((0, heads, 0, head_dim), dtype=dtype, device=self._first_device())
             )
@@ -203,17 +315,20 @@ class BlockPool:
         Raises:
             torch.OutOfMemoryError: some are stored and some are not.
         """
-        self.num_blocks_used = max(self.num_blocks_used, 1 + max(block_ids))
-        transfer = Transfer()
-        blocks = transfer.add(block_ids)
+        transfer, placed = Transfer(), {}
+        for group in self.groups.values():
+            places = block_ids if group.placing is None else [group.placing.places[block_id] for block_id in block_ids]
+            group.use(1 + max(places))
+            placed[group] = places, transfer.add(places)
         for layer_idx, states in columns:
+            places, added = placed[self._group_of.get(layer_idx, self.all)]
             for name, new in states.items():
                 held = self.tensor_for(layer_idx, name, new)
                 part = held.narrow(2, offset, new.shape[2])
-                if len(block_ids) == 1:
-                    part.narrow(0, block_ids[0], 1).copy_(new)
+                if len(places) == 1:
+                    part.narrow(0, places[0], 1).copy_(new)
                 else:
-                    part.index_copy_(0, transfer.on(held.device, blocks), new.to(held.dtype))
+                    part.index_copy_(0, transfer.on(held.device, added), new.to(held.dtype))
 
     def gather(
         self,
@@ -239,8 +354,8 @@ class BlockPool:
         Raises:
             PoolArgumentError: the layer was never written.
         """
-        layer = self._tensors.get(layer_idx)
-        if layer is None:
+        layer = self.layer(layer_idx)
+        if not layer:
             raise PoolArgumentError(f"layer {layer_idx} was never written; layers written are {self.layer_indices}")
         gathered = {}
         num_rows, num_columns, num_slots = source.num_rows, source.num_columns, source.num_slots(self.block_size)
@@ -258,55 +373,6 @@ class BlockPool:
             shape = (num_rows, heads, num_columns, head_dim)
             gathered[name] = copied.as_strided(shape, strides, source.skipped * head_dim)
         return gathered
-
-    def copy_blocks(self, copies: Sequence[tuple[int, int]], transfer: Transfer | None = None) -> None:
-        """Copy whole blocks in all layers, as if one `(source, destination)` after the other.
-
-        Args:
-            transfer: that their ids go with, where a device needs them; None: one of their own.
-        """
-        sources, destinations = [source for source, _ in copies], [destination for _, destination in copies]
-        self.num_blocks_used = max(self.num_blocks_used, 1 + max(destinations, default=-1))
-        in_any_order = len({*sources, *destinations}) == len(set(sources)) + len(destinations)
-        if len(copies) > 1 and in_any_order:
-            with contextlib.suppress(torch.OutOfMemoryError):  # one by one takes no memory
-                copy_rows(self._all_tensors(), sources, destinations, transfer)
-                return
-        for source, destination in copies:
-            for tensor in self._all_tensors():
-                tensor[destination].copy_(tensor[source])
-
-    def held_by_window(self) -> dict[int | None, dict[tuple[int, str], Tensor]]:
-        """Window -> (layer index, name) -> the tensor that holds it; None: of the layers without a window."""
-        return {None: {(idx, name): held for idx, layer in self._tensors.items() for name, held in layer.items()}}
-
-    @property
-    def layout(self) -> int:
-        """A number that changes where tensors of other shapes, dtypes or devices may be held."""
-        return self.num_layouts
-
-    def use_blocks(self, window: int | None, ids: Sequence[int]) -> None:
-        """These blocks, or window blocks, are about to be written in the tensors themselves."""
-        self.num_blocks_used = max(self.num_blocks_used, 1 + max(ids, default=-1))
-
-    def _all_tensors(self) -> Iterator[Tensor]:
-        return (tensor for layer in self._tensors.values() for tensor in layer.values())
-
-    def _bytes_taken(self, tensor: Tensor) -> int:
-        return (tensor[: self.num_blocks_used] if tensor.is_cpu else tensor).nbytes
-
-    def _bytes_on(self, count: Callable[[Tensor], int]) -> dict[torch.device, int]:
-        total: Counter[torch.device] = Counter()
-        for tensor in self._all_tensors():
-            total[tensor.device] += count(tensor)
-        return dict(total)
-
-    def _resize_tensors(self, is_due: Callable[[int], bool], num_blocks: int) -> None:
-        """Give the tensors whose number of blocks is due `num_blocks` blocks, one after the other."""
-        for layer in self._tensors.values():
-            for name in layer:
-                if is_due(layer[name].shape[0]):  # no name for it here: it goes when the new one takes its place
-                    layer[name] = self._resized(layer[name], num_blocks, layer[name].dtype, layer[name].device)
 
     def _write_run(self, held: Tensor, new: Tensor, first_slot: int) -> None:
         """Store `new`, [1, H, T, D], in slots side by side: the rest of a block, then whole blocks, then part of a block."""
@@ -333,10 +399,11 @@ class BlockPool:
             raise PoolArgumentError(
                 f"layer {layer_idx} {name}: expected [rows, heads, tokens, head_dim], got {tuple(new.shape)}"
             )
-        held = self._tensors.get(layer_idx, {}).get(name)
+        group = self._group_of.get(layer_idx, self.all)
+        held = group.layers.get(layer_idx, {}).get(name)
         heads, head_dim = new.shape[1], new.shape[3]
         if held is None:
-            tensor = zeros((self.capacity, heads, self.block_size, head_dim), new.dtype, new.device)
+            tensor = zeros((group.capacity, heads, self.block_size, head_dim), new.dtype, new.device)
         elif (held.shape[1], held.shape[3]) != (heads, head_dim):
             raise PoolArgumentError(
                 f"layer {layer_idx} {name}: this store holds {held.shape[1]} heads of {held.shape[3]}, "
@@ -346,20 +413,14 @@ class BlockPool:
             dtype = torch.promote_types(held.dtype, new.dtype)
             if dtype == held.dtype and held.device == new.device:
                 return held
-            tensor = self._resized(held, self.capacity, dtype, new.device)
-        self.bytes_per_block += tensor[:1].nbytes - (0 if held is None else held[:1].nbytes)
-        if tensor.device.type not in _WITHOUT_STREAMS and tensor.device not in self._accelerators:
-            self._accelerators.add(tensor.device)
+            tensor = group.resized(held, group.capacity, dtype, new.device)
+        group.bytes_per_block += tensor[:1].nbytes - (0 if held is None else held[:1].nbytes)
+        if tensor.device.type not in _WITHOUT_STREAMS and tensor.device not in self.accelerators:
+            self.accelerators.add(tensor.device)
             self.join_streams()  # this thread's is the first
-        self._tensors.setdefault(layer_idx, {})[name] = tensor
+        group.layers.setdefault(layer_idx, {})[name] = tensor
         self.num_layouts += 1
         return tensor
-
-    def _resized(self, tensor: Tensor, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        resized = zeros((num_blocks, *tensor.shape[1:]), dtype, device)
-        resized[: self.num_blocks_used].copy_(tensor[: self.num_blocks_used])
-        self.release([tensor])
-        return resized
 
 
 def reorder_rows(tensors: Iterable[Tensor], sources: Sequence[int], index: Tensor | None = None) -> None:

@@ -44,9 +44,9 @@ class Part(NamedTuple):
 def parts_of_pool(pool: BlockPool) -> list[Part]:
     """The parts of a pool's blocks and window blocks, as far as layers were written."""
     parts = []
-    for window, held in pool.held_by_window().items():
+    for window, group in pool.groups.items():
         kind: Literal["blocks", "window"] = "blocks" if window is None else "window"
-        shapes = [(key, tensor.device, tuple(tensor.shape[1:]), tensor.dtype) for key, tensor in held.items()]
+        shapes = [(key, tensor.device, tuple(tensor.shape[1:]), tensor.dtype) for key, tensor in group.named().items()]
         parts += _parts(kind, window, shapes)
     return parts
 
@@ -104,7 +104,7 @@ def host_rows(part: Part, num_rows: int) -> Tensor:
 
 def rows_of_blocks(pool: BlockPool, part: Part, ids: Sequence[int], transfer: Transfer | None = None) -> Tensor:
     """What these blocks, or window blocks, hold: [N, part.num_bytes] uint8 on the part's device.  Effects: none."""
-    held, rows = pool.held_by_window()[part.window], new_rows(len(ids), part.num_bytes, part.device)
+    held, rows = pool.groups[part.window].named(), new_rows(len(ids), part.num_bytes, part.device)
     transfer = Transfer() if transfer is None else transfer
     index = transfer.on(part.device, transfer.add(ids))
     for piece in part.pieces:
@@ -115,8 +115,8 @@ def rows_of_blocks(pool: BlockPool, part: Part, ids: Sequence[int], transfer: Tr
 
 def write_blocks(pool: BlockPool, part: Part, ids: Sequence[int], rows: Tensor) -> None:
     """Let these blocks, or window blocks, hold what `rows`, [N, part.num_bytes] on the part's device, say. No id comes twice."""
-    held = pool.held_by_window()[part.window]
-    pool.use_blocks(part.window, ids)
+    held = pool.groups[part.window].named()
+    pool.groups[part.window].use(1 + max(ids, default=-1))
     transfer = Transfer()
     index = transfer.on(part.device, transfer.add(ids))
     for piece in part.pieces:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.tokens import TokenIds, common_prefix_length
+from ..blocks.window_blocks import WindowBlocks
 from ..errors import PoolArgumentError
 from .transfers import Transfer
 
@@ -53,6 +54,7 @@ class SlotMapping:
         self.sources = sources
         self.num_slots = len(slots)
         self._index: dict[tuple[int, int, torch.device], Tensor] = {}  # heads, block size, device -> see `index_for`
+        self._placed: dict[int, SlotMapping] = {}  # window -> see `of_group`
         self._transfer = transfer
         self._added: tuple[int, int] | None = None  # lists in the transfer: slots, and sources
         if transfer is not None and (sources is not None or self.first_slot is None):  # else it may take no index
@@ -75,6 +77,23 @@ class SlotMapping:
     def is_run(self) -> bool:
         """Whether all tokens are written, into slots side by side."""
         return self.sources is None and self.first_slot is not None
+
+    def of_group(self, placing: WindowBlocks, block_size: int) -> "SlotMapping":
+        """What layers with a window write: the tokens in blocks that have window blocks, into these."""
+        mapping = self._placed.get(placing.window)
+        if mapping is None:
+            places, slots = placing.places, self.slots
+            sources = range(len(slots)) if self.sources is None else self.sources
+            placed = [
+                (places[slot // block_size] * block_size + slot % block_size, source)
+                for slot, source in zip(slots, sources, strict=True)
+                if slot // block_size in places
+            ]
+            is_whole = self.sources is None and len(placed) == len(slots)
+            written = None if is_whole else [source for _, source in placed]
+            mapping = SlotMapping([slot for slot, _ in placed], written, self._transfer)
+            self._placed[placing.window] = mapping
+        return mapping
 
     def index_for(self, num_heads: int, block_size: int, device: torch.device) -> Tensor:
         """[num_slots * H] int64 on `device`: the vectors of a layer's tensor that are written, see `vectors_of`."""

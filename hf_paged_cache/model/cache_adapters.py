@@ -11,25 +11,25 @@ from functools import lru_cache
 from typing import Any
 
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 
-def cache_argument(model: PreTrainedModel) -> str:
+def cache_argument(model: Any) -> str:
     """The name under which the model's forward takes a cache: "cache_params", or as most "past_key_values"."""
     kind: Any = type(model)
-    return _cache_argument_of(kind)
+    names = arguments_of(kind)
+    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
 
 
 @lru_cache(maxsize=256)
-def _cache_argument_of(kind: Any) -> str:
-    names = inspect.signature(kind.forward).parameters
-    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
+def arguments_of(kind: Any) -> Mapping[str, inspect.Parameter]:
+    """The arguments of a class's forward, by name."""
+    return inspect.signature(kind.forward).parameters
 
 
 def present_cache(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """The arguments of a forward with a view of their cache in its place, where the model insists on a class of its own."""
-    own = own_cache_class(model)
-    cache = arguments.get("past_key_values")
+    own, cache = _cache_class_in(type(model).__module__), arguments.get("past_key_values")
     if own is None or cache is None or isinstance(cache, own):
         return arguments
     return {**arguments, "past_key_values": _view_class(own)(cache)}
@@ -45,7 +45,7 @@ def take_back_cache(output: Any) -> Any:
 
 
 def shown(cache: Any) -> Any:
-    """The cache behind a view; any other as it is."""
+    """The cache that a view shows; any other as it is."""
     return cache.shown_cache if isinstance(cache, _View) else cache
 
 
@@ -62,7 +62,7 @@ def _cache_class_in(module: str) -> type | None:
 
 
 class _View:
-    """All that is asked of it, the cache behind it answers; states go by its names for them."""
+    """All that is asked of it, the cache that it shows answers; states go by its names for them."""
 
     def __init__(self, cache: Any) -> None:
         self.shown_cache = cache

@@ -4,8 +4,9 @@ Two rows of 24 tokens, one padded on the left. Owns no judgement: what is allowe
 becomes of a model that differs is its callers'.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,28 @@ NUM_CACHED = 16
 MIN_TOLERANCE = 1e-3  # of the logits' scale; attention to later tokens makes 0.04 and more
 NUM_PADS = 5  # of the second row
 _TOLERANCE_IN_EPS = 16  # a bfloat16 forward of another length differs by some per cent
+_T = TypeVar("_T")
+
+
+def attempt(run: Callable[[], _T], otherwise: Callable[[Exception], _T]) -> _T:
+    """What `run` returns; of an error, for a model may raise any, what `otherwise` does.
+
+    Raises:
+        torch.OutOfMemoryError: as it is; it is no property of the model.
+    """
+    try:
+        return run()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        return otherwise(error)
+
+
+def logits_at_once(
+    model: PreTrainedModel, inputs: dict[str, Tensor], num_columns: int = NUM_COLUMNS - NUM_CACHED
+) -> Tensor:
+    """The logits of the last columns, of one forward without a cache: [R, num_columns, vocabulary]."""
+    return last_logits(model(**inputs, use_cache=False), num_columns)
 
 
 def continue_behind(
@@ -37,18 +60,14 @@ def continue_behind(
     run_columns(model, inputs, cache, 0, NUM_CACHED)
     if any(map(has_keys, cache.layers)) and cache.get_seq_length() != NUM_CACHED:
         raise ValueError(f"after {NUM_CACHED} tokens its cache holds {cache.get_seq_length()}")
-    starts = range(NUM_CACHED, NUM_COLUMNS, 1 if one_by_one else NUM_COLUMNS)
-    ends = [*starts[1:], NUM_COLUMNS]
-    outputs = [run_columns(model, inputs, cache, *part) for part in zip(starts, ends, strict=True)]
-    return torch.cat(
-        [last_logits(output, end - start) for output, start, end in zip(outputs, starts, ends, strict=True)], 1
-    )
+    spans = pairwise(range(NUM_CACHED, NUM_COLUMNS + 1, 1 if one_by_one else NUM_COLUMNS - NUM_CACHED))
+    return torch.cat([last_logits(run_columns(model, inputs, cache, *span), span[1] - span[0]) for span in spans], 1)
 
 
 def run_columns(
     model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any, start: int, stop: int, **options: Any
 ) -> Any:
-    """The output of a forward of the columns `[start, stop)`, behind those that the cache holds.
+    """The output of a forward of the columns `[start, stop)`, after those that the cache holds.
 
     Args:
         options: other arguments.
@@ -108,6 +127,11 @@ def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     if takes(model, "position_ids"):
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_(min=0)
     return {name: value.to(input_device(model)) for name, value in inputs.items()}
+
+
+def first_row(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The first row alone."""
+    return {name: value[:1] for name, value in inputs.items()}
 
 
 def last_logits(output: Any, num_columns: int) -> Tensor:

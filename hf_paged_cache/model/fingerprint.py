@@ -50,15 +50,11 @@ class Listing(NamedTuple):
     modules: list[nn.Module]
     shape: list[_Shape]  # of each module
     weights: list[_Weight]
+    counted: list[tuple[Tensor, int]]  # of all weights
     samples: dict[tuple[torch.device, torch.dtype], list[Tensor]]  # of all weights
     files: list[str]  # of weights that are on disk
     structure: bytes
     unwatched: str | None
-
-    @property
-    def device_types(self) -> set[str]:
-        """Kinds of devices that hold weights."""
-        return {device.type for device, _ in self.samples}
 
     def files_now(self) -> bytes:
         """Times and sizes of the files that hold weights."""
@@ -66,15 +62,22 @@ class Listing(NamedTuple):
 
     def versions(self) -> list[int]:
         """How often each weight was changed, from a number on that no other listing has had for other values."""
-        return [base + tensor._version for weight in self.weights for tensor, base in weight.counted]
+        return [base + tensor._version for tensor, base in self.counted]
 
     def is_true(self) -> bool:
         """Whether the model still has these tensors in these modules.  Cost: one pass over flat lists."""
-        return (
-            all(each.owner.get(each.key) is each.tensor for each in self.weights)
-            and all(_layout(each.tensor) == each.layout for each in self.weights)
-            and [(type(module), module._modules) for module in self.modules] == self.shape
-        )
+        for owner, key, tensor, layout, *_ in self.weights:
+            if owner.get(key) is not tensor:
+                return False
+            if layout is not None and (tensor.data_ptr(), tensor.numel(), tensor.stride()) != layout:
+                return False
+        for module, shape in zip(self.modules, self.shape, strict=True):
+            if (type(module), module._modules) != shape:
+                return False
+        return True
+
+
+NOT_LISTED = Listing([], [], [], [], {}, [], b"", None)
 
 
 class WeightFingerprint:
@@ -83,7 +86,7 @@ class WeightFingerprint:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.num_steps = 0  # of optimizers on these weights
-        self._listing = Listing([], [], [], {}, [], b"", None)
+        self._listing = NOT_LISTED
         self._numbers = count(1)
         _watching.append(ref(self, _watching.remove))
         _watch_optimizers()
@@ -118,13 +121,8 @@ class WeightFingerprint:
                     samples[sample.device, sample.dtype].append(sample)
         structure = hashlib.sha256("\n".join(names).encode()).digest()
         shape = [(type(module), dict(module._modules)) for module in modules]
-        return Listing(modules, shape, weights, dict(samples), sorted(files), structure, unwatched)
-
-    def count_step(self, optimizer: Optimizer) -> None:
-        """Called after each step: a fused optimizer changes no version, and may change few rows of an embedding."""
-        own = {id(weight.tensor) for weight in self._listing.weights}
-        if any(id(tensor) in own for group in optimizer.param_groups for tensor in group["params"]):
-            self.num_steps += 1
+        counted = [each for weight in weights for each in weight.counted]
+        return Listing(modules, shape, weights, counted, dict(samples), sorted(files), structure, unwatched)
 
     def _listed(self, owner: Any, key: str, tensor: Tensor, before: _Weight | None) -> _Weight:
         """The weight as it is now. With the values of `before` in other memory it counts as unchanged."""
@@ -153,9 +151,12 @@ def _watch_optimizers() -> None:
 
 
 def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Called after each step: a fused optimizer changes no version, and may change few rows of an embedding."""
+    stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     for reference in tuple(_watching):  # references of collected ones leave meanwhile
-        if (fingerprint := reference()) is not None:
-            fingerprint.count_step(optimizer)
+        fingerprint = reference()
+        if fingerprint is not None and any(id(weight.tensor) in stepped for weight in fingerprint._listing.weights):
+            fingerprint.num_steps += 1
 
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:

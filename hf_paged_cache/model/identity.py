@@ -11,25 +11,26 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import NotPortableError
-from ..kv.transfers import read_bytes
-from .fingerprint import Listing, plain_tensors
+from .fingerprint import Listing, WeightFingerprint, plain_tensors
 from .rope import RopeRegime
 
 _CHUNK_BYTES = 2**26  # of a device's weights that are on the host at a time
 _THREADS = 4  # that hash; SHA-256 lets others run meanwhile
-_NUM_SAMPLED = 8  # values of a weight, at most
 _NO_SETTINGS = {"_name_or_path", "transformers_version", "name_or_path"}
 _PACKAGES = ("torch", "transformers")  # whose versions are part of an identity, so that their code need not be
 
 
-class ModelIdentity(NamedTuple):
+@dataclass(frozen=True)
+class ModelIdentity:
     """All that keys and values depend on besides tokens, as text.
 
     Attributes:
@@ -40,28 +41,23 @@ class ModelIdentity(NamedTuple):
     facts: Mapping[str, str]
     settings: Mapping[str, str]
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """32 bytes: of the facts."""
         return hashlib.sha256(json.dumps(dict(self.facts), sort_keys=True).encode()).digest()
 
     def why_other(self, facts: Mapping[str, str], settings: Mapping[str, str]) -> str | None:
         """What another model has otherwise, in one sentence; None: nothing."""
-        apart = [name for name in sorted({*self.facts, *facts}) if self.facts.get(name) != facts.get(name)]
-        if not apart:
-            return None
-        told = []
-        for name in apart:
+        told: list[str] = []
+        for name in _apart(self.facts, facts):
             if name == "settings":
-                other = sorted(
-                    key for key in {*settings, *self.settings} if settings.get(key) != self.settings.get(key)
-                )
-                told += [f"{key} is {settings.get(key)}, here {self.settings.get(key)}" for key in other[:3]]
+                others = _apart(self.settings, settings)[:3]
+                told += [f"{key} is {settings.get(key)}, here {self.settings.get(key)}" for key in others]
             elif name in _DIGESTS:
                 told.append(f"other {_DIGESTS[name]}")
             else:
                 told.append(f"{name} is {facts.get(name)}, here {self.facts.get(name)}")
-        return "it was computed by another model: " + "; ".join(told)
+        return "it was computed by another model: " + "; ".join(told) if told else None
 
 
 _DIGESTS = {
@@ -72,10 +68,14 @@ _DIGESTS = {
 }
 
 
+def _apart(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+    return [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
+
+
 def identify(
     listing: Listing,
     rope: RopeRegime,
-    functions: Iterable[tuple[nn.Module | None, Any]],
+    functions: Iterable[tuple[int, str, Any]],
     settings: Sequence[tuple[str, object]],
     state: object,
     weights_digest: str,
@@ -83,31 +83,26 @@ def identify(
     """Tell what a model is.
 
     Args:
-        functions: those that may change what a module computes: (module, hook or replaced forward), and (None, forward of a
-            class).
+        functions: those that may change what a module computes: number and class of the module, or "" for the forward of a class;
+            hook, or forward.
         settings: of its config.
         state: of adapters and autocast, numbers and names alone.
         weights_digest: see `digest_of_weights`.
 
     Raises:
-        NotPortableError: a hook, a forward that is a closure, or weights on disk: nobody could name them elsewhere.
+        NotPortableError: a hook, or a forward that is a closure: nobody could name them elsewhere.
     """
-    require_readable(listing)
-    code: list[str] = []
-    for module, function in functions:
-        if module is not None:
+    code: set[str] = set()
+    for _, where, function in functions:
+        if where:
             raise NotPortableError(
-                f"{_full_name(function)} hooks or replaces the forward of a {type(module).__name__}, and what it does cannot "
+                f"{_full_name(function)} hooks or replaces the forward of a {where}, and what it does cannot "
                 "be named for another process; take it off"
             )
-        code += _code_of(function)
+        code.update(_code_of(function))
     names = [type(module).__qualname__ for module in listing.modules]
     weights = [weight.tensor for weight in listing.weights]
     shapes = [f"{weight.key}{tuple(weight.tensor.shape)}{weight.tensor.dtype}" for weight in listing.weights]
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for frequencies in rope.static():
-        by_kind.setdefault((torch.device("cpu"), frequencies.dtype), []).append(frequencies.cpu())
-    values = read_bytes(by_kind) if by_kind else b""
     named = {name: repr(value) for name, value in settings}
     first = type(listing.modules[0])
     facts = {
@@ -115,10 +110,10 @@ def identify(
         "dtype": ", ".join(sorted({str(weight.dtype) for weight in weights if weight.is_floating_point()})),
         "modules": _sha256("\n".join([*names, *shapes]).encode()),
         "weights": weights_digest,
-        "rope": _sha256(values + rope.scales()),
+        "rope": _sha256(b"".join(map(_bytes_of, rope.static())) + rope.scales()),
         "settings": _sha256(json.dumps(named, sort_keys=True).encode()),
         "adapters and autocast": repr(state),
-        "code": _sha256("\n".join(sorted(set(code))).encode()),
+        "code": _sha256("\n".join(sorted(code)).encode()),
         "transformers": _version("transformers"),
         "torch": _version("torch"),
     }
@@ -130,20 +125,12 @@ def sampled_digest(model: Any) -> str:
 
     Cheap, and so no proof: a model of which a few values have changed may have the same.
     """
-    digest = hashlib.sha256()
-    for name, value in sorted(model.config.to_diff_dict().items()):
-        if name not in _NO_SETTINGS:
-            digest.update(f"{name} {value!r}".encode())
-    for name, module in model.named_modules():
-        if hasattr(module, "_active_adapter"):
-            digest.update(f"{name} {adapter_state(module)}".encode())
-    for name, weight in model.state_dict().items():
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        if weight.numel() and weight.device.type != "meta":
-            flat = weight.detach().flatten()
-            values = flat[:: -(-len(flat) // _NUM_SAMPLED)].cpu().contiguous()
-            digest.update(values.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    listing = WeightFingerprint(model).listing()
+    settings = {name: value for name, value in model.config.to_diff_dict().items() if name not in _NO_SETTINGS}
+    adapters = [adapter_state(module) for module in listing.modules if hasattr(module, "_active_adapter")]
+    weights = [(weight.key, tuple(weight.tensor.shape), weight.tensor.dtype) for weight in listing.weights]
+    values = [_bytes_of(sample) for weight in listing.weights for sample in weight.samples]
+    return _sha256(repr((sorted(settings.items()), adapters, weights)).encode() + b"".join(values))
 
 
 def adapter_state(module: nn.Module) -> list[object]:
@@ -153,10 +140,15 @@ def adapter_state(module: nn.Module) -> list[object]:
     ]
 
 
-def require_readable(listing: Listing) -> None:
-    """Raises NotPortableError where weights lie where their values cannot be read."""
+def readable_weights(listing: Listing) -> list[Tensor]:
+    """All of them.
+
+    Raises:
+        NotPortableError: some lie where their values cannot be read.
+    """
     if listing.files or listing.unwatched is not None:
         raise NotPortableError("weights of this model are offloaded to files, or where they cannot be read")
+    return [weight.tensor for weight in listing.weights]
 
 
 def digest_of_weights(weights: Iterable[Tensor]) -> str:
@@ -176,9 +168,13 @@ def _digest(tensor: Tensor) -> str:
         flat = part.detach().contiguous().view(-1)
         step = max(1, _CHUNK_BYTES // flat.element_size())
         for start in range(0, flat.numel(), step):
-            piece = flat[start : start + step].cpu()
-            found.update(piece.view(torch.uint8).numpy().data)
+            found.update(_bytes_of(flat[start : start + step]))
     return found.hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The values of a 1-D tensor, the same on every device."""
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().data
 
 
 def _code_of(function: Any) -> Iterator[str]:

@@ -7,7 +7,7 @@ have for those ids, and by the arguments of the model's forward. A model that ta
 
 import inspect
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ _CONTENT = {
 _BESIDE_CONTENT = ("_mask", "_cutoffs", "_position_ids")  # ends of the names of what says how content lies
 _CONTENT_OF_ALL = ("inputs_embeds", "mm_encoder_outputs")
 _THINGS = {"image": "an image", "video": "a video", "audio": "a sound"}
-_ENDS = ("_token_id", "_token_index")  # what configs call a placeholder, behind its kind
+_ENDS = ("_token_id", "_token_index")  # what configs call a placeholder, after its kind
 
 
 class Unfilled(NamedTuple):
@@ -34,7 +34,7 @@ class Unfilled(NamedTuple):
 
     Attributes:
         tokens: of each row, all columns that were passed.
-        ends: of each row, the column behind its last such placeholder; 0 without any.
+        ends: of each row, the column after its last such placeholder; 0 without any.
         what: says which one is the first.
         fillers: the arguments that would fill it.
     """
@@ -68,12 +68,12 @@ class Placeholders:
         """The placeholders among the ids passed that nothing passed fills; None without any.
 
         Content of a kind fills its own placeholders; where there are none of its kind, it fills others: frames of a video may
-        stand at an image's.  Cost: nothing where all is filled, or for a model without any; else one pass over the ids for
-        each of them, and one wait for their device.
+        stand at an image's.  Cost: nothing where all is filled, or for a model without any; else one pass over the ids, and
+        one wait for their device.
 
         Args:
             arguments: of a `generate` or a forward, by name.
-            before: columns of the rows that go on with these, for the message.
+            before: columns of the rows that resume with these, for the message.
         """
         ids = arguments.get("input_ids")
         if not self.kinds or not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.is_meta:
@@ -81,16 +81,28 @@ class Placeholders:
         if any(arguments.get(name) is not None for name in _CONTENT_OF_ALL):
             return None
         passed = {_kind_of(name) for name, value in arguments.items() if value is not None} - {None}
-        asked = [token for token, kinds in self.kinds.items() if not kinds & passed]
+        asked = {token for token, kinds in self.kinds.items() if not kinds & passed}
         if not asked:
             return None
-        every = [*self.kinds]
-        found = torch.stack([(ids == token).any() for token in every]).tolist()
-        present = [token for token, is_there in zip(every, found, strict=True) if is_there]
-        missing = [token for token in present if token in asked]
+        wanted = torch.tensor([*self.kinds], dtype=ids.dtype, device=ids.device)
+        present = {*ids[torch.isin(ids, wanted)].tolist()}
+        missing = asked & present
         if not missing or not passed <= {kind for token in present for kind in self.kinds[token]}:
             return None
-        return self._described(ids, missing, before)
+        rows = [array("q", row) for row in ids.tolist()]
+        places = [[column for column, token in enumerate(row) if token in missing] for row in rows]
+        number = next(number for number, columns in enumerate(places) if columns)
+        column = places[number][0]
+        token = rows[number][column]
+        own = [name for name, kind in self._content.items() if kind in self.kinds[token]]
+        of_row = "" if len(rows) == 1 else f" of row {number}"
+        return Unfilled(
+            rows,
+            [columns[-1] + 1 if columns else 0 for columns in places],
+            f"token {token} at position {before + column}{of_row} is the placeholder of {self._thing(token)}, and nothing was passed "
+            "that fills it",
+            " or ".join(own or self._content),
+        )
 
     def require_text(self, what: str, tokens: Sequence[int]) -> None:
         """Refuse placeholders where nothing can be passed that fills them.
@@ -103,30 +115,13 @@ class Placeholders:
 
     def why_no_text(self, tokens: Sequence[int]) -> str:
         """Completes "the prompt ..." where it holds a placeholder; "" where it does not."""
-        if not self.kinds or self.kinds.keys().isdisjoint(tokens):
+        held = ((position, token) for position, token in enumerate(tokens) if token in self.kinds)
+        if not self.kinds or (found := next(held, None)) is None:
             return ""
-        position = next(position for position, token in enumerate(tokens) if token in self.kinds)
-        token = tokens[position]
+        position, token = found
         return (
             f"has token {token} at position {position}, the placeholder of {self._thing(token)}, whose content cannot be passed "
             "here; give text without it"
-        )
-
-    def _described(self, ids: Tensor, missing: Collection[int], before: int) -> Unfilled:
-        rows = [array("q", row) for row in ids.tolist()]
-        columns = [[column for column, token in enumerate(row) if token in missing] for row in rows]
-        number = next(number for number, places in enumerate(columns) if places)
-        column = columns[number][0]
-        token = rows[number][column]
-        own = [name for name, kind in self._content.items() if kind in self.kinds[token]]
-        fillers = " or ".join(own or self._content)
-        of_row = "" if len(rows) == 1 else f" of row {number}"
-        return Unfilled(
-            rows,
-            [places[-1] + 1 if places else 0 for places in columns],
-            f"token {token} at position {before + column}{of_row} is the placeholder of {self._thing(token)}, and nothing was passed "
-            "that fills it",
-            fillers,
         )
 
     def _thing(self, token: int) -> str:

@@ -1,17 +1,12 @@
 """What forwards of our own (trials, checks, scores) need: the device of inputs, eval mode, the dtype in use."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
-
-from .cache_adapters import cache_argument, present_cache
 
 
 def input_device(model: Any) -> torch.device:
@@ -39,34 +34,6 @@ def eps_computed_in(model: Any, seen: Iterable[torch.dtype] = ()) -> float:
     if torch.is_autocast_enabled(device_type):
         dtypes.append(torch.get_autocast_dtype(device_type))
     return max(torch.finfo(dtype).eps for dtype in dtypes)
-
-
-def measure_layers(model: PreTrainedModel) -> dict[int, tuple[torch.device, int]]:
-    """Layer index -> where its keys and values lie, and their bytes for one token, measured by a forward of one token.
-
-    Configs name shapes in too many ways: latent attention, shared layers, mixed head sizes.
-    """
-    cache = DynamicCache(config=model.config)
-    cache.layer_class_to_replicate = DynamicLayer  # a model may write more layers than its config names
-    ids = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
-    with undisturbed(model):
-        model(ids, **present_cache(model, {cache_argument(model): cache, "use_cache": True}))
-    measured = {}
-    for index, layer in enumerate(cache.layers):
-        states = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
-        held = [tensor for tensor in states if tensor is not None]
-        if held:
-            measured[index] = (held[0].device, sum(tensor.nbytes for tensor in held))
-    return measured
-
-
-def measure_bytes_per_token(model: PreTrainedModel, shares: Mapping[int, float] = MappingProxyType({})) -> float:
-    """Bytes of keys and values of one token in all layers; see `measure_layers`.
-
-    Args:
-        shares: layer index -> what part of its bytes counts; of others, all.
-    """
-    return sum(shares.get(index, 1) * num_bytes for index, (_, num_bytes) in measure_layers(model).items())
 
 
 class TiesByPosition(TorchFunctionMode):

@@ -15,35 +15,40 @@ from ..kv.transfers import read_bytes
 _BY_LENGTH = ("dynamic", "longrope")
 
 
+_Place = tuple[nn.Module, str]  # a module, and the prefix of its frequencies: "", or of a layer type
+
+
 class RopeRegime:
-    """Reads the rotary frequencies of one model, given all its modules."""
+    """Reads the rotary frequencies of one model, given all its modules.
+
+    Attributes:
+        depends_on_length: any frequencies depend on the sequence's length.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._by_length: list[tuple[nn.Module, str | None]] = []  # module, one of its layer types
-        self._static: list[
-            tuple[nn.Module, str]
-        ] = []  # module, prefix of frequencies that are the same at every length
+        self._by_length: list[_Place] = []
+        self._static: list[_Place] = []  # the same at every length
         for module in modules:
             kinds = getattr(module, "rope_type", None)
-            by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
-            layer_types = [layer for layer, kind in by_layer.items() if any(name in str(kind) for name in _BY_LENGTH)]
-            self._by_length += [(module, layer) for layer in layer_types]
-            if not layer_types:
+            by_layer = kinds if isinstance(kinds, dict) else {"": kinds}
+            prefixes = [
+                f"{layer}_" if layer else ""
+                for layer, kind in by_layer.items()
+                if any(name in str(kind) for name in _BY_LENGTH)
+            ]
+            self._by_length += [(module, prefix) for prefix in prefixes]
+            if not prefixes:
                 names = [name for name in module._buffers if name.endswith("inv_freq")]
                 self._static += [(module, name.removesuffix("inv_freq")) for name in names]
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether any frequencies depend on the sequence's length."""
-        return bool(self._by_length)
+        self.depends_on_length = bool(self._by_length)
 
     def static(self) -> list[Tensor]:
         """The frequencies that do not depend on length, as they are now, each [N] on its device."""
-        return [values for place in self._static if (values := _frequencies(*place)) is not None]
+        return _frequencies(self._static)
 
     def scales(self) -> bytes:
         """What the cosines and sines of those are multiplied by."""
-        return repr([_scale(*place) for place in self._static]).encode()
+        return _scales(self._static)
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
@@ -72,30 +77,54 @@ class RopeRegime:
 
         Effects: the model updates its frequencies, as that forward would.
         """
-        for module, layer_type in self._by_length:
-            prefix = "" if layer_type is None else f"{layer_type}_"
+        for module, prefix in self._by_length:
             x = torch.zeros(1, device=getattr(module, f"{prefix}inv_freq").device)
             positions = torch.full((1, 1), max_position, device=x.device)
-            module(x, positions, **({} if layer_type is None else {"layer_type": layer_type}))
+            module(x, positions, **({"layer_type": prefix.removesuffix("_")} if prefix else {}))
         return self.now()
 
     def now(self) -> bytes:
         """The frequencies that depend on length, as the last forward left them, and their scales.  Cost: one wait."""
         if not self._by_length:
             return b""
-        places = [(module, "" if layer_type is None else f"{layer_type}_") for module, layer_type in self._by_length]
         values: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for place in places:
-            if (frequencies := _frequencies(*place)) is not None:
-                values.setdefault((frequencies.device, frequencies.dtype), []).append(frequencies)
-        return read_bytes(values) + repr([_scale(*place) for place in places]).encode()
+        for frequencies in _frequencies(self._by_length):
+            values.setdefault((frequencies.device, frequencies.dtype), []).append(frequencies)
+        return read_bytes(values) + _scales(self._by_length)
 
 
-def _frequencies(module: nn.Module, prefix: str) -> Tensor | None:
-    """The frequencies of a module, [N]; None where they have no values."""
-    values: Tensor | None = getattr(module, f"{prefix}inv_freq")
-    return None if values is None or values.device.type == "meta" else values.detach().flatten()
+def _frequencies(places: list[_Place]) -> list[Tensor]:
+    """Those that have values, each [N]."""
+    return [
+        values.detach().flatten()
+        for module, prefix in places
+        if (values := getattr(module, f"{prefix}inv_freq")) is not None and values.device.type != "meta"
+    ]
 
 
-def _scale(module: nn.Module, prefix: str) -> Any:
-    return getattr(module, f"{prefix}attention_scaling", None)
+def _scales(places: list[_Place]) -> bytes:
+    return repr([getattr(module, f"{prefix}attention_scaling", None) for module, prefix in places]).encode()
+
+
+class RopeDeltas:
+    """How far images have moved the positions after them, which some models keep in a module, of the last call alone.
+
+    Attributes:
+        held: of the rows' last forward, for each such module: [prompts, 1], or None.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
+        self.held: list[Tensor | None] = []
+
+    def note(self) -> None:
+        """A forward has run: this is what they keep now."""
+        self.held = [module.rope_deltas for module in self._modules]
+
+    def put_back(self, sources: list[int], num_rows: int) -> None:
+        """Have the modules keep what they did, of rows `sources` of the batch of `num_rows`."""
+        for module, deltas in zip(self._modules, self.held, strict=False):
+            if deltas is None or not len(deltas) or num_rows % len(deltas):
+                continue
+            index = torch.tensor(sources, device=deltas.device) // (num_rows // len(deltas))
+            module.rope_deltas = deltas.index_select(0, index)

@@ -1,17 +1,17 @@
 """Which models are supported, and why not the others: decided by structure, never by a list of names."""
 
 import inspect
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import UnsupportedModelError
 from .cache_adapters import cache_argument, own_cache_class
+from .code import parents_of, sources_of
 
 # The version of transformers whose model types all ran in tests/conformance; results.json has the results.
 TESTED_VERSION = "5.23.0"
@@ -26,6 +26,7 @@ _STATE_LAYERS = tuple(
 )
 _WINDOWED_LAYERS = (DynamicSlidingWindowLayer, _STATE_LAYERS[-1])
 _HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_STATE_LAYERS)
+_STATES = ("conv_states", "recurrent_states")
 _MAX_QUOTED = 200
 _WHICH_ADAPTERS = "only adapters that change layers, such as LoRA, are supported"
 
@@ -193,6 +194,18 @@ def has_state(layer: Any) -> bool:
     return type(layer) in _STATE_LAYERS
 
 
+def keys_of(layer: Any) -> list[Tensor]:
+    """Keys, values and index keys that a layer of `DynamicCache` holds."""
+    held = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
+    return [tensor for tensor in held if isinstance(tensor, Tensor)]
+
+
+def states_of(layer: Any, *kinds: str) -> list[Tensor]:
+    """States that a layer of `DynamicCache` holds: "conv_states", "recurrent_states", or both."""
+    held = [state for kind in kinds or _STATES for state in getattr(layer, kind, {}).values()]
+    return [tensor for tensor in held if isinstance(tensor, Tensor)]
+
+
 def takes(model: PreTrainedModel, argument: str) -> bool:
     """Whether the model's forward has an argument of that name."""
     return argument in inspect.signature(model.forward).parameters
@@ -211,7 +224,6 @@ def is_no_decoder(model: PreTrainedModel) -> bool:
 
 def _mask_knows_windows(model: PreTrainedModel) -> bool:
     """Whether a source file of the model imports or defines a function that makes masks with windows."""
-    classes = {parent for module in model.modules() for parent in type(module).__mro__ if issubclass(parent, nn.Module)}
-    sources = {found for parent in classes if (found := sys.modules.get(parent.__module__)) is not None}
+    sources = sources_of(kind for kind in parents_of(map(type, model.modules())) if issubclass(kind, nn.Module))
     names = (name for source in sources if not source.__name__.startswith("torch.") for name in vars(source))
     return any("mask" in name and ("sliding" in name or "chunked" in name or "for_generate" in name) for name in names)

@@ -14,25 +14,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from .cache_adapters import cache_argument, present_cache
 from .comparison import (
     MIN_TOLERANCE,
     NUM_CACHED,
     NUM_COLUMNS,
     NUM_PADS,
+    attempt,
     behind_padding,
     continue_behind,
     distance,
     distances,
     dynamic_cache,
+    first_row,
     last_logits,
+    logits_at_once,
     run_columns,
     tolerance,
     trial_inputs,
 )
 from .probing import TiesByPosition, eps_computed_in, types_of_logits, undisturbed
 from .state_traits import EVERY_PAD, StateTraits, read_state_traits
-from .support import cache_layers, has_state, is_no_decoder, quoted
+from .support import cache_layers, has_state, is_no_decoder, quoted, states_of
 
 _STATE_TOLERANCE_IN_EPS = 4  # of the first layer's state, rounded a few times
 _FORGOTTEN = (
@@ -76,23 +78,21 @@ def why_it_fails(model: PreTrainedModel) -> Failure:
         return Failure("")
     was_run = False
     padded = trial_inputs(model)
-    alone = {name: value[:1] for name, value in padded.items()}
+    alone = first_row(padded)
     with undisturbed(model), types_of_logits(model) as seen, TiesByPosition():
         for inputs in (padded, alone):
             try:
-                whole = last_logits(model(**inputs, use_cache=False), NUM_COLUMNS - NUM_CACHED)
+                whole = logits_at_once(model, inputs)
                 was_run = True
                 cache = dynamic_cache(model)
                 continued = continue_behind(model, inputs, cache)
                 if not whole.isfinite().any():
                     return Failure("none of its logits is finite, so nothing can be compared", was_tried=False)
-                allowed = tolerance(model, seen)
-                reason = _why_they_differ(whole, continued, allowed) or _why_states_differ(
-                    model, inputs, cache, eps_computed_in(model, seen)
-                )
+                reason = _why_they_differ(whole, continued, tolerance(model, seen))
+                reason = reason or _why_states_differ(model, inputs, cache, eps_computed_in(model, seen))
+                if reason or inputs is alone:
+                    reason = _why_states_are_lost(model, alone, cache) or reason
                 if reason:
-                    return Failure(_why_a_state_is_lost(model, alone, whole, allowed) or reason)
-                if inputs is alone and (reason := _why_a_state_is_unread(model, alone)):
                     return Failure(reason)
             except torch.OutOfMemoryError:
                 raise
@@ -106,7 +106,7 @@ def why_it_fails(model: PreTrainedModel) -> Failure:
 def state_traits(model: PreTrainedModel) -> StateTraits | None:
     """What a run shows of a model's states beyond what its modules say; None for a model without any. Tried once.
 
-    One token at a time behind a cache, and one row behind different padding.  Cost: a dozen short forwards.
+    One token at a time after a cache, and one row after different padding.  Cost: a dozen short forwards.
 
     Raises:
         UnsupportedModelError: it cannot be run so.
@@ -114,25 +114,24 @@ def state_traits(model: PreTrainedModel) -> StateTraits | None:
     if not any(map(has_state, cache_layers(model))):
         return None
     if model not in _seen:
-        try:
-            _seen[model] = _seen_traits(model)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a model may raise anything
+
+        def refuse(error: Exception) -> StateTraits:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: it cannot be run a token at a time, or behind padding ({quoted(error)})"
             ) from error
+
+        _seen[model] = attempt(lambda: _seen_traits(model), refuse)
     return _seen[model]
 
 
 def _seen_traits(model: PreTrainedModel) -> StateTraits:
     num_shown = read_state_traits(model.modules()).num_pads_that_show
-    row = {name: value[:1] for name, value in trial_inputs(model).items()}
+    row = first_row(trial_inputs(model))
     with undisturbed(model), types_of_logits(model) as seen:
-        whole = last_logits(model(**row, use_cache=False), NUM_COLUMNS - NUM_CACHED)
+        whole = logits_at_once(model, row)
         single = continue_behind(model, row, dynamic_cache(model), one_by_one=True)
         less, more = (
-            last_logits(model(**behind_padding(row, num_pads), use_cache=False), NUM_COLUMNS)
+            logits_at_once(model, behind_padding(row, num_pads), NUM_COLUMNS)
             for num_pads in (num_shown, num_shown + NUM_PADS)
         )
         allowed = tolerance(model, seen)
@@ -151,16 +150,13 @@ def _why_states_differ(model: PreTrainedModel, inputs: dict[str, Tensor], contin
         continued: the cache in which the inputs were continued.
         eps: of the least exact dtype that the model computes in.
     """
-    states: list[Any] = [layer for layer in continued.layers if has_state(layer)]
-    if not states:
+    carriers = [index for index, layer in enumerate(continued.layers) if has_state(layer)]
+    if not carriers:
         return ""
-    if not all(map(_was_written, states)):
-        return _KEPT_IN_MODULES
     at_once = dynamic_cache(model)
-    model(**inputs, **present_cache(model, {cache_argument(model): at_once, "use_cache": True}))
-    wanted = next(layer for layer in at_once.layers if has_state(layer))
-    pairs = zip(_states_of(wanted), _states_of(states[0]), strict=True)
-    most = max((distance(whole.flatten(), held.flatten()) for whole, held in pairs), default=0.0)
+    run_columns(model, inputs, at_once, 0, NUM_COLUMNS)
+    pairs = zip(*(states_of(cache.layers[carriers[0]]) for cache in (at_once, continued)), strict=True)
+    most = max((distance(*(state.float().cpu().flatten() for state in pair)) for pair in pairs), default=0.0)
     if most <= max(MIN_TOLERANCE, _STATE_TOLERANCE_IN_EPS * eps):
         return ""
     return (
@@ -169,65 +165,43 @@ def _why_states_differ(model: PreTrainedModel, inputs: dict[str, Tensor], contin
     )
 
 
-def _was_written(layer: Any) -> bool:
-    """Whether a forward has left a state in a layer that is for one."""
-    return any(layer.has_previous_state.values())
-
-
-def _states_of(layer: Any) -> list[Tensor]:
-    """What a layer carries of the rows, besides keys and values."""
-    held = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-    return [state.float().cpu() for state in held if state is not None]
-
-
-def _why_a_state_is_lost(model: PreTrainedModel, row: dict[str, Tensor], whole: Tensor, allowed: float) -> str:
-    """What became of the states of a model that failed; "" where that says nothing, and for a model without any."""
-    cache = dynamic_cache(model)
-    states: list[Any] = [layer for layer in cache.layers if has_state(layer)]
-    if not states:
-        return ""
-    single = continue_behind(model, row, cache, one_by_one=True)
-    if not all(map(_was_written, states)):
-        return _KEPT_IN_MODULES
-    if _why_they_differ(whole[:1], single, allowed):
-        return ""
-    return _FORGOTTEN.format("scan", "the state")
-
-
-def _why_a_state_is_unread(model: PreTrainedModel, row: dict[str, Tensor]) -> str:
-    """Names what several tokens do not go on from: NaN in its place does not come out; "" without any.
+def _why_states_are_lost(model: PreTrainedModel, row: dict[str, Tensor], continued: Any) -> str:
+    """Names what several tokens do not resume from: NaN in its place does not come out. "" without any.
 
     Whether a scan reads the state before it does not depend on weights, and how much that shows in logits does.
+
+    Args:
+        continued: a cache in which tokens were continued.
     """
-    begun = dynamic_cache(model)
-    if not any(map(has_state, begun.layers)):
+    carriers = [layer for layer in continued.layers if has_state(layer)]
+    if not carriers:
         return ""
+    if not all(any(layer.has_previous_state.values()) for layer in carriers):
+        return _KEPT_IN_MODULES
+    begun = dynamic_cache(model)
     run_columns(model, row, begun, 0, NUM_CACHED)
     for name, said in (("recurrent_states", ("scan", "the state")), ("conv_states", ("convolution", "the inputs"))):
-        index = next((index for index, layer in enumerate(begun.layers) if _held(layer, name)), None)
+        index = next((index for index, layer in enumerate(begun.layers) if _numbers_of(layer, name)), None)
         if index is not None and not _comes_out(model, row, copy.deepcopy(begun), index, name):
             return _FORGOTTEN.format(*said)
     return ""
 
 
 def _comes_out(model: PreTrainedModel, row: dict[str, Tensor], cache: Any, layer_idx: int, name: str) -> bool:
-    """Whether NaN in a layer's state is in what two tokens compute behind it, or in what they leave."""
+    """Whether NaN in a layer's state is in what two tokens compute after it, or in what they leave."""
     layer = cache.layers[layer_idx]
-    for state in _held(layer, name):
+    for state in _numbers_of(layer, name):
         state.fill_(torch.nan)
-    try:
-        logits = last_logits(run_columns(model, row, cache, NUM_CACHED, NUM_CACHED + 2), 2)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # noqa: BLE001 (it has come to something that may raise anything)
+    span = NUM_CACHED, NUM_CACHED + 2
+    logits = attempt(lambda: last_logits(run_columns(model, row, cache, *span), 2), lambda _: None)
+    if logits is None:  # it has come to something that may raise anything
         return True
-    return any(bool(out.isnan().any()) for out in (logits, *_held(layer, "recurrent_states")))
+    return any(bool(out.isnan().any()) for out in (logits, *_numbers_of(layer, "recurrent_states")))
 
 
-def _held(layer: Any, name: str) -> list[Tensor]:
+def _numbers_of(layer: Any, name: str) -> list[Tensor]:
     """The states of one kind that a layer holds; not token ids, which some keep as inputs of a convolution."""
-    states = getattr(layer, name).values() if has_state(layer) else ()
-    return [state for state in states if state is not None and state.is_floating_point()]
+    return [state for state in states_of(layer, name) if state.is_floating_point()]
 
 
 def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:

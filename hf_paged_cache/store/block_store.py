@@ -1,33 +1,62 @@
-"""Owns who holds blocks: calls, pins, lower tiers; what becomes due before a write; and what is forgotten.
+"""Owns allocator, pool and the lock for both: how many blocks there are and can be, who holds them, and what is forgotten.
 
-Shared by many caches, and outlives them. Knows no rows and no forwards. How many blocks there are is `Capacity`'s to say.
+They grow together, on demand, up to a number of blocks or a memory budget. Shared by many caches, and outlives them. Knows no rows
+and no forwards. Whoever changes block tables holds `lock`.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from ..blocks import BlockHash, BlockTable, WindowedTable
-from ..errors import CacheBusyError
-from ..kv.grouped_pool import GroupedPool
+from ..blocks import BlockHash, BlockTable, Group, PrefixCachingBlockAllocator
+from ..errors import CacheArgumentError, CacheBusyError
+from ..kv.block_pool import BlockPool, GroupTensors
 from ..kv.transfers import Transfer
+from ..locks import new_lock
 from ..tiers.base import Tier
 from .call_totals import CallTotals
-from .capacity import Capacity
-from .holder import Holder, LeftBehind
+from .holder import Demand, Holder, LeftBehind
 from .lower_tiers import LowerTiers
+from .memory_budget import add_store, default_budget_bytes, lacks_room
 from .pins import Pins
-from .state_snapshots import StateRules
+from .state_snapshots import StateRules, StateSnapshots
+from .window_groups import WindowGroups
+
+# An untouched page of host memory costs nothing, so a pool there grows in few, large steps. On an accelerator every byte
+# is taken when it is asked for.
+_GROWTH_ON_HOST = 8
+_CAPACITY_FACTOR_ON_HOST = 64  # of the blocks managed
+_SPARE_PART_ON_ACCELERATOR = 8  # there a pool grows by an eighth, or by what is missing
+_FIRST_NUM_BLOCKS = 64  # managed before the first call says how many it needs
+_MOST_UNMEASURED_TOKENS = 1024  # of a first call that runs before anybody knows what a token takes
 
 
-class BlockStore(Capacity):
-    """One pool of blocks and who may have them.
+class BlockStore:
+    """One pool of blocks, and how many of them can be had.
+
+    Pool and allocator grow up to `max_num_blocks`: the number given, or what the memory budget holds. That is known after the
+    first forward, or where a long call comes first, before it. The pool never holds fewer blocks than the allocator manages.
 
     Args:
-        tiers: see `LowerTiers`; all others: see `Capacity`.
+        block_size: tokens of a block, at least 1.
+        num_blocks: the most blocks, with the null block; None: as `memory_budget` allows.
+        first_device: where the model's first keys and values will be.
+        window_of: layer index -> its window, for the layers that have one.
+        layers: indices of all layers that have keys and values, with a window or without.
+        window_share: of the blocks, how many window blocks there can be; see `WindowGroups`.
+        states, bytes_per_block: see `StateSnapshots`.
+        has_budget: `num_blocks` is what a budget in bytes holds, beside as many bytes of snapshots.
+        measure_layers: layer index -> where its keys and values lie, and their bytes for one token; runs a forward.
+        tiers: see `LowerTiers`.
+
+    Attributes:
+        max_num_blocks: the most blocks there can be; None until a forward shows what the budget holds. Where memory ran
+            out, what was managed by then.
+        ran_out_of_memory: there was none for more blocks, or beside them; until something would be refused for it.
     """
 
     def __init__(
@@ -45,19 +74,27 @@ class BlockStore(Capacity):
         measure_layers: Callable[[], Mapping[int, tuple[torch.device, int]]] = dict,
         tiers: Sequence[Tier] = (),
     ) -> None:
-        super().__init__(
-            block_size,
-            num_blocks,
-            first_device,
-            window_of,
-            layers,
-            window_share,
-            states,
-            bytes_per_block,
-            has_budget=has_budget,
-            measure_layers=measure_layers,
-        )
-        self.pins = Pins(self.allocator, self.window_admission, self.new_table)
+        if num_blocks is not None and num_blocks < 2:
+            raise CacheArgumentError(
+                f"num_blocks is {num_blocks}; it must be at least 2: block 0 is reserved, and a call needs at least one"
+            )
+        self.lock = new_lock(self)
+        self.max_num_blocks = num_blocks
+        self.ran_out_of_memory = False
+        self._promised_num_blocks = num_blocks  # given, or settled
+        self.allocator = PrefixCachingBlockAllocator(self._first_num_blocks, block_size)
+        self.windows = WindowGroups(self.allocator, window_of, layers, window_share, num_blocks)
+        has_least = num_blocks is not None and not has_budget
+        self.states = StateSnapshots(self.allocator, states, bytes_per_block, has_least=has_least)
+        self.states.limit(num_blocks)
+        self.first_device = first_device
+        self.pool = BlockPool(block_size, first_device, window_of, self.windows.groups)
+        self._measure_layers = measure_layers
+        self._measured: Mapping[int, tuple[torch.device, int]] = {}  # counts until the pool has these layers
+        self._budget_bytes: dict[torch.device, int] = {}  # of keys and values and copies of them, by what was free
+        self._copies = 0  # of a running row's columns, beside the pool
+        self._reserved: WeakKeyDictionary[Holder, int] = WeakKeyDictionary()  # call -> blocks that it may still take
+        self.pins = Pins(self.allocator, self.windows, self.new_table)
         self.tiers = LowerTiers(self, tiers)
         self.call_totals = CallTotals()
         self._must_give_back = False  # not even one forward had the memory that it needed
@@ -65,16 +102,232 @@ class BlockStore(Capacity):
         self.writing_layers: frozenset[tuple[int, str]] = frozenset()
         self.left_behind: deque[LeftBehind] = deque()  # appended to by finalizers, which may run in any line of ours
         self._holders: WeakSet[Holder] = WeakSet()
+        add_store(self)
+
+    @property
+    def _first_num_blocks(self) -> int:
+        """Blocks managed of an empty store."""
+        most = self._promised_num_blocks
+        return _FIRST_NUM_BLOCKS if most is None else min(most, _FIRST_NUM_BLOCKS)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.allocator.block_size
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the most blocks were given, or a forward has shown what the budget holds."""
+        return self._promised_num_blocks is not None
+
+    @property
+    def num_free_blocks(self) -> int | None:
+        """Blocks that hold nothing, managed already or not; None where the most there can be is not known yet."""
+        if self.max_num_blocks is None:
+            return None
+        if self.windows.are_all:
+            group = self.windows.groups[0]
+            return group.num_free + self.max_num_blocks - group.num_blocks
+        return self.allocator.num_free_blocks + self.max_num_blocks - self.allocator.num_blocks
+
+    def num_obtainable_blocks(self, holder: Holder | None) -> float:
+        """Blocks that `holder` can have now: free, cached or not managed yet, less what others have reserved."""
+        if self.max_num_blocks is None or self.windows.are_all:  # the windows say what there is
+            return math.inf
+        unmanaged = self.max_num_blocks - self.allocator.num_blocks
+        return self.allocator.num_available_blocks + unmanaged - self.num_reserved_blocks(holder)
+
+    def can_have(self, holder: Holder, demand: Demand) -> bool:
+        """Whether `holder` can have all of a demand now."""
+        if demand.num_blocks > self.num_obtainable_blocks(holder) + demand.num_released:
+            return False
+        return not demand.windows or self.windows.lacking(holder, demand.windows) is None
+
+    def reserve(self, holder: Holder, num_blocks: int, windows: tuple[int, ...] = ()) -> None:
+        """Reserve `num_blocks` for `holder`, in place of what it had reserved; nobody else gets them.
+
+        Args:
+            windows: of each group, window blocks at a time; none: what it has reserved of these stays.
+        """
+        if num_blocks > 0:
+            self._reserved[holder] = num_blocks
+        else:
+            self._reserved.pop(holder, None)
+        if windows:
+            self.windows.reserve(holder, windows)
+
+    def give_back_reservation(self, holder: Holder) -> None:
+        """Nothing is reserved for `holder` any more."""
+        self._reserved.pop(holder, None)
+        if self.windows:
+            self.windows.reserve(holder, ())
+
+    def num_blocks_reserved_for(self, holder: Holder) -> int:
+        """Blocks reserved for `holder`."""
+        return self._reserved.get(holder, 0)
+
+    def num_reserved_blocks(self, holder: Holder | None) -> int:
+        """Blocks reserved for others than `holder`; None: for anybody."""
+        return sum(number for other, number in self._reserved.items() if other is not holder)
+
+    def make_room(self, num_blocks: int) -> None:
+        """Grow within the budget until `num_blocks` blocks are free, so that nothing is evicted for them.
+
+        Where memory runs out, what is managed becomes the most there is: fewer may be there than were reserved.
+        """
+        most, allocator = self.max_num_blocks, self.allocator
+        if self.windows.are_all:  # a block costs no memory; one that nobody holds any more is as good as a new one
+            most = max(most or 0, allocator.num_blocks + num_blocks - allocator.num_available_blocks)
+        managed = self._grow(self.pool.all, allocator.num_blocks, num_blocks - allocator.num_free_blocks, most)
+        if managed > allocator.num_blocks:
+            allocator.grow(managed)
+        for group in self.windows.groups:
+            most = None if group.most == math.inf else int(group.most)
+            managed = self._grow(self.pool.groups[group.window], group.num_blocks, num_blocks - group.num_free, most)
+            if managed > group.num_blocks:
+                group.grow(managed)
+
+    def _grow(self, tensors: GroupTensors, managed: int, missing: int, most: int | None) -> int:
+        """Let tensors hold what is managed, and up to `most` blocks so many more as are missing; returns how many it can."""
+        wanted = managed
+        if missing > 0 and managed != most:
+            wanted += self._growth(managed, missing)
+            if most is not None:
+                wanted = min(wanted, most)
+        if tensors.capacity < wanted:
+            capacity = wanted
+            if most is not None and self.pool.is_on_host:
+                capacity = max(wanted, min(most, wanted * _CAPACITY_FACTOR_ON_HOST))  # growing again would copy
+            if not any(self._grow_tensors(tensors, number) for number in dict.fromkeys((capacity, wanted))):
+                self.stop_growing()
+                return managed
+        return wanted
+
+    def _growth(self, managed: int, missing: int) -> int:
+        """The blocks to manage more where so many are missing.
+
+        On an accelerator an eighth of the pool at least, so that all growth copies at most 8 times what the pool ends with.
+        Beyond what is missing it takes what running calls have reserved, up to an eighth.
+        """
+        if self.pool.is_on_host:
+            return max(missing, managed * (_GROWTH_ON_HOST - 1))
+        reserved = max(0, self.num_reserved_blocks(None) - self.allocator.num_free_blocks - missing)
+        spare = min(reserved, (managed + missing) // _SPARE_PART_ON_ACCELERATOR)
+        return max(managed // _SPARE_PART_ON_ACCELERATOR, missing + spare)
+
+    def _grow_tensors(self, tensors: GroupTensors, num_blocks: int) -> bool:
+        """Whether there was memory for it. Looks first: tensors that had grown before one could not might stay large."""
+        if lacks_room(tensors.bytes_to_grow(num_blocks)):
+            return False
+        try:
+            tensors.ensure_capacity(num_blocks)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def stop_growing(self) -> None:
+        """There is no memory for more blocks, or beside them: what is managed now is the most there is, until `grow_anew`."""
+        self.ran_out_of_memory = True
+        self.windows.stop_growing()
+        self.max_num_blocks = self.windows.groups[0].num_blocks if self.windows.are_all else self.allocator.num_blocks
+
+    def grow_anew(self) -> None:
+        """There may be memory again: the most there can be is what was given, or settled."""
+        self.max_num_blocks = self._promised_num_blocks
+        self.windows.limit(self.max_num_blocks)
+        self.ran_out_of_memory = False
+
+    def affordable_blocks(self) -> float:
+        """The most blocks there can be: what was given, or what the memory budget holds; infinite before any was written.
+
+        Each device holds its own layers, and a copy of those of all running rows where a view makes one.
+        """
+        if self.is_settled and self.max_num_blocks is not None:
+            return self.max_num_blocks
+        return 1 + min(
+            (
+                self._budget_bytes.get(device, math.inf) // (num_bytes * (1 + self._copies))
+                for device, num_bytes in self._bytes_per_block_on().items()
+            ),
+            default=math.inf,
+        )
+
+    def _bytes_per_block_on(self) -> dict[torch.device, float]:
+        """Bytes that a block takes of each device, with its part of the window blocks, and as many of snapshots."""
+        total: dict[torch.device, float] = {}
+        if not self._measured.keys() <= {*self.pool.layer_indices}:
+            for layer_idx, (device, num_bytes) in self._measured.items():
+                share = self.windows.share if layer_idx in self.windows.window_of else 1
+                total[device] = total.get(device, 0) + num_bytes * self.block_size * share
+        else:
+            for window, tensors in self.pool.groups.items():
+                for device, num_bytes in tensors.bytes_per_block_on().items():
+                    total[device] = total.get(device, 0) + num_bytes * (1 if window is None else self.windows.share)
+        if self.states:
+            return self.states.with_snapshots(total, None if self.windows.layers else self.first_device())
+        return total
+
+    def bytes_to_come(self, device: torch.device) -> int:
+        """Bytes of `device` that the most blocks, and copies of them, take beyond what the pool has taken."""
+        with self.lock:
+            most, num_bytes = self.max_num_blocks, self._bytes_per_block_on().get(device, 0)
+            if most is None or not num_bytes:
+                return 0
+            return int(most * num_bytes * (1 + self._copies)) - self.pool.bytes_on().get(device, 0)
+
+    def measure_for(self, num_tokens: int) -> None:
+        """So many tokens may come: where they are many, and no forward has shown what a block takes, measure it and settle the budget.
+
+        No lock is held: this runs a forward.
+        """
+        if self.is_settled or num_tokens <= _MOST_UNMEASURED_TOKENS:
+            return
+        measured = self._measure_layers()
+        with self.lock:
+            self._measured = measured
+        self.read_budget()
+        with self.lock:
+            self.settle_budget()
+
+    def read_budget(self) -> None:
+        """Look how much memory is free where blocks were written. No lock is held meanwhile: files are read."""
+        with self.lock:
+            devices = list(self._bytes_per_block_on()) if not self.is_settled else []
+        budget = {device: default_budget_bytes(device, self) for device in devices}
+        with self.lock:
+            self._budget_bytes = budget
+
+    def settle_budget(self, most: int | None = None) -> None:
+        """Once it is known how large a block is, and after `read_budget`: fix the most blocks there can be.
+
+        Args:
+            most: that other processes can have, too.
+        """
+        if not self.is_settled and (affordable := self.affordable_blocks()) < math.inf:
+            admitted = self.allocator.num_blocks + sum(self._reserved.values())
+            if self.windows.are_all:
+                admitted = max(group.num_blocks + group.num_to_come for group in self.windows.groups)
+            promised = max(admitted, int(affordable) if most is None else most)
+            if not self.ran_out_of_memory:
+                self.max_num_blocks = promised
+                self.windows.limit(promised)
+            self.states.limit(promised)
+            self._promised_num_blocks = promised  # last: settled
 
     def kv_bytes_in_use(self, salt: bytes = b"") -> int:
         """Bytes of the blocks that somebody holds; given a salt, of its blocks."""
         allocator = self.allocator
         num_blocks = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
-        num_bytes = num_blocks * self.pool.bytes_per_block
+        num_bytes = num_blocks * self.pool.all.bytes_per_block
         if groups := self.windows.groups:
             for group, num_needed in zip(groups, self.windows.num_needed(salt or None), strict=True):
-                num_bytes += num_needed * self.pool_of(group).bytes_per_block
+                num_bytes += num_needed * self.pool.groups[group.window].bytes_per_block
         return num_bytes
+
+    @property
+    def groups(self) -> list[Group]:
+        """Those of layers that need more to resume than that blocks are cached."""
+        return [*self.windows.groups, self.states.kept] if self.states else [*self.windows.groups]
 
     def may_write(self, layer_idx: int) -> bool:
         """Whether forwards write keys and values in this layer; before the first one has returned, any layer may be one that does."""
@@ -82,9 +335,7 @@ class BlockStore(Capacity):
 
     def new_table(self, root: bytes, salt: bytes) -> BlockTable:
         """An empty table of this store's blocks."""
-        if self.windows:
-            return WindowedTable(self.allocator, root, namespace=salt, groups=self.windows.groups)
-        return BlockTable(self.allocator, root, namespace=salt)
+        return BlockTable(self.allocator, root, namespace=salt, groups=self.windows.groups)
 
     def add_holder(self, holder: Holder) -> None:
         """From here on, the call may take blocks."""
@@ -110,7 +361,7 @@ class BlockStore(Capacity):
         Returns:
             Whether they can run: not while other calls hold blocks of layers with other windows.
         """
-        if not isinstance(self.pool, GroupedPool) or self.windows.window_of == window_of:
+        if not self.windows.may_change or self.windows.window_of == window_of:
             return True
         others = [call for call in self.holders() if call is not holder]
         ended = [holder.previous, *(rows for call in others for rows in (call.rows, call.previous))]
@@ -121,7 +372,6 @@ class BlockStore(Capacity):
             call.drop_rows()
         holder.previous.free()
         self.reset_prefix_cache()
-        self.window_admission.forget()
         self.windows.regroup(window_of)
         self.pool.regroup(window_of, self.windows.groups)
         self.tiers.watch_windows()
@@ -161,19 +411,19 @@ class BlockStore(Capacity):
             self.tiers.move_down(may_wait=may_wait)
         copies = self.allocator.pending_copies
         if copies:
-            self.pool.copy_blocks(copies, transfer)
+            self.pool.all.copy_blocks(copies, transfer)
             self.allocator.drop_copies(len(copies))
         for group in self.windows.groups:
             if group.copies:
                 copies = tuple(group.copies)
-                self.pool_of(group).copy_blocks(copies, transfer)
+                self.pool.groups[group.window].copy_blocks(copies, transfer)
                 del group.copies[: len(copies)]
 
     def check(self) -> None:
         """Prove the invariants of the blocks and window blocks, or raise BlockStateError with the whole state."""
         self.allocator.check()
         self.windows.check()
-        self.states.check()
+        self.states.kept.check()
         self.tiers.check()
 
     def lose_threads(self, idents: frozenset[int]) -> None:

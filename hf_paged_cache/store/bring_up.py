@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..blocks import Allocation, BlockHash, HashChain, PrefixCachingBlockAllocator, WindowBlocks
+from ..blocks import Allocation, BlockHash, Group, HashChain, PrefixCachingBlockAllocator, WindowBlocks, resumable_where
 from ..blocks.allocation import Resumption
 from ..blocks.tokens import TokenIds
 from ..errors import OutOfBlocksError
@@ -229,25 +229,11 @@ class BringUp:
 
     def _end(self, num_blocks: int, most: int, has: Callable[[Kind, int], bool]) -> int:
         """Of so many leading blocks, the most behind which all layers can go on: windows, and behind a snapshot, up to `most`."""
+        groups: list[Group] = [*self._windows.groups]
         if self._states:
-            num_blocks = min(num_blocks, most)
-        while num_blocks:
-            lacking = next(
-                (
-                    index
-                    for group in self._windows.groups
-                    for index in reversed(self._span(group, num_blocks))
-                    if not has(group.window, index)
-                ),
-                None,
-            )
-            if lacking is not None:
-                num_blocks = lacking
-            elif self._states and not has(STATES, num_blocks - 1):
-                num_blocks -= 1
-            else:
-                break
-        return num_blocks
+            groups, num_blocks = [*groups, self._states.kept], min(num_blocks, most)
+        size = self._allocator.block_size
+        return resumable_where(groups, num_blocks * size, lambda group, index: has(group.name, index)) // size
 
     def _where(self, prefixes: Sequence[_Prefix], tiers: Sequence[Tier]) -> tuple[list[_Found], list[Hold]]:
         """In which tier each content is, once; and what keeps them there meanwhile."""
@@ -361,13 +347,10 @@ class BringUp:
 
     def _let_go(self, allocation: Allocation) -> None:
         """The blocks of a prefix are cached; its end is where others are likely to go on."""
-        block_ids, resumption = list(allocation.block_ids), allocation.resumption
+        block_ids, resumption = list(allocation.block_ids), allocation.resumption or Resumption.at(0)
         allocation.free()
         for group in self._windows.groups:
-            if resumption is not None:
-                for span in group.needed_of(resumption):
-                    group.release(block_ids[span.start : span.stop], num_own=0, is_end=True)
-            group.drop_lost(block_ids)
+            group.leave(block_ids, resumption)
 
     def _fill(self, found: Sequence[_Found], targets: Mapping[tuple[Kind, Name], Any]) -> dict[tuple[Kind, Name], str]:
         """Copy contents into the pool, some MB at a time, or keep a snapshot; says from which tier each came."""

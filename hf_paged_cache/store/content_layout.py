@@ -58,7 +58,7 @@ class ContentLayout:
     def parts(self) -> dict[Kind, list[Part]]:
         """Of each kind, what a row is made of now."""
         pool = self._pool
-        if self._looked_at != pool.layout:
+        if self._looked_at != pool.num_layouts:
             parts: dict[Kind, list[Part]] = {}
             for part in parts_of_pool(pool):
                 parts.setdefault(BLOCKS if part.window is None else part.window, []).append(part)
@@ -67,7 +67,7 @@ class ContentLayout:
             for tier in self._tiers:
                 if isinstance(tier, HostTier):
                     tier.lay_out(parts, self._shares(parts))
-            self._looked_at, self._parts = pool.layout, parts
+            self._looked_at, self._parts = pool.num_layouts, parts
         return self._parts
 
     def is_now(self, kind: Kind, parts: Sequence[Part]) -> bool:
@@ -101,11 +101,11 @@ class ContentLayout:
         Returns:
             Whether, with this file, all layers are known.
         """
-        pool, before = self._pool, self._pool.layout
+        pool, before = self._pool, self._pool.num_layouts
         if not pool.layer_indices:
             make_room(0)
         lay_out_pool(pool, [part for content in file.contents if content.kind != STATES for part in content.parts])
-        return pool.layout != before and set(self._windows.layers) <= set(pool.layer_indices)
+        return pool.num_layouts != before and set(self._windows.layers) <= set(pool.layer_indices)
 
     def parts_here(self, file: SavedFile, first_device: torch.device) -> dict[Kind, tuple[Part, ...] | None]:
         """The parts of what a file holds, on this model's devices; None where layers lie on other devices than they did there.

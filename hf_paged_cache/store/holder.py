@@ -1,8 +1,32 @@
 """What a store must know of who holds its blocks: a running call, its rows, and what is left of a collected cache."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from .window_admission import HeldRows
+from ..blocks import Allocation
+
+
+class Demand(NamedTuple):
+    """What a call may need in its worst case.
+
+    Attributes:
+        num_blocks: to be taken.
+        num_released: in use, and given back before any is taken.
+        windows: of each group of layers with a window, window blocks at a time, with those that it has.
+    """
+
+    num_blocks: int
+    num_released: int = 0
+    windows: tuple[int, ...] = ()
+
+
+class HeldRows(Protocol):
+    """Rows of a call."""
+
+    def block_ids(self) -> set[int]: ...
+
+    def allocations(self) -> list[Allocation]: ...
+
+    def free(self) -> None: ...
 
 
 class LeftBehind(Protocol):

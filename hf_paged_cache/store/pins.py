@@ -14,25 +14,25 @@ from ..blocks import Allocation, BlockTable, HashChain, PrefixCachingBlockAlloca
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, OutOfBlocksError
 from ..wording import counted
-from .window_admission import WindowAdmission
+from .window_groups import WindowGroups
 
 
 class Pins:
     """The pinned prefixes of one store.
 
     Args:
-        window_admission: says whether pins leave calls the window blocks that these have reserved.
+        windows: say whether pins leave calls the window blocks that these have reserved.
         new_table: an empty one of a root and a salt.
     """
 
     def __init__(
         self,
         allocator: PrefixCachingBlockAllocator,
-        window_admission: WindowAdmission,
+        windows: WindowGroups,
         new_table: Callable[[bytes, bytes], BlockTable],
     ) -> None:
         self._allocator = allocator
-        self._window_admission = window_admission
+        self._windows = windows
         self._new_table = new_table
         self._tables: dict[tuple[bytes, bytes], BlockTable] = {}  # (salt, token ids) -> table that holds their blocks
 
@@ -90,7 +90,7 @@ class Pins:
             )
         table = self._new_table(root, salt)
         num_tokens = table.hold_prefix(token_ids)
-        if not self._window_admission.is_kept_to:
+        if not self._windows.is_kept_to:
             table.free()
             raise OutOfBlocksError(
                 f"pinning {num_tokens} tokens takes blocks in layers with a window that running calls have reserved; pin when "

@@ -1,4 +1,4 @@
-"""Owns the snapshots of a model whose layers carry states: where they may be taken, how many there can be, and their tensors.
+"""Owns where snapshots of layers' states may be taken, and how many there can be; which block has one is `Snapshots`' to say.
 
 The caller holds the store's lock.
 """
@@ -48,6 +48,7 @@ class StateSnapshots:
         has_least: a number of blocks was given.
 
     Attributes:
+        kept: the group of these layers.
         align: tokens; snapshots are kept at multiples.
         grid: tokens; at multiples they are kept where there is room, in prompts that are long enough.
     """
@@ -84,14 +85,6 @@ class StateSnapshots:
         """Whether any layer carries states."""
         return self._is_needed
 
-    def __len__(self) -> int:
-        """Snapshots that there are."""
-        return len(self.kept)
-
-    def num_of(self, namespace: bytes) -> int:
-        """Snapshots of the blocks of one namespace; of b"", of all."""
-        return self.kept.num_of(namespace) if namespace else len(self.kept)
-
     def with_snapshots(
         self, bytes_on: Mapping[torch.device, float], device: torch.device | None
     ) -> dict[torch.device, float]:
@@ -110,11 +103,6 @@ class StateSnapshots:
             return
         most = num_blocks * self.bytes_beside_a_block // max(1, self.rules.num_bytes)
         self.kept.limit(max(self._least, most))
-
-    def deepest(self, block_ids: Sequence[int], num_tokens: int) -> int:
-        """Of the first `num_tokens` tokens of these blocks, how many there are up to the last snapshot; 0 without any."""
-        size = self._block_size
-        return self.kept.deepest(block_ids[: num_tokens // size]) * size
 
     def use(self, block_ids: Sequence[int], num_tokens: int) -> States:
         """The states behind `num_tokens` tokens, uncopied: not to be written."""
@@ -140,7 +128,3 @@ class StateSnapshots:
     def drop(self, block_ids: Sequence[int], num_tokens: int) -> None:
         """Let go of the snapshot behind so many tokens."""
         self.kept.drop(block_ids[num_tokens // self._block_size - 1])
-
-    def check(self) -> None:
-        """Prove the invariants, or raise BlockStateError."""
-        self.kept.check()

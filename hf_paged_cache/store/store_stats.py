@@ -13,6 +13,7 @@ def stats_of(
     num_cached = allocator.num_cached_blocks_of(salt) if salt else allocator.num_cached_blocks
     num_in_use = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
     num_pinned, num_evictions = len(store.pins.block_ids(salt or None)), allocator.num_evictions
+    num_snapshots = store.states.kept.num_of(salt) if salt else len(store.states.kept)
     if windows.are_all:
         group = windows.groups[0]
         num_cached = group.num_idle_of(salt) if salt else group.num_idle
@@ -38,7 +39,7 @@ def stats_of(
         kv_bytes=store.kv_bytes_in_use(salt) + copied_bytes,
         peak_kv_bytes=peak_kv_bytes,
         pool_bytes=None if salt else store.pool.pool_bytes,
-        num_snapshots=store.states.num_of(salt),
-        snapshot_bytes=store.states.num_of(salt) * store.states.rules.num_bytes,
+        num_snapshots=num_snapshots,
+        snapshot_bytes=num_snapshots * store.states.rules.num_bytes,
         tiers=store.tiers.stats(salt),
     )

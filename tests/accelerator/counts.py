@@ -208,7 +208,7 @@ class Counter:
         model.generate(**inputs, past_key_values=cache, max_new_tokens=1, do_sample=False)
         cache.reset()
         gc.collect()
-        return (memory("sim").allocated - before) / cache.store.blocks.pool.bytes_per_block
+        return (memory("sim").allocated - before) / cache.store.blocks.pool.all.bytes_per_block
 
     def growth_peak(self) -> float:
         """What growing by half takes at its peak beyond the new size, as a part of the old one."""
@@ -219,7 +219,7 @@ class Counter:
         gc.collect()
         old = pool.pool_bytes
         memory("sim").reset_peak()
-        pool.ensure_capacity(pool.capacity * 3 // 2)
+        pool.all.ensure_capacity(pool.all.capacity * 3 // 2)
         gc.collect()
         return (memory("sim").peak - memory("sim").allocated) / old
 

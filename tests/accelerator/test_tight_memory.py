@@ -110,6 +110,6 @@ def test_the_default_budget_is_of_what_the_device_has(num_stores: int) -> None:
         caches = [PagedPrefixCache(model) for _ in range(num_stores)]
         for cache in caches:
             run(model, cache, **batch(row((1, num_tokens))))
-        budgets = [cache.stats().num_blocks * cache.store.blocks.pool.bytes_per_block for cache in caches]
+        budgets = [cache.stats().num_blocks * cache.store.blocks.pool.all.bytes_per_block for cache in caches]
     assert all(budget > 0 for budget in budgets)
     assert sum(budgets) <= 0.8 * free

@@ -59,7 +59,7 @@ class Bench:
     ) -> None:
         self.in_parts = in_parts  # a layer reads each of its tensors by itself
         self.pool = BlockPool(BLOCK_SIZE)
-        self.pool.ensure_capacity(400)
+        self.pool.all.ensure_capacity(400)
         self.windows = windows or {}  # layer index -> its window
         self.layers = layers
         self.view: View = make_view(self.pool, self.windows)

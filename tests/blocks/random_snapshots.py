@@ -9,7 +9,7 @@ import argparse
 import random
 from typing import NamedTuple
 
-from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, Snapshots, root_hash
+from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, Snapshots, resumable, root_hash
 from hf_paged_cache.errors import OutOfBlocksError
 
 ROOTS = (root_hash(b"model"), root_hash(b"another"))
@@ -89,7 +89,7 @@ class Driver:
     def begin(self) -> None:
         table, tokens = BlockTable(self.allocator, self.rng.choice(ROOTS)), self.tokens()
         num_hit = table.hold_prefix(tokens)
-        deepest = self.snapshots.deepest(table.block_ids)
+        deepest = resumable([self.snapshots], table.block_ids, num_hit) // self.world.block_size
         known = [n for n in range(1, len(table.block_ids) + 1) if self.behind(table, n) in self.naive]
         if self.world.settles:
             assert deepest == max(known, default=0), "the deepest snapshot is another one"

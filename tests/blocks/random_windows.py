@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import pytest
 
-from hf_paged_cache.blocks import HashChain, PrefixCachingBlockAllocator, WindowBlocks, WindowedTable, root_hash
+from hf_paged_cache.blocks import BlockTable, HashChain, PrefixCachingBlockAllocator, WindowBlocks, root_hash
 from hf_paged_cache.errors import OutOfBlocksError
 
 NAMESPACES = (b"", b"tenant")
@@ -90,7 +90,7 @@ class Driver:
         self.allocator = PrefixCachingBlockAllocator(world.num_blocks, world.block_size)
         self.groups = [WindowBlocks(self.allocator, window, number) for window, number in world.windows.items()]
         self.max_tables = max_tables
-        self.tables: list[tuple[WindowedTable, Sequence]] = []
+        self.tables: list[tuple[BlockTable, Sequence]] = []
         self.prefixes = Prefixes()
         self.in_blocks: dict[int, list[int]] = {}
         self.in_window_blocks: list[dict[int, list[int]]] = [{} for _ in self.groups]
@@ -112,7 +112,7 @@ class Driver:
             {position // self.size for position in (*positions, *range(sequence.first, length)) if position >= 0}
         )
 
-    def needed(self, group: WindowBlocks, but: WindowedTable | None = None) -> set[int]:
+    def needed(self, group: WindowBlocks, but: BlockTable | None = None) -> set[int]:
         """Blocks that tables need there."""
         return {
             table.block_ids[index]
@@ -185,7 +185,7 @@ class Driver:
 
     def add(self, tokens: list[int], namespace: bytes) -> None:
         """A new table holds the longest hit."""
-        table = WindowedTable(self.allocator, ROOTS[namespace], namespace=namespace, groups=self.groups)
+        table = BlockTable(self.allocator, ROOTS[namespace], namespace=namespace, groups=self.groups)
         expected, cached = self.hit(namespace, tokens), self.cached(namespace, tokens)
         assert table.hold_prefix(tokens) == expected
         assert table.block_ids == cached[: expected // self.size]
@@ -196,7 +196,7 @@ class Driver:
         self.tables.append((table, sequence))
 
     def allocate(self, tokens: list[int], lookahead: int, namespace: bytes) -> None:
-        table = WindowedTable(self.allocator, ROOTS[namespace], namespace=namespace, groups=self.groups)
+        table = BlockTable(self.allocator, ROOTS[namespace], namespace=namespace, groups=self.groups)
         expected = self.hit(namespace, tokens)
         sequence = Sequence(namespace, list(tokens), expected, expected, len(tokens))
         try:
@@ -269,14 +269,14 @@ class Driver:
         self.num_refused += 1
         return False
 
-    def snapshot(self, table: WindowedTable) -> tuple[object, ...]:
+    def snapshot(self, table: BlockTable) -> tuple[object, ...]:
         in_use = {block for table, _ in self.tables for block in table.block_ids}
         places = [{block: group.places[block] for block in in_use & group.places.keys()} for group in self.groups]
         needed = [self.needed(group) for group in self.groups]
         copies = [list(group.copies) for group in self.groups]
         return self.allocator.snapshot(), places, needed, copies, list(table.token_ids), table.allocation.resumption
 
-    def write(self, table: WindowedTable, sequence: Sequence, start: int, *, dies: bool = False) -> None:
+    def write(self, table: BlockTable, sequence: Sequence, start: int, *, dies: bool = False) -> None:
         """What a forward does: copies on write, then each layer reads what it sees and writes."""
         copies = self.allocator.take_copies()
         self.num_copies += len(copies)

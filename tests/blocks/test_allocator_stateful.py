@@ -21,7 +21,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from hf_paged_cache.blocks import Allocation, BlockTable, HashChain, PrefixCachingBlockAllocator, root_hash
+from hf_paged_cache.blocks import Allocation, BlockTable, HashChain, root_hash
+from hf_paged_cache.blocks.engine import EngineAllocator
 from hf_paged_cache.errors import BlockStateError, OutOfBlocksError
 
 BLOCK_SIZE = 2
@@ -268,7 +269,7 @@ class Driver:
     """Runs each operation on the allocator and on the model, and compares what they return, refuse and look like."""
 
     def __init__(self, num_blocks: int, max_tables: int = 6) -> None:
-        self.allocator = PrefixCachingBlockAllocator(num_blocks, BLOCK_SIZE)
+        self.allocator = EngineAllocator(num_blocks, BLOCK_SIZE)
         self.model = NaiveModel(num_blocks)
         self.max_tables = max_tables
         self.max_blocks = num_blocks + 8

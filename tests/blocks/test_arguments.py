@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hf_paged_cache.blocks.arguments import check_not_negative, file_mode, int_of_at_least, num_bytes_of
+from hf_paged_cache.blocks.arguments import (
+    check_not_negative,
+    file_mode,
+    file_mode_of_text,
+    int_of_at_least,
+    num_bytes_of,
+)
 from hf_paged_cache.errors import CacheArgumentError
 
 
@@ -65,6 +71,8 @@ def test_a_size_that_is_too_small_or_of_another_type_is_refused(size: object) ->
 def test_permissions_are_those_of_files(mode: int) -> None:
     assert file_mode("mode", mode) == mode
     assert file_mode("mode", None) == 0o600
+    assert file_mode_of_text("--mode", f"{mode:o}") == file_mode_of_text("--mode", f"0{mode:o}") == mode
+    assert file_mode_of_text("--mode", None) is None
 
 
 @pytest.mark.parametrize("mode", [600, 640, 644, 660, 664, 666, 0o700, 0o440, 0, -1, True, "660", 0o2660])
@@ -74,3 +82,9 @@ def test_permissions_that_are_none_or_were_written_as_a_decimal_are_refused(mode
     assert str(refused.value).startswith(
         f"mode is {mode!r}; give permissions of files that their owner reads and writes"
     )
+
+
+@pytest.mark.parametrize("text", ["rw-rw----", "0770", "440", "66", "6600", "", "-660", "0x1b0"])
+def test_a_text_that_is_no_permissions_of_files_is_refused_as_it_was_given(text: str) -> None:
+    with pytest.raises(CacheArgumentError, match=rf"^--mode is {text!r}; give permissions of files"):
+        file_mode_of_text("--mode", text)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import hf_paged_cache.blocks
-from hf_paged_cache.blocks import BlockTable, HashChain, PrefixCachingBlockAllocator, root_hash
+from hf_paged_cache.blocks import BlockTable, HashChain, root_hash
+from hf_paged_cache.blocks.engine import EngineAllocator
 
 ROOT = root_hash(b"model")
 TENANT = root_hash(b"model", b"tenant")
@@ -29,7 +30,7 @@ class World:
     """A small allocator with blocks in each state, and one table of its own for each operation to work on."""
 
     def __init__(self):
-        self.allocator = PrefixCachingBlockAllocator(18, 2)
+        self.allocator = EngineAllocator(18, 2)
         with BlockTable(self.allocator, TENANT, namespace=b"tenant") as table:  # the first to be evicted
             table.allocate([2, 2])
             table.commit_full_blocks(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, Snapshots, root_hash
+from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, Snapshots, resumable, root_hash
 from hf_paged_cache.errors import BlockStateError
 
 ROOT = root_hash(b"model")
@@ -26,13 +26,14 @@ def test_the_deepest_snapshot_of_a_sequence_is_found_and_nothing_changes(
     allocator: PrefixCachingBlockAllocator,
 ) -> None:
     table, snapshots = table_of(allocator, 1, 2, 3, 4, 5, 6, 7), Snapshots[str](allocator, 3)
-    assert snapshots.deepest(table.block_ids) == 0
+    assert resumable([snapshots], table.block_ids, 7) == 0
     assert snapshots.keep(table.block_ids[0], "2")
     assert snapshots.keep(table.block_ids[1], "4")
     assert not snapshots.keep(table.block_ids[3], "7"), "a block that is not full is not hit"
     before = list(snapshots._contents)
-    assert snapshots.deepest(table.block_ids) == 2
-    assert snapshots.deepest(table.block_ids[:1]) == 1
+    assert resumable([snapshots], table.block_ids, 7) == 4
+    assert [resumable([snapshots], table.block_ids, number) for number in (4, 3, 2, 1)] == [4, 2, 2, 0]
+    assert resumable([snapshots], table.block_ids[:2], 40) == 4, "more tokens than these blocks have"
     assert list(snapshots._contents) == before
     assert [snapshots.has(block_id) for block_id in table.block_ids] == [True, True, False, False]
 
@@ -73,7 +74,7 @@ def test_it_goes_with_its_block(allocator: PrefixCachingBlockAllocator) -> None:
     with allocator.allocate(num_mutable_blocks=6):  # all but one are taken: the end of the sequence goes first
         assert len(snapshots) == 1
         snapshots.check()
-        assert snapshots.deepest(table_of(allocator, 1, 2).block_ids) == 1
+        assert resumable([snapshots], table_of(allocator, 1, 2).block_ids, 2) == 2
 
 
 def test_one_without_its_block_is_found_out(allocator: PrefixCachingBlockAllocator) -> None:

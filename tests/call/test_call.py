@@ -910,7 +910,7 @@ def test_a_call_whose_memory_runs_out_as_it_begins_must_have_all_that_it_reserve
     bench.forward([*range(50 * BLOCK_SIZE)])
     bench.call.drop_rows()
     assert bench.store.allocator.num_free_blocks == 13
-    memory = NoMemory(monkeypatch, bench.store.pool, "ensure_capacity")
+    memory = NoMemory(monkeypatch, bench.store.pool.all, "ensure_capacity")
     prompt = [*range(1000, 1000 + 20 * BLOCK_SIZE)]
     for num_new, fits in ((80, False), (8, True)):
         bench.begin(limits(len(prompt) + num_new * BLOCK_SIZE, len(prompt)))

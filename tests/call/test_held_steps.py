@@ -51,7 +51,7 @@ def step(bench: Bench, *token_ids: int, **given: Any) -> None:
 
 def in_pool(bench: Bench, layer_idx: int = 0) -> list[list[float]]:
     """The key of each token of each row, read from the pool's own tensor."""
-    held = bench.store.pool._tensors[layer_idx]["key"]
+    held = bench.store.pool.layer(layer_idx)["key"]
     return [
         [float(held[slot // BLOCK_SIZE, 0, slot % BLOCK_SIZE, 0]) for slot in row.table.slots(0, row.table.num_tokens)]
         for row in bench.call.rows.distinct

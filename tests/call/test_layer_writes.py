@@ -26,7 +26,7 @@ def states(*shape: int) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def store() -> BlockStore:
     store = BlockStore(4, 8)
-    store.pool.ensure_capacity(8)
+    store.pool.all.ensure_capacity(8)
     return store
 
 

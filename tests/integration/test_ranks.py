@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, OutOfBlocksError, PagedCacheError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.integration import ranks as settled
-from hf_paged_cache.store import capacity
+from hf_paged_cache.store import block_store
 
 from ..internals import held_tensors, make_forwards_cheap
 from ..ranks import RankPool, random_calls, said_by_all, tensor_parallel, two_ranks
@@ -307,7 +307,7 @@ def test_what_must_be_the_same_and_is_not_is_an_error_on_both_ranks(named: str, 
 
 def _budget(model: PreTrainedModel) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capacity, "default_budget_bytes", lambda device, store: (1 + dist.get_rank()) * 2**22)
+        patch.setattr(block_store, "default_budget_bytes", lambda device, store: (1 + dist.get_rank()) * 2**22)
         store = PrefixStore(model)
         run(model, PagedPrefixCache(store), input_ids=IDS)
         sizes = [store.blocks.max_num_blocks]

@@ -105,11 +105,12 @@ def test_another_jobs_journal_is_refused_with_what_is_different(job: dict[str, A
         assert len(journal.rows) == 2
 
 
-def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "journal").write_text("notes of mine\n")
+@pytest.mark.parametrize("text", ["notes of mine\n", json.dumps({"format": 2, **JOB})])  # a line without its end
+def test_a_file_that_is_no_journal_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "journal").write_text(text)
     with pytest.raises(CacheArgumentError, match="no journal"):
         Journal(tmp_path / "journal", JOB, len(ROWS))
-    assert (tmp_path / "journal").read_text() == "notes of mine\n"
+    assert (tmp_path / "journal").read_text() == text
 
 
 def test_an_output_is_claimed_once_and_leaves_a_lock_only_beside_a_journal(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_worker_says_what_its_function_returned() -> None:
 
 
 def test_a_worker_has_a_cache_of_the_sizes_that_are_given(model_folder: str) -> None:
-    how = How(options={"block_size": 8, "max_bytes": "1MB", "attention": "gather"})
+    how = How(attention="gather", options={"block_size": 8, "max_bytes": "1MB"})
     worker = Worker(partial(load, model_folder), how)
     assert worker.ask("describe").block_size == 8
     cache = worker.calls.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import weakref
 from typing import Any
@@ -35,12 +36,12 @@ def states(
 
 def make_pool(num_blocks: int = 8) -> BlockPool:
     pool = BlockPool(BLOCK_SIZE)
-    pool.ensure_capacity(num_blocks)
+    pool.all.ensure_capacity(num_blocks)
     return pool
 
 
 def all_slots(pool: BlockPool) -> torch.Tensor:
-    return torch.arange(pool.capacity * BLOCK_SIZE)[None]
+    return torch.arange(pool.all.capacity * BLOCK_SIZE)[None]
 
 
 def assert_holds(pool: BlockPool, layer_idx: int, slots: list[int], expected: dict[str, torch.Tensor]) -> None:
@@ -75,10 +76,10 @@ def test_a_write_changes_its_slots_and_no_other(
     slots: list[int], sources: list[int] | None, rng: torch.Generator
 ) -> None:
     pool = make_pool()
-    everything = states(rng, 1, pool.capacity * BLOCK_SIZE)
-    pool.write(0, everything, SlotMapping(range(pool.capacity * BLOCK_SIZE)))
+    everything = states(rng, 1, pool.all.capacity * BLOCK_SIZE)
+    pool.write(0, everything, SlotMapping(range(pool.all.capacity * BLOCK_SIZE)))
     pool.write(0, states(rng, 2, 3), SlotMapping(slots, sources))
-    others = [slot for slot in range(pool.capacity * BLOCK_SIZE) if slot not in slots]
+    others = [slot for slot in range(pool.all.capacity * BLOCK_SIZE) if slot not in slots]
     assert_holds(pool, 0, others, {name: tensor[:, :, others] for name, tensor in everything.items()})
 
 
@@ -154,12 +155,12 @@ def test_what_is_gathered_is_a_copy_that_models_may_view_by_row_and_head(
 @pytest.mark.parametrize("first", [4, 5, 7])
 def test_a_run_may_begin_and_end_anywhere_in_a_block(first: int, num_tokens: int, rng: torch.Generator) -> None:
     pool = make_pool()
-    everything = states(rng, 1, pool.capacity * BLOCK_SIZE)
-    pool.write(0, everything, SlotMapping(range(pool.capacity * BLOCK_SIZE)))
+    everything = states(rng, 1, pool.all.capacity * BLOCK_SIZE)
+    pool.write(0, everything, SlotMapping(range(pool.all.capacity * BLOCK_SIZE)))
     new, run = states(rng, 1, num_tokens), list(range(first, first + num_tokens))
     pool.write(0, new, SlotMapping(run))
     assert_holds(pool, 0, run, new)
-    others = [slot for slot in range(pool.capacity * BLOCK_SIZE) if slot not in run]
+    others = [slot for slot in range(pool.all.capacity * BLOCK_SIZE) if slot not in run]
     assert_holds(pool, 0, others, {name: tensor[:, :, others] for name, tensor in everything.items()})
 
 
@@ -182,7 +183,7 @@ def test_columns_in_a_block_of_each_row_are_written_there(
         for name, tensor in pool.gather(layer_idx, everything).items():
             assert tensor.dtype == torch.float32
             assert tensor.equal(plain.gather(layer_idx, everything)[name])
-    assert pool.num_blocks_used == plain.num_blocks_used
+    assert pool.all.num_blocks_used == plain.all.num_blocks_used
 
 
 @pytest.mark.parametrize("slots", [[9], [9, 4, 22], [29]], ids=["1 row", "3 rows", "a further block"])
@@ -197,7 +198,7 @@ def test_a_step_is_written_as_any_other_tokens_are(slots: list[int], rng: torch.
     everything = ReadSource(all_slots(pool))
     for name, tensor in pool.gather(0, everything).items():
         assert tensor.equal(plain.gather(0, everything)[name])
-    assert pool.num_blocks_used == plain.num_blocks_used
+    assert pool.all.num_blocks_used == plain.all.num_blocks_used
 
 
 @pytest.mark.parametrize("slots", [[9], [9, 4, 22]], ids=["1 row", "3 rows"])
@@ -252,8 +253,8 @@ def test_blocks_are_copied_whole_in_all_layers_in_the_order_given(rng: torch.Gen
     for layer_idx in (0, 1):
         pool.write(layer_idx, states(rng, 1, 8), SlotMapping(range(4, 12)))
     before = {layer_idx: pool.gather(layer_idx, ReadSource(torch.arange(4, 8)[None])) for layer_idx in (0, 1)}
-    pool.copy_blocks([(1, 5), (5, 2)])
-    pool.copy_blocks([(2, 3), (1, 3)])
+    pool.all.copy_blocks([(1, 5), (5, 2)])
+    pool.all.copy_blocks([(2, 3), (1, 3)])
     for layer_idx in (0, 1):
         for start in (4, 20, 8, 12):  # the source, and all destinations
             found = pool.gather(layer_idx, ReadSource(torch.arange(start, start + BLOCK_SIZE)[None]))
@@ -262,15 +263,15 @@ def test_blocks_are_copied_whole_in_all_layers_in_the_order_given(rng: torch.Gen
 
 def test_a_copied_block_survives_growth() -> None:
     pool = BlockPool(BLOCK_SIZE)
-    pool.ensure_capacity(4)
+    pool.all.ensure_capacity(4)
     pool.write(0, {"key": torch.ones(1, 1, 4, 1)}, SlotMapping([4, 5, 6, 7]))
-    pool.copy_blocks([(1, 3)])
-    pool.ensure_capacity(40)
+    pool.all.copy_blocks([(1, 3)])
+    pool.all.ensure_capacity(40)
     assert pool.gather(0, ReadSource(torch.tensor([[4, 12, 15, 8]])))["key"].flatten().tolist() == [1, 1, 1, 0]
 
 
 def test_no_copies_are_no_work() -> None:
-    BlockPool(BLOCK_SIZE).copy_blocks([])
+    BlockPool(BLOCK_SIZE).all.copy_blocks([])
 
 
 # Memory
@@ -279,7 +280,7 @@ def test_no_copies_are_no_work() -> None:
 def test_unwritten_slots_are_zero_also_after_growth(rng: torch.Generator) -> None:
     pool = make_pool(3)
     pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
-    pool.ensure_capacity(9)
+    pool.all.ensure_capacity(9)
     found = pool.gather(0, ReadSource(all_slots(pool)))["key"][0]
     for slot in range(9 * BLOCK_SIZE):
         assert found[:, slot].any() == (slot in RUN)
@@ -290,8 +291,8 @@ def test_growth_keeps_what_was_written(rng: torch.Generator) -> None:
     new = states(rng, 2, 3)
     pool.write(0, new, SlotMapping(RUN))
     for num_blocks in (5, 11, 64):
-        pool.ensure_capacity(num_blocks)
-        assert pool.capacity == num_blocks
+        pool.all.ensure_capacity(num_blocks)
+        assert pool.all.capacity == num_blocks
         assert_holds(pool, 0, RUN, new)
     late = states(rng, 1, 1)
     pool.write(0, late, SlotMapping([63 * BLOCK_SIZE]))
@@ -301,17 +302,17 @@ def test_growth_keeps_what_was_written(rng: torch.Generator) -> None:
 def test_what_was_written_survives_growth_without_being_marked(rng: torch.Generator) -> None:
     """`num_blocks_used` says it is one more than the highest block id written so far."""
     pool = BlockPool(BLOCK_SIZE)
-    pool.ensure_capacity(4)
+    pool.all.ensure_capacity(4)
     new = states(rng, 2, 3)
     pool.write(0, new, SlotMapping(RUN))
-    pool.ensure_capacity(8)
+    pool.all.ensure_capacity(8)
     assert_holds(pool, 0, RUN, new)
 
 
 def test_capacity_never_shrinks_by_asking_for_less() -> None:
     pool = make_pool(8)
-    pool.ensure_capacity(3)
-    assert pool.capacity == 8
+    pool.all.ensure_capacity(3)
+    assert pool.all.capacity == 8
 
 
 @pytest.mark.parametrize("made_in", [True, False])
@@ -323,14 +324,14 @@ def test_a_pool_made_in_inference_mode_can_be_written_out_of_it_and_the_other_wa
     with torch.inference_mode(made_in):
         pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
     with torch.inference_mode(grown_in):
-        pool.ensure_capacity(16)
+        pool.all.ensure_capacity(16)
     for inside in (False, True):
         with torch.inference_mode(inside):
             new = states(rng, 1, 6)
             for slots in (RUN, SCATTERED):
                 pool.write(0, new, SlotMapping(slots))
                 assert_holds(pool, 0, slots, new)
-            pool.copy_blocks([(1, 2)])
+            pool.all.copy_blocks([(1, 2)])
 
 
 def test_a_slot_mapping_made_in_inference_mode_works_out_of_it(rng: torch.Generator) -> None:
@@ -356,23 +357,23 @@ def test_memory_of_no_elements_can_be_made() -> None:
 
 def test_bytes_are_counted_by_block_over_all_layers(rng: torch.Generator) -> None:
     pool = make_pool()
-    assert pool.bytes_per_block == 0
+    assert pool.all.bytes_per_block == 0
     pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
     one_layer = BLOCK_SIZE * HEADS * (KEY_DIM + VALUE_DIM) * 4
-    assert pool.bytes_per_block == one_layer
+    assert pool.all.bytes_per_block == one_layer
     pool.write(1, states(rng, 1, 6, torch.bfloat16), SlotMapping(RUN))
-    assert pool.bytes_per_block == one_layer + one_layer // 2
+    assert pool.all.bytes_per_block == one_layer + one_layer // 2
     pool.write(1, states(rng, 1, 6), SlotMapping(RUN))  # widens
-    assert pool.bytes_per_block == 2 * one_layer
-    pool.ensure_capacity(100)
-    assert pool.bytes_per_block == 2 * one_layer
+    assert pool.all.bytes_per_block == 2 * one_layer
+    pool.all.ensure_capacity(100)
+    assert pool.all.bytes_per_block == 2 * one_layer
 
 
 def test_on_a_host_only_blocks_that_were_used_count_as_held() -> None:
     pool = BlockPool(BLOCK_SIZE)
-    pool.ensure_capacity(100)
+    pool.all.ensure_capacity(100)
     pool.write(0, {"key": torch.ones(1, 1, 4, 1)}, SlotMapping([4, 5, 6, 7]))
-    assert pool.pool_bytes == 2 * pool.bytes_per_block
+    assert pool.pool_bytes == 2 * pool.all.bytes_per_block
 
 
 def test_clearing_gives_the_memory_back_and_forgets_the_shapes(rng: torch.Generator) -> None:
@@ -380,18 +381,18 @@ def test_clearing_gives_the_memory_back_and_forgets_the_shapes(rng: torch.Genera
     pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
     pool.write(0, states(rng, 1, 1), SlotMapping([7 * BLOCK_SIZE]))
     pool.clear()
-    assert (pool.capacity, pool.pool_bytes, pool.bytes_per_block, pool.layer_indices) == (0, 0, 0, [])
-    pool.ensure_capacity(8)
+    assert (pool.all.capacity, pool.pool_bytes, pool.all.bytes_per_block, pool.layer_indices) == (0, 0, 0, [])
+    pool.all.ensure_capacity(8)
     other = {"key": torch.randn(1, 9, 6, 1, generator=rng)}
     pool.write(0, other, SlotMapping(RUN))
     assert_holds(pool, 0, RUN, other)
-    assert pool.pool_bytes == 3 * pool.bytes_per_block  # of the blocks written since, with the null block
+    assert pool.pool_bytes == 3 * pool.all.bytes_per_block  # of the blocks written since, with the null block
 
 
 def test_a_pool_is_where_its_tensors_are_and_an_empty_one_where_the_first_will_be() -> None:
     where = torch.device("cpu")
     pool = BlockPool(BLOCK_SIZE, lambda: where)
-    pool.ensure_capacity(8)
+    pool.all.ensure_capacity(8)
     assert pool.is_on_host
     where = torch.device("meta")  # stands for an accelerator
     assert not pool.is_on_host
@@ -400,7 +401,7 @@ def test_a_pool_is_where_its_tensors_are_and_an_empty_one_where_the_first_will_b
     pool.write(1, {"key": torch.ones(1, 3, 4, 1, device="meta")}, SlotMapping([4, 5, 6, 7]))
     assert not pool.is_on_host
     one = BLOCK_SIZE * 4
-    assert pool.bytes_per_block_on() == {torch.device("cpu"): one, torch.device("meta"): 3 * one}
+    assert pool.all.bytes_per_block_on() == {torch.device("cpu"): one, torch.device("meta"): 3 * one}
     assert pool.bytes_on() == {torch.device("cpu"): 2 * one, torch.device("meta"): 8 * 3 * one}
     memory = RecycledMemory()  # of the host
     assert pool.gather(1, ReadSource(torch.tensor([[4]])), memory=memory)["key"].device.type == "meta"
@@ -444,8 +445,8 @@ def test_a_pool_grows_one_tensor_after_the_other(rng: torch.Generator, monkeypat
     pool, new = make_layers(8, rng)
     largest = 8 * BLOCK_SIZE * HEADS * VALUE_DIM * 4
     before = memory.live
-    expected = pool.bytes_to_grow(12)
-    pool.ensure_capacity(12)
+    expected = pool.all.bytes_to_grow(12)
+    pool.all.ensure_capacity(12)
     assert memory.live == before * 12 // 8
     assert memory.peak - memory.live <= largest < 0.1 * before
     assert expected == {torch.device("cpu"): memory.live - before + largest}
@@ -463,16 +464,16 @@ def test_a_pool_whose_growth_was_cut_short_is_as_before_and_grows_again(
     before = memory.live
     memory.error, memory.fails_in = error, at
     with pytest.raises(type(error)):
-        pool.ensure_capacity(12)
+        pool.all.ensure_capacity(12)
     error.__traceback__ = None
-    assert pool.capacity == 8
+    assert pool.all.capacity == 8
     assert (memory.live == before) is (at == 1 or isinstance(error, torch.OutOfMemoryError))  # those grown shrank again
     memory.error = None
     late = states(rng, 1, 4)
     pool.write(1, late, SlotMapping([28, 29, 30, 31]))
-    pool.copy_blocks([(7, 6)])
-    pool.ensure_capacity(20)
-    assert (pool.capacity, memory.live) == (20, before * 20 // 8)
+    pool.all.copy_blocks([(7, 6)])
+    pool.all.ensure_capacity(20)
+    assert (pool.all.capacity, memory.live) == (20, before * 20 // 8)
     for layer_idx, of_layer in enumerate(new):
         assert_holds(pool, layer_idx, RUN, of_layer)
     assert_holds(pool, 1, [24, 25, 26, 27], late)
@@ -486,7 +487,7 @@ def test_blocks_are_copied_one_by_one_where_there_is_no_memory_for_all(
 
     monkeypatch.setattr(block_pool, "copy_rows", copy_rows)
     pool, (new,) = make_layers(1, rng)
-    pool.copy_blocks([(1, 4), (2, 5)])
+    pool.all.copy_blocks([(1, 4), (2, 5)])
     assert_holds(pool, 0, [slot + 12 for slot in RUN], new)
 
 
@@ -543,7 +544,7 @@ def test_a_first_write_of_another_shape_leaves_no_layer_behind() -> None:
     with pytest.raises(PoolArgumentError):
         pool.write(0, {"key": torch.zeros(2, 6, 3)}, SlotMapping(RUN))
     assert pool.layer_indices == []
-    assert pool.bytes_per_block == 0
+    assert pool.all.bytes_per_block == 0
     pool.write(0, {"key": torch.zeros(1, 2, 6, 3)}, SlotMapping(RUN))
     with pytest.raises(PoolArgumentError, match="expected"):
         pool.write(0, {"key": torch.zeros(2, 6, 3)}, SlotMapping(RUN))
@@ -562,3 +563,15 @@ def test_a_layer_that_was_never_written_cannot_be_gathered(rng: torch.Generator)
     pool.write(2, states(rng, 1, 6), SlotMapping(RUN))
     with pytest.raises(PoolArgumentError, match=r"layer 1 was never written; layers written are \[2\]"):
         pool.gather(1, ReadSource(torch.tensor([[4]])))
+
+
+def test_a_pool_that_is_let_go_waits_for_no_collector(rng: torch.Generator) -> None:
+    pool = make_pool()
+    pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
+    tensor = weakref.ref(pool.layer(0)["key"])
+    gc.disable()
+    try:
+        del pool
+        assert tensor() is None
+    finally:
+        gc.enable()

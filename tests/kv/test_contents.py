@@ -17,13 +17,12 @@ from hf_paged_cache.kv.contents import (
     to_device,
     write_blocks,
 )
-from hf_paged_cache.kv.grouped_pool import GroupedPool
 from hf_paged_cache.kv.states import StateKey
 
 
 def filled(pool: BlockPool, num_blocks: int) -> BlockPool:
     """A pool whose layers differ in heads, head sizes and dtypes."""
-    pool.ensure_capacity(num_blocks)
+    pool.all.ensure_capacity(num_blocks)
     slots = list(range(num_blocks * pool.block_size))
     for layer_idx, (heads, size, dtype) in enumerate(
         ((2, 8, torch.float32), (1, 3, torch.bfloat16), (3, 5, torch.float16))
@@ -36,13 +35,13 @@ def filled(pool: BlockPool, num_blocks: int) -> BlockPool:
 def test_blocks_come_back_as_they_went() -> None:
     pool = filled(BlockPool(block_size=4), 7)
     (part,) = parts_of_pool(pool)
-    before = {key: tensor.clone() for key, tensor in pool.held_by_window()[None].items()}
+    before = {key: tensor.clone() for key, tensor in pool.all.named().items()}
     rows = rows_of_blocks(pool, part, [5, 2, 6])
     assert rows.shape == (3, part.num_bytes)
-    for tensor in pool.held_by_window()[None].values():
+    for tensor in pool.all.named().values():
         tensor.zero_()
     write_blocks(pool, part, [1, 2, 4], to_device(part, [rows[:1], rows[1:]]))
-    for key, tensor in pool.held_by_window()[None].items():
+    for key, tensor in pool.all.named().items():
         assert tensor[[1, 2, 4]].equal(before[key][[5, 2, 6]])
         assert not tensor[[0, 3, 5, 6]].any()
 
@@ -50,16 +49,16 @@ def test_blocks_come_back_as_they_went() -> None:
 def test_blocks_of_windows_are_a_part_of_their_own() -> None:
     allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=4)
     group = WindowBlocks(allocator, window=5, num_blocks=4)
-    pool = GroupedPool(4, lambda: torch.device("cpu"), {1: 5}, [group])
-    pool.of_window(5).ensure_capacity(4)
+    pool = BlockPool(4, lambda: torch.device("cpu"), {1: 5}, [group])
+    pool.groups[5].ensure_capacity(4)
     group.places.update({2: 3, 3: 1})
     filled(pool, 8)
     of_blocks, of_window = parts_of_pool(pool)
     assert (of_blocks.kind, of_window.kind, of_window.window) == ("blocks", "window", 5)
     rows = rows_of_blocks(pool, of_window, [3])
-    before = pool.of_window(5).held_by_window()[None][1, "key"][3].clone()
+    before = pool.layer(1)["key"][3].clone()
     write_blocks(pool, of_window, [1], rows)
-    assert pool.of_window(5).held_by_window()[None][1, "key"][1].equal(before)
+    assert pool.layer(1)["key"][1].equal(before)
 
 
 def test_states_come_back_as_they_went() -> None:
@@ -77,12 +76,12 @@ def test_states_come_back_as_they_went() -> None:
 
 def test_a_layout_changes_with_the_tensors() -> None:
     pool = BlockPool(block_size=4)
-    before = pool.layout
+    before = pool.num_layouts
     filled(pool, 3)
-    assert pool.layout != before
-    now = pool.layout
-    pool.ensure_capacity(9)
-    assert pool.layout == now
+    assert pool.num_layouts != before
+    now = pool.num_layouts
+    pool.all.ensure_capacity(9)
+    assert pool.num_layouts == now
 
 
 @pytest.mark.parametrize(

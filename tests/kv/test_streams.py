@@ -94,7 +94,7 @@ def test_calls_on_two_streams_are_in_order_and_memory_that_is_let_go_waits_for_b
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: streams["now"])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: released.append(stream))
     cache = PagedPrefixCache(tiny_llama)
-    cache.store.blocks.pool._accelerators.add(host)
+    cache.store.blocks.pool.accelerators.add(host)
     ids = torch.arange(1, 41).view(1, 40)
     run(tiny_llama, cache, input_ids=ids)
     first = streams["now"]

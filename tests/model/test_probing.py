@@ -7,19 +7,14 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from transformers import DynamicCache
 
-from hf_paged_cache import PrefixStore
 from hf_paged_cache.model.probing import (
     TiesByPosition,
     eps_computed_in,
     input_device,
-    measure_bytes_per_token,
     types_of_logits,
     undisturbed,
 )
-
-from ..conformance.zoo import build as build_type
 
 
 def test_ids_are_made_where_the_weights_are_and_on_the_host_where_these_are_offloaded(tiny_llama: Any) -> None:
@@ -74,31 +69,3 @@ def test_of_equal_scores_the_first_ones_are_chosen(dim: int, largest: bool) -> N
     with TiesByPosition():
         found = plain.topk(3)
     assert all(map(torch.equal, found, plain.topk(3)))
-
-
-def test_bytes_are_measured_of_a_model_that_trains_with_checkpoints(tiny_llama: Any) -> None:
-    expected = measure_bytes_per_token(tiny_llama)
-    tiny_llama.train()
-    tiny_llama.gradient_checkpointing_enable()
-    assert measure_bytes_per_token(tiny_llama) == expected > 0
-    assert tiny_llama.training
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bytes_of_a_token_are_those_of_all_its_keys_and_values(tiny_llama: Any, dtype: torch.dtype) -> None:
-    config = tiny_llama.config
-    heads, head_dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
-    expected = config.num_hidden_layers * 2 * heads * head_dim * dtype.itemsize
-    assert measure_bytes_per_token(tiny_llama.to(dtype)) == expected
-
-
-def test_index_keys_count_among_the_bytes_of_a_token() -> None:
-    """Such layers can be measured with no other cache than the one made for them."""
-    model = build_type("deepseek_v32")
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(torch.tensor([[1]]), past_key_values=cache)
-    held = [getattr(layer, name) for layer in cache.layers for name in ("keys", "values", "indexer_keys")]
-    assert any(layer.indexer_keys is not None for layer in cache.layers)
-    assert measure_bytes_per_token(model) == sum(states.nbytes for states in held if states is not None)
-    assert PrefixStore(model, block_size=4, max_bytes=10**6).blocks.max_num_blocks

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_paged_cache.blocks import Allocation, BlockTable, root_hash
-from hf_paged_cache.kv.grouped_pool import GroupedPool
 from hf_paged_cache.store.block_store import BlockStore
-from hf_paged_cache.store.window_admission import RowToCome
+from hf_paged_cache.store.window_groups import RowToCome
 
 ROOT = root_hash(b"model")
 
@@ -91,14 +90,14 @@ class Calls:
             )
             for table, prompt, number in zip(call.rows.tables, prompts, most, strict=True)
         ]
-        demand = store.window_admission.of_call(to_come, keeps_past=keeps_past)
+        demand = store.windows.of_call(to_come, keeps_past=keeps_past)
         num_blocks = num_copies * sum(-(-number // size) + 1 for number in most)
-        if store.window_admission.lacking(call, demand) or num_blocks > store.num_obtainable_blocks(call):
+        if store.windows.lacking(call, demand) or num_blocks > store.num_obtainable_blocks(call):
             self.num_refused += 1
             call.rows.free()
             return
         store.reserve(call, num_blocks)
-        store.window_admission.reserve(call, demand)
+        store.windows.reserve(call, demand)
         self.num_admitted += 1
         self.running.append((call, self.run(call, prompts, most, num_copies, chunk, keeps_past=keeps_past)))
 
@@ -152,7 +151,7 @@ class Calls:
         table = self.store.new_table(ROOT, b"")
         call.rows.tables.append(table)
         table.hold_prefix(prompt[:-1])
-        if min(self.store.window_admission.num_obtainable(None)) < 0:
+        if min(self.store.windows.num_obtainable(None)) < 0:
             call.rows.free()
             return
         self.num_plain += 1
@@ -169,7 +168,7 @@ class Calls:
             table.commit_full_blocks(table.num_tokens)
 
     def can_forward(self, call: Call, table: BlockTable, stop: int) -> bool:
-        admission = self.store.window_admission
+        admission = self.store.windows
         num_blocks = table.num_new_blocks_for_append(stop - table.num_tokens)
         return num_blocks <= self.store.num_obtainable_blocks(call) and not admission.lacking(
             call, admission.of_forward([(table.num_tokens, stop, False)])
@@ -223,10 +222,9 @@ class Calls:
         if store.max_num_blocks is not None:
             assert store.windows.are_all or store.allocator.num_blocks <= store.max_num_blocks
             assert all(group.num_blocks <= group.most for group in store.windows.groups)
-        assert isinstance(pool, GroupedPool)
-        taken = 0 if store.windows.are_all else (store.allocator.num_blocks - 1) * pool.bytes_per_block
+        taken = 0 if store.windows.are_all else (store.allocator.num_blocks - 1) * pool.all.bytes_per_block
         for group in store.windows.groups:
-            of_window = pool.of_window(group.window)
+            of_window = pool.groups[group.window]
             assert of_window.num_blocks_used <= group.num_blocks
             taken += (group.num_blocks - 1) * of_window.bytes_per_block
         assert self.budget_bytes is None or taken <= self.budget_bytes

@@ -13,10 +13,11 @@ import torch
 
 from hf_paged_cache import BlockStateError, CacheArgumentError, OutOfBlocksError
 from hf_paged_cache.blocks import BlockTable, root_hash
-from hf_paged_cache.call.admission import Demand, grow_anew_for
+from hf_paged_cache.call.admission import grow_anew_for
 from hf_paged_cache.kv.slot_mapping import ReadSource, SlotMapping
-from hf_paged_cache.store import capacity, memory_budget
+from hf_paged_cache.store import block_store, memory_budget
 from hf_paged_cache.store.block_store import BlockStore
+from hf_paged_cache.store.holder import Demand
 
 ROOT = root_hash(b"model")
 BLOCK_SIZE = 4
@@ -82,7 +83,7 @@ def test_growth_keeps_every_row_and_the_pool_holds_at_least_what_the_allocator_m
     first = store.max_num_blocks
     assert (first, store.allocator.num_blocks < 3000) == (3000, True)
     tables = [fill(store, 100, first=1000 * i) for i in range(20)]
-    assert store.pool.capacity >= store.allocator.num_blocks
+    assert store.pool.all.capacity >= store.allocator.num_blocks
     for i, table in enumerate(tables):
         assert read(store, table) == list(range(1000 * i, 1000 * i + 100))
     store.allocator.check()
@@ -116,7 +117,7 @@ def test_a_store_grows_by_a_factor_and_by_more_where_more_is_asked_for() -> None
 def test_a_store_never_grows_beyond_its_most_and_reaches_it() -> None:
     store = BlockStore(BLOCK_SIZE, 70)
     table = fill(store, 69 * BLOCK_SIZE)
-    assert store.allocator.num_blocks == store.max_num_blocks == store.pool.capacity == 70
+    assert store.allocator.num_blocks == store.max_num_blocks == store.pool.all.capacity == 70
     assert read(store, table) == list(range(69 * BLOCK_SIZE))
 
 
@@ -214,12 +215,14 @@ def test_without_a_number_the_budget_is_settled_once_a_forward_has_shown_what_a_
     store.settle_budget()  # nothing was written yet
     assert store.max_num_blocks is store.num_free_blocks is None
     table = fill(store, 10)
-    monkeypatch.setattr(capacity, "default_budget_bytes", lambda device, store: 1000 * store.pool.bytes_per_block + 5)
+    monkeypatch.setattr(
+        block_store, "default_budget_bytes", lambda device, store: 1000 * store.pool.all.bytes_per_block + 5
+    )
     store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == 1001  # and the null block
     assert store.num_free_blocks == 1000 - len(table.block_ids)
-    monkeypatch.setattr(capacity, "default_budget_bytes", lambda device, store: 5)
+    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device, store: 5)
     store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == 1001
@@ -228,7 +231,7 @@ def test_without_a_number_the_budget_is_settled_once_a_forward_has_shown_what_a_
 def test_a_budget_smaller_than_what_is_managed_takes_nothing_away(monkeypatch: pytest.MonkeyPatch) -> None:
     store = BlockStore(BLOCK_SIZE)
     fill(store, 10)
-    monkeypatch.setattr(capacity, "default_budget_bytes", lambda device, store: 0)
+    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device, store: 0)
     store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == store.allocator.num_blocks
@@ -238,7 +241,7 @@ def test_a_budget_leaves_what_the_first_call_has_reserved(monkeypatch: pytest.Mo
     store, holder = BlockStore(BLOCK_SIZE), IdleHolder()
     fill(store, 10)
     store.reserve(holder, 500)
-    monkeypatch.setattr(capacity, "default_budget_bytes", lambda device, store: 0)
+    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device, store: 0)
     store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == store.allocator.num_blocks + 500
@@ -255,12 +258,12 @@ def test_a_number_that_was_given_is_the_budget() -> None:
 
 def test_each_device_holds_its_own_layers_and_the_copy_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {torch.device("cpu"): 1000, torch.device("meta"): 10_000}
-    monkeypatch.setattr(capacity, "default_budget_bytes", lambda device, store: free[device])
+    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device, store: free[device])
     most = []
     for copies in (0, 1):
         store, holder = BlockStore(BLOCK_SIZE), IdleHolder(copies)
         store.add_holder(holder)
-        store.pool.ensure_capacity(4)
+        store.pool.all.ensure_capacity(4)
         store.pool.write(0, {"key": torch.ones(1, 1, 4, 1)}, SlotMapping(range(4)))  # 16 bytes a block
         store.pool.write(1, {"key": torch.ones(1, 3, 4, 1, device="meta")}, SlotMapping(range(4)))  # 48
         store.read_budget()
@@ -277,11 +280,11 @@ def test_a_store_tells_others_what_it_may_still_take() -> None:
     device = torch.device("cpu")
     assert store.bytes_to_come(device) == 0  # not known yet
     table = fill(store, 3 * BLOCK_SIZE)
-    assert store.bytes_to_come(device) == (100 - 4) * store.pool.bytes_per_block  # with the null block
+    assert store.bytes_to_come(device) == (100 - 4) * store.pool.all.bytes_per_block  # with the null block
     assert store.bytes_to_come(torch.device("meta")) == 0
     copying = IdleHolder(1)
     store.add_holder(copying)
-    assert store.bytes_to_come(device) == (200 - 4) * store.pool.bytes_per_block
+    assert store.bytes_to_come(device) == (200 - 4) * store.pool.all.bytes_per_block
     table.free()
 
 
@@ -312,8 +315,8 @@ def on_accelerator(num_blocks: int | None = None) -> BlockStore:
 @pytest.mark.parametrize("num_blocks", [None, 20_000])
 def test_on_an_accelerator_a_short_prompt_takes_few_blocks(num_blocks: int | None) -> None:
     store = on_accelerator(num_blocks)
-    assert store.pool.capacity == store.allocator.num_blocks == 64
-    assert store.pool.pool_bytes == 64 * store.pool.bytes_per_block
+    assert store.pool.all.capacity == store.allocator.num_blocks == 64
+    assert store.pool.pool_bytes == 64 * store.pool.all.bytes_per_block
 
 
 def test_on_an_accelerator_a_store_grows_by_what_is_missing_and_reserved_and_by_an_eighth_at_least() -> None:
@@ -325,8 +328,8 @@ def test_on_an_accelerator_a_store_grows_by_what_is_missing_and_reserved_and_by_
         store.make_room(table.num_new_blocks_for_append(num_tokens))
         table.append_tokens(range(num_tokens))
         tables.append(table)
-        assert store.pool.capacity == store.allocator.num_blocks
-        return store.pool.capacity
+        assert store.pool.all.capacity == store.allocator.num_blocks
+        return store.pool.all.capacity
 
     assert take(62 * BLOCK_SIZE) == 64
     assert take(3 * BLOCK_SIZE) == 64 + 8  # an eighth; 2 are missing
@@ -341,8 +344,8 @@ class NoMemory:
     """No memory for a larger pool from here on, as long as it is set."""
 
     def __init__(self, patch: pytest.MonkeyPatch, store: BlockStore) -> None:
-        self.is_set, self._grow = True, store.pool.ensure_capacity
-        patch.setattr(store.pool, "ensure_capacity", self)
+        self.is_set, self._grow = True, store.pool.all.ensure_capacity
+        patch.setattr(store.pool.all, "ensure_capacity", self)
 
     def __call__(self, num_blocks: int) -> None:
         if self.is_set and num_blocks > 64:
@@ -377,7 +380,7 @@ def test_a_budget_is_settled_also_where_memory_has_run_out_before(monkeypatch: p
     fill(store, 10).free()
     store.stop_growing()
     assert store.max_num_blocks == 64
-    monkeypatch.setattr(capacity, "default_budget_bytes", lambda device, store: 1000 * 16)
+    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device, store: 1000 * 16)
     store.read_budget()
     store.settle_budget()
     assert store.max_num_blocks == 64
@@ -418,10 +421,10 @@ def test_a_pool_makes_way_for_a_model_where_nobody_holds_a_block_and_is_smaller_
 def test_an_accelerator_that_tells_that_it_has_too_little_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     store = on_accelerator(1000)
     asked = []
-    monkeypatch.setattr(capacity, "lacks_room", lambda needed: asked.append(needed) or True)
+    monkeypatch.setattr(block_store, "lacks_room", lambda needed: asked.append(needed) or True)
     store.make_room(100)
-    assert asked == [{torch.device("meta"): (101 - 64 + 64) * store.pool.bytes_per_block}]
-    assert (store.pool.capacity, store.max_num_blocks) == (64, 64)
+    assert asked == [{torch.device("meta"): (101 - 64 + 64) * store.pool.all.bytes_per_block}]
+    assert (store.pool.all.capacity, store.max_num_blocks) == (64, 64)
 
 
 def test_memory_that_holds_no_forward_is_given_back_once_nobody_holds_a_block() -> None:

@@ -22,7 +22,7 @@ def test_the_layout_is_that_of_the_tensors_there_are_now() -> None:
     store = BlockStore(4, 8, layers={0}, tiers=[tier])
     layout = ContentLayout(store.pool, store.windows, store.states, [tier])
     assert not layout.has_tensors
-    store.pool.ensure_capacity(8)
+    store.pool.all.ensure_capacity(8)
     write(store, torch.float32)
     (part,) = layout.parts()[BLOCKS]
     assert part.num_bytes == 2 * 2 * 4 * 8 * 4
@@ -40,7 +40,7 @@ def test_the_layout_is_that_of_the_tensors_there_are_now() -> None:
 def test_snapshots_have_as_many_bytes_as_blocks() -> None:
     tier = HostTier(2**16)
     store = BlockStore(4, 8, layers={0}, states=StateRules(256), bytes_per_block=512, tiers=[tier])
-    store.pool.ensure_capacity(8)
+    store.pool.all.ensure_capacity(8)
     write(store, torch.float32)
     layout = ContentLayout(store.pool, store.windows, store.states, [tier])
     assert STATES not in layout.parts()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, root_hash
+from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, resumable, root_hash
 from hf_paged_cache.kv.states import StateKey
 from hf_paged_cache.store.state_snapshots import StateRules, StateSnapshots
 
@@ -69,14 +69,14 @@ def test_a_copy_is_kept_where_a_block_that_can_be_hit_ends(allocator: PrefixCach
     assert not snapshots.keep(table.block_ids, 8, states), "there is one"
     states[KEY].zero_()
     assert snapshots.use(table.block_ids, 8)[KEY].tolist() == [[1, 1]]
-    assert [snapshots.deepest(table.block_ids, number) for number in (11, 8, 7, 0)] == [8, 8, 0, 0]
+    assert [resumable((snapshots.kept,), table.block_ids, number) for number in (11, 8, 7, 0)] == [8, 8, 0, 0]
     assert [snapshots.has(table.block_ids, number) for number in (4, 6, 8, 12)] == [False, False, True, False]
     snapshots.drop(table.block_ids, 8)
-    assert len(snapshots) == 0
+    assert len(snapshots.kept) == 0
 
 
 def test_a_store_without_states_has_none(allocator: PrefixCachingBlockAllocator) -> None:
     snapshots = StateSnapshots(allocator, None, bytes_per_block=64)
     assert not snapshots
     snapshots.limit(10)
-    assert len(snapshots) == snapshots.num_of(b"a") == 0
+    assert len(snapshots.kept) == snapshots.kept.num_of(b"a") == 0

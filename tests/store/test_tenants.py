@@ -219,7 +219,7 @@ def test_a_tenant_counts_its_own_blocks_and_calls_and_the_store_counts_all(store
         5,
         1,
         5,
-        5 * store.blocks.pool.bytes_per_block,
+        5 * store.blocks.pool.all.bytes_per_block,
     )
     assert alice.stats().num_pinned_blocks == 0
     everything = store.stats()
@@ -468,7 +468,7 @@ def test_a_reset_while_another_begins_leaves_it_its_pool(store: PrefixStore) -> 
 
     def reset(*_: Any) -> None:
         bob.reset_prefix_cache()
-        capacities.append(store.blocks.pool.capacity)
+        capacities.append(store.blocks.pool.all.capacity)
 
     handle = MODEL.register_forward_pre_hook(reset, prepend=True)
     try:

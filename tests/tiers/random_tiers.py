@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_paged_cache.blocks import BlockTable, WindowBlocks, root_hash
+from hf_paged_cache.blocks import BlockTable, WindowBlocks, resumable, root_hash
 from hf_paged_cache.errors import OutOfBlocksError
 from hf_paged_cache.kv.contents import write_blocks
 from hf_paged_cache.kv.states import StateKey
@@ -135,7 +135,7 @@ class Driver:
     def held(self) -> Iterator[tuple[int, Tensor, Mapping[int, int] | None]]:
         """Layer, its tensor of keys, and where a window has blocks."""
         groups: dict[int, WindowBlocks] = {group.window: group for group in self.store.windows.groups}
-        for window, tensors in self.store.pool.held_by_window().items():
+        for window, tensors in ((window, group.named()) for window, group in self.store.pool.groups.items()):
             for (layer_idx, name), tensor in tensors.items():
                 if name == "key":
                     yield layer_idx, tensor, None if window is None else groups[window].places
@@ -218,7 +218,7 @@ class Driver:
                 assert Name(block_hash, salt) in self.known, "hit, and was never committed, or forgotten"
         self.num_hits += bool(num_hit)
         if store.states:
-            deepest = store.states.deepest(table.block_ids, num_hit)
+            deepest = resumable((store.states.kept,), table.block_ids, num_hit)
             if deepest:
                 digest = hashes[deepest // 2 - 1].digest
                 assert store.states.use(table.block_ids, deepest)[STATE].equal(self.state(digest)[STATE]), (

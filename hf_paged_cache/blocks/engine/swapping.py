@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from ..errors import BlockStateError, CacheArgumentError
-from .allocation import Allocation
-from .allocator import PrefixCachingBlockAllocator
-from .block_table import BlockTable
-from .hashing import BlockHash
+from ...errors import BlockStateError, CacheArgumentError
+from ..allocation import Allocation
+from ..block_table import BlockTable
+from ..hashing import BlockHash
+from .allocator import EngineAllocator
 
 
 class AllocStatus(Enum):
@@ -41,7 +41,7 @@ class _Move(NamedTuple):
 class _Swap(NamedTuple):
     """A swap that has all its blocks, to be finished by `settle`."""
 
-    destination: PrefixCachingBlockAllocator
+    destination: EngineAllocator
     moves: list[_Move]
     copied: list[int]  # blocks of the destination
 
@@ -83,8 +83,8 @@ class BlockSwapper:
         CacheArgumentError: they are one, or have other block sizes.
 
     Examples:
-        >>> from . import BlockTable, PrefixCachingBlockAllocator, root_hash
-        >>> device, host = (PrefixCachingBlockAllocator(num_blocks=8, block_size=2) for _ in range(2))
+        >>> from .. import BlockTable, root_hash
+        >>> device, host = (EngineAllocator(num_blocks=8, block_size=2) for _ in range(2))
         >>> swapper, table = BlockSwapper(device, host), BlockTable(device, root_hash(b"model"))
         >>> table.allocate([1, 2, 3]), len(table.commit_full_blocks(3)), swapper.num_full_blocks_touched(table)
         (0, 1, 1)
@@ -96,7 +96,7 @@ class BlockSwapper:
     Source: the swapping of vLLM's first block manager (`get_num_full_blocks_touched`, `can_swap_in`, `AllocStatus`).
     """
 
-    def __init__(self, device: PrefixCachingBlockAllocator, host: PrefixCachingBlockAllocator) -> None:
+    def __init__(self, device: EngineAllocator, host: EngineAllocator) -> None:
         if device is host:
             raise CacheArgumentError("device and host are one allocator; give two")
         if device.block_size != host.block_size:
@@ -199,8 +199,8 @@ class BlockSwapper:
     def _swap(
         self,
         tables: Sequence[BlockTable],
-        source: PrefixCachingBlockAllocator,
-        destination: PrefixCachingBlockAllocator,
+        source: EngineAllocator,
+        destination: EngineAllocator,
     ) -> list[tuple[int, int]]:
         plan = self._plan(tables, source, destination)
         namespaces = [table.namespace for table in tables]
@@ -225,7 +225,7 @@ class BlockSwapper:
             guard.free()
         return copies
 
-    def _hold_hits(self, plan: _Plan, destination: PrefixCachingBlockAllocator) -> list[Allocation]:
+    def _hold_hits(self, plan: _Plan, destination: EngineAllocator) -> list[Allocation]:
         """Keep what the destination has of all tables from being evicted for the first of them."""
         of_namespace: dict[bytes, dict[int, None]] = {}
         for table in plan.tables:
@@ -237,16 +237,16 @@ class BlockSwapper:
     def _plan(
         self,
         tables: Sequence[BlockTable],
-        source: PrefixCachingBlockAllocator,
-        destination: PrefixCachingBlockAllocator,
+        source: EngineAllocator,
+        destination: EngineAllocator,
     ) -> _Plan:
         """What a swap would take.  Effects: none."""
         self.settle()
         where = "the device" if source is self.device else "the host"
         for number, table in enumerate(tables):
-            if type(table) is not BlockTable:
+            if table.groups:
                 raise CacheArgumentError(
-                    f"{type(table).__name__} given; a table of a model with windows holds window blocks beside its blocks, and "
+                    f"{table!r} has groups; a table of a model with windows holds window blocks beside its blocks, and "
                     "is not swapped"
                 )
             if any(table is other for other in tables[:number]):
@@ -268,7 +268,7 @@ class BlockSwapper:
 
     @staticmethod
     def _in_place_of(
-        block_id: int, namespace: bytes, source: PrefixCachingBlockAllocator, destination: PrefixCachingBlockAllocator
+        block_id: int, namespace: bytes, source: EngineAllocator, destination: EngineAllocator
     ) -> int | BlockHash | None:
         block_hash = source.block_hash_of(block_id)
         if block_hash is None:
@@ -280,7 +280,7 @@ class BlockSwapper:
         return table.block_ids[: -(-table.num_tokens // self.device.block_size)]
 
     @staticmethod
-    def _status(plan: _Plan, destination: PrefixCachingBlockAllocator) -> AllocStatus:
+    def _status(plan: _Plan, destination: EngineAllocator) -> AllocStatus:
         num_taken = plan.num_fresh + sum(not destination.ref_count(block_id) for block_id in plan.hits)
         if num_taken <= destination.num_available_blocks:
             return AllocStatus.OK

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_paged_cache.blocks import PrefixCachingBlockAllocator, WindowBlocks, WindowedTable, root_hash
+from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, WindowBlocks, root_hash
 from hf_paged_cache.errors import CacheArgumentError, OutOfBlocksError
 
 from .test_interrupts import interrupt
@@ -21,7 +21,7 @@ class Small:
         self.group = self.groups[0]
 
     def table(self, tokens=(), *, is_hit=True):
-        table = WindowedTable(self.allocator, ROOT, groups=self.groups)
+        table = BlockTable(self.allocator, ROOT, groups=self.groups)
         num_hit = table.hold_prefix(tokens) if is_hit else 0
         if num_hit < len(tokens):
             table.append_tokens(list(tokens)[num_hit:])
@@ -65,10 +65,10 @@ def test_a_prefix_is_hit_as_far_as_every_window_can_go_on() -> None:
     assert small.table(range(12)).num_cached_tokens == 12
     blocks = small.allocator.match_prefix(small.table(range(12))._chain.hashes())
     few._drop(blocks[5])
-    table = WindowedTable(small.allocator, ROOT, groups=small.groups)
+    table = BlockTable(small.allocator, ROOT, groups=small.groups)
     assert (table.hold_prefix(range(12)), table.num_matched_tokens) == (10, 12)
     many._drop(blocks[3])
-    table = WindowedTable(small.allocator, ROOT, groups=small.groups)
+    table = BlockTable(small.allocator, ROOT, groups=small.groups)
     assert (table.hold_prefix(range(12)), table.num_matched_tokens) == (6, 12)
     assert table.block_ids == blocks[:3]
 
@@ -82,7 +82,7 @@ def test_the_end_of_a_prompt_outlives_what_was_passed_since() -> None:
             prompt.append_token(token)
     prompt.free()
     assert small.table(range(12), is_hit=False).num_tokens == 12  # takes six
-    assert WindowedTable(small.allocator, ROOT, groups=small.groups).hold_prefix(range(20)) == 8
+    assert BlockTable(small.allocator, ROOT, groups=small.groups).hold_prefix(range(20)) == 8
     small.check()
 
 
@@ -130,7 +130,7 @@ def test_a_long_forward_keeps_only_what_the_next_one_sees_where_the_rest_is_not_
 
 def test_a_namespace_is_not_told_what_others_have() -> None:
     small = Small({4: 3})
-    table = WindowedTable(small.allocator, ROOT, namespace=b"tenant", groups=small.groups)
+    table = BlockTable(small.allocator, ROOT, namespace=b"tenant", groups=small.groups)
     with pytest.raises(OutOfBlocksError, match=r"need 6 blocks of layers with a window of 4 tokens: there are fewer;"):
         table.append_tokens(range(12), cut=0)
 
@@ -155,7 +155,7 @@ def test_a_refusal_changes_nothing(append) -> None:
 
 def test_a_refused_allocation_leaves_the_table_empty(small) -> None:
     small.committed(range(8)).free()
-    table = WindowedTable(small.allocator, ROOT, groups=small.groups)
+    table = BlockTable(small.allocator, ROOT, groups=small.groups)
     with pytest.raises(OutOfBlocksError):
         table.allocate(range(90))
     assert (table.num_tokens, table.block_ids, small.group.num_needed) == (0, [], 0)

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from hf_paged_cache.blocks import (
-    AllocStatus,
-    BlockSwapper,
-    BlockTable,
-    HashChain,
-    PrefixCachingBlockAllocator,
-    WindowBlocks,
-    WindowedTable,
-    root_hash,
-)
+from hf_paged_cache.blocks import BlockTable, HashChain, WindowBlocks, root_hash
+from hf_paged_cache.blocks.engine import AllocStatus, BlockSwapper, EngineAllocator
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 
-from .test_interrupts import interrupt
+from ..test_interrupts import interrupt
 
 ROOT = root_hash(b"model")
 
 
 @pytest.fixture
 def device():
-    return PrefixCachingBlockAllocator(17, 2)
+    return EngineAllocator(17, 2)
 
 
 @pytest.fixture
 def host():
-    return PrefixCachingBlockAllocator(9, 2)
+    return EngineAllocator(9, 2)
 
 
 @pytest.fixture
@@ -200,7 +192,7 @@ def test_tables_that_do_not_fit_together_evict_nothing(device, host, swapper):
 def test_what_cannot_be_swapped_is_refused_before_anything_changes(device, host, swapper):
     table, freed = table_of(device, [1, 2, 3]), table_of(device, [4])
     freed.free()
-    windowed = WindowedTable(device, ROOT, groups=[WindowBlocks(device, window=3, num_blocks=4)])
+    windowed = BlockTable(device, ROOT, groups=[WindowBlocks(device, window=3, num_blocks=4)])
     before = device.snapshot(), host.snapshot()
     with pytest.raises(BlockStateError, match="is not on the host"):
         swapper.swap_in(table)
@@ -225,7 +217,7 @@ def test_a_swapper_needs_two_allocators_of_one_block_size(device):
     with pytest.raises(CacheArgumentError, match="one allocator"):
         BlockSwapper(device, device)
     with pytest.raises(CacheArgumentError, match="block_size is 2 on the device and 4 on the host"):
-        BlockSwapper(device, PrefixCachingBlockAllocator(9, 4))
+        BlockSwapper(device, EngineAllocator(9, 4))
 
 
 def test_a_block_is_named_once_and_is_held_or_cached(device):
@@ -246,7 +238,7 @@ class World:
     """Tables that share, on a device, and a host that has one of their blocks, and another one to be evicted."""
 
     def __init__(self):
-        self.device, self.host = PrefixCachingBlockAllocator(12, 2), PrefixCachingBlockAllocator(7, 2)
+        self.device, self.host = EngineAllocator(12, 2), EngineAllocator(7, 2)
         self.swapper = BlockSwapper(self.device, self.host)
         for tokens in ([1, 2], [8, 8], [9, 9]):
             table_of(self.host, tokens).free()

@@ -3,7 +3,7 @@
 What is written into a slot is the whole prefix up to its token, so a block that was found where it was not equal, a copy
 that was left out, or a swap that shares what it must not, shows as a wrong prefix in some table's slots.
 
-Run it with `python -m tests.blocks.random_swaps --operations 1000000 --seed 0`; pytest makes 20,000 of them. A failure names
+Run it with `python -m tests.blocks.engine.random_swaps --operations 1000000 --seed 0`; pytest makes 20,000 of them. A failure names
 seed, numbers of blocks and operation; the same numbers play it again.
 """
 
@@ -17,10 +17,10 @@ from collections import Counter
 import pytest
 from tqdm import tqdm
 
-from hf_paged_cache.blocks import AllocStatus, BlockSwapper
+from hf_paged_cache.blocks.engine import AllocStatus, BlockSwapper
 from hf_paged_cache.errors import OutOfBlocksError
 
-from .test_allocator_stateful import BLOCK_SIZE, Driver, NaiveModel, NaiveTable, random_step
+from ..test_allocator_stateful import BLOCK_SIZE, Driver, NaiveModel, NaiveTable, random_step
 
 NUM_BLOCKS = ((9, 9), (17, 6), (6, 17), (30, 60))  # of device and host
 OPERATIONS_EACH = 5_000

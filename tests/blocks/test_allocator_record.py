@@ -161,7 +161,7 @@ def test_repair_keeps_the_order_of_eviction(allocator, cache_sequence):
     cache_sequence(range(6))
     cache_sequence([7, 7, 8, 8])
     _held = allocator.allocate((), 2)
-    allocator.mark_accessed([2])
+    allocator._states.touch([2])
     singles = [allocator.allocate((), 1) for _ in range(5)]
     for index in (3, 0, 4, 1, 2):
         singles[index].free()

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hf_paged_cache.store.block_store import BlockStore
-from hf_paged_cache.store.window_admission import RowToCome
+from hf_paged_cache.store.window_groups import RowToCome
 
 from .random_window_calls import ROOT, Calls, Tables, run_calls
 from .test_window_groups import filled, store_of
@@ -64,7 +64,7 @@ def test_what_was_admitted_before_the_budget_was_known_is_kept_to() -> None:
         calls = Calls(store, random.Random(seed), max_tokens=60)
         for _ in range(4):
             calls.begin()
-        admitted = [max(reserved) for reserved in store.window_admission._reserved.values()]
+        admitted = [max(reserved) for reserved in store.windows._reserved.values()]
         calls.budget_bytes = 16
         calls.advance()
         assert store.is_settled
@@ -87,38 +87,38 @@ class Idle:
 def test_what_calls_share_is_counted_for_each_that_has_reserved() -> None:
     store = store_of()
     first = Idle(filled(store, range(8)))
-    store.window_admission.reserve(first, (6,))
+    store.windows.reserve(first, (6,))
     second = Idle(store.new_table(ROOT, b""))
     assert second.rows.tables[0].hold_prefix(range(8)) == 8
-    store.window_admission.reserve(second, (6,))
+    store.windows.reserve(second, (6,))
     assert store.windows.num_needed() == [2]
-    assert store.window_admission.num_obtainable(None) == [29 - 12]
-    assert store.window_admission.num_obtainable(first) == [29 - 6]
+    assert store.windows.num_obtainable(None) == [29 - 12]
+    assert store.windows.num_obtainable(first) == [29 - 6]
     pinned = store.new_table(ROOT, b"")
     pinned.hold_prefix(range(8))
-    assert store.window_admission.num_obtainable(None) == [29 - 12 - 2]
-    assert store.window_admission.lacking(first, (21,)) is None
-    assert store.window_admission.lacking(first, (22,)) == (
+    assert store.windows.num_obtainable(None) == [29 - 12 - 2]
+    assert store.windows.lacking(first, (21,)) is None
+    assert store.windows.lacking(first, (22,)) == (
         "22 blocks of 2 tokens in layers with a window of 4, but 21 of 29 can be had"
     )
-    store.window_admission.reserve(second, ())
+    store.windows.reserve(second, ())
     second.rows.free()
-    assert store.window_admission.num_obtainable(first) == [29 - 2]
+    assert store.windows.num_obtainable(first) == [29 - 2]
 
 
 def test_who_has_more_than_was_reserved_is_counted_by_what_there_is() -> None:
     store = store_of()
     call = Idle(filled(store, range(8)))
-    store.window_admission.reserve(call, (1,))
-    assert store.window_admission.num_obtainable(None) == [29 - 2]
+    store.windows.reserve(call, (1,))
+    assert store.windows.num_obtainable(None) == [29 - 2]
 
 
 def test_what_is_reserved_is_not_spare() -> None:
     store = store_of()
-    store.window_admission.reserve(Idle(), (20,))  # collected at once
-    store.window_admission.reserve(call := Idle(), (8,))
+    store.windows.reserve(Idle(), (20,))  # collected at once
+    store.windows.reserve(call := Idle(), (8,))
     assert store.windows.groups[0].num_spare == 29 - 8
-    store.window_admission.reserve(call, ())
+    store.windows.reserve(call, ())
     assert store.windows.groups[0].num_spare == 29
 
 
@@ -140,38 +140,38 @@ def test_what_is_reserved_is_not_spare() -> None:
     ],
 )
 def test_what_a_call_needs_in_its_worst_case(row: RowToCome, keeps_past: bool, expected: int) -> None:
-    admission = store_of().window_admission
+    admission = store_of().windows
     assert admission.of_call([row], keeps_past=keeps_past) == (expected,)
     assert admission.of_call([row, row], keeps_past=keeps_past) == (2 * expected,)
 
 
 def test_a_forward_needs_what_it_sees_and_what_the_next_one_sees() -> None:
-    assert store_of().window_admission.of_forward([(8, 40, False), (8, 9, False)]) == (2 + 2 + 3,)
+    assert store_of().windows.of_forward([(8, 40, False), (8, 9, False)]) == (2 + 2 + 3,)
 
 
 def test_where_there_are_as_many_as_blocks_nobody_lacks_any() -> None:
-    assert store_of(1.0).window_admission.lacking(Idle(), (1000,)) is None
-    assert store_of(0.9).window_admission.lacking(Idle(), (1000,)) is not None
+    assert store_of(1.0).windows.lacking(Idle(), (1000,)) is None
+    assert store_of(0.9).windows.lacking(Idle(), (1000,)) is not None
 
 
 def test_what_is_reserved_is_kept_to_until_somebody_else_needs_it() -> None:
     store = store_of()
-    store.window_admission.reserve(call := Idle(), (27,))
+    store.windows.reserve(call := Idle(), (27,))
     table = filled(store, range(8))
-    assert store.window_admission.is_kept_to
+    assert store.windows.is_kept_to
     others = filled(store, range(100, 104))
-    assert not store.window_admission.is_kept_to
-    store.window_admission.reserve(call, ())
-    assert store.window_admission.is_kept_to
+    assert not store.windows.is_kept_to
+    store.windows.reserve(call, ())
+    assert store.windows.is_kept_to
     assert table.block_ids
     assert others.block_ids
 
 
 def test_other_windows_begin_anew() -> None:
     store = store_of()
-    store.window_admission.reserve(call := Idle(), (5,))
+    store.windows.reserve(call := Idle(), (5,))
     other = Idle()
     assert store.follow_windows({0: 4, 1: 9}, other)
-    assert store.window_admission.reserved_for(call) == ()
-    store.window_admission.reserve(other, (1, 2))
+    assert store.windows.reserved_for(call) == ()
+    store.windows.reserve(other, (1, 2))
     assert [(group.window, group.num_to_come) for group in store.windows.groups] == [(9, 1), (4, 2)]
