@@ -136,7 +136,9 @@ class ForwardsAhead:
         if call.states.are_torn and rows.num_columns:
             call.states.require_known(rows)
         options = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}
-        running = _Running(self._blocks, self._side, call, request, options, digest, raises=not self._ranks.are_several)
+        running = Forerunners(
+            self._blocks, self._side, call, request, options, digest, raises=not self._ranks.are_several
+        )
         try:
             running.run(found)
         except (OutOfBlocksError, _ChangedError):  # rows go on from where all of them can
@@ -201,7 +203,7 @@ class ForwardsAhead:
         return tuple(sorted(place for place in wanted if place >= least))
 
 
-class _Running:
+class Forerunners:
     """The forwards ahead of one, as they run.
 
     Attributes:
