@@ -107,6 +107,9 @@ class Call:
         self.counters = PromptCounters(store.call_totals)
         self.peak_kv_bytes = 0
         self.keeps_past = False  # drafts will be verified, and taken back by `crop`
+        self.index_positions: dict[
+            int, Tensor | None
+        ] = {}  # layer -> those that a forward gave its columns, [3, R, columns]
         self.demand: Demand | None = None  # of rows that begin, as long as nothing has changed
         self._brought: Mapping[int, str] = {}  # block -> the tier that it has come from for the next forward
         self._stopwatch: Stopwatch | None = None  # of a forward of a prompt, where lower tiers ask

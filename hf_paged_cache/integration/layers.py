@@ -184,8 +184,6 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
 class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
     """A layer of sparse attention that chooses its keys by an index: it writes a third tensor, or another layer's is used."""
 
-    _set_positions: Tensor | None = None
-
     @property
     def is_indexer_initialized(self) -> bool:
         """Whether the rows have index keys in this layer."""
@@ -216,22 +214,29 @@ class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
 
         Derived from the rows, which may have begun with what was known; where theirs are not those of plain tokens, what was set.
         """
-        num_columns, rows = self._cache.get_seq_length(), self._cache.call.rows.distinct
-        if not num_columns:
-            return None
-        if not rows or any(row.commit_end == 0 for row in rows):
-            return None if self._set_positions is None else self._set_positions[..., :num_columns]
-        columns = torch.arange(num_columns, device=input_device(self._cache.store.model))
-        positions = [(columns - row.pad).clamp_(min=0) + row.first_position for row in rows]
-        return torch.stack(positions).expand(3, -1, -1)
+        num_columns = self._cache.get_seq_length()
+        return index_positions(self._cache.call, self._layer_idx, num_columns, input_device(self._cache.store.model))
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor | None) -> None:
-        self._set_positions = positions
+        self._cache.call.index_positions[self._layer_idx] = positions
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store new index keys, [R, T, D], and return those of all columns."""
         return self._write({"indexer_key": indexer_key_states.unsqueeze(1)})["indexer_key"].squeeze(1)
+
+
+def index_positions(call: Call, layer_idx: int, num_columns: int, device: torch.device) -> Tensor | None:
+    """Positions of the running rows' columns, [3, R, columns], by which one model weighs index keys. None without rows."""
+    rows = call.rows.distinct
+    if not num_columns:
+        return None
+    if not rows or any(row.commit_end == 0 for row in rows):
+        given = call.index_positions.get(layer_idx)
+        return None if given is None else given[..., :num_columns]
+    columns = torch.arange(num_columns, device=device)
+    positions = [(columns - row.pad).clamp_(min=0) + row.first_position for row in rows]
+    return torch.stack(positions).expand(3, -1, -1)
 
 
 class CacheOfLayers(Cache):

@@ -18,6 +18,7 @@ from ..errors import CacheArgumentError, OutOfBlocksError
 from ..kv.states import LiveStates, States
 from ..model.support import cache_layers, has_state
 from .input_values import shape_of
+from .layers import index_positions
 
 _WITHOUT_STORE = "computed without the store"
 
@@ -167,6 +168,10 @@ class OwnLayers:
             written = call.store.pool.layer_indices if call.rows.alias else ()
         held = ((index, call.read_layer(index)) for index in written)  # one at a time
         put_rows(layers, held, call.states.of_batch(call.rows), call.rows.num_columns)
+        for index, layer in enumerate(layers):
+            if (keys := getattr(layer, "indexer_keys", None)) is not None:
+                positions = index_positions(call, index, call.rows.num_columns, keys.device)
+                layer.indexer_position_ids = None if positions is None else positions[:, call.rows.alias]
         self.num_columns = call.rows.num_columns
         self.layers = (
             layers  # from here on the rows are here; what an interrupt leaves to the call, its next event ends

@@ -1,4 +1,4 @@
-"""How long devices take for what is launched between two lines. Nobody waits for the answer: it is there when they are done."""
+"""When devices are done with what was launched on them, and how long they took for it. Nobody waits for the answer."""
 
 import time
 from collections.abc import Iterable
@@ -8,31 +8,35 @@ import torch
 _WITHOUT_EVENTS = ("cpu", "meta", "mps")
 
 
+def events_on(devices: Iterable[torch.device], *, have_times: bool = False) -> list[torch.Event]:
+    """Events that come when all that was launched so far on these devices is done; none of a host."""
+    events = []
+    for device in dict.fromkeys(device for device in devices if device.type not in _WITHOUT_EVENTS):
+        event = torch.Event(device, enable_timing=have_times)
+        event.record(torch.accelerator.current_stream(device))
+        events.append(event)
+    return events
+
+
 class Stopwatch:
     """Started when made. On a host the time between the two lines; on accelerators what passes there, by their own events."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._devices = [device for device in dict.fromkeys(devices) if device.type not in _WITHOUT_EVENTS]
+        self._devices = [*devices]
         self._began = time.perf_counter()
         self._seconds: float | None = None
-        self._starts = [self._event(device) for device in self._devices]
+        self._starts = events_on(self._devices, have_times=True)
         self._stops: list[torch.Event] = []
 
     def stop(self) -> None:
         """What is launched from here on is not counted."""
         self._seconds = time.perf_counter() - self._began
-        self._stops = [self._event(device) for device in self._devices]
+        self._stops = events_on(self._devices, have_times=True)
 
     def seconds(self) -> float | None:
         """The time, of several devices the longest; None as long as one is not done."""
-        if not self._devices:
+        if not self._starts:
             return self._seconds
         if not self._stops or not all(event.query() for event in self._stops):
             return None
         return max(start.elapsed_time(stop) for start, stop in zip(self._starts, self._stops, strict=True)) / 1000
-
-    @staticmethod
-    def _event(device: torch.device) -> torch.Event:
-        event = torch.Event(device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(device))
-        return event

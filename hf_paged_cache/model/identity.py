@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NotPortableError
+from ..tiers.saved_file import facts_digest
 from .fingerprint import Listing, WeightFingerprint, plain_tensors
 from .rope import RopeRegime
 
@@ -44,7 +45,7 @@ class ModelIdentity:
     @cached_property
     def digest(self) -> bytes:
         """32 bytes: of the facts."""
-        return hashlib.sha256(json.dumps(dict(self.facts), sort_keys=True).encode()).digest()
+        return facts_digest(self.facts)
 
     def why_other(self, facts: Mapping[str, str], settings: Mapping[str, str]) -> str | None:
         """What another model has otherwise, in one sentence; None: nothing."""

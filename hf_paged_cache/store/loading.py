@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..blocks import BlockHash
-from ..blocks.hashing import digest_behind, tokens_of
-from ..blocks.roots import RootFacts
+from ..blocks.hashing import tokens_of
 from ..errors import SavedBlocksError
 from ..tiers.base import STATES, Name
 from ..tiers.files import FileTier
 from ..tiers.folders import SharedFolder
 from ..tiers.runs import Run
-from ..tiers.saved_file import SavedBlock, SavedFile, read_saved_file, saved_paths, saved_root
-from ..tiers.sharing import why_not
+from ..tiers.saved_file import SavedFile, read_saved_file, saved_paths
+from ..tiers.sharing import renamed, why_not
 from .block_store import BlockStore
 from .bring_up import Wanted
 from .saving import Model
@@ -52,15 +51,6 @@ class Loaded(NamedTuple):
     num_known: int
     num_bytes: int
     not_loaded: dict[str, int]
-
-
-class _Found(NamedTuple):
-    """A block of a file that this process has a name for."""
-
-    saved: SavedBlock
-    block_hash: BlockHash
-    root: bytes
-    before: bytes | None  # digest in files of the block before
 
 
 def load_blocks(
@@ -100,10 +90,10 @@ def load_blocks(
     num_strays = len({block.digest for file in fitting for block in file.blocks}) - len(found)
     if num_strays:
         not_loaded[_NO_PARENT] = num_strays
-    ends = _ends(blocks, fitting, found)
-    for number, end in enumerate(ends):
-        num_left -= _bring_up(blocks, tier, _path(found, end), num_left)
-        progress(number + 1, len(ends))
+    sequences = _sequences(blocks, fitting, found)
+    for number, sequence in enumerate(sequences):
+        num_left -= _bring_up(blocks, tier, sequence, num_left)
+        progress(number + 1, len(sequences))
     with blocks.lock:
         missing = found.keys() - _cached(blocks, found)
     num_new = len(found) - len(known) - len(missing)
@@ -142,36 +132,21 @@ def _leave_out(file: SavedFile, why: str, not_loaded: dict[str, int]) -> None:
     not_loaded[why] = not_loaded.get(why, 0) + len(file.blocks)
 
 
-def _named_here(model: Model, files: Sequence[SavedFile]) -> dict[bytes, _Found]:
+def _named_here(model: Model, files: Sequence[SavedFile]) -> dict[bytes, BlockHash]:
     """Digest in files -> block, of all that begin from a root; parents before their children."""
-    children: dict[bytes, dict[bytes, SavedBlock]] = {}
-    for file in files:
-        for block in file.blocks:
-            children.setdefault(block.parent, {})[block.digest] = block
-    found: dict[bytes, _Found] = {}
-    for saved in {root.digest: root for file in files for root in file.roots}.values():
-        facts = RootFacts(model.digest, b"", saved.regime, saved.adapter, saved.counted_from, saved.first_position)
-        if saved_root(model.identity.digest, facts) != saved:  # a root that says of itself what it is not
-            continue
-        root = model.roots.of(facts)
-        waiting: list[tuple[SavedBlock, bytes, bytes | None]] = [
-            (block, root, None) for block in children.get(saved.digest, {}).values()
-        ]
-        while waiting:
-            block, parent, before = waiting.pop()
-            block_hash = BlockHash(digest_behind(parent, block.token_bytes), block.token_bytes, parent)
-            found[block.digest] = _Found(block, block_hash, root, before)
-            waiting += [(child, block_hash.digest, block.digest) for child in children.get(block.digest, {}).values()]
-    return found
+    roots = {root.root(): model.roots.of(root._replace(digest=model.digest)) for file in files for root in file.roots}
+    return renamed((block for file in files for block in file.blocks), roots)
 
 
-def _attached(blocks: BlockStore, folder: Path, files: Sequence[SavedFile], found: Mapping[bytes, _Found]) -> FileTier:
+def _attached(
+    blocks: BlockStore, folder: Path, files: Sequence[SavedFile], found: Mapping[bytes, BlockHash]
+) -> FileTier:
     """The files as a tier, by the names that this process has for their blocks. The store's lock is held."""
     tier, home = FileTier(), SharedFolder(folder)
 
-    def name_of(block: SavedBlock) -> Name | None:
+    def name_of(block: BlockHash) -> Name | None:
         here = found.get(block.digest)
-        return None if here is None else Name(here.block_hash, b"")
+        return None if here is None else Name(here, b"")
 
     for file in files:
         parts = blocks.tiers.layout.parts_here(file, blocks.first_device())
@@ -179,14 +154,17 @@ def _attached(blocks: BlockStore, folder: Path, files: Sequence[SavedFile], foun
     return tier
 
 
-def _cached(blocks: BlockStore, found: Mapping[bytes, _Found]) -> set[bytes]:
+def _cached(blocks: BlockStore, found: Mapping[bytes, BlockHash]) -> set[bytes]:
     match = blocks.allocator.match_prefix
-    return {digest for digest, each in found.items() if match((each.block_hash,), b"")}
+    return {digest for digest, block_hash in found.items() if match((block_hash,), b"")}
 
 
-def _ends(blocks: BlockStore, files: Sequence[SavedFile], found: Mapping[bytes, _Found]) -> list[bytes]:
-    """Digests behind which calls may go on: the ends of sequences; with windows, where these part; and snapshots."""
-    num_children = Counter(each.before for each in found.values())
+def _sequences(
+    blocks: BlockStore, files: Sequence[SavedFile], found: Mapping[bytes, BlockHash]
+) -> list[list[BlockHash]]:
+    """The blocks before all ends behind which calls may go on: those of sequences; with windows, where these part; and snapshots."""
+    here = {block_hash.digest: block_hash for block_hash in found.values()}
+    num_children = Counter(block_hash.parent for block_hash in found.values())
     with_states = {
         file.blocks[number].digest
         for file in files
@@ -194,34 +172,27 @@ def _ends(blocks: BlockStore, files: Sequence[SavedFile], found: Mapping[bytes, 
         if content.kind == STATES
         for number in content.blocks
     }
-    return [
-        digest
-        for digest in found
-        if not num_children[digest] or digest in with_states or (num_children[digest] > 1 and blocks.windows.groups)
-    ]
+    sequences = []
+    for saved, end in found.items():
+        number = num_children[end.digest]
+        if not number or saved in with_states or (number > 1 and blocks.windows.groups):
+            path = [end]
+            while (before := here.get(path[-1].parent)) is not None:
+                path.append(before)
+            sequences.append(path[::-1])
+    return sequences
 
 
-def _path(found: Mapping[bytes, _Found], end: bytes) -> list[_Found]:
-    """The blocks of a sequence up to this one."""
-    path, at = [], end
-    while True:
-        path.append(found[at])
-        before = found[at].before
-        if before is None:
-            return path[::-1]
-        at = before
-
-
-def _bring_up(blocks: BlockStore, tier: FileTier, path: Sequence[_Found], num_left: float) -> int:
+def _bring_up(blocks: BlockStore, tier: FileTier, path: Sequence[BlockHash], num_left: float) -> int:
     """Have a sequence cached as far as it is whole and there is room for so many new blocks; returns how many came."""
     with blocks.lock:
-        new = [not blocks.allocator.match_prefix((each.block_hash,), b"") for each in path]
+        new = [not blocks.allocator.match_prefix((block_hash,), b"") for block_hash in path]
     num_new = list(accumulate(new))
     length = bisect_right(num_new, num_left)
     if not length:
         return 0
-    tokens = tokens_of(b"".join(each.saved.token_bytes for each in path[:length]))
-    row = Wanted(path[0].root, b"", tokens, len(tokens))
+    tokens = tokens_of(b"".join(block_hash.token_bytes for block_hash in path[:length]))
+    row = Wanted(path[0].parent, b"", tokens, len(tokens))
     num_damaged = -1
     while len(tier.damaged) > num_damaged:  # what is left of it is looked for again
         num_damaged = len(tier.damaged)

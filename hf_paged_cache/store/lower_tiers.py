@@ -53,10 +53,10 @@ class LowerTiers:
 
     def __init__(self, room: Room, tiers: Sequence[Tier]) -> None:
         self.tiers = list(tiers)
-        self._sharing = next((tier.sharing for tier in self.tiers if isinstance(tier, DiskTier)), None)
-        self._roots: dict[
-            bytes, bytes
-        ] = {}  # digest -> root of the sequences that it is in, b"" where it is not shared
+        self._disk = next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
+        self._sharing = None if self._disk is None else self._disk.sharing
+        # digest -> root of the sequences that it is in, b"" where it is not shared
+        self._roots: dict[bytes, bytes] = {}
         self._strangers: list[Run] = []  # files of other models
         self._num_models = 0  # states of the model, when those were looked at last
         self._told: set[str] = set()  # why files are not used
@@ -125,39 +125,34 @@ class LowerTiers:
 
     def _refresh(self) -> None:
         """Find what other processes have written. The store's lock is held."""
-        room, sharing = self._room(), self._sharing
-        if room is None or sharing is None:
+        room, disk, sharing = self._room(), self._disk, self._sharing
+        if room is None or disk is None or sharing is None:
             return
-        for tier in self.tiers:
-            if not isinstance(tier, DiskTier):
-                continue
-            new = tier.look()
-            models = sharing.identities()
-            if len(models) != self._num_models:
-                self._num_models = len(models)
-                new, self._strangers = [*self._strangers, *new], []
-            for run in new:
-                file = run.file
-                assert file is not None  # it was found
-                why = why_not(file, self._allocator.block_size, models)
-                if why is None:
-                    self._must_settle |= self.layout.learn(file, room.make_room)
-                    parts = self.layout.parts_here(file, room.first_device())
-                    tier.adopt(run, parts, lambda block: block.name)
-                    if None not in parts.values():
-                        continue
-                    why = "layers lie on other devices, or have other tensors, than where it was computed"
-                else:
-                    self._strangers.append(run)
-                if why not in self._told:
-                    self._told.add(why)
-                    logger.info("a file in disk_folder is not used, as others like it: %s: %s", run.path.name, why)
+        new, models = disk.look(), sharing.identities()
+        if len(models) != self._num_models:
+            self._num_models = len(models)
+            new, self._strangers = [*self._strangers, *new], []
+        for run in new:
+            file = run.file
+            assert file is not None  # it was found
+            why = why_not(file, self._allocator.block_size, models)
+            if why is None:
+                self._must_settle |= self.layout.learn(file, room.make_room)
+                parts = self.layout.parts_here(file, room.first_device())
+                disk.adopt(run, parts, lambda block: Name(block, b""))
+                if None not in parts.values():
+                    continue
+                why = "layers lie on other devices, or have other tensors, than where it was computed"
+            else:
+                self._strangers.append(run)
+            if why not in self._told:
+                self._told.add(why)
+                logger.info("a file in disk_folder is not used, as others like it: %s: %s", run.path.name, why)
 
     def distrust(self) -> None:
         """What was computed may have been wrong all along: other processes are not to find it. The store's lock is held."""
-        for tier in self.tiers:
-            if isinstance(tier, DiskTier):
-                tier.distrust()
+        if self._disk is not None:
+            self._disk.distrust()
 
     def move_down(self, *, may_wait: bool) -> None:
         """Copy out what was evicted since, before anything is written. Where there is no memory for that, it is lost.

@@ -4,20 +4,21 @@ Nothing is held meanwhile: blocks that are evicted before it is their turn are l
 """
 
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..blocks import BlockHash, HashChain
 from ..blocks.hashing import digest_behind
-from ..blocks.roots import Roots
+from ..blocks.roots import RootFacts, Roots
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError
 from ..tiers.base import STATES, Kind, Name
 from ..tiers.folders import SharedFolder, make_folder
 from ..tiers.mending import mend
 from ..tiers.runs import Run
-from ..tiers.saved_file import Identity, SavedBlock, SavedRoot, saved_root
+from ..tiers.saved_file import Identity
+from ..tiers.sharing import renamed
 from .block_store import BlockStore
 
 _FILE_BYTES = 2**26  # of rows in a file, about
@@ -42,7 +43,7 @@ class _Chosen(NamedTuple):
     """A block to save: as this process names it, and as files do."""
 
     block_hash: BlockHash
-    saved: SavedBlock
+    saved: BlockHash
 
 
 class Saved(NamedTuple):
@@ -123,7 +124,7 @@ def save_blocks(
 
 def _choose(
     blocks: BlockStore, model: Model, prefixes: Sequence[TokenIds] | None, *, pinned: bool
-) -> tuple[list[_Chosen], Collection[SavedRoot], dict[str, int]]:
+) -> tuple[list[_Chosen], Collection[RootFacts], dict[str, int]]:
     """Blocks that can be named in files, parents first, one sequence after the other; their roots; and why others cannot."""
     by_id = blocks.allocator.hashes()
     by_digest = {block_hash.digest: block_hash for block_hash in by_id.values()}
@@ -134,29 +135,29 @@ def _choose(
         wanted = {digest for tokens in prefixes for digest in _digests_of(blocks, model, tokens)} & by_digest.keys()
     nothing = "nothing is pinned" if pinned else "no such block is cached: compute it first, with cache.prefill"
     not_saved = {} if wanted else {nothing: 0}
-    names: dict[bytes, SavedBlock | str] = {}  # digest -> its name in files, or why it has none
-    roots: dict[bytes, SavedRoot] = {}
-    for block_hash in by_digest.values():
-        path = [block_hash]
-        while path[-1].parent not in names and path[-1].parent in by_digest:
-            path.append(by_digest[path[-1].parent])
-        for step in reversed(path):
-            if step.digest not in names:
-                names[step.digest] = _named(blocks, model, step, names.get(step.parent), roots)
-    children: dict[bytes, list[_Chosen]] = {}
-    chosen: list[_Chosen] = []
+    roots = {
+        here: facts._replace(digest=model.identity.digest)
+        for here in {block_hash.parent for block_hash in by_digest.values()}
+        if (facts := model.roots.facts_of(here)) is not None and facts.digest == model.digest
+    }
+    names = renamed(by_digest.values(), {here: root.root() for here, root in roots.items()})
+    chosen = [_Chosen(by_digest[digest], saved) for digest, saved in names.items() if digest in wanted]
     for digest in wanted:
-        name = names[digest]
-        if isinstance(name, str):
-            not_saved[name] = not_saved.get(name, 0) + 1
-        else:
-            children.setdefault(name.parent, []).append(_Chosen(by_digest[digest], name))
-    waiting = [each for root in roots for each in reversed(children.get(root, []))]
-    while waiting:
-        each = waiting.pop()
-        chosen.append(each)
-        waiting += reversed(children.get(each.saved.digest, []))
+        if digest not in names:
+            why = _why_unnamed(model, by_digest, digest)
+            not_saved[why] = not_saved.get(why, 0) + 1
     return chosen, roots.values(), not_saved
+
+
+def _why_unnamed(model: Model, by_digest: Mapping[bytes, BlockHash], digest: bytes) -> str:
+    """Why a block cannot be found from files."""
+    while (block_hash := by_digest.get(digest)) is not None:
+        if digest_behind(block_hash.parent, block_hash.token_bytes) != digest:
+            return "what they depend on is more than tokens, such as an image"
+        digest = block_hash.parent
+    if model.roots.facts_of(digest) is None:
+        return "the blocks before them were evicted"
+    return "the model has changed since they were computed"
 
 
 def _digests_of(blocks: BlockStore, model: Model, token_ids: TokenIds) -> Iterable[bytes]:
@@ -165,31 +166,6 @@ def _digests_of(blocks: BlockStore, model: Model, token_ids: TokenIds) -> Iterab
         hashes = HashChain(model.roots.of(facts), blocks.block_size)
         hashes.extend(token_ids)
         yield from (block_hash.digest for block_hash in hashes.hashes())
-
-
-def _named(
-    blocks: BlockStore,
-    model: Model,
-    block_hash: BlockHash,
-    parent: SavedBlock | str | None,
-    roots: dict[bytes, SavedRoot],
-) -> SavedBlock | str:
-    """How files name a block; else why it cannot be found from there."""
-    if isinstance(parent, str):
-        return parent
-    if digest_behind(block_hash.parent, block_hash.token_bytes) != block_hash.digest:
-        return "what they depend on is more than tokens, such as an image"
-    if parent is not None:
-        before = parent.digest
-    else:
-        facts = model.roots.facts_of(block_hash.parent)
-        if facts is None:
-            return "the blocks before them were evicted"
-        if facts.digest != model.digest:
-            return "the model has changed since they were computed"
-        root = saved_root(model.identity.digest, facts)
-        roots[root.digest], before = root, root.digest
-    return SavedBlock(digest_behind(before, block_hash.token_bytes), before, block_hash.token_bytes)
 
 
 def _blocks_of_a_file(blocks: BlockStore) -> int:
@@ -203,7 +179,7 @@ def _copy_out(
     blocks: BlockStore,
     some: Sequence[_Chosen],
     run: Run,
-    roots: Collection[SavedRoot],
+    roots: Collection[RootFacts],
     known: Collection[tuple[Kind, bytes]],
 ) -> tuple[Run, int]:
     """What is there of these blocks and not known, on its device; and how many of the blocks are there. The store's lock is held."""
@@ -215,7 +191,7 @@ def _copy_out(
         num_here += len(at)
         for kind, content in layout.contents_of(at[0], block_hash.digest) if at else ():
             if (kind, saved.digest) not in known:
-                new.setdefault(kind, {})[saved.name] = content
+                new.setdefault(kind, {})[Name(saved, b"")] = content
             if kind == STATES:
                 layout.see_states(content)
     for kind, contents in new.items():

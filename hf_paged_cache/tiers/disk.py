@@ -17,14 +17,15 @@ from weakref import finalize
 from torch import Tensor
 
 from ..blocks.arguments import OWNERS_ALONE
+from ..blocks.hashing import BlockHash
 from ..errors import BlockStateError, CacheArgumentError, SavedBlocksError
 from ..kv.contents import Part, host_rows, runs
-from .arrival import arrival_on
+from ..kv.stopwatch import events_on
 from .base import Kind, Name, Rows
 from .files import FileTier, Place
 from .folders import OwnFolder, SharedFolder, make_folder, remove
 from .runs import Run, Writer, content_bytes, kind_bytes
-from .saved_file import DamagedFileError, SavedBlock, read_saved_file, saved_paths
+from .saved_file import DamagedFileError, read_saved_file, saved_paths
 from .sharing import Origin, Sharing
 
 logger = logging.getLogger("hf_paged_cache")
@@ -136,10 +137,10 @@ class DiskTier(FileTier):
         self.touch(kind, [name for name in names if shelf.has_digest(name)])
         new = [index for index, name in enumerate(names) if not shelf.has_digest(name)]
         origins = {root: self._origin_of(root) for root in {names[index].root for index in new}}
+        models = {root: b"" if origin is None else origin.model.digest for root, origin in origins.items()}
         of_model: dict[bytes, list[int]] = {}  # b"": of this process alone
         for index in new:
-            origin = origins[names[index].root]
-            of_model.setdefault(b"" if origin is None else origin.model.digest, []).append(index)
+            of_model.setdefault(models[names[index].root], []).append(index)
         for model, indices in of_model.items():
             step = max(1, self.run_bytes // content_bytes(parts, names[indices[0]]))
             for start in range(0, len(indices), step):
@@ -168,7 +169,7 @@ class DiskTier(FileTier):
             of_part if of_part.device.type == "cpu" else host_rows(part, len(names)).copy_(of_part, non_blocking=True)
             for part, of_part in zip(parts, rows, strict=True)
         ]
-        arrival = arrival_on(of_part.device for of_part in rows)
+        arrival = events_on(of_part.device for of_part in rows)
         found = [origin for root in {name.root for name in names} if (origin := origins[root]) is not None]
         self._is_dirty = True
         run = self._open.get(model)
@@ -298,7 +299,7 @@ class DiskTier(FileTier):
         return None
 
     def adopt(
-        self, run: Run, parts_of: Mapping[Kind, Sequence[Part] | None], name_of: Callable[[SavedBlock], Name | None]
+        self, run: Run, parts_of: Mapping[Kind, Sequence[Part] | None], name_of: Callable[[BlockHash], Name | None]
     ) -> None:
         """What a file of `look`'s has is found from here on, if it is still there."""
         if run in self._runs:

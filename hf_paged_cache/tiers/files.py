@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..blocks.hashing import BlockHash
 from ..errors import BlockStateError, SavedBlocksError
 from ..kv.contents import Part, runs
 from .base import Kind, Name, Rows, Shelf, Tier
 from .runs import Run
-from .saved_file import SavedBlock
 
 
 class Place(NamedTuple):
@@ -64,7 +64,7 @@ class FileTier(Tier):
         """Nothing: it is read only."""
 
     def adopt(
-        self, run: Run, parts_of: Mapping[Kind, Sequence[Part] | None], name_of: Callable[[SavedBlock], Name | None]
+        self, run: Run, parts_of: Mapping[Kind, Sequence[Part] | None], name_of: Callable[[BlockHash], Name | None]
     ) -> None:
         """What a file has is found from here on.
 

@@ -7,13 +7,14 @@ comes later. The host waits for none of them. Who reads a content with the host'
 import logging
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import BlockStateError
 from ..kv.contents import Part, new_rows, runs
-from .arrival import arrival_on
+from ..kv.stopwatch import events_on
 from .base import Kind, Name, Rows, Shelf, Tier
 
 logger = logging.getLogger("hf_paged_cache")
@@ -34,14 +35,11 @@ class _Slab:
             start += num_rows * part.num_bytes
 
 
-class _Place:
+class _Place(NamedTuple):
     """Where a content lies, and when it has arrived there."""
 
-    __slots__ = ("arrival", "slot")
-
-    def __init__(self, slot: int, arrival: Sequence[torch.Event]) -> None:
-        self.slot = slot
-        self.arrival = arrival
+    slot: int
+    arrival: Sequence[torch.Event]
 
     @property
     def has_arrived(self) -> bool:
@@ -188,7 +186,7 @@ class HostTier(Tier):
                     at = start + first
                     target = shelf.rows_at(number, slots[at], count)
                     target.copy_(of_part[indices[at] : indices[at] + count], non_blocking=True)
-        arrival = arrival_on(part.device for part in parts)
+        arrival = events_on(part.device for part in parts)
         for index, slot in zip(indices, slots, strict=True):
             shelf.add(names[index], _Place(slot, arrival))
         shelf.is_dirty = False

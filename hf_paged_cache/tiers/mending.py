@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import SavedBlocksError
-from .base import Kind
+from .base import Kind, Name
 from .folders import SharedFolder, remove
 from .runs import Run
 from .saved_file import ROWS_DAMAGED, DamagedFileError, read_saved_file, read_whole_rows, saved_paths
@@ -61,7 +61,7 @@ def mend(folder: SharedFolder, facts: Mapping[str, str], wanted: Collection[byte
             found.known.update((content.kind, block.digest) for block in blocks)
             lost.update(file.blocks[number].digest for row, number in enumerate(content.blocks) if row not in rows)
             if blocks:
-                rest.add(content.kind, content.parts, [block.name for block in blocks], held, file.roots)
+                rest.add(content.kind, content.parts, [Name(block, b"") for block in blocks], held, file.roots)
         if lost:
             found.lost.update(lost)
             if rest.has_rows:

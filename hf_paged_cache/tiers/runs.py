@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 
 from ..blocks.hashing import TOKEN_BYTES, BlockHash
+from ..blocks.roots import RootFacts
 from ..kv.contents import Part
 from .base import Kind, Name
 from .folders import remove
 from .saved_file import (
     ModelFacts,
-    SavedBlock,
     SavedContents,
     SavedFile,
-    SavedRoot,
     new_path,
     read_rows,
     write_saved_file,
@@ -111,7 +110,7 @@ class Run:
         self.file: SavedFile | None = None
         self.problem: str | None = None
         self._home = home
-        self._roots: dict[bytes, SavedRoot] = {}
+        self._roots: dict[bytes, RootFacts] = {}
         self._parts: dict[Kind, tuple[Part, ...]] = {}
         self._chunks: dict[Kind, list[_Chunk]] | None = {}  # None: not in memory any more
         self._lock = threading.Lock()  # of where the rows are
@@ -129,7 +128,7 @@ class Run:
     @property
     def has_rows(self) -> bool:
         """Whether any were added."""
-        return bool(self._parts)
+        return any((self._chunks or {}).values())
 
     @property
     def is_in_memory(self) -> bool:
@@ -142,7 +141,7 @@ class Run:
         parts: Sequence[Part],
         names: Sequence[Name],
         rows: Sequence[Tensor],
-        roots: Iterable[SavedRoot] = (),
+        roots: Iterable[RootFacts] = (),
         arrival: Sequence[torch.Event] = (),
     ) -> int:
         """More rows, as long as it is not closed; returns the number of their first among those of their kind.
@@ -152,12 +151,13 @@ class Run:
             roots: of these contents' sequences, where others may find them.
         """
         assert self._chunks is not None
-        if kind not in self._parts:
-            self._parts[kind], self._chunks[kind] = tuple(parts), []
+        if kind not in self._chunks:
+            self._parts[kind] = tuple(parts)
             self.num_bytes += kind_bytes(parts)
+            self._chunks[kind] = []
         for root in roots:
-            if root.digest not in self._roots:
-                self._roots[root.digest] = root
+            if (digest := root.root()) not in self._roots:
+                self._roots[digest] = root
                 self.num_bytes += _BYTES_OF_AN_ENTRY + 2 * len(root.regime)
         self.num_bytes += sum(content_bytes(parts, name) for name in names)
         chunks = self._chunks[kind]
@@ -171,8 +171,8 @@ class Run:
         Raises:
             OSError: it cannot be; nothing is left of it.
         """
-        chunks_of, rows = self._chunks, {}
-        assert chunks_of is not None
+        assert self._chunks is not None
+        chunks_of, rows = {kind: chunks for kind, chunks in self._chunks.items() if chunks}, {}
         for kind, chunks in chunks_of.items():
             for chunk in chunks:
                 chunk.wait()
@@ -188,11 +188,10 @@ class Run:
             names = [name for chunk in chunks for name in chunk.names]
             rows = tuple(numbers.setdefault(name.block_hash, len(numbers)) for name in names)
             contents.append(SavedContents(kind, self._parts[kind], rows, ()))
-        blocks = tuple(SavedBlock(each.digest, each.parent, each.token_bytes) for each in numbers)
-        parents = {block.parent for block in blocks}
+        parents = {block.parent for block in numbers}
         roots = tuple(root for digest, root in self._roots.items() if digest in parents)
-        block_size = len(blocks[0].token_bytes) // TOKEN_BYTES
-        return SavedFile(self.path, 0, block_size, self._facts, self._settings, roots, blocks, tuple(contents))
+        block_size = len(next(iter(numbers)).token_bytes) // TOKEN_BYTES
+        return SavedFile(self.path, 0, block_size, self._facts, self._settings, roots, (*numbers,), tuple(contents))
 
     def write(self, *, may_wait: bool = True) -> None:
         """Let the file have it when its folder has room. What it cannot hold is lost.

@@ -6,6 +6,7 @@ ever gets this name.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -26,7 +27,7 @@ from ..blocks.roots import RootFacts
 from ..errors import SavedBlocksError
 from ..kv.contents import Part, Piece
 from ..kv.states import StateKey
-from .base import STATES, Kind, Name
+from .base import STATES, Kind
 
 VERSION = 1
 SUFFIX = ".safetensors"
@@ -39,35 +40,6 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64,
 
 class DamagedFileError(SavedBlocksError):
     """Raised for a file that one of us has written, and that is no longer what was written."""
-
-
-class SavedBlock(NamedTuple):
-    """A block, as any process names it.
-
-    Attributes:
-        digest: SHA-256 of `parent` and the block's tokens.
-        parent: digest of the block before, or of a `SavedRoot`.
-        token_bytes: its token ids, int64 little-endian.
-    """
-
-    digest: bytes
-    parent: bytes
-    token_bytes: bytes
-
-    @property
-    def name(self) -> Name:
-        """What a process calls it whose roots mean the same to others."""
-        return Name(BlockHash(self.digest, self.token_bytes, self.parent), b"")
-
-
-class SavedRoot(NamedTuple):
-    """What conditions sequences besides the model and their tokens; see `RootFacts`."""
-
-    digest: bytes
-    regime: bytes
-    adapter: str
-    counted_from: int
-    first_position: int
 
 
 class ModelFacts(Protocol):
@@ -113,8 +85,8 @@ class SavedFile(NamedTuple):
         num_bytes: of the file.
         block_size: tokens of a block.
         facts, settings: of the model, see `ModelIdentity`.
-        roots: that its blocks begin from.
-        blocks: those that it names; a parent stands before its children, or in another file.
+        roots: that its blocks begin from, with `facts_digest` in place of a process's digest of the model.
+        blocks: those that it names. A digest is of the parent's and the tokens; the parent is one of these, a root, or in another file.
         contents: what it holds of them.
     """
 
@@ -123,8 +95,8 @@ class SavedFile(NamedTuple):
     block_size: int
     facts: Mapping[str, str]
     settings: Mapping[str, str]
-    roots: tuple[SavedRoot, ...]
-    blocks: tuple[SavedBlock, ...]
+    roots: tuple[RootFacts, ...]
+    blocks: tuple[BlockHash, ...]
     contents: tuple[SavedContents, ...]
 
     def content(self, kind: Kind) -> SavedContents:
@@ -132,10 +104,9 @@ class SavedFile(NamedTuple):
         return next(content for content in self.contents if content.kind == kind)
 
 
-def saved_root(identity: bytes, facts: RootFacts) -> SavedRoot:
-    """How files name what a root stands for."""
-    digest = facts._replace(digest=identity, salt=b"").root()
-    return SavedRoot(digest, facts.regime, facts.adapter, facts.counted_from, facts.first_position)
+def facts_digest(facts: Mapping[str, str]) -> bytes:
+    """32 bytes that are the same for models with equal facts."""
+    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).digest()
 
 
 def new_path(folder: Path) -> Path:
@@ -288,20 +259,29 @@ def _tensor(kind: Kind, part: int) -> str:
 
 def _manifest(file: SavedFile) -> dict[str, Any]:
     model = {"facts": dict(file.facts), "settings": dict(file.settings)}
-    held = {name: _as_json(getattr(file, name)) for name in ("roots", "blocks", "contents")}
+    blocks = [
+        {"digest": each.digest.hex(), "parent": each.parent.hex(), "tokens": [*tokens_of(each.token_bytes)]}
+        for each in file.blocks
+    ]
+    held = {
+        "roots": [_root_as_json(each) for each in file.roots],
+        "blocks": blocks,
+        "contents": _as_json(file.contents),
+    }
     return {"version": VERSION, "block_size": file.block_size, "model": model, **held}
+
+
+def _root_as_json(root: RootFacts) -> dict[str, Any]:
+    of_row = {name: getattr(root, name) for name in ("adapter", "counted_from", "first_position")}
+    return {"digest": root.root().hex(), "regime": root.regime.hex(), **of_row}
 
 
 def _as_json(value: Any) -> Any:
     """Tuples with names become objects, all others lists."""
     match value:
-        case bytes():
-            return value.hex()
         case torch.dtype():
             return str(value).removeprefix("torch.")
-        case SavedBlock(digest, parent, token_bytes):
-            return {"digest": digest.hex(), "parent": parent.hex(), "tokens": [*tokens_of(token_bytes)]}
-        case SavedRoot() | SavedContents() | Part() | Piece():
+        case SavedContents() | Part() | Piece():
             return {name: _as_json(each) for name, each in value._asdict().items() if name != "device"}
         case tuple():
             return [_as_json(each) for each in value]
@@ -317,16 +297,7 @@ def _of_json(path: Path, num_bytes: int, said: Any) -> SavedFile:
         )
     block_size = _count(said["block_size"], at_least=1)
     facts, settings = (_texts(said["model"][name]) for name in ("facts", "settings"))
-    roots = tuple(
-        SavedRoot(
-            bytes.fromhex(root["digest"]),
-            bytes.fromhex(root["regime"]),
-            str(root["adapter"]),
-            _count(root["counted_from"]),
-            _count(root["first_position"]),
-        )
-        for root in said["roots"]
-    )
+    roots = tuple(_root(path, facts, root) for root in said["roots"])
     blocks = tuple(_block(path, block_size, block) for block in said["blocks"])
     contents = tuple(_contents(path, len(blocks), content) for content in said["contents"])
     if len({content.kind for content in contents}) < len(contents):
@@ -334,9 +305,17 @@ def _of_json(path: Path, num_bytes: int, said: Any) -> SavedFile:
     return SavedFile(path, num_bytes, block_size, facts, settings, roots, blocks, contents)
 
 
-def _block(path: Path, block_size: int, said: Any) -> SavedBlock:
+def _root(path: Path, facts: Mapping[str, str], said: Any) -> RootFacts:
+    of_row = (_count(said[name]) for name in ("counted_from", "first_position"))
+    root = RootFacts(facts_digest(facts), b"", bytes.fromhex(said["regime"]), str(said["adapter"]), *of_row)
+    if root.root().hex() != said["digest"]:
+        raise DamagedFileError(f"{path} is damaged: a root has another digest than what it stands for")
+    return root
+
+
+def _block(path: Path, block_size: int, said: Any) -> BlockHash:
     token_bytes = b"".join(int(token).to_bytes(TOKEN_BYTES, "little", signed=True) for token in said["tokens"])
-    block = SavedBlock(bytes.fromhex(said["digest"]), bytes.fromhex(said["parent"]), token_bytes)
+    block = BlockHash(bytes.fromhex(said["digest"]), token_bytes, bytes.fromhex(said["parent"]))
     if len(token_bytes) != block_size * TOKEN_BYTES or block.digest != digest_behind(block.parent, token_bytes):
         raise DamagedFileError(f"{path} is damaged: a block has other tokens than its digest says")
     return block

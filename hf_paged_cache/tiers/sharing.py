@@ -1,17 +1,18 @@
 """What of a process's blocks others understand: which roots mean something to them, and which of their files are of this model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..blocks.roots import Roots
-from .saved_file import Identity, SavedFile, SavedRoot, saved_root
+from ..blocks.hashing import BlockHash, digest_behind
+from ..blocks.roots import RootFacts, Roots
+from .saved_file import Identity, SavedFile
 
 
 class Origin(NamedTuple):
     """Where sequences are from: the model, and their root."""
 
     model: Identity
-    root: SavedRoot
+    root: RootFacts
 
 
 class Sharing:
@@ -38,7 +39,29 @@ class Sharing:
         facts = self._roots.facts_of(root)
         if facts is None or facts.salt or (identity := self._identity_of(facts.digest)) is None:
             return None
-        return Origin(identity, saved_root(identity.digest, facts))
+        return Origin(identity, facts._replace(digest=identity.digest))
+
+
+def renamed(blocks: Iterable[BlockHash], roots: Mapping[bytes, bytes]) -> dict[bytes, BlockHash]:
+    """What blocks are called where their roots have other names: digest -> block there, parents before their children.
+
+    Those are left out that do not descend from one of the roots, or depend on more than tokens.
+
+    Args:
+        roots: here -> there.
+    """
+    children: dict[bytes, dict[bytes, BlockHash]] = {}
+    for block in blocks:
+        if digest_behind(block.parent, block.token_bytes) == block.digest:
+            children.setdefault(block.parent, {})[block.digest] = block
+    found: dict[bytes, BlockHash] = {}
+    waiting = [(block, there) for here, there in roots.items() for block in children.get(here, {}).values()]
+    while waiting:
+        block, parent = waiting.pop()
+        there = digest_behind(parent, block.token_bytes)
+        found[block.digest] = BlockHash(there, block.token_bytes, parent)
+        waiting += [(child, there) for child in children.get(block.digest, {}).values()]
+    return found
 
 
 def why_not(file: SavedFile, block_size: int, identities: Sequence[Identity]) -> str | None:

@@ -24,6 +24,7 @@ from hf_paged_cache import (
 
 from ..conformance.zoo import build as build_type
 from ..internals import num_reserved_blocks
+from ..model.test_support import FROM_5_23
 from ..reference import IDS, TOLERANCE, AtStep, assert_same, batch, row, run
 from ..tiny_models import build, tiny
 
@@ -46,10 +47,12 @@ def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
 # Rows that do not fit any longer.
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom", "glm_moe_dsa"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "bloom", "glm_moe_dsa", pytest.param("qwen4_exp", marks=FROM_5_23)]
+)
 @pytest.mark.parametrize("num_blocks", [2, 3, 4, 5])
 def test_rows_move_out_of_the_pool_where_they_stop_fitting(name: str, num_blocks: int) -> None:
-    model = build_type(name) if name == "glm_moe_dsa" else tiny(name)
+    model = build_type(name) if name in ("glm_moe_dsa", "qwen4_exp") else tiny(name)
     ids = IDS % int(model.config.get_text_config().vocab_size)
     ours = PagedPrefixCache(model, num_blocks=num_blocks, on_full="bypass")
     theirs = DynamicCache(config=model.config)
@@ -62,9 +65,34 @@ def test_rows_move_out_of_the_pool_where_they_stop_fitting(name: str, num_blocks
         assert ours.stats().num_blocks_in_use == 0
         for mine, other in zip(ours.layers, theirs.layers, strict=True):
             assert type(mine) is type(other)
-            if mine.keys is not None:
+            if getattr(mine, "keys", None) is not None:
                 assert_close(mine.keys, other.keys)
                 assert_close(mine.values, other.values)
+
+
+@FROM_5_23
+def test_padded_rows_take_the_positions_along_by_which_a_model_weighs_index_keys() -> None:
+    """Two of them are equal, and ran once."""
+    model = build_type("qwen4_exp")
+    rows = batch(row((1, 40)), row((2, 33)), row((1, 40)))
+    mask = rows["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    ours = PagedPrefixCache(model, block_size=4, num_blocks=18, on_full="bypass")
+    theirs = DynamicCache(config=model.config)
+    for start, stop in ((0, 20), (20, 38), (38, 40)):
+        with torch.no_grad():
+            got, wanted = (
+                model(
+                    rows["input_ids"][:, start:stop],
+                    attention_mask=mask[:, :stop],
+                    position_ids=positions[:, start:stop],
+                    past_key_values=cache,
+                ).logits
+                for cache in (ours, theirs)
+            )
+        is_token = mask[:, start:stop].bool()
+        assert_close(got[is_token], wanted[is_token])
+    assert ours.stats().num_bypassed_calls == 1
 
 
 def test_equal_rows_part_when_they_leave_the_pool(model: PreTrainedModel) -> None:

@@ -184,7 +184,7 @@ def test_an_interrupted_put_loses_no_place(monkeypatch: pytest.MonkeyPatch) -> N
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(host_module, "arrival_on", interrupted)
+        patch.setattr(host_module, "events_on", interrupted)
         with pytest.raises(KeyboardInterrupt):
             put(tier, 2, 3, 4)
     tier.check()

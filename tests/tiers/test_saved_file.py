@@ -13,15 +13,15 @@ import xxhash
 from safetensors.torch import load_file, safe_open, save_file
 
 from hf_paged_cache import SavedBlocksError
-from hf_paged_cache.blocks.hashing import digest_behind
+from hf_paged_cache.blocks.hashing import BlockHash, digest_behind
+from hf_paged_cache.blocks.roots import RootFacts
 from hf_paged_cache.kv.contents import Part, Piece
 from hf_paged_cache.kv.states import StateKey
 from hf_paged_cache.tiers.base import BLOCKS, STATES
 from hf_paged_cache.tiers.saved_file import (
-    SavedBlock,
     SavedContents,
     SavedFile,
-    SavedRoot,
+    facts_digest,
     read_rows,
     read_saved_file,
     remove_unfinished,
@@ -30,7 +30,8 @@ from hf_paged_cache.tiers.saved_file import (
 )
 
 CPU = torch.device("cpu")
-ROOT = SavedRoot(b"\1" * 32, b"\2\3", "an adapter", 3, 5)
+FACTS = {"model": "M"}
+ROOT = RootFacts(facts_digest(FACTS), b"", b"\2\3", "an adapter", 3, 5)
 OF_BLOCKS = Part(
     "blocks", None, CPU, 32, (Piece((0, "key"), 0, 16, (1, 2, 2), torch.float32), Piece((1, "value"), 16, 8, (1, 2, 2), torch.bfloat16))
 )  # fmt: skip
@@ -38,12 +39,12 @@ OF_WINDOW = Part("window", 4, CPU, 16, (Piece((2, "key"), 0, 16, (1, 2, 2), torc
 OF_STATES = Part("states", None, CPU, 16, (Piece(StateKey(3, "conv", 0), 0, 12, (3,), torch.float32),))
 
 
-def chain(*token_ids: int) -> tuple[SavedBlock, ...]:
+def chain(*token_ids: int) -> tuple[BlockHash, ...]:
     """A block of two tokens for each id."""
-    blocks, parent = [], ROOT.digest
+    blocks, parent = [], ROOT.root()
     for token_id in token_ids:
         tokens = b"".join(token.to_bytes(8, "little", signed=True) for token in (token_id, -token_id))
-        blocks.append(SavedBlock(digest_behind(parent, tokens), parent, tokens))
+        blocks.append(BlockHash(digest_behind(parent, tokens), tokens, parent))
         parent = blocks[-1].digest
     return tuple(blocks)
 
@@ -60,7 +61,7 @@ def written(tmp_path: Path) -> tuple[SavedFile, dict[Any, list[torch.Tensor]]]:
         SavedContents(STATES, (OF_STATES,), (0, 2), ()),
     )
     held = {BLOCKS: [rows(3, OF_BLOCKS)], 4: [rows(1, OF_WINDOW)], STATES: [rows(2, OF_STATES)]}
-    file = SavedFile(tmp_path / "x.safetensors", 0, 2, {"model": "M"}, {"size": "1"}, (ROOT,), chain(7, 8, 9), contents)
+    file = SavedFile(tmp_path / "x.safetensors", 0, 2, FACTS, {"size": "1"}, (ROOT,), chain(7, 8, 9), contents)
     return write_saved_file(file, held), held
 
 
@@ -150,6 +151,8 @@ def set_at(*path: Any, to: Any) -> Any:
         (set_at("contents", 1, "kind", to="blocks"), "holds a kind of content twice"),
         (set_at("contents", 1, "kind", to=-4), "is no number of at least 1"),
         (set_at("roots", to=[{}]), "damaged"),
+        (set_at("roots", 0, "adapter", to="another"), "a root has another digest than what it stands for"),
+        (set_at("model", "facts", "model", to="N"), "a root has another digest than what it stands for"),
         (set_at("model", to="M"), "damaged"),
     ],
 )
