@@ -21,13 +21,12 @@ from .attention.view import View
 from .call.call import Call
 from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
+from .integration.forwards_ahead import ForwardsAhead
 from .integration.hooks import attach, detach
 from .integration.layers import CacheOfLayers, PagedLayer
 from .integration.ranks import Ranks
 from .integration.session import Session
-from .integration.shared_prefix import SharedPrefixes
 from .integration.side_forward import SideForwards
-from .integration.state_forwards import StateForwards
 from .integration.state_layers import live_states, make_layer
 from .model.support import cache_layers
 from .prefix_store import PrefixStore, store_of
@@ -109,9 +108,8 @@ class PagedPrefixCache(CacheOfLayers):
             reader,
             self.store.placeholders,
             self.cache_salt,
-            SharedPrefixes(blocks, conditioning, side, ranks),
+            ForwardsAhead(blocks, conditioning, side, ranks),
             ranks,
-            StateForwards(blocks, conditioning, side, ranks),
             bypasses=on_full == "bypass",
         )
         self._own_layers = session.own_layers

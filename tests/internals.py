@@ -21,7 +21,7 @@ from hf_paged_cache.call import call_states
 from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.held_steps import HeldSteps, PassedStep
 from hf_paged_cache.call.rows import Rows
-from hf_paged_cache.integration import ambient, shared_prefix, state_forwards
+from hf_paged_cache.integration import ambient, forwards_ahead
 from hf_paged_cache.kv import recycled_memory
 from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.kv.states import LiveStates, StateKey
@@ -434,13 +434,12 @@ def recycle_all_memory(patch: pytest.MonkeyPatch) -> None:
 
 def make_forwards_cheap(patch: pytest.MonkeyPatch) -> None:
     """Prompts of tests are short: a forward more costs as much as four tokens, so rows that share little share it."""
-    for module in (shared_prefix, state_forwards):
-        patch.setattr(module, "FORWARD_COST_ON_HOST", 4)
+    patch.setattr(forwards_ahead, "FORWARD_COST_ON_HOST", 4)
 
 
 def make_snapshots_frequent(patch: pytest.MonkeyPatch) -> None:
     """A snapshot is worth its place where it saves one token."""
-    patch.setattr(state_forwards, "_LEAST_GAIN", 1)
+    patch.setattr(forwards_ahead, "_LEAST_GAIN", 1)
 
 
 def leave_all_with_blocks() -> None:

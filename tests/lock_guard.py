@@ -19,8 +19,8 @@ from hf_paged_cache.blocks import PrefixCachingBlockAllocator
 from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.counters import PromptCounters
 from hf_paged_cache.call.held_steps import HeldSteps
+from hf_paged_cache.integration.forwards_ahead import ForwardsAhead
 from hf_paged_cache.integration.session import Session
-from hf_paged_cache.integration.shared_prefix import SharedPrefixes
 from hf_paged_cache.integration.side_forward import SideForwards
 from hf_paged_cache.kv.block_pool import BlockPool, GroupTensors
 from hf_paged_cache.prefix_store import PrefixStore
@@ -92,7 +92,8 @@ def install() -> None:
     for cls, name in [
         (Session, "_open"),
         (Session, "_require_may_begin"),
-        (SharedPrefixes, "plan"),
+        (ForwardsAhead, "plan"),
+        (ForwardsAhead, "fits"),
         (LowerTiers, "_refresh"),
         (LowerTiers, "distrust"),
     ]:
@@ -100,7 +101,7 @@ def install() -> None:
     # A model runs between these, and users' callbacks, or what they call writes to a log.
     for cls, names in [
         (Session, ("before_forward", "after_forward", "_log", "why_unscheduled")),
-        (SideForwards, ("run", "run_columns")),
+        (SideForwards, ("run",)),
         (Call, ("write",)),
     ]:
         for name in names:

@@ -36,6 +36,8 @@ LOCK = re.compile(r"(\.lock|\._lock|_attaching|_opening|_registering)$")
 
 # Locks whose absence the guard cannot see: module and function -> what would, or why it stands there.
 OTHERWISE_TESTED = {
+    "integration.forwards_ahead:Forerunners.run": "runs only where processes share a model",
+    "integration.forwards_ahead:ForwardsAhead.run": "where rows are judged in a call: test_states_that_known_tokens_left_under_other_conditions_are_not_kept",
     "integration.hooks:attach": "test_threads_that_attach_a_model_at_once_attach_it_once",
     "integration.hooks:detach": "test_attaching_and_detaching_at_once_leaves_all_or_nothing",
     "integration.hooks:left_as_it_was": "test_jobs_in_several_threads_on_one_model_do_not_take_it_from_each_other",
@@ -47,7 +49,6 @@ OTHERWISE_TESTED = {
     "store.block_store:BlockStore.read_budget": "before the first forward is confirmed; a look at devices, and one number",
     "store.block_store:BlockStore.bytes_to_come": "asked by another store before its first forward is confirmed; numbers",
     "integration.ranks:Ranks.settled_budget": "runs only where processes share a model",
-    "integration.state_forwards:StateForwards.schedule": "`prepare` and `schedule` take it, too; so that nobody comes between",
     "tiers.runs:Run.write": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
     "tiers.runs:Run.write:1": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
     "tiers.runs:Run.drop": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",

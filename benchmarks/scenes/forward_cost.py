@@ -7,7 +7,7 @@ import statistics
 from harness import Timing
 from transformers import DynamicCache
 
-from hf_paged_cache.call.schedule import FORWARD_COST_ON_HOST
+from hf_paged_cache.call.plan import FORWARD_COST_ON_HOST
 
 from .line import Line
 from .registry import Lines, Repeat, scene

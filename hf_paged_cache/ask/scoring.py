@@ -6,6 +6,7 @@ model's weights stay in step.
 """
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.scheduled_forward import RowInput
 from ..errors import CacheArgumentError
 from ..integration.side_forward import SiblingCache, SideForwards
 from ..integration.token_input import in_vocabulary
@@ -236,7 +238,7 @@ class _Scorer:
     def run(self, cache: SiblingCache, rows: list[Tokens], readings: list[Reading], *, num_logits: int) -> None:
         """Run rows after what the cache holds, and read the logits of the last columns."""
         num_held = cache.call.num_columns
-        logits = self._side.run(cache, rows, num_logits=num_logits)
+        logits = self._side.run(cache, [RowInput(array("q", row), 0, 0) for row in rows], num_logits=num_logits)
         self.peak_kv_bytes = max(self.peak_kv_bytes, cache.call.peak_kv_bytes)
         members: list[dict[int, None]] = [{} for _ in rows]
         for read in readings:

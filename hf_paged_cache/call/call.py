@@ -1,18 +1,21 @@
-"""One running call: its state, and which event may come when.
+"""One running call: its rows, its state, and which event may come when.
 
     idle -> scheduled -> confirmed -> scheduled ... -> ended -> idle, or scheduled again where the rows go on
     scheduled -> rolled back to idle or confirmed
 
 A *scheduled forward* is the only one whose writes are let through, and only what was confirmed is ever committed: when
 the next forward is scheduled, so that a draft that `crop` takes back never was, when rows fork, or when the call ends.
-Here are the events of a forward; those between two forwards are in `CallRows`. Torch tensors pass through to pool and
-view, unread.
+
+Between two forwards rows are cut, change places, are copied, end, and are given back. Where they stand is `rows.num_columns`; whatever keeps
+something of each row is a *follower*, and changes with them. While somebody else runs the rows, nobody may change them. Torch tensors pass
+through to pool and view, unread.
 """
 
 import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import Enum
 from types import FrameType
 from weakref import ref
 
@@ -28,28 +31,50 @@ from ..stats import RowCount
 from ..store.block_store import BlockStore
 from ..store.bring_up import Wanted
 from ..store.holder import Demand
-from .admission import UNLIMITED, CallLimits, admit_call, renew_reservation
-from .call_rows import CallRows, CallState
+from .admission import UNLIMITED, CallLimits, admit_call, num_blocks_held_only_by, renew_reservation
+from .call_states import CallStates
 from .counters import PromptCounters
-from .held_steps import PassedStep
-from .prefix_match import Found, PreviousRows, continuation, found_below, hold_longer, look_up_row
-from .prepare import (
-    begin_rows_that_fit,
-    continue_rows,
-    hold_windows,
-    map_slots,
-    reserve_forward,
-    take_blocks,
-    take_step,
-)
-from .rows import Row
-from .running import Bracket
-from .schedule import start_column
+from .held_steps import HeldSteps, PassedStep
+from .layer_writes import LayerWrites
+from .prefix_match import Found, PreviousRows, continuation, found_below, look_up_row
+from .prepare import begin_rows_that_fit, continue_rows
+from .rows import Row, Rows, gather_rows
+from .running import Bracket, Brackets, is_on_a_stack
+from .schedule import hold_windows, map_slots, reserve_forward, start_column, take_blocks, take_step
 from .scheduled_forward import ForwardRequest, RowInput, ScheduledForward
 
 
-class Call(CallRows):
-    """The rows that one cache runs, from their first forward to the end."""
+class CallState(Enum):
+    """Where a call stands; the value completes "the call ..."."""
+
+    IDLE = "has no rows"
+    SCHEDULED = "has scheduled a forward"
+    CONFIRMED = "has rows and waits for a forward"
+    ENDED = "has ended and keeps its rows"
+
+
+class _Reservation:
+    """Of a `generate` that nobody has ended."""
+
+    def __init__(self, call: "Call") -> None:
+        self._call = call
+
+    def end(self) -> None:
+        """Give it back, unless another one has begun since."""
+        if not self._call.brackets:
+            self._call.store.give_back_reservation(self._call)
+
+
+class Call:
+    """The rows that one cache runs, from their first forward to the end; those of the call before; and who runs them.
+
+    Args:
+        store: where their blocks are.
+        view: what attention reads of them.
+        is_forward: whether a frame on a thread's stack is of a forward on this call.
+        salt: namespace of the rows' blocks.
+        live: what layers carry of the running rows; None: no layer carries anything.
+    """
 
     def __init__(
         self,
@@ -59,7 +84,26 @@ class Call(CallRows):
         salt: bytes = b"",
         live: LiveStates | None = None,
     ) -> None:
-        super().__init__(store, view, is_forward, salt, live)
+        self.store = store
+        self.salt = salt
+        self.view = view
+        self.state = CallState.IDLE
+        self.forward: ScheduledForward | None = None
+        self.limits: CallLimits = UNLIMITED  # of the `generate` that runs
+        self.rows = Rows([], [], 0)
+        self.previous = Rows([], [], 0)  # of the call before, matched by the next one
+        self.num_scheduled = 0  # forwards since `begin`
+        self.plans_ahead = True  # forwards of our own may run ahead, and are cut where snapshots are wanted
+        self.brackets = Brackets()
+        self.kept_by: Callable[[], object | None] = lambda: None  # who needs the rows between two of their forwards
+        self._held = HeldSteps(store, view)
+        self._writes = LayerWrites(store, view, self._held)
+        self.states = CallStates(store, LiveStates({}) if live is None else live)
+        self._is_forward = is_forward
+        self._thread = 0  # that began or went on with the rows, but for decode steps
+        self._is_first = False  # the scheduled forward is the first of its rows
+        self._may_step = False  # rows go on under the conditions that they have run under
+        self._num_columns_before = 0  # columns before the last confirmed forward
         self.counters = PromptCounters(store.call_totals)
         self.peak_kv_bytes = 0
         self.keeps_past = False  # drafts will be verified, and taken back by `crop`
@@ -69,6 +113,7 @@ class Call(CallRows):
         self.demand: Demand | None = None  # of rows that begin, as long as nothing has changed
         self._brought: Mapping[int, str] = {}  # block -> the tier that it has come from for the next forward
         self._stopwatch: Stopwatch | None = None  # of a forward of a prompt, where lower tiers ask
+        self._is_larger = False  # the scheduled forward has taken blocks
         self._must_commit = False  # the last forward had several columns, and may have filled blocks
         store.add_holder(self)
 
@@ -228,7 +273,7 @@ class Call(CallRows):
         if self.states:
             self.states.find(self.rows, request)
 
-    def admit(self, request: ForwardRequest, computed_ahead: Mapping[int, int] | None = None) -> None:
+    def admit(self, request: ForwardRequest) -> None:
         """Reserve, ahead of `schedule`, what the prepared forward or its call may take, so that it is not refused there.
 
         `release` gives the reservation back, and so does `roll_back` where the call's rows begin.
@@ -239,8 +284,6 @@ class Call(CallRows):
         """
         with self.store.lock:
             self._require_prepared()
-            if computed_ahead:
-                self._hold_longer(request)
             if not self.limits.are_known:
                 reserve_forward(self.store, self, self.rows, request)
             elif self.num_scheduled == 0:
@@ -257,7 +300,7 @@ class Call(CallRows):
         computed_ahead: Mapping[int, int] | None = None,
         *,
         latest_start: float = math.inf,
-        state_column: int | None = None,
+        column: int | None = None,
         cold: Collection[int] = (),
     ) -> ScheduledForward:
         """Take the blocks of the forward that was prepared, and say what may be written.
@@ -265,7 +308,7 @@ class Call(CallRows):
         Args:
             computed_ahead: row of the batch -> tokens computed for it, alone, since it was prepared.
             latest_start: columns from here on are computed, whatever is known; rows go on where they stand all the same.
-            state_column: where the origins of all rows are; None: where all can go on, as they are.
+            column: where the origins of all rows are; None: where all can go on, as they are.
             cold: running rows that begin anew before that column, if they have not been run up to there.
 
         Raises:
@@ -275,8 +318,8 @@ class Call(CallRows):
         with self.store.lock:
             self._require_prepared()
             try:
-                self.states.begin_anew(self.rows, cold, state_column)
-                return self._schedule(request, computed_ahead or {}, latest_start, state_column)
+                self.states.begin_anew(self.rows, cold, column)
+                return self._schedule(request, computed_ahead or {}, latest_start, column)
             except BaseException:
                 self.roll_back()
                 raise
@@ -287,9 +330,11 @@ class Call(CallRows):
         rows = self.rows
         return (
             self._may_step
-            and not rows.is_aliased
+            and self.forward is None
+            and self.state is CallState.CONFIRMED
+            and len(rows.distinct) == len(rows.alias)
             and rows.num_columns >= self.limits.num_prompt_columns
-            and bool(self.brackets)
+            and self.brackets.are_of_this_thread()
         )
 
     def schedule_step(self, passed: Sequence[int] | PassedStep) -> None:
@@ -305,12 +350,13 @@ class Call(CallRows):
             self.catch_up()
         with self.store.lock:
             self.store.settle()
-            rows, before, num_rows = self.rows, self.rows.num_columns, len(self.rows)
+            rows, before, num_rows = self.rows, self.rows.num_columns, len(self.rows.alias)
             if self._must_commit:
                 self._commit()
                 self._must_commit = False
-            if self.states:
-                self.states.stop_step_commits(rows)
+            states = self.states if self.states.has_layers else None
+            if states is not None:
+                states.stop_step_commits(rows)
             self._is_first = False
             self._writes.start()
             self.state = CallState.SCHEDULED
@@ -323,13 +369,14 @@ class Call(CallRows):
                 )
                 self.view.start_forward(self._held.layouts, num_rows, before, before + 1, transfer)
                 if num_taken:
-                    if self.states:
-                        self.states.keep_last(rows)
+                    if states is not None:
+                        states.keep_last(rows)
+                    self._is_larger = True
                     renew_reservation(self.store, self, rows, self.limits, before + 1)
                     self.store.make_copies(
                         transfer, may_wait=False
                     )  # last: with their ids goes all that the step needs
-                self.states.tear()
+                self.states.are_whole = False  # until it is confirmed
                 self.forward = ScheduledForward(
                     before, before + 1, tuple(range(num_rows)), None, slot_mapping, is_step=True
                 )
@@ -369,17 +416,19 @@ class Call(CallRows):
         if not store.writing_layers:
             store.read_budget()
         with store.lock:
-            try:
-                self._writes.require_all()
-            except ForwardMismatchError:
-                self.roll_back()
-                raise
+            written = self._writes.written
+            if not (store.writing_layers and store.writing_layers <= written):
+                try:
+                    self._writes.require_all()
+                except ForwardMismatchError:
+                    self.roll_back()
+                    raise
             if not store.writing_layers:
                 store.settle_budget(most_blocks)
-                store.writing_layers = frozenset(self._writes.written)
+                store.writing_layers = frozenset(written)
             self._num_columns_before = self.rows.num_columns
             self.rows.confirm(forward.stop)
-            self.states.column = forward.stop
+            self.states.are_whole = True
             if not forward.is_step:
                 self.rows.let_pass()
             if self._stopwatch is not None:
@@ -390,34 +439,34 @@ class Call(CallRows):
             self.forward = None
             if conditions_held is not None:
                 self.judge(conditions_held=conditions_held)
-            self.counters.confirm()
-            self.peak_kv_bytes = max(self.peak_kv_bytes, store.kv_bytes_in_use(self.salt) + self.view.num_bytes)
+            if not forward.is_step:
+                self.counters.confirm()
+            if self._is_larger:
+                self._measure()
             return forward
+
+    def _measure(self) -> None:
+        """Keys and values may take more than ever before."""
+        num_bytes = self.store.kv_bytes_in_use(self.salt) + self.view.num_bytes
+        self.peak_kv_bytes, self._is_larger = max(self.peak_kv_bytes, num_bytes), False
 
     def _require_prepared(self) -> None:
         if self.state is not CallState.SCHEDULED:
             raise CacheBusyError("the cache was reset while what its rows share was computed; run the forward again")
-
-    def _hold_longer(self, request: ForwardRequest) -> None:
-        for row, member in zip(self.rows.distinct, self.rows.members(), strict=True):
-            hold_longer(self.store, row, request.rows[member].token_ids)
-        self.demand = None
 
     def _schedule(
         self,
         request: ForwardRequest,
         computed_ahead: Mapping[int, int],
         latest_start: float,
-        state_column: int | None,
+        column: int | None,
     ) -> ScheduledForward:
         store, rows, limits, before = self.store, self.rows, self.limits, self.rows.num_columns
         stop, members = before + request.num_new_columns, rows.members()
-        if computed_ahead and not self.states:
-            self._hold_longer(request)
         if self.num_scheduled == 0 and limits.are_known:
             admit_call(self, stop)
-        if self.states and state_column is None:
-            state_column = self.states.joint_column(rows, request)
+        if self.states and column is None:
+            column = self.states.joint_column(rows, request)
         self.previous.free()
         self._writes.start()
         known = rows.known_columns()
@@ -426,14 +475,14 @@ class Call(CallRows):
             start = start_column(known, start=before, stop=stop, num_needed=request.num_logits_needed)
             if latest_start < start:
                 start, held_back_by = max(before, int(latest_start)), "rank"
-        if state_column is not None:
-            start, held_back_by = state_column, "state"
+        if column is not None:
+            start, held_back_by = column, "state"
             self.states.stop_commits(rows, request)
         if store.windows:
             start = hold_windows(rows, before, start)
-            if state_column is not None and start != state_column:
+            if column is not None and start != column:
                 raise ForwardMismatchError(
-                    f"layers with a window no longer hold what is before column {state_column}, up to which layers with a state "
+                    f"layers with a window no longer hold what is before column {column}, up to which layers with a state "
                     "have seen the rows; reset() the cache, or pass the whole prompt to generate again"
                 )
         self.counters.schedule(
@@ -465,7 +514,7 @@ class Call(CallRows):
             self.states.start_forward(rows, start, stop)
         self.forward = ScheduledForward(start, stop, tuple(members), copies, slot_mapping)
         self._may_step = limits.are_known and request.bypass is None and self._runs_as_asked(request)
-        self._must_commit = True
+        self._must_commit = self._is_larger = True
         self.num_scheduled += 1
         if store.tiers and store.tiers.is_telling(stop - start) and store.writing_layers:  # the first forward warms up
             self._stopwatch = Stopwatch(store.pool.accelerators)
@@ -475,3 +524,339 @@ class Call(CallRows):
         """Whether each row runs under the conditions of the request, so that it may go on token by token without a look."""
         rows = zip(self.rows.in_batch(), request.rows, strict=True)
         return all(row.root == new.root and row.pad == new.pad for row, new in rows)
+
+    # Between two forwards.
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the rows: those before the scheduled forward's, or all confirmed ones."""
+        if self.forward is None:
+            return self.rows.num_columns
+        return max(self.rows.num_columns, self.forward.start)  # more than `start` only where `confirm` was interrupted
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a `generate` is running, a forward in any thread, or rows may go on: of plain forwards, or kept ones."""
+        goes_on = self.state is CallState.CONFIRMED and bool(self.rows.alias) and not self.brackets.were_left_open
+        return goes_on or self.kept_by() is not None or self.is_in_use
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a `generate` is running, or a forward in any thread."""
+        return bool(self.brackets) or is_on_a_stack(self._is_forward)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the rows are of a call that is over."""
+        return self.state is CallState.ENDED
+
+    def catch_up(self, asked: Tensor | None = None) -> list[int]:
+        """Read what held steps were passed, in one transfer. No lock is held: this waits for the device.
+
+        Whatever may end, cut, fork or copy rows does this first.
+
+        Args:
+            asked: integers that are to be read as well.
+
+        Returns:
+            those.
+
+        Raises:
+            CacheArgumentError: a step ran on what is not there, or where the rows do not stand; nothing from there on is
+                ever committed.
+        """
+        return self._held.catch_up(self.rows, self.limits.end_of_sequence, asked)
+
+    def roll_back(self) -> None:
+        """Take back a forward that was never confirmed. Without one: nothing."""
+        if self.state is not CallState.SCHEDULED and self.forward is None:
+            return
+        self.check_not_busy()
+        with self.store.lock:
+            if self.state is not CallState.SCHEDULED:  # another thread's `crop` is done, or `confirm` was, but for this
+                self.forward = None
+                return
+            forward, self.forward = self.forward, None
+            if forward is not None and self.rows.num_columns == forward.stop:  # `confirm` had come so far
+                self.states.are_whole = True
+                self.state = CallState.CONFIRMED
+                return
+            if self.states.are_torn:
+                self.states.drop()
+                self._may_step = False
+            self._held.take_back(self.rows)
+            self.view.drop()  # some layers have the forward's columns and some have not
+            self._writes.gradients.crop(self.rows.num_columns)
+            if self._is_first:
+                self.rows.free()
+                self.rows = Rows([], [], 0)
+                self.store.give_back_reservation(self)
+                self.state = CallState.IDLE
+            else:
+                self.rows.roll_back()
+                self.states.unpark(self.rows)
+                self.state = CallState.CONFIRMED
+                if not self.limits.are_known:
+                    self.store.give_back_reservation(self)
+
+    def crop(self, num_columns: int) -> None:
+        """Take the last `num_columns` columns back.
+
+        Raises:
+            CacheArgumentError: there are not that many, or a window no longer has what it shows there; nothing has
+                changed.
+            CacheBusyError: a `generate` or a forward of another thread is running on them.
+        """
+        if num_columns:
+            self.catch_up()
+        rows = self.rows
+        with self.store.lock:
+            self.require_no_generate_elsewhere()
+            self.roll_back()
+            if num_columns == 0 or not rows.alias:
+                self.states.crop(0)
+                return
+            if num_columns > rows.num_columns:
+                raise CacheArgumentError(
+                    f"cannot crop {num_columns} tokens; give 0 to {rows.num_columns}, what there is"
+                )
+            kept, state = rows.num_columns - num_columns, self.state
+            rows.require_resumable(kept)
+            self._held.flush(rows)
+            rows.num_columns = kept
+            self._is_first, self.state = False, CallState.SCHEDULED  # interrupted, the next event cuts all rows alike
+            rows.crop(kept)
+            self.state = state
+            self.view.crop(kept)
+            self._writes.gradients.crop(kept)
+            self.states.crop(num_columns)
+            self._may_step = self._may_step and not self.states.are_torn
+            self._num_columns_before = min(self._num_columns_before, kept)
+            renew_reservation(self.store, self, rows, self.limits, kept)
+
+    def reorder(self, sources: Sequence[int] | Tensor) -> None:
+        """Batch row `i` goes on as batch row `sources[i]` (beam search); there may be more or fewer rows than before.
+
+        Args:
+            sources: where they are a tensor, it is read together with held steps, and need not be sent to its device again.
+
+        Raises:
+            CacheArgumentError: a source that is no row; nothing has changed.
+            CacheBusyError: a `generate` or a forward of another thread is running on them.
+        """
+        if isinstance(sources, Tensor):
+            self._reorder(self.catch_up(sources), sources)
+        else:
+            self.catch_up()
+            self._reorder(sources, None)
+
+    def _reorder(self, sources: Sequence[int], index: Tensor | None) -> None:
+        rows, view = self.rows, self.view
+        with self.store.lock:
+            self.require_no_generate_elsewhere()
+            self.roll_back()
+            if not rows.alias:
+                return
+            if not sources or min(sources) < 0 or max(sources) >= len(rows):
+                raise CacheArgumentError(f"rows {list(sources)} asked for; the cache has rows 0 to {len(rows) - 1}")
+            self._held.flush(rows)
+            self._held.write_at_once()
+            self._commit()
+            try:
+                if rows.is_aliased:
+                    origins = rows.separate()
+                    view.expand_rows(origins)
+                    self._writes.gradients.select_rows(origins)
+                    self.states.select(origins)
+                same_number = len(sources) == len(rows)
+                shared_columns = rows.select(sources)
+                self._writes.gradients.select_rows(sources)
+                self.states.select(sources, index)
+                if same_number:
+                    view.reorder_rows(sources, shared_columns, index)
+                else:
+                    view.drop()
+            except BaseException:
+                view.drop()  # tables and contiguous copy may have moved by different amounts
+                self.states.drop()
+                raise
+            renew_reservation(self.store, self, rows, self.limits, rows.num_columns)
+
+    def fork_rows(self) -> Rows:
+        """The rows with forked tables, for another call on the same store.
+
+        Raises:
+            CacheArgumentError: gradients flow through the rows, and would not through their copies.
+        """
+        self.catch_up()
+        with self.store.lock:
+            self.roll_back()
+            if self._writes.gradients:
+                raise CacheArgumentError(
+                    "gradients flow through the rows of this cache, and would not through a copy of them; copy it "
+                    "after forwards in torch.no_grad()"
+                )
+            self._held.flush(self.rows)
+            self._commit()
+            self.states.park(self.rows, copies=True)
+            forked = self.rows.fork()
+            self.states.unpark(self.rows)
+            return forked
+
+    def take_over(self, rows: Rows, *, ended: bool = False) -> None:
+        """Go on with these rows; there must be none yet.
+
+        Args:
+            ended: their call has ended, so they may be dropped.
+        """
+        with self.store.lock:
+            self.rows = rows
+            self.states.drop()
+            self._num_columns_before = rows.num_columns
+            kept = CallState.ENDED if ended else CallState.CONFIRMED
+            self.state = kept if rows.alias else CallState.IDLE
+
+    def join(self, rows: Rows) -> None:
+        """More rows go on with those that there are, from the same column: each from its origin, or from nothing.
+
+        The store's lock is held.
+        """
+        self.plans_ahead = False
+        if not self.rows.alias:
+            self.take_over(rows)
+        else:
+            self.states.park(self.rows)
+            self.rows.extend(rows)
+        self.states.put(self.rows)
+
+    def read_layer(self, layer_idx: int) -> dict[str, Tensor]:
+        """name -> [R, H, columns, D] of a layer's rows, a copy, with its gradients; empty without rows.
+
+        All columns, or in a layer with a window those that the next token sees.
+        """
+        with self.store.lock:
+            if not self.rows.alias or not self.store.pool.layer(layer_idx):
+                return {}
+            self._held.flush(self.rows, is_scheduled=self.state is CallState.SCHEDULED)
+            read = gather_rows(self.store, layer_idx, self.rows)
+            return self._writes.gradients.in_place_of(layer_idx, read, self.rows.alias, self.rows.num_columns)
+
+    def end(self, *, failed: bool = False, conditions_held: bool = True) -> None:
+        """`generate` is left: full blocks are committed; the rows stay, can go on, and can be matched.
+
+        Args:
+            failed: an exception ends it; then what the last forward computed may have been drafts.
+            conditions_held: of the model, since it was last said here or to `confirm`. If not, nothing that was computed
+                since then is found any more.
+        """
+        with self.store.lock:
+            self.roll_back()
+            self._measure()  # what attention reads may have grown since
+            self._held.flush(self.rows)
+            self.judge(conditions_held=conditions_held)
+            if failed:
+                for row in self.rows.distinct:
+                    row.stop_commits(max(0, self._num_columns_before - row.pad))
+                self._restore_previous()
+            self._commit()
+            if self.rows.alias:
+                self.state = CallState.ENDED
+            self.limits, self._may_step = UNLIMITED, False
+            self.store.give_back_reservation(self)
+            self.view.pause()
+
+    def drop_rows(self) -> None:
+        """Give all blocks and the contiguous copy back; what was committed stays in the prefix cache.
+
+        Raises:
+            CacheBusyError: a `generate` or a forward of another thread is running on them.
+        """
+        with self.store.lock:
+            self.check_not_busy()
+            self.require_no_generate_elsewhere()
+            self.roll_back()
+            self.judge(conditions_held=False)  # in the middle of a call nobody has looked
+            self._end_rows()
+            self.previous.free()
+            self.limits, self._may_step = UNLIMITED, False
+            self.view.drop()
+            self._writes.gradients.clear()
+            self.store.give_back_reservation(self)
+
+    def leave_behind(self) -> None:
+        """The cache is being collected, perhaps inside a line of ours: only note what the store will have to end."""
+        if self.rows.distinct:
+            self.store.left_behind.append(self.rows)
+
+    def leave_reservation(self) -> None:
+        """The `generate` was left without its end; this may run inside a line of ours, so the store gives it back later."""
+        self.store.left_behind.append(_Reservation(self))
+
+    def lose_threads(self, idents: frozenset[int]) -> None:
+        """These threads ended with a fork: drop the rows of a call that ran in one of them. The store's lock is held."""
+        if self.brackets.lose_threads(idents) or self._thread in idents:
+            self._held.give_up(self.rows)  # a forked child computes nothing before it runs
+            self._held.forget()
+            self.drop_rows()
+
+    def num_previous_blocks(self) -> int:
+        """Blocks that only rows whose call is over hold."""
+        rows = [*self.previous.distinct, *(self.rows.distinct if self.has_ended else [])]
+        return num_blocks_held_only_by(rows, self.store)
+
+    def check_not_busy(self) -> None:
+        """Raises CacheBusyError while a forward of this call runs in another thread that lives."""
+        if self.state is CallState.SCHEDULED:
+            self.require_no_forward_elsewhere()
+
+    def require_no_forward_elsewhere(self) -> None:
+        """Raises CacheBusyError while another thread runs a forward on the cache, in whatever state the call is."""
+        if is_on_a_stack(self._is_forward, of_other_threads=True):
+            raise CacheBusyError(
+                "this cache is running a forward in another thread; use one cache a call: "
+                "PagedPrefixCache(cache.store) shares all blocks"
+            )
+
+    def require_no_generate_elsewhere(self) -> None:
+        """Raises CacheBusyError while a `generate` of another thread is running."""
+        if self.brackets.are_of_another_thread():
+            raise CacheBusyError(
+                "a generate call of another thread is running on this cache; change its rows when it has ended"
+            )
+
+    def _commit(self) -> None:
+        """Commit full blocks, and keep what layers carry at their ends."""
+        self.rows.commit()
+        if self.states:
+            self.states.keep_snapshots(self.rows)
+
+    def judge(self, *, conditions_held: bool) -> None:
+        """Keep or take back what was computed since the last judgement."""
+        if conditions_held:
+            self.rows.trust()
+        else:
+            self.store.forget_blocks(self.rows.committed, self.salt)
+            self.rows.distrust()
+
+    def _end_rows(self) -> None:
+        """The running rows become the previous ones; those before them are dropped."""
+        if not self.rows.alias:
+            return
+        self._held.give_up(self.rows)
+        self.previous.free()
+        self._commit()
+        self.states.park(self.rows)
+        self.states.drop()
+        self.view.keep([row.layout()._replace(token_ids=row.true_token_ids) for row in self.rows.distinct])
+        self.previous, self.rows = self.rows, Rows([], [], 0)
+        self.state = CallState.IDLE
+        self._held.forget()
+
+    def _restore_previous(self) -> None:
+        """Where a call ends before it ran anything, the rows of the call before are there as they were."""
+        if self.previous.alias and not self.rows.alias and not self.num_scheduled:
+            previous, self.previous = self.previous, Rows([], [], 0)
+            self.rows = previous  # interrupted above this line, they are gone, and their blocks given back
+            self.states.drop()
+            self._num_columns_before = self.rows.num_columns
+            self.view.drop()

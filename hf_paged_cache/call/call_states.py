@@ -1,7 +1,7 @@
 """What layers carry of a call's rows, from their first forward to the end: where rows may go on, and when snapshots are taken.
 
-States are written in place, by the model. So those of the running rows count only while no forward runs, and none has died: behind
-`column`. The store's lock is held by whoever calls.
+States are written in place, by the model. So those of the running rows count only while no forward runs, and none has died.
+The store's lock is held by whoever calls.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -11,12 +11,11 @@ from torch import Tensor
 from ..errors import ForwardMismatchError
 from ..kv.states import LiveStates, StateKey, States, copied, row_of, select_rows, stacked
 from ..store.block_store import BlockStore
+from .plan import Bounds, PlannedRow, plan
 from .prefix_match import Found, match_states
 from .rows import Origin, Row, Rows
 from .scheduled_forward import ForwardRequest
-from .state_plan import Bounds, StatefulRow, climb
 
-_TORN = -1
 _LOST = (
     "what layers with a state carry of these rows is lost, because a forward died or tokens were taken back, and it cannot be "
     "computed again here; reset() the cache"
@@ -27,24 +26,24 @@ class CallStates:
     """The states of one call's rows. False where no layer carries any.
 
     Attributes:
-        column: of the running rows, behind which their layers' states stand; -1 where a forward has died, and nowhere.
-        plans_ahead: forwards of our own may bring rows together, and are cut where snapshots are wanted.
+        has_layers: any layer carries states.
+        are_whole: the layers carry what is behind all columns of the rows; not while a forward runs, nor after one has died.
     """
 
     def __init__(self, store: BlockStore, live: LiveStates) -> None:
         self._store = store
         self.live = live
-        self.column = 0
-        self.plans_ahead = True
+        self.has_layers = bool(live)
+        self.are_whole = False
 
     def __bool__(self) -> bool:
         """Whether any layer carries states."""
-        return bool(self.live)
+        return self.has_layers
 
     @property
     def are_torn(self) -> bool:
         """Whether the running rows must be brought back to where they stand."""
-        return bool(self.live) and self.column == _TORN
+        return self.has_layers and not self.are_whole
 
     def num_needed(self, request: ForwardRequest) -> int:
         """So many of a prompt's last columns run in the forward over all rows."""
@@ -94,7 +93,7 @@ class CallStates:
             for row, origin in zip(rows.distinct, origins, strict=True)
         )
         if (
-            before and go_on and len({row.pad + row_origin(row) for row in rows.distinct}) > 1
+            before and go_on and len({planned.start for planned in self.as_planned(rows)}) > 1
         ):  # together, as they stand
             for row, origin in zip(rows.distinct, origins, strict=True):
                 row.origin = origin
@@ -102,9 +101,9 @@ class CallStates:
 
     def stands(self, rows: Rows) -> bool:
         """Whether the layers carry what is behind all columns of the rows."""
-        return self.column == rows.num_columns > 0
+        return self.are_whole and rows.num_columns > 0
 
-    def as_planned(self, rows: Rows) -> list[StatefulRow]:
+    def as_planned(self, rows: Rows) -> list[PlannedRow]:
         """The running rows, for a plan."""
         planned = []
         for row in rows.distinct:
@@ -113,7 +112,7 @@ class CallStates:
                 start = row.pad + known if known > 0 else rows.num_columns
             elif 0 < rows.num_columns <= row.pad:
                 start = rows.num_columns  # padding so far: it begins there as well as anywhere
-            planned.append(StatefulRow(row.pad, start))
+            planned.append(PlannedRow(row.pad, start))
         return planned
 
     def joint_column(self, rows: Rows, request: ForwardRequest) -> int:
@@ -123,13 +122,14 @@ class CallStates:
             ForwardMismatchError: there is no such column: what layers carry is lost.
         """
         before, stop = rows.num_columns, rows.num_columns + request.num_new_columns
-        bounds = Bounds(before, stop, self.latest_start(rows, request), self._store.states.rules.width, forward_cost=0)
-        staircase = climb(self.as_planned(rows), bounds, may_run_ahead=False)
-        if staircase is None:
+        width = self._store.states.rules.width
+        bounds = Bounds(before, stop, self.latest_start(rows, request), forward_cost=0, is_exact=True, width=width)
+        found = plan(self.as_planned(rows), bounds, may_run_ahead=False)
+        if found is None:
             self.require_known(rows)
             raise ForwardMismatchError(_LOST)
-        self.begin_anew(rows, staircase.cold, staircase.column)
-        return staircase.column
+        self.begin_anew(rows, found.cold, found.column)
+        return found.column
 
     def begin_anew(self, rows: Rows, cold: Collection[int], column: int | None) -> None:
         """These running rows do not go on from what is known of their states, unless that is at `column`."""
@@ -161,10 +161,12 @@ class CallStates:
 
     def start_forward(self, rows: Rows, column: int, stop: int) -> None:
         """A forward of the columns `[column, stop)` begins: of each row, its origin is there, or it is padding so far."""
-        at_hand = self.column == column and all(
-            row.origin is None or row.origin.num_tokens == max(0, column - row.pad) for row in rows.distinct
+        at_hand = (
+            self.are_whole
+            and rows.num_columns == column
+            and all(row.origin is None or row.origin.num_tokens == max(0, column - row.pad) for row in rows.distinct)
         )
-        self.column = _TORN  # until it is confirmed
+        self.are_whole = False  # until it is confirmed
         if column == 0:
             self.live.clear()
         elif not at_hand:
@@ -174,10 +176,6 @@ class CallStates:
             # what is computed again is known no more: what comes behind it follows from what is computed now
             row.num_known = min(row.num_known, max(0, column - row.pad))
         self.record(rows, column, stop)
-
-    def tear(self) -> None:
-        """A forward is scheduled: until it is confirmed, nobody knows what the layers carry."""
-        self.column = _TORN
 
     def keep_last(self, rows: Rows) -> None:
         """A decode step begins, before which blocks were filled: where that is a place for one, a row gets a snapshot.
@@ -243,36 +241,27 @@ class CallStates:
 
     def select(self, sources: Sequence[int], index: Tensor | None = None) -> None:
         """Running row `i` goes on as row `sources[i]`."""
-        if self.live and self.column > 0:
-            column, self.column = self.column, _TORN  # interrupted, some layers have changed
+        if self.has_layers and self.are_whole:
+            self.are_whole = False  # interrupted, some layers have changed
             self.live.select(sources, index)
-            self.column = column
+            self.are_whole = True
 
-    def crop(self, num_columns: int, kept: int) -> None:
-        """The last `num_columns` columns were taken back; rows stand at `kept`."""
-        if not self.live:
+    def crop(self, num_columns: int) -> None:
+        """The last `num_columns` columns were taken back."""
+        if not self.has_layers:
             return
-        stood, self.column = self.column, _TORN
-        is_cropped = stood == kept + num_columns and self.live.crop(num_columns)
-        if is_cropped or not num_columns:
-            self.column = kept if is_cropped else stood
+        were_whole, self.are_whole = self.are_whole, False
+        if not num_columns or (were_whole and self.live.crop(num_columns)):
+            self.are_whole = were_whole
         else:
-            self.lose()
+            self.drop()
 
-    def lose(self) -> None:
-        """A forward has died, or what layers carry is of other tokens."""
-        if self.live:
-            self.column = _TORN
+    def drop(self) -> None:
+        """The rows have ended, a forward has died, or what layers carry is of other tokens."""
+        if self.has_layers:
+            self.are_whole = False
             self.live.clear()
             self.live.recorder.start_forward()
-
-    def forget(self) -> None:
-        """The rows have ended."""
-        if self.live:
-            self.column = _TORN
-            self.live.clear()
-            self.live.recorder.start_forward()
-            self.column = 0
 
     def of_batch(self, rows: Rows) -> dict[StateKey, Tensor]:
         """Copies of what layers carry of each row of the batch, for a call that goes on without the store.
@@ -280,7 +269,7 @@ class CallStates:
         Raises:
             ForwardMismatchError: it is lost.
         """
-        if not self.live or not rows.num_columns:
+        if not self.has_layers or not rows.num_columns:
             return {}
         if self.stands(rows):
             return select_rows(self.live.read(), rows.alias)
@@ -294,7 +283,7 @@ class CallStates:
 
     def park(self, rows: Rows, *, copies: bool = False) -> None:
         """Give each row what layers carry of it, where that is known: the rows end here, or are copied."""
-        if not self.live or not self.stands(rows):
+        if not self.has_layers or not self.stands(rows):
             return
         held: Mapping[StateKey, Tensor] = self.live.read()
         if copies:
@@ -304,26 +293,19 @@ class CallStates:
 
     def unpark(self, rows: Rows) -> None:
         """The rows go on here: what the layers carry of them is overwritten, and nobody may go on from it."""
-        if self.live and self.stands(rows):
+        if self.has_layers and self.stands(rows):
             for row in rows.distinct:
                 row.origin = None
 
     def put(self, rows: Rows) -> None:
         """Let the layers carry what is at the rows' origins; of a row without one, nothing."""
-        self.column = _TORN
+        self.are_whole = False
         self.live.clear()
         if rows.num_columns:
             self.live.put(stacked([{} if row.origin is None else row.origin.states for row in rows.distinct]))
         for row in rows.distinct:
             row.origin = None
-        self.column = rows.num_columns
-
-    def take_over(self, rows: Rows) -> None:
-        """Rows of another call go on here: their origins say from where."""
-        if self.live:
-            self.column = _TORN
-            self.live.clear()
-            self.column = _TORN if rows.num_columns else 0
+        self.are_whole = True
 
 
 def row_origin(row: Row) -> int:

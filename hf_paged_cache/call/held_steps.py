@@ -121,10 +121,10 @@ def count_on(positions: list[int], rows: Rows, column: int) -> bool:
     Args:
         positions: of each row, or one for all.
     """
-    running = rows.distinct
-    if len(positions) == 1:
-        positions = positions * len(running)
-    return positions == [row.first_position + column - row.pad for row in running]
+    for number, row in enumerate(rows.distinct):
+        if positions[number if len(positions) > 1 else 0] != row.first_position + column - row.pad:
+            return False
+    return len(positions) in (1, len(rows.distinct))
 
 
 class HeldSteps:

@@ -1,10 +1,10 @@
 """The rows of a call: which sequence each runs, which rows are still equal, and the block tables that hold them.
 
 Who changes rows tells the view. The store's lock is held by whoever calls a method here.
-Blocks get their hashes in one place, `Rows.commit`; `CallRows` and `Call` decide when.
+Blocks get their hashes in one place, `Rows.commit`; `Call` decides when.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -342,6 +342,36 @@ class Rows:
         forked = Rows([row.fork() for row in self.distinct], list(self.alias), self.num_columns)
         forked.group, forked.shared_columns = list(self.group), self.shared_columns
         return forked
+
+
+class Groups(NamedTuple):
+    """Rows put together by equality; group numbers follow the order of first members, so `members[g] >= g`."""
+
+    members: list[int]  # group -> its first row
+    group_of: list[int]  # row -> its group
+
+
+def group_equal(keys: Sequence[Hashable]) -> Groups:
+    """Group rows with equal keys.
+
+    Examples:
+        >>> group_equal(["a", "b", "a"])
+        Groups(members=[0, 1], group_of=[0, 1, 0])
+    """
+    numbers: dict[Hashable, int] = {}
+    members: list[int] = []
+    group_of: list[int] = []
+    for row, key in enumerate(keys):
+        number = numbers.setdefault(key, len(members))
+        if number == len(members):
+            members.append(row)
+        group_of.append(number)
+    return Groups(members, group_of)
+
+
+def each_alone(num_rows: int) -> Groups:
+    """Every row a group of its own."""
+    return Groups(list(range(num_rows)), list(range(num_rows)))
 
 
 def gather_rows(store: BlockStore, layer_idx: int, rows: Rows, start: int = 0) -> dict[str, Tensor]:

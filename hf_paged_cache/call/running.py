@@ -59,6 +59,13 @@ class Brackets:
         """A bracket that is gone without having been closed counts as closed."""
         self._open = tuple(self._still_open())
 
+    def are_of_this_thread(self) -> bool:
+        """Whether a `generate` runs, in this thread."""
+        for held in self._open:
+            if held.bracket() is not None:
+                return held.thread == threading.get_ident()
+        return False
+
     def are_of_another_thread(self) -> bool:
         """Whether a `generate` runs in another thread than this one."""
         here = threading.get_ident()

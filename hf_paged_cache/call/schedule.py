@@ -1,53 +1,16 @@
-"""What of a forward is computed where. Pure: rows in, plan out; no table, no tensor, no state.
+"""What a scheduled forward takes: the column that it starts at, the blocks of its rows, and the slots of its tokens. Functions over `Rows`."""
 
-Equal rows run once (`group_equal`). What rows that differ have in common, or what one lacks and its neighbours have, is
-a *shared prefix*: a forward of one row alone, ahead of the one over all rows, where that pays (`plan_shared_prefixes`).
-All rows then start at one column, the least that any of them knows (`start_column`).
-"""
+from collections.abc import Callable, Sequence
+from typing import cast
 
-from collections.abc import Hashable, Iterator, Sequence
-from typing import NamedTuple
-
-from ..blocks.tokens import common_prefix_length
-from .scheduled_forward import RowInput
-
-# What a forward costs beside its tokens, in tokens: reading all weights, launching all kernels. For SmolLM2-135M on two
-# cores that is some 45 (`python benchmarks/bench_generate.py --scenes forward_cost`); more here, so that it is a gain.
-# An accelerator computes tokens faster and launches no faster; its number is a guess.
-FORWARD_COST_ON_HOST = 64
-FORWARD_COST_ON_ACCELERATOR = 512
-
-_MAX_CANDIDATES = 64  # columns that are weighed; more rows than that rarely branch at more
-
-
-class Groups(NamedTuple):
-    """Rows put together by equality; group numbers follow the order of first members, so `members[g] >= g`."""
-
-    members: list[int]  # group -> its first row
-    group_of: list[int]  # row -> its group
-
-
-def group_equal(keys: Sequence[Hashable]) -> Groups:
-    """Group rows with equal keys.
-
-    Examples:
-        >>> group_equal(["a", "b", "a"])
-        Groups(members=[0, 1], group_of=[0, 1, 0])
-    """
-    numbers: dict[Hashable, int] = {}
-    members: list[int] = []
-    group_of: list[int] = []
-    for row, key in enumerate(keys):
-        number = numbers.setdefault(key, len(members))
-        if number == len(members):
-            members.append(row)
-        group_of.append(number)
-    return Groups(members, group_of)
-
-
-def each_alone(num_rows: int) -> Groups:
-    """Every row a group of its own."""
-    return Groups(list(range(num_rows)), list(range(num_rows)))
+from ..errors import ForwardMismatchError
+from ..kv.slot_mapping import SlotMapping
+from ..kv.transfers import Transfer
+from ..store.block_store import BlockStore
+from ..store.holder import Demand, Holder
+from .admission import CallLimits, grow_anew_for, is_copied, require, rows_in_words
+from .rows import Row, Rows
+from .scheduled_forward import ForwardRequest
 
 
 def start_column(known_columns: Sequence[int], *, start: int, stop: int, num_needed: int) -> int:
@@ -66,109 +29,193 @@ def start_column(known_columns: Sequence[int], *, start: int, stop: int, num_nee
     return max(start, min(*known_columns, stop - num_needed))
 
 
-class SharedPrefix(NamedTuple):
-    """A forward of one row alone."""
+def reserve_forward(store: BlockStore, holder: Holder, rows: Rows, request: ForwardRequest) -> None:
+    """Reserve the blocks that `take_blocks` will take, where the call has reserved none.
 
-    row: int
-    num_tokens: int  # leading tokens that are known after it; a multiple of the block size
+    Raises:
+        OutOfBlocksError: nothing has changed.
+    """
+    members = zip(rows.distinct, rows.members(), strict=True)
+    needed = sum(
+        row.table.num_new_blocks_for_append(len(row.unseen(request.rows[member].token_ids))) for row, member in members
+    )
+    demand = Demand(needed, 0, _windows_of(store, rows, request))
+    grow_anew_for(store, holder, demand)
+    require(store, holder, demand, f"this forward ({rows_in_words(len(rows.distinct))})")
+    store.reserve(holder, needed)
 
 
-class SharedPrefixPlan(NamedTuple):
-    """Shared prefixes in the order in which they are to run, each finding what those before it have computed."""
+def _windows_of(store: BlockStore, rows: Rows, request: ForwardRequest, *, keeps_past: bool = False) -> tuple[int, ...]:
+    """The window blocks of a forward, of each group."""
+    if not store.windows:
+        return ()
+    spans = [
+        (
+            row.table.num_tokens,
+            row.num_confirmed + len(request.rows[member].token_ids),
+            is_copied(row.table, store.block_size),
+        )
+        for row, member in zip(rows.distinct, rows.members(), strict=True)
+    ]
+    return store.windows.of_forward(spans, keeps_past=keeps_past)
 
-    prefixes: tuple[SharedPrefix, ...]
-    num_shared_blocks: int  # that rows will hold of each other, so that nobody takes them twice
 
-
-NOTHING_SHARED = SharedPrefixPlan((), 0)
-
-
-def plan_shared_prefixes(
-    rows: Sequence[RowInput],
-    num_known: Sequence[int],
-    *,
-    start: int,
-    stop: int,
-    num_needed: int,
-    block_size: int,
-    forward_cost: int,
-) -> SharedPrefixPlan:
-    """The shared prefixes after which all rows together cost least; none where that is to compute them as they are.
-
-    Cost, in tokens: those of the prefixes, `forward_cost` for each, and the columns that the forward over all rows is
-    left with, times the rows. Weighed are the columns at which rows part or are known up to, and their last full blocks;
-    where paddings differ by no whole blocks, another column may cost less by up to a block a row.
+def hold_windows(rows: Rows, before: int, start: int) -> int:
+    """Say from which column each row's layers read on: from `start`, or from the last one before it that all windows allow.
 
     Args:
-        rows: with all of their tokens, those of the forward included; rows of one root can share.
-        num_known: leading tokens of each row whose keys and values are in the pool.
-        start, stop: columns of the forward, padding included.
-        num_needed: so many of its last columns are computed whatever is known.
+        before: columns at which the rows stand.
 
-    Examples:
-        >>> from array import array
-        >>> rows = [RowInput(array("q", [*range(100), last, 7]), 0, 0) for last in (1, 2, 3)]
-        >>> plan_shared_prefixes(rows, [0, 0, 0], start=0, stop=102, num_needed=1, block_size=4, forward_cost=8)
-        SharedPrefixPlan(prefixes=(SharedPrefix(row=0, num_tokens=100),), num_shared_blocks=50)
+    Raises:
+        ForwardMismatchError: the rows cannot go on from there: a forward that skipped more of a prompt has died.
     """
-    order = sorted(range(len(rows)), key=lambda i: (rows[i].root, rows[i].token_ids.tobytes()))
-    common = [0] * len(rows)  # position in `order` -> tokens shared with the row before it, in full blocks
-    for at in range(1, len(order)):
-        left, right = rows[order[at - 1]], rows[order[at]]
-        if left.root == right.root:
-            common[at] = _floor(common_prefix_length(left.token_ids, right.token_ids), block_size)
-    latest = stop - num_needed
-
-    def weigh(column: int) -> tuple[int, SharedPrefixPlan]:
-        prefixes: list[SharedPrefix] = []
-        num_computed, num_shared, reach, first = 0, 0, 0, latest
-        shared_with_last = 0  # tokens of this row that the last prefix's row has, too
-        for at, number in enumerate(order):
-            row, held = rows[number], num_known[number]
-            reach, shared_with_last = min(reach, common[at]), min(shared_with_last, common[at])
-            target = min(-(-(column - row.pad) // block_size) * block_size, _floor(len(row.token_ids), block_size))
-            target = max(target, held)
-            known = max(_floor(held, block_size), reach)
-            if target > known and target > held:
-                if prefixes and prefixes[-1].num_tokens <= shared_with_last:
-                    prefixes.pop()  # this one computes all of that
-                prefixes.append(SharedPrefix(number, target))
-                shared_with_last = target
-                num_computed += target - known
-            num_shared += max(0, min(reach, target) - held) // block_size
-            reach = max(reach, target)
-            first = min(first, row.pad + target)
-        left = len(rows) * (stop - max(start, first))
-        return num_computed + forward_cost * len(prefixes) + left, SharedPrefixPlan(tuple(prefixes), num_shared)
-
-    known_columns = [row.pad + held for row, held in zip(rows, num_known, strict=True)]
-    earliest = start_column(known_columns, start=start, stop=stop, num_needed=num_needed)
-    least, best = len(rows) * (stop - earliest), NOTHING_SHARED
-    candidates = sorted(set(_candidates(rows, num_known, order, common, block_size, latest)))
-    for column in candidates[:: max(1, -(-len(candidates) // _MAX_CANDIDATES))]:
-        if earliest < column <= latest + block_size:
-            cost, plan = weigh(min(column, latest))
-            if cost < least:
-                least, best = cost, plan
-    return best
+    column = start + 1
+    while column > start:
+        column = start
+        for row in rows.distinct:
+            num_tokens = max(0, start - row.pad)
+            if (num_resumable := row.table.num_resumable_tokens(num_tokens)) < num_tokens:
+                start = max(before, row.pad + num_resumable)
+    for row in rows.distinct:
+        num_tokens = max(0, start - row.pad)
+        if row.table.num_resumable_tokens(num_tokens) < num_tokens:
+            raise ForwardMismatchError(
+                f"layers with a window no longer hold what is before column {start}, because a forward died that went on "
+                "further right; reset() the cache, or pass the whole prompt to generate again"
+            )
+        row.table.hold_window(num_tokens)
+    return start
 
 
-def _candidates(
-    rows: Sequence[RowInput],
-    num_known: Sequence[int],
-    order: Sequence[int],
-    common: Sequence[int],
-    block_size: int,
-    latest: int,
-) -> Iterator[int]:
-    """Columns between which costs change by the same amount a column."""
-    for at, number in enumerate(order):
-        pad = rows[number].pad
-        for length in (common[at], common[at + 1] if at + 1 < len(order) else 0, num_known[number]):
-            yield pad + _floor(length, block_size)
-        # what follows the last full block is computed again, at least in part
-        yield pad + _floor(max(0, latest - pad), block_size)
+def take_blocks(
+    store: BlockStore,
+    holder: Holder,
+    rows: Rows,
+    request: ForwardRequest,
+    limits: CallLimits,
+    *,
+    keeps_past: bool = False,
+) -> int:
+    """Append each running row's new tokens to its table, with blocks to write them into; copies on write become due.
+
+    Args:
+        keeps_past: what follows the prompt may be taken back.
+
+    Returns:
+        the number of blocks taken.
+
+    Raises:
+        OutOfBlocksError: tables may have grown; the caller rolls back.
+    """
+    members = zip(rows.distinct, rows.members(), strict=True)
+    unseen = [(row, row.unseen(request.rows[member].token_ids)) for row, member in members]
+    num_taken = sum(row.table.num_new_blocks_for_append(len(tokens)) for row, tokens in unseen)
+    windows: tuple[int, ...] = ()
+    if store.windows:
+        windows = store.windows.reserved_for(holder)
+        if not limits.are_known:
+            windows = _windows_of(store, rows, request, keeps_past=keeps_past)
+            store.windows.reserve(holder, windows)
+    _make_room(store, holder, num_taken, rows, limits, windows)
+    store.windows.count_to_come()
+    for row, tokens in unseen:
+        cut = None
+        if keeps_past:  # back to the prompt's end, or else to where the forward began
+            cut = max(row.num_confirmed, int(limits.num_prompt_columns) - row.pad if limits.are_known else 0)
+        row.table.append_tokens(tokens, cut=cut)
+        if limits.end_of_sequence:
+            _stop_at_end_of_sequence(row, limits)
+    return num_taken
 
 
-def _floor(number: int, block_size: int) -> int:
-    return number // block_size * block_size
+def take_step(
+    store: BlockStore,
+    holder: Holder,
+    rows: Rows,
+    token_ids: Sequence[int],
+    limits: CallLimits,
+    flush: Callable[[], None],
+    transfer: Transfer | None = None,
+) -> tuple[int, SlotMapping]:
+    """What `take_blocks` and `map_slots` do, where each row goes on by one generated token: most have room for it.
+
+    Where one has not, its last block is full, and is committed with all that are.
+
+    Args:
+        flush: writes to the pool what it has not got yet, before blocks are committed.
+
+    Returns:
+        the number of blocks taken, and the slots of the tokens.
+
+    Raises:
+        OutOfBlocksError: tables may have grown; the caller rolls back.
+    """
+    running, ends = rows.distinct, limits.end_of_sequence
+    slots: list[int | None] = []
+    for row, token_id in zip(running, token_ids, strict=True):  # loops: it runs for every token
+        slots.append(row.table.append_in_place(token_id))
+    if not ends.isdisjoint(token_ids):
+        for row, token_id in zip(running, token_ids, strict=True):
+            if token_id in ends:
+                row.stop_commits(row.num_confirmed + 1)
+    num_taken = slots.count(None)
+    if num_taken:
+        flush()
+        rows.commit()
+        _make_room(store, holder, num_taken, rows, limits)
+        for number, slot in enumerate(slots):
+            if slot is None:
+                slots[number] = running[number].table.append_token(token_ids[number])
+    return num_taken, store.pool.map_slots(cast(list[int], slots), transfer=transfer)
+
+
+def map_slots(
+    store: BlockStore, rows: Rows, known_columns: Sequence[int], start: int, stop: int, transfer: Transfer | None = None
+) -> SlotMapping:
+    """Slots of all tokens that are not in the pool yet, and which of the forward's tokens they take."""
+    slots: list[int] = []
+    sources: list[int] = []
+    num_columns = stop - start
+    for number, (row, known) in enumerate(zip(rows.distinct, known_columns, strict=True)):
+        slots.extend(row.table.writable_slots(known - row.pad, row.table.num_tokens))
+        sources.extend(range(number * num_columns + known - start, (number + 1) * num_columns))
+    are_all = len(sources) == num_columns * len(rows.distinct)
+    return store.pool.map_slots(slots, None if are_all else sources, transfer)
+
+
+def _make_room(
+    store: BlockStore,
+    holder: Holder,
+    needed: int,
+    rows: Rows,
+    limits: CallLimits,
+    windows: tuple[int, ...] = (),
+) -> None:
+    """Have the blocks that a forward takes.
+
+    Where memory has run out, a first forward needs all that was reserved for its call, a later one only what it takes now.
+    """
+    demand, what = (
+        Demand(needed, 0, () if limits.are_known else windows),
+        f"this forward ({rows_in_words(len(rows.distinct))})",
+    )
+    grow_anew_for(store, holder, demand)
+    if needed and not limits.are_known:  # nothing was reserved
+        require(store, holder, demand, what)
+    store.make_room(needed)
+    if store.ran_out_of_memory:  # fewer blocks may be there than were reserved
+        if not rows.num_columns:  # a first forward: its call must have all that it reserved
+            demand = Demand(max(needed, store.num_blocks_reserved_for(holder)), 0, windows)
+            what = f"this call ({rows_in_words(len(rows))})"
+        require(store, holder, demand, what)
+
+
+def _stop_at_end_of_sequence(row: Row, limits: CallLimits) -> None:
+    """Tokens that follow the first end of sequence that was generated are not committed: nobody will ask for them."""
+    tokens = row.table.token_ids
+    for position in range(
+        int(max(0, min(limits.num_prompt_columns - row.pad, len(tokens)), row.num_confirmed)), len(tokens)
+    ):
+        if tokens[position] in limits.end_of_sequence:
+            row.stop_commits(position + 1)
+            return

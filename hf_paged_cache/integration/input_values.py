@@ -69,25 +69,6 @@ class KnownInputs(NamedTuple):
     token_ids: Tensor
     values: InputValues
 
-    @classmethod
-    def of_columns(
-        cls, token_ids: Tensor, rows: list[TokenIds], pad: int, before: int, first_position: int | None
-    ) -> "KnownInputs":
-        """Of rows that are all padded alike, and number their columns.
-
-        Args:
-            rows: the numbers in `token_ids`, all columns.
-            pad: columns of left padding, of those held, too.
-            before: columns that the rows have.
-            first_position: that of column 0; None: no positions are passed.
-        """
-        num_rows, num_new = len(rows), token_ids.shape[1]
-        mask = MaskValues([pad] * num_rows, [num_pads(pad, before, num_new)] * num_rows, [pad] * num_rows)
-        if first_position is None:
-            return cls(token_ids, InputValues(rows, num_new, False, mask, None, None))
-        last = first_position + before + num_new - 1
-        return cls(token_ids, InputValues(rows, num_new, False, mask, PositionValues([last], [0]), last))
-
 
 def read_inputs(arguments: Mapping[str, Any], num_running: int, before: int, *, takes_positions: bool) -> InputValues:
     """Read them.

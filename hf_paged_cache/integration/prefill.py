@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..blocks import HashChain, resumable
 from ..blocks.tokens import TokenIds
+from ..call.scheduled_forward import RowInput
 from ..errors import OutOfBlocksError
 from ..stats import RowCount
 from ..store.block_store import BlockStore
@@ -100,7 +101,7 @@ class Prefill:
             if not self._by_length:
                 num_needed = cache.call.states.num_needed_of(num_tokens)
                 stops = stops_of(known, self._marks(num_tokens, end, num_needed), self._chunk_size, num_needed)
-            self._side.prefill(cache, prompt.token_ids, stops)
+            self._side.run(cache, [RowInput(prompt.token_ids, 0, 0)], stops)
             (row,) = cache.call.rows.distinct
             num_kept = row.table.num_committed_blocks * self._blocks.block_size
             num_computed = sum(count.computed_tokens for count in cache.call.counters.rows)

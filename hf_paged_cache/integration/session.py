@@ -6,7 +6,7 @@ Owns who may use the cache now (one `generate` at a time), the roots of rows, an
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -14,10 +14,8 @@ from weakref import ref
 import torch
 
 from ..blocks.roots import RootFacts
-from ..call.admission import would_fit
 from ..call.call import Call
 from ..call.running import Bracket
-from ..call.schedule import NOTHING_SHARED
 from ..call.scheduled_forward import ForwardRequest, ScheduledForward
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, OutOfBlocksError, PagedCacheError
 from ..kv.transfers import to_device
@@ -25,6 +23,7 @@ from ..model.conditioning import Conditioning
 from ..model.placeholders import Placeholders
 from ..model.support import require_layer_adapters
 from .forward_arguments import ArgumentReader, for_scheduled
+from .forwards_ahead import Ahead, ForwardsAhead
 from .generate_arguments import GenerateArguments
 from .input_values import KnownInputs
 from .other_models import another_model, how_to_run, running_elsewhere
@@ -32,8 +31,6 @@ from .own_layers import OwnLayers, why_full
 from .ranks import Ranks, of_all_ranks, tokens_as_bytes
 from .resumption import Look, Resumption
 from .running_generate import plant_bracket, running_generate
-from .shared_prefix import SharedPrefixes
-from .state_forwards import StateForwards
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -59,9 +56,8 @@ class Session:
         reader: of the forwards' arguments.
         placeholders: token ids of the model that are no text.
         salt: part of every root.
-        shared_prefixes: computes first, and once, what rows of a forward share.
+        ahead: runs first what rows of a forward share, and what brings them together.
         ranks: other processes that run the same forwards.
-        state_forwards: brings rows together whose layers carry states.
         bypasses: a call that does not fit runs in layers of its own; otherwise it is refused.
     """
 
@@ -72,9 +68,8 @@ class Session:
         reader: ArgumentReader,
         placeholders: Placeholders,
         salt: bytes,
-        shared_prefixes: SharedPrefixes,
+        ahead: ForwardsAhead,
         ranks: Ranks,
-        state_forwards: StateForwards,
         *,
         bypasses: bool = False,
     ) -> None:
@@ -87,9 +82,8 @@ class Session:
         self._conditioning = conditioning
         self._reader = reader
         self._salt = salt
-        self._shared_prefixes = shared_prefixes
+        self._ahead = ahead
         self._ranks = ranks
-        self._state_forwards = state_forwards
         self._synced_gpus = False  # with other processes, which run as many forwards
         self._digest = b""  # of the model; read once a `generate`, or at every forward without one
         self._was_alone = False  # when it was read here, nobody could change the model
@@ -97,6 +91,7 @@ class Session:
         self._inputs: KnownInputs | None = None  # of the next forward
         self._bypass: str | None = None
         self._adapters: list[str] | None = None
+        self._may_step = False  # as of the last look at the model
         self._was_overtaken = False  # another generate has left rows where this one was to begin its own
 
     @property
@@ -195,7 +190,7 @@ class Session:
             self.own_layers.end()
         self._call.begin(bracket, given.limits, keep_rows=resumes)
         self.records_drafts, self._synced_gpus = False, given.synced_gpus
-        self._digest, self._inputs, self._was_alone = given.digest, given.inputs, False
+        self._digest, self._inputs, self._was_alone, self._may_step = given.digest, given.inputs, False, False
         self._ranks.is_settled = False
 
     def open_unseen(self) -> None:
@@ -230,7 +225,13 @@ class Session:
         Raises:
             OutOfBlocksError: it does not fit, and calls that do not fit are refused; running rows are as before.
         """
+        call = self._call
         try:
+            if self._may_step and model is self._conditioning.model and call.may_step:
+                passed = self._reader.read_step(arguments, call.rows)
+                if passed is not None:
+                    call.schedule_step(passed)
+                    return arguments
             return self._before_forward(model, arguments)
         except Exception as error:
             self._ranks.tell_refusal(error)
@@ -258,11 +259,6 @@ class Session:
         if not (self.is_open or self._has_rows):
             self._open_found(model)
         call.roll_back()
-        if call.may_step and self._adapters is None and not self._conditioning.rope.depends_on_length:
-            passed = self._reader.read_step(arguments, call.rows)
-            if passed is not None:
-                call.schedule_step(passed)
-                return arguments
         call.catch_up()
         self.resumption.check_forward(arguments, in_generate=self.is_open)
         if self._was_overtaken and self.is_open:
@@ -373,65 +369,64 @@ class Session:
         """Prepare the rows, compute what they share, and take their blocks. No lock is held while a model runs."""
         call = self._call
         try:
-            if call.states:
-                may_run_ahead = self._adapters is None and not self._synced_gpus
-                return self._state_forwards.schedule(
-                    request, call, arguments, digest=self._digest, may_run_ahead=may_run_ahead
-                )
-            if self._ranks.are_several:
+            if self._ranks.are_several and not call.states:
                 return self._schedule_on_all_ranks(request, arguments)
             with self._store.lock:
                 call.prepare(request)
-                plan = self._shared_prefixes.plan(request, call, synced_gpus=self._synced_gpus)
-                if not plan.prefixes:
+                plan = self._ahead.plan(request, call) if self._may_run_ahead(request) else None
+                if plan is None or (plan.runs and not self._ahead.fits(plan, request, call)):
                     return call.schedule(request)
-            with self._shared_prefixes.computed(plan, request, call, arguments) as computed_ahead:
-                return call.schedule(request, computed_ahead)
+                if not plan.runs:
+                    return call.schedule(request, column=plan.column, cold=plan.cold)
+            ahead = self._ahead.run(plan, request, call, arguments, self._digest)
+            return call.schedule(request, ahead.computed, column=ahead.column, cold=ahead.cold)
         except BaseException:
             if call.forward is None:
                 call.roll_back()
             raise
+
+    def _may_run_ahead(self, request: ForwardRequest) -> bool:
+        return self._adapters is None and not self._synced_gpus and self._ahead.may_run(request, self._call)
 
     def _schedule_on_all_ranks(self, request: ForwardRequest, arguments: Mapping[str, Any]) -> ScheduledForward:
         """The same where other processes run this forward, too: all start at one column, or all refuse it.
 
         Where each has prompts of its own, only the refusal is settled. The lock is free while they wait for each other.
         """
-        call, ranks, shared_prefixes = self._call, self._ranks, self._shared_prefixes
+        call, ranks = self._call, self._ranks
         call.prepare(request)
         if ranks.is_settled and self.is_open:
             return call.schedule(request, latest_start=0 if ranks.start_together else math.inf)
         refusal: OutOfBlocksError | None = None
-        may_share = shared_prefixes.may_run(request, call, synced_gpus=self._synced_gpus)
+        may_run_ahead = self._may_run_ahead(request)
         try:
             call.admit(request)
         except OutOfBlocksError as error:
-            if not may_share:
+            if not may_run_ahead:
                 raise
             refusal = error
         known, fits = self._agree(request, fits=refusal is None)
         if not ranks.start_together:
             ranks.is_settled = True
             return call.schedule(request)
-        num_ahead: Mapping[int, int] = {}
-        with ExitStack() as held:
-            plan = shared_prefixes.weigh(request, call, known) if may_share else NOTHING_SHARED
-            if plan.prefixes and not fits:
-                with self._store.lock:
-                    num_columns = call.rows.num_columns + request.num_new_columns
-                    fits = would_fit(call, num_columns, plan.num_shared_blocks)
-                _, fits = self._agree(request, fits=fits)
-            if not fits:
-                why = "another rank has no blocks for this call, so no rank runs it; the reason stands there"
-                raise of_all_ranks(refusal or OutOfBlocksError(why))
-            if plan.prefixes:
-                call.release()
-                num_ahead = held.enter_context(shared_prefixes.computed(plan, request, call, arguments))
-                call.admit(request, num_ahead)
-                known, _ = self._agree(request)
-            ranks.is_settled = True
-            columns = [row.pad + num_known for row, num_known in zip(call.rows.distinct, known, strict=True)]
-            return call.schedule(request, num_ahead, latest_start=min(columns))
+        ahead = Ahead()
+        with self._store.lock:
+            plan = self._ahead.plan(request, call, known) if may_run_ahead else None
+            if plan is not None and not fits:
+                refits = self._ahead.fits(plan, request, call)
+        if plan is not None and not fits:
+            _, fits = self._agree(request, fits=refits)
+        if not fits:
+            why = "another rank has no blocks for this call, so no rank runs it; the reason stands there"
+            raise of_all_ranks(refusal or OutOfBlocksError(why))
+        if plan is not None:
+            call.release()
+            ahead = self._ahead.run(plan, request, call, arguments, self._digest)
+            call.admit(request)
+            known, _ = self._agree(request)
+        ranks.is_settled = True
+        columns = [row.pad + num_known for row, num_known in zip(call.rows.distinct, known, strict=True)]
+        return call.schedule(request, ahead.computed, latest_start=min(columns))
 
     def _agree(self, request: ForwardRequest, *, fits: bool = True) -> tuple[list[int], bool]:
         """Settle with the other ranks what is known of each running row, in tokens, and whether the call fits everywhere."""
@@ -466,6 +461,7 @@ class Session:
         self._was_alone = not conditioning.may_change_in_a_forward()
         self._bypass = conditioning.bypass()
         self._adapters = conditioning.adapter_names()
+        self._may_step = self._adapters is None and not conditioning.rope.depends_on_length
 
     def _conditions_hold(self) -> bool:
         """Whether the model is still as it was when its conditions were read; False where they were not."""

@@ -23,8 +23,8 @@ from hf_paged_cache import (
 )
 from hf_paged_cache.call.admission import CallLimits
 from hf_paged_cache.call.running import Bracket
-from hf_paged_cache.integration import side_forward
 from hf_paged_cache.integration.prefill import stops_of
+from hf_paged_cache.integration.side_forward import SideForwards
 from hf_paged_cache.model.sizes import measure_bytes_per_token
 from hf_paged_cache.store.window_groups import SHARE_OF_A_BUDGET
 
@@ -255,16 +255,16 @@ def test_what_is_cached_of_prompts_must_have_room_beside_what_is_new() -> None:
 def test_between_two_chunks_nobody_takes_the_blocks_of_those_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
     store, begun = PrefixStore(tiny("llama"), block_size=4, num_blocks=33), []
     cache, other = PagedPrefixCache(store), PagedPrefixCache(store)
-    to_device = side_forward.to_device
+    passed = SideForwards._passed
 
-    def ask_before_the_second(*given: Any) -> torch.Tensor:
+    def ask_before_the_second(*given: Any) -> Any:
         begun.append(given)
         if len(begun) == 2:
             with pytest.raises(OutOfBlocksError, match="are reserved for running calls"):
                 run(store.model, other, **batch(row((2, 60))))
-        return to_device(*given)
+        return passed(*given)
 
-    monkeypatch.setattr(side_forward, "to_device", ask_before_the_second)
+    monkeypatch.setattr(SideForwards, "_passed", ask_before_the_second)
     assert cache.prefill(row((1, 100)), chunk_size=40).num_tokens == 100
     assert len(begun) == 3
 

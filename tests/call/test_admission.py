@@ -19,8 +19,9 @@ from hf_paged_cache.call.admission import (
     renew_reservation,
     require,
 )
-from hf_paged_cache.call.prepare import begin_rows, take_blocks
+from hf_paged_cache.call.prepare import begin_rows
 from hf_paged_cache.call.rows import Row, Rows
+from hf_paged_cache.call.schedule import take_blocks
 from hf_paged_cache.call.scheduled_forward import ForwardRequest, RowInput
 from hf_paged_cache.store.block_store import BlockStore
 

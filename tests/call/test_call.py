@@ -17,8 +17,7 @@ import torch
 from hf_paged_cache import CacheArgumentError, CacheBusyError, ForwardMismatchError, OutOfBlocksError
 from hf_paged_cache.attention.view import View
 from hf_paged_cache.call.admission import UNLIMITED, num_blocks_to_take
-from hf_paged_cache.call.call import Call
-from hf_paged_cache.call.call_rows import CallState
+from hf_paged_cache.call.call import Call, CallState
 from hf_paged_cache.call.rows import Rows
 from hf_paged_cache.call.running import Bracket
 from hf_paged_cache.call.scheduled_forward import RowInput

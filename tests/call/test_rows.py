@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
-from hf_paged_cache.call.rows import Row, Rows
+from hf_paged_cache.call.rows import Groups, Row, Rows, each_alone, group_equal
 
 from .bench import BLOCK_SIZE, ROOT, commit, make_row, make_rows, num_hit, tokens_in_batch
 
@@ -26,6 +26,32 @@ def allocator() -> Iterator[PrefixCachingBlockAllocator]:
 def rows_that_differ(allocator: PrefixCachingBlockAllocator, num_rows: int) -> Rows:
     """Of six tokens each, from the first one on."""
     return make_rows(allocator, *(range(100 * i, 100 * i + 6) for i in range(num_rows)))
+
+
+# Equal rows
+
+
+@given(st.lists(st.integers(0, 3), max_size=8))
+def test_rows_are_in_one_group_exactly_when_their_keys_are_equal(keys: list[int]) -> None:
+    groups = group_equal(keys)
+    for i, left in enumerate(keys):
+        for j, right in enumerate(keys):
+            assert (groups.group_of[i] == groups.group_of[j]) == (left == right)
+    assert groups.members == [groups.group_of.index(number) for number in range(len(groups.members))]
+
+
+@given(st.lists(st.integers(0, 3), max_size=8))
+def test_a_groups_first_row_is_never_left_of_its_number(keys: list[int]) -> None:  # rows can be moved in place
+    assert all(member >= number for number, member in enumerate(group_equal(keys).members))
+
+
+def test_no_rows_are_no_groups() -> None:
+    assert group_equal([]) == Groups(members=[], group_of=[])
+
+
+@given(st.integers(0, 5))
+def test_rows_alone_are_groups_of_their_own_as_rows_that_all_differ_are(num_rows: int) -> None:
+    assert each_alone(num_rows) == group_equal(range(num_rows)) == (list(range(num_rows)), list(range(num_rows)))
 
 
 # One row

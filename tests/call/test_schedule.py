@@ -1,54 +1,39 @@
-"""What of a forward is computed where: equal rows once, shared prefixes first, and all rows from one column on.
-
-The plan of shared prefixes is compared with a naive search over all columns, on a store of token prefixes.
-"""
+"""A scheduled forward starts at one column for all rows, and takes blocks and slots for what it computes."""
 
 from __future__ import annotations
 
+import math
 import random
-from itertools import chain
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged_cache.call.schedule import (
-    NOTHING_SHARED,
-    Groups,
-    SharedPrefix,
-    SharedPrefixPlan,
-    each_alone,
-    group_equal,
-    plan_shared_prefixes,
-    start_column,
+from hf_paged_cache import ForwardMismatchError, OutOfBlocksError
+from hf_paged_cache.call.admission import UNLIMITED, CallLimits
+from hf_paged_cache.call.prepare import begin_rows
+from hf_paged_cache.call.rows import Row, Rows
+from hf_paged_cache.call.schedule import hold_windows, map_slots, start_column, take_blocks, take_step
+from hf_paged_cache.store.block_store import BlockStore
+
+from .bench import (
+    BLOCK_SIZE,
+    ROOT,
+    Holder,
+    commit,
+    limits,
+    make_row,
+    make_rows,
+    new_row,
+    put_in_store,
+    request,
+    tokens_in_batch,
 )
-from hf_paged_cache.call.scheduled_forward import RowInput
-
-from .bench import new_row
-
-# Equal rows
 
 
-@given(st.lists(st.integers(0, 3), max_size=8))
-def test_rows_are_in_one_group_exactly_when_their_keys_are_equal(keys: list[int]) -> None:
-    groups = group_equal(keys)
-    for i, left in enumerate(keys):
-        for j, right in enumerate(keys):
-            assert (groups.group_of[i] == groups.group_of[j]) == (left == right)
-    assert groups.members == [groups.group_of.index(number) for number in range(len(groups.members))]
-
-
-@given(st.lists(st.integers(0, 3), max_size=8))
-def test_a_groups_first_row_is_never_left_of_its_number(keys: list[int]) -> None:  # rows can be moved in place
-    assert all(member >= number for number, member in enumerate(group_equal(keys).members))
-
-
-def test_no_rows_are_no_groups() -> None:
-    assert group_equal([]) == Groups(members=[], group_of=[])
-
-
-@given(st.integers(0, 5))
-def test_rows_alone_are_groups_of_their_own_as_rows_that_all_differ_are(num_rows: int) -> None:
-    assert each_alone(num_rows) == group_equal(range(num_rows)) == (list(range(num_rows)), list(range(num_rows)))
+@pytest.fixture
+def store() -> BlockStore:
+    return BlockStore(BLOCK_SIZE, 64)
 
 
 # One column for all
@@ -88,176 +73,163 @@ def test_a_whole_prompt_that_is_known_still_computes_its_last_column() -> None:
     assert start_column([60], start=0, stop=60, num_needed=1) == 59
 
 
-# Shared prefixes
-
-BLOCK_SIZE = 2
-# Of few pieces, so that rows share much, part in the middle of it, and go on for long.
-PIECES = st.lists(st.sampled_from([[0] * 4, [1] * 4, [0] * 16, [1] * 9]), max_size=4)
-RESTS = st.lists(st.integers(0, 1), min_size=1, max_size=3)
-TOKENS = st.builds(lambda pieces, rest: [*chain.from_iterable(pieces), *rest], PIECES, RESTS)
-ROOTS = st.sampled_from([b"one", b"another"])
+# Blocks
 
 
-class NaiveStore:
-    """The blocks that prefixes of (root, tokens) stand for."""
-
-    def __init__(self) -> None:
-        self.blocks: set[tuple[bytes, tuple[int, ...]]] = set()
-
-    def num_known(self, root: bytes, tokens: tuple[int, ...]) -> int:
-        known = 0
-        while known + BLOCK_SIZE <= len(tokens) and (root, tokens[: known + BLOCK_SIZE]) in self.blocks:
-            known += BLOCK_SIZE
-        return known
-
-    def compute(self, root: bytes, tokens: tuple[int, ...]) -> int:
-        """Make all full blocks of `tokens` known; says how many tokens that computes."""
-        known = self.num_known(root, tokens)
-        for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE):
-            self.blocks.add((root, tokens[:end]))
-        return len(tokens) - known
-
-    def copy(self) -> NaiveStore:
-        twin = NaiveStore()
-        twin.blocks = set(self.blocks)
-        return twin
+def test_each_row_takes_its_new_tokens_and_the_blocks_for_them(store: BlockStore) -> None:
+    rows = make_rows(store, [1, 2, 3], [4, 5, 6])
+    taken = take_blocks(store, Holder(), rows, request([7, 8], [9, 9]), UNLIMITED)
+    assert taken == 2
+    assert tokens_in_batch(rows) == [[1, 2, 3, 7, 8], [4, 5, 6, 9, 9]]
+    assert [row.num_confirmed for row in rows.distinct] == [3, 3]
 
 
-class Batch:
-    """Rows of a first forward, padded on the left, some of whose prefixes a store knows."""
-
-    def __init__(self, rows: list[tuple[bytes, list[int]]], known: list[tuple[bytes, list[int]]]) -> None:
-        self.store = NaiveStore()
-        for root, tokens in known:
-            self.store.compute(root, tuple(tokens[: len(tokens) // BLOCK_SIZE * BLOCK_SIZE]))
-        self.stop = max(len(tokens) for _, tokens in rows)
-        self.rows = [new_row(tokens, self.stop - len(tokens), root=root) for root, tokens in rows]
-        self.num_known = [self.store.num_known(root, tuple(tokens)) for root, tokens in rows]
-
-    def plan(self, forward_cost: int, num_needed: int) -> SharedPrefixPlan:
-        return plan_of(self.rows, self.num_known, forward_cost=forward_cost, num_needed=num_needed)
-
-    def cost(self, prefixes: list[SharedPrefix], forward_cost: int, num_needed: int) -> int:
-        """What it costs, in tokens, to run these and then the forward over all rows."""
-        store = self.store.copy()
-        total = 0
-        for number, num_tokens in prefixes:
-            total += forward_cost + store.compute(
-                self.rows[number].root, tuple(self.rows[number].token_ids[:num_tokens])
-            )
-        known = [row.pad + store.num_known(row.root, tuple(row.token_ids)) for row in self.rows]
-        return total + len(self.rows) * (self.stop - min(self.stop - num_needed, *known))
-
-    def _is_part_of(self, one: SharedPrefix, other: SharedPrefix) -> bool:
-        """Whether another prefix holds all that one does, and more."""
-        mine, theirs = self.rows[one.row], self.rows[other.row]
-        tokens = mine.token_ids[: one.num_tokens]
-        return (
-            one.num_tokens < other.num_tokens
-            and mine.root == theirs.root
-            and tokens == theirs.token_ids[: one.num_tokens]
-        )
-
-    def least_cost(self, forward_cost: int, num_needed: int) -> int:
-        """Of all columns at which the forward over all rows could start, prefixes computing what lies before it."""
-        costs = [self.cost([], forward_cost, num_needed)]
-        for column in range(self.stop - num_needed + 1):
-            prefixes, store = [], self.store.copy()
-            for number in sorted(
-                range(len(self.rows)), key=lambda i: (self.rows[i].root, self.rows[i].token_ids.tobytes())
-            ):
-                row = self.rows[number]
-                num_tokens = -(-(column - row.pad) // BLOCK_SIZE) * BLOCK_SIZE
-                num_tokens = min(num_tokens, len(row.token_ids) // BLOCK_SIZE * BLOCK_SIZE)
-                if num_tokens > self.num_known[number] and store.compute(row.root, tuple(row.token_ids[:num_tokens])):
-                    prefixes.append(SharedPrefix(number, num_tokens))
-            needed = [one for one in prefixes if not any(self._is_part_of(one, other) for other in prefixes)]
-            costs.append(self.cost(needed, forward_cost, num_needed))
-        return min(costs)
+def test_tokens_that_a_match_holds_already_are_not_appended_again(store: BlockStore) -> None:
+    put_in_store(store, list(range(8)))
+    rows, _ = begin_rows(store, request(range(10)), [])
+    take_blocks(store, Holder(), rows, request(range(10)), UNLIMITED)
+    assert list(rows.distinct[0].table.token_ids) == list(range(10))
 
 
-@st.composite
-def batches(draw: st.DrawFn, *, aligned: bool = False) -> Batch:
-    """Batches; `aligned` ones have paddings that differ by whole blocks."""
-    rows = draw(st.lists(st.tuples(ROOTS, TOKENS), min_size=2, max_size=5))
-    if aligned:
-        rest = draw(st.integers(1, BLOCK_SIZE))
-        rows = [(root, (tokens * BLOCK_SIZE)[: len(tokens) // BLOCK_SIZE * BLOCK_SIZE + rest]) for root, tokens in rows]
-    known = draw(st.lists(st.tuples(st.sampled_from(rows), st.integers(1, 40)), max_size=2))
-    return Batch(rows, [(root, tokens[:length]) for (root, tokens), length in known])
-
-
-def excess_of_the_plan(batch: Batch, forward_cost: int, num_needed: int) -> int:
-    """By how many tokens the plan costs more than the best column to start at."""
-    num_needed = min(num_needed, batch.stop)
-    plan = batch.plan(forward_cost, num_needed)
-    return batch.cost(list(plan.prefixes), forward_cost, num_needed) - batch.least_cost(forward_cost, num_needed)
-
-
-@settings(max_examples=500)  # what each kind of column is worth is seen in few batches
-@given(batches(aligned=True), st.integers(0, 4), st.integers(1, 2))
-def test_no_column_to_start_at_costs_less_than_the_plan(batch: Batch, forward_cost: int, num_needed: int) -> None:
-    assert excess_of_the_plan(batch, forward_cost, num_needed) == 0
-
-
-@given(batches(), st.integers(0, 4), st.integers(1, 2))
-def test_where_blocks_of_rows_end_at_different_columns_the_plan_costs_less_than_a_block_a_row_more(
-    batch: Batch, forward_cost: int, num_needed: int
+@pytest.mark.parametrize(("held", "num_confirmed"), [(0, 0), (3, 0), (3, 3), (5, 3)])
+def test_only_what_a_table_lacks_of_the_new_tokens_is_appended(
+    store: BlockStore, held: int, num_confirmed: int
 ) -> None:
-    assert 0 <= excess_of_the_plan(batch, forward_cost, num_needed) < BLOCK_SIZE * len(batch.rows)
+    row = make_row(store, range(held))
+    row.num_confirmed = num_confirmed
+    take_blocks(store, Holder(), Rows([row], [0], num_confirmed), request(range(num_confirmed, 9)), UNLIMITED)
+    assert list(row.table.token_ids) == list(range(9))
 
 
-@given(batches(), st.integers(0, 2))
-def test_blocks_that_rows_hold_of_each_other_are_counted_once(batch: Batch, forward_cost: int) -> None:
-    plan = batch.plan(forward_cost, 1)
-    store = batch.store.copy()
-    for number, num_tokens in plan.prefixes:
-        store.compute(batch.rows[number].root, tuple(batch.rows[number].token_ids[:num_tokens]))
-    held = [
-        (row.root, tuple(row.token_ids[:end]))
-        for row, known in zip(batch.rows, batch.num_known, strict=True)
-        for end in range(known + BLOCK_SIZE, store.num_known(row.root, tuple(row.token_ids)) + 1, BLOCK_SIZE)
-    ]
-    assert plan.num_shared_blocks <= len(held) - len(set(held))  # never more, or a call that cannot fit is begun
+@pytest.mark.parametrize("given", [UNLIMITED, limits()], ids=["plain", "of unknown length"])
+def test_a_forward_for_which_nothing_is_reserved_is_refused_with_its_rows_unchanged(given: CallLimits) -> None:
+    store = BlockStore(BLOCK_SIZE, 4)
+    rows = make_rows(store, [1, 2, 3], [4, 5, 6])
+    with pytest.raises(OutOfBlocksError, match=r"this forward \(2 rows\) may need 2 more blocks"):
+        take_blocks(store, Holder(), rows, request([7, 8], [9, 9]), given)
+    assert [row.table.num_tokens for row in rows.distinct] == [3, 3]
+    assert take_blocks(store, Holder(), rows, request([7], [9]), UNLIMITED) == 0
 
 
-def rows_of(*rows: list[int]) -> list[RowInput]:
-    stop = max(map(len, rows))
-    return [new_row(tokens, stop - len(tokens)) for tokens in rows]
+def test_a_copy_of_a_shared_partial_block_is_due_once_it_is_to_be_written(store: BlockStore) -> None:
+    rows = make_rows(store, [1, 2, 3], alias=[0, 0])
+    rows.separate()
+    assert take_blocks(store, Holder(), rows, request([7], [9]), UNLIMITED) >= 1
+    assert store.allocator.pending_copies == ((1, 2),)
+    assert rows.distinct[0].table.block_ids != rows.distinct[1].table.block_ids
 
 
-def plan_of(
-    rows: list[RowInput], num_known: list[int] | None = None, *, forward_cost: int = 4, num_needed: int = 1
-) -> SharedPrefixPlan:
-    return plan_shared_prefixes(
-        rows,
-        [0] * len(rows) if num_known is None else num_known,
-        start=0,
-        stop=max(row.pad + len(row.token_ids) for row in rows),
-        num_needed=num_needed,
-        block_size=BLOCK_SIZE,
-        forward_cost=forward_cost,
-    )
+# The end of a sequence
 
 
-def test_nested_prefixes_are_computed_once_each() -> None:
-    a, b, c = [1] * 20, [2] * 20, [3] * 20
-    plan = plan_of(rows_of([*a, *b, 5, 5], [*a, *b, 6, 6], [*a, *c, 7, 7]))
-    assert plan.prefixes == (SharedPrefix(0, 40), SharedPrefix(2, 40))
+@pytest.mark.parametrize(
+    ("tokens", "end"),
+    [
+        ([5, 1, 2, 9, 3], 4),
+        ([9, 1, 2, 3, 4], None),
+        ([5, 9, 9, 3, 4], 3),
+        ([5, 1, 2, 3, 9], 5),
+        ([5, 1, 2, 3, 4], None),
+        ([5, 1, 8, 9, 4], 3),
+    ],
+)
+@pytest.mark.parametrize("pad", [0, 1])
+def test_tokens_after_the_first_generated_end_are_not_committed(
+    store: BlockStore, tokens: list[int], end: int | None, pad: int
+) -> None:
+    """Of two tokens of prompt; one more column of it is padding."""
+    rows, _ = begin_rows(store, request(new_row(tokens, pad)), [])
+    take_blocks(store, Holder(), rows, request(new_row(tokens, pad)), limits(num_prompt=2 + pad, end=(9, 8)))
+    assert rows.distinct[0].commit_end == end
 
 
-def test_a_row_that_knows_less_than_its_neighbours_is_computed_alone() -> None:
-    rows = rows_of([*[1] * 40, 5, 5], [*[1] * 40, 6, 6], [*[2] * 40, 7, 7])
-    assert plan_of(rows, [40, 40, 0]).prefixes == (SharedPrefix(2, 40),)
+def test_an_end_that_was_confirmed_is_not_looked_at_again(store: BlockStore) -> None:
+    """It was generated by a call before, which passes it on as a part of the prompt, or `generate` went on behind it."""
+    rows = make_rows(store, [5, 9, 9])
+    take_blocks(store, Holder(), rows, request([1, 9, 2]), limits(num_prompt=1, end=(9,)))
+    assert rows.distinct[0].commit_end == 5
 
 
-def test_what_is_short_is_not_worth_a_forward() -> None:
-    rows = rows_of([1, 1, 1, 1, 5, 5], [1, 1, 1, 1, 6, 6])
-    assert plan_of(rows, forward_cost=4) == NOTHING_SHARED
-    assert plan_of(rows, forward_cost=3).prefixes == (SharedPrefix(0, 4),)
+# Slots
 
 
-def test_rows_under_other_roots_share_nothing() -> None:
-    rows = rows_of([*[1] * 40, 5, 5], [*[1] * 40, 6, 6])
-    assert plan_of(rows) == SharedPrefixPlan((SharedPrefix(0, 40),), 20)
-    assert plan_of([rows[0], rows[1]._replace(root=b"other")]) == NOTHING_SHARED
+@pytest.mark.parametrize("seed", range(10))
+def test_every_unknown_token_is_written_once_to_its_own_slot(seed: int) -> None:
+    chance = random.Random(seed)
+    store = BlockStore(BLOCK_SIZE, 200)
+    num_columns = chance.randint(3, 12)
+    put_in_store(store, [0] * 8)
+    inputs = []
+    for i in range(chance.randint(1, 3)):
+        pad = chance.randint(0, 2)
+        common = min(chance.choice([0, 8]), num_columns - pad)
+        inputs.append(new_row([0] * common + [10 * i + j + 1 for j in range(num_columns - pad - common)], pad))
+    rows, _ = begin_rows(store, request(*inputs, num_new=num_columns), [])
+    known = rows.known_columns()
+    start = chance.randint(0, min(num_columns - 1, *known))
+    take_blocks(store, Holder(), rows, request(*inputs), UNLIMITED)
+    mapping = map_slots(store, rows, known, start, num_columns)
+    sources = list(range((num_columns - start) * len(known))) if mapping.sources is None else list(mapping.sources)
+    expected = {}
+    for i, (row, before) in enumerate(zip(rows.distinct, known, strict=True)):
+        for position in range(before - row.pad, row.table.num_tokens):
+            slot = row.table.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            expected[slot] = i * (num_columns - start) + row.pad + position - start
+    assert len(mapping.slots) == len(sources)
+    assert dict(zip(mapping.slots, sources, strict=True)) == expected
+
+
+# A decode step
+
+
+def test_a_step_does_what_any_forward_does() -> None:
+    """Rows of all lengths, forked rows and ends of sequences: the same tables, slots and commits as the long way."""
+    shuffler = random.Random(0)
+    for _ in range(60):
+        tokens = [[shuffler.randrange(1, 9) for _ in range(length)] for length in shuffler.sample(range(1, 12), 3)]
+        new = [shuffler.randrange(1, 9) for _ in range(4)]
+        given = limits(shuffler.choice([math.inf, 30]), num_prompt=shuffler.choice([0, 12]), end=(7,))
+        outcomes = []
+        for take in (take_step, take_blocks):
+            store = BlockStore(BLOCK_SIZE, 64)
+            made = [make_row(store, ids, 12 - len(ids)) for ids in tokens]
+            commit(*made)
+            made.append(made[0].fork())
+            rows = Rows(made, list(range(4)), 12)
+            known = rows.known_columns()
+            assert known == [12] * 4
+            if take is take_step:
+                num_taken, mapping = take_step(store, Holder(), rows, new, given, lambda: None)
+            else:
+                num_taken = take_blocks(store, Holder(), rows, request(*([token] for token in new)), given)
+                mapping = map_slots(store, rows, known, 12, 13)
+            store.allocator.check()
+            outcomes.append(
+                (num_taken, mapping.slots, mapping.sources, [(row.layout(), row.commit_end) for row in rows.distinct])
+            )
+        assert outcomes[0] == outcomes[1]
+
+
+def test_a_step_that_has_no_room_is_refused_and_can_be_taken_back() -> None:
+    store = BlockStore(BLOCK_SIZE, 3)
+    rows = make_rows(store, [1, 2, 3, 4], [5, 6, 7, 8])
+    with pytest.raises(OutOfBlocksError, match=r"this forward \(2 rows\) may need 2 more blocks"):
+        take_step(store, Holder(), rows, [1, 2], UNLIMITED, lambda: None)
+    rows.roll_back()
+    assert tokens_in_batch(rows) == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    store.allocator.check()
+
+
+def test_rows_whose_windows_are_gone_are_refused() -> None:
+    store = BlockStore(BLOCK_SIZE, 64, window_of={0: 5}, layers=[0])
+    store.make_room(20)
+    row = Row(store.new_table(ROOT, b""), 0, ROOT)
+    row.table.append_tokens(range(40))
+    row.table.let_pass()
+    rows = Rows([row], [0], 40)
+    assert hold_windows(rows, 20, 38) == 38
+    for block_id in row.table.block_ids[3:5]:
+        store.windows.groups[0].places.pop(block_id)
+    assert hold_windows(rows, 8, 20) == 12  # what is before tokens 13 to 19 is gone
+    with pytest.raises(ForwardMismatchError, match="no longer hold what is before column 16"):
+        hold_windows(rows, 16, 20)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.integration.side_forward import SideForwards
 
+from ..call.bench import new_row
 from ..internals import make_forwards_cheap
 from ..reference import TOLERANCE, Forwards, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
@@ -67,14 +68,14 @@ def test_padding_is_in_front_of_rows_that_run_ahead_and_filling_behind(name: str
     side = SideForwards(model, store.argument_reader, partial(PagedPrefixCache, store))
     pad = 0 if side.takes_positions else 3
     with side.sibling() as sibling, torch.no_grad():
-        logits = side.run(sibling, rows, num_logits=9, pad=pad)
+        logits = side.run(sibling, [new_row(tokens, pad) for tokens in rows], num_logits=9)
         for tokens, got in zip(rows, logits, strict=True):
             ids, mask = torch.tensor([[0] * pad + tokens]), torch.tensor([[0] * pad + [1] * len(tokens)])
             wanted = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, pad:]
             assert float((got[: len(tokens)] - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
     with side.sibling() as sibling, torch.no_grad():  # the padding is passed once
-        side.run(sibling, [rows[0][:4]], pad=pad)
-        logits = side.run(sibling, [rows[0][4:]], num_logits=5, pad=pad)
+        side.run(sibling, [new_row(rows[0][:4], pad)])
+        logits = side.run(sibling, [new_row(rows[0][4:], pad)], num_logits=5)
         ids, mask = torch.tensor([[0] * pad + rows[0]]), torch.tensor([[0] * pad + [1] * 9])
         wanted = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -5:]
         assert float((logits - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
@@ -87,11 +88,11 @@ def test_what_was_computed_ahead_is_seen_by_the_comparison(monkeypatch: pytest.M
     cache = PagedPrefixCache(model)
     schedule, zeroed = cache.call.schedule, []
 
-    def zeroing(request: Any, computed_ahead: Any = None) -> Any:
+    def zeroing(request: Any, computed_ahead: Any = None, **options: Any) -> Any:
         if computed_ahead:
             zero_blocks(cache)
             zeroed.append(computed_ahead)
-        return schedule(request, computed_ahead)
+        return schedule(request, computed_ahead, **options)
 
     monkeypatch.setattr(cache.call, "schedule", zeroing)
     reference, output = run(model, **inputs), run(model, cache, **inputs)
@@ -137,8 +138,9 @@ def test_beams_of_rows_that_share_are_computed_once() -> None:
     with Forwards(model) as shapes:
         output = run(model, cache, **inputs, num_beams=3)
     assert_same(reference, output)
-    assert shapes == [(1, 64), (2, 9), *[(6, 1)] * 5]  # six rows as soon as beams part
-    assert cache.last_call.computed_tokens == 64 + 9 + 5
+    # the longer row begins four columns further left: its forward goes on so far; six rows as soon as beams part
+    assert shapes == [(1, 68), (2, 5), *[(6, 1)] * 5]
+    assert cache.last_call.computed_tokens == 68 + 5 + 5
     assert len(cache.last_call.rows) == 6
 
 
