@@ -255,8 +255,9 @@ class Look:
         stored, dynamic = self._stored(row, 0, num_tokens), dynamic_cache(self._model)
         if stored is None:
             return None
-        put_rows(dynamic.layers, stored[0].items(), stored[1], num_tokens)
-        for layer in dynamic.layers:
+        layers: list[Any] = dynamic.layers
+        put_rows(layers, stored[0].items(), stored[1], num_tokens)
+        for layer in layers:
             if getattr(layer, "indexer_keys", None) is not None:
                 columns = torch.arange(num_tokens, device=layer.indexer_keys.device)
                 layer.indexer_position_ids = (columns + row.first_position).expand(3, 1, -1)
