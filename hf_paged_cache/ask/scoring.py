@@ -92,8 +92,9 @@ def score(
 
     The context is reused from the store as far as it is known, runs once, and is stored; what all continuations have
     in common runs with it; one that is the beginning of another runs with that. Equal to the `log_softmax` of one plain
-    forward for each, of all tokens of context and continuation, on the model as it is when the call begins. Where rotary
-    frequencies depend on length (dynamic, longrope), only continuations of one length run together. Effects: none on the rows
+    forward for each, of all tokens of context and continuation at positions that count from 0, as in `generate`, on the model
+    as it is when the call begins. Where rotary frequencies depend on length (dynamic, longrope), only continuations of one
+    length run together. Effects: none on the rows
     of this cache, also while its `generate` runs, nor on such frequencies; `stats()` counts it as a call with a row for each
     continuation, behind the context, and `last_call` shows it, unless a `generate` runs. No gradients. The number of
     forwards follows from the arguments alone.
