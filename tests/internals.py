@@ -23,7 +23,7 @@ from hf_paged_cache.call.held_steps import HeldSteps, PassedStep
 from hf_paged_cache.call.rows import Rows
 from hf_paged_cache.integration import ambient, forwards_ahead
 from hf_paged_cache.kv import recycled_memory
-from hf_paged_cache.kv.block_pool import BlockPool
+from hf_paged_cache.kv.block_pool import BlockPool, GroupTensors
 from hf_paged_cache.kv.states import LiveStates, StateKey
 from hf_paged_cache.model.conditioning import Conditioning
 from hf_paged_cache.model.rope import RopeRegime
@@ -277,7 +277,8 @@ FAULT_POINTS: list[tuple[type, str, str]] = [
     (BlockTable, "append_tokens", "contiguous"),
     (BlockStore, "make_room", "contiguous"),
     (BlockStore, "make_copies", "contiguous"),
-    *((BlockPool, name, "contiguous") for name in ("write", "write_blocks", "copy_blocks")),
+    *((BlockPool, name, "contiguous") for name in ("write", "write_blocks")),
+    (GroupTensors, "copy_blocks", "contiguous"),
     (BlockPool, "gather", "gather"),  # a contiguous copy gathers nothing there
     (Rows, "regroup", "contiguous"),
     (Rows, "select", "contiguous"),
