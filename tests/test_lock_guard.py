@@ -44,7 +44,7 @@ OTHERWISE_TESTED = {
     "integration.hooks:left_as_it_was:1": "test_jobs_in_several_threads_on_one_model_do_not_take_it_from_each_other",
     "integration.ambient:open_scope": "guards a tuple of this module, of no store",
     "integration.ambient:close_scope": "guards a tuple of this module, of no store",
-    "model.conditioning:Conditioning._read": "test_conditions_read_by_many_threads_are_the_same",
+    "model.conditioning:Conditioning._look": "test_conditions_read_by_many_threads_are_the_same",
     "integration.session:Session._schedule_on_all_ranks": "runs only where processes share a model",
     "store.block_store:BlockStore.read_budget": "before the first forward is confirmed; a look at devices, and one number",
     "store.block_store:BlockStore.bytes_to_come": "asked by another store before its first forward is confirmed; numbers",
