@@ -106,7 +106,8 @@ def test_training_is_the_same_and_no_step_gets_keys_and_values_of_one_before(
     assert got.cache is not None
     stats = got.cache.stats()
     assert stats.num_calls == NUM_STEPS
-    assert stats.computed_tokens == stats.prompt_tokens // 4  # the four samples of a prompt were computed as one
+    # The four samples of a prompt were computed as one, and so was what prompts share.
+    assert stats.computed_tokens < stats.prompt_tokens // 4
 
 
 def test_training_the_embedding_alone_is_the_same(
@@ -134,7 +135,7 @@ def test_a_step_that_changes_nothing_is_a_step(tiny_tokenizer: Any, tmp_path: Pa
     got = trained(tiny_tokenizer, tmp_path, use_cache=True, **still)
     assert_same_run(wanted, got)
     assert got.cache is not None
-    assert got.cache.stats().computed_tokens == got.cache.stats().prompt_tokens // 4
+    assert got.cache.stats().computed_tokens < got.cache.stats().prompt_tokens // 4
 
 
 def test_evaluating_twice_reuses(tiny_tokenizer: Any, tmp_path: Path) -> None:
