@@ -176,6 +176,17 @@ def test_a_pool_that_has_room_for_rows_but_not_for_what_they_share_serves_them()
     cache.check()
 
 
+def test_nothing_runs_ahead_of_a_short_row_that_is_padding_where_the_others_are_known() -> None:
+    model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"))
+    run(model, cache, **batch(row((1, 128))))
+    cache.reset()
+    given = batch(row((1, 128), (2, 22)), row((3, 12)))
+    with Forwards(model) as shapes:
+        output = run(model, cache, **given)
+    assert_same(run(model, **given), output)
+    assert shapes[0] == (2, 22)
+
+
 @pytest.mark.usefixtures("cheap_forwards")
 def test_gradients_flow_through_what_rows_share() -> None:
     model = build("llama")
