@@ -299,6 +299,7 @@ class Forerunners:
             pads = row.pad if pad is None else pad
             rows.append(RowInput(tokens[max(0, start - pads) : max(0, stop - pads)], pads, row.first_position))
         self._side.run(cache, rows, [stop], digest=self._digest, options=self._options)
+        self._call.require_prepared()
 
     def _joined(self, row: Row, column: int, is_cold: bool) -> Row:
         """A row that joins the forwards ahead: from where it is known, or in its padding, of which it may have seen a part."""

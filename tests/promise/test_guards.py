@@ -188,6 +188,18 @@ def test_nothing_runs_ahead_of_a_short_row_that_is_padding_where_the_others_are_
 
 
 @pytest.mark.usefixtures("cheap_forwards")
+def test_rows_that_are_reset_while_what_they_share_is_computed_end_with_a_clear_error() -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model)
+    hook = model.get_input_embeddings().register_forward_hook(lambda *_: cache.reset())
+    with pytest.raises(CacheBusyError, match="the cache was reset while what its rows share was computed"):
+        run(model, cache, **QUESTIONS)
+    hook.remove()
+    assert_same(run(model, **QUESTIONS), run(model, cache, **QUESTIONS))
+    cache.check()
+
+
+@pytest.mark.usefixtures("cheap_forwards")
 def test_gradients_flow_through_what_rows_share() -> None:
     model = build("llama")
     given = {**QUESTIONS, "logits_to_keep": 1}
