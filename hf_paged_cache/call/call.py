@@ -283,7 +283,7 @@ class Call:
             CacheBusyError: the cache was reset since it was prepared.
         """
         with self.store.lock:
-            self._require_prepared()
+            self.require_prepared()
             if not self.limits.are_known:
                 reserve_forward(self.store, self, self.rows, request)
             elif self.num_scheduled == 0:
@@ -316,7 +316,7 @@ class Call:
             ForwardMismatchError: what layers carry of the rows is lost.
         """
         with self.store.lock:
-            self._require_prepared()
+            self.require_prepared()
             try:
                 self.states.begin_anew(self.rows, cold, column)
                 return self._schedule(request, computed_ahead or {}, latest_start, column)
@@ -450,7 +450,8 @@ class Call:
         num_bytes = self.store.kv_bytes_in_use(self.salt) + self.view.num_bytes
         self.peak_kv_bytes, self._is_larger = max(self.peak_kv_bytes, num_bytes), False
 
-    def _require_prepared(self) -> None:
+    def require_prepared(self) -> None:
+        """Raises CacheBusyError where the rows were reset since a forward was prepared, by what ran ahead of it."""
         if self.state is not CallState.SCHEDULED:
             raise CacheBusyError("the cache was reset while what its rows share was computed; run the forward again")
 

@@ -251,7 +251,8 @@ class CallStates:
         if not self.has_layers:
             return
         were_whole, self.are_whole = self.are_whole, False
-        if not num_columns or (were_whole and self.live.crop(num_columns)):
+        is_cropped = were_whole and self.live.crop(num_columns)  # of none, what was kept to take drafts back may go
+        if is_cropped or not num_columns:
             self.are_whole = were_whole
         else:
             self.drop()

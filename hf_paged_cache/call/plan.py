@@ -212,7 +212,7 @@ def _staircase(
     """The cheapest stairs: rows of `exact` join at these columns, all others at the last stair that they may."""
     ends = []  # of each row, the last column at which it may join
     for number, row in enumerate(rows):
-        end = row.pad - bounds.width if bounds.is_exact else row.start or 0
+        end = row.pad - bounds.width if bounds.is_exact or row.start is None else row.start
         ends.append(exact.get(number, max(bounds.first, min(end, bounds.latest))))
     columns = sorted({bounds.first, bounds.before, *ends})
     if not exact and len(columns) > _MAX_WEIGHED:

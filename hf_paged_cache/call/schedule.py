@@ -60,6 +60,24 @@ def _windows_of(store: BlockStore, rows: Rows, request: ForwardRequest, *, keeps
     return store.windows.of_forward(spans, keeps_past=keeps_past)
 
 
+def resumable_column(rows: Rows, before: int, start: int) -> int | None:
+    """The last column of `[before, start]` that the windows of all rows allow to go on from; None where there is none.  Effects: none.
+
+    Args:
+        before: columns at which the rows stand.
+    """
+    column = start + 1
+    while column > start:
+        column = start
+        for row in rows.distinct:
+            num_tokens = max(0, start - row.pad)
+            if (num_resumable := row.table.num_resumable_tokens(num_tokens)) < num_tokens:
+                start = row.pad + num_resumable
+                if start < before:
+                    return None
+    return start
+
+
 def hold_windows(rows: Rows, before: int, start: int) -> int:
     """Say from which column each row's layers read on: from `start`, or from the last one before it that all windows allow.
 
@@ -69,22 +87,15 @@ def hold_windows(rows: Rows, before: int, start: int) -> int:
     Raises:
         ForwardMismatchError: the rows cannot go on from there: a forward that skipped more of a prompt has died.
     """
-    column = start + 1
-    while column > start:
-        column = start
-        for row in rows.distinct:
-            num_tokens = max(0, start - row.pad)
-            if (num_resumable := row.table.num_resumable_tokens(num_tokens)) < num_tokens:
-                start = max(before, row.pad + num_resumable)
+    column = resumable_column(rows, before, start)
+    if column is None:
+        raise ForwardMismatchError(
+            f"layers with a window no longer hold what is before column {before}, because a forward died that went on "
+            "further right; reset() the cache, or pass the whole prompt to generate again"
+        )
     for row in rows.distinct:
-        num_tokens = max(0, start - row.pad)
-        if row.table.num_resumable_tokens(num_tokens) < num_tokens:
-            raise ForwardMismatchError(
-                f"layers with a window no longer hold what is before column {start}, because a forward died that went on "
-                "further right; reset() the cache, or pass the whole prompt to generate again"
-            )
-        row.table.hold_window(num_tokens)
-    return start
+        row.table.hold_window(max(0, column - row.pad))
+    return column
 
 
 def take_blocks(

@@ -15,6 +15,7 @@ from ..call.admission import would_fit
 from ..call.call import Call
 from ..call.plan import FORWARD_COST_ON_ACCELERATOR, FORWARD_COST_ON_HOST, Bounds, Plan, PlannedRow, Prefix, cut, plan
 from ..call.rows import Origin, Row, Rows
+from ..call.schedule import resumable_column
 from ..call.scheduled_forward import ForwardRequest, RowInput
 from ..errors import OutOfBlocksError
 from ..kv.states import States, row_of
@@ -235,23 +236,38 @@ class Forerunners:
         self._tokens = all_tokens(request, call.rows)
 
     def run(self, found: Plan) -> None:
-        """Run a plan.
+        """Run a plan. Where that fails, rows that run already go on from where they stand, as they could before.
 
         Raises:
             OutOfBlocksError: a forward does not fit.
             _ChangedError: what was computed must not be held, and is not.
         """
-        num_held = [*map(_num_tokens, self._call.rows.distinct)]
-        with ExitStack() as held:
-            for prefix in found.prefixes:
-                self._compute(held.enter_context(self._side.sibling()), prefix)
-            if found.steps:
-                self._climb(held.enter_context(self._side.sibling()), found)
-        if self._has_changed:
-            with self._blocks.lock:
-                for row, number in zip(self._call.rows.distinct, num_held, strict=True):
-                    row.table.truncate(min(number, row.table.num_tokens))
-            raise _ChangedError
+        rows, lock = self._call.rows, self._blocks.lock
+        with lock:
+            before = [(row, row.table.fork(), row.origin) for row in rows.distinct]
+        try:
+            with ExitStack() as held:
+                for prefix in found.prefixes:
+                    self._compute(held.enter_context(self._side.sibling()), prefix)
+                if found.steps:
+                    self._climb(held.enter_context(self._side.sibling()), found)
+            with lock:
+                column = resumable_column(rows, rows.num_columns, found.column)
+            if self._has_changed or column is None or (self._call.states and column != found.column):
+                raise _ChangedError
+        except BaseException:
+            must_put_back = self._has_changed or (rows.num_columns and self._blocks.groups)
+            with lock:
+                for row, table, origin in before if must_put_back else ():
+                    if not row.table.allocation.is_freed:
+                        replaced, row.table, row.origin = row.table, table, origin
+                        replaced.free()
+            raise
+        finally:
+            with lock:
+                for row, table, _ in before:
+                    if row.table is not table:
+                        table.free()
 
     def _compute(self, cache: SiblingCache, prefix: Prefix) -> None:
         """Compute a prefix in one row, and let all rows that share it go on behind it."""
@@ -299,6 +315,7 @@ class Forerunners:
             pads = row.pad if pad is None else pad
             rows.append(RowInput(tokens[max(0, start - pads) : max(0, stop - pads)], pads, row.first_position))
         self._side.run(cache, rows, [stop], digest=self._digest, options=self._options)
+        self._call.require_prepared()
 
     def _joined(self, row: Row, column: int, is_cold: bool) -> Row:
         """A row that joins the forwards ahead: from where it is known, or in its padding, of which it may have seen a part."""

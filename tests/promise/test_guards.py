@@ -176,6 +176,29 @@ def test_a_pool_that_has_room_for_rows_but_not_for_what_they_share_serves_them()
     cache.check()
 
 
+def test_nothing_runs_ahead_of_a_short_row_that_is_padding_where_the_others_are_known() -> None:
+    model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"))
+    run(model, cache, **batch(row((1, 128))))
+    cache.reset()
+    given = batch(row((1, 128), (2, 22)), row((3, 12)))
+    with Forwards(model) as shapes:
+        output = run(model, cache, **given)
+    assert_same(run(model, **given), output)
+    assert shapes[0] == (2, 22)
+
+
+@pytest.mark.usefixtures("cheap_forwards")
+def test_rows_that_are_reset_while_what_they_share_is_computed_end_with_a_clear_error() -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model)
+    hook = model.get_input_embeddings().register_forward_hook(lambda *_: cache.reset())
+    with pytest.raises(CacheBusyError, match="the cache was reset while what its rows share was computed"):
+        run(model, cache, **QUESTIONS)
+    hook.remove()
+    assert_same(run(model, **QUESTIONS), run(model, cache, **QUESTIONS))
+    cache.check()
+
+
 @pytest.mark.usefixtures("cheap_forwards")
 def test_gradients_flow_through_what_rows_share() -> None:
     model = build("llama")

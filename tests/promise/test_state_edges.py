@@ -214,6 +214,22 @@ def test_rows_of_convolutions_go_on_after_drafts_were_recorded() -> None:
         cache.check()
 
 
+def test_convolutions_keep_nothing_more_for_drafts_all_of_which_were_taken() -> None:
+    model, ids = zoo.build("lfm2"), torch.tensor([row((1, 30))])
+    caches = [PagedPrefixCache(model), DynamicCache(config=model.config)]
+    widths, logits = [], []
+    for cache in caches:
+        plain(model, cache, ids[:, :20], torch.ones(1, 20, dtype=torch.long))
+        cache.activate_past_recording()
+        for stop in (24, 28):
+            plain(model, cache, ids[:, stop - 4 : stop], torch.ones(1, stop, dtype=torch.long))
+            cache.crop(0)
+        widths.append([layer.conv_states[0].shape[-1] for layer in cache.layers if hasattr(layer, "conv_states")])
+        logits.append(plain(model, cache, ids[:, 28:], torch.ones(1, 30, dtype=torch.long)))
+    assert widths[0] == widths[1]
+    assert_close(logits[1], logits[0])
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1", "mamba2", "inkling_text", "zaya"])
 def test_snapshots_and_blocks_together_keep_to_a_small_budget(name: str) -> None:
     """Also where the budget holds less than 8 snapshots, and where some layers have a window."""

@@ -432,6 +432,29 @@ def test_a_prefix_is_shared_only_where_the_windows_of_all_rows_fit_beside_it(
     assert_same(run(model, **arguments), output)
 
 
+@pytest.mark.parametrize("num_blocks", [16, 20, 24, 32, 48])
+def test_rows_that_run_in_chunks_and_share_their_beginning_go_on_in_a_pool_of_few_windows(
+    num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is computed ahead for both is before different columns of them, where windows hold it of one of them alone."""
+    make_forwards_cheap(monkeypatch)
+    model = build("mistral", sliding_window=8)
+    shared = row((1, 300))
+    for num_fewer in (3, 9, 30):
+        arguments = {
+            **batch([*shared, 1, 2], [*shared[:-num_fewer], 3]),
+            "prefill_chunk_size": 100,
+            "max_new_tokens": 4,
+        }
+        cache = PagedPrefixCache(model, block_size=4, num_blocks=num_blocks)
+        try:
+            output = run(model, cache, **arguments)
+        except OutOfBlocksError:
+            continue
+        assert_same(run(model, **arguments), output)
+        cache.check()
+
+
 def test_a_block_that_is_copied_in_the_first_step_counts_before_the_call_runs() -> None:
     """A row that is known to its end, inside a full block: the block that it ends in is not its own."""
     model = build("mistral", sliding_window=8)
