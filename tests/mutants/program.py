@@ -48,6 +48,10 @@ _CONTEXT = multiprocessing.get_context("forkserver")  # forks of one process tha
 _CONTEXT.set_forkserver_preload(
     ["pytest", "hypothesis", "torch", "transformers.cache_utils", "transformers.generation"]
 )
+# A function would be looked for in `tests`, which is not in `sys.path` where a script called pytest.
+_IN_THE_PROCESS = (
+    "import sys; sys.path.insert(0, root); from tests.mutants.program import _run_pytest; _run_pytest(*given)"
+)
 
 
 class Mutant(NamedTuple):
@@ -108,7 +112,9 @@ def copy_with(mutant: Mutant | None, root: Path = ROOT) -> Iterator[Path]:
 def run_tests(copy: Path, tests: Sequence[str], root: Path = ROOT, seconds: float = _MOST_SECONDS) -> Outcome:
     """Run tests on a copy of the package, up to the first that fails."""
     printed = copy / f"printed-{uuid4().hex}"
-    running = _CONTEXT.Process(target=_run_pytest, args=(copy, tests, root, printed))
+    running = _CONTEXT.Process(
+        target=exec, args=(_IN_THE_PROCESS, {"root": str(ROOT), "given": (copy, tests, root, printed)})
+    )
     running.start()
     running.join(seconds)
     if running.exitcode is None:
@@ -130,6 +136,8 @@ def _run_pytest(copy: Path, tests: Sequence[str], root: Path, printed: Path) -> 
     os.dup2(written, 1)
     os.dup2(written, 2)
     os.chdir(root)
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        del os.environ[name]  # of who runs the mutants: its options, or that it is a worker
     os.environ |= {
         "PYTHONPATH": os.pathsep.join([str(copy), str(root)]),
         "PYTHONSAFEPATH": "1",
