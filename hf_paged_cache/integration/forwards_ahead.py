@@ -244,7 +244,7 @@ class Forerunners:
         """
         rows, lock = self._call.rows, self._blocks.lock
         with lock:
-            before = [(row, row.table.fork(), row.origin) for row in rows.distinct]
+            before = [(row, row.table.fork(), row.origin, row.num_known) for row in rows.distinct]
         try:
             with ExitStack() as held:
                 for prefix in found.prefixes:
@@ -256,16 +256,16 @@ class Forerunners:
             if self._has_changed or column is None or (self._call.states and column != found.column):
                 raise _ChangedError
         except BaseException:
-            must_put_back = self._has_changed or (rows.num_columns and self._blocks.groups)
             with lock:
-                for row, table, origin in before if must_put_back else ():
+                must_put_back = self._has_changed or (rows.num_columns and self._blocks.groups)
+                for row, table, origin, num_known in before if must_put_back else ():
                     if not row.table.allocation.is_freed:
-                        replaced, row.table, row.origin = row.table, table, origin
+                        replaced, row.table, row.origin, row.num_known = row.table, table, origin, num_known
                         replaced.free()
             raise
         finally:
             with lock:
-                for row, table, _ in before:
+                for row, table, *_ in before:
                     if row.table is not table:
                         table.free()
 
@@ -351,6 +351,7 @@ class Forerunners:
             replaced.free()
             if row.table.num_tokens > num_tokens:
                 row.table.truncate(num_tokens)
+            row.num_known = row.table.num_tokens
         if self._call.states:
             row.origin = Origin(num_tokens, states)
 
