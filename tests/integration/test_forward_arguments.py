@@ -14,7 +14,7 @@ from hf_paged_cache.blocks import PrefixCachingBlockAllocator
 from hf_paged_cache.call.rows import Rows
 from hf_paged_cache.call.scheduled_forward import ForwardRequest, ScheduledForward
 from hf_paged_cache.integration.forward_arguments import ArgumentReader, for_scheduled
-from hf_paged_cache.integration.input_values import KnownInputs
+from hf_paged_cache.integration.input_values import InputValues, KnownInputs, MaskValues
 from hf_paged_cache.kv.slot_mapping import SlotMapping
 
 from ..call.bench import make_row
@@ -532,7 +532,8 @@ def test_a_model_with_positions_of_several_dimensions_loses_the_last_ones_column
 def test_what_is_known_is_of_the_ids_that_it_was_said_of() -> None:
     """A hook of the user's may have put others in their place."""
     ids = torch.tensor([[1, 2, 3]])
-    known = KnownInputs.of_columns(ids, [array("q", [7, 8, 9])], 0, 0, None)
+    values = InputValues([array("q", [7, 8, 9])], 3, False, MaskValues([0], [0], [0]), None, None)
+    known = KnownInputs(ids, values)
     for passed, wanted in ((ids, [7, 8, 9]), (ids.clone(), [1, 2, 3])):
         given = reader().read(
             {"input_ids": passed}, Rows([], [], 0), in_generate=True, records_drafts=False, known=known

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged_cache import CacheArgumentError
-from hf_paged_cache.integration.input_values import InputValues, KnownInputs, read_inputs
+from hf_paged_cache import CacheArgumentError, PrefixStore
+from hf_paged_cache.call.scheduled_forward import RowInput
+from hf_paged_cache.integration.input_values import InputValues, read_inputs
+from hf_paged_cache.integration.side_forward import SideForwards
 
 IDS = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4], [0, 0, 0, 9]])
 MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]])
@@ -69,18 +71,17 @@ def test_ids_that_are_no_integers_are_refused() -> None:
 
 @pytest.mark.parametrize("takes_positions", [True, False])
 @pytest.mark.parametrize(
-    ("before", "pad", "first_position"), [(0, 0, 0), (0, 0, 3), (5, 0, 3), (0, 2, 0), (5, 2, 0), (0, 3, 0)]
+    ("before", "pads", "first_position"),
+    [(0, (0, 0), 0), (0, (0, 0), 3), (5, (0, 0), 3), (0, (2, 2), 0), (5, (2, 2), 0), (0, (0, 2), 3), (5, (1, 6), 3)],
 )
 def test_what_is_known_ahead_is_what_would_be_read(
-    before: int, pad: int, first_position: int, takes_positions: bool
+    before: int, pads: tuple[int, int], first_position: int, takes_positions: bool, tiny_llama: Any
 ) -> None:
-    rows = [array("q", [7, 8, 9]), array("q", [4, 5, 6])]
+    """Of forwards that we run ourselves, whose arguments and their values are made together."""
+    side = SideForwards(tiny_llama, PrefixStore(tiny_llama, num_blocks=4).argument_reader, pytest.fail)
+    side.takes_positions = takes_positions
     stop = before + 3
-    mask = torch.ones(2, stop, dtype=torch.int64)
-    mask[:, :pad] = 0
-    given = {"input_ids": torch.tensor([list(row) for row in rows]), "attention_mask": mask}
-    if takes_positions:
-        given["position_ids"] = torch.arange(before, stop)[None] + first_position
-    first = first_position if takes_positions else None
-    known = KnownInputs.of_columns(given["input_ids"], rows, pad, before, first)
+    rows = [RowInput(array("q", [7, 8, 9])[: stop - max(before, pad)], pad, first_position) for pad in pads]
+    given, known = side._passed(rows, before, before, stop)
+    assert known.token_ids is given["input_ids"]
     assert known.values == read_inputs(given, 2 if before else 0, before, takes_positions=takes_positions)
