@@ -349,8 +349,11 @@ class Forerunners:
         if replaces or row.table.num_tokens < num_tokens:
             replaced, row.table = row.table, side_row.table.fork()
             replaced.free()
-            if row.table.num_tokens > num_tokens:
-                row.table.truncate(num_tokens)
+            num_kept = min(num_tokens, row.table.num_tokens)
+            if not self._call.states:  # what windows do not show the end of is computed, and written, again
+                num_kept = row.table.num_resumable_tokens(num_kept)
+            if row.table.num_tokens > num_kept:
+                row.table.truncate(num_kept)
             row.num_known = row.table.num_tokens
         if self._call.states:
             row.origin = Origin(num_tokens, states)

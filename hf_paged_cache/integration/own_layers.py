@@ -98,7 +98,8 @@ class OwnLayers:
     def confirm(self) -> None:
         """The forward has returned."""
         call = self._call
-        self.num_columns, self._before = self.num_columns + self._num_new, None  # an interrupt comes before or after both
+        # In one step, so that an interrupt comes before or after both.
+        self.num_columns, self._before = self.num_columns + self._num_new, None
         with call.store.lock:
             call.counters.confirm()
             call.peak_kv_bytes = max(call.peak_kv_bytes, call.store.kv_bytes_in_use(call.salt) + self.num_bytes)
