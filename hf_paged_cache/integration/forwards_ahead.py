@@ -242,8 +242,8 @@ class Forerunners:
             OutOfBlocksError: a forward does not fit.
             _ChangedError: what was computed must not be held, and is not.
         """
-        rows, lock = self._call.rows, self._blocks.lock
-        with lock:
+        rows = self._call.rows
+        with self._blocks.lock:
             before = [(row, row.table.fork(), row.origin, row.num_known) for row in rows.distinct]
         try:
             with ExitStack() as held:
@@ -251,12 +251,12 @@ class Forerunners:
                     self._compute(held.enter_context(self._side.sibling()), prefix)
                 if found.steps:
                     self._climb(held.enter_context(self._side.sibling()), found)
-            with lock:
+            with self._blocks.lock:
                 column = resumable_column(rows, rows.num_columns, found.column)
             if self._has_changed or column is None or (self._call.states and column != found.column):
                 raise _ChangedError
         except BaseException:
-            with lock:
+            with self._blocks.lock:
                 must_put_back = self._has_changed or (rows.num_columns and self._blocks.groups)
                 for row, table, origin, num_known in before if must_put_back else ():
                     if not row.table.allocation.is_freed:
@@ -264,7 +264,7 @@ class Forerunners:
                         replaced.free()
             raise
         finally:
-            with lock:
+            with self._blocks.lock:
                 for row, table, *_ in before:
                     if row.table is not table:
                         table.free()
