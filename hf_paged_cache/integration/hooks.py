@@ -164,6 +164,11 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     cache = _paged(arguments)
     if cache is None:
         return None
+    if arguments.get("past_key_values") is not None and (name := cache_argument(model)) != "past_key_values":
+        raise CacheArgumentError(
+            f"the cache was passed as past_key_values, which {type(model).__name__} does not read, so its layers would run without "
+            f"it; pass it as {name}"
+        )
     return (), present_cache(model, cache.before_forward(model, arguments))
 
 

@@ -194,7 +194,7 @@ class Calls:
 
     def gradients(self, slot: int) -> Action:
         ids, mask, _ = self.prompts.padded(self.prompts.batch(self.rng.choice([1, 2])))
-        line = "with_gradients(model, ids, attention_mask=mask, past_key_values=CACHE)"
+        line = "with_gradients(model, ids, CACHE, attention_mask=mask)"
         return Action(
             "gradients",
             f"c{slot}.reset()\nours = {line.replace('CACHE', f'c{slot}')}",

@@ -200,7 +200,7 @@ class Draw:
 
     def _verify(self, slot: int) -> Action:
         lines = [f"found = c{slot}.verify({self.rng.choice(['', 1, 3])})", "assert not found.differing, found"]
-        refusals = ("UnsupportedModelError",) if "longrope" in self.case.kind else ()
+        refusals = ("UnsupportedModelError",) if "rope" in self.case.kind else ()
         return Action("verify", "\n".join(lines), slot=slot, refusals=refusals)
 
     def _known(self) -> list[int]:

@@ -80,6 +80,11 @@ def fails(function: Any, *args: Any, at: int, **options: Any) -> None:
         function(*args, logits_processor=[TakeFault(at)], **options)
 
 
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name under which a forward takes a cache."""
+    return "past_key_values" if "past_key_values" in inspect.signature(model.forward).parameters else "cache_params"
+
+
 def pieces(
     model: PreTrainedModel,
     cache: Cache,
@@ -98,17 +103,18 @@ def pieces(
             more = {} if mask is None else {"attention_mask": mask[:, : before + end]}
             if positions is not None:
                 more["position_ids"] = positions[:, start:end]
-            output = model(ids[:, start:end], past_key_values=cache, use_cache=True, **more, **options)
+            more[cache_argument(model)] = cache
+            output = model(ids[:, start:end], use_cache=True, **more, **options)
             outputs.append({"size": size, **output})
             start = end
     return outputs
 
 
-def with_gradients(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> dict[str, Any]:
+def with_gradients(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, **options: Any) -> dict[str, Any]:
     """A forward with its loss, and the gradients of all weights."""
     model.zero_grad()
     with torch.enable_grad():
-        output = model(ids, labels=ids, **options)
+        output = model(ids, labels=ids, **{cache_argument(model): cache}, **options)
         output.loss.backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
