@@ -77,7 +77,6 @@ class SideForwards:
         stops: Sequence[int] = (),
         *,
         num_logits: int = 1,
-        commits: bool = True,
         digest: bytes = b"",
         options: Mapping[str, Any] | None = None,
     ) -> Tensor:
@@ -91,7 +90,6 @@ class SideForwards:
             rows: what each runs; without roots.
             stops: columns at which forwards end, the lower ones first; none: one forward, of all tokens.
             num_logits: how many of the last columns' logits are wanted.
-            commits: False: nothing is committed, and nothing stored takes the place of what is computed.
             digest: see `GenerateArguments`.
             options: other arguments of the forward.
 
@@ -104,9 +102,6 @@ class SideForwards:
         call, start = cache.call, cache.call.num_columns
         with call.store.lock:
             call.plans_ahead = call.plans_ahead and not stops  # there forwards are cut
-            if not commits:
-                for running in call.rows.distinct:
-                    running.stop_commits(0)
         stops = stops or [max(max(start, row.pad) + len(row.token_ids) for row in rows)]
         spans = [*pairwise((start, *stops))]
         arguments, known = self._passed(rows, start, *spans[0])
