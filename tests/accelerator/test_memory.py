@@ -26,11 +26,13 @@ OURS, HOST = f"{Path(hf_paged_cache.__file__).parent}/", "/transformers/"
 SURVIVING = tuple(f"{OURS}{path}" for path in ("attention/", "kv/block_pool", "kv/recycled_memory", "store/"))
 NUMBERS = tuple(f"{OURS}{path}" for path in ("kv/transfers", "kv/block_tables", "kv/slot_mapping"))
 
-CALLS: dict[str, dict[str, Any]] = {
-    "1 row": {"num_rows": 1},
-    "3 rows": {"num_rows": 3},
-    "beams": {"num_rows": 1, "num_beams": 3},
-}
+CALLS: dict[str, dict[str, Any]] = {"3 rows": {"num_rows": 3}, "beams": {"num_rows": 1, "num_beams": 3}}
+PAIRS = [  # each two of call, attention and place in the cache's life
+    ("3 rows", "contiguous", "first call"),
+    ("3 rows", "gather", "later call"),
+    ("beams", "contiguous", "later call"),
+    ("beams", "gather", "first call"),
+]
 
 
 def call(
@@ -96,11 +98,9 @@ class FailingAllocation:
         return self.num_seen >= at
 
 
-@pytest.mark.parametrize("is_first", [True, False], ids=["first call", "later call"])
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "attention", "place"), PAIRS)
 def test_memory_may_run_out_at_every_allocation_of_a_call(
-    name: str, attention: Any, is_first: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, attention: Any, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_pools_grow(monkeypatch)
     model = PLACES["fp32 on a device"]()
@@ -111,7 +111,7 @@ def test_memory_may_run_out_at_every_allocation_of_a_call(
         at = 1
         while True:
             cache = PagedPrefixCache(PrefixStore(model, block_size=4, num_blocks=200), attention=attention)
-            if not is_first:
+            if place == "later call":
                 assert_same(before, call(model, cache, seed=5, num_new=1))
             with monkeypatch.context() as patch:
                 failing = FailingAllocation(patch, at, ours=ours)

@@ -1,11 +1,13 @@
-"""Keys and values of every type with each output flag and without: where they differ, nothing is kept, and nowhere else.
+"""Keys and values with each output flag and without: where they differ, nothing is kept, and nowhere else.
 
-Compared in plain forwards on the cache that transformers makes.
+Compared in plain forwards on the cache that transformers makes, for a quarter of the types; the conformance test plays calls with
+flags and without on all of them.
 """
 
 from __future__ import annotations
 
 import inspect
+import random
 import warnings
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+SEED = 2  # of the quarter that is run; another one with each release
 HELD = [name for name, result in load()["types"].items() if result["outcome"] == "identical"]
 KNOWN_TO_DIFFER = {(f"falcon{variant}", "output_attentions") for variant in ("", "@alibi", "@new_decoder")}
 PROMPT = row((1, 45))
@@ -62,7 +65,7 @@ def differs_with(model: PreTrainedModel, flag: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", sorted({"falcon", *random.Random(SEED).sample(HELD, len(HELD) // 4)}))
 def test_what_is_computed_with_an_output_flag_is_kept_just_where_it_is_the_same(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
