@@ -1,6 +1,6 @@
 """Every change of an allocator, one at a time. Scenarios 8 to 12, 14, 18 to 24, 31, 32, 40 to 43, 46, 48, 50, 51, 53, 63.
 
-`test_allocator_stateful` runs them in random order beside a model; here each expectation is written out.
+`random_operations` runs them in random order beside a model; here each expectation is written out.
 """
 
 from __future__ import annotations
