@@ -110,6 +110,11 @@ class Allocation:
             slots.extend(range(block_id * size, (block_id + 1) * size))
         return slots[start - first * size : stop - first * size]
 
+    def of_blocks(self, block_ids: list[int]) -> Allocation:
+        """Another holder of these blocks, the leading ones of this; for the allocator, which counts it."""
+        num_prefix_blocks = min(self.num_prefix_blocks, len(block_ids))
+        return Allocation(self._allocator, block_ids, num_prefix_blocks, self.namespace)
+
     def free(self) -> None:
         """Give all blocks back, the last one first. Raises BlockStateError the second time."""
         self._allocator.free(self)

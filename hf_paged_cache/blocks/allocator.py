@@ -349,8 +349,7 @@ class PrefixCachingBlockAllocator:
         block_ids = self._list_of(allocation)[:num_blocks]
         self._dirty = True
         self._states.hold(block_ids)
-        num_prefix_blocks = min(allocation.num_prefix_blocks, len(block_ids))
-        return self._registered(Allocation(self, block_ids, num_prefix_blocks, allocation.namespace))
+        return self._registered(allocation.of_blocks(block_ids))
 
     def truncate(self, allocation: Allocation, num_blocks: int) -> None:
         """Keep the first `num_blocks` blocks, free the last one first. Raises CacheArgumentError if fewer are held."""

@@ -412,7 +412,9 @@ class BlockTable:
         with Changing(self.groups):
             before, stop = list(self.block_ids), self._resumption.stop
             shorter = Resumption(*(min(number, num_tokens) for number in self._resumption))
-            self._allocation.resumption = shorter._replace(stop=stop)  # interrupted, it needs too much, never too little
+            self._allocation.resumption = shorter._replace(
+                stop=stop
+            )  # interrupted, it needs too much, never too little
             self._cut(num_tokens)
             self._end = min(self._end, num_tokens)
             self._need(shorter._replace(stop=num_tokens), before)

@@ -160,7 +160,7 @@ class BlockPool:
         >>> pool.all.ensure_capacity(3)
         >>> new = torch.ones(1, 2, 5, 8)  # 1 row, 2 heads, 5 tokens, head size 8
         >>> pool.write(0, {"key": new, "value": new}, pool.map_slots([4, 5, 6, 7, 8]))
-        >>> pool.gather(0, ReadSource(torch.tensor([[4, 5]])))["key"].shape
+        >>> pool.gather(0, ReadSource(torch.tensor([[4, 5]]).to, 1, 2))["key"].shape
         torch.Size([1, 2, 2, 8])
 
     Source: block-table indirection, Kwon et al. 2023 (arXiv:2309.06180).

@@ -86,9 +86,9 @@ class BlockTables:
         size, pads = self._block_size, self._pads
         offset = pads[0] % size
         if any(pad % size != offset for pad in pads):
-            return ReadSource.on_devices(lambda device: self._slots(device, start, stop), len(pads), stop - start)
+            return ReadSource(lambda device: self._slots(device, start, stop), len(pads), stop - start)
         first, end = (start - offset) // size, -((offset - stop) // size)  # counted from column `offset`
-        return ReadSource.on_devices(
+        return ReadSource(
             lambda device: self._current(device).entries[:, first + 1 : end + 1],
             len(pads),
             stop - start,
