@@ -1,9 +1,8 @@
 """Owns the record of who holds which block, and every change of it: blocks are taken, shared, hashed, copied on write and given back.
 
-Refuses a change that cannot finish, and an allocation that it does not know. The lists of the live allocations are the truth;
-states, queue and index (`BlockStates`) are derived from them and from the blocks' own hashes. Every change first marks what is
-derived as dirty, changes the lists last and clears the mark. After a Ctrl-C anywhere inside, the next operation finds the mark
-and derives it again: the change has happened or has not.
+Refuses a change that cannot finish, and an allocation that it does not know. The lists of the live allocations are the truth; all
+else (`BlockStates`) is derived from them and from the blocks' own hashes. A change sets the mark `_dirty`, changes the lists last and
+clears the mark; whoever finds it set, after a Ctrl-C inside a change, derives all again: the change has happened or has not.
 """
 
 from __future__ import annotations
@@ -176,12 +175,12 @@ class PrefixCachingBlockAllocator:
         return self._states.index.match(block_hashes, namespace)
 
     def continuations(self, parent: bytes, namespace: bytes = b"") -> list[array[int]]:
-        """Tokens of the computed blocks straight behind the prefix with this digest, or behind a root.  Cost: O(num_blocks)."""
+        """Tokens of the computed blocks straight after the prefix with this digest, or after a root.  Cost: O(num_blocks)."""
         self._settle()
         return [tokens_of(tokens) for tokens in self._states.index.continuations(parent, namespace)]
 
     def has_tokens(self, token_ids: array[int], namespace: bytes = b"") -> bool:
-        """Whether a full block has these tokens, behind whatever prefix.  Cost: O(num_blocks)."""
+        """Whether a full block has these tokens, after whatever prefix.  Cost: O(num_blocks)."""
         self._settle()
         return self._states.index.has_tokens(bytes_of(token_ids), namespace)
 

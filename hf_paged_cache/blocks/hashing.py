@@ -54,7 +54,7 @@ def bytes_of(token_ids: array[int]) -> bytes:
 
 
 def digest_behind(parent: bytes, token_bytes: bytes) -> bytes:
-    """The digest of a block without extra keys, behind the block or the root with the digest `parent`."""
+    """The digest of a block without extra keys, after the block or the root with the digest `parent`."""
     return sha256(parent + token_bytes).digest()
 
 

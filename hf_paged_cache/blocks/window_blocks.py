@@ -1,7 +1,7 @@
-"""Owns which blocks are kept where attention sees a window: of a running sequence those it can go on from, and what room is left for.
+"""Owns which blocks are kept where attention sees a window: those from which running sequences resume, and others while there is room.
 
 A block has one identity, the allocator's. A group of layers with a window keeps its tokens in a *window block*, a place of
-their own of which there may be far fewer. Blocks behind the window have none, or one that the next sequence may take.
+their own of which there may be far fewer. Blocks that a window has passed have none, or one that the next sequence may take.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class WindowBlocks:
 
     @property
     def num_blocks_of_a_row(self) -> int:
-        """The most that a row needs which goes on token by token."""
+        """The most that a row needs while it generates token by token."""
         return -(-self.reach // self._block_size) + 1
 
     def span(self, start: int, stop: int) -> range:
@@ -133,7 +133,7 @@ class WindowBlocks:
         return next((index * size for index in reversed(self.seen(num_tokens)) if not has(index)), num_tokens)
 
     def needed_of(self, resumption: Resumption) -> tuple[range, range]:
-        """Logical indices of the blocks that are needed: those that are seen, and those that are written or gone on from."""
+        """Logical indices of the blocks that are needed: those that are seen, and those that are written or may be resumed from."""
         start, first, cut, stop = resumption
         kept = self.span(cut, stop)
         return self.seen(start), range(min(kept.start, first // self._block_size), kept.stop)
@@ -259,7 +259,7 @@ class WindowBlocks:
 
         Args:
             num_own: 1 where it still holds them, else 0.
-            is_end: they are the end of a sequence, where others are likely to go on.
+            is_end: they are the end of a sequence, where others are likely to resume.
         """
         released = [block_id for block_id in block_ids if block_id in self.places]
         are_shared = any(count > num_own for count in self._allocator.ref_counts(released))
@@ -291,7 +291,7 @@ class WindowBlocks:
         return True
 
     def end_share(self, source: int, destination: int, *, replaced: bool) -> None:
-        """One of the two goes on with it: `destination` where it has `replaced` the other."""
+        """One of the two keeps it: `destination` where it has `replaced` the other."""
         if replaced:
             self.hold((source,))
         del self.places[source if replaced else destination]
@@ -315,7 +315,7 @@ class WindowBlocks:
     def sweep(self) -> None:
         """Derive what is free, needed and idle from the places, the allocations and the allocator.  Cost: O(num_blocks)."""
         allocator, kept, taken = self._allocator, {}, {}
-        for block_id, place in self.places.items():  # a block that shares another's place comes behind it
+        for block_id, place in self.places.items():  # a block that shares another's place comes after it
             is_block = block_id < allocator.num_blocks  # not all are there after a reset that was interrupted
             if place not in taken and is_block and self._is_of_use(block_id):
                 kept[block_id] = place
@@ -336,8 +336,8 @@ class WindowBlocks:
         """Prove the invariants:
 
         1. each window block but number 0 is free or has one block;
-        2. needed are those that live allocations need, and no others: none behind a window is held;
-        3. an allocation has all that it must have to go on.
+        2. needed are those that live allocations need, and no others: none that a window has passed is held;
+        3. an allocation has all that it needs to resume.
 
         Raises:
             BlockStateError: one does not hold; with the whole state.
@@ -367,7 +367,7 @@ class WindowBlocks:
                 for span in (self.seen(start), self.span(cut, stop)):
                     missing = [i for i in allocation.block_ids[span.start : span.stop] if i not in self.places]
                     if missing:
-                        return f"blocks {missing} of {allocation!r} have no window block, and it goes on from {start}"
+                        return f"blocks {missing} of {allocation!r} have no window block, and it resumes from {start}"
         return None
 
     def _is_of_use(self, block_id: int) -> bool:

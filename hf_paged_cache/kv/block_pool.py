@@ -27,7 +27,7 @@ class GroupTensors:
     """Layer index -> name -> `[capacity, num_heads, block_size, head_dim]`, on that layer's device.
 
     Args:
-        streams: asked to wait for what is let go.
+        streams: asked to wait for what is released.
         placing: which block has which place here, where not all have one; None: block ids are the places.
 
     Attributes:
@@ -91,7 +91,7 @@ class GroupTensors:
         self.capacity = num_blocks
 
     def resized(self, tensor: Tensor, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Another tensor with the content of a layer's, which is let go."""
+        """Another tensor with the content of a layer's, which is released."""
         resized = zeros((num_blocks, *tensor.shape[1:]), dtype, device)
         resized[: self.num_blocks_used].copy_(tensor[: self.num_blocks_used])
         self._streams.release(tensor)
@@ -226,7 +226,7 @@ class BlockPool:
             self._streams.join(self.accelerators)
 
     def release(self, tensors: Iterable[Tensor]) -> None:
-        """The pool's tensors, or copies of what is in them, are about to be let go: see `StreamOrder.release`."""
+        """The pool's tensors, or copies of what is in them, are about to be released: see `StreamOrder.release`."""
         if self.accelerators:
             for tensor in tensors:
                 self._streams.release(tensor)
