@@ -24,7 +24,7 @@ class Resumption(NamedTuple):
     """What a sequence does with its tokens, for layers that see a window of them; numbers of tokens.
 
     The forward that is scheduled, or was the last one: [0, start) it sees | [start, first) it computes again, though they
-    are known | [first, stop) it writes. The one after it goes on from `stop`, or from less, down to `cut`, where the last
+    are known | [first, stop) it writes. The one after it resumes from `stop`, or from less, down to `cut`, where the last
     tokens are taken back.
     """
 
@@ -35,7 +35,7 @@ class Resumption(NamedTuple):
 
     @classmethod
     def at(cls, num_tokens: int) -> Resumption:
-        """No forward: the sequence goes on from so many tokens."""
+        """No forward: the sequence resumes after so many tokens."""
         return cls(num_tokens, num_tokens, num_tokens, num_tokens)
 
 
@@ -109,6 +109,11 @@ class Allocation:
         for block_id in block_ids[first : -(-stop // size)]:
             slots.extend(range(block_id * size, (block_id + 1) * size))
         return slots[start - first * size : stop - first * size]
+
+    def of_blocks(self, block_ids: list[int]) -> Allocation:
+        """Another holder of these blocks, the leading ones of this; for the allocator, which counts it."""
+        num_prefix_blocks = min(self.num_prefix_blocks, len(block_ids))
+        return Allocation(self._allocator, block_ids, num_prefix_blocks, self.namespace)
 
     def free(self) -> None:
         """Give all blocks back, the last one first. Raises BlockStateError the second time."""

@@ -1,9 +1,8 @@
 """Owns the record of who holds which block, and every change of it: blocks are taken, shared, hashed, copied on write and given back.
 
-Refuses a change that cannot finish, and an allocation that it does not know. The lists of the live allocations are the truth;
-states, queue and index (`BlockStates`) are derived from them and from the blocks' own hashes. Every change first marks what is
-derived as dirty, changes the lists last and clears the mark. After a Ctrl-C anywhere inside, the next operation finds the mark
-and derives it again: the change has happened or has not.
+Refuses a change that cannot finish, and an allocation that it does not know. The lists of the live allocations are the truth; all
+else (`BlockStates`) is derived from them and from the blocks' own hashes. A change sets the mark `_dirty`, changes the lists last and
+clears the mark; whoever finds it set, after a Ctrl-C inside a change, derives all again: the change has happened or has not.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from weakref import ReferenceType
 
 from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
@@ -55,10 +55,9 @@ class PrefixCachingBlockAllocator:
 
     def __repr__(self) -> str:
         states = self._states
-        return (
-            f"{type(self).__name__}(num_blocks={states.num_blocks}, block_size={self.block_size}, "
-            f"free={len(states.queue) - states.num_cached}, cached={states.num_cached})"
-        )
+        num_free = states.queue.length - states.num_cached
+        sizes = f"num_blocks={states.num_blocks}, block_size={self.block_size}"
+        return f"{type(self).__name__}({sizes}, free={num_free}, cached={states.num_cached})"
 
     # What can be asked. It changes nothing.
 
@@ -81,8 +80,9 @@ class PrefixCachingBlockAllocator:
     @property
     def num_available_blocks(self) -> int:
         """Blocks that can be handed out: free and cached."""
-        self._settle()
-        return len(self._states.queue)
+        if self._dirty or self.collected:
+            self._settle()
+        return self._states.queue.length
 
     @property
     def num_blocks_in_use(self) -> int:
@@ -106,7 +106,8 @@ class PrefixCachingBlockAllocator:
 
     def holds(self, allocation: Allocation) -> bool:
         """Whether `allocation` is one of this allocator's and has not been freed."""
-        self._settle()
+        if self._dirty or self.collected:
+            self._settle()
         return allocation.key in self._held
 
     def allocations(self) -> list[Allocation]:
@@ -161,30 +162,25 @@ class PrefixCachingBlockAllocator:
         """Block id -> hash, of all blocks of a namespace that a prefix can hit.  Cost: O(num_blocks)."""
         self._settle()
         index = self._states.index
-        found = {
-            block_id: index.hash_of(block_id) for block_id in index.blocks.values() if block_id not in index.uncomputed
-        }
-        return {
-            block_id: block_hash
-            for block_id, block_hash in found.items()
-            if block_hash is not None and index.namespaces[block_id] == namespace
-        }
+        found = ((i, index.hash_of(i)) for i in index.blocks.values() if index.namespaces[i] == namespace)
+        return {i: each for i, each in found if each is not None and i not in index.uncomputed}
 
     def match_prefix(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> list[int]:
         """Blocks of the longest leading run of hashes whose content is here, in this namespace.
 
         Effects: none; asks `block_hashes` for nothing after the first miss.
         """
-        self._settle()
+        if self._dirty or self.collected:
+            self._settle()
         return self._states.index.match(block_hashes, namespace)
 
     def continuations(self, parent: bytes, namespace: bytes = b"") -> list[array[int]]:
-        """Tokens of the computed blocks straight behind the prefix with this digest, or behind a root.  Cost: O(num_blocks)."""
+        """Tokens of the computed blocks straight after the prefix with this digest, or after a root.  Cost: O(num_blocks)."""
         self._settle()
         return [tokens_of(tokens) for tokens in self._states.index.continuations(parent, namespace)]
 
     def has_tokens(self, token_ids: array[int], namespace: bytes = b"") -> bool:
-        """Whether a full block has these tokens, behind whatever prefix.  Cost: O(num_blocks)."""
+        """Whether a full block has these tokens, after whatever prefix.  Cost: O(num_blocks)."""
         self._settle()
         return self._states.index.has_tokens(bytes_of(token_ids), namespace)
 
@@ -204,14 +200,14 @@ class PrefixCachingBlockAllocator:
 
         With the arithmetic, but for a namespace: it would tell what others hold.
         """
-        self._settle()
+        if self._dirty or self.collected:
+            self._settle()
         states = self._states
-        ref_counts = states.ref_counts
-        num_cached_hits = len([block_id for block_id in hits if not ref_counts[block_id]])
-        if num_blocks + num_cached_hits > len(states.queue):
-            of_all = (
-                f"{len(states.queue) - states.num_cached} free + {states.num_cached} cached of {states.num_blocks - 1}"
-            )
+        counts = map(states.ref_counts.__getitem__, hits)
+        num_cached_hits = [*counts].count(0)
+        if num_blocks + num_cached_hits > states.queue.length:
+            num_free = states.queue.length - states.num_cached
+            of_all = f"{num_free} free + {states.num_cached} cached of {states.num_blocks - 1}"
             raise OutOfBlocksError(
                 f"need {num_blocks + num_cached_hits} blocks: {'there are fewer' if namespace else of_all}"
                 + (f", {num_cached_hits} of them the prefix hit itself" if num_cached_hits else "")
@@ -287,12 +283,15 @@ class PrefixCachingBlockAllocator:
         num_fresh = num_mutable_blocks if num_blocks is None else max(0, num_blocks - len(hits))
         if len(set(hits)) < len(hits):
             raise CacheArgumentError("a block hash is given twice; the hashes of one sequence differ")
-        self.require(num_fresh, hits, namespace)
-        states = self._states
+        if num_fresh:
+            self.require(num_fresh, hits, namespace)
         self._dirty = True
-        states.hold(hits)
-        block_ids = hits + states.take(num_fresh, namespace)
-        return self._registered(Allocation(self, block_ids, len(hits), namespace))
+        num_hits = len(hits)
+        if hits:
+            self._states.hold(hits)
+        if num_fresh:
+            hits += self._states.take(num_fresh, namespace)
+        return self._registered(Allocation(self, hits, num_hits, namespace))
 
     def _registered(self, allocation: Allocation) -> Allocation:
         """Its blocks have been taken for it: the end of a change."""
@@ -349,14 +348,15 @@ class PrefixCachingBlockAllocator:
         block_ids = self._list_of(allocation)[:num_blocks]
         self._dirty = True
         self._states.hold(block_ids)
-        num_prefix_blocks = min(allocation.num_prefix_blocks, len(block_ids))
-        return self._registered(Allocation(self, block_ids, num_prefix_blocks, allocation.namespace))
+        return self._registered(allocation.of_blocks(block_ids))
 
     def truncate(self, allocation: Allocation, num_blocks: int) -> None:
         """Keep the first `num_blocks` blocks, free the last one first. Raises CacheArgumentError if fewer are held."""
         block_ids = self._list_of(allocation)
         if not 0 <= num_blocks <= len(block_ids):
             raise CacheArgumentError(f"cannot keep {num_blocks} blocks; give 0 to {len(block_ids)}, the number held")
+        if num_blocks == len(block_ids):
+            return
         self._dirty = True
         self._states.drop(reversed(block_ids[num_blocks:]))
         allocation.num_prefix_blocks = min(allocation.num_prefix_blocks, num_blocks)
@@ -502,19 +502,18 @@ class PrefixCachingBlockAllocator:
     def forget(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> None:
         """Let nobody hit the blocks of these hashes any more; those that nobody holds become free. Unknown ones are skipped."""
         self._settle()
-        found = (self._states.index.get(block_hash, namespace) for block_hash in dict.fromkeys(block_hashes))
-        block_ids = [block_id for block_id in found if block_id is not None]
-        if block_ids:
-            self._dirty = True
-            self._states.forget(block_ids)
-            self.num_lapses += 1
-            self._dirty = False
+        found = map(partial(self._states.index.get, namespace=namespace), dict.fromkeys(block_hashes))
+        if block_ids := [block_id for block_id in found if block_id is not None]:
+            self._forget(block_ids)
 
     def forget_cached_blocks(self, namespace: bytes | None = None) -> None:
         """Make every cached block free, or every one of `namespace`; blocks in use keep their hashes."""
         self._settle()
+        self._forget(self._states.cached_blocks(namespace))
+
+    def _forget(self, block_ids: list[int]) -> None:
         self._dirty = True
-        self._states.forget(self._states.cached_blocks(namespace))
+        self._states.forget(block_ids)
         self.num_lapses += 1
         self._dirty = False
 
@@ -555,7 +554,8 @@ class PrefixCachingBlockAllocator:
 
     def _list_of(self, allocation: Allocation) -> list[int]:
         """The registered list of a live allocation; settles, so that every change may begin with it."""
-        self._settle()
+        if self._dirty or self.collected:
+            self._settle()
         block_ids = self._held.get(allocation.key)
         if block_ids is None:
             raise BlockStateError(f"{allocation!r} has ref_count 0: it was freed, or is another allocator's")
@@ -563,7 +563,8 @@ class PrefixCachingBlockAllocator:
 
     def _check_ids(self, block_ids: Iterable[int]) -> None:
         """Settle; raises CacheArgumentError if one is no block."""
-        self._settle()
+        if self._dirty or self.collected:
+            self._settle()
         most = self._states.num_blocks
         for block_id in block_ids:
             if not 0 < block_id < most:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import islice
+from itertools import chain, islice
 
 from ..errors import BlockStateError, CacheArgumentError
 from .free_queue import FreeBlockQueue
@@ -66,14 +66,12 @@ class BlockStates:
 
         The caller has checked that the queue holds that many.
         """
-        num_free = len(self.queue) - self.num_cached
+        num_free = self.queue.length - self.num_cached
         taken = self.queue.popleft_many(num_blocks)
         ref_counts, namespaces = self.ref_counts, self.index.namespaces
-        if self.on_evict is not None:
-            for block_id in islice(taken, num_free, None):
-                if (block_hash := self.index.hash_of(block_id)) is not None:
-                    self.on_evict(block_id, block_hash, namespaces[block_id])
-        for block_id in islice(taken, num_free, None):
+        for block_id in taken[num_free:]:
+            if self.on_evict is not None and (block_hash := self.index.hash_of(block_id)) is not None:
+                self.on_evict(block_id, block_hash, namespaces[block_id])
             self.index.remove(block_id)
             self.num_cached -= 1
             self.num_evictions += 1
@@ -127,12 +125,15 @@ class BlockStates:
             else:
                 cached.append(block_id)
         self.clock = clock
-        self.queue.appendleft_many(free)
-        self.queue.append_many(cached)
-        self.num_cached += len(cached)
-        if free or cached:
-            namespace = self.index.namespaces[(cached or free)[0]]
-            _add(self.num_in_use_of, namespace, -len(free) - len(cached))
+        if not (idle := free or cached):
+            return
+        namespace = self.index.namespaces[idle[0]]
+        _add(self.num_in_use_of, namespace, -len(free) - len(cached))
+        if free:
+            self.queue.appendleft_many(free)
+        if cached:
+            self.queue.append_many(cached)
+            self.num_cached += len(cached)
             _add(self.num_cached_of, namespace, len(cached))
 
     def touch(self, block_ids: Iterable[int]) -> None:
@@ -145,7 +146,7 @@ class BlockStates:
 
     def cached_blocks(self, namespace: bytes | None = None) -> list[int]:
         """The cached blocks, of one namespace or of all, the least recently used first."""
-        cached, namespaces = islice(self.queue, len(self.queue) - self.num_cached, None), self.index.namespaces
+        cached, namespaces = islice(self.queue, self.queue.length - self.num_cached, None), self.index.namespaces
         return [block_id for block_id in cached if namespace is None or namespaces[block_id] == namespace]
 
     def forget(self, block_ids: list[int]) -> None:
@@ -171,11 +172,8 @@ class BlockStates:
 
     def rebuild(self, holders: Iterable[list[int]]) -> None:
         """Derive the state again from `holders`, the blocks' digests and their times.  Cost: O(num_blocks log num_blocks)."""
-        ref_counts = [0] * self.num_blocks
-        for block_ids in holders:
-            for block_id in block_ids:
-                ref_counts[block_id] += 1
-        self.ref_counts = ref_counts
+        counts = Counter(chain.from_iterable(holders))
+        self.ref_counts = ref_counts = [counts[block_id] for block_id in range(self.num_blocks)]
         self.index.rebuild(ref_counts)
         del self.last_access[self.num_blocks :]
         digests, times, namespaces = self.index.digests, self.last_access, self.index.namespaces
@@ -191,16 +189,14 @@ class BlockStates:
 
     def check(self, holders: list[list[int]]) -> None:
         """Raises BlockStateError, with what is wrong, unless invariants (1) to (5) of `PrefixCachingBlockAllocator.check` hold."""
-        counts = [0] * self.num_blocks
         for block_ids in holders:
             if len(set(block_ids)) != len(block_ids):
                 raise BlockStateError(f"a holder has a block twice: {block_ids}")
             for block_id in block_ids:
                 if not 0 < block_id < self.num_blocks:
                     raise BlockStateError(f"block {block_id} is held; blocks are 1 to {self.num_blocks - 1}")
-                counts[block_id] += 1
-            if len({self.index.namespaces[block_id] for block_id in block_ids}) > 1:
-                raise BlockStateError(f"a holder has blocks of several namespaces: {block_ids}")
+        held = Counter(chain.from_iterable(holders))
+        counts = [held[block_id] for block_id in range(self.num_blocks)]
         if counts != self.ref_counts:
             raise BlockStateError(f"ref counts are {self.ref_counts}, by what holders have {counts}")
         self.queue.check()
@@ -217,10 +213,8 @@ class BlockStates:
             raise BlockStateError(f"cached blocks {queued[num_free:]} are not in the order of their times {times}")
         self.index.check(in_use)
         namespaces = self.index.namespaces
-        in_use_of, cached_of = (
-            Counter(map(namespaces.__getitem__, in_use)),
-            Counter(map(namespaces.__getitem__, queued[num_free:])),
-        )
+        in_use_of = Counter(namespaces[block_id] for block_id in in_use)
+        cached_of = Counter(namespaces[block_id] for block_id in queued[num_free:])
         if in_use_of != self.num_in_use_of or cached_of != self.num_cached_of:
             raise BlockStateError(
                 f"of namespaces are counted {self.num_in_use_of} in use and {self.num_cached_of} cached; there are "

@@ -20,7 +20,7 @@ from .allocator import PrefixCachingBlockAllocator
 from .arguments import check_not_negative
 from .groups import resumable
 from .hashing import BlockHash, HashChain, token_array
-from .window_blocks import WindowBlocks
+from .window_blocks import Changing, WindowBlocks
 
 
 class PrefixMatch(NamedTuple):
@@ -206,12 +206,12 @@ class BlockTable:
 
     def _fill(self, chain: HashChain, num_lookahead_slots: int | None) -> int:
         """See `allocate`; None: see `hold_prefix`."""
-        if self.num_tokens or self.block_ids or self._allocation.is_freed:
+        if self._chain.token_ids or self._allocation.block_ids or self._allocation.is_freed:
             raise BlockStateError(f"{self!r} is not empty, or was freed; only a fresh table is filled")
         hashes, num_blocks, allocator = chain.hashes(), None, self._allocator
-        for group in self.groups:
-            group.settle()
         if self.groups:
+            for group in self.groups:
+                group.settle()
             matched = allocator.match_prefix(hashes, self.namespace)
             self._num_matched = len(matched) * self._block_size
             hashes = islice(chain.hashes(), resumable(self.groups, matched, self._num_matched) // self._block_size)
@@ -219,13 +219,14 @@ class BlockTable:
             num_blocks = -(-(len(chain) + num_lookahead_slots) // self._block_size)
         allocation = allocator.allocate(hashes, num_blocks=num_blocks, namespace=self.namespace)
         self._num_hit = num_hit = allocation.num_prefix_tokens
-        if num_lookahead_slots is None:
+        if num_lookahead_slots is None and num_hit < len(chain.token_ids):
             chain.truncate(num_hit)
         self._num_committed = allocation.num_prefix_blocks
         self._allocation = allocation
         self._chain = chain
         self._num_matched = max(self._num_matched, num_hit)
-        self._resume(Resumption.at(num_hit))
+        if self.groups:
+            self._resume(Resumption.at(num_hit))
         return num_hit
 
     def append_tokens(
@@ -326,10 +327,7 @@ class BlockTable:
         if not start < stop <= (block_index + 1) * self._block_size or block_index >= len(block_ids):
             raise BlockStateError(f"positions {start} to {stop - 1} of a table do not lie in one of its blocks")
         block_id = block_ids[block_index]
-        if not self._allocator.is_writable(block_id):
-            raise BlockStateError(
-                f"positions {start} to {stop - 1} would be written into block {block_id}, which others hold or can hit"
-            )
+        self._check_writable(block_id, start, stop)
         return block_id, offset
 
     def writable_slots(self, start: int, stop: int) -> list[int]:
@@ -340,12 +338,15 @@ class BlockTable:
             CacheArgumentError: as `slots`.
         """
         slots = self._allocation.slots(start, stop)
-        for block_id in self.block_ids[start // self._block_size : -(-stop // self._block_size)] if slots else ():
-            if not self._allocator.is_writable(block_id):
-                raise BlockStateError(
-                    f"positions {start} to {stop - 1} would be written into block {block_id}, which others hold or can hit"
-                )
+        for index in range(start // self._block_size, -(-stop // self._block_size)) if slots else ():
+            self._check_writable(self._allocation.block_ids[index], start, stop)
         return slots
+
+    def _check_writable(self, block_id: int, start: int, stop: int) -> None:
+        if not self._allocator.is_writable(block_id):
+            raise BlockStateError(
+                f"positions {start} to {stop - 1} would be written into block {block_id}, which others hold or can hit"
+            )
 
     def unseen_token_ids(self, sequence: Sequence[int] | array[int]) -> array[int]:
         """The tokens of `sequence` after the table's. Raises CacheArgumentError if it does not start with these."""
@@ -365,8 +366,9 @@ class BlockTable:
         Raises:
             CacheArgumentError: a number that is negative or above `num_tokens`.
         """
-        if not 0 <= num_computed_tokens <= self.num_tokens:
-            raise CacheArgumentError(f"{num_computed_tokens} tokens computed; the table has {self.num_tokens}")
+        most = len(self._chain.token_ids)
+        if not 0 <= num_computed_tokens <= most:
+            raise CacheArgumentError(f"{num_computed_tokens} tokens computed; the table has {most}")
         start, stop = self._num_committed, num_computed_tokens // self._block_size
         if start >= stop:
             return ()
@@ -379,11 +381,12 @@ class BlockTable:
 
     def num_resumable_tokens(self, num_tokens: int) -> int:
         """The most tokens, up to `num_tokens`, after which each window has all blocks that it sees; all without windows."""
-        return resumable(self.groups, self.block_ids, num_tokens)
+        return resumable(self.groups, self._allocation.block_ids, num_tokens) if self.groups else num_tokens
 
     def hold_window(self, num_tokens: int) -> None:
         """The next forward reads what is before `num_tokens` tokens, and what follows. For layers with a window."""
-        self._resume(Resumption(num_tokens, *(max(number, num_tokens) for number in self._resumption[1:])))
+        if self.groups:
+            self._resume(Resumption(num_tokens, *(max(number, num_tokens) for number in self._resumption[1:])))
 
     def let_pass(self) -> None:
         """The last forward has returned: what only that had to read may go. For layers with a window."""
@@ -400,21 +403,26 @@ class BlockTable:
         Raises:
             CacheArgumentError: a number that is negative or above `num_tokens`.
         """
-        if not 0 <= num_tokens <= self.num_tokens:
-            raise CacheArgumentError(f"cannot keep {num_tokens} tokens; give 0 to {self.num_tokens}, what there is")
-        if self.groups:
-            self._begin()
+        most = len(self._chain.token_ids)
+        if not 0 <= num_tokens <= most:
+            raise CacheArgumentError(f"cannot keep {num_tokens} tokens; give 0 to {most}, what there is")
+        if not self.groups:
+            self._cut(num_tokens)
+            return
+        with Changing(self.groups):
             before, stop = list(self.block_ids), self._resumption.stop
             shorter = Resumption(*(min(number, num_tokens) for number in self._resumption))
-            # Interrupted, it needs too much, never too little.
-            self._allocation.resumption = shorter._replace(stop=stop)
-        self._num_committed = min(self._num_committed, num_tokens // self._block_size)
-        self._chain.truncate(num_tokens)
-        self._allocator.truncate(self._allocation, self._num_blocks_with_tokens())
-        if self.groups:
+            self._allocation.resumption = shorter._replace(
+                stop=stop
+            )  # interrupted, it needs too much, never too little
+            self._cut(num_tokens)
             self._end = min(self._end, num_tokens)
             self._need(shorter._replace(stop=num_tokens), before)
-            self._done()
+
+    def _cut(self, num_tokens: int) -> None:
+        self._num_committed = min(self._num_committed, num_tokens // self._block_size)
+        self._chain.truncate(num_tokens)
+        self._allocator.truncate(self._allocation, -(-num_tokens // self._block_size))
 
     def fork(self) -> BlockTable:
         """A second table with the same tokens in the same blocks; blocks without tokens are not shared."""
@@ -422,7 +430,8 @@ class BlockTable:
         forked._allocator = self._allocator
         forked._block_size = self._block_size
         forked._chain = self._chain.copy()
-        forked._allocation = self._allocator.fork(self._allocation, self._num_blocks_with_tokens())
+        num_blocks = -(-len(self._chain.token_ids) // self._block_size)
+        forked._allocation = self._allocator.fork(self._allocation, num_blocks)
         forked._num_committed, forked.groups, forked._end = self._num_committed, self.groups, self._end
         forked._num_hit, forked._num_matched = self._num_hit, self._num_matched
         forked._allocation.resumption = self._allocation.resumption
@@ -438,14 +447,16 @@ class BlockTable:
 
     def free(self) -> None:
         """Give all blocks back; the table is not used again. Raises BlockStateError the second time."""
-        self._begin()
-        held = list(self.block_ids) if self.groups else []
-        self._allocator.free(self._allocation)
+        if not self.groups:
+            self._allocator.free(self._allocation)
+        else:
+            with Changing(self.groups):
+                held = list(self.block_ids)
+                self._allocator.free(self._allocation)
+                for group in self.groups:
+                    group.leave(held, self._resumption)
         self._num_committed = 0
         self._chain.truncate(0)
-        for group in self.groups:
-            group.leave(held, self._resumption)
-        self._done()
 
     def __enter__(self) -> BlockTable:
         return self
@@ -454,14 +465,11 @@ class BlockTable:
         if not self._allocation.is_freed:
             self.free()
 
-    def _num_blocks_with_tokens(self) -> int:
-        return -(-len(self._chain.token_ids) // self._block_size)
-
     def _blocks_to_take(self, num_tokens: int) -> tuple[list[int], int]:
         """What `num_tokens` more tokens take: logical indices of the blocks to copy on write, number of fresh blocks."""
         if not num_tokens:
             return [], 0
-        block_ids, start = self._allocation.block_ids, self.num_tokens
+        block_ids, start = self._allocation.block_ids, len(self._chain.token_ids)
         first = start // self._block_size
         last = -(-(start + num_tokens) // self._block_size)
         held = range(first, min(last, len(block_ids)))
@@ -475,7 +483,8 @@ class BlockTable:
             OutOfBlocksError: nothing has changed.
         """
         shared, num_fresh = self._blocks_to_take(num_slots)
-        self._allocator.require(len(shared) + num_fresh, (), self.namespace)
+        if shared:
+            self._allocator.require(len(shared) + num_fresh, (), self.namespace)
         for block_index in shared:
             self._allocator.make_writable(self._allocation, block_index)
         if num_fresh:
@@ -483,20 +492,10 @@ class BlockTable:
 
     # Groups of layers with a window.
 
-    def _begin(self) -> None:
-        for group in self.groups:
-            group.begin()
-
-    def _done(self) -> None:
-        for group in self.groups:
-            group.end()
-
     def _resume(self, new: Resumption) -> None:
         """Need what `new` says, and release what is needed no more."""
-        if self.groups:
-            self._begin()
+        with Changing(self.groups):
             self._need(new)
-            self._done()
 
     def _need(self, new: Resumption, before: Sequence[int] = ()) -> None:
         """`_resume` inside of a change.
@@ -535,53 +534,50 @@ class BlockTable:
         if offset and num_slots and not self._allocator.is_writable(block_ids[index]):
             source = block_ids[index]
         first, end = index + (source is not None), -(-forward.stop // self._block_size)
-        self._begin()
-        self._need(forward._replace(stop=start))
-        needed_from = [max(first, group.span(forward.cut, forward.stop).start) for group in self.groups]
-        try:
+        with Changing(self.groups):
+            self._need(forward._replace(stop=start))
+            needed_from = [max(first, group.span(forward.cut, forward.stop).start) for group in self.groups]
+            try:
+                for group, needed in zip(self.groups, needed_from, strict=True):
+                    held = block_ids[needed:end]
+                    num_taken = group.num_to_take(held) + max(0, end - needed - len(held))
+                    is_shared = source is not None and group.is_needed_by_others(source, self._allocation)
+                    group.require(num_taken + is_shared, self.namespace)
+                self._take(num_slots)
+            except OutOfBlocksError:
+                self._need(before)
+                raise
+            copied = None if source is None else (source, block_ids[index])
             for group, needed in zip(self.groups, needed_from, strict=True):
-                held = block_ids[needed:end]
-                num_taken = group.num_to_take(held) + max(0, end - needed - len(held))
-                is_shared = source is not None and group.is_needed_by_others(source, self._allocation)
-                group.require(num_taken + is_shared, self.namespace)
-            self._take(num_slots)
-        except OutOfBlocksError:
-            self._need(before)
-            self._done()
-            raise
-        copied = None if source is None else (source, block_ids[index])
-        for group, needed in zip(self.groups, needed_from, strict=True):
-            parting = group.seen(self._num_matched)
-            likely = block_ids[max(first, parting.start) : min(needed, parting.stop)]
-            group.attach(block_ids[needed:end], block_ids[first:needed], copied, likely=likely)
-        self._allocation.resumption = forward
-        self._done()
+                parting = group.seen(self._num_matched)
+                likely = block_ids[max(first, parting.start) : min(needed, parting.stop)]
+                group.attach(block_ids[needed:end], block_ids[first:needed], copied, likely=likely)
+            self._allocation.resumption = forward
 
     def _commit_in_groups(self, start: int, hashes: list[BlockHash]) -> list[BlockHash]:
         """A block that forks hold, too, waits, and all after it, where an equal one would replace it after which a window could
         not resume.
         """
-        self._begin()
-        equal, waiting = self._equal_blocks(start, hashes), start + len(hashes)
-        waiting = next((index for index, other in equal.items() if self._must_wait(index, other)), waiting)
-        replaced = {index: (self.block_ids[index], other) for index, other in equal.items() if index < waiting}
-        shared = [{index for index, pair in replaced.items() if group.share(*pair)} for group in self.groups]
-        committed = hashes[: waiting - start]
-        self._allocator.commit_many(self._allocation, start, committed)
-        self._num_committed = waiting
-        for group, of_group in zip(self.groups, shared, strict=True):
-            seen, kept = group.needed_of(self._resumption)
-            for index, (own, other) in replaced.items():
-                is_replaced = self.block_ids[index] == other
-                if index in of_group:
-                    group.end_share(own, other, replaced=is_replaced)
-                    if index not in seen and index not in kept:
-                        group.release((other,), num_own=1, is_end=self._is_end(group, index))
-                elif is_replaced:
-                    group.release((own,), num_own=0, is_end=False)
-        if replaced:
-            self._need(self._resumption)
-        self._done()
+        with Changing(self.groups):
+            equal, waiting = self._equal_blocks(start, hashes), start + len(hashes)
+            waiting = next((index for index, other in equal.items() if self._must_wait(index, other)), waiting)
+            replaced = {index: (self.block_ids[index], other) for index, other in equal.items() if index < waiting}
+            shared = [{index for index, pair in replaced.items() if group.share(*pair)} for group in self.groups]
+            committed = hashes[: waiting - start]
+            self._allocator.commit_many(self._allocation, start, committed)
+            self._num_committed = waiting
+            for group, of_group in zip(self.groups, shared, strict=True):
+                seen, kept = group.needed_of(self._resumption)
+                for index, (own, other) in replaced.items():
+                    is_replaced = self.block_ids[index] == other
+                    if index in of_group:
+                        group.end_share(own, other, replaced=is_replaced)
+                        if index not in seen and index not in kept:
+                            group.release((other,), num_own=1, is_end=self._is_end(group, index))
+                    elif is_replaced:
+                        group.release((own,), num_own=0, is_end=False)
+            if replaced:
+                self._need(self._resumption)
         return committed
 
     def _must_wait(self, index: int, other: int) -> bool:

@@ -15,6 +15,9 @@ _ABSENT = -1
 class FreeBlockQueue:
     """Ids of allocatable blocks in eviction order; every operation on one id is O(1), in the middle too.
 
+    Attributes:
+        length: number of blocks held; read only.
+
     Args:
         num_blocks: ids are 1 to num_blocks - 1; id 0 is the sentinel.
         block_ids: what the queue holds at first, the next to be handed out first.
@@ -26,18 +29,18 @@ class FreeBlockQueue:
         (1, [3])
     """
 
-    __slots__ = ("_length", "_next", "_previous")
+    __slots__ = ("_next", "_previous", "length")
 
     def __init__(self, num_blocks: int, block_ids: Iterable[int] = ()) -> None:
         self._next = [_ABSENT] * num_blocks  # block id -> the one handed out after it; of 0: the first
         self._previous = [_ABSENT] * num_blocks  # block id -> the one handed out before it; of 0: the last
         self._next[0] = self._previous[0] = 0
-        self._length = 0
+        self.length = 0
         self.append_many(block_ids)
 
     def __len__(self) -> int:
         """Number of blocks held."""
-        return self._length
+        return self.length
 
     def __contains__(self, block_id: int) -> bool:
         """Whether `block_id` is held; O(1)."""
@@ -51,7 +54,7 @@ class FreeBlockQueue:
             block_id = self._next[block_id]
 
     def __repr__(self) -> str:
-        return f"FreeBlockQueue(length={self._length}, num_blocks={len(self._next)})"
+        return f"FreeBlockQueue(length={self.length}, num_blocks={len(self._next)})"
 
     def append(self, block_id: int) -> None:
         """`append_many` of one block."""
@@ -71,7 +74,7 @@ class FreeBlockQueue:
 
     def _put(self, block_ids: Iterable[int], following: list[int], previous: list[int]) -> None:
         """Put blocks at the end that `following` leads to."""
-        last, length = previous[0], self._length
+        last, length = previous[0], self.length
         try:
             for block_id in block_ids:
                 if not 0 < block_id < len(following) or following[block_id] != _ABSENT:
@@ -82,7 +85,7 @@ class FreeBlockQueue:
                 last = block_id
                 length += 1
         finally:
-            previous[0], self._length = last, length
+            previous[0], self.length = last, length
 
     def remove(self, block_id: int) -> None:
         """`remove_many` of one block."""
@@ -98,7 +101,7 @@ class FreeBlockQueue:
             following[before] = after
             previous[after] = before
             following[block_id] = previous[block_id] = _ABSENT
-            self._length -= 1
+            self.length -= 1
 
     def popleft(self) -> int:
         """Take out and return the first block. Raises BlockStateError if there is none."""
@@ -106,8 +109,8 @@ class FreeBlockQueue:
 
     def popleft_many(self, num_blocks: int) -> list[int]:
         """Take out and return the first `num_blocks` blocks, in order. Raises BlockStateError if there are fewer."""
-        if not 0 <= num_blocks <= self._length:
-            raise BlockStateError(f"{num_blocks} blocks taken from a queue that holds {self._length}")
+        if not 0 <= num_blocks <= self.length:
+            raise BlockStateError(f"{num_blocks} blocks taken from a queue that holds {self.length}")
         following, previous = self._next, self._previous
         taken: list[int] = []
         block_id = following[0]
@@ -118,7 +121,7 @@ class FreeBlockQueue:
             block_id = after
         following[0] = block_id
         previous[block_id] = 0
-        self._length -= num_blocks
+        self.length -= num_blocks
         return taken
 
     def grow(self, num_blocks: int) -> None:
@@ -136,8 +139,8 @@ class FreeBlockQueue:
             backward.append(block_id)
             block_id = self._previous[block_id]
         linked = sum(link != _ABSENT for link in self._next) - 1
-        if forward != backward[::-1] or not len(forward) == linked == self._length:
-            raise BlockStateError(f"queue links disagree: {forward} forward, {backward} backward, {self._length} long")
+        if forward != backward[::-1] or not len(forward) == linked == self.length:
+            raise BlockStateError(f"queue links disagree: {forward} forward, {backward} backward, {self.length} long")
 
     def _refusal(self, block_id: int, what: str) -> BlockStateError:
         return BlockStateError(f"block {block_id} {what}; blocks are 1 to {len(self._next) - 1}")

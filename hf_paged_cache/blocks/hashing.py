@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
+from itertools import chain
 from typing import NamedTuple
 
 from ..errors import BlockStateError, CacheArgumentError
@@ -33,7 +34,7 @@ def root_hash(*parts: bytes) -> bytes:
 
     Effects: none.  Example: `root_hash(model_digest, b"salt of one tenant")`.
     """
-    return sha256(b"".join(_length_prefixed(part) for part in parts)).digest()
+    return sha256(b"".join([field for part in parts for field in (len(part).to_bytes(8, "little"), part)])).digest()
 
 
 def tokens_of(token_bytes: bytes) -> array[int]:
@@ -53,7 +54,7 @@ def bytes_of(token_ids: array[int]) -> bytes:
 
 
 def digest_behind(parent: bytes, token_bytes: bytes) -> bytes:
-    """The digest of a block without extra keys, behind the block or the root with the digest `parent`."""
+    """The digest of a block without extra keys, after the block or the root with the digest `parent`."""
     return sha256(parent + token_bytes).digest()
 
 
@@ -137,7 +138,7 @@ class HashChain:
         return next(self.hashes(block_index))
 
     def hashes(self, start: int = 0, stop: int | None = None) -> Iterator[BlockHash]:
-        """Yield the hashes of full blocks `[start, stop)`; computed as they are asked for, and kept.
+        """The hashes of full blocks `[start, stop)`; computed as they are asked for, and kept.
 
         Cost: one SHA-256 over 32 + 8 * block_size bytes for each block not yet hashed; at most as many are computed
         ahead as were asked for.
@@ -147,20 +148,23 @@ class HashChain:
             stop: None, or above the number of full blocks: all of them.
 
         Raises:
-            BlockStateError: the chain was cut below a block already yielded. It may grow.
+            BlockStateError: the chain was cut below blocks already computed. It may grow.
         """
-        known = self._hashes
+        return chain.from_iterable(self._runs(start, stop))
+
+    def _runs(self, start: int, stop: int | None) -> Iterator[list[BlockHash]]:
+        """`hashes`: those known, then twice as many with each further run."""
+        known, index, ahead = self._hashes, start, 1
         stop = self.num_full_blocks if stop is None else min(stop, self.num_full_blocks)
-        index, ahead = start, 1
         while index < stop:
             if len(known) <= index:
                 self._hash_until(min(stop, index + ahead))
                 ahead *= 2
-            for block_hash in known[index:stop]:
-                if len(known) <= index:
-                    raise BlockStateError(f"hash chain cut to {len(known)} blocks while block {index} was being read")
-                yield block_hash
-                index += 1
+            run = known[index:stop]
+            yield run
+            index += len(run)
+            if len(known) < index:
+                raise BlockStateError(f"hash chain cut to {len(known)} blocks while block {index - 1} was being read")
 
     def hashes_of(self, start: int, stop: int) -> list[BlockHash]:
         """The hashes of full blocks `[start, stop)`, all at once."""
@@ -186,11 +190,7 @@ class HashChain:
                 token_bytes = data[offset : offset + width]
                 covered = parent + token_bytes
                 if extra_keys is not None and (extra := extra_keys(index)):
-                    covered += _length_prefixed(extra)
+                    covered += len(extra).to_bytes(8, "little") + extra
                 digest = sha256(covered).digest()
                 remember(new_tuple(BlockHash, (digest, token_bytes, parent)))
                 parent = digest
-
-
-def _length_prefixed(part: bytes) -> bytes:
-    return len(part).to_bytes(8, "little") + part

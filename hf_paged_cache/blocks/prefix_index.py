@@ -72,7 +72,7 @@ class PrefixIndex:
         return hits
 
     def continuations(self, parent: bytes, namespace: bytes = b"") -> Iterator[bytes]:
-        """Tokens of the computed blocks that come straight behind the prefix with this digest, or behind a root.
+        """Tokens of the computed blocks that come straight after the prefix with this digest, or after a root.
 
         Cost: a look at each block.
         """
@@ -82,7 +82,7 @@ class PrefixIndex:
                     yield self.token_bytes[block_id]
 
     def has_tokens(self, token_bytes: bytes, namespace: bytes = b"") -> bool:
-        """Whether a block of the namespace has these tokens, behind whatever prefix.  Cost: O(num_blocks)."""
+        """Whether a block of the namespace has these tokens, after whatever prefix.  Cost: O(num_blocks)."""
         held = (block_id for block_id in self.blocks.values() if self.token_bytes[block_id] == token_bytes)
         return any(self.namespaces[block_id] == namespace for block_id in held)
 
@@ -99,7 +99,7 @@ class PrefixIndex:
             raise BlockStateError(f"block {block_id} has a hash already; remove it first")
         if (other := self.blocks.get(block_hash.digest)) is not None:
             raise BlockStateError(f"block {block_id} given the hash of block {other}; a hash has one block")
-        if not computed:  # before the hash: if interrupted between the two, the block must not look computed
+        if not computed:  # first: if interrupted, the block must not look computed
             self.uncomputed.add(block_id)
         self.token_bytes[block_id] = block_hash.token_bytes
         self.parents[block_id] = block_hash.parent
@@ -113,7 +113,7 @@ class PrefixIndex:
             raise BlockStateError(f"block {block_id} has no hash to remove")
         self.digests[block_id] = None
         del self.blocks[digest]
-        self.uncomputed.discard(block_id)  # after the hash, for the same reason
+        self.uncomputed.discard(block_id)  # last, for the same reason
 
     def grow(self, num_blocks: int) -> None:
         """Allow ids below `num_blocks`."""

@@ -19,7 +19,7 @@ class Snapshots(Generic[Content]):
     """Digest of a block -> snapshot. Where there are too many, the least recently used goes.
 
     Every operation finishes or changes nothing: a snapshot is there as soon as the map has it, and no sooner. One whose block has
-    gone cannot be found, for nobody holds a block with its digest; `settle` lets go of it.
+    gone cannot be found, for nobody holds a block with its digest; `settle` drops it.
 
     Args:
         allocator: of the blocks.
@@ -95,7 +95,7 @@ class Snapshots(Generic[Content]):
         return True
 
     def drop(self, block_id: int) -> None:
-        """Let go of a block's snapshot; of a block without one, of nothing."""
+        """Forget a block's snapshot, if it has one."""
         digest = self._allocator.digest_of(block_id)
         if digest is not None:
             self._contents.pop(digest, None)
@@ -122,7 +122,7 @@ class Snapshots(Generic[Content]):
         return self._contents[digest]
 
     def settle(self) -> None:
-        """Let go of snapshots whose blocks have gone since."""
+        """Forget snapshots whose blocks have gone since."""
         changes = (self._allocator.num_evictions, self._allocator.num_lapses)
         if self._num_changes != changes:
             gone = [digest for digest in self._contents if self._allocator.namespace_of_digest(digest) is None]
@@ -147,7 +147,7 @@ class Snapshots(Generic[Content]):
             self.on_evict(digest, content)
 
     def reset(self) -> None:
-        """Let go of all."""
+        """Forget all."""
         self._contents.clear()
 
     def check(self) -> None:

@@ -1,7 +1,7 @@
-"""Owns which blocks are kept where attention sees a window: of a running sequence those it can go on from, and what room is left for.
+"""Owns which blocks are kept where attention sees a window: those from which running sequences resume, and others while there is room.
 
 A block has one identity, the allocator's. A group of layers with a window keeps its tokens in a *window block*, a place of
-their own of which there may be far fewer. Blocks behind the window have none, or one that the next sequence may take.
+their own of which there may be far fewer. Blocks that a window has passed have none, or one that the next sequence may take.
 """
 
 from __future__ import annotations
@@ -13,6 +13,25 @@ from ..errors import BlockStateError, OutOfBlocksError
 from .allocation import Allocation, Resumption
 from .allocator import PrefixCachingBlockAllocator
 from .hashing import BlockHash
+
+
+class Changing:
+    """A holder of blocks changes: left by an exception, what these groups derive is derived again by whoever is next."""
+
+    __slots__ = ("_groups",)
+
+    def __init__(self, groups: Iterable[WindowBlocks]) -> None:
+        self._groups = groups
+
+    def __enter__(self) -> None:
+        for group in self._groups:
+            group.settle()
+            group.is_dirty = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            for group in self._groups:
+                group.is_dirty = False
 
 
 class WindowBlocks:
@@ -61,7 +80,7 @@ class WindowBlocks:
         self.num_evictions = 0
         self.on_evict: Callable[[int, int, BlockHash, bytes], None] | None = None
         self._num_lapses = 0  # the allocator's, when all was derived last
-        self._dirty = False
+        self.is_dirty = False  # see `Changing`
 
     def __repr__(self) -> str:
         return f"WindowBlocks(window={self.window}, num_blocks={self.num_blocks}, needed={self.num_needed}, free={len(self._free)})"
@@ -93,7 +112,7 @@ class WindowBlocks:
 
     @property
     def num_blocks_of_a_row(self) -> int:
-        """The most that a row needs which goes on token by token."""
+        """The most that a row needs while it generates token by token."""
         return -(-self.reach // self._block_size) + 1
 
     def span(self, start: int, stop: int) -> range:
@@ -114,7 +133,7 @@ class WindowBlocks:
         return next((index * size for index in reversed(self.seen(num_tokens)) if not has(index)), num_tokens)
 
     def needed_of(self, resumption: Resumption) -> tuple[range, range]:
-        """Logical indices of the blocks that are needed: those that are seen, and those that are written or gone on from."""
+        """Logical indices of the blocks that are needed: those that are seen, and those that are written or may be resumed from."""
         start, first, cut, stop = resumption
         kept = self.span(cut, stop)
         return self.seen(start), range(min(kept.start, first // self._block_size), kept.stop)
@@ -155,20 +174,11 @@ class WindowBlocks:
                 f"{'there are fewer' if namespace else of_all}; free what is no longer needed or give the pool more blocks"
             )
 
-    def begin(self) -> None:
-        """A holder is about to change; until `end`, an interrupt or an exception lets all be derived again."""
-        self.settle()
-        self._dirty = True
-
-    def end(self) -> None:
-        """The change has happened."""
-        self._dirty = False
-
     def settle(self) -> None:
         """Derive all again where a change was interrupted, or blocks have gone without their holder's doing."""
-        if self._dirty or self._num_lapses != self._allocator.num_lapses:
+        if self.is_dirty or self._num_lapses != self._allocator.num_lapses:
             self.sweep()
-            self._dirty = False
+            self.is_dirty = False
 
     def attach(
         self,
@@ -178,7 +188,7 @@ class WindowBlocks:
         *,
         likely: Iterable[int] = (),
     ) -> None:
-        """Blocks are about to be written, or are gone on from: each required one has a window block from here on, and is needed.
+        """Give each required block a window block, and mark it needed.
 
         Args:
             optional: others that get one where it is spare, and not at the end of another sequence. Half of what is spare
@@ -212,7 +222,7 @@ class WindowBlocks:
                         self.places[block_id] = self._take()
 
     def _copy(self, source: int, destination: int) -> None:
-        """A block was copied on write: its window block is copied before the next write, too, or moved where there is no other."""
+        """A block was copied on write: copy its window block before the next write, or move it where there is no other."""
         self.hold((destination,))
         if destination not in self.places and not self._free and not self.num_idle:
             self.places[destination] = self.places[source]
@@ -225,10 +235,10 @@ class WindowBlocks:
         self.release((source,), num_own=0, is_end=True)
 
     def take_places(self, fresh: Iterable[int], number: int) -> list[int]:
-        """Window blocks for contents that come back: `give_place` says of which blocks, once they are there. Until then,
-        whoever derives all again gets them back.
+        """Window blocks for contents that are loaded: `places` gets them once they are there. Until then, whoever derives all
+        again gets them back.
 
-        The caller has checked that there are so many, and has begun.
+        The caller has checked that there are so many.
 
         Args:
             fresh: blocks that were taken for such contents, too; what they had here before is dropped.
@@ -237,10 +247,6 @@ class WindowBlocks:
             if block_id in self.places:
                 self._drop(block_id)
         return [self._take() for _ in range(number)]
-
-    def give_place(self, block_id: int, place: int) -> None:
-        """A block has this window block from here on, and what was written into it."""
-        self.places[block_id] = place
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """Blocks are needed from here on; those without a window block are skipped."""
@@ -253,7 +259,7 @@ class WindowBlocks:
 
         Args:
             num_own: 1 where it still holds them, else 0.
-            is_end: they are the end of a sequence, where others are likely to go on.
+            is_end: they are the end of a sequence, where others are likely to resume.
         """
         released = [block_id for block_id in block_ids if block_id in self.places]
         are_shared = any(count > num_own for count in self._allocator.ref_counts(released))
@@ -285,32 +291,31 @@ class WindowBlocks:
         return True
 
     def end_share(self, source: int, destination: int, *, replaced: bool) -> None:
-        """One of the two goes on with it: `destination` where it has `replaced` the other."""
+        """One of the two keeps it: `destination` where it has `replaced` the other."""
         if replaced:
             self.hold((source,))
         del self.places[source if replaced else destination]
 
     def grow(self, num_blocks: int) -> None:
         """Raise the number of window blocks; the lowest new one is handed out first."""
-        self.begin()
-        added = range(num_blocks - 1, self.num_blocks - 1, -1)
-        self.num_blocks = num_blocks
-        self._free.extend(added)
-        self.end()
+        with Changing((self,)):
+            added = range(num_blocks - 1, self.num_blocks - 1, -1)
+            self.num_blocks = num_blocks
+            self._free.extend(added)
 
     def reset(self, num_blocks: int) -> None:
         """Forget all; no block is in use."""
-        self._dirty = True
+        self.is_dirty = True
         self.num_blocks = num_blocks
         self.places, self._free = {}, list(range(num_blocks - 1, 0, -1))
         self._passed, self._ends = OrderedDict(), OrderedDict()
         self.copies.clear()
-        self._dirty = False
+        self.is_dirty = False
 
     def sweep(self) -> None:
         """Derive what is free, needed and idle from the places, the allocations and the allocator.  Cost: O(num_blocks)."""
         allocator, kept, taken = self._allocator, {}, {}
-        for block_id, place in self.places.items():  # a block that shares another's place comes behind it
+        for block_id, place in self.places.items():  # a block that shares another's place comes after it
             is_block = block_id < allocator.num_blocks  # not all are there after a reset that was interrupted
             if place not in taken and is_block and self._is_of_use(block_id):
                 kept[block_id] = place
@@ -331,8 +336,8 @@ class WindowBlocks:
         """Prove the invariants:
 
         1. each window block but number 0 is free or has one block;
-        2. needed are those that live allocations need, and no others: none behind a window is held;
-        3. an allocation has all that it must have to go on.
+        2. needed are those that live allocations need, and no others: none that a window has passed is held;
+        3. an allocation has all that it needs to resume.
 
         Raises:
             BlockStateError: one does not hold; with the whole state.
@@ -362,7 +367,7 @@ class WindowBlocks:
                 for span in (self.seen(start), self.span(cut, stop)):
                     missing = [i for i in allocation.block_ids[span.start : span.stop] if i not in self.places]
                     if missing:
-                        return f"blocks {missing} of {allocation!r} have no window block, and it goes on from {start}"
+                        return f"blocks {missing} of {allocation!r} have no window block, and it resumes from {start}"
         return None
 
     def _is_of_use(self, block_id: int) -> bool:

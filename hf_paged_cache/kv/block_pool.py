@@ -27,7 +27,7 @@ class GroupTensors:
     """Layer index -> name -> `[capacity, num_heads, block_size, head_dim]`, on that layer's device.
 
     Args:
-        streams: asked to wait for what is let go.
+        streams: asked to wait for what is released.
         placing: which block has which place here, where not all have one; None: block ids are the places.
 
     Attributes:
@@ -91,7 +91,7 @@ class GroupTensors:
         self.capacity = num_blocks
 
     def resized(self, tensor: Tensor, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Another tensor with the content of a layer's, which is let go."""
+        """Another tensor with the content of a layer's, which is released."""
         resized = zeros((num_blocks, *tensor.shape[1:]), dtype, device)
         resized[: self.num_blocks_used].copy_(tensor[: self.num_blocks_used])
         self._streams.release(tensor)
@@ -160,7 +160,7 @@ class BlockPool:
         >>> pool.all.ensure_capacity(3)
         >>> new = torch.ones(1, 2, 5, 8)  # 1 row, 2 heads, 5 tokens, head size 8
         >>> pool.write(0, {"key": new, "value": new}, pool.map_slots([4, 5, 6, 7, 8]))
-        >>> pool.gather(0, ReadSource(torch.tensor([[4, 5]])))["key"].shape
+        >>> pool.gather(0, ReadSource(torch.tensor([[4, 5]]).to, 1, 2))["key"].shape
         torch.Size([1, 2, 2, 8])
 
     Source: block-table indirection, Kwon et al. 2023 (arXiv:2309.06180).
@@ -226,7 +226,7 @@ class BlockPool:
             self._streams.join(self.accelerators)
 
     def release(self, tensors: Iterable[Tensor]) -> None:
-        """The pool's tensors, or copies of what is in them, are about to be let go: see `StreamOrder.release`."""
+        """The pool's tensors, or copies of what is in them, are about to be released: see `StreamOrder.release`."""
         if self.accelerators:
             for tensor in tensors:
                 self._streams.release(tensor)

@@ -1,6 +1,6 @@
 """Owns the block tables of running rows as tensors on the devices that read through them; each gets what is new.
 
-A table has an entry for each block of a row, behind those of its padding, which are the null block: entry
+A table has an entry for each block of a row, after those of its padding, which are the null block: entry
 `1 + pad // block_size + i` is block `i`. So where blocks begin at the same columns in all rows, an entry is of the same
 columns in all of them. Values are trusted.
 """
@@ -52,7 +52,7 @@ class BlockTables:
     def update(self, rows: Sequence[RowLayout], transfer: Transfer) -> None:
         """These rows are read next.
 
-        Cost: a look at each block id. With `transfer` goes what is new, which is little while rows only go on.
+        Cost: a look at each block id. With `transfer` goes what is new, which is little while rows only grow.
         """
         pads = [row.pad for row in rows]
         if pads != self._pads:
@@ -86,9 +86,9 @@ class BlockTables:
         size, pads = self._block_size, self._pads
         offset = pads[0] % size
         if any(pad % size != offset for pad in pads):
-            return ReadSource.on_devices(lambda device: self._slots(device, start, stop), len(pads), stop - start)
+            return ReadSource(lambda device: self._slots(device, start, stop), len(pads), stop - start)
         first, end = (start - offset) // size, -((offset - stop) // size)  # counted from column `offset`
-        return ReadSource.on_devices(
+        return ReadSource(
             lambda device: self._current(device).entries[:, first + 1 : end + 1],
             len(pads),
             stop - start,

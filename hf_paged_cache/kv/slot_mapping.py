@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..blocks.window_blocks import WindowBlocks
-from ..errors import PoolArgumentError
 from .transfers import Transfer
 
 
@@ -121,50 +120,29 @@ class SlotMapping:
 
 
 class ReadSource:
-    """The slots that a read takes: C columns of each of R rows, slot by slot or, `of_blocks`, in whole blocks.
+    """What a read takes: C columns of each of R rows, slot by slot or, given `num_blocks`, in whole blocks.
 
     Args:
-        slots: [R, C] int64.
+        ids_on: asked, with a device that reads, for [R, C] int64 slots there, or for [R, `num_blocks`] ids of blocks.
+        skipped: slots of a row's first block before its first column.
     """
 
     __slots__ = ("_ids_on", "_index", "_num_ids", "by_block", "num_columns", "num_rows", "skipped")
 
-    def __init__(self, slots: Tensor) -> None:
-        if slots.dim() != 2 or slots.dtype != torch.int64:
-            raise PoolArgumentError(f"slots, or blocks, must be a 2-D int64 tensor, got {slots.dim()}-D {slots.dtype}")
-        self._set(slots.to, *slots.shape)
-
-    def _set(self, ids_on: Callable[[torch.device], Tensor], num_rows: int, num_columns: int) -> None:
-        self._ids_on = ids_on  # slots, or by block: block ids
-        self._num_ids = num_columns  # of a row
-        self.by_block = False
-        self.num_rows, self.num_columns = num_rows, num_columns
-        self.skipped = 0  # slots of a row's first block before its first column
-        self._index: dict[tuple[int, int, torch.device], Tensor] = {}
-
-    @classmethod
-    def of_blocks(cls, block_ids: Tensor, num_columns: int, skipped: int = 0) -> "ReadSource":
-        """Of each row's consecutive blocks, [R, N] int64: all slots but the first `skipped`, up to `num_columns`."""
-        source = cls(block_ids)
-        source.by_block, source.num_columns, source.skipped = True, num_columns, skipped
-        return source
-
-    @classmethod
-    def on_devices(
-        cls,
+    def __init__(
+        self,
         ids_on: Callable[[torch.device], Tensor],
         num_rows: int,
         num_columns: int,
         *,
         num_blocks: int | None = None,
         skipped: int = 0,
-    ) -> "ReadSource":
-        """Of slots, or given `num_blocks` of so many block ids a row, that each device is asked for when it reads."""
-        source = cls.__new__(cls)
-        source._set(ids_on, num_rows, num_columns)
-        if num_blocks is not None:
-            source.by_block, source._num_ids, source.skipped = True, num_blocks, skipped
-        return source
+    ) -> None:
+        self._ids_on = ids_on
+        self._num_ids = num_columns if num_blocks is None else num_blocks  # of a row
+        self.by_block = num_blocks is not None
+        self.num_rows, self.num_columns, self.skipped = num_rows, num_columns, skipped
+        self._index: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def num_slots(self, block_size: int) -> int:
         """Slots of a row that are copied; by block, more than it has columns."""

@@ -44,7 +44,7 @@ class ConvRecorder:
     """Takes states of convolutions at some columns out of a running forward: they are the last inputs before each.
 
     Attributes:
-        places: (row, tokens) behind which a state is wanted.
+        places: (row, tokens) after which a state is wanted.
         recorded: of the forward, tensors [len(places), ...].
     """
 
@@ -127,7 +127,7 @@ class LiveStates:
                         yield StateKey(layer_idx, name, state_idx), held
 
     def put(self, states: States) -> None:
-        """Let rows go on from these states, which nobody else has; from none where there are none."""
+        """Let rows resume from these states, which nobody else has; from none where there are none."""
         self.clear()
         for (layer_idx, name, state_idx), tensor in states.items():
             layer = self._layers[layer_idx]
@@ -153,7 +153,7 @@ class LiveStates:
             layer.device = layer.dtype = None
 
     def select(self, sources: Sequence[int], index: Tensor | None = None) -> None:
-        """Row `i` goes on from a copy of the state of row `sources[i]`.
+        """Row `i` resumes from a copy of the state of row `sources[i]`.
 
         Args:
             index: the sources as a tensor on some device, if there is one.

@@ -1,7 +1,7 @@
 """Owns the order between streams of one device on which calls of one store launch. Nothing waits where nobody uses a second one.
 
 Blocks pass from call to call: what one has launched on its stream must be done before another reads the block, or writes it
-anew. The host waits for nothing. The memory of a tensor that is let go is used again only when all these streams are done with it.
+anew. The host waits for nothing. The memory of a released tensor is used again only when all these streams are done with it.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ class StreamOrder:
                 used.append(current)
 
     def release(self, tensor: Tensor) -> None:
-        """This tensor is about to be let go: what other streams do with it is waited for by whoever gets its memory."""
+        """This tensor is about to be released: what other streams do with it is waited for by whoever gets its memory."""
         used = self._streams.get(tensor.device, [])
         if len(used) > 1:
             for stream in used:

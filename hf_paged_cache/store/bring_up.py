@@ -17,6 +17,7 @@ from torch import Tensor
 from ..blocks import Allocation, BlockHash, Group, HashChain, PrefixCachingBlockAllocator, WindowBlocks, resumable_where
 from ..blocks.allocation import Resumption
 from ..blocks.tokens import TokenIds
+from ..blocks.window_blocks import Changing
 from ..errors import OutOfBlocksError
 from ..kv.block_pool import BlockPool
 from ..kv.contents import Part, runs, states_of_row, to_device, write_blocks
@@ -316,29 +317,27 @@ class BringUp:
         Interrupted anywhere, new blocks are free again, and no block has a window block that was not written.
         """
         allocator, groups = self._allocator, self._windows.groups
-        for group in groups:
-            group.begin()
-        allocator.allocate_immutable(allocation, prefix.hashes)  # holds what is cached before it takes others
-        block_ids = allocation.block_ids
-        fresh = [block_id for block_id, at in zip(block_ids, prefix.ids, strict=True) if at is None]
-        allocation.resumption = Resumption.at(len(block_ids) * allocator.block_size)
-        targets: dict[tuple[Kind, int], int] = {}  # what comes up -> block, or window block
-        for kind, index in prefix.missing:
-            if kind == BLOCKS:
-                targets[kind, index] = block_ids[index]
-        for group in groups:
-            span = self._span(group, len(block_ids))
-            group.hold(block_ids[span.start : span.stop])
-            lacking = [content for content in prefix.missing if content[0] == group.window]
-            targets |= zip(lacking, group.take_places(fresh, len(lacking)), strict=True)
-        self._room.make_copies()
-        tier_of = self._fill(found, {(kind, prefix.name(index)): to for (kind, index), to in targets.items()})
-        allocator.mark_computed(fresh)
-        for group in groups:
-            for (kind, index), place in targets.items():
-                if kind == group.window:
-                    group.give_place(block_ids[index], place)
-            group.end()
+        with Changing(groups):
+            allocator.allocate_immutable(allocation, prefix.hashes)  # holds what is cached before it takes others
+            block_ids = allocation.block_ids
+            fresh = [block_id for block_id, at in zip(block_ids, prefix.ids, strict=True) if at is None]
+            allocation.resumption = Resumption.at(len(block_ids) * allocator.block_size)
+            targets: dict[tuple[Kind, int], int] = {}  # what comes up -> block, or window block
+            for kind, index in prefix.missing:
+                if kind == BLOCKS:
+                    targets[kind, index] = block_ids[index]
+            for group in groups:
+                span = self._span(group, len(block_ids))
+                group.hold(block_ids[span.start : span.stop])
+                lacking = [content for content in prefix.missing if content[0] == group.window]
+                targets |= zip(lacking, group.take_places(fresh, len(lacking)), strict=True)
+            self._room.make_copies()
+            tier_of = self._fill(found, {(kind, prefix.name(index)): to for (kind, index), to in targets.items()})
+            allocator.mark_computed(fresh)
+            for group in groups:
+                for (kind, index), place in targets.items():
+                    if kind == group.window:
+                        group.places[block_ids[index]] = place
         if (STATES, len(block_ids) - 1) in prefix.missing:
             tier_of |= self._fill(found, {(STATES, prefix.name(-1)): block_ids[-1]})
         if self._layout.has_tensors:

@@ -1,6 +1,6 @@
 """Every change of an allocator, one at a time. Scenarios 8 to 12, 14, 18 to 24, 31, 32, 40 to 43, 46, 48, 50, 51, 53, 63.
 
-`test_allocator_stateful` runs them in random order beside a model; here each expectation is written out.
+`random_operations` runs them in random order beside a model; here each expectation is written out.
 """
 
 from __future__ import annotations
@@ -27,13 +27,6 @@ def test_all_blocks_but_the_null_block_can_be_taken_and_then_none(make_allocator
     assert allocator.num_blocks_in_use == 4
 
 
-def test_after_freeing_one_block_one_can_be_taken(make_allocator):  # scenario 10
-    allocator = make_allocator(num_blocks=3)
-    one, _two = allocator.allocate((), 1), allocator.allocate((), 1)
-    one.free()
-    assert allocator.allocate((), 1).block_ids == [1]
-
-
 def test_one_hash_can_be_held_any_number_of_times_and_many_hashes_cannot(make_allocator, hashes):  # scenario 9
     allocator = make_allocator(num_blocks=3)
     first = allocator.allocate((), 1)
@@ -44,17 +37,6 @@ def test_one_hash_can_be_held_any_number_of_times_and_many_hashes_cannot(make_al
     allocator.allocate_immutable(first, hashes([2, 2]))
     with pytest.raises(OutOfBlocksError):
         allocator.allocate_immutable(first, hashes([3, 3]))
-
-
-def test_shared_blocks_count_once(allocator):  # scenario 11
-    allocation = allocator.allocate((), 3)
-    forks = [allocator.fork(allocation) for _ in range(4)]
-    assert (allocator.num_blocks_in_use, allocator.num_free_blocks) == (3, 13)
-    allocation.free()
-    assert allocator.num_blocks_in_use == 3
-    for forked in forks:
-        forked.free()
-    assert allocator.num_blocks_in_use == 0
 
 
 def test_a_failed_allocation_changes_nothing(make_allocator, hashes):  # scenario 12
@@ -164,32 +146,6 @@ def test_a_hit_longer_than_the_blocks_asked_for_is_held_whole(allocator, cache_s
     assert allocator.allocate(hashes(range(6)), num_blocks=2).block_ids == known
 
 
-def test_a_hit_on_a_live_owners_block_is_held_twice(allocator, hashes):  # scenario 23
-    owner = allocator.allocate((), 1)
-    allocator.commit(owner, 0, hashes([1, 2])[0])
-    reader = allocator.allocate(hashes([1, 2]))
-    assert reader.block_ids == owner.block_ids
-    assert allocator.ref_count(1) == 2
-
-
-def test_blocks_hit_are_not_evicted_for_the_same_request(make_allocator, hashes):  # scenario 24
-    allocator = make_allocator(num_blocks=5)
-    chain = hashes(range(8))
-    cached = allocator.allocate((), 4)
-    allocator.commit_many(cached, 0, chain)
-    cached.free()
-    allocation = allocator.allocate(chain[:2], 2)
-    assert allocation.block_ids == [1, 2, 4, 3]  # 4 and 3 were evicted, tail before head
-    assert allocator.num_evictions == 2
-
-
-def test_matching_changes_nothing(allocator, cache_sequence, hashes):
-    cache_sequence(range(6))
-    before = allocator.snapshot()
-    assert allocator.match_prefix(hashes(range(8))) == [1, 2, 3]
-    assert allocator.snapshot() == before
-
-
 def test_a_hash_given_twice_is_refused(allocator, cache_sequence, hashes):
     cache_sequence([1, 2])
     (block_hash,) = hashes([1, 2])
@@ -275,15 +231,6 @@ def test_two_owners_of_duplicates_free_both(allocator, hashes):  # trap: 000, li
     one.free()
     two.free()
     assert (allocator.num_free_blocks, allocator.num_cached_blocks) == (15, 1)
-
-
-def test_a_shared_block_is_replaced_for_its_committer_only(allocator, cache_sequence, hashes):
-    own = allocator.allocate((), 1)
-    forked = allocator.fork(own)
-    cache_sequence([1, 2])
-    allocator.commit(own, 0, hashes([1, 2])[0])
-    assert (own.block_ids, forked.block_ids) == ([2], [1])
-    assert allocator.ref_count(1) == 1
 
 
 def test_committing_again_changes_nothing_and_another_hash_is_refused(allocator, hashes):

@@ -12,30 +12,11 @@ from hf_paged_cache.blocks.free_queue import FreeBlockQueue
 from hf_paged_cache.errors import BlockStateError
 
 
-def test_blocks_come_out_in_the_order_they_went_in():
-    queue = FreeBlockQueue(6, [3, 1, 5])
-    queue.append(2)
-    queue.appendleft(4)
-    assert list(queue) == [4, 3, 1, 5, 2]
-    assert [queue.popleft() for _ in range(5)] == [4, 3, 1, 5, 2]
-    assert len(queue) == 0
-
-
 def test_several_blocks_come_out_at_once_in_order():
     queue = FreeBlockQueue(6, range(1, 6))
     assert queue.popleft_many(3) == [1, 2, 3]
     assert queue.popleft_many(0) == []
     assert list(queue) == [4, 5]
-
-
-@pytest.mark.parametrize("block_id", [1, 3, 5])
-def test_a_block_can_be_removed_from_front_middle_and_end(block_id):
-    queue = FreeBlockQueue(6, range(1, 6))
-    queue.remove(block_id)
-    assert block_id not in queue
-    assert list(queue) == [i for i in range(1, 6) if i != block_id]
-    queue.append(block_id)
-    assert list(queue)[-1] == block_id
 
 
 def test_a_block_is_not_queued_twice():  # scenario 18

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_paged_cache.blocks.hashing import BlockHash, HashChain, root_hash
+from hf_paged_cache.blocks.hashing import HashChain, root_hash
 from hf_paged_cache.blocks.prefix_index import PrefixIndex
 from hf_paged_cache.errors import BlockStateError
 
@@ -22,12 +22,6 @@ def index(hashes):
     for block_id, block_hash in enumerate(hashes[:4], 1):
         index.insert(block_id, block_hash, computed=True)
     return index
-
-
-def test_match_is_the_longest_run_from_the_start(index, hashes):  # scenario 26
-    assert index.match(hashes) == [1, 2, 3, 4]
-    assert index.match(hashes[:2]) == [1, 2]
-    assert index.match([]) == index.match(hashes[4:]) == []
 
 
 def test_a_hole_stops_the_match(index, hashes):  # scenario 27
@@ -50,12 +44,6 @@ def test_an_uncomputed_block_stops_the_match_and_can_be_found(index, hashes):
     assert index.match(hashes) == [1, 2, 3, 4, 5]
 
 
-def test_an_equal_digest_of_other_tokens_is_no_hit(index, hashes):
-    collision = BlockHash(hashes[0].digest, b"other tokens")
-    assert index.get(collision) is None
-    assert index.match([collision]) == []
-
-
 def test_a_block_has_one_hash_and_a_hash_one_block(index, hashes):
     with pytest.raises(BlockStateError, match="block 1 has a hash already"):
         index.insert(1, hashes[5], computed=True)
@@ -64,14 +52,6 @@ def test_a_block_has_one_hash_and_a_hash_one_block(index, hashes):
     with pytest.raises(BlockStateError, match="block 7 has no hash"):
         index.remove(7)
     index.check(in_use=())
-
-
-def test_a_removed_hash_is_gone_both_ways(index, hashes):
-    index.remove(4)
-    assert index.hash_of(4) is None
-    assert index.get(hashes[3]) is None
-    assert len(index) == 3
-    assert index.hash_of(3) == hashes[2]
 
 
 def test_rebuild_derives_the_map_and_drops_what_nobody_will_compute(index, hashes):

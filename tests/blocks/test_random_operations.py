@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from .random_operations import run_operations
+from .random_operations import WORLDS, World, run_operations
 
 
-@pytest.mark.parametrize(("num_blocks", "num_operations"), [(9, 60_000), (17, 40_000), (2, 4_000)])
-def test_random_operations_agree_with_a_naive_model(num_blocks: int, num_operations: int) -> None:
-    driver = run_operations(num_blocks, num_operations, str(num_blocks))
-    assert driver.num_refused > 100  # refusals were seen, too
-    assert driver.model.evictions > 100 or num_blocks == 2
-    assert driver.num_overwritten > 100 or num_blocks == 2  # rings ran round
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_allocator_tables_and_groups_agree_with_a_naive_model(world: World) -> None:
+    counts = run_operations(world, 2_500, "short").counts
+    counts += run_operations(world._replace(is_checked=False), 2_500, "short").counts
+    wanted = ["refused"] * (world.num_blocks < 33) + ["limited"] * bool(world.windows)  # all of it was seen
+    wanted += ["overwritten"] * world.has_engine + ["snapshots gone"] * bool(world.num_snapshots)
+    wanted += ["copies"] * (world.block_size > 1) + ["hits", "replaced"]
+    assert [name for name in wanted if not counts[name]] == [] or world.num_blocks == 2

@@ -161,7 +161,7 @@ def test_check_names_what_a_sequence_lacks_to_go_on(allocator, group) -> None:
     holder = allocator.allocate(num_mutable_blocks=2)
     holder.resumption = Resumption.at(4)
     group.attach(holder.block_ids[:1])
-    with pytest.raises(BlockStateError, match=r"blocks \[2\] of .* have no window block, and it goes on from 4"):
+    with pytest.raises(BlockStateError, match=r"blocks \[2\] of .* have no window block, and it resumes from 4"):
         group.check()
     group.attach(holder.block_ids[1:])
     group.check()

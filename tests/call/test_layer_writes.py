@@ -13,8 +13,10 @@ from hf_paged_cache.attention.view import View
 from hf_paged_cache.call.held_steps import HeldSteps
 from hf_paged_cache.call.layer_writes import LayerWrites
 from hf_paged_cache.call.scheduled_forward import ScheduledForward
-from hf_paged_cache.kv.slot_mapping import ReadSource, RowLayout, SlotMapping
+from hf_paged_cache.kv.slot_mapping import RowLayout, SlotMapping
 from hf_paged_cache.store.block_store import BlockStore
+
+from ..kv.reading import of_slots
 
 FORWARD = ScheduledForward(0, 3, (0,), None, SlotMapping([4, 5, 6]))  # one row of three tokens
 
@@ -72,7 +74,7 @@ def test_a_layer_writes_once_in_a_forward(writes: LayerWrites, store: BlockStore
     writes.write(0, {"key": torch.zeros(1, 2, 3, 5)}, FORWARD)
     with pytest.raises(ForwardMismatchError, match="layer 0 writes twice"):
         writes.write(0, states(1, 2, 3, 5), FORWARD)
-    assert not store.pool.gather(0, ReadSource(torch.tensor([[4, 5, 6]])))["key"].any()
+    assert not store.pool.gather(0, of_slots(torch.tensor([[4, 5, 6]])))["key"].any()
     writes.start()
     writes.write(0, states(1, 2, 3, 5), FORWARD)
 
@@ -91,7 +93,7 @@ def test_the_tokens_of_one_row_are_written_and_read(store: BlockStore, num_token
     slots = SlotMapping(range(9, 9 + num_tokens))
     with torch.no_grad():
         read = writes.write(0, new, FORWARD._replace(start=5, stop=length, slot_mapping=slots))
-    held = store.pool.gather(0, ReadSource(torch.arange(4, 4 + length)[None]))
+    held = store.pool.gather(0, of_slots(torch.arange(4, 4 + length)[None]))
     for name, tensor in read.items():
         whole = torch.cat((past[name], new[name]), dim=2)
         assert tensor.equal(whole)

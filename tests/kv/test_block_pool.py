@@ -16,6 +16,8 @@ from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.kv.recycled_memory import RecycledMemory, zeros
 from hf_paged_cache.kv.slot_mapping import ReadSource, SlotMapping
 
+from .reading import of_slots
+
 BLOCK_SIZE = 4
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
 HEADS_AND_SIZES = (("key", 1, 3), ("value", 5, 2))  # as latent attention has them
@@ -46,7 +48,7 @@ def all_slots(pool: BlockPool) -> torch.Tensor:
 
 def assert_holds(pool: BlockPool, layer_idx: int, slots: list[int], expected: dict[str, torch.Tensor]) -> None:
     """The slots of a layer hold, bit for bit, the tokens of `expected`, row after row."""
-    gathered = pool.gather(layer_idx, ReadSource(torch.tensor([slots])))
+    gathered = pool.gather(layer_idx, of_slots(torch.tensor([slots])))
     assert gathered.keys() == expected.keys()
     for name, tensor in expected.items():
         in_order = tensor.transpose(1, 2).flatten(0, 1)  # [tokens, H, D]
@@ -90,10 +92,10 @@ def test_only_the_tokens_named_as_sources_are_written(slots: list[int], rng: tor
     sources = [1, 3, 6]  # tokens 1 and 3 of row 0, token 2 of row 1
     pool.write(0, new, SlotMapping(slots, sources))
     for name in ("key", "value"):
-        found = pool.gather(0, ReadSource(torch.tensor([slots])))[name][0]
+        found = pool.gather(0, of_slots(torch.tensor([slots])))[name][0]
         expected = torch.stack((new[name][0, :, 1], new[name][0, :, 3], new[name][1, :, 2]), dim=1)
         assert found.equal(expected)
-    untouched = pool.gather(0, ReadSource(all_slots(pool)))["key"][0].abs().sum(dim=(0, 2)) == 0
+    untouched = pool.gather(0, of_slots(all_slots(pool)))["key"][0].abs().sum(dim=(0, 2)) == 0
     assert untouched.sum() == untouched.numel() - 3
 
 
@@ -112,14 +114,14 @@ def test_a_slot_mapping_of_no_slots_writes_nothing_and_still_makes_the_layer(rng
     pool = make_pool()
     pool.write(0, states(rng, 1, 1), SlotMapping([], []))
     assert pool.layer_indices == [0]
-    assert not pool.gather(0, ReadSource(all_slots(pool)))["key"].any()
+    assert not pool.gather(0, of_slots(all_slots(pool)))["key"].any()
 
 
 def test_many_rows_are_gathered_each_with_its_own_slots(rng: torch.Generator) -> None:
     pool = make_pool()
     new = states(rng, 1, 6)
     pool.write(0, new, SlotMapping(RUN))
-    gathered = pool.gather(0, ReadSource(torch.tensor([[4, 5, 6], [9, 9, 4]])))
+    gathered = pool.gather(0, of_slots(torch.tensor([[4, 5, 6], [9, 9, 4]])))
     assert gathered["key"].shape == (2, HEADS, 3, KEY_DIM)
     assert gathered["key"][0].equal(new["key"][0, :, [0, 1, 2]])
     assert gathered["key"][1].equal(new["key"][0, :, [5, 5, 0]])
@@ -129,9 +131,9 @@ def test_many_rows_are_gathered_each_with_its_own_slots(rng: torch.Generator) ->
 @pytest.mark.parametrize(
     ("source", "first"),
     [
-        (ReadSource(torch.tensor([RUN[1:]])), 1),
-        (ReadSource.of_blocks(torch.tensor([[1, 2]]), 5, skipped=1), 1),
-        (ReadSource.of_blocks(torch.tensor([[1, 2]]), 6), 0),
+        (of_slots(torch.tensor([RUN[1:]])), 1),
+        (ReadSource(torch.tensor([[1, 2]]).to, 1, 5, num_blocks=2, skipped=1), 1),
+        (ReadSource(torch.tensor([[1, 2]]).to, 1, 6, num_blocks=2), 0),
     ],
     ids=["by slot", "by block", "from the first slot of a block"],
 )
@@ -179,7 +181,7 @@ def test_columns_in_a_block_of_each_row_are_written_there(
     slots = [block_id * BLOCK_SIZE + offset + i for block_id in block_ids for i in range(num_columns)]
     for layer_idx, of_layer in new.items():
         plain.write(layer_idx, of_layer, SlotMapping(slots))
-        everything = ReadSource(all_slots(pool))
+        everything = of_slots(all_slots(pool))
         for name, tensor in pool.gather(layer_idx, everything).items():
             assert tensor.dtype == torch.float32
             assert tensor.equal(plain.gather(layer_idx, everything)[name])
@@ -195,7 +197,7 @@ def test_a_step_is_written_as_any_other_tokens_are(slots: list[int], rng: torch.
     pool.write(0, new, SlotMapping(slots))
     for number, slot in enumerate(slots):  # as each would be by itself
         plain.write(0, {name: tensor[number : number + 1] for name, tensor in new.items()}, SlotMapping([slot]))
-    everything = ReadSource(all_slots(pool))
+    everything = of_slots(all_slots(pool))
     for name, tensor in pool.gather(0, everything).items():
         assert tensor.equal(plain.gather(0, everything)[name])
     assert pool.all.num_blocks_used == plain.all.num_blocks_used
@@ -216,7 +218,7 @@ def test_states_that_require_grad_are_written_without_their_history(rng: torch.G
     pool = make_pool()
     new = {name: tensor.requires_grad_() for name, tensor in states(rng, 1, 6).items()}
     pool.write(0, new, SlotMapping(RUN))
-    assert not pool.gather(0, ReadSource(torch.tensor([RUN])))["key"].requires_grad
+    assert not pool.gather(0, of_slots(torch.tensor([RUN])))["key"].requires_grad
 
 
 @pytest.mark.parametrize("slots", [RUN, SCATTERED], ids=["run", "scattered"])
@@ -242,7 +244,7 @@ def test_random_writes_of_runs_and_scattered_slots_match_a_plain_list(rng: torch
         pool.write(0, {"key": new}, SlotMapping(slots, None if all_of_them else sources))
         for slot, source in zip(slots, sources, strict=True):
             expected[slot] = new[source // num_tokens, :, source % num_tokens]
-        assert pool.gather(0, ReadSource(all_slots(pool)))["key"][0].equal(torch.stack(expected, dim=1))
+        assert pool.gather(0, of_slots(all_slots(pool)))["key"][0].equal(torch.stack(expected, dim=1))
 
 
 # Copies
@@ -252,12 +254,12 @@ def test_blocks_are_copied_whole_in_all_layers_in_the_order_given(rng: torch.Gen
     pool = make_pool()
     for layer_idx in (0, 1):
         pool.write(layer_idx, states(rng, 1, 8), SlotMapping(range(4, 12)))
-    before = {layer_idx: pool.gather(layer_idx, ReadSource(torch.arange(4, 8)[None])) for layer_idx in (0, 1)}
+    before = {layer_idx: pool.gather(layer_idx, of_slots(torch.arange(4, 8)[None])) for layer_idx in (0, 1)}
     pool.all.copy_blocks([(1, 5), (5, 2)])
     pool.all.copy_blocks([(2, 3), (1, 3)])
     for layer_idx in (0, 1):
         for start in (4, 20, 8, 12):  # the source, and all destinations
-            found = pool.gather(layer_idx, ReadSource(torch.arange(start, start + BLOCK_SIZE)[None]))
+            found = pool.gather(layer_idx, of_slots(torch.arange(start, start + BLOCK_SIZE)[None]))
             assert all(found[name].equal(before[layer_idx][name]) for name in ("key", "value"))
 
 
@@ -267,7 +269,7 @@ def test_a_copied_block_survives_growth() -> None:
     pool.write(0, {"key": torch.ones(1, 1, 4, 1)}, SlotMapping([4, 5, 6, 7]))
     pool.all.copy_blocks([(1, 3)])
     pool.all.ensure_capacity(40)
-    assert pool.gather(0, ReadSource(torch.tensor([[4, 12, 15, 8]])))["key"].flatten().tolist() == [1, 1, 1, 0]
+    assert pool.gather(0, of_slots(torch.tensor([[4, 12, 15, 8]])))["key"].flatten().tolist() == [1, 1, 1, 0]
 
 
 def test_no_copies_are_no_work() -> None:
@@ -281,7 +283,7 @@ def test_unwritten_slots_are_zero_also_after_growth(rng: torch.Generator) -> Non
     pool = make_pool(3)
     pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
     pool.all.ensure_capacity(9)
-    found = pool.gather(0, ReadSource(all_slots(pool)))["key"][0]
+    found = pool.gather(0, of_slots(all_slots(pool)))["key"][0]
     for slot in range(9 * BLOCK_SIZE):
         assert found[:, slot].any() == (slot in RUN)
 
@@ -404,7 +406,7 @@ def test_a_pool_is_where_its_tensors_are_and_an_empty_one_where_the_first_will_b
     assert pool.all.bytes_per_block_on() == {torch.device("cpu"): one, torch.device("meta"): 3 * one}
     assert pool.bytes_on() == {torch.device("cpu"): 2 * one, torch.device("meta"): 8 * 3 * one}
     memory = RecycledMemory()  # of the host
-    assert pool.gather(1, ReadSource(torch.tensor([[4]])), memory=memory)["key"].device.type == "meta"
+    assert pool.gather(1, of_slots(torch.tensor([[4]])), memory=memory)["key"].device.type == "meta"
 
 
 # Growing where memory is short
@@ -553,7 +555,7 @@ def test_a_first_write_of_another_shape_leaves_no_layer_behind() -> None:
 def test_only_the_tensors_that_are_asked_for_are_gathered(rng: torch.Generator) -> None:
     pool, written = make_pool(), states(rng, 1, 6)
     pool.write(0, written, SlotMapping(RUN))
-    gathered = pool.gather(0, ReadSource(torch.tensor([RUN])), ["value"])
+    gathered = pool.gather(0, of_slots(torch.tensor([RUN])), ["value"])
     assert gathered.keys() == {"value"}
     assert gathered["value"].equal(written["value"])
 
@@ -562,7 +564,7 @@ def test_a_layer_that_was_never_written_cannot_be_gathered(rng: torch.Generator)
     pool = make_pool()
     pool.write(2, states(rng, 1, 6), SlotMapping(RUN))
     with pytest.raises(PoolArgumentError, match=r"layer 1 was never written; layers written are \[2\]"):
-        pool.gather(1, ReadSource(torch.tensor([[4]])))
+        pool.gather(1, of_slots(torch.tensor([[4]])))
 
 
 def test_a_pool_that_is_let_go_waits_for_no_collector(rng: torch.Generator) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_paged_cache import PoolArgumentError
-from hf_paged_cache.kv.slot_mapping import ReadSource, SlotMapping
+from hf_paged_cache.kv.slot_mapping import SlotMapping
 from hf_paged_cache.kv.transfers import Transfer
+
+from .reading import of_slots
 
 BLOCK_SIZE = 4
 RUN = [4, 5, 6, 7, 8, 9]
@@ -65,23 +66,9 @@ def test_slots_go_with_a_transfer_but_for_a_run_that_may_need_no_index(
 
 def test_the_index_of_a_read_finds_each_head_of_each_slot_whatever_the_number_of_heads() -> None:
     slots = torch.tensor([[4, 9, 0], [7, 7, 2]])
-    source = ReadSource(slots)
+    source = of_slots(slots)
     for heads in (1, 3, 2):
         expected = vectors(3, heads)[slots].transpose(1, 2)  # [R, H, C]
         found = source.index_for(heads, BLOCK_SIZE, CPU)
         assert torch.equal(found.view_as(expected), expected)
         assert source.index_for(heads, BLOCK_SIZE, CPU) is found
-
-
-@pytest.mark.parametrize(
-    ("slots", "said"),
-    [
-        (torch.tensor([4, 5]), "got 1-D torch.int64"),
-        (torch.tensor([[4, 5]], dtype=torch.int32), "got 2-D torch.int32"),
-    ],
-)
-def test_slots_of_another_shape_or_type_are_refused(slots: torch.Tensor, said: str) -> None:
-    with pytest.raises(PoolArgumentError) as caught:
-        ReadSource(slots)
-    assert "slots, or blocks, must be a 2-D int64 tensor" in str(caught.value)
-    assert said in str(caught.value)

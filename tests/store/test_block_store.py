@@ -14,10 +14,12 @@ import torch
 from hf_paged_cache import BlockStateError, CacheArgumentError, OutOfBlocksError
 from hf_paged_cache.blocks import BlockTable, root_hash
 from hf_paged_cache.call.admission import grow_anew_for
-from hf_paged_cache.kv.slot_mapping import ReadSource, SlotMapping
+from hf_paged_cache.kv.slot_mapping import SlotMapping
 from hf_paged_cache.store import block_store, memory_budget
 from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.holder import Demand
+
+from ..kv.reading import of_slots
 
 ROOT = root_hash(b"model")
 BLOCK_SIZE = 4
@@ -69,7 +71,7 @@ def fill(store: BlockStore, num_tokens: int, first: int = 0, *, commit: bool = T
 
 def read(store: BlockStore, table: BlockTable) -> list[float]:
     slots = torch.tensor([table.slots(0, table.num_tokens)])
-    return store.pool.gather(0, ReadSource(slots))["key"].flatten().tolist()
+    return store.pool.gather(0, of_slots(slots))["key"].flatten().tolist()
 
 
 @pytest.mark.parametrize("num_blocks", [1, 0, -3])

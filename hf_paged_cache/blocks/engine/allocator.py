@@ -82,14 +82,9 @@ class EngineAllocator(PrefixCachingBlockAllocator):
 
     def fork(self, allocation: Allocation, num_blocks: int | None = None) -> Allocation:
         """As of a `PrefixCachingBlockAllocator`; a ring only as a whole."""
-        if not isinstance(allocation, Ring):
-            return super().fork(allocation, num_blocks)
         if num_blocks is not None:
             self._refuse_ring(allocation)
-        block_ids = list(self._list_of(allocation))
-        self._dirty = True
-        self._states.hold(block_ids)
-        return self._registered(Ring(self, block_ids, allocation.num_tokens, allocation.window, allocation.namespace))
+        return super().fork(allocation, num_blocks)
 
     def allocate_mutable(self, allocation: Allocation, num_blocks: int) -> None:
         self._refuse_ring(allocation)

@@ -29,7 +29,12 @@ class Ring(Allocation):
     __slots__ = ("num_tokens", "window")
 
     def __init__(
-        self, allocator: BlockOwner, block_ids: list[int], num_tokens: int, window: int, namespace: bytes = b""
+        self,
+        allocator: BlockOwner,
+        block_ids: list[int],
+        num_tokens: int,
+        window: int,
+        namespace: bytes = b"",
     ) -> None:
         super().__init__(allocator, block_ids, 0, namespace)
         self.num_tokens = num_tokens
@@ -37,6 +42,9 @@ class Ring(Allocation):
 
     def __repr__(self) -> str:
         return f"Ring(num_blocks={len(self.block_ids)}, num_tokens={self.num_tokens}, window={self.window})"
+
+    def of_blocks(self, block_ids: list[int]) -> Ring:
+        return Ring(self._allocator, block_ids, self.num_tokens, self.window, self.namespace)
 
     def slots(self, start: int, stop: int) -> list[int]:
         """Slot of each position in `[start, stop)`.

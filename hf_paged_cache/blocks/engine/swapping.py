@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ...errors import BlockStateError, CacheArgumentError
 from ..allocation import Allocation
@@ -32,35 +32,17 @@ class SwapCopy(NamedTuple):
     is_to_host: bool
 
 
-class _Move(NamedTuple):
-    table: BlockTable
-    old: Allocation
-    new: Allocation
-
-
 class _Swap(NamedTuple):
     """A swap that has all its blocks, to be finished by `settle`."""
 
     destination: EngineAllocator
-    moves: list[_Move]
+    moves: list[tuple[BlockTable, Allocation, Allocation]]  # with its blocks so far, and its new ones
     copied: list[int]  # blocks of the destination
 
 
-class _Plan(NamedTuple):
-    tables: Sequence[BlockTable]
-    # block of the source, in the order of the tables -> what is wanted in its place: a block that has the same content, or a fresh
-    # one, with a hash or without
-    wanted: dict[int, int | BlockHash | None]
-
-    @property
-    def hits(self) -> list[int]:
-        """Blocks that the destination has."""
-        return [each for each in self.wanted.values() if isinstance(each, int)]
-
-    @property
-    def num_fresh(self) -> int:
-        """Blocks whose content is copied."""
-        return len(self.wanted) - len(self.hits)
+# Block of the source, in the order of the tables -> what is wanted in its place: a block that has the same content, or a fresh one,
+# with a hash or without.
+_Plan: TypeAlias = dict[int, int | BlockHash | None]
 
 
 class BlockSwapper:
@@ -167,11 +149,9 @@ class BlockSwapper:
         if not tables:
             return 0
         sides = (self.host, self.device) if self.is_on_host(tables[0]) else (self.device, self.host)
-        wanted = self._plan(tables, *sides).wanted
-        full = {
-            block_id for table in tables for block_id in table.block_ids[: table.num_tokens // self.device.block_size]
-        }
-        return sum(not isinstance(wanted[block_id], int) for block_id in full)
+        plan, size = self._plan(tables, *sides), self.device.block_size
+        full = {block_id for table in tables for block_id in table.block_ids[: table.num_tokens // size]}
+        return sum(not isinstance(plan[block_id], int) for block_id in full)
 
     def settle(self) -> None:
         """Finish a swap that was interrupted."""
@@ -197,25 +177,27 @@ class BlockSwapper:
         self.host.check()
 
     def _swap(
-        self,
-        tables: Sequence[BlockTable],
-        source: EngineAllocator,
-        destination: EngineAllocator,
+        self, tables: Sequence[BlockTable], source: EngineAllocator, destination: EngineAllocator
     ) -> list[tuple[int, int]]:
         plan = self._plan(tables, source, destination)
-        namespaces = [table.namespace for table in tables]
-        destination.require(plan.num_fresh, plan.hits, max(namespaces, default=b""))
+        hits = _found(plan)
+        destination.require(len(plan) - len(hits), hits, max((table.namespace for table in tables), default=b""))
         # What is allocated here and nobody has got yet is given back when it is collected: an interrupt leaves nothing held.
-        guards = self._hold_hits(plan, destination)
+        # First all that the destination has, so that it is not evicted for the first table.
+        guards = []
+        for namespace in {table.namespace for table in tables}:
+            held = [i for table in tables if table.namespace == namespace for i in self._blocks_with_tokens(table)]
+            found = dict.fromkeys(plan[block_id] for block_id in held)
+            guards.append(destination.allocate_as([each for each in found if isinstance(each, int)], namespace))
         placed: dict[int, int] = {}  # block of the source -> block in its place
         moves = []
         for table in tables:
             held = self._blocks_with_tokens(table)
-            new = destination.allocate_as([placed.get(each, plan.wanted[each]) for each in held], table.namespace)
+            new = destination.allocate_as([placed.get(each, plan[each]) for each in held], table.namespace)
             new.num_prefix_blocks = min(table.allocation.num_prefix_blocks, len(held))
             placed.update(zip(held, new.block_ids, strict=True))
-            moves.append(_Move(table, table.allocation, new))
-        copies = [(block_id, placed[block_id]) for block_id, each in plan.wanted.items() if not isinstance(each, int)]
+            moves.append((table, table.allocation, new))
+        copies = [(block_id, placed[block_id]) for block_id, each in plan.items() if not isinstance(each, int)]
         is_to_host = destination is self.host
         # Before any table has moved: a copy too many does no harm, one too few does.
         self._pending.extend([SwapCopy(*pair, is_to_host) for pair in copies])
@@ -225,21 +207,7 @@ class BlockSwapper:
             guard.free()
         return copies
 
-    def _hold_hits(self, plan: _Plan, destination: EngineAllocator) -> list[Allocation]:
-        """Keep what the destination has of all tables from being evicted for the first of them."""
-        of_namespace: dict[bytes, dict[int, None]] = {}
-        for table in plan.tables:
-            hits = (plan.wanted[block_id] for block_id in self._blocks_with_tokens(table))
-            found = of_namespace.setdefault(table.namespace, {})
-            found.update((block_id, None) for block_id in hits if isinstance(block_id, int))
-        return [destination.allocate_as([*hits], namespace) for namespace, hits in of_namespace.items()]
-
-    def _plan(
-        self,
-        tables: Sequence[BlockTable],
-        source: EngineAllocator,
-        destination: EngineAllocator,
-    ) -> _Plan:
+    def _plan(self, tables: Sequence[BlockTable], source: EngineAllocator, destination: EngineAllocator) -> _Plan:
         """What a swap would take.  Effects: none."""
         self.settle()
         where = "the device" if source is self.device else "the host"
@@ -259,29 +227,25 @@ class BlockSwapper:
             raise BlockStateError(
                 f"{len(source.pending_copies)} copies on write are pending on {where}; make them before blocks leave it"
             )
-        wanted: dict[int, int | BlockHash | None] = {}
+        plan: _Plan = {}
         for table in tables:
             for block_id in self._blocks_with_tokens(table):
-                if block_id not in wanted:
-                    wanted[block_id] = self._in_place_of(block_id, table.namespace, source, destination)
-        return _Plan(tables, wanted)
-
-    @staticmethod
-    def _in_place_of(
-        block_id: int, namespace: bytes, source: EngineAllocator, destination: EngineAllocator
-    ) -> int | BlockHash | None:
-        block_hash = source.block_hash_of(block_id)
-        if block_hash is None:
-            return None
-        found = destination.match_prefix((block_hash,), namespace)
-        return found[0] if found else block_hash
+                plan[block_id] = block_hash = source.block_hash_of(block_id)
+                if block_hash is not None and (found := destination.match_prefix((block_hash,), table.namespace)):
+                    plan[block_id] = found[0]
+        return plan
 
     def _blocks_with_tokens(self, table: BlockTable) -> list[int]:
         return table.block_ids[: -(-table.num_tokens // self.device.block_size)]
 
     @staticmethod
     def _status(plan: _Plan, destination: EngineAllocator) -> AllocStatus:
-        num_taken = plan.num_fresh + sum(not destination.ref_count(block_id) for block_id in plan.hits)
+        num_taken = len(plan) - sum(count > 0 for count in destination.ref_counts(_found(plan)))
         if num_taken <= destination.num_available_blocks:
             return AllocStatus.OK
-        return AllocStatus.LATER if len(plan.wanted) < destination.num_blocks else AllocStatus.NEVER
+        return AllocStatus.LATER if len(plan) < destination.num_blocks else AllocStatus.NEVER
+
+
+def _found(plan: _Plan) -> list[int]:
+    """Blocks that the destination has."""
+    return [each for each in plan.values() if isinstance(each, int)]
