@@ -1,6 +1,6 @@
 """A forward as it is asked for, and as it is scheduled: the one write that layers are let through with.
 
-Columns are counted from the left, padding included; positions count a row's tokens. Frozen, without logic.
+Columns are counted from the left, padding included; positions count a row's tokens.
 """
 
 from dataclasses import dataclass
@@ -42,6 +42,12 @@ class ForwardRequest:
     keep_columns: str | None = None
     may_alias: bool = True
     max_position: int | None = None
+
+    def latest_start(self, before: int, num_needed: int) -> int:
+        """The column at which it starts at the latest, of rows of `before` columns: what is asked of it is computed in it."""
+        if self.keep_columns is not None or self.bypass is not None:
+            return before
+        return before + self.num_new_columns - num_needed
 
 
 class ScheduledForward(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 
 from hf_paged_cache.attention.view import View
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, root_hash
-from hf_paged_cache.call.admission import CallLimits
+from hf_paged_cache.call.admission import UNLIMITED, CallLimits
 from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.rows import Row, Rows
 from hf_paged_cache.call.running import Bracket
@@ -120,6 +120,25 @@ class Holder:
 
     def lose_threads(self, idents: frozenset[int]) -> None:
         """None ran anything."""
+
+
+class Prepared(Holder):
+    """A call that has prepared its rows, and does nothing else."""
+
+    demand = None
+
+    def __init__(
+        self,
+        store: BlockStore,
+        rows: Rows,
+        given: CallLimits = UNLIMITED,
+        previous: Sequence[Row] = (),
+        *,
+        keeps_past: bool = False,
+    ) -> None:
+        super().__init__()
+        self.store, self.rows, self.limits, self.keeps_past = store, rows, given, keeps_past
+        self.previous = Rows(list(previous), list(range(len(previous))), 0)
 
 
 # A call.

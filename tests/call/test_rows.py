@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
-from hf_paged_cache.call.rows import Groups, Row, Rows, each_alone, group_equal
+from hf_paged_cache.call.rows import Groups, Row, Rows, group_equal
 
 from .bench import BLOCK_SIZE, ROOT, commit, make_row, make_rows, num_hit, tokens_in_batch
 
@@ -51,7 +51,7 @@ def test_no_rows_are_no_groups() -> None:
 
 @given(st.integers(0, 5))
 def test_rows_alone_are_groups_of_their_own_as_rows_that_all_differ_are(num_rows: int) -> None:
-    assert each_alone(num_rows) == group_equal(range(num_rows)) == (list(range(num_rows)), list(range(num_rows)))
+    assert group_equal(range(num_rows)) == (list(range(num_rows)), list(range(num_rows)))
 
 
 # One row
@@ -204,12 +204,12 @@ def test_rows_part_into_groups_that_keep_their_tokens_and_share_their_blocks(
     members = [keys.index(key) for key in sorted(set(keys), key=keys.index)]
     group_of = [members.index(keys.index(key)) for key in keys]
     old = list(rows.distinct)
-    origins = rows.regroup(members, group_of)
+    origins, _ = rows.select(members, group_of)
     assert tokens_in_batch(rows) == before
     assert rows.alias == group_of
     assert len({id(row.table) for row in rows.distinct}) == len(members)  # no two write through one table
     assert origins == [alias[member] for member in members]
-    assert all(origin <= i for i, origin in enumerate(origins))  # what a reader's `expand_rows` may rely on
+    assert all(origin <= i for i, origin in enumerate(origins))  # what a view that grows may rely on
     assert {id(row) for row in old} <= {id(row) for row in rows.distinct}  # none is lost with its blocks
     assert allocator.num_blocks_in_use == blocks
     rows.free()
@@ -221,7 +221,7 @@ def test_parting_all_aliases_gives_each_row_a_table_and_remembers_what_they_shar
     allocator: PrefixCachingBlockAllocator,
 ) -> None:
     rows = Rows([make_row(allocator, range(6)), make_row(allocator, range(50, 56))], [0, 0, 1], 6)
-    assert rows.separate() == [0, 0, 1]
+    assert rows.select(range(3)) == ([0, 0, 1], 6)
     assert not rows.is_aliased
     assert (rows.group, rows.shared_columns) == ([0, 0, 1], 6)
     assert len({id(row.table) for row in rows.distinct}) == 3
@@ -264,24 +264,24 @@ def test_beams_that_stay_within_their_prompt_share_its_columns_and_others_nothin
 ) -> None:
     def beams() -> Rows:
         rows = Rows([make_row(allocator, range(6)), make_row(allocator, range(50, 56))], [0, 0, 1, 1], 6)
-        rows.separate()
+        rows.select(range(len(rows)))
         return rows
 
-    assert beams().select([1, 0, 3, 3]) == 6
-    assert beams().select([2, 0, 3, 3]) == 0  # a row goes on as another prompt's
-    assert beams().select([0, 0, 1, 1, 2, 2, 3, 3]) == 0  # another number of rows
+    assert beams().select([1, 0, 3, 3]) == ([1, 0, 3, 3], 6)
+    assert beams().select([2, 0, 3, 3])[1] == 0  # a row goes on as another prompt's
+    assert beams().select([0, 0, 1, 1, 2, 2, 3, 3])[1] == 0  # another number of rows
     cropped = beams()
     cropped.crop(3)
-    assert cropped.select([1, 1, 2, 2]) == 3
+    assert cropped.select([1, 1, 2, 2])[1] == 3
 
 
 def test_groups_follow_the_rows_that_moved(allocator: PrefixCachingBlockAllocator) -> None:
     rows = Rows([make_row(allocator, range(6)), make_row(allocator, range(50, 56))], [0, 0, 1], 6)
-    rows.separate()
+    rows.select(range(len(rows)))
     rows.select([2, 0, 1])
     assert rows.group == [1, 0, 0]
-    assert rows.select([0, 2, 2]) == 6
-    assert rows.select([1, 1, 1]) == 0
+    assert rows.select([0, 2, 2])[1] == 6
+    assert rows.select([1, 1, 1])[1] == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -294,7 +294,7 @@ def test_random_reorders_and_appends_keep_every_rows_tokens_and_leak_no_block(
     for _ in range(60):
         number = chance.choice([len(rows)] * 4 + [1, 2, 5])
         sources = [chance.randrange(len(rows)) for _ in range(number)]
-        shared = rows.select(sources)
+        _, shared = rows.select(sources)
         assert all(naive[i][:shared] == naive[source][:shared] for i, source in enumerate(sources) if i < len(naive))
         naive = [list(naive[source]) for source in sources]
         for row, tokens in zip(rows.distinct, naive, strict=True):
@@ -350,7 +350,7 @@ def test_confirming_counts_all_that_was_scheduled(allocator: PrefixCachingBlockA
 
 def test_forked_rows_hold_the_same_blocks_and_live_on_alone(allocator: PrefixCachingBlockAllocator) -> None:
     rows = Rows([make_row(allocator, range(6)), make_row(allocator, range(50, 56))], [0, 0, 1], 6)
-    rows.separate()
+    rows.select(range(len(rows)))
     twin = rows.fork()
     assert (twin.alias, twin.group, twin.num_columns, twin.shared_columns) == ([0, 1, 2], [0, 0, 1], 6, 6)
     assert allocator.num_blocks_in_use == 4
