@@ -170,7 +170,8 @@ class View:
         most = num_columns if math.isinf(max_columns) else max(num_columns, max_columns)
         for layer_idx, layer in self._buffers.items():
             needed = min(most, self._group_of.get(layer_idx, self._all).capacity) + MIN_SPARE_COLUMNS
-            if any(held.num_rows * held.num_columns > 4 * self._max_rows * needed for held in layer.values()):
+            sizes = [held.num_rows * held.num_columns for held in layer.values()]
+            if max(sizes, default=0) > 4 * self._max_rows * needed:
                 self.drop()
                 break
         kept = [was.num_columns_in_common(row) for was, row in zip(self._kept, rows, strict=False)]

@@ -145,8 +145,8 @@ class Call:
         with self.store.lock:
             self.store.settle()
             self.roll_back()
+            self._held.flush(self.rows)
             self.judge(conditions_held=False)  # what a `generate` left whose end was interrupted
-            self._commit()
             if not keep_rows:
                 self._end_rows()
             self.brackets.open(bracket)
@@ -264,6 +264,7 @@ class Call:
             self._is_first = not self.rows.alias
             self._thread = threading.get_ident()
             self.forward, self.demand, self._is_open, self._has_ended = None, None, True, False
+            found: list[Found] | None = None
             try:
                 if self._is_first:
                     if not self.brackets:
@@ -273,7 +274,6 @@ class Call:
                         found = self.states.find(self.rows, request, found)
                         if store.windows:
                             self.demand = None  # rows may hold less by now
-                    self.counters.begin_rows(found)
                 else:
                     sources = continue_rows(store, request, self.rows)
                     if sources is not None:
@@ -281,7 +281,7 @@ class Call:
                             follower.select(sources)
                     if self.states is not None:
                         self.states.find(self.rows, request)
-                self.counters.prepare(self.rows.distinct, carry_states=self.states is not None)
+                self.counters.prepare(self.rows.distinct, found, carry_states=self.states is not None)
                 if store.tiers:
                     self._count_brought()
             except BaseException:
@@ -357,7 +357,7 @@ class Call:
             and not self._is_open
             and len(rows.distinct) == len(rows.alias)
             and rows.num_columns >= self.limits.num_prompt_columns
-            and self.brackets.are_of_this_thread()
+            and self.brackets.thread() == threading.get_ident()
         )
 
     def schedule_step(self, passed: Sequence[int] | PassedStep) -> None:

@@ -298,5 +298,5 @@ class CallStates:
 
 
 def row_origin(row: Row) -> int:
-    """Tokens behind which a row may go on; 0: from its beginning."""
+    """Tokens after which a row may go on; 0: from its beginning."""
     return 0 if row.origin is None else row.origin.num_tokens

@@ -59,7 +59,7 @@ class Row:
         self.commit_end: int | None = None  # tokens from here on are never committed; None: all may be
         self.held_from: int | None = None  # tokens from here on are held, and not committed meanwhile, see `HeldSteps`
         self._num_judged = 0
-        self.last_kept = 0  # tokens behind which it got a snapshot, token by token
+        self.last_kept = 0  # tokens after which it got a snapshot, token by token
         self.origin: Origin | None = None  # of a row that does not run: where it may go on, if layers carry states
 
     def fork(self) -> "Row":

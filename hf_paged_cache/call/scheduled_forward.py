@@ -62,18 +62,3 @@ class ScheduledForward(NamedTuple):
     copies: tuple[int, ...] | None  # row of the request -> the row that runs for it; None when they are the same
     slot_mapping: SlotMapping
     is_step: bool = False  # each row only goes on, by one token
-
-    @property
-    def is_run(self) -> bool:
-        """Whether one row runs, whose tokens are all written, into slots side by side."""
-        return len(self.sources) == 1 and self.slot_mapping.is_run
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that run."""
-        return len(self.sources)
-
-    @property
-    def num_columns(self) -> int:
-        """Columns that are computed."""
-        return self.stop - self.start

@@ -297,9 +297,9 @@ def play_random_events(bench: Bench, chance: random.Random) -> None:
             bench.view.select(sources, chance.choice([0, shared]), index)
             bench.rows = [bench.rows[source] for source in sources]
         elif event == "expand" and len(bench.rows) < 4:
-            number = chance.randint(len(bench.rows), 5)
-            sources = sorted(chance.randrange(len(bench.rows)) for _ in range(number))
-            sources = [min(source, i) for i, source in enumerate(sources)]
+            sources = [chance.randrange(len(bench.rows)) for _ in range(chance.randint(1, 5))]
+            if chance.random() < 0.6:  # equal rows that part: a row is never left of the one that it goes on from
+                sources = [min(source, i) for i, source in enumerate(sorted(sources))]
             bench.view.select(sources)
             bench.rows = [bench.rows[source] for source in sources]
         elif event == "crop":

@@ -179,7 +179,7 @@ class Bench:
         """Each layer writes what is scheduled, and reads what the rows' tokens say."""
         for layer_idx in layers:
             rows = self.call.rows.distinct
-            new = torch.zeros(len(rows), 1, forward.num_columns, 1)
+            new = torch.zeros(len(rows), 1, forward.stop - forward.start, 1)
             full = torch.zeros(len(rows), 1, forward.stop, 1)
             for i, row in enumerate(rows):
                 tokens = list(row.table.token_ids)

@@ -425,10 +425,10 @@ def test_the_next_call_computes_what_no_call_before_it_did(num_tokens: int, *, k
     bench.forward(list(range(num_tokens)))
     bench.begin()
     same = bench.forward(list(range(num_tokens)))
-    assert same.num_columns == 1  # the last token's logits
+    assert same.stop - same.start == 1  # the last token's logits
     bench.begin()
     longer = bench.forward([*range(num_tokens), 50, 51])
-    assert (longer.start, longer.num_columns) == (num_tokens, 2)
+    assert (longer.start, longer.stop) == (num_tokens, num_tokens + 2)
     other = Bench(bench.store, keeps_copies=keeps_copies)
     assert other.forward([*range(num_tokens), 60]).start == num_tokens // BLOCK_SIZE * BLOCK_SIZE
 
@@ -691,9 +691,7 @@ def test_a_call_has_still_reserved_all_it_may_need_after_rows_gave_blocks_back(e
         bench.call.reorder([0, 0])
     else:
         bench.call.crop(3)
-    needed = num_blocks_to_take(
-        bench.call.rows, num_columns=bench.call.num_columns, max_columns=20, block_size=BLOCK_SIZE
-    )
+    needed = num_blocks_to_take(bench.call.rows, bench.call.num_columns, 20, BLOCK_SIZE)
     assert bench.store.num_reserved_blocks(Bench(bench.store).call) >= needed
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
-from hf_paged_cache.call.rows import Groups, Row, Rows, group_equal
+from hf_paged_cache.call.rows import Row, Rows, group_equal
 
 from .bench import BLOCK_SIZE, ROOT, commit, make_row, make_rows, num_hit, tokens_in_batch
 
@@ -43,15 +42,6 @@ def test_rows_are_in_one_group_exactly_when_their_keys_are_equal(keys: list[int]
 @given(st.lists(st.integers(0, 3), max_size=8))
 def test_a_groups_first_row_is_never_left_of_its_number(keys: list[int]) -> None:  # rows can be moved in place
     assert all(member >= number for number, member in enumerate(group_equal(keys).members))
-
-
-def test_no_rows_are_no_groups() -> None:
-    assert group_equal([]) == Groups(members=[], group_of=[])
-
-
-@given(st.integers(0, 5))
-def test_rows_alone_are_groups_of_their_own_as_rows_that_all_differ_are(num_rows: int) -> None:
-    assert group_equal(range(num_rows)) == (list(range(num_rows)), list(range(num_rows)))
 
 
 # One row
@@ -166,11 +156,6 @@ def test_a_fork_is_the_same_row_in_the_same_blocks_and_goes_its_own_way(
     assert twin.table.block_ids[1] != row.table.block_ids[1]  # copied before it is written
 
 
-def test_what_a_reader_learns_of_a_row_names_its_tokens_and_blocks(allocator: PrefixCachingBlockAllocator) -> None:
-    row = make_row(allocator, range(6), pad=3)
-    assert row.layout() == (ROOT, 3, array("q", range(6)), row.table.block_ids)
-
-
 # Aliases
 
 
@@ -182,12 +167,6 @@ def test_aliases_stand_for_one_row(allocator: PrefixCachingBlockAllocator) -> No
     assert len(rows.layouts()) == 2
     assert rows.in_batch() == [rows.distinct[0], rows.distinct[0], rows.distinct[1], rows.distinct[0]]
     assert allocator.num_blocks_in_use == 4
-
-
-def test_rows_that_are_no_aliases_are_their_own_members(allocator: PrefixCachingBlockAllocator) -> None:
-    rows = rows_that_differ(allocator, 3)
-    assert not rows.is_aliased
-    assert rows.members() == [0, 1, 2]
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.data())
@@ -217,16 +196,6 @@ def test_rows_part_into_groups_that_keep_their_tokens_and_share_their_blocks(
     allocator.check()
 
 
-def test_parting_all_aliases_gives_each_row_a_table_and_remembers_what_they_share(
-    allocator: PrefixCachingBlockAllocator,
-) -> None:
-    rows = Rows([make_row(allocator, range(6)), make_row(allocator, range(50, 56))], [0, 0, 1], 6)
-    assert rows.select(range(3)) == ([0, 0, 1], 6)
-    assert not rows.is_aliased
-    assert (rows.group, rows.shared_columns) == ([0, 0, 1], 6)
-    assert len({id(row.table) for row in rows.distinct}) == 3
-
-
 # Beams
 
 
@@ -250,13 +219,6 @@ def test_rows_go_on_as_the_rows_they_were_told_and_what_nobody_goes_on_from_is_f
     assert len(rows) == len(sources)
     rows.free()
     assert allocator.num_blocks_in_use == 0
-
-
-def test_rows_that_stay_who_they_are_take_no_new_table(allocator: PrefixCachingBlockAllocator) -> None:
-    rows = rows_that_differ(allocator, 3)
-    before = list(rows.distinct)
-    rows.select([0, 1, 2])
-    assert rows.distinct == before
 
 
 def test_beams_that_stay_within_their_prompt_share_its_columns_and_others_nothing(
@@ -334,15 +296,6 @@ def test_rolling_back_takes_scheduled_tokens_and_leaves_confirmed_ones(allocator
     rows.roll_back()
     assert [row.table.num_tokens for row in rows.distinct] == [8, 5]
     assert [row.num_confirmed for row in rows.distinct] == [8, 5]
-
-
-def test_confirming_counts_all_that_was_scheduled(allocator: PrefixCachingBlockAllocator) -> None:
-    rows = Rows([make_row(allocator, range(8)), make_row(allocator, range(5), pad=3)], [0, 1], 8)
-    for row in rows.distinct:
-        row.table.append_tokens([1, 2, 3])
-    rows.confirm(11)
-    assert [row.num_confirmed for row in rows.distinct] == [11, 8]
-    assert rows.num_columns == 11
 
 
 # The end
