@@ -280,9 +280,8 @@ FAULT_POINTS: list[tuple[type, str, str]] = [
     *((BlockPool, name, "contiguous") for name in ("write", "write_blocks")),
     (GroupTensors, "copy_blocks", "contiguous"),
     (BlockPool, "gather", "gather"),  # a contiguous copy gathers nothing there
-    (Rows, "regroup", "contiguous"),
     (Rows, "select", "contiguous"),
-    *((View, name, "contiguous") for name in ("read", "start_forward", "reorder_rows", "expand_rows", "keep")),
+    *((View, name, "contiguous") for name in ("read", "start_forward", "select", "keep")),
     (View, "read", "gather"),
 ]
 
@@ -295,7 +294,7 @@ MEMORY_PLACES = [
     "view.read",
     "view.start_rows",
     "view.start_forward",
-    "view.reorder_rows",
+    "view.select",
 ]
 
 

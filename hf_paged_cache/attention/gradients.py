@@ -23,14 +23,14 @@ class GradientPath:
         """Whether a gradient flows through the rows."""
         return any(states.requires_grad for states, _ in self._held.values())
 
-    def clear(self) -> None:
+    def drop(self) -> None:
         """Other rows run from here on, or none."""
         self._held = {}
 
     def start_forward(self) -> None:
         """A forward begins."""
         if self._held and not torch.is_grad_enabled():
-            self.clear()
+            self.drop()
 
     def join(self, layer_idx: int, new: Mapping[str, Tensor], read: dict[str, Tensor], start: int) -> dict[str, Tensor]:
         """With gradients on, put in place of what a view gave: the columns before `start`, held or read, then `new`."""
@@ -63,14 +63,16 @@ class GradientPath:
                 read[name] = torch.cat((states[:, :, :num_without], with_graph), dim=2) if num_without else with_graph
         return read
 
-    def select_rows(self, sources: Sequence[int]) -> None:
-        """Row `i` goes on as row `sources[i]`."""
+    def select(self, sources: Sequence[int], shared_columns: int = 0, index: Tensor | None = None) -> None:
+        """See `Follower`."""
+        if not self._held:
+            return
         transfer = Transfer()
         rows = transfer.add(sources)
         for key, (states, first) in self._held.items():
             self._held[key] = states.index_select(0, transfer.on(states.device, rows)), first
 
-    def crop(self, num_columns: int) -> None:
-        """Columns from `num_columns` on are taken back."""
+    def crop(self, start: int, stop: int) -> None:
+        """See `Follower`."""
         for key, (states, first) in self._held.items():
-            self._held[key] = states[:, :, : max(0, num_columns - first)], first
+            self._held[key] = states[:, :, : max(0, start - first)], first

@@ -170,7 +170,8 @@ class View:
         most = num_columns if math.isinf(max_columns) else max(num_columns, max_columns)
         for layer_idx, layer in self._buffers.items():
             needed = min(most, self._group_of.get(layer_idx, self._all).capacity) + MIN_SPARE_COLUMNS
-            if any(held.num_rows * held.num_columns > 4 * self._max_rows * needed for held in layer.values()):
+            sizes = [held.num_rows * held.num_columns for held in layer.values()]
+            if max(sizes, default=0) > 4 * self._max_rows * needed:
                 self.drop()
                 break
         kept = [was.num_columns_in_common(row) for was, row in zip(self._kept, rows, strict=False)]
@@ -370,9 +371,27 @@ class View:
             }
             yield layer_idx, states
 
-    def expand_rows(self, sources: Sequence[int]) -> None:
+    def select(self, sources: Sequence[int], shared_columns: int = 0, index: Tensor | None = None) -> None:
+        """See `Follower`. Where there are fewer rows than before, or some change places and others are new, copies are dropped."""
+        stop, num_rows = max(self._valid, default=0), len(sources)
+        is_growing = num_rows > len(self._valid) and all(source <= row for row, source in enumerate(sources))
+        if not stop:
+            self._valid = []
+        elif not is_growing and num_rows != len(self._valid):
+            self.drop()
+        elif is_growing:
+            self._grow(sources, stop)
+        elif list(sources) != list(range(num_rows)) and shared_columns < stop:
+            held = (held for layer in self._buffers.values() for held in layer.values() if held.base < stop)
+            columns = (each.states[:, :, max(0, shared_columns - each.base) : stop - each.base] for each in held)
+            try:
+                reorder_rows(columns, sources, index)
+            except torch.OutOfMemoryError:
+                self._go_without()
+
+    def _grow(self, sources: Sequence[int], stop: int) -> None:
         """Row `i` goes on as a copy of row `sources[i] <= i`."""
-        stop, self._num_rows = max(self._valid, default=0), len(sources)
+        self._num_rows = len(sources)
         try:
             for layer in self._buffers.values():
                 for name, held in list(layer.items()):
@@ -389,25 +408,9 @@ class View:
             self._go_without()
         self._valid = [self._valid[source] for source in sources] if self._buffers else [0] * len(sources)
 
-    def reorder_rows(self, sources: Sequence[int], shared_columns: int, index: Tensor | None = None) -> None:
-        """Row `i` goes on as a copy of row `sources[i]`; the first `shared_columns` columns of the two are equal.
-
-        Args:
-            index: [R] integers, the sources as a tensor on some device, if there is one.
-        """
-        stop = max(self._valid, default=0)
-        if list(sources) == list(range(len(sources))) or shared_columns >= stop:
-            return
-        held = (held for layer in self._buffers.values() for held in layer.values() if held.base < stop)
-        columns = (each.states[:, :, max(0, shared_columns - each.base) : stop - each.base] for each in held)
-        try:
-            reorder_rows(columns, sources, index)
-        except torch.OutOfMemoryError:
-            self._go_without()
-
-    def crop(self, num_columns: int) -> None:
-        """Columns from `num_columns` on are taken back."""
-        self._valid = [min(valid, num_columns) for valid in self._valid]
+    def crop(self, start: int, stop: int) -> None:
+        """See `Follower`."""
+        self._valid = [min(valid, start) for valid in self._valid]
 
     def keep(self, rows: Sequence[RowLayout]) -> None:
         """The rows end. Rows that start with the same tokens may use the columns of those named here, as far as they are held."""

@@ -52,35 +52,25 @@ class CallToAdmit(Holder, Protocol):
     demand: Demand | None  # of rows that begin, as long as nothing has changed
 
 
-def demand_of(
-    store: BlockStore,
-    rows: Rows,
-    limits: CallLimits,
-    num_columns: int,
-    previous: Sequence[Row] = (),
-    *,
-    keeps_past: bool = False,
-    num_prefixes: int = 0,
-) -> Demand:
-    """The worst case of a call whose limits are known.
+def demand_of(call: CallToAdmit, num_columns: int, *, num_prefixes: int = 0) -> Demand:
+    """The worst case of a call that has prepared its rows; where its limits are not known, of its next forward.
 
     Where a row's prefix ends that is computed ahead nobody knows before: as after a chunk, it may need one window there and
     another at the end of the prompt.
 
     Args:
         num_columns: columns once its next forward has run.
-        previous: rows that are dropped before any block is taken.
-        keeps_past: drafts will be verified, and taken back.
         num_prefixes: that are computed ahead, each in a row of its own; windows count them.
     """
-    max_columns = max(num_columns, int(limits.max_columns))
-    needed = num_blocks_to_take(rows, num_columns=num_columns, max_columns=max_columns, block_size=store.block_size)
+    store, limits = call.store, call.limits
+    max_columns = max(num_columns, int(limits.max_columns)) if limits.are_known else num_columns
     windows: tuple[int, ...] = ()
     if store.windows:
         in_chunks = num_prefixes > 0 or num_columns < limits.num_prompt_columns < math.inf
-        to_come = _rows_to_come(rows, num_columns, max_columns, store.block_size, is_in_chunks=in_chunks)
-        windows = store.windows.of_call(to_come, keeps_past=keeps_past, num_ahead=num_prefixes)
-    return Demand(needed, num_blocks_held_only_by(previous, store), windows)
+        to_come = _rows_to_come(call.rows, num_columns, max_columns, store.block_size, is_in_chunks=in_chunks)
+        windows = store.windows.of_call(to_come, keeps_past=call.keeps_past, num_ahead=num_prefixes)
+    released = num_blocks_held_only_by(call.previous.distinct, store)
+    return Demand(num_blocks_to_take(call.rows, num_columns, max_columns, store.block_size), released, windows)
 
 
 def _rows_to_come(
@@ -99,7 +89,7 @@ def is_copied(table: BlockTable, block_size: int) -> bool:
     return table.num_tokens % block_size > 0 and table.num_new_blocks_for_append(1) > 0
 
 
-def num_blocks_to_take(rows: Rows, *, num_columns: int, max_columns: int, block_size: int) -> int:
+def num_blocks_to_take(rows: Rows, num_columns: int, max_columns: int, block_size: int) -> int:
     """Blocks that rows of a call may still take until each has `max_columns` columns.
 
     Aliases share the full blocks of their first `num_columns` columns and nothing else; a partial block that is held
@@ -120,56 +110,44 @@ def num_blocks_to_take(rows: Rows, *, num_columns: int, max_columns: int, block_
 
 def num_blocks_held_only_by(rows: Sequence[Row], store: BlockStore) -> int:
     """Blocks that would be given back if these rows were dropped."""
-    holders = Counter(block_id for row in rows for block_id in row.table.block_ids)
+    holders: Counter[int] = Counter()
+    for row in rows:
+        holders.update(row.table.block_ids)
     return sum(map(eq, store.allocator.ref_counts(holders), holders.values()))
 
 
-def demand_of_call(call: CallToAdmit, num_columns: int, previous: Sequence[Row] = ()) -> Demand:
-    """`demand_of` a call that has prepared its rows."""
-    return demand_of(call.store, call.rows, call.limits, num_columns, previous, keeps_past=call.keeps_past)
-
-
-def would_fit(call: CallToAdmit, num_columns: int, num_shared_blocks: int, num_prefixes: int = 0) -> bool:
+def would_fit(call: CallToAdmit, num_columns: int, num_shared_blocks: int, num_prefixes: int) -> bool:
     """Whether the worst case of the prepared rows fits, where they will hold so many blocks of each other.
 
     Args:
-        num_columns: as in `demand_of`.
-        num_prefixes: that are computed ahead, each in a row of its own.
+        num_columns, num_prefixes: as in `demand_of`.
     """
     store = call.store
     if num_prefixes and store.windows:
-        limits = call.limits if call.limits.are_known else CallLimits(max_columns=num_columns)
-        ahead = demand_of(store, call.rows, limits, num_columns, keeps_past=call.keeps_past, num_prefixes=num_prefixes)
+        ahead = demand_of(call, num_columns, num_prefixes=num_prefixes)
         if store.windows.lacking(call, ahead.windows):
             return False
     if not call.limits.are_known:
         return True
-    demand = call.demand or demand_of_call(call, num_columns, call.previous.distinct)
+    demand = call.demand or demand_of(call, num_columns)
     return store.can_have(call, demand._replace(num_blocks=demand.num_blocks - num_shared_blocks))
 
 
 def admit_call(call: CallToAdmit, num_columns: int) -> None:
-    """Reserve what a call may need whose limits are known, or refuse it.
-
-    Args:
-        num_columns: as in `demand_of`.
+    """Reserve what a call may need whose limits are known, or refuse it. `num_columns` as in `demand_of`.
 
     Raises:
         OutOfBlocksError: nothing has changed.
     """
-    demand = call.demand or demand_of_call(call, num_columns, call.previous.distinct)
-    admit(call.store, call, len(call.rows), call.limits, demand)
+    what = f"this call ({rows_in_words(len(call.rows))} of up to {call.limits.max_columns} tokens)"
+    admit(call, call.demand or demand_of(call, num_columns), what)
 
 
-def admit(store: BlockStore, holder: Holder, num_rows: int, limits: CallLimits, demand: Demand) -> None:
-    """Reserve what a call may need, or refuse it.
-
-    Raises:
-        OutOfBlocksError: nothing has changed.
-    """
-    grow_anew_for(store, holder, demand)
-    require(store, holder, demand, f"this call ({rows_in_words(num_rows)} of up to {limits.max_columns} tokens)")
-    store.reserve(holder, demand.num_blocks, demand.windows)
+def admit(call: CallToAdmit, demand: Demand, what: str) -> None:
+    """Reserve a demand, or refuse it: see `require`."""
+    grow_anew_for(call.store, call, demand)
+    require(call.store, call, demand, what)
+    call.store.reserve(call, demand.num_blocks, demand.windows)
 
 
 def grow_anew_for(store: BlockStore, holder: Holder, demand: Demand) -> None:
@@ -178,11 +156,11 @@ def grow_anew_for(store: BlockStore, holder: Holder, demand: Demand) -> None:
         store.grow_anew()
 
 
-def renew_reservation(store: BlockStore, holder: Holder, rows: Rows, limits: CallLimits, num_columns: int) -> None:
+def renew_reservation(call: CallToAdmit, num_columns: int) -> None:
     """Rows have taken or given back blocks: reserve what their call may still need. `num_columns` as in `demand_of`."""
-    if limits.are_known:
-        most, size = max(num_columns, int(limits.max_columns)), store.block_size
-        store.reserve(holder, num_blocks_to_take(rows, num_columns=num_columns, max_columns=most, block_size=size))
+    if call.limits.are_known:
+        most, size = max(num_columns, int(call.limits.max_columns)), call.store.block_size
+        call.store.reserve(call, num_blocks_to_take(call.rows, num_columns, most, size))
 
 
 def require(store: BlockStore, holder: Holder, demand: Demand, what: str) -> None:

@@ -7,8 +7,7 @@ A *scheduled forward* is the only one whose writes are let through, and only wha
 the next forward is scheduled, so that a draft that `crop` takes back never was, when rows fork, or when the call ends.
 
 Between two forwards rows are cut, change places, are copied, end, and are given back. Where they stand is `rows.num_columns`; whatever keeps
-something of each row is a *follower*, and changes with them. While somebody else runs the rows, nobody may change them. Torch tensors pass
-through to pool and view, unread.
+something of each row is a *follower*, and changes with them. While somebody else runs the rows, nobody may change them.
 """
 
 import math
@@ -17,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from types import FrameType
+from typing import Protocol
 from weakref import ref
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch import Tensor
 from ..attention.view import View
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
-from ..kv.states import LiveStates
+from ..kv.states import LiveStates, States
 from ..kv.stopwatch import Stopwatch
 from ..kv.transfers import Transfer
 from ..stats import RowCount
@@ -40,7 +40,7 @@ from .prefix_match import Found, PreviousRows, continuation, found_below, look_u
 from .prepare import begin_rows_that_fit, continue_rows
 from .rows import Row, Rows, gather_rows
 from .running import Bracket, Brackets, is_on_a_stack
-from .schedule import hold_windows, map_slots, reserve_forward, start_column, take_blocks, take_step
+from .schedule import hold_windows, map_slots, reserve_forward, take_blocks, take_step
 from .scheduled_forward import ForwardRequest, RowInput, ScheduledForward
 
 
@@ -51,6 +51,23 @@ class CallState(Enum):
     SCHEDULED = "has scheduled a forward"
     CONFIRMED = "has rows and waits for a forward"
     ENDED = "has ended and keeps its rows"
+
+
+class Follower(Protocol):
+    """What keeps something of each running row: it changes with the rows."""
+
+    def select(self, sources: Sequence[int], shared_columns: int = 0, index: Tensor | None = None) -> None:
+        """Row `i` goes on as row `sources[i]`, whose first `shared_columns` columns are those of the row in its place.
+
+        Args:
+            index: the sources as a tensor on some device, if there is one.
+        """
+
+    def crop(self, start: int, stop: int) -> None:
+        """The last columns `[start, stop)` are taken back."""
+
+    def drop(self) -> None:
+        """Keep nothing of these rows."""
 
 
 class _Reservation:
@@ -87,8 +104,9 @@ class Call:
         self.store = store
         self.salt = salt
         self.view = view
-        self.state = CallState.IDLE
         self.forward: ScheduledForward | None = None
+        self._is_open = False  # a forward was prepared, and neither confirmed nor rolled back
+        self._has_ended = False
         self.limits: CallLimits = UNLIMITED  # of the `generate` that runs
         self.rows = Rows([], [], 0)
         self.previous = Rows([], [], 0)  # of the call before, matched by the next one
@@ -98,7 +116,8 @@ class Call:
         self.kept_by: Callable[[], object | None] = lambda: None  # who needs the rows between two of their forwards
         self._held = HeldSteps(store, view)
         self._writes = LayerWrites(store, view, self._held)
-        self.states = CallStates(store, LiveStates({}) if live is None else live)
+        self.states = CallStates(store, live) if live else None
+        self._followers: tuple[Follower, ...] = (view, self._writes.gradients, *([self.states] if self.states else []))
         self._is_forward = is_forward
         self._thread = 0  # that began or went on with the rows, but for decode steps
         self._is_first = False  # the scheduled forward is the first of its rows
@@ -109,7 +128,7 @@ class Call:
         self.keeps_past = False  # drafts will be verified, and taken back by `crop`
         self.index_positions: dict[
             int, Tensor | None
-        ] = {}  # layer -> those that a forward gave its columns, [3, R, columns]
+        ] = {}  # layer -> its columns' in the last forward, [3, R, columns]
         self.demand: Demand | None = None  # of rows that begin, as long as nothing has changed
         self._brought: Mapping[int, str] = {}  # block -> the tier that it has come from for the next forward
         self._stopwatch: Stopwatch | None = None  # of a forward of a prompt, where lower tiers ask
@@ -135,7 +154,8 @@ class Call:
             self.store.give_back_reservation(self)
             self.num_scheduled = 0
             self.keeps_past = self._may_step = False
-            self.states.live.record_past(records=False)
+            if self.states is not None:
+                self.states.live.record_past(records=False)
             self._held.begin()
             self._num_columns_before = self.rows.num_columns
             self.counters.start_call("generate")
@@ -153,7 +173,8 @@ class Call:
         """Drafts will be verified, and taken back by `crop`."""
         with self.store.lock:
             self.keeps_past = True
-            self.states.live.record_past(records=True)
+            if self.states is not None:
+                self.states.live.record_past(records=True)
 
     def look_up(self, new: RowInput) -> tuple[Found, str | None]:
         """What a call of one row would find that began now, and had room; and the furthest lower tier that some of it would come
@@ -162,7 +183,7 @@ class Call:
         While a call runs, its own rows are nobody's previous ones: of what it computes only committed blocks are found.
         """
         rows = self.rows if self.rows.alias else self.previous
-        are_running_ones = rows is self.rows and self.states.stands(rows)
+        are_running_ones = rows is self.rows and self.states is not None and self.states.stands(rows)
 
         def num_at_end(row: Row) -> int | None:
             if are_running_ones:
@@ -171,12 +192,20 @@ class Call:
 
         previous = PreviousRows(() if self.is_in_use else rows.distinct)
         num_tokens = len(new.token_ids)
-        most = max(0, num_tokens - self.states.num_needed_of(num_tokens))
+        most = max(0, num_tokens - self.num_needed_of(num_tokens))
         found = look_up_row(self.store, new, previous, most, num_at_end)
         below = self.store.tiers.look_up(Wanted(new.root, new.salt, new.token_ids, most))
         if below is None or below[0] <= found.num_tokens:
             return found, None
         return found_below(self.store, new, below[0]), below[1]
+
+    def num_needed(self, request: ForwardRequest) -> int:
+        """So many of a prompt's last columns run in the forward over all rows."""
+        return request.num_logits_needed if self.states is None else self.states.num_needed(request)
+
+    def num_needed_of(self, num_columns: int) -> int:
+        """The same of a prompt of so many columns of which the last logits alone are asked for."""
+        return 1 if self.states is None else self.states.num_needed_of(num_columns)
 
     def continuation(self, new: RowInput, num_tokens: int) -> TokenIds:
         """How the closest of what a call would find goes on behind a row's first `num_tokens` tokens.  Effects: none. The store's
@@ -196,13 +225,12 @@ class Call:
                 return  # plain forwards: whether what they computed counts is judged when the next is prepared
             if rows.alias:
                 self.roll_back()
-                self._held.flush(rows)
                 self._commit()
             if not rows.alias or len(rows) == len(request.rows):
                 for number, new in enumerate(request.rows):
                     row = rows.distinct[rows.alias[number]] if rows.alias else None
                     tokens = new.token_ids if row is None else row.with_new(new.token_ids)
-                    most = len(tokens) - self.states.num_needed(request)
+                    most = len(tokens) - self.num_needed(request)
                     if most > 0 and (row is None or row.commit_end is None):  # not so of a row that is padding so far
                         wanted.append(Wanted(new.root, new.salt, tokens, most))
         brought = self.store.tiers.bring_up(wanted, self)
@@ -218,7 +246,8 @@ class Call:
         """
         store = self.store
         with store.lock:
-            self.roll_back()
+            if self._is_open:
+                self.roll_back()
             if request.num_new_columns < 1:
                 raise CacheArgumentError(
                     f"a forward of no tokens, on a cache with {self.num_columns} columns: pass at least one token id in each "
@@ -231,26 +260,29 @@ class Call:
                 self.judge(conditions_held=False)
                 self.limits = UNLIMITED
                 store.give_back_reservation(self)
-            self._held.flush(self.rows)
             self._commit()
             self._is_first = not self.rows.alias
             self._thread = threading.get_ident()
-            self.state = CallState.SCHEDULED
+            self.forward, self.demand, self._is_open, self._has_ended = None, None, True, False
+            found: list[Found] | None = None
             try:
-                self.demand = None
                 if self._is_first:
                     if not self.brackets:
                         self.counters.start_call("forward")
                     found = begin_rows_that_fit(self, request)
-                    if self.states:
+                    if self.states is not None:
                         found = self.states.find(self.rows, request, found)
                         if store.windows:
                             self.demand = None  # rows may hold less by now
-                    self.counters.begin_rows(found)
                 else:
-                    self._continue_rows(request)
-                self.counters.prepare(self.rows.distinct, carry_states=bool(self.states))
-                if self.store.tiers:
+                    sources = continue_rows(store, request, self.rows)
+                    if sources is not None:
+                        for follower in self._followers:
+                            follower.select(sources)
+                    if self.states is not None:
+                        self.states.find(self.rows, request)
+                self.counters.prepare(self.rows.distinct, found, carry_states=self.states is not None)
+                if store.tiers:
                     self._count_brought()
             except BaseException:
                 self.roll_back()
@@ -262,16 +294,6 @@ class Call:
         size, rows = self.store.block_size, self.rows
         held = [Counter(brought[i] for i in row.table.block_ids if i in brought) for row in rows.distinct]
         self.counters.bring([{name: size * held[index][name] for name in held[index]} for index in rows.alias])
-
-    def _continue_rows(self, request: ForwardRequest) -> None:
-        """Rows go on; those that part go on from copies of what they shared."""
-        sources = continue_rows(self.store, request, self.rows)
-        if sources is not None:
-            self.view.expand_rows(sources)
-            self._writes.gradients.select_rows(sources)
-            self.states.select(sources)
-        if self.states:
-            self.states.find(self.rows, request)
 
     def admit(self, request: ForwardRequest) -> None:
         """Reserve, ahead of `schedule`, what the prepared forward or its call may take, so that it is not refused there.
@@ -285,7 +307,7 @@ class Call:
         with self.store.lock:
             self.require_prepared()
             if not self.limits.are_known:
-                reserve_forward(self.store, self, self.rows, request)
+                reserve_forward(self, request)
             elif self.num_scheduled == 0:
                 admit_call(self, self.rows.num_columns + request.num_new_columns)
 
@@ -318,7 +340,8 @@ class Call:
         with self.store.lock:
             self.require_prepared()
             try:
-                self.states.begin_anew(self.rows, cold, column)
+                if self.states is not None:
+                    self.states.begin_anew(self.rows, cold, column)
                 return self._schedule(request, computed_ahead or {}, latest_start, column)
             except BaseException:
                 self.roll_back()
@@ -331,10 +354,10 @@ class Call:
         return (
             self._may_step
             and self.forward is None
-            and self.state is CallState.CONFIRMED
+            and not self._is_open
             and len(rows.distinct) == len(rows.alias)
             and rows.num_columns >= self.limits.num_prompt_columns
-            and self.brackets.are_of_this_thread()
+            and self.brackets.thread() == threading.get_ident()
         )
 
     def schedule_step(self, passed: Sequence[int] | PassedStep) -> None:
@@ -354,29 +377,27 @@ class Call:
             if self._must_commit:
                 self._commit()
                 self._must_commit = False
-            states = self.states if self.states.has_layers else None
+            states = self.states
             if states is not None:
                 states.stop_step_commits(rows)
+                states.are_whole = False  # until it is confirmed
             self._is_first = False
             self._writes.start()
-            self.state = CallState.SCHEDULED
+            self._is_open = True
             try:
                 self.store.pool.join_streams()
                 token_ids = self._held.hold(rows, passed)
                 transfer = None if num_rows == 1 or self._held.view_from is not None else Transfer()
-                num_taken, slot_mapping = take_step(
-                    self.store, self, rows, token_ids, self.limits, self._held.flush_scheduled, transfer
-                )
+                num_taken, slot_mapping = take_step(self, token_ids, self._held.flush_scheduled, transfer)
                 self.view.start_forward(self._held.layouts, num_rows, before, before + 1, transfer)
                 if num_taken:
                     if states is not None:
                         states.keep_last(rows)
                     self._is_larger = True
-                    renew_reservation(self.store, self, rows, self.limits, before + 1)
+                    renew_reservation(self, before + 1)
                     self.store.make_copies(
                         transfer, may_wait=False
                     )  # last: with their ids goes all that the step needs
-                self.states.are_whole = False  # until it is confirmed
                 self.forward = ScheduledForward(
                     before, before + 1, tuple(range(num_rows)), None, slot_mapping, is_step=True
                 )
@@ -428,14 +449,15 @@ class Call:
                 store.writing_layers = frozenset(written)
             self._num_columns_before = self.rows.num_columns
             self.rows.confirm(forward.stop)
-            self.states.are_whole = True
+            if self.states is not None:
+                self.states.are_whole = True
             if not forward.is_step:
                 self.rows.let_pass()
             if self._stopwatch is not None:
                 num_tokens = (forward.stop - forward.start) * len(self.rows.distinct)
                 store.tiers.record_computed(self._stopwatch, num_tokens)
                 self._stopwatch = None
-            self.state = CallState.CONFIRMED
+            self._is_open = False
             self.forward = None
             if conditions_held is not None:
                 self.judge(conditions_held=conditions_held)
@@ -452,7 +474,7 @@ class Call:
 
     def require_prepared(self) -> None:
         """Raises CacheBusyError where the rows were reset since a forward was prepared, by what ran ahead of it."""
-        if self.state is not CallState.SCHEDULED:
+        if not self._is_open or self.forward is not None:
             raise CacheBusyError("the cache was reset while what its rows share was computed; run the forward again")
 
     def _schedule(
@@ -466,17 +488,16 @@ class Call:
         stop, members = before + request.num_new_columns, rows.members()
         if self.num_scheduled == 0 and limits.are_known:
             admit_call(self, stop)
-        if self.states and column is None:
+        if self.states is not None and column is None:
             column = self.states.joint_column(rows, request)
         self.previous.free()
         self._writes.start()
         known = rows.known_columns()
-        start, held_back_by = before, "row"
-        if request.keep_columns is None and request.bypass is None:
-            start = start_column(known, start=before, stop=stop, num_needed=request.num_logits_needed)
-            if latest_start < start:
-                start, held_back_by = max(before, int(latest_start)), "rank"
-        if column is not None:
+        start = max(before, min(*known, request.latest_start(before, request.num_logits_needed)))
+        held_back_by = "row"
+        if max(before, latest_start) < start:
+            start, held_back_by = max(before, int(latest_start)), "rank"
+        if self.states is not None and column is not None:
             start, held_back_by = column, "state"
             self.states.stop_commits(rows, request)
         if store.windows:
@@ -497,12 +518,12 @@ class Call:
             held_back_by=held_back_by,
         )
         store.pool.join_streams()
-        if take_blocks(store, self, rows, request, limits, keeps_past=self.keeps_past):
-            renew_reservation(store, self, rows, limits, stop)
+        if take_blocks(self, request):
+            renew_reservation(self, stop)
         if not limits.are_known:
             store.give_back_reservation(self)
         if self._is_first:
-            self._writes.gradients.clear()
+            self._writes.gradients.drop()
             self.view.start_rows(
                 rows.layouts(), stop, max_rows=max(len(rows), limits.num_rows), max_columns=limits.max_columns
             )
@@ -511,7 +532,7 @@ class Call:
         slot_mapping = map_slots(store, rows, known, start, stop, transfer)
         store.make_copies(transfer)  # last: with their ids goes all that the forward needs
         copies = tuple(rows.alias) if rows.is_aliased else None
-        if self.states:
+        if self.states is not None:
             self.states.start_forward(rows, start, stop)
         self.forward = ScheduledForward(start, stop, tuple(members), copies, slot_mapping)
         self._may_step = limits.are_known and request.bypass is None and self._runs_as_asked(request)
@@ -529,6 +550,15 @@ class Call:
     # Between two forwards.
 
     @property
+    def state(self) -> CallState:
+        """Where the call stands."""
+        if self._is_open:
+            return CallState.SCHEDULED
+        if not self.rows.alias:
+            return CallState.IDLE
+        return CallState.ENDED if self._has_ended else CallState.CONFIRMED
+
+    @property
     def num_columns(self) -> int:
         """Columns of the rows: those before the scheduled forward's, or all confirmed ones."""
         if self.forward is None:
@@ -538,7 +568,7 @@ class Call:
     @property
     def is_running(self) -> bool:
         """Whether a `generate` is running, a forward in any thread, or rows may go on: of plain forwards, or kept ones."""
-        goes_on = self.state is CallState.CONFIRMED and bool(self.rows.alias) and not self.brackets.were_left_open
+        goes_on = self.state is CallState.CONFIRMED and not self.brackets.were_left_open
         return goes_on or self.kept_by() is not None or self.is_in_use
 
     @property
@@ -570,35 +600,36 @@ class Call:
 
     def roll_back(self) -> None:
         """Take back a forward that was never confirmed. Without one: nothing."""
-        if self.state is not CallState.SCHEDULED and self.forward is None:
+        if not self._is_open and self.forward is None:
             return
         self.check_not_busy()
         with self.store.lock:
-            if self.state is not CallState.SCHEDULED:  # another thread's `crop` is done, or `confirm` was, but for this
+            if not self._is_open:  # another thread's `crop` is done, or `confirm` was, but for this
                 self.forward = None
                 return
             forward, self.forward = self.forward, None
             if forward is not None and self.rows.num_columns == forward.stop:  # `confirm` had come so far
-                self.states.are_whole = True
-                self.state = CallState.CONFIRMED
+                if self.states is not None:
+                    self.states.are_whole = True
+                self._is_open = False
                 return
-            if self.states.are_torn:
+            if self.states is not None and not self.states.are_whole:
                 self.states.drop()
                 self._may_step = False
             self._held.take_back(self.rows)
             self.view.drop()  # some layers have the forward's columns and some have not
-            self._writes.gradients.crop(self.rows.num_columns)
+            before = self.rows.num_columns
+            self._writes.gradients.crop(before, before if forward is None else forward.stop)
             if self._is_first:
                 self.rows.free()
                 self.rows = Rows([], [], 0)
-                self.store.give_back_reservation(self)
-                self.state = CallState.IDLE
             else:
                 self.rows.roll_back()
-                self.states.unpark(self.rows)
-                self.state = CallState.CONFIRMED
-                if not self.limits.are_known:
-                    self.store.give_back_reservation(self)
+                if self.states is not None:
+                    self.states.unpark(self.rows)
+            if self._is_first or not self.limits.are_known:
+                self.store.give_back_reservation(self)
+            self._is_open = False
 
     def crop(self, num_columns: int) -> None:
         """Take the last `num_columns` columns back.
@@ -614,26 +645,27 @@ class Call:
         with self.store.lock:
             self.require_no_generate_elsewhere()
             self.roll_back()
+            stop = rows.num_columns
             if num_columns == 0 or not rows.alias:
-                self.states.crop(0)
+                if self.states is not None:
+                    self.states.crop(stop, stop)  # convolutions may forget what they kept to take drafts back
                 return
             if num_columns > rows.num_columns:
                 raise CacheArgumentError(
                     f"cannot crop {num_columns} tokens; give 0 to {rows.num_columns}, what there is"
                 )
-            kept, state = rows.num_columns - num_columns, self.state
+            kept = stop - num_columns
             rows.require_resumable(kept)
             self._held.flush(rows)
             rows.num_columns = kept
-            self._is_first, self.state = False, CallState.SCHEDULED  # interrupted, the next event cuts all rows alike
+            self._is_first, self._is_open = False, True  # interrupted, the next event cuts all rows alike
             rows.crop(kept)
-            self.state = state
-            self.view.crop(kept)
-            self._writes.gradients.crop(kept)
-            self.states.crop(num_columns)
-            self._may_step = self._may_step and not self.states.are_torn
+            self._is_open = False
+            for follower in self._followers:
+                follower.crop(kept, stop)
+            self._may_step = self._may_step and (self.states is None or self.states.are_whole)
             self._num_columns_before = min(self._num_columns_before, kept)
-            renew_reservation(self.store, self, rows, self.limits, kept)
+            renew_reservation(self, kept)
 
     def reorder(self, sources: Sequence[int] | Tensor) -> None:
         """Batch row `i` goes on as batch row `sources[i]` (beam search); there may be more or fewer rows than before.
@@ -652,7 +684,7 @@ class Call:
             self._reorder(sources, None)
 
     def _reorder(self, sources: Sequence[int], index: Tensor | None) -> None:
-        rows, view = self.rows, self.view
+        rows = self.rows
         with self.store.lock:
             self.require_no_generate_elsewhere()
             self.roll_back()
@@ -660,28 +692,18 @@ class Call:
                 return
             if not sources or min(sources) < 0 or max(sources) >= len(rows):
                 raise CacheArgumentError(f"rows {list(sources)} asked for; the cache has rows 0 to {len(rows) - 1}")
-            self._held.flush(rows)
-            self._held.write_at_once()
             self._commit()
+            self._held.write_at_once()
+            index = None if rows.is_aliased else index
             try:
-                if rows.is_aliased:
-                    origins = rows.separate()
-                    view.expand_rows(origins)
-                    self._writes.gradients.select_rows(origins)
-                    self.states.select(origins)
-                same_number = len(sources) == len(rows)
-                shared_columns = rows.select(sources)
-                self._writes.gradients.select_rows(sources)
-                self.states.select(sources, index)
-                if same_number:
-                    view.reorder_rows(sources, shared_columns, index)
-                else:
-                    view.drop()
+                origins, shared_columns = rows.select(sources)
+                for follower in self._followers:
+                    follower.select(origins, shared_columns, index)
             except BaseException:
-                view.drop()  # tables and contiguous copy may have moved by different amounts
-                self.states.drop()
+                for follower in self._followers:  # they may have moved by different amounts
+                    follower.drop()
                 raise
-            renew_reservation(self.store, self, rows, self.limits, rows.num_columns)
+            renew_reservation(self, rows.num_columns)
 
     def fork_rows(self) -> Rows:
         """The rows with forked tables, for another call on the same store.
@@ -697,11 +719,12 @@ class Call:
                     "gradients flow through the rows of this cache, and would not through a copy of them; copy it "
                     "after forwards in torch.no_grad()"
                 )
-            self._held.flush(self.rows)
             self._commit()
-            self.states.park(self.rows, copies=True)
+            if self.states is not None:
+                self.states.park(self.rows, copies=True)
             forked = self.rows.fork()
-            self.states.unpark(self.rows)
+            if self.states is not None:
+                self.states.unpark(self.rows)
             return forked
 
     def take_over(self, rows: Rows, *, ended: bool = False) -> None:
@@ -711,11 +734,10 @@ class Call:
             ended: their call has ended, so they may be dropped.
         """
         with self.store.lock:
-            self.rows = rows
-            self.states.drop()
+            self.rows, self._has_ended = rows, ended
+            if self.states is not None:
+                self.states.drop()
             self._num_columns_before = rows.num_columns
-            kept = CallState.ENDED if ended else CallState.CONFIRMED
-            self.state = kept if rows.alias else CallState.IDLE
 
     def join(self, rows: Rows) -> None:
         """More rows go on with those that there are, from the same column: each from its origin, or from nothing.
@@ -726,9 +748,15 @@ class Call:
         if not self.rows.alias:
             self.take_over(rows)
         else:
-            self.states.park(self.rows)
+            if self.states is not None:
+                self.states.park(self.rows)
             self.rows.extend(rows)
-        self.states.put(self.rows)
+        if self.states is not None:
+            self.states.put(self.rows)
+
+    def carried(self) -> States:
+        """What layers carry of the running rows, uncopied; empty where none carries anything."""
+        return {} if self.states is None else self.states.live.read()
 
     def read_layer(self, layer_idx: int) -> dict[str, Tensor]:
         """name -> [R, H, columns, D] of a layer's rows, a copy, with its gradients; empty without rows.
@@ -738,7 +766,7 @@ class Call:
         with self.store.lock:
             if not self.rows.alias or not self.store.pool.layer(layer_idx):
                 return {}
-            self._held.flush(self.rows, is_scheduled=self.state is CallState.SCHEDULED)
+            self._held.flush(self.rows, is_scheduled=self._is_open)
             read = gather_rows(self.store, layer_idx, self.rows)
             return self._writes.gradients.in_place_of(layer_idx, read, self.rows.alias, self.rows.num_columns)
 
@@ -753,15 +781,13 @@ class Call:
         with self.store.lock:
             self.roll_back()
             self._measure()  # what attention reads may have grown since
-            self._held.flush(self.rows)
             self.judge(conditions_held=conditions_held)
             if failed:
                 for row in self.rows.distinct:
                     row.stop_commits(max(0, self._num_columns_before - row.pad))
                 self._restore_previous()
             self._commit()
-            if self.rows.alias:
-                self.state = CallState.ENDED
+            self._has_ended = True
             self.limits, self._may_step = UNLIMITED, False
             self.store.give_back_reservation(self)
             self.view.pause()
@@ -780,8 +806,8 @@ class Call:
             self._end_rows()
             self.previous.free()
             self.limits, self._may_step = UNLIMITED, False
-            self.view.drop()
-            self._writes.gradients.clear()
+            for follower in self._followers:
+                follower.drop()
             self.store.give_back_reservation(self)
 
     def leave_behind(self) -> None:
@@ -796,8 +822,7 @@ class Call:
     def lose_threads(self, idents: frozenset[int]) -> None:
         """These threads ended with a fork: drop the rows of a call that ran in one of them. The store's lock is held."""
         if self.brackets.lose_threads(idents) or self._thread in idents:
-            self._held.give_up(self.rows)  # a forked child computes nothing before it runs
-            self._held.forget()
+            self._held.drop()  # a forked child computes nothing before it runs
             self.drop_rows()
 
     def num_previous_blocks(self) -> int:
@@ -807,7 +832,7 @@ class Call:
 
     def check_not_busy(self) -> None:
         """Raises CacheBusyError while a forward of this call runs in another thread that lives."""
-        if self.state is CallState.SCHEDULED:
+        if self._is_open:
             self.require_no_forward_elsewhere()
 
     def require_no_forward_elsewhere(self) -> None:
@@ -826,9 +851,10 @@ class Call:
             )
 
     def _commit(self) -> None:
-        """Commit full blocks, and keep what layers carry at their ends."""
+        """The pool catches up, full blocks are committed, and what layers carry at their ends is kept."""
+        self._held.flush(self.rows)
         self.rows.commit()
-        if self.states:
+        if self.states is not None:
             self.states.keep_snapshots(self.rows)
 
     def judge(self, *, conditions_held: bool) -> None:
@@ -843,21 +869,21 @@ class Call:
         """The running rows become the previous ones; those before them are dropped."""
         if not self.rows.alias:
             return
-        self._held.give_up(self.rows)
+        self._held.drop()
         self.previous.free()
         self._commit()
-        self.states.park(self.rows)
-        self.states.drop()
+        if self.states is not None:
+            self.states.park(self.rows)
+            self.states.drop()
         self.view.keep([row.layout()._replace(token_ids=row.true_token_ids) for row in self.rows.distinct])
         self.previous, self.rows = self.rows, Rows([], [], 0)
-        self.state = CallState.IDLE
-        self._held.forget()
 
     def _restore_previous(self) -> None:
         """Where a call ends before it ran anything, the rows of the call before are there as they were."""
         if self.previous.alias and not self.rows.alias and not self.num_scheduled:
             previous, self.previous = self.previous, Rows([], [], 0)
             self.rows = previous  # interrupted above this line, they are gone, and their blocks given back
-            self.states.drop()
             self._num_columns_before = self.rows.num_columns
             self.view.drop()
+            if self.states is not None:
+                self.states.drop()

@@ -23,27 +23,20 @@ _LOST = (
 
 
 class CallStates:
-    """The states of one call's rows. False where no layer carries any.
+    """The states of one call's rows, a `Follower`.
 
     Attributes:
-        has_layers: any layer carries states.
         are_whole: the layers carry what is behind all columns of the rows; not while a forward runs, nor after one has died.
     """
 
     def __init__(self, store: BlockStore, live: LiveStates) -> None:
         self._store = store
         self.live = live
-        self.has_layers = bool(live)
         self.are_whole = False
 
-    def __bool__(self) -> bool:
-        """Whether any layer carries states."""
-        return self.has_layers
-
-    @property
-    def are_torn(self) -> bool:
+    def are_lost(self, rows: Rows) -> bool:
         """Whether the running rows must be brought back to where they stand."""
-        return self.has_layers and not self.are_whole
+        return not self.are_whole and rows.num_columns > 0
 
     def num_needed(self, request: ForwardRequest) -> int:
         """So many of a prompt's last columns run in the forward over all rows."""
@@ -60,9 +53,7 @@ class CallStates:
 
     def latest_start(self, rows: Rows, request: ForwardRequest) -> int:
         """The forward over all rows starts no further right: what is asked of it is computed in it."""
-        if request.keep_columns is not None or request.bypass is not None:
-            return rows.num_columns
-        return rows.num_columns + request.num_new_columns - self.num_needed(request)
+        return request.latest_start(rows.num_columns, self.num_needed(request))
 
     def find(self, rows: Rows, request: ForwardRequest, found: Sequence[Found] = ()) -> list[Found]:
         """Rows have begun, or go on: say from where each may, in its `origin`.
@@ -239,30 +230,27 @@ class CallStates:
         columns = [num_tokens + rows.distinct[number].pad - start for number, num_tokens in places]
         self.live.recorder.start_forward(stop - start, places, columns)
 
-    def select(self, sources: Sequence[int], index: Tensor | None = None) -> None:
-        """Running row `i` goes on as row `sources[i]`."""
-        if self.has_layers and self.are_whole:
+    def select(self, sources: Sequence[int], shared_columns: int = 0, index: Tensor | None = None) -> None:
+        """See `Follower`."""
+        if self.are_whole:
             self.are_whole = False  # interrupted, some layers have changed
             self.live.select(sources, index)
             self.are_whole = True
 
-    def crop(self, num_columns: int) -> None:
-        """The last `num_columns` columns were taken back."""
-        if not self.has_layers:
-            return
+    def crop(self, start: int, stop: int) -> None:
+        """See `Follower`; of no columns, what was kept to take drafts back may go."""
         were_whole, self.are_whole = self.are_whole, False
-        is_cropped = were_whole and self.live.crop(num_columns)  # of none, what was kept to take drafts back may go
-        if is_cropped or not num_columns:
+        is_cropped = were_whole and self.live.crop(stop - start)
+        if is_cropped or start == stop:
             self.are_whole = were_whole
         else:
             self.drop()
 
     def drop(self) -> None:
         """The rows have ended, a forward has died, or what layers carry is of other tokens."""
-        if self.has_layers:
-            self.are_whole = False
-            self.live.clear()
-            self.live.recorder.start_forward()
+        self.are_whole = False
+        self.live.clear()
+        self.live.recorder.start_forward()
 
     def of_batch(self, rows: Rows) -> dict[StateKey, Tensor]:
         """Copies of what layers carry of each row of the batch, for a call that goes on without the store.
@@ -270,7 +258,7 @@ class CallStates:
         Raises:
             ForwardMismatchError: it is lost.
         """
-        if not self.has_layers or not rows.num_columns:
+        if not rows.num_columns:
             return {}
         if self.stands(rows):
             return select_rows(self.live.read(), rows.alias)
@@ -284,7 +272,7 @@ class CallStates:
 
     def park(self, rows: Rows, *, copies: bool = False) -> None:
         """Give each row what layers carry of it, where that is known: the rows end here, or are copied."""
-        if not self.has_layers or not self.stands(rows):
+        if not self.stands(rows):
             return
         held: Mapping[StateKey, Tensor] = self.live.read()
         if copies:
@@ -294,7 +282,7 @@ class CallStates:
 
     def unpark(self, rows: Rows) -> None:
         """The rows go on here: what the layers carry of them is overwritten, and nobody may go on from it."""
-        if self.has_layers and self.stands(rows):
+        if self.stands(rows):
             for row in rows.distinct:
                 row.origin = None
 
@@ -310,5 +298,5 @@ class CallStates:
 
 
 def row_origin(row: Row) -> int:
-    """Tokens behind which a row may go on; 0: from its beginning."""
+    """Tokens after which a row may go on; 0: from its beginning."""
     return 0 if row.origin is None else row.origin.num_tokens

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from ..blocks import PrefixCacheMetrics
 from ..stats import CallStats, RowCount
 from ..store.call_totals import CallTotals
 from .call_states import row_origin
@@ -23,7 +22,7 @@ class PromptCounters:
         totals: of all calls.
     """
 
-    def __init__(self, of_all: "CallTotals | None" = None) -> None:
+    def __init__(self, of_all: CallTotals | None = None) -> None:
         self.rows: list[RowCount] = []
         self.kind = "none"  # of the running call
         self._elsewhere: tuple[str, list[RowCount]] | None = None  # the last call, where it ran on other caches
@@ -36,36 +35,23 @@ class PromptCounters:
         self._num_found: list[int] = []  # tokens of the prepared forward that were there before, of each running row
         self._brought: Sequence[Mapping[str, int]] = ()  # of the scheduled forward; empty where there is one tier alone
 
-    @property
-    def metrics(self) -> PrefixCacheMetrics:
-        """Prompt tokens, those reused and those shared, of all calls and of the last forwards."""
-        return self.totals.metrics
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that computed something."""
-        return self.totals.num_calls
-
-    @property
-    def num_bypassed_calls(self) -> int:
-        """Calls of which a part ran without the store."""
-        return self.totals.num_bypassed_calls
-
     def start_call(self, kind: str) -> None:
         """The rows counted from here on are another call's."""
         self.kind, self._elsewhere = kind, None
         self.rows, self._pending, self._found, self._was_bypassed = [], [], (), False
 
-    def begin_rows(self, found: Sequence[Found]) -> None:
-        """Rows begin: what was found of each row of the batch."""
-        self._found = found
-
     def bring(self, of_row: Sequence[Mapping[str, int]]) -> None:
         """Of each row of the batch, tokens that the next forward finds because lower tiers had them, by tier."""
         self._brought = of_row
 
-    def prepare(self, rows: Sequence[Row], *, carry_states: bool) -> None:
-        """Running rows hold what is known of them, and nothing was computed ahead of the forward yet."""
+    def prepare(self, rows: Sequence[Row], found: Sequence[Found] | None = None, *, carry_states: bool) -> None:
+        """Running rows hold what is known of them, and nothing was computed ahead of the forward yet.
+
+        Args:
+            found: of each row of the batch, where they begin.
+        """
+        if found is not None:
+            self._found = found
         self._num_found = [
             max(0, (row_origin(row) if carry_states else row.table.num_tokens) - row.num_confirmed) for row in rows
         ]

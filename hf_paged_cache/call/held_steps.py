@@ -284,15 +284,11 @@ class HeldSteps:
             self._unread = [step for step in self._unread if step.column < rows.num_columns]
             self.flush(rows)
 
-    def give_up(self, rows: Rows) -> None:
-        """The rows end, or their view goes: what is still held of them is never committed."""
-        if self._rows is rows:
-            for row in rows.distinct:
-                if row.held_from is not None:
-                    row.stop_commits(row.held_from)
-
-    def forget(self) -> None:
-        """Those rows have ended."""
+    def drop(self) -> None:
+        """The rows end: what is still held of them is never committed."""
+        for row in () if self._rows is None else self._rows.distinct:
+            if row.held_from is not None:
+                row.stop_commits(row.held_from)
         self._rows, self._unread, self.view_from = None, [], None
 
     def _mark(self, rows: Rows) -> None:

@@ -90,7 +90,7 @@ class LayerWrites:
         except torch.OutOfMemoryError as error:
             store.give_back_later()
             raise OutOfBlocksError(
-                f"out of memory in layer {layer_idx} of a forward of {forward.num_rows} rows up to column {forward.stop}, on "
+                f"out of memory in layer {layer_idx} of a forward of {len(forward.sources)} rows up to column {forward.stop}, on "
                 f"{next(iter(states.values())).device}: the pool has {store.allocator.num_blocks} blocks of "
                 f"{store.block_size} tokens and takes {store.pool.pool_bytes} bytes, and there is no copy beside it. Ask for "
                 "fewer rows or tokens, build the cache with a smaller num_blocks or max_bytes, or free memory"

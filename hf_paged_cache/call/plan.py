@@ -32,11 +32,11 @@ class PlannedRow(NamedTuple):
     start: int | None = None  # column before which it is known; None: it begins anew
     token_ids: TokenIds = array("q")  # all, those of the forward included; none: it shares nothing
     kind: int = 0  # rows of one kind can share
-    wanted: tuple[int, ...] = ()  # tokens behind which a snapshot is wanted
+    wanted: tuple[int, ...] = ()  # tokens after which a snapshot is wanted
 
     @property
     def known(self) -> int:
-        """Tokens behind which it starts."""
+        """Tokens after which it starts."""
         return 0 if self.start is None else max(0, self.start - self.pad)
 
 
@@ -60,7 +60,7 @@ class Prefix(NamedTuple):
     row: int
     num_tokens: int
     known: int  # of these, tokens that are not computed
-    heirs: Mapping[int, int]  # row -> tokens behind which it goes on from there, itself included
+    heirs: Mapping[int, int]  # row -> tokens after which it goes on from there, itself included
 
 
 class Step(NamedTuple):

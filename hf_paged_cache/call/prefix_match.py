@@ -21,7 +21,7 @@ class Found(NamedTuple):
 
     num_tokens: int
     stopped: str
-    origin: Origin | None = None  # of the row of the call before, where the states behind its last token are known
+    origin: Origin | None = None  # of the row of the call before, where the states after its last token are known
 
 
 class PreviousRows:
@@ -90,8 +90,8 @@ def look_up_row(
     """What `match_row`, and `match_states` behind it, would find of a row.  Effects: none.
 
     Args:
-        most: tokens behind which a row whose layers carry states may go on at most.
-        num_at_end: of a previous row, the tokens behind which its states are known, if any are.
+        most: tokens after which a row whose layers carry states may go on at most.
+        num_at_end: of a previous row, the tokens after which its states are known, if any are.
     """
     with store.new_table(new.root, new.salt) as table:
         hit = table.match_prefix(new.token_ids)
@@ -171,7 +171,7 @@ def match_states(store: BlockStore, row: Row, most: int) -> str:
     """Let a row's `origin` be where it may go on: behind its last snapshot, if it knows no place further on.
 
     Args:
-        most: tokens behind which it may go on at most.
+        most: tokens after which it may go on at most.
 
     Returns:
         Why the row goes on from less than its blocks have; "" where it does not.

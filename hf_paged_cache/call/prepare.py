@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from ..errors import CacheArgumentError
 from ..store.block_store import BlockStore
-from .admission import CallToAdmit, demand_of_call, would_fit
+from .admission import CallToAdmit, demand_of
 from .prefix_match import Found, PreviousRows, hold_longer, match_row
-from .rows import Row, Rows, each_alone, group_equal
+from .rows import Row, Rows, group_equal
 from .scheduled_forward import ForwardRequest
 
 _WINDOWS_ARE_FULL = "layers with a window have no room beside the window in which it would go on"
@@ -26,7 +26,7 @@ def begin_rows(store: BlockStore, request: ForwardRequest, previous: Sequence[Ro
     """
     inputs = request.rows
     keys = [(row.root, row.pad, row.token_ids.tobytes()) for row in inputs]
-    groups = group_equal(keys) if request.may_alias else each_alone(len(inputs))
+    groups = group_equal(keys if request.may_alias else range(len(inputs)))
     distinct: list[Row] = []
     found: list[Found] = []
     kept = PreviousRows(previous or ())
@@ -56,19 +56,17 @@ def begin_rows_that_fit(call: CallToAdmit, request: ForwardRequest) -> list[Foun
     Returns:
         what was found of each row of the batch.
     """
-    store, previous, num_columns = call.store, call.previous.distinct, request.num_new_columns
-    call.rows, found = begin_rows(store, request, previous)
-    if not call.limits.are_known:
-        return found
-    call.demand = demand_of_call(call, num_columns, previous)
-    if previous and not would_fit(call, num_columns, 0):
+    store, found = call.store, list[Found]()
+    for previous in (call.previous.distinct, (), None):
         call.rows.free()
-        call.rows, found = begin_rows(store, request, ())
-        call.demand = demand_of_call(call, num_columns, previous)
-    if store.windows.lacking(call, call.demand.windows):
-        call.rows.free()
-        call.rows, found = begin_rows(store, request, None)
-        call.demand = demand_of_call(call, num_columns, previous)
+        call.rows, found = begin_rows(store, request, previous)
+        if not call.limits.are_known:
+            break
+        call.demand = demand_of(call, request.num_new_columns)
+        if previous and store.can_have(call, call.demand):
+            break
+        if not previous and not store.windows.lacking(call, call.demand.windows):
+            break
     return found
 
 
@@ -86,12 +84,11 @@ def continue_rows(store: BlockStore, request: ForwardRequest, rows: Rows) -> lis
         raise CacheArgumentError(f"the cache runs {len(rows)} rows, got {len(inputs)}; reset() it for another batch")
     sources = None
     if rows.is_aliased:
-        if request.num_new_columns == 1 or not request.may_alias:
-            groups = each_alone(len(rows))
-        else:
-            groups = group_equal([(rows.alias[i], row.token_ids.tobytes()) for i, row in enumerate(inputs)])
+        all_part = request.num_new_columns == 1 or not request.may_alias
+        keys = [(rows.alias[i], i if all_part else row.token_ids.tobytes()) for i, row in enumerate(inputs)]
+        groups = group_equal(keys)
         if len(groups.members) != len(rows.distinct):
-            sources = rows.regroup(groups.members, groups.group_of)
+            sources, _ = rows.select(groups.members, groups.group_of)
     for row, member in zip(rows.distinct, rows.members(), strict=True):
         new = inputs[member]
         if not row.table.num_tokens:  # nothing but padding so far; there may be more now

@@ -54,16 +54,12 @@ class Row:
         self.pad = pad  # columns of left padding
         self.root = root
         self.num_known = table.num_tokens
-        self.num_matched = (
-            table.num_tokens
-        )  # that others have committed, whether it holds them or not: there prompts part
+        self.num_matched = table.num_tokens  # that others have committed, held or not: there prompts part
         self.num_confirmed = 0  # what is known counts with the first forward that is confirmed
         self.commit_end: int | None = None  # tokens from here on are never committed; None: all may be
-        self.held_from: int | None = (
-            None  # tokens from here on are not committed as long as they are held, see `HeldSteps`
-        )
+        self.held_from: int | None = None  # tokens from here on are held, and not committed meanwhile, see `HeldSteps`
         self._num_judged = 0
-        self.last_kept = 0  # tokens behind which it got a snapshot, token by token
+        self.last_kept = 0  # tokens after which it got a snapshot, token by token
         self.origin: Origin | None = None  # of a row that does not run: where it may go on, if layers carry states
 
     def fork(self) -> "Row":
@@ -207,58 +203,36 @@ class Rows:
             return list(range(len(self.alias)))
         return [self.alias.index(number) for number in range(len(self.distinct))]
 
-    def regroup(self, members: Sequence[int], group_of: Sequence[int]) -> list[int]:
-        """Give each group of batch rows a `Row` of its own; forks where a group leaves the one it shared.
-
-        Returns:
-            new `Row` -> old `Row` it goes on from.
-        """
-        origins = [self.alias[member] for member in members]
-        taken: set[int] = set()
-        distinct = []
-        for origin in origins:
-            distinct.append(self.distinct[origin].fork() if origin in taken else self.distinct[origin])
-            taken.add(origin)
-        if len(distinct) != len(self.distinct):
-            self.group, self.shared_columns = list(self.alias), self.num_columns
-        self.distinct, self.alias = distinct, list(group_of)
-        return origins
-
     def extend(self, other: "Rows") -> None:
         """More rows, that stand at the same column. No aliases."""
         self.distinct = [*self.distinct, *other.distinct]
         self.alias = self.group = list(range(len(self.distinct)))
         self.shared_columns = 0
 
-    def separate(self) -> list[int]:
-        """End all aliases. Returns batch row -> old `Row` it goes on from."""
-        everyone = range(len(self.alias))
-        return self.regroup(everyone, everyone)
+    def select(self, sources: Sequence[int], alias: Sequence[int] | None = None) -> tuple[list[int], int]:
+        """Running row `i` goes on as batch row `sources[i]`, in a fork where that row goes on elsewhere, too; others are freed.
 
-    def select(self, sources: Sequence[int]) -> int:
-        """Batch row `i` goes on as batch row `sources[i]`; rows that nobody goes on from are freed. No aliases.
+        Args:
+            alias: of each batch row, which of these rows runs for it from here on; None: each runs for itself.
 
         Returns:
-            how many leading columns each row shares with the one it goes on from, at least.
+            new running row -> old running row, and how many leading columns it shares at least with what was in its place.
         """
-        within_groups = len(sources) == len(self.group) and all(
-            self.group[source] == group for source, group in zip(sources, self.group, strict=True)
-        )
-        old = self.distinct
-        uses = [0] * len(old)
-        for source in sources:
-            uses[source] += 1
-        distinct: list[Row] = []
-        for source in sources:
-            uses[source] -= 1
-            distinct.append(old[source] if uses[source] == 0 else old[source].fork())
-        kept = {id(row) for row in distinct}
-        dropped = [row for row in old if id(row) not in kept]
-        self.group = [self.group[source] for source in sources]
-        self.distinct, self.alias = distinct, list(range(len(sources)))
-        for row in dropped:
-            row.table.free()
-        return self.shared_columns if within_groups else 0
+        if self.is_aliased:
+            self.group, self.shared_columns = list(self.alias), self.num_columns
+        chosen = range(len(self.alias)) if alias is not None else sources
+        group = [self.group[source] for source in chosen]
+        origins, old, taken = [self.alias[source] for source in sources], self.distinct, set[int]()
+        distinct = []
+        for origin in origins:
+            distinct.append(old[origin].fork() if origin in taken else old[origin])
+            taken.add(origin)
+        shared_columns = self.shared_columns if group == self.group else 0
+        self.distinct, self.alias, self.group = distinct, list(range(len(sources)) if alias is None else alias), group
+        for number, row in enumerate(old):
+            if number not in taken:
+                row.table.free()
+        return origins, shared_columns
 
     def crop(self, num_columns: int) -> None:
         """Keep the first `num_columns` columns."""
@@ -367,11 +341,6 @@ def group_equal(keys: Sequence[Hashable]) -> Groups:
             members.append(row)
         group_of.append(number)
     return Groups(members, group_of)
-
-
-def each_alone(num_rows: int) -> Groups:
-    """Every row a group of its own."""
-    return Groups(list(range(num_rows)), list(range(num_rows)))
 
 
 def gather_rows(store: BlockStore, layer_idx: int, rows: Rows, start: int = 0) -> dict[str, Tensor]:

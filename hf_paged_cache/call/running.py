@@ -32,6 +32,13 @@ class Brackets:
     def __init__(self) -> None:
         self._open: tuple[_Open, ...] = ()
 
+    def thread(self) -> int | None:
+        """Where a `generate` runs; None where none does."""
+        for held in self._open:
+            if held.bracket() is not None:
+                return held.thread
+        return None
+
     def __bool__(self) -> bool:
         """Whether a `generate` runs."""
         for held in self._open:  # noqa: SIM110 - asked for every token, where `any` takes three times as long
@@ -59,20 +66,9 @@ class Brackets:
         """A bracket that is gone without having been closed counts as closed."""
         self._open = tuple(self._still_open())
 
-    def are_of_this_thread(self) -> bool:
-        """Whether a `generate` runs, in this thread."""
-        for held in self._open:
-            if held.bracket() is not None:
-                return held.thread == threading.get_ident()
-        return False
-
     def are_of_another_thread(self) -> bool:
         """Whether a `generate` runs in another thread than this one."""
-        here = threading.get_ident()
-        for held in self._open:  # noqa: SIM110 - asked for every token, where `any` takes three times as long
-            if held.thread != here and held.bracket() is not None:
-                return True
-        return False
+        return self.thread() not in (None, threading.get_ident())
 
     def lose_threads(self, idents: Iterable[int]) -> bool:
         """Close those of threads that are not there, as after a fork; whether there were any."""

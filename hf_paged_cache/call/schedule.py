@@ -3,60 +3,46 @@
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from ..blocks.tokens import TokenIds
 from ..errors import ForwardMismatchError
 from ..kv.slot_mapping import SlotMapping
 from ..kv.transfers import Transfer
 from ..store.block_store import BlockStore
-from ..store.holder import Demand, Holder
-from .admission import CallLimits, grow_anew_for, is_copied, require, rows_in_words
+from ..store.holder import Demand
+from .admission import CallLimits, CallToAdmit, admit, grow_anew_for, is_copied, require, rows_in_words
 from .rows import Row, Rows
 from .scheduled_forward import ForwardRequest
 
 
-def start_column(known_columns: Sequence[int], *, start: int, stop: int, num_needed: int) -> int:
-    """The column at which one forward over all rows starts: the least that any of them knows.
-
-    Args:
-        known_columns: of each row, leading columns that are padding or known.
-        start: columns below it are known in every row; never fewer.
-        stop: end of the last column.
-        num_needed: so many of the last columns are computed whatever is known.
-
-    Examples:
-        >>> start_column([48, 42], start=0, stop=60, num_needed=1)
-        42
-    """
-    return max(start, min(*known_columns, stop - num_needed))
-
-
-def reserve_forward(store: BlockStore, holder: Holder, rows: Rows, request: ForwardRequest) -> None:
+def reserve_forward(call: CallToAdmit, request: ForwardRequest) -> None:
     """Reserve the blocks that `take_blocks` will take, where the call has reserved none.
 
     Raises:
         OutOfBlocksError: nothing has changed.
     """
+    needed = _num_new_blocks(_unseen(call.rows, request))
+    demand = Demand(needed, 0, _windows_of(call, request, keeps_past=False))
+    admit(call, demand, f"this forward ({rows_in_words(len(call.rows.distinct))})")
+
+
+def _unseen(rows: Rows, request: ForwardRequest) -> list[tuple[Row, TokenIds]]:
+    """The running rows, and of the new tokens those that their tables lack."""
     members = zip(rows.distinct, rows.members(), strict=True)
-    needed = sum(
-        row.table.num_new_blocks_for_append(len(row.unseen(request.rows[member].token_ids))) for row, member in members
-    )
-    demand = Demand(needed, 0, _windows_of(store, rows, request))
-    grow_anew_for(store, holder, demand)
-    require(store, holder, demand, f"this forward ({rows_in_words(len(rows.distinct))})")
-    store.reserve(holder, needed)
+    return [(row, row.unseen(request.rows[member].token_ids)) for row, member in members]
 
 
-def _windows_of(store: BlockStore, rows: Rows, request: ForwardRequest, *, keeps_past: bool = False) -> tuple[int, ...]:
+def _num_new_blocks(unseen: Sequence[tuple[Row, TokenIds]]) -> int:
+    return sum([row.table.num_new_blocks_for_append(len(tokens)) for row, tokens in unseen])
+
+
+def _windows_of(call: CallToAdmit, request: ForwardRequest, *, keeps_past: bool) -> tuple[int, ...]:
     """The window blocks of a forward, of each group."""
+    store, rows, spans = call.store, call.rows, []
     if not store.windows:
         return ()
-    spans = [
-        (
-            row.table.num_tokens,
-            row.num_confirmed + len(request.rows[member].token_ids),
-            is_copied(row.table, store.block_size),
-        )
-        for row, member in zip(rows.distinct, rows.members(), strict=True)
-    ]
+    for row, member in zip(rows.distinct, rows.members(), strict=True):
+        stop = row.num_confirmed + len(request.rows[member].token_ids)
+        spans.append((row.table.num_tokens, stop, is_copied(row.table, store.block_size)))
     return store.windows.of_forward(spans, keeps_past=keeps_past)
 
 
@@ -98,19 +84,8 @@ def hold_windows(rows: Rows, before: int, start: int) -> int:
     return column
 
 
-def take_blocks(
-    store: BlockStore,
-    holder: Holder,
-    rows: Rows,
-    request: ForwardRequest,
-    limits: CallLimits,
-    *,
-    keeps_past: bool = False,
-) -> int:
+def take_blocks(call: CallToAdmit, request: ForwardRequest) -> int:
     """Append each running row's new tokens to its table, with blocks to write them into; copies on write become due.
-
-    Args:
-        keeps_past: what follows the prompt may be taken back.
 
     Returns:
         the number of blocks taken.
@@ -118,20 +93,20 @@ def take_blocks(
     Raises:
         OutOfBlocksError: tables may have grown; the caller rolls back.
     """
-    members = zip(rows.distinct, rows.members(), strict=True)
-    unseen = [(row, row.unseen(request.rows[member].token_ids)) for row, member in members]
-    num_taken = sum(row.table.num_new_blocks_for_append(len(tokens)) for row, tokens in unseen)
+    store, limits = call.store, call.limits
+    unseen = _unseen(call.rows, request)
+    num_taken = _num_new_blocks(unseen)
     windows: tuple[int, ...] = ()
     if store.windows:
-        windows = store.windows.reserved_for(holder)
+        windows = store.windows.reserved_for(call)
         if not limits.are_known:
-            windows = _windows_of(store, rows, request, keeps_past=keeps_past)
-            store.windows.reserve(holder, windows)
-    _make_room(store, holder, num_taken, rows, limits, windows)
+            windows = _windows_of(call, request, keeps_past=call.keeps_past)
+            store.windows.reserve(call, windows)
+    _make_room(call, num_taken, windows)
     store.windows.count_to_come()
     for row, tokens in unseen:
         cut = None
-        if keeps_past:  # back to the prompt's end, or else to where the forward began
+        if call.keeps_past:  # back to the prompt's end, or else to where the forward began
             cut = max(row.num_confirmed, int(limits.num_prompt_columns) - row.pad if limits.are_known else 0)
         row.table.append_tokens(tokens, cut=cut)
         if limits.end_of_sequence:
@@ -140,13 +115,7 @@ def take_blocks(
 
 
 def take_step(
-    store: BlockStore,
-    holder: Holder,
-    rows: Rows,
-    token_ids: Sequence[int],
-    limits: CallLimits,
-    flush: Callable[[], None],
-    transfer: Transfer | None = None,
+    call: CallToAdmit, token_ids: Sequence[int], flush: Callable[[], None], transfer: Transfer | None = None
 ) -> tuple[int, SlotMapping]:
     """What `take_blocks` and `map_slots` do, where each row goes on by one generated token: most have room for it.
 
@@ -161,7 +130,7 @@ def take_step(
     Raises:
         OutOfBlocksError: tables may have grown; the caller rolls back.
     """
-    running, ends = rows.distinct, limits.end_of_sequence
+    running, ends = call.rows.distinct, call.limits.end_of_sequence
     slots: list[int | None] = []
     for row, token_id in zip(running, token_ids, strict=True):  # loops: it runs for every token
         slots.append(row.table.append_in_place(token_id))
@@ -172,12 +141,12 @@ def take_step(
     num_taken = slots.count(None)
     if num_taken:
         flush()
-        rows.commit()
-        _make_room(store, holder, num_taken, rows, limits)
+        call.rows.commit()
+        _make_room(call, num_taken)
         for number, slot in enumerate(slots):
             if slot is None:
                 slots[number] = running[number].table.append_token(token_ids[number])
-    return num_taken, store.pool.map_slots(cast(list[int], slots), transfer=transfer)
+    return num_taken, call.store.pool.map_slots(cast(list[int], slots), transfer=transfer)
 
 
 def map_slots(
@@ -194,39 +163,30 @@ def map_slots(
     return store.pool.map_slots(slots, None if are_all else sources, transfer)
 
 
-def _make_room(
-    store: BlockStore,
-    holder: Holder,
-    needed: int,
-    rows: Rows,
-    limits: CallLimits,
-    windows: tuple[int, ...] = (),
-) -> None:
+def _make_room(call: CallToAdmit, needed: int, windows: tuple[int, ...] = ()) -> None:
     """Have the blocks that a forward takes.
 
     Where memory has run out, a first forward needs all that was reserved for its call, a later one only what it takes now.
     """
-    demand, what = (
-        Demand(needed, 0, () if limits.are_known else windows),
-        f"this forward ({rows_in_words(len(rows.distinct))})",
-    )
-    grow_anew_for(store, holder, demand)
-    if needed and not limits.are_known:  # nothing was reserved
-        require(store, holder, demand, what)
+    store, rows, is_reserved = call.store, call.rows, call.limits.are_known
+    demand = Demand(needed, 0, () if is_reserved else windows)
+    what = f"this forward ({rows_in_words(len(rows.distinct))})"
+    grow_anew_for(store, call, demand)
+    if needed and not is_reserved:
+        require(store, call, demand, what)
     store.make_room(needed)
     if store.ran_out_of_memory:  # fewer blocks may be there than were reserved
         if not rows.num_columns:  # a first forward: its call must have all that it reserved
-            demand = Demand(max(needed, store.num_blocks_reserved_for(holder)), 0, windows)
+            demand = Demand(max(needed, store.num_blocks_reserved_for(call)), 0, windows)
             what = f"this call ({rows_in_words(len(rows))})"
-        require(store, holder, demand, what)
+        require(store, call, demand, what)
 
 
 def _stop_at_end_of_sequence(row: Row, limits: CallLimits) -> None:
     """Tokens that follow the first end of sequence that was generated are not committed: nobody will ask for them."""
     tokens = row.table.token_ids
-    for position in range(
-        int(max(0, min(limits.num_prompt_columns - row.pad, len(tokens)), row.num_confirmed)), len(tokens)
-    ):
+    first = max(0, min(limits.num_prompt_columns - row.pad, len(tokens)), row.num_confirmed)
+    for position in range(int(first), len(tokens)):
         if tokens[position] in limits.end_of_sequence:
             row.stop_commits(position + 1)
             return

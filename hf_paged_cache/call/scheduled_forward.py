@@ -1,6 +1,6 @@
 """A forward as it is asked for, and as it is scheduled: the one write that layers are let through with.
 
-Columns are counted from the left, padding included; positions count a row's tokens. Frozen, without logic.
+Columns are counted from the left, padding included; positions count a row's tokens.
 """
 
 from dataclasses import dataclass
@@ -43,6 +43,12 @@ class ForwardRequest:
     may_alias: bool = True
     max_position: int | None = None
 
+    def latest_start(self, before: int, num_needed: int) -> int:
+        """The column at which it starts at the latest, of rows of `before` columns: what is asked of it is computed in it."""
+        if self.keep_columns is not None or self.bypass is not None:
+            return before
+        return before + self.num_new_columns - num_needed
+
 
 class ScheduledForward(NamedTuple):
     """What will be computed, and where it is written.
@@ -56,18 +62,3 @@ class ScheduledForward(NamedTuple):
     copies: tuple[int, ...] | None  # row of the request -> the row that runs for it; None when they are the same
     slot_mapping: SlotMapping
     is_step: bool = False  # each row only goes on, by one token
-
-    @property
-    def is_run(self) -> bool:
-        """Whether one row runs, whose tokens are all written, into slots side by side."""
-        return len(self.sources) == 1 and self.slot_mapping.is_run
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that run."""
-        return len(self.sources)
-
-    @property
-    def num_columns(self) -> int:
-        """Columns that are computed."""
-        return self.stop - self.start

@@ -65,10 +65,10 @@ class ForwardsAhead:
         """Whether there may be any: there is something to share, to bring together or to cut, and a shorter forward computes the same."""
         if not call.plans_ahead or not self._ranks.may_run_more:
             return False
-        if call.states:
+        if call.states is not None:
             if self._ranks.are_several:
                 return False
-            is_lost = call.states.are_torn and call.rows.num_columns > 0
+            is_lost = call.states.are_lost(call.rows)
             is_one_column = request.num_new_columns == 1
         else:
             is_lost, is_one_column = False, request.num_new_columns <= self._blocks.block_size
@@ -89,7 +89,7 @@ class ForwardsAhead:
         found = plan(rows, bounds)
         if found is not None and not all(map(_can_join, call.rows.distinct, found.starts(len(rows)).values())):
             found = plan(rows, bounds._replace(is_exact=True))
-        if not call.states:
+        if call.states is None:
             return found if found is not None and found.runs else None
         if found is None or self._blocks.states.rules.is_recorded:
             return found
@@ -124,7 +124,7 @@ class ForwardsAhead:
             arguments: of the forward, by name.
             digest: of the model, of which the rows' roots are.
         """
-        rows, column = call.rows, found.column if call.states else None
+        rows, column = call.rows, found.column if call.states is not None else None
         if not found.prefixes and not found.steps:
             return Ahead({}, column, found.cold)
         if not rows.are_trusted:
@@ -134,7 +134,7 @@ class ForwardsAhead:
                 call.judge(conditions_held=is_known_good)
             if not is_known_good:
                 return Ahead()
-        if call.states.are_torn and rows.num_columns:
+        if call.states is not None and call.states.are_lost(rows):
             call.states.require_known(rows)
         options = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}
         running = Forerunners(
@@ -155,10 +155,10 @@ class ForwardsAhead:
         return Bounds(
             before,
             before + request.num_new_columns,
-            call.states.latest_start(call.rows, request),
+            request.latest_start(before, call.num_needed(request)),
             FORWARD_COST_ON_HOST if blocks.pool.is_on_host else FORWARD_COST_ON_ACCELERATOR,
-            is_exact=bool(call.states),
-            first=0 if call.states else before,
+            is_exact=call.states is not None,
+            first=0 if call.states is not None else before,
             width=rules.width,
             least=2 if rules.clamps_one_token else 1,
             align=blocks.states.align,
@@ -168,7 +168,7 @@ class ForwardsAhead:
         self, request: ForwardRequest, call: Call, latest: int, num_known: Sequence[int] | None
     ) -> list[PlannedRow]:
         rows = call.rows
-        if call.states:
+        if call.states is not None:
             planned = call.states.as_planned(rows)
         else:
             planned = []
@@ -253,7 +253,7 @@ class Forerunners:
                     self._climb(held.enter_context(self._side.sibling()), found)
             with self._blocks.lock:
                 column = resumable_column(rows, rows.num_columns, found.column)
-            if self._has_changed or column is None or (self._call.states and column != found.column):
+            if self._has_changed or column is None or (self._call.states is not None and column != found.column):
                 raise _ChangedError
         except BaseException:
             with self._blocks.lock:
@@ -281,7 +281,7 @@ class Forerunners:
         self.num_computed[self._members[prefix.row]] += prefix.num_tokens - prefix.known
         with self._blocks.lock:
             (side_row,) = cache.call.rows.distinct
-            live = cache.call.states.live.read()
+            live = cache.call.carried()
             for number, num_tokens in prefix.heirs.items():
                 self._adopt(call.rows.distinct[number], side_row, row, num_tokens, row_of(live, 0))
 
@@ -302,7 +302,7 @@ class Forerunners:
             pad = rows.distinct[number].pad
             self.num_computed[self._members[number]] += max(0, found.column - pad) - max(0, start - pad)
         with self._blocks.lock:
-            live = cache.call.states.live.read()
+            live = cache.call.carried()
             for at, (side_row, number) in enumerate(zip(cache.call.rows.distinct, joined, strict=True)):
                 row = rows.distinct[number]
                 self._adopt(row, side_row, row, max(0, found.column - row.pad), row_of(live, at), replaces=True)
@@ -319,7 +319,7 @@ class Forerunners:
 
     def _joined(self, row: Row, column: int, is_cold: bool) -> Row:
         """A row that joins the forwards ahead: from where it is known, or in its padding, of which it may have seen a part."""
-        is_anew = is_cold and bool(self._call.states)  # else what it holds up to there is as good
+        is_anew = is_cold and self._call.states is not None  # else what it holds up to there is as good
         if not _can_join(row, column):
             raise _ChangedError
         if column > row.pad and not is_anew:
@@ -350,12 +350,12 @@ class Forerunners:
             replaced, row.table = row.table, side_row.table.fork()
             replaced.free()
             num_kept = min(num_tokens, row.table.num_tokens)
-            if not self._call.states:  # what windows do not show the end of is computed, and written, again
+            if self._call.states is None:  # what windows do not show the end of is computed, and written, again
                 num_kept = row.table.num_resumable_tokens(num_kept)
             if row.table.num_tokens > num_kept:
                 row.table.truncate(num_kept)
             row.num_known = row.table.num_tokens
-        if self._call.states:
+        if self._call.states is not None:
             row.origin = Origin(num_tokens, states)
 
 

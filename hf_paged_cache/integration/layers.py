@@ -252,7 +252,8 @@ class CacheOfLayers(Cache):
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """As transformers does; and what is wanted of the convolution's inputs is kept."""
         inputs: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-        self.call.states.live.record(layer_idx, state_idx, inputs)
+        if self.call.states is not None:
+            self.call.states.live.record(layer_idx, state_idx, inputs)
         return inputs
 
     def is_recording_past(self, layer_idx: int) -> bool:

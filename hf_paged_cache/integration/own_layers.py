@@ -168,7 +168,8 @@ class OwnLayers:
         with call.store.lock:
             written = call.store.pool.layer_indices if call.rows.alias else ()
         held = ((index, call.read_layer(index)) for index in written)  # one at a time
-        put_rows(layers, held, call.states.of_batch(call.rows), call.rows.num_columns)
+        carried = {} if call.states is None else call.states.of_batch(call.rows)
+        put_rows(layers, held, carried, call.rows.num_columns)
         for index, layer in enumerate(layers):
             if (keys := getattr(layer, "indexer_keys", None)) is not None:
                 positions = index_positions(call, index, call.rows.num_columns, keys.device)

@@ -99,7 +99,7 @@ class Prefill:
         with self._side.sibling() as cache:
             stops = [num_tokens]
             if not self._by_length:
-                num_needed = cache.call.states.num_needed_of(num_tokens)
+                num_needed = cache.call.num_needed_of(num_tokens)
                 stops = stops_of(known, self._marks(num_tokens, end, num_needed), self._chunk_size, num_needed)
             self._side.run(cache, [RowInput(prompt.token_ids, 0, 0)], stops)
             (row,) = cache.call.rows.distinct

@@ -180,7 +180,7 @@ class Resumption:
             return "rows of the prompt leave them at different positions, before the images of all"
         if kept < rows.num_columns:
             another = f"the prompt is another one from position {kept} on"
-            if self._call.states:
+            if self._call.states is not None:
                 return f"{another}, and layers carry a state that cannot go back there"
             try:
                 rows.require_resumable(kept)

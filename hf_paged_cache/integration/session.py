@@ -290,7 +290,7 @@ class Session:
             request = replace(request, bypass=request.bypass or self._bypass or bypass, may_alias=False)
         elif self._bypass is not None:
             request = replace(request, bypass=request.bypass or self._bypass, may_alias=False)
-        if call.states and self._ranks.are_several:
+        if call.states is not None and self._ranks.are_several:
             request = replace(request, bypass=request.bypass or _STATES_ON_RANKS)
         if (
             request.keep_columns is None and torch.is_grad_enabled()
@@ -362,14 +362,14 @@ class Session:
 
     def why_bypassed(self) -> str | None:
         """Why nothing that is computed now may be reused or kept, as of the last look at the model; None if it may."""
-        on_ranks = _STATES_ON_RANKS if self._call.states and self._ranks.are_several else None
+        on_ranks = _STATES_ON_RANKS if self._call.states is not None and self._ranks.are_several else None
         return self._conditioning.bypass() or on_ranks
 
     def _schedule(self, request: ForwardRequest, arguments: Mapping[str, Any]) -> ScheduledForward:
         """Prepare the rows, compute what they share, and take their blocks. No lock is held while a model runs."""
         call = self._call
         try:
-            if self._ranks.are_several and not call.states:
+            if self._ranks.are_several and call.states is None:
                 return self._schedule_on_all_ranks(request, arguments)
             with self._store.lock:
                 call.prepare(request)

@@ -61,7 +61,7 @@ class SideForwards:
         with cache.call.store.lock:
             cache.call.counters = PromptCounters()  # counted by the call that it is run for
             cache.call.kept_by = ref(block)
-            cache.call.plans_ahead = rows is None or not cache.call.states  # what follows them may be no tokens
+            cache.call.plans_ahead = rows is None or cache.call.states is None  # what follows them may be no tokens
         try:
             if rows is not None:
                 cache.call.take_over(rows)

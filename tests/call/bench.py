@@ -14,7 +14,7 @@ import torch
 
 from hf_paged_cache.attention.view import View
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, root_hash
-from hf_paged_cache.call.admission import CallLimits
+from hf_paged_cache.call.admission import UNLIMITED, CallLimits
 from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.rows import Row, Rows
 from hf_paged_cache.call.running import Bracket
@@ -122,6 +122,25 @@ class Holder:
         """None ran anything."""
 
 
+class Prepared(Holder):
+    """A call that has prepared its rows, and does nothing else."""
+
+    demand = None
+
+    def __init__(
+        self,
+        store: BlockStore,
+        rows: Rows,
+        given: CallLimits = UNLIMITED,
+        previous: Sequence[Row] = (),
+        *,
+        keeps_past: bool = False,
+    ) -> None:
+        super().__init__()
+        self.store, self.rows, self.limits, self.keeps_past = store, rows, given, keeps_past
+        self.previous = Rows(list(previous), list(range(len(previous))), 0)
+
+
 # A call.
 
 
@@ -160,7 +179,7 @@ class Bench:
         """Each layer writes what is scheduled, and reads what the rows' tokens say."""
         for layer_idx in layers:
             rows = self.call.rows.distinct
-            new = torch.zeros(len(rows), 1, forward.num_columns, 1)
+            new = torch.zeros(len(rows), 1, forward.stop - forward.start, 1)
             full = torch.zeros(len(rows), 1, forward.stop, 1)
             for i, row in enumerate(rows):
                 tokens = list(row.table.token_ids)

@@ -12,7 +12,7 @@ from hf_paged_cache.call.admission import (
     UNLIMITED,
     CallLimits,
     Demand,
-    admit,
+    admit_call,
     demand_of,
     num_blocks_held_only_by,
     num_blocks_to_take,
@@ -25,7 +25,7 @@ from hf_paged_cache.call.schedule import take_blocks
 from hf_paged_cache.call.scheduled_forward import ForwardRequest, RowInput
 from hf_paged_cache.store.block_store import BlockStore
 
-from .bench import ROOT, Holder, commit, limits, make_row, make_rows, new_row, request
+from .bench import ROOT, Holder, Prepared, commit, limits, make_row, make_rows, new_row, request
 
 
 def make_request(chance: random.Random, before: list[Row]) -> ForwardRequest:
@@ -56,12 +56,12 @@ def play(store: BlockStore, rows: Rows, prompt: ForwardRequest, max_columns: int
     peaks: list[int] = []  # the most blocks in use since that step
 
     def note(num_columns: int) -> None:
-        needed = num_blocks_to_take(rows, num_columns=num_columns, max_columns=max_columns, block_size=size)
+        needed = num_blocks_to_take(rows, num_columns, max_columns, size)
         said.append((allocator.num_blocks_in_use, needed))
         peaks.append(0)
 
     def run(new: ForwardRequest, num_columns: int) -> None:
-        take_blocks(store, Holder(), rows, new, UNLIMITED)
+        take_blocks(Prepared(store, rows), new)
         peaks[:] = [max(peak, allocator.num_blocks_in_use) for peak in peaks]
         rows.confirm(num_columns)
         if chance is not None:
@@ -69,7 +69,7 @@ def play(store: BlockStore, rows: Rows, prompt: ForwardRequest, max_columns: int
 
     note(prompt.num_new_columns)
     run(prompt, prompt.num_new_columns)
-    rows.separate()
+    rows.select(range(len(rows)))
     for num_columns in range(prompt.num_new_columns + 1, max_columns + 1):
         note(num_columns - 1)
         if chance is not None:
@@ -114,9 +114,7 @@ def test_rows_that_all_go_their_own_way_take_exactly_their_worst_case(block_size
     prompt = make_request(chance, [])
     rows, _ = begin_rows(store, prompt, [])
     max_columns = prompt.num_new_columns + chance.randint(1, 9)
-    needed = num_blocks_to_take(
-        rows, num_columns=prompt.num_new_columns, max_columns=max_columns, block_size=block_size
-    )
+    needed = num_blocks_to_take(rows, prompt.num_new_columns, max_columns, block_size)
     play(store, rows, prompt, max_columns, None)
     assert store.allocator.num_blocks_in_use == needed
 
@@ -125,15 +123,15 @@ def test_a_row_that_fits_already_takes_nothing() -> None:
     store = BlockStore(4, 100)
     rows = make_rows(store, range(8))
     for max_columns in (0, 5, 8):
-        assert num_blocks_to_take(rows, num_columns=8, max_columns=max_columns, block_size=4) == 0
-    assert num_blocks_to_take(rows, num_columns=8, max_columns=9, block_size=4) == 1
+        assert num_blocks_to_take(rows, 8, max_columns, 4) == 0
+    assert num_blocks_to_take(rows, 8, 9, 4) == 1
 
 
 def test_aliases_share_the_full_blocks_of_their_prompt_only() -> None:
     store = BlockStore(4, 100)
     rows = Rows([Row(BlockTable(store.allocator, ROOT), 0, ROOT)], [0, 0, 0], 0)
     # 10 columns: 2 full blocks and half of one; 14 columns are 4 blocks a row
-    assert num_blocks_to_take(rows, num_columns=10, max_columns=14, block_size=4) == 2 + 3 * 2
+    assert num_blocks_to_take(rows, 10, 14, 4) == 2 + 3 * 2
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -187,28 +185,31 @@ def test_a_refusal_shows_the_arithmetic() -> None:
 
 
 def test_a_call_has_its_worst_case_reserved_or_is_refused_before_anything_changes() -> None:
-    store, holder = BlockStore(4, 6), Holder()
+    store = BlockStore(4, 6)
     rows, _ = begin_rows(store, request(range(10)), [])
-    admit(store, holder, 1, limits(20), demand_of(store, rows, limits(20), 10))
+    call = Prepared(store, rows, limits(20))
+    admit_call(call, 10)
     assert store.num_reserved_blocks(Holder()) == 5
+    call.limits = limits(21)
     with pytest.raises(OutOfBlocksError, match=r"this call \(1 row of up to 21 tokens\) may need 6"):
-        admit(store, holder, 1, limits(21), demand_of(store, rows, limits(21), 10))
+        admit_call(call, 10)
     assert store.num_reserved_blocks(Holder()) == 5
 
 
 def test_a_forward_that_goes_further_than_the_limits_say_counts_to_its_own_end() -> None:
     store = BlockStore(4, 100)
     rows, _ = begin_rows(store, request(range(10)), [])
-    assert demand_of(store, rows, limits(8), 10) == demand_of(store, rows, limits(10), 10) == (3, 0, ())
+    assert [demand_of(Prepared(store, rows, limits(most)), 10) for most in (8, 10)] == [(3, 0, ())] * 2
 
 
 def test_blocks_of_previous_rows_that_are_dropped_first_count_as_obtainable() -> None:
-    store, holder = BlockStore(4, 6), Holder()
+    store = BlockStore(4, 6)
     previous = make_rows(store, [7] * 8).distinct
     rows, _ = begin_rows(store, request(range(10)), [])
     with pytest.raises(OutOfBlocksError):
-        admit(store, holder, 1, limits(20), demand_of(store, rows, limits(20), 10))
-    admit(store, holder, 1, limits(20), demand_of(store, rows, limits(20), 10, previous))
+        admit_call(Prepared(store, rows, limits(20)), 10)
+    call = Prepared(store, rows, limits(20), previous)
+    admit_call(call, 10)
     assert store.num_reserved_blocks(Holder()) == 5
 
 
@@ -216,10 +217,11 @@ def test_a_call_of_unknown_length_has_nothing_reserved() -> None:
     assert not UNLIMITED.are_known
     assert not CallLimits(num_prompt_columns=5).are_known
     assert limits(20).are_known
-    store, holder = BlockStore(4, 100), Holder()
+    store = BlockStore(4, 100)
     rows, _ = begin_rows(store, request([1]), [])
     for given in (UNLIMITED, limits()):
-        renew_reservation(store, holder, rows, given, 1)
+        renew_reservation(Prepared(store, rows, given), 1)
         assert store.num_reserved_blocks(Holder()) == 0
-    renew_reservation(store, holder, rows, limits(20), 1)
+    call = Prepared(store, rows, limits(20))
+    renew_reservation(call, 1)
     assert store.num_reserved_blocks(Holder()) == 5

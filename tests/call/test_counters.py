@@ -28,6 +28,7 @@ def schedule(
     hidden: list[int] | None = None,
     keep_columns: str | None = None,
     computed_ahead: dict[int, int] | None = None,
+    found: list[Found] | None = None,
 ) -> None:
     allocator = PrefixCachingBlockAllocator(100, BLOCK_SIZE)
     members = list(range(len(pads))) if members is None else members
@@ -39,7 +40,7 @@ def schedule(
     alias = [max(index for index, first in enumerate(members) if first <= number) for number in range(len(pads))]
     for (_, held), number in zip(rows, known, strict=True):
         held.num_confirmed = min(number, max(0, before - held.pad))
-    counters.prepare([held for _, held in rows], carry_states=False)
+    counters.prepare([held for _, held in rows], found, carry_states=False)
     inputs = [new_row([], pad)._replace(num_hidden=0 if hidden is None else hidden[n]) for n, pad in enumerate(pads)]
     counters.schedule(
         request(*inputs, num_new=stop - before, keep_columns=keep_columns),
@@ -67,8 +68,8 @@ def test_a_bypassed_forward_computes_all_and_its_call_counts_once() -> None:
             counters.confirm()
         assert numbers(counters) == [(6, 6, 0), (4, 4, 0)]
         assert [row.stopped for row in counters.rows] == ["no room"] * 2
-        assert (counters.num_calls, counters.num_bypassed_calls) == (number, number)
-    assert (counters.metrics.num_queried_tokens, counters.metrics.num_hit_tokens) == (20, 0)
+        assert (counters.totals.num_calls, counters.totals.num_bypassed_calls) == (number, number)
+    assert (counters.totals.metrics.num_queried_tokens, counters.totals.metrics.num_hit_tokens) == (20, 0)
 
 
 def test_a_call_that_is_bypassed_on_its_way_says_so_after_what_it_said() -> None:
@@ -83,7 +84,7 @@ def test_a_call_that_is_bypassed_on_its_way_says_so_after_what_it_said() -> None
     counters.confirm()
     assert numbers(counters) == [(7, 7, 0)]
     assert counters.rows[0].stopped == f"{before}; then no room"
-    assert (counters.num_calls, counters.num_bypassed_calls) == (1, 1)
+    assert (counters.totals.num_calls, counters.totals.num_bypassed_calls) == (1, 1)
 
 
 def test_a_bypassed_forward_that_died_is_not_counted() -> None:
@@ -91,7 +92,7 @@ def test_a_bypassed_forward_that_died_is_not_counted() -> None:
     counters.bypass([5], "no room", begins=True)
     schedule(counters, [0], start=0, stop=5)
     counters.confirm()
-    assert (counters.num_calls, counters.num_bypassed_calls) == (1, 0)
+    assert (counters.totals.num_calls, counters.totals.num_bypassed_calls) == (1, 0)
 
 
 def test_padding_is_no_token_and_known_columns_are_not_computed() -> None:
@@ -99,7 +100,11 @@ def test_padding_is_no_token_and_known_columns_are_not_computed() -> None:
     schedule(counters, [0, 3, 9], start=6, stop=10, known=[6, 4, 0])
     counters.confirm()
     assert numbers(counters) == [(10, 4, 6), (7, 4, 3), (1, 1, 0)]
-    assert (counters.metrics.num_queried_tokens, counters.metrics.num_hit_tokens, counters.num_calls) == (18, 9, 1)
+    assert (
+        counters.totals.metrics.num_queried_tokens,
+        counters.totals.metrics.num_hit_tokens,
+        counters.totals.num_calls,
+    ) == (18, 9, 1)
 
 
 def test_a_forward_behind_the_prompt_counts_as_nothing() -> None:
@@ -110,7 +115,7 @@ def test_a_forward_behind_the_prompt_counts_as_nothing() -> None:
     schedule(counters, [0, 0], start=10, stop=12, before=10, end=10)
     counters.confirm()
     assert numbers(counters) == [(10, 10, 0)]
-    assert (counters.num_calls, counters.metrics.num_queries) == (1, 1)
+    assert (counters.totals.num_calls, counters.totals.metrics.num_queries) == (1, 1)
 
 
 def test_what_the_mask_hides_is_no_token() -> None:
@@ -127,7 +132,10 @@ def test_a_row_that_another_ran_for_reuses_as_much_and_shares_the_rest(known: in
     counters.confirm()
     assert numbers(counters) == [(10, 10 - known, known), (10, 0, 10), (10, 10 - known, known)]
     assert [row.frozen().shared_tokens for row in counters.rows] == [0, 10 - known, 0]
-    assert (counters.metrics.num_hit_tokens, counters.metrics.num_shared_tokens) == (3 * known, 10 - known)
+    assert (counters.totals.metrics.num_hit_tokens, counters.totals.metrics.num_shared_tokens) == (
+        3 * known,
+        10 - known,
+    )
 
 
 def test_generated_tokens_are_not_counted() -> None:
@@ -138,14 +146,7 @@ def test_generated_tokens_are_not_counted() -> None:
         schedule(counters, [0], before=column, start=column, stop=column + 1, end=10)
         counters.confirm()
     assert numbers(counters) == [(10, 10, 0)]
-    assert counters.num_calls == 1
-
-
-def test_a_forward_over_the_end_of_the_prompt_counts_up_to_it() -> None:
-    counters = PromptCounters()
-    schedule(counters, [0], start=0, stop=12, end=10)
-    counters.confirm()
-    assert numbers(counters) == [(10, 10, 0)]
+    assert counters.totals.num_calls == 1
 
 
 def test_chunks_of_a_prompt_add_up() -> None:
@@ -155,7 +156,7 @@ def test_chunks_of_a_prompt_add_up() -> None:
     schedule(counters, [0, 2], before=4, start=7, stop=10, end=10, known=[7, 5])
     counters.confirm()
     assert numbers(counters) == [(10, 7, 3), (8, 5, 3)]
-    assert counters.num_calls == 1
+    assert counters.totals.num_calls == 1
 
 
 def test_a_forward_that_is_not_confirmed_does_not_count() -> None:
@@ -176,7 +177,11 @@ def test_another_call_counts_its_own_rows_and_all_calls_together() -> None:
     schedule(counters, [0], start=8, stop=10, known=[8])
     counters.confirm()
     assert numbers(counters) == [(10, 2, 8)]
-    assert (counters.metrics.num_queried_tokens, counters.metrics.num_hit_tokens, counters.num_calls) == (20, 8, 2)
+    assert (
+        counters.totals.metrics.num_queried_tokens,
+        counters.totals.metrics.num_hit_tokens,
+        counters.totals.num_calls,
+    ) == (20, 8, 2)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +189,8 @@ def test_another_call_counts_its_own_rows_and_all_calls_together() -> None:
 )
 def test_a_row_says_how_far_it_matched_and_why_known_tokens_were_computed_again(keep: str | None, why: str) -> None:
     counters = PromptCounters()
-    counters.begin_rows([Found(8, "no cached block goes on"), Found(4, "a block is not full")])
-    schedule(counters, [0, 0], start=4, stop=10, known=[8, 4], keep_columns=keep)
+    found = [Found(8, "no cached block goes on"), Found(4, "a block is not full")]
+    schedule(counters, [0, 0], start=4, stop=10, known=[8, 4], keep_columns=keep, found=found)
     counters.confirm()
     first, second = (row.frozen() for row in counters.rows)
     assert first.matched_tokens == 8
@@ -195,10 +200,8 @@ def test_a_row_says_how_far_it_matched_and_why_known_tokens_were_computed_again(
 
 def test_matches_of_a_forward_that_was_never_confirmed_are_those_of_the_next() -> None:
     counters = PromptCounters()
-    counters.begin_rows([Found(8, "old")])
-    schedule(counters, [0], start=8, stop=10, known=[8])
-    counters.begin_rows([Found(4, "new")])
-    schedule(counters, [0], start=4, stop=10, known=[4])
+    schedule(counters, [0], start=8, stop=10, known=[8], found=[Found(8, "old")])
+    schedule(counters, [0], start=4, stop=10, known=[4], found=[Found(4, "new")])
     counters.confirm()
     assert (counters.rows[0].matched_tokens, counters.rows[0].stopped) == (4, "new")
 
@@ -208,12 +211,12 @@ def test_what_was_computed_ahead_counts_for_its_row_and_once() -> None:
     schedule(counters, [0, 0, 0], start=8, stop=10, known=[0, 0, 0], computed_ahead={0: 8})
     counters.confirm()
     assert numbers(counters) == [(10, 10, 0), (10, 2, 8), (10, 2, 8)]
-    assert counters.metrics.num_hit_tokens == 0
+    assert counters.totals.metrics.num_hit_tokens == 0
     assert "8 of its tokens were computed first" in counters.rows[0].stopped
     schedule(counters, [0, 0, 0], before=10, start=12, stop=13, known=[10, 10, 10], computed_ahead={0: 4})
     counters.confirm()  # two of these four were computed in the forward before: they fill a block
     assert numbers(counters) == [(13, 13, 0), (13, 3, 10), (13, 3, 10)]
-    assert (counters.metrics.num_hit_tokens, counters.metrics.num_shared_tokens) == (0, 20)
+    assert (counters.totals.metrics.num_hit_tokens, counters.totals.metrics.num_shared_tokens) == (0, 20)
 
 
 def test_all_numbers_of_a_call_are_those_of_its_rows() -> None:
@@ -233,9 +236,9 @@ def test_a_call_that_ran_elsewhere_leaves_the_rows_of_this_one() -> None:
     counters.add_call("score", [RowCount(20, 5, 9)], is_last=False)
     assert numbers(counters) == [(10, 10, 0)]
     assert counters.of_call(0).rows == tuple(row.frozen() for row in counters.rows)
-    metrics = counters.metrics
+    metrics = counters.totals.metrics
     assert (metrics.num_queried_tokens, metrics.num_hit_tokens, metrics.num_shared_tokens) == (30, 9, 6)
-    assert counters.num_calls == 2
+    assert counters.totals.num_calls == 2
 
 
 def test_a_call_that_ran_elsewhere_is_the_last_until_another_forward_is_confirmed() -> None:

@@ -53,12 +53,6 @@ def test_rows_that_may_not_be_aliases_run_each_for_itself(store: BlockStore) -> 
     assert rows.alias == [0, 1]
 
 
-def test_a_row_takes_its_pad_root_and_first_position(store: BlockStore) -> None:
-    rows, _ = begin_rows(store, request(new_row([1, 2], pad=3, first=7, root=OTHER_ROOT)), [])
-    row = rows.distinct[0]
-    assert (row.pad, row.first_position, row.root, row.table.root) == (3, 7, OTHER_ROOT, OTHER_ROOT)
-
-
 def test_a_forward_that_cannot_be_reused_matches_nothing_and_will_commit_nothing(store: BlockStore) -> None:
     put_in_store(store, [1, 2, 3, 4])
     previous = make_rows(store, [1, 2, 3, 4, 5]).distinct

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
-from hf_paged_cache.call.rows import Groups, Row, Rows, each_alone, group_equal
+from hf_paged_cache.call.rows import Row, Rows, group_equal
 
 from .bench import BLOCK_SIZE, ROOT, commit, make_row, make_rows, num_hit, tokens_in_batch
 
@@ -43,15 +42,6 @@ def test_rows_are_in_one_group_exactly_when_their_keys_are_equal(keys: list[int]
 @given(st.lists(st.integers(0, 3), max_size=8))
 def test_a_groups_first_row_is_never_left_of_its_number(keys: list[int]) -> None:  # rows can be moved in place
     assert all(member >= number for number, member in enumerate(group_equal(keys).members))
-
-
-def test_no_rows_are_no_groups() -> None:
-    assert group_equal([]) == Groups(members=[], group_of=[])
-
-
-@given(st.integers(0, 5))
-def test_rows_alone_are_groups_of_their_own_as_rows_that_all_differ_are(num_rows: int) -> None:
-    assert each_alone(num_rows) == group_equal(range(num_rows)) == (list(range(num_rows)), list(range(num_rows)))
 
 
 # One row
@@ -166,11 +156,6 @@ def test_a_fork_is_the_same_row_in_the_same_blocks_and_goes_its_own_way(
     assert twin.table.block_ids[1] != row.table.block_ids[1]  # copied before it is written
 
 
-def test_what_a_reader_learns_of_a_row_names_its_tokens_and_blocks(allocator: PrefixCachingBlockAllocator) -> None:
-    row = make_row(allocator, range(6), pad=3)
-    assert row.layout() == (ROOT, 3, array("q", range(6)), row.table.block_ids)
-
-
 # Aliases
 
 
@@ -182,12 +167,6 @@ def test_aliases_stand_for_one_row(allocator: PrefixCachingBlockAllocator) -> No
     assert len(rows.layouts()) == 2
     assert rows.in_batch() == [rows.distinct[0], rows.distinct[0], rows.distinct[1], rows.distinct[0]]
     assert allocator.num_blocks_in_use == 4
-
-
-def test_rows_that_are_no_aliases_are_their_own_members(allocator: PrefixCachingBlockAllocator) -> None:
-    rows = rows_that_differ(allocator, 3)
-    assert not rows.is_aliased
-    assert rows.members() == [0, 1, 2]
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.data())
@@ -204,27 +183,17 @@ def test_rows_part_into_groups_that_keep_their_tokens_and_share_their_blocks(
     members = [keys.index(key) for key in sorted(set(keys), key=keys.index)]
     group_of = [members.index(keys.index(key)) for key in keys]
     old = list(rows.distinct)
-    origins = rows.regroup(members, group_of)
+    origins, _ = rows.select(members, group_of)
     assert tokens_in_batch(rows) == before
     assert rows.alias == group_of
     assert len({id(row.table) for row in rows.distinct}) == len(members)  # no two write through one table
     assert origins == [alias[member] for member in members]
-    assert all(origin <= i for i, origin in enumerate(origins))  # what a reader's `expand_rows` may rely on
+    assert all(origin <= i for i, origin in enumerate(origins))  # what a view that grows may rely on
     assert {id(row) for row in old} <= {id(row) for row in rows.distinct}  # none is lost with its blocks
     assert allocator.num_blocks_in_use == blocks
     rows.free()
     assert allocator.num_blocks_in_use == 0
     allocator.check()
-
-
-def test_parting_all_aliases_gives_each_row_a_table_and_remembers_what_they_share(
-    allocator: PrefixCachingBlockAllocator,
-) -> None:
-    rows = Rows([make_row(allocator, range(6)), make_row(allocator, range(50, 56))], [0, 0, 1], 6)
-    assert rows.separate() == [0, 0, 1]
-    assert not rows.is_aliased
-    assert (rows.group, rows.shared_columns) == ([0, 0, 1], 6)
-    assert len({id(row.table) for row in rows.distinct}) == 3
 
 
 # Beams
@@ -252,36 +221,29 @@ def test_rows_go_on_as_the_rows_they_were_told_and_what_nobody_goes_on_from_is_f
     assert allocator.num_blocks_in_use == 0
 
 
-def test_rows_that_stay_who_they_are_take_no_new_table(allocator: PrefixCachingBlockAllocator) -> None:
-    rows = rows_that_differ(allocator, 3)
-    before = list(rows.distinct)
-    rows.select([0, 1, 2])
-    assert rows.distinct == before
-
-
 def test_beams_that_stay_within_their_prompt_share_its_columns_and_others_nothing(
     allocator: PrefixCachingBlockAllocator,
 ) -> None:
     def beams() -> Rows:
         rows = Rows([make_row(allocator, range(6)), make_row(allocator, range(50, 56))], [0, 0, 1, 1], 6)
-        rows.separate()
+        rows.select(range(len(rows)))
         return rows
 
-    assert beams().select([1, 0, 3, 3]) == 6
-    assert beams().select([2, 0, 3, 3]) == 0  # a row goes on as another prompt's
-    assert beams().select([0, 0, 1, 1, 2, 2, 3, 3]) == 0  # another number of rows
+    assert beams().select([1, 0, 3, 3]) == ([1, 0, 3, 3], 6)
+    assert beams().select([2, 0, 3, 3])[1] == 0  # a row goes on as another prompt's
+    assert beams().select([0, 0, 1, 1, 2, 2, 3, 3])[1] == 0  # another number of rows
     cropped = beams()
     cropped.crop(3)
-    assert cropped.select([1, 1, 2, 2]) == 3
+    assert cropped.select([1, 1, 2, 2])[1] == 3
 
 
 def test_groups_follow_the_rows_that_moved(allocator: PrefixCachingBlockAllocator) -> None:
     rows = Rows([make_row(allocator, range(6)), make_row(allocator, range(50, 56))], [0, 0, 1], 6)
-    rows.separate()
+    rows.select(range(len(rows)))
     rows.select([2, 0, 1])
     assert rows.group == [1, 0, 0]
-    assert rows.select([0, 2, 2]) == 6
-    assert rows.select([1, 1, 1]) == 0
+    assert rows.select([0, 2, 2])[1] == 6
+    assert rows.select([1, 1, 1])[1] == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -294,7 +256,7 @@ def test_random_reorders_and_appends_keep_every_rows_tokens_and_leak_no_block(
     for _ in range(60):
         number = chance.choice([len(rows)] * 4 + [1, 2, 5])
         sources = [chance.randrange(len(rows)) for _ in range(number)]
-        shared = rows.select(sources)
+        _, shared = rows.select(sources)
         assert all(naive[i][:shared] == naive[source][:shared] for i, source in enumerate(sources) if i < len(naive))
         naive = [list(naive[source]) for source in sources]
         for row, tokens in zip(rows.distinct, naive, strict=True):
@@ -336,21 +298,12 @@ def test_rolling_back_takes_scheduled_tokens_and_leaves_confirmed_ones(allocator
     assert [row.num_confirmed for row in rows.distinct] == [8, 5]
 
 
-def test_confirming_counts_all_that_was_scheduled(allocator: PrefixCachingBlockAllocator) -> None:
-    rows = Rows([make_row(allocator, range(8)), make_row(allocator, range(5), pad=3)], [0, 1], 8)
-    for row in rows.distinct:
-        row.table.append_tokens([1, 2, 3])
-    rows.confirm(11)
-    assert [row.num_confirmed for row in rows.distinct] == [11, 8]
-    assert rows.num_columns == 11
-
-
 # The end
 
 
 def test_forked_rows_hold_the_same_blocks_and_live_on_alone(allocator: PrefixCachingBlockAllocator) -> None:
     rows = Rows([make_row(allocator, range(6)), make_row(allocator, range(50, 56))], [0, 0, 1], 6)
-    rows.separate()
+    rows.select(range(len(rows)))
     twin = rows.fork()
     assert (twin.alias, twin.group, twin.num_columns, twin.shared_columns) == ([0, 1, 2], [0, 0, 1], 6, 6)
     assert allocator.num_blocks_in_use == 4

@@ -6,20 +6,18 @@ import math
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hf_paged_cache import ForwardMismatchError, OutOfBlocksError
 from hf_paged_cache.call.admission import UNLIMITED, CallLimits
 from hf_paged_cache.call.prepare import begin_rows
 from hf_paged_cache.call.rows import Row, Rows
-from hf_paged_cache.call.schedule import hold_windows, map_slots, start_column, take_blocks, take_step
+from hf_paged_cache.call.schedule import hold_windows, map_slots, take_blocks, take_step
 from hf_paged_cache.store.block_store import BlockStore
 
 from .bench import (
     BLOCK_SIZE,
     ROOT,
-    Holder,
+    Prepared,
     commit,
     limits,
     make_row,
@@ -36,49 +34,12 @@ def store() -> BlockStore:
     return BlockStore(BLOCK_SIZE, 64)
 
 
-# One column for all
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 12)), min_size=1, max_size=4),
-    st.integers(0, 6),
-    st.integers(1, 20),
-    st.data(),
-)
-def test_the_forward_starts_at_the_last_column_that_all_rows_allow(
-    rows: list[tuple[int, int]], start: int, num_new: int, data: st.DataObject
-) -> None:
-    """Rows of padding and known tokens."""
-    stop = start + num_new
-    num_needed = data.draw(st.integers(1, num_new))
-
-    def allowed(column: int) -> bool:
-        known = all(position < pad + num_known for pad, num_known in rows for position in range(start, column))
-        return known and stop - column >= num_needed
-
-    expected = max(column for column in range(start, stop) if allowed(column))
-    columns = [pad + num_known for pad, num_known in rows]
-    assert start_column(columns, start=start, stop=stop, num_needed=num_needed) == expected
-
-
-def test_the_order_of_rows_changes_nothing() -> None:
-    shuffler = random.Random(0)
-    columns = [48, 10 + 32, 3 + 57]
-    for _ in range(5):
-        shuffler.shuffle(columns)
-        assert start_column(columns, start=0, stop=60, num_needed=1) == 42
-
-
-def test_a_whole_prompt_that_is_known_still_computes_its_last_column() -> None:
-    assert start_column([60], start=0, stop=60, num_needed=1) == 59
-
-
 # Blocks
 
 
 def test_each_row_takes_its_new_tokens_and_the_blocks_for_them(store: BlockStore) -> None:
     rows = make_rows(store, [1, 2, 3], [4, 5, 6])
-    taken = take_blocks(store, Holder(), rows, request([7, 8], [9, 9]), UNLIMITED)
+    taken = take_blocks(Prepared(store, rows), request([7, 8], [9, 9]))
     assert taken == 2
     assert tokens_in_batch(rows) == [[1, 2, 3, 7, 8], [4, 5, 6, 9, 9]]
     assert [row.num_confirmed for row in rows.distinct] == [3, 3]
@@ -87,7 +48,7 @@ def test_each_row_takes_its_new_tokens_and_the_blocks_for_them(store: BlockStore
 def test_tokens_that_a_match_holds_already_are_not_appended_again(store: BlockStore) -> None:
     put_in_store(store, list(range(8)))
     rows, _ = begin_rows(store, request(range(10)), [])
-    take_blocks(store, Holder(), rows, request(range(10)), UNLIMITED)
+    take_blocks(Prepared(store, rows), request(range(10)))
     assert list(rows.distinct[0].table.token_ids) == list(range(10))
 
 
@@ -97,7 +58,7 @@ def test_only_what_a_table_lacks_of_the_new_tokens_is_appended(
 ) -> None:
     row = make_row(store, range(held))
     row.num_confirmed = num_confirmed
-    take_blocks(store, Holder(), Rows([row], [0], num_confirmed), request(range(num_confirmed, 9)), UNLIMITED)
+    take_blocks(Prepared(store, Rows([row], [0], num_confirmed)), request(range(num_confirmed, 9)))
     assert list(row.table.token_ids) == list(range(9))
 
 
@@ -106,15 +67,15 @@ def test_a_forward_for_which_nothing_is_reserved_is_refused_with_its_rows_unchan
     store = BlockStore(BLOCK_SIZE, 4)
     rows = make_rows(store, [1, 2, 3], [4, 5, 6])
     with pytest.raises(OutOfBlocksError, match=r"this forward \(2 rows\) may need 2 more blocks"):
-        take_blocks(store, Holder(), rows, request([7, 8], [9, 9]), given)
+        take_blocks(Prepared(store, rows, given), request([7, 8], [9, 9]))
     assert [row.table.num_tokens for row in rows.distinct] == [3, 3]
-    assert take_blocks(store, Holder(), rows, request([7], [9]), UNLIMITED) == 0
+    assert take_blocks(Prepared(store, rows), request([7], [9])) == 0
 
 
 def test_a_copy_of_a_shared_partial_block_is_due_once_it_is_to_be_written(store: BlockStore) -> None:
     rows = make_rows(store, [1, 2, 3], alias=[0, 0])
-    rows.separate()
-    assert take_blocks(store, Holder(), rows, request([7], [9]), UNLIMITED) >= 1
+    rows.select(range(len(rows)))
+    assert take_blocks(Prepared(store, rows), request([7], [9])) >= 1
     assert store.allocator.pending_copies == ((1, 2),)
     assert rows.distinct[0].table.block_ids != rows.distinct[1].table.block_ids
 
@@ -139,14 +100,14 @@ def test_tokens_after_the_first_generated_end_are_not_committed(
 ) -> None:
     """Of two tokens of prompt; one more column of it is padding."""
     rows, _ = begin_rows(store, request(new_row(tokens, pad)), [])
-    take_blocks(store, Holder(), rows, request(new_row(tokens, pad)), limits(num_prompt=2 + pad, end=(9, 8)))
+    take_blocks(Prepared(store, rows, limits(num_prompt=2 + pad, end=(9, 8))), request(new_row(tokens, pad)))
     assert rows.distinct[0].commit_end == end
 
 
 def test_an_end_that_was_confirmed_is_not_looked_at_again(store: BlockStore) -> None:
     """It was generated by a call before, which passes it on as a part of the prompt, or `generate` went on behind it."""
     rows = make_rows(store, [5, 9, 9])
-    take_blocks(store, Holder(), rows, request([1, 9, 2]), limits(num_prompt=1, end=(9,)))
+    take_blocks(Prepared(store, rows, limits(num_prompt=1, end=(9,))), request([1, 9, 2]))
     assert rows.distinct[0].commit_end == 5
 
 
@@ -167,7 +128,7 @@ def test_every_unknown_token_is_written_once_to_its_own_slot(seed: int) -> None:
     rows, _ = begin_rows(store, request(*inputs, num_new=num_columns), [])
     known = rows.known_columns()
     start = chance.randint(0, min(num_columns - 1, *known))
-    take_blocks(store, Holder(), rows, request(*inputs), UNLIMITED)
+    take_blocks(Prepared(store, rows), request(*inputs))
     mapping = map_slots(store, rows, known, start, num_columns)
     sources = list(range((num_columns - start) * len(known))) if mapping.sources is None else list(mapping.sources)
     expected = {}
@@ -199,9 +160,9 @@ def test_a_step_does_what_any_forward_does() -> None:
             known = rows.known_columns()
             assert known == [12] * 4
             if take is take_step:
-                num_taken, mapping = take_step(store, Holder(), rows, new, given, lambda: None)
+                num_taken, mapping = take_step(Prepared(store, rows, given), new, lambda: None)
             else:
-                num_taken = take_blocks(store, Holder(), rows, request(*([token] for token in new)), given)
+                num_taken = take_blocks(Prepared(store, rows, given), request(*([token] for token in new)))
                 mapping = map_slots(store, rows, known, 12, 13)
             store.allocator.check()
             outcomes.append(
@@ -214,7 +175,7 @@ def test_a_step_that_has_no_room_is_refused_and_can_be_taken_back() -> None:
     store = BlockStore(BLOCK_SIZE, 3)
     rows = make_rows(store, [1, 2, 3, 4], [5, 6, 7, 8])
     with pytest.raises(OutOfBlocksError, match=r"this forward \(2 rows\) may need 2 more blocks"):
-        take_step(store, Holder(), rows, [1, 2], UNLIMITED, lambda: None)
+        take_step(Prepared(store, rows), [1, 2], lambda: None)
     rows.roll_back()
     assert tokens_in_batch(rows) == [[1, 2, 3, 4], [5, 6, 7, 8]]
     store.allocator.check()
