@@ -14,7 +14,7 @@ from ..blocks import BlockHash
 from ..blocks.hashing import tokens_of
 from ..errors import SavedBlocksError
 from ..tiers.base import STATES, Name
-from ..tiers.files import FileTier
+from ..tiers.disk import FileTier
 from ..tiers.folders import SharedFolder
 from ..tiers.runs import Run
 from ..tiers.saved_file import SavedFile, read_saved_file, saved_paths
@@ -150,7 +150,8 @@ def _attached(
 
     for file in files:
         parts = blocks.tiers.layout.parts_here(file, blocks.first_device())
-        tier.adopt(Run.found(file, home), parts, name_of)
+        tier.attach(run := Run.found(file, home))
+        tier.adopt(run, parts, name_of)
     return tier
 
 

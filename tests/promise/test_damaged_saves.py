@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from hf_paged_cache import PagedPrefixCache, saved_report
-from hf_paged_cache.tiers import mending
+from hf_paged_cache.store import saving
 from hf_paged_cache.tiers.saved_file import read_saved_file, saved_paths
 
 from ..reference import assert_same, batch, row, run
@@ -212,7 +212,7 @@ def test_killed_between_two_steps_of_mending_nothing_is_lost(tmp_path: Path, mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(mending, "remove", die)
+        patch.setattr(saving, "remove", die)
         with pytest.raises(KeyboardInterrupt):
             cache.store.save(tmp_path)
     assert {block.digest for each in saved_paths(tmp_path) for block in read_saved_file(each).blocks} == names
@@ -237,6 +237,6 @@ def test_a_file_that_cannot_be_removed_is_not_said_to_be_replaced(
     path = saved_paths(tmp_path)[0]
     os.truncate(path, 50)
     monkeypatch.setattr(
-        mending, "remove", lambda _: None
+        saving, "remove", lambda _: None
     )  # such as in a folder that only its owner may take files from
     assert cache.store.save(tmp_path).replaced == {}
