@@ -139,7 +139,7 @@ class _Mended(NamedTuple):
 def _mend(folder: SharedFolder, facts: Mapping[str, str], wanted: Collection[bytes]) -> _Mended:
     """Have each file of a folder readable that is of this model and has one of these blocks. The folder is locked.
 
-    A reader that has a damaged file open goes on with it. Files of other models are looked at no further than what they say of
+    Who reads a damaged file keeps it open. Files of other models are looked at no further than what they say of
     themselves; what cannot even say that, under a name of ours, goes.  Cost: reads those files to their end.
 
     Args:

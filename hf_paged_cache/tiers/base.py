@@ -185,7 +185,7 @@ class Tier(ABC):
         return self._shelf(kind).hold(names)
 
     def in_order(self, kind: Kind, names: Iterable[Name]) -> list[Name]:
-        """Those that are here, in the order in which they lie, so that few copies bring many."""
+        """Those that are here, in the order in which they lie, so that few copies load many."""
         place_of = {name: place for name in names if (place := self._place_of(kind, name)) is not None}
         return sorted(place_of, key=lambda name: place_of[name].position)
 

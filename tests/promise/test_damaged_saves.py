@@ -179,18 +179,18 @@ def test_a_reader_that_has_the_damaged_file_open_keeps_it_and_one_that_opens_it_
     data[-1] ^= 1
     path.write_bytes(data)
     reader = new_cache(model)
-    bring_up = reader.store.blocks.tiers.bring_up_from
+    load = reader.store.blocks.tiers.load_from
 
     def meanwhile(*given: Any) -> Any:
-        patch.setattr(reader.store.blocks.tiers, "bring_up_from", bring_up)
+        patch.setattr(reader.store.blocks.tiers, "load_from", load)
         with safe_open(path, framework="pt") as opened:
             before = opened.get_tensor("blocks.0")
             cache.store.save(tmp_path)
             assert opened.get_tensor("blocks.0").equal(before)
-        return bring_up(*given)
+        return load(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader.store.blocks.tiers, "bring_up_from", meanwhile)
+        patch.setattr(reader.store.blocks.tiers, "load_from", meanwhile)
         loaded = reader.store.load(tmp_path)
     assert loaded.num_blocks + sum(loaded.not_loaded.values()) == 20
     for prompt in asked(2, 3):

@@ -1,0 +1,334 @@
+"""Loads blocks from lower tiers, before a prompt looks for them: which, into which blocks, and how they become cached ones.
+
+A block that is loaded is committed under its hash like any other; whatever holds for cached blocks holds for it from then on.
+"""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..blocks import Allocation, BlockHash, Group, HashChain, WindowBlocks, resumable_where
+from ..blocks.allocation import Resumption
+from ..blocks.tokens import TokenIds
+from ..errors import OutOfBlocksError
+from ..kv.contents import states_of_row, to_device, write_blocks
+from ..kv.stopwatch import Stopwatch
+from ..tiers.base import BLOCKS, STATES, Hold, Kind, Name, Tier
+from ..tiers.host import HostTier
+from ..tiers.worth import Worth
+from .content_layout import ContentLayout
+
+if TYPE_CHECKING:
+    from .block_store import BlockStore
+
+logger = logging.getLogger("hf_paged_cache")
+
+_MOST_STAGED_BYTES = 2**26  # rows that are copied at once, beside the pool
+
+
+class Wanted(NamedTuple):
+    """A row whose prefix is looked for."""
+
+    root: bytes
+    namespace: bytes
+    token_ids: TokenIds
+    most_tokens: int  # after which layers with a state may resume at most
+
+
+class _Prefix(NamedTuple):
+    """How much of a row can be had: its leading blocks, and what of them is not in the pool."""
+
+    hashes: list[BlockHash]
+    namespace: bytes
+    ids: list[int | None]  # logical index -> block, where one is cached
+    missing: list[tuple[Kind, int]]  # contents, by the logical index of their block
+
+    @property
+    def is_cached(self) -> bool:
+        return not self.missing and None not in self.ids
+
+    def name(self, index: int) -> Name:
+        return Name(self.hashes[index], self.namespace)
+
+
+class _Found(NamedTuple):
+    """Contents that a tier has, as many as are copied at once."""
+
+    tier: Tier
+    kind: Kind
+    names: list[Name]  # as they lie there
+    rows: list[list[Tensor]] | None = None  # None: read with the lock held, for the device alone reads them
+    seconds: float = 0.0  # that it took to read them
+
+
+class TierLoad:
+    """What is loaded into one store. Made for one call.
+
+    Args:
+        store: whose pool it is.
+        layout: of contents.
+        tiers: from the nearest to the furthest.
+        worth: of each tier, by name.
+    """
+
+    def __init__(
+        self, store: "BlockStore", layout: ContentLayout, tiers: Sequence[Tier], worth: Mapping[str, Worth]
+    ) -> None:
+        self._store = store
+        self._allocator = store.allocator
+        self._layout = layout
+        self._tiers = tiers
+        self._worth = worth
+
+    @property
+    def _windows(self) -> list[WindowBlocks]:
+        return self._store.windows.groups  # others while no lock was held
+
+    def load(self, rows: Sequence[Wanted], holder: Any) -> dict[int, str]:
+        """Have the blocks cached that these rows begin with, as far as a tier has them, it pays, and there is room.
+
+        Takes only blocks that no other call has reserved. A prefix that several rows have is loaded once. No lock is held while
+        files are read.
+
+        Args:
+            holder: the call that is about to look for them.
+
+        Returns:
+            block id -> name of the tier that it came from.
+        """
+        with self._store.lock:
+            tiers = [tier for tier in self._tiers if self._has_any(tier) and self._worth[tier.name].is_worth_it()]
+            prefixes = [prefix for row in rows if (prefix := self._missing(row, tiers)) is not None]
+            found, holds = self._where(prefixes, tiers)
+        if not prefixes:
+            return {}
+        found = [self._read(each) for each in found]
+        try:
+            with self._store.lock:
+                return self._take_in(prefixes, found, holder)
+        except torch.OutOfMemoryError:  # not even for what is copied at once: the prompt is computed
+            return {}
+        finally:
+            del holds
+
+    def look_up(self, row: Wanted) -> tuple[int, str | None] | None:
+        """Of a row's leading tokens, how many would be known if all were loaded that pays, and from which tier the furthest of it.
+
+        Effects: none. None where tiers have no more than is cached.
+        """
+        tiers = [tier for tier in self._tiers if self._has_any(tier) and self._worth[tier.name].is_cheaper]
+        prefix = self._missing(row, tiers)
+        if prefix is None:
+            return None
+        names = [(kind, prefix.name(index)) for kind, index in prefix.missing]
+        at = max((next(n for n, tier in enumerate(tiers) if tier.has(*content)) for content in names), default=None)
+        return len(prefix.hashes) * self._allocator.block_size, None if at is None else tiers[at].name
+
+    def _has_any(self, tier: Tier) -> bool:
+        return any(tier.num_of(kind) for kind in self._layout.kinds)
+
+    def _missing(self, row: Wanted, tiers: Sequence[Tier]) -> _Prefix | None:
+        """What tiers have of a row's prefix, beyond what is cached; None where they have no more."""
+        if not tiers or (self._store.windows.layers and not self._store.pool.layer_indices):
+            return None
+        size = self._allocator.block_size
+        chain = HashChain(row.root, size)
+        chain.extend(row.token_ids)
+
+        def is_below(kind: Kind, name: Name) -> bool:
+            return any(tier.has(kind, name) for tier in tiers)
+
+        prefix = self._reach(chain.hashes, row.namespace, row.most_tokens // size, is_below)
+        return None if prefix.is_cached else prefix
+
+    def _reach(
+        self,
+        hashes: Callable[[int], Iterable[BlockHash]],
+        namespace: bytes,
+        most: int,
+        is_below: Callable[[Kind, Name], bool],
+        num_left: float = math.inf,
+    ) -> _Prefix:
+        """The longest prefix after which all layers can resume, with what can be loaded.
+
+        Args:
+            hashes: of the row's blocks, from a logical index on.
+            most: blocks after which layers with a state may resume at most.
+            is_below: whether a content can be loaded.
+            num_left: blocks that can be taken, cached ones that nobody holds among them.
+        """
+        match, has_tensors, size = self._allocator.match_prefix, self._layout.has_tensors, self._allocator.block_size
+        ids: list[int | None] = [*match(hashes(0), namespace)]
+        for block_hash in hashes(len(ids)):
+            at = match((block_hash,), namespace)
+            if not at and has_tensors and not is_below(BLOCKS, Name(block_hash, namespace)):
+                break
+            ids.append(at[0] if at else None)
+        if num_left < len(ids):
+            num_taken = accumulate(at is None or not self._allocator.ref_count(at) for at in ids)
+            ids = [at for at, taken in zip(ids, num_taken, strict=True) if taken <= num_left]
+        known = [*islice(hashes(0), len(ids))]
+
+        def is_held(group: Group, index: int) -> bool:
+            return (at := ids[index]) is not None and group.has(at)
+
+        def is_anywhere(group: Group, index: int) -> bool:
+            return is_held(group, index) or is_below(group.name, Name(known[index], namespace))
+
+        groups = self._store.groups
+        end = min(len(ids), most) if self._store.states else len(ids)
+        end = resumable_where(groups, end * size, is_anywhere) // size
+        needed = [(group, index) for group in groups for index in self._seen(group, end)]
+        missing: list[tuple[Kind, int]] = [(group.name, at) for group, at in needed if not is_held(group, at)]
+        if has_tensors:
+            missing += [(BLOCKS, index) for index, at in enumerate(ids[:end]) if at is None]
+        return _Prefix(known[:end], namespace, ids[:end], missing)
+
+    def _seen(self, group: Group, num_blocks: int) -> range:
+        """Logical indices of the blocks of which a group needs something to resume after so many."""
+        if isinstance(group, WindowBlocks):
+            return group.seen(num_blocks * self._allocator.block_size)
+        return range(max(0, num_blocks - 1), num_blocks)
+
+    def _where(self, prefixes: Sequence[_Prefix], tiers: Sequence[Tier]) -> tuple[list[_Found], list[Hold]]:
+        """In which tier each content is, once; and what keeps them there meanwhile."""
+        wanted: dict[Kind, dict[Name, None]] = {}
+        for prefix in prefixes:
+            for kind, index in prefix.missing:
+                wanted.setdefault(kind, {})[prefix.name(index)] = None
+        found: list[_Found] = []
+        holds: list[Hold] = []
+        for kind, names in wanted.items():
+            for tier in tiers:
+                here, parts = tier.in_order(kind, names), tier.parts_of(kind)
+                if here and self._layout.is_now(kind, parts):
+                    step = max(1, _MOST_STAGED_BYTES // sum(part.num_bytes for part in parts))
+                    found += [_Found(tier, kind, here[at : at + step]) for at in range(0, len(here), step)]
+                    holds.append(tier.hold(kind, here))
+                    for name in here:
+                        del names[name]
+        return found, holds
+
+    def _read(self, found: _Found) -> _Found:
+        """Read files. Contents in memory stay where they are."""
+        if isinstance(found.tier, HostTier):
+            return found
+        stopwatch = Stopwatch(())
+        try:
+            rows = found.tier.load(found.kind, found.names)
+        except OSError as error:
+            logger.warning("PagedPrefixCache: blocks could not be read back, and are computed: %s", error)
+            return found._replace(names=[], rows=[])
+        stopwatch.stop()
+        return found._replace(rows=rows, seconds=stopwatch.seconds() or 0.0)
+
+    def _take_in(self, prefixes: Sequence[_Prefix], found: Sequence[_Found], holder: Any) -> dict[int, str]:
+        """Take blocks for what was found, as far as they can be had, let them hold it, and commit them.
+
+        What was loaded for one row is held until all have theirs.
+        """
+        has = {(each.kind, name) for each in found for name in each.names if each.tier.has(each.kind, name)}
+        loaded: dict[int, str] = {}
+        held: list[Allocation] = []
+        self._store.pool.join_streams()
+        try:
+            for prefix in prefixes:
+                now = self._available(prefix, has, holder)
+                if not now.is_cached and self._make_room(now):
+                    held.append(self._allocator.allocate(namespace=prefix.namespace))
+                    loaded |= self._load_into(held[-1], now, found)
+        except OutOfBlocksError:  # there was no memory for so many
+            pass
+        finally:
+            for allocation in held:
+                block_ids, resumption = list(allocation.block_ids), allocation.resumption or Resumption.at(0)
+                allocation.free()
+                for group in self._windows:
+                    group.leave(block_ids, resumption)  # the end of a prefix is where others are likely to resume
+        return loaded
+
+    def _available(self, prefix: _Prefix, has: Collection[tuple[Kind, Name]], holder: Any) -> _Prefix:
+        """How much of a prefix can be had now."""
+        hashes, most = prefix.hashes, self._store.num_obtainable_blocks(holder)
+        return self._reach(
+            lambda start: hashes[start:], prefix.namespace, len(hashes), lambda *content: content in has, most
+        )
+
+    def _make_room(self, prefix: _Prefix) -> bool:
+        """Have memory for what a prefix needs beside what is cached; whether all of it can be had."""
+        num_lacking = Counter(kind for kind, _ in prefix.missing)
+        self._store.make_room(max([prefix.ids.count(None), *(num_lacking[group.window] for group in self._windows)]))
+        for group in self._windows:
+            ids = [prefix.ids[index] for index in self._seen(group, len(prefix.ids))]
+            held = [at for at in ids if at is not None and at in group.places]
+            num_needed = group.num_to_take(held) + num_lacking[group.window]
+            if num_needed > min(group.num_spare, group.num_free + group.num_idle):
+                return False
+        return True
+
+    def _load_into(self, allocation: Allocation, prefix: _Prefix, found: Sequence[_Found]) -> dict[int, str]:
+        """Let `allocation`, which is empty, hold a prefix, with its contents where it has new blocks.
+
+        Interrupted anywhere, new blocks are free again, and no block has a window block that was not written.
+        """
+        allocator, groups = self._allocator, self._windows
+        for group in groups:
+            group.begin()
+        allocator.allocate_immutable(allocation, prefix.hashes)  # holds what is cached before it takes others
+        block_ids = allocation.block_ids
+        fresh = [block_id for block_id, at in zip(block_ids, prefix.ids, strict=True) if at is None]
+        allocation.resumption = Resumption.at(len(block_ids) * allocator.block_size)
+        # what is loaded -> block, or window block
+        targets: dict[tuple[Kind, int], int] = {
+            (kind, index): block_ids[index] for kind, index in prefix.missing if kind == BLOCKS
+        }
+        for group in groups:
+            group.hold(block_ids[index] for index in self._seen(group, len(block_ids)))
+            lacking = [content for content in prefix.missing if content[0] == group.window]
+            targets |= zip(lacking, group.take_places(fresh, len(lacking)), strict=True)
+        self._store.make_copies()
+        tier_of = self._fill(found, {(kind, prefix.name(index)): to for (kind, index), to in targets.items()})
+        allocator.mark_computed(fresh)
+        for group in groups:
+            for (kind, index), place in targets.items():
+                if kind == group.window:
+                    group.give_place(block_ids[index], place)
+            group.end()
+        if (STATES, len(block_ids) - 1) in prefix.missing:
+            tier_of |= self._fill(found, {(STATES, prefix.name(-1)): block_ids[-1]})
+        if self._layout.has_tensors:
+            return {block_ids[i]: tier_of[BLOCKS, prefix.name(i)] for kind, i in prefix.missing if kind == BLOCKS}
+        return {block_id: tier for tier in tier_of.values() for block_id in fresh}
+
+    def _fill(self, found: Sequence[_Found], targets: Mapping[tuple[Kind, Name], int]) -> dict[tuple[Kind, Name], str]:
+        """Copy contents into blocks and window blocks, or keep a snapshot; says from which tier each came."""
+        tier_of: dict[tuple[Kind, Name], str] = {}
+        for tier, kind, all_names, read, seconds in found:
+            at = [index for index, name in enumerate(all_names) if (kind, name) in targets]
+            if not at:
+                continue
+            names, parts = [all_names[index] for index in at], tier.parts_of(kind)
+            stopwatch = Stopwatch(part.device for part in parts)
+            if read is None:
+                read = tier.load(kind, names)
+            elif len(at) < len(all_names):
+                read = [[torch.cat(fragments)[at]] for fragments in read]
+            ids = [targets[kind, name] for name in names]
+            if kind == STATES:
+                states = states_of_row((part, rows[0][0]) for part, rows in zip(parts, read, strict=True))
+                self._store.states.kept.keep(ids[0], states)
+            else:
+                for part, fragments in zip(parts, read, strict=True):
+                    write_blocks(self._store.pool, part, ids, to_device(part, fragments))
+            stopwatch.stop()
+            tier.touch(kind, names)
+            if kind == BLOCKS or (kind != STATES and not self._layout.has_tensors):
+                self._worth[tier.name].read.add(stopwatch, len(names), seconds)
+            tier_of.update({(kind, name): tier.name for name in names})
+        return tier_of
