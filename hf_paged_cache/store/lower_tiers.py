@@ -6,7 +6,7 @@ An evicted block's content is in the pool until the next write; what was evicted
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakMethod, ref
 
 import torch
@@ -23,10 +23,7 @@ from ..tiers.runs import Run
 from ..tiers.sharing import why_not
 from ..tiers.worth import Rate, Worth
 from .content_layout import ContentLayout
-from .tier_load import TierLoad, Wanted
-
-if TYPE_CHECKING:
-    from .block_store import BlockStore
+from .tier_load import Room, TierLoad, Wanted
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -53,7 +50,7 @@ class LowerTiers:
         layout: of contents.
     """
 
-    def __init__(self, store: "BlockStore", tiers: Sequence[Tier]) -> None:
+    def __init__(self, store: Room, tiers: Sequence[Tier]) -> None:
         self.tiers = list(tiers)
         self._disk = next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
         self._sharing = None if self._disk is None else self._disk.sharing

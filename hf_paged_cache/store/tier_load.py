@@ -8,28 +8,61 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from threading import RLock
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..blocks import Allocation, BlockHash, Group, HashChain, WindowBlocks, resumable_where
+from ..blocks import (
+    Allocation,
+    BlockHash,
+    Group,
+    HashChain,
+    PrefixCachingBlockAllocator,
+    WindowBlocks,
+    resumable_where,
+)
 from ..blocks.allocation import Resumption
 from ..blocks.tokens import TokenIds
 from ..errors import OutOfBlocksError
+from ..kv.block_pool import BlockPool
 from ..kv.contents import states_of_row, to_device, write_blocks
 from ..kv.stopwatch import Stopwatch
 from ..tiers.base import BLOCKS, STATES, Hold, Kind, Name, Tier
 from ..tiers.host import HostTier
 from ..tiers.worth import Worth
 from .content_layout import ContentLayout
-
-if TYPE_CHECKING:
-    from .block_store import BlockStore
+from .state_snapshots import StateSnapshots
+from .window_groups import WindowGroups
 
 logger = logging.getLogger("hf_paged_cache")
 
 _MOST_STAGED_BYTES = 2**26  # rows that are copied at once, beside the pool
+
+
+class Room(Protocol):
+    """What must be known of a store to take blocks of it."""
+
+    lock: RLock
+    allocator: PrefixCachingBlockAllocator
+    pool: BlockPool
+    windows: WindowGroups
+    states: StateSnapshots
+    first_device: Callable[[], torch.device]
+
+    @property
+    def groups(self) -> list[Group]: ...
+
+    def read_budget(self) -> None: ...
+
+    def settle_budget(self) -> None: ...
+
+    def num_obtainable_blocks(self, holder: Any) -> float: ...
+
+    def make_room(self, num_blocks: int) -> None: ...
+
+    def make_copies(self) -> None: ...
 
 
 class Wanted(NamedTuple):
@@ -77,9 +110,7 @@ class TierLoad:
         worth: of each tier, by name.
     """
 
-    def __init__(
-        self, store: "BlockStore", layout: ContentLayout, tiers: Sequence[Tier], worth: Mapping[str, Worth]
-    ) -> None:
+    def __init__(self, store: Room, layout: ContentLayout, tiers: Sequence[Tier], worth: Mapping[str, Worth]) -> None:
         self._store = store
         self._allocator = store.allocator
         self._layout = layout
