@@ -236,7 +236,5 @@ def test_a_file_that_cannot_be_removed_is_not_said_to_be_replaced(
     cache.store.save(tmp_path)
     path = saved_paths(tmp_path)[0]
     os.truncate(path, 50)
-    monkeypatch.setattr(
-        saving, "remove", lambda _: None
-    )  # such as in a folder that only its owner may take files from
+    monkeypatch.setattr(saving, "remove", lambda _: None)  # such as in a folder that only its owner may take files from
     assert cache.store.save(tmp_path).replaced == {}
