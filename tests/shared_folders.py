@@ -69,7 +69,9 @@ def kill(times: int, seed: int, folder: Path, show: Callable[[int], object] = la
             for each in range(first, first + 1000):
                 run(models[kind], cache, **prompt(each), max_new_tokens=1)
 
-        child = in_child(compute)
+        child, latest = in_child(compute), time.monotonic() + 60
+        while not list((folder / kind).glob("[!.]*.safetensors")) and time.monotonic() < latest:
+            time.sleep(0.01)  # on a busy machine it has not begun yet
         time.sleep(random_numbers.uniform(0.05, 0.3))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -29,8 +29,8 @@ from ..kv.stopwatch import Stopwatch
 from ..kv.transfers import Transfer
 from ..stats import RowCount
 from ..store.block_store import BlockStore
-from ..store.bring_up import Wanted
 from ..store.holder import Demand
+from ..store.tier_load import Wanted
 from .admission import UNLIMITED, CallLimits, admit_call, num_blocks_held_only_by, renew_reservation
 from .call_states import CallStates
 from .counters import PromptCounters
@@ -233,7 +233,7 @@ class Call:
                     most = len(tokens) - self.num_needed(request)
                     if most > 0 and (row is None or row.commit_end is None):  # not so of a row that is padding so far
                         wanted.append(Wanted(new.root, new.salt, tokens, most))
-        brought = self.store.tiers.bring_up(wanted, self)
+        brought = self.store.tiers.load(wanted, self)
         with self.store.lock:
             self._brought = brought
 

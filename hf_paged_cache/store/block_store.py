@@ -79,6 +79,7 @@ class BlockStore:
                 f"num_blocks is {num_blocks}; it must be at least 2: block 0 is reserved, and a call needs at least one"
             )
         self.lock = new_lock(self)
+        self.block_size = block_size
         self.max_num_blocks = num_blocks
         self.ran_out_of_memory = False
         self._promised_num_blocks = num_blocks  # given, or settled
@@ -111,11 +112,6 @@ class BlockStore:
         return _FIRST_NUM_BLOCKS if most is None else min(most, _FIRST_NUM_BLOCKS)
 
     @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        return self.allocator.block_size
-
-    @property
     def is_settled(self) -> bool:
         """Whether the most blocks were given, or a forward has shown what the budget holds."""
         return self._promised_num_blocks is not None
@@ -135,7 +131,8 @@ class BlockStore:
         if self.max_num_blocks is None or self.windows.are_all:  # the windows say what there is
             return math.inf
         unmanaged = self.max_num_blocks - self.allocator.num_blocks
-        return self.allocator.num_available_blocks + unmanaged - self.num_reserved_blocks(holder)
+        reserved = self.num_reserved_blocks(holder) if self._reserved else 0
+        return self.allocator.num_available_blocks + unmanaged - reserved
 
     def can_have(self, holder: Holder, demand: Demand) -> bool:
         """Whether `holder` can have all of a demand now."""
@@ -159,7 +156,7 @@ class BlockStore:
     def give_back_reservation(self, holder: Holder) -> None:
         """Nothing is reserved for `holder` any more."""
         self._reserved.pop(holder, None)
-        if self.windows:
+        if self.windows.groups:
             self.windows.reserve(holder, ())
 
     def num_blocks_reserved_for(self, holder: Holder) -> int:
@@ -188,7 +185,7 @@ class BlockStore:
                 group.grow(managed)
 
     def _grow(self, tensors: GroupTensors, managed: int, missing: int, most: int | None) -> int:
-        """Let tensors hold what is managed, and up to `most` blocks so many more as are missing; returns how many it can."""
+        """Let tensors hold what is managed, and of what is missing as much as there can be; returns how many they can."""
         wanted = managed
         if missing > 0 and managed != most:
             wanted += self._growth(managed, missing)
@@ -242,7 +239,7 @@ class BlockStore:
 
         Each device holds its own layers, and a copy of those of all running rows where a view makes one.
         """
-        if self.is_settled and self.max_num_blocks is not None:
+        if self._promised_num_blocks is not None and self.max_num_blocks is not None:
             return self.max_num_blocks
         return 1 + min(
             (
@@ -280,7 +277,7 @@ class BlockStore:
 
         No lock is held: this runs a forward.
         """
-        if self.is_settled or num_tokens <= _MOST_UNMEASURED_TOKENS:
+        if self._promised_num_blocks is not None or num_tokens <= _MOST_UNMEASURED_TOKENS:
             return
         measured = self._measure_layers()
         with self.lock:
@@ -319,9 +316,8 @@ class BlockStore:
         allocator = self.allocator
         num_blocks = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
         num_bytes = num_blocks * self.pool.all.bytes_per_block
-        if groups := self.windows.groups:
-            for group, num_needed in zip(groups, self.windows.num_needed(salt or None), strict=True):
-                num_bytes += num_needed * self.pool.groups[group.window].bytes_per_block
+        for group, num_needed in zip(self.windows.groups, self.windows.num_needed(salt or None), strict=True):
+            num_bytes += num_needed * self.pool.groups[group.window].bytes_per_block
         return num_bytes
 
     @property
@@ -405,10 +401,10 @@ class BlockStore:
 
         Args:
             transfer: see `BlockPool.copy_blocks`.
-            may_wait: see `LowerTiers.move_down`.
+            may_wait: see `LowerTiers.offload`.
         """
-        if self.tiers:
-            self.tiers.move_down(may_wait=may_wait)
+        if self.tiers.tiers:
+            self.tiers.offload(may_wait=may_wait)
         copies = self.allocator.pending_copies
         if copies:
             self.pool.all.copy_blocks(copies, transfer)
@@ -456,11 +452,10 @@ class BlockStore:
             call.drop_rows()
 
     def forget_blocks(self, block_hashes: Iterable[BlockHash], salt: bytes) -> None:
-        """Let nobody hit these blocks of a salt any more, in whatever tier, nor go on from what layers carry behind them."""
+        """Let nobody hit these blocks of a salt any more, in whatever tier, nor resume after them."""
         self.allocator.forget(block_hashes, salt)
-        if self.states:
-            self.states.kept.settle()  # before a block gets one of these hashes again
-        if self.tiers:
+        self.states.kept.settle()  # before a block gets one of these hashes again
+        if self.tiers.tiers:
             self.tiers.forget(block_hashes, salt)
 
     def forget(self, salt: bytes) -> None:
@@ -470,8 +465,7 @@ class BlockStore:
         """
         self.pins.unpin(salt, None)
         self.allocator.forget_cached_blocks(salt)
-        if self.states:
-            self.states.kept.settle()
+        self.states.kept.settle()
         self.tiers.forget_namespace(salt)
         is_empty = self.allocator.num_blocks_in_use == self.allocator.num_cached_blocks == 0
         if is_empty and not any(holder.is_running for holder in self.holders()):

@@ -1,6 +1,6 @@
 """Reads saved blocks into the pool: which files are of this model, what their blocks are called here, and as many as there is room for.
 
-Blocks come up as from any lower tier; whatever holds for cached blocks holds for them.
+Blocks are loaded as from any lower tier; whatever holds for cached blocks holds for them.
 """
 
 from bisect import bisect_right
@@ -14,17 +14,17 @@ from ..blocks import BlockHash
 from ..blocks.hashing import tokens_of
 from ..errors import SavedBlocksError
 from ..tiers.base import STATES, Name
-from ..tiers.files import FileTier
+from ..tiers.disk import FileTier
 from ..tiers.folders import SharedFolder
 from ..tiers.runs import Run
 from ..tiers.saved_file import SavedFile, read_saved_file, saved_paths
 from ..tiers.sharing import renamed, why_not
 from .block_store import BlockStore
-from .bring_up import Wanted
 from .saving import Model
+from .tier_load import Wanted
 
 _NO_ROOM = "there is no room for them in the pool"
-_NO_STATE = "no state was saved behind which they could be gone on from"
+_NO_STATE = "no state was saved after which they could be resumed"
 _NO_PARENT = "the blocks before them are in no file"
 _OTHERWISE = "layers lie on other devices, or have other tensors, than where they were computed"
 
@@ -92,7 +92,7 @@ def load_blocks(
         not_loaded[_NO_PARENT] = num_strays
     sequences = _sequences(blocks, fitting, found)
     for number, sequence in enumerate(sequences):
-        num_left -= _bring_up(blocks, tier, sequence, num_left)
+        num_left -= _load_path(blocks, tier, sequence, num_left)
         progress(number + 1, len(sequences))
     with blocks.lock:
         missing = found.keys() - _cached(blocks, found)
@@ -150,7 +150,8 @@ def _attached(
 
     for file in files:
         parts = blocks.tiers.layout.parts_here(file, blocks.first_device())
-        tier.adopt(Run.found(file, home), parts, name_of)
+        tier.attach(run := Run.found(file, home))
+        tier.adopt(run, parts, name_of)
     return tier
 
 
@@ -162,7 +163,7 @@ def _cached(blocks: BlockStore, found: Mapping[bytes, BlockHash]) -> set[bytes]:
 def _sequences(
     blocks: BlockStore, files: Sequence[SavedFile], found: Mapping[bytes, BlockHash]
 ) -> list[list[BlockHash]]:
-    """The blocks before all ends behind which calls may go on: those of sequences; with windows, where these part; and snapshots."""
+    """The blocks before all places after which calls may resume: ends of sequences; with windows, where these part; and snapshots."""
     here = {block_hash.digest: block_hash for block_hash in found.values()}
     num_children = Counter(block_hash.parent for block_hash in found.values())
     with_states = {
@@ -183,7 +184,7 @@ def _sequences(
     return sequences
 
 
-def _bring_up(blocks: BlockStore, tier: FileTier, path: Sequence[BlockHash], num_left: float) -> int:
+def _load_path(blocks: BlockStore, tier: FileTier, path: Sequence[BlockHash], num_left: float) -> int:
     """Have a sequence cached as far as it is whole and there is room for so many new blocks; returns how many came."""
     with blocks.lock:
         new = [not blocks.allocator.match_prefix((block_hash,), b"") for block_hash in path]
@@ -196,5 +197,5 @@ def _bring_up(blocks: BlockStore, tier: FileTier, path: Sequence[BlockHash], num
     num_damaged = -1
     while len(tier.damaged) > num_damaged:  # what is left of it is looked for again
         num_damaged = len(tier.damaged)
-        brought = blocks.tiers.bring_up_from(tier, row)
-    return len(brought)
+        loaded = blocks.tiers.load_from(tier, row)
+    return len(loaded)

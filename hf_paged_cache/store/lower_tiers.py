@@ -1,7 +1,6 @@
-"""Moves blocks between the pool and the tiers below it: down when they are evicted, up when a prompt asks for them.
+"""The tiers below a store's pool: what is evicted is offloaded to them, and loaded when a prompt asks for it.
 
-An evicted block's content is in the pool until the next write; what was evicted is noted, and copied out before that. What comes
-up is committed under its hash as a cached block, so that a prompt finds it as any other, and whatever holds for blocks holds for it.
+An evicted block's content is in the pool until the next write; what was evicted is noted, and copied out before that.
 """
 
 import logging
@@ -23,8 +22,8 @@ from ..tiers.disk import DiskTier
 from ..tiers.runs import Run
 from ..tiers.sharing import why_not
 from ..tiers.worth import Rate, Worth
-from .bring_up import BringUp, Room, Wanted
 from .content_layout import ContentLayout
+from .tier_load import Room, TierLoad, Wanted
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -43,7 +42,7 @@ class LowerTiers:
     """The tiers below a store's pool. False where there are none; then nothing is noted and nothing looked for.
 
     Args:
-        room: the store. Its lock is held by whoever calls, but for `bring_up`.
+        store: whose pool it is. Its lock is held by whoever calls, but for `load`.
         tiers: from the nearest to the furthest. What is evicted goes into the first.
 
     Attributes:
@@ -51,7 +50,7 @@ class LowerTiers:
         layout: of contents.
     """
 
-    def __init__(self, room: Room, tiers: Sequence[Tier]) -> None:
+    def __init__(self, store: Room, tiers: Sequence[Tier]) -> None:
         self.tiers = list(tiers)
         self._disk = next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
         self._sharing = None if self._disk is None else self._disk.sharing
@@ -63,15 +62,14 @@ class LowerTiers:
         self._must_settle = False  # files have shown what a block takes
         self.compute = Rate()
         self.worth = {tier.name: Worth(self.compute) for tier in tiers}
-        self._room = ref(room)  # which owns this
-        self._allocator = room.allocator
-        self._windows = room.windows
-        self._states = room.states
+        self._store = ref(store)  # which owns this
+        self._allocator = store.allocator
+        self._windows = store.windows
         self._evicted: list[_Evicted] = []  # whose contents are still where they were
-        self.layout = ContentLayout(room.pool, room.windows, room.states, self.tiers)
+        self.layout = ContentLayout(store.pool, store.windows, store.states, self.tiers)
         if self.tiers:
-            room.allocator.watch_evictions(_weakly(self._note_block))
-            room.states.kept.on_evict = _weakly(self._note_snapshot)
+            store.allocator.watch_evictions(_weakly(self._note_block))
+            store.states.kept.on_evict = _weakly(self._note_snapshot)
             self.watch_windows()
 
     def __bool__(self) -> bool:
@@ -125,8 +123,8 @@ class LowerTiers:
 
     def _refresh(self) -> None:
         """Find what other processes have written. The store's lock is held."""
-        room, disk, sharing = self._room(), self._disk, self._sharing
-        if room is None or disk is None or sharing is None:
+        store, disk, sharing = self._store(), self._disk, self._sharing
+        if store is None or disk is None or sharing is None:
             return
         new, models = disk.look(), sharing.identities()
         if len(models) != self._num_models:
@@ -137,8 +135,8 @@ class LowerTiers:
             assert file is not None  # it was found
             why = why_not(file, self._allocator.block_size, models)
             if why is None:
-                self._must_settle |= self.layout.learn(file, room.make_room)
-                parts = self.layout.parts_here(file, room.first_device())
+                self._must_settle |= self.layout.learn(file, store.make_room)
+                parts = self.layout.parts_here(file, store.first_device())
                 disk.adopt(run, parts, lambda block: Name(block, b""))
                 if None not in parts.values():
                     continue
@@ -154,7 +152,7 @@ class LowerTiers:
         if self._disk is not None:
             self._disk.distrust()
 
-    def move_down(self, *, may_wait: bool) -> None:
+    def offload(self, *, may_wait: bool) -> None:
         """Copy out what was evicted since, before anything is written. Where there is no memory for that, it is lost.
 
         Args:
@@ -184,9 +182,7 @@ class LowerTiers:
         del self._evicted[: len(evicted)]
 
     def _add_what_is_before(self, tier: Tier, of_kind: dict[Kind, dict[Name, Any]]) -> None:
-        """Blocks that others may find go down with those before them, which may be in the pool for long: without these, nobody
-        finds them.
-        """
+        """Blocks that others may find are offloaded with those before them, without which nobody finds them."""
         sources = of_kind.setdefault(BLOCKS, {})
         for name in [name for names in list(of_kind.values()) for name in list(names)]:
             if not name.root:
@@ -207,34 +203,34 @@ class LowerTiers:
             rows = self.layout.rows_of(kind, [sources[name] for name in chunk])
             tier.put(kind, parts, chunk, rows, may_wait=may_wait)
 
-    def bring_up(self, rows: Sequence[Wanted], holder: Any) -> dict[int, str]:
-        """See `BringUp.bring_up`."""
-        if (room := self._room()) is None:
+    def load(self, rows: Sequence[Wanted], holder: Any) -> dict[int, str]:
+        """See `TierLoad.load`."""
+        if (store := self._store()) is None:
             return {}
         if self._sharing is not None:
-            with room.lock:
+            with store.lock:
                 self._refresh()
                 must_settle, self._must_settle = self._must_settle, False
             if must_settle:
-                room.read_budget()
-                with room.lock:
-                    room.settle_budget()
-        return BringUp(room, self.layout, self.tiers, self.worth).bring_up(rows, holder)
+                store.read_budget()
+                with store.lock:
+                    store.settle_budget()
+        return TierLoad(store, self.layout, self.tiers, self.worth).load(rows, holder)
 
-    def bring_up_from(self, tier: Tier, row: Wanted) -> dict[int, str]:
-        """`bring_up` of one row from a tier that is none of these, whatever it costs; no lock is held, and blocks that others have
+    def load_from(self, tier: Tier, row: Wanted) -> dict[int, str]:
+        """`load` of one row from a tier that is none of these, whatever it costs; no lock is held, and blocks that others have
         reserved are left to them.
         """
-        if (room := self._room()) is None:
+        if (store := self._store()) is None:
             return {}
-        return BringUp(room, self.layout, [tier], {tier.name: Worth(Rate())}).bring_up([row], None)
+        return TierLoad(store, self.layout, [tier], {tier.name: Worth(Rate())}).load([row], None)
 
     def look_up(self, row: Wanted) -> tuple[int, str | None] | None:
-        """See `BringUp.look_up`."""
-        if not self.tiers or (room := self._room()) is None:
+        """See `TierLoad.look_up`."""
+        if not self.tiers or (store := self._store()) is None:
             return None
         self._refresh()
-        return BringUp(room, self.layout, self.tiers, self.worth).look_up(row)
+        return TierLoad(store, self.layout, self.tiers, self.worth).look_up(row)
 
     def is_telling(self, num_columns: int) -> bool:
         """Whether a forward of so many columns shows what a block costs; that of fewer costs more than its tokens."""

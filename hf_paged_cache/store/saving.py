@@ -1,6 +1,7 @@
 """Writes cached blocks into files that other processes can read: which blocks, by which names, some MB at a time.
 
-Nothing is held meanwhile: blocks that are evicted before it is their turn are left out.
+Nothing is held meanwhile: blocks that are evicted before it is their turn are left out. A file that is damaged is lost to readers as
+a whole: what is whole in it is written anew, under another name, and the file goes.
 """
 
 import os
@@ -12,12 +13,11 @@ from ..blocks import BlockHash, HashChain
 from ..blocks.hashing import digest_behind
 from ..blocks.roots import RootFacts, Roots
 from ..blocks.tokens import TokenIds
-from ..errors import CacheArgumentError
+from ..errors import CacheArgumentError, SavedBlocksError
 from ..tiers.base import STATES, Kind, Name
-from ..tiers.folders import SharedFolder, make_folder
-from ..tiers.mending import mend
+from ..tiers.folders import SharedFolder, make_folder, remove
 from ..tiers.runs import Run
-from ..tiers.saved_file import Identity
+from ..tiers.saved_file import ROWS_DAMAGED, DamagedFileError, Identity, read_saved_file, read_whole_rows, saved_paths
 from ..tiers.sharing import renamed
 from .block_store import BlockStore
 
@@ -101,7 +101,7 @@ def save_blocks(
             chosen, roots, not_saved = _choose(blocks, model, prefixes, pinned=pinned)
             step = _blocks_of_a_file(blocks)
         wanted = {each.saved.digest for each in chosen}
-        known, lost, replaced = mend(home, model.identity.facts, wanted)
+        known, lost, replaced = _mend(home, model.identity.facts, wanted)
         if num_lost := len(lost - wanted):
             not_saved[_LOST] = num_lost
         num_done = num_gone = num_written = num_bytes = 0
@@ -120,6 +120,67 @@ def save_blocks(
     if num_gone:
         not_saved["evicted meanwhile"] = num_gone
     return Saved(num_written, len(chosen) - num_gone - num_written, num_bytes, not_saved, replaced)
+
+
+class _Mended(NamedTuple):
+    """What was found in a folder.
+
+    Attributes:
+        known: kind and digest of what is in it of blocks that were asked for, and whole.
+        lost: digests of blocks of which something was damaged.
+        replaced: path of each file that was damaged, and has gone -> what was wrong.
+    """
+
+    known: set[tuple[Kind, bytes]]
+    lost: set[bytes]
+    replaced: dict[str, str]
+
+
+def _mend(folder: SharedFolder, facts: Mapping[str, str], wanted: Collection[bytes]) -> _Mended:
+    """Have each file of a folder readable that is of this model and has one of these blocks. The folder is locked.
+
+    Who reads a damaged file keeps it open. Files of other models are looked at no further than what they say of
+    themselves; what cannot even say that, under a name of ours, goes.  Cost: reads those files to their end.
+
+    Args:
+        facts: of the model, see `ModelIdentity`.
+        wanted: digests of blocks; without any nothing is done.
+
+    Raises:
+        OSError: the folder cannot be written. Nothing is lost that could be read.
+    """
+    found = _Mended(set(), set(), {})
+    for path in saved_paths(folder.path) if wanted else ():
+        try:
+            file = read_saved_file(path)
+            if file.facts != facts or not any(block.digest in wanted for block in file.blocks):
+                continue
+            whole = {content.kind: read_whole_rows(file, content.kind) for content in file.contents}
+        except DamagedFileError as error:
+            _take_out(path, str(error), found)
+            continue
+        except (SavedBlocksError, OSError):
+            continue
+        rest, lost = Run(folder, file), set[bytes]()
+        for content in file.contents:
+            rows, held = whole[content.kind]
+            blocks = [file.blocks[content.blocks[row]] for row in rows]
+            found.known.update((content.kind, block.digest) for block in blocks)
+            lost.update(file.blocks[number].digest for row, number in enumerate(content.blocks) if row not in rows)
+            if blocks:
+                rest.add(content.kind, content.parts, [Name(block, b"") for block in blocks], held, file.roots)
+        if lost:
+            found.lost.update(lost)
+            if rest.has_rows:
+                rest.save()
+            _take_out(path, f"{path} is damaged: {ROWS_DAMAGED}", found)
+    return found
+
+
+def _take_out(path: Path, why: str, found: _Mended) -> None:
+    remove(path)
+    if not path.exists():
+        found.replaced[str(path)] = why
 
 
 def _choose(

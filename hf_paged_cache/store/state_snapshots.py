@@ -105,16 +105,16 @@ class StateSnapshots:
         self.kept.limit(max(self._least, most))
 
     def use(self, block_ids: Sequence[int], num_tokens: int) -> States:
-        """The states behind `num_tokens` tokens, uncopied: not to be written."""
+        """The states after `num_tokens` tokens, uncopied: not to be written."""
         return self.kept.use(block_ids[num_tokens // self._block_size - 1])
 
     def has(self, block_ids: Sequence[int], num_tokens: int) -> bool:
-        """Whether there is a snapshot behind so many tokens."""
+        """Whether there is a snapshot after so many tokens."""
         index, rest = divmod(num_tokens, self._block_size)
         return not rest and 0 < index <= len(block_ids) and self.kept.has(block_ids[index - 1])
 
     def keep(self, block_ids: Sequence[int], num_tokens: int, states: States, *, may_evict: bool = True) -> bool:
-        """Keep copies of states behind `num_tokens` tokens, at the end of a block that can be hit; whether that is new."""
+        """Keep copies of states after `num_tokens` tokens, at the end of a block that can be hit; whether that is new."""
         index, rest = divmod(num_tokens, self._block_size)
         if rest or not 0 < index <= len(block_ids):
             return False
@@ -126,5 +126,5 @@ class StateSnapshots:
         return self.kept.keep(block_id, copied(states), may_evict=may_evict)
 
     def drop(self, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Let go of the snapshot behind so many tokens."""
+        """Let go of the snapshot after so many tokens."""
         self.kept.drop(block_ids[num_tokens // self._block_size - 1])

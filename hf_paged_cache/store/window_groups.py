@@ -12,7 +12,7 @@ from ..blocks import PrefixCachingBlockAllocator, WindowBlocks
 from .holder import Holder
 
 # Window blocks for each block, where a budget in bytes is divided. A sequence needs few of them, however long it is; what
-# there is beyond keeps prompts that may be gone on from anywhere.
+# there is beyond keeps prompts that may be resumed anywhere.
 SHARE_OF_A_BUDGET = 0.5
 
 
@@ -24,7 +24,7 @@ class RowToCome(NamedTuple):
     num_copies: int  # rows of the batch that it stands for
     is_in_chunks: bool  # the prompt comes in several forwards
     is_copied: bool = False  # its last block is, before it is written
-    num_known: int | None = None  # its first forward begins behind so many, or one less; None: nobody knows
+    num_known: int | None = None  # its first forward begins after so many, or one less; None: nobody knows
 
 
 class WindowGroups:
@@ -180,7 +180,7 @@ class WindowGroups:
 
     def lacking(self, holder: Holder, demand: Sequence[int]) -> str | None:
         """Why a demand cannot be met, of each group as many window blocks in all; None where it can."""
-        if self.are_implied or not demand:
+        if not demand or self.are_implied:
             return None
         for group, needed, obtainable in zip(self.groups, demand, self.num_obtainable(holder), strict=True):
             if needed > obtainable:

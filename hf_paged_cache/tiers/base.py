@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakSet
@@ -41,14 +42,7 @@ class Name(NamedTuple):
 
 @dataclass(slots=True)
 class TierCounts:
-    """What a tier has done, of blocks: without windows or states alone.
-
-    Attributes:
-        num_down: contents that it was given, of whatever kind.
-        num_up: contents that were read back.
-        num_dropped: contents that it had, and gave up for others or lost.
-        num_refused: contents that it had no room for, or that were not worth it.
-    """
+    """Contents that a tier was given, read back, gave up or lost, and had no room for or that were not worth it."""
 
     num_down: int = 0
     num_up: int = 0
@@ -63,12 +57,11 @@ class Hold:
         self.digests = {name.digest for name in names}
 
 
-_Place = TypeVar("_Place")
+_P = TypeVar("_P", bound=Any)  # a place, with a `position` in the order in which contents lie
 
 
-class Shelf(Generic[_Place]):
-    """The contents of one kind: name -> place, the least recently used first. Those that are held are passed over when the first
-    is asked for.
+class Shelf(Generic[_P]):
+    """The contents of one kind: name -> place, the least recently used first.
 
     Args:
         parts: what a row is made of.
@@ -76,7 +69,7 @@ class Shelf(Generic[_Place]):
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
-        self._entries: OrderedDict[bytes, tuple[Name, _Place]] = OrderedDict()
+        self._entries: OrderedDict[bytes, tuple[Name, _P]] = OrderedDict()
         self._holds: WeakSet[Hold] = WeakSet()
 
     def __len__(self) -> int:
@@ -86,10 +79,10 @@ class Shelf(Generic[_Place]):
         """True also without any."""
         return True
 
-    def __iter__(self) -> Iterator[tuple[Name, _Place]]:
+    def __iter__(self) -> Iterator[tuple[Name, _P]]:
         return iter(list(self._entries.values()))
 
-    def get(self, name: Name) -> _Place | None:
+    def get(self, name: Name) -> _P | None:
         """Where a content is; None where it is not, or the digest has other tokens or another namespace."""
         entry = self._entries.get(name.digest)
         return entry[1] if entry is not None and entry[0] == name else None
@@ -98,7 +91,7 @@ class Shelf(Generic[_Place]):
         """Whether something has this digest, were it other tokens'."""
         return name.digest in self._entries
 
-    def add(self, name: Name, place: _Place) -> None:
+    def add(self, name: Name, place: _P) -> None:
         """Keep a content whose digest is not there; it is the most recently used."""
         self._entries[name.digest] = (name, place)
 
@@ -111,7 +104,7 @@ class Shelf(Generic[_Place]):
         """The least recently used that is not among those held."""
         return next((name for digest, (name, _) in self._entries.items() if digest not in held), None)
 
-    def remove(self, name: Name) -> _Place:
+    def remove(self, name: Name) -> _P:
         """Keep it no more; returns where it was."""
         return self._entries.pop(name.digest)[1]
 
@@ -124,16 +117,6 @@ class Shelf(Generic[_Place]):
     def held(self) -> set[bytes]:
         """Digests that must keep their places."""
         return {digest for hold in self._holds for digest in hold.digests}
-
-    def num_of(self, namespace: bytes | None) -> int:
-        """Contents of one namespace; None: of all."""
-        if namespace is None:
-            return len(self._entries)
-        return sum(name.namespace == namespace for name, _ in self._entries.values())
-
-    def clear(self) -> None:
-        """Keep nothing."""
-        self._entries.clear()
 
 
 _NOTHING: Shelf[Any] = Shelf(())
@@ -153,10 +136,31 @@ class Tier(ABC):
     def __init__(self) -> None:
         self.counts = TierCounts()
         self._shelves: dict[Kind, Any] = {}  # kind -> `Shelf` of whatever places this tier has
+        self._is_dirty = False
 
     def _shelf(self, kind: Kind) -> Shelf[Any]:
         shelf: Shelf[Any] = self._shelves.get(kind, _NOTHING)
         return shelf
+
+    def _place_of(self, kind: Kind, name: Name) -> Any:
+        return self._shelf(kind).get(name)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Where this is left by an exception, the next change derives first what follows from the shelves."""
+        self._settle()
+        self._is_dirty = True
+        yield
+        self._is_dirty = False
+
+    def _settle(self) -> None:
+        if self._is_dirty:
+            self._derive()
+            self._is_dirty = False
+
+    @abstractmethod
+    def _derive(self) -> None:
+        """Derive what follows from the shelves and the runs."""
 
     @property
     @abstractmethod
@@ -165,7 +169,8 @@ class Tier(ABC):
 
     def num_of(self, kind: Kind, namespace: bytes | None = None) -> int:
         """Contents of a kind, of one namespace or of all."""
-        return self._shelf(kind).num_of(namespace)
+        shelf = self._shelf(kind)
+        return len(shelf) if namespace is None else sum(name.namespace == namespace for name, _ in shelf)
 
     def parts_of(self, kind: Kind) -> tuple[Part, ...]:
         """What a row of this kind is made of."""
@@ -173,15 +178,16 @@ class Tier(ABC):
 
     def has(self, kind: Kind, name: Name) -> bool:
         """Whether this content is here."""
-        return self._shelf(kind).get(name) is not None
+        return self._place_of(kind, name) is not None
 
     def hold(self, kind: Kind, names: Iterable[Name]) -> Hold:
         """Nothing takes their place as long as the hold lives."""
         return self._shelf(kind).hold(names)
 
-    @abstractmethod
     def in_order(self, kind: Kind, names: Iterable[Name]) -> list[Name]:
-        """Those that are here, in the order in which they lie, so that few copies bring many."""
+        """Those that are here, in the order in which they lie, so that few copies load many."""
+        place_of = {name: place for name in names if (place := self._place_of(kind, name)) is not None}
+        return sorted(place_of, key=lambda name: place_of[name].position)
 
     @abstractmethod
     def touch(self, kind: Kind, names: Iterable[Name]) -> None:
@@ -193,7 +199,7 @@ class Tier(ABC):
 
         Args:
             rows: of each part, on its device or on the host; the host's are kept as they are.
-            may_wait: a content that goes down from here may be waited for.
+            may_wait: a content that goes from here to the next tier may be waited for.
         """
 
     @abstractmethod

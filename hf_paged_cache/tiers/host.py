@@ -1,7 +1,7 @@
 """The host tier: contents of blocks in pinned host memory, for pools on an accelerator.
 
-Copies to it and from it are in one order with what the device computes: whoever reads a content, or writes its place anew,
-comes later. The host waits for none of them. Who reads a content with the host's own instructions asks whether it has arrived.
+Copies to it and from it are in one order with what the device computes, and the host waits for none of them. Who reads a content
+with the host's own instructions asks whether it has arrived.
 """
 
 import logging
@@ -38,7 +38,7 @@ class _Slab:
 class _Place(NamedTuple):
     """Where a content lies, and when it has arrived there."""
 
-    slot: int
+    position: int
     arrival: Sequence[torch.Event]
 
     @property
@@ -58,8 +58,7 @@ class _HostShelf(Shelf[_Place]):
         self.row_bytes = sum(part.num_bytes for part in parts)
         self.max_bytes = max_bytes
         self._slabs: list[_Slab] = []
-        self._free: deque[int] = deque()  # in the order in which they are taken
-        self.is_dirty = False
+        self.free: deque[int] = deque()  # in the order in which they are taken
 
     @property
     def num_bytes(self) -> int:
@@ -67,19 +66,15 @@ class _HostShelf(Shelf[_Place]):
 
     def take(self) -> int | None:
         """A free slot; None where there is none, and no memory for more."""
-        if not self._free:
+        if not self.free:
             self._grow()
-        return self._free.popleft() if self._free else None
-
-    def give_back(self, slot: int) -> None:
-        self._free.append(slot)
+        return self.free.popleft() if self.free else None
 
     def _grow(self) -> None:
         """Take one slab more, within the budget: powers of two, as pinned memory is dealt out in these."""
         left = self.max_bytes - self.num_bytes
-        num_bytes = _power_of_two(min(left, _MAX_SLAB_BYTES))
-        while 0 < num_bytes < self.row_bytes and num_bytes * 2 <= left:
-            num_bytes *= 2
+        wanted = max(_MAX_SLAB_BYTES, 1 << (self.row_bytes - 1).bit_length())
+        num_bytes = 1 << (min(left, wanted).bit_length() - 1) if left > 0 else 0
         num_rows = num_bytes // self.row_bytes
         if not num_rows:
             return
@@ -95,15 +90,15 @@ class _HostShelf(Shelf[_Place]):
             )
             return
         self._slabs.append(slab)
-        self._free.extend(range(slab.first, slab.stop))
+        self.free.extend(range(slab.first, slab.stop))
 
-    def settle(self) -> None:
-        """Derive anew what is free, where a change was interrupted."""
-        if self.is_dirty:
-            used = {place.slot for _, place in self}
-            slots = (slot for slab in self._slabs for slot in range(slab.first, slab.stop))
-            self._free = deque(slot for slot in slots if slot not in used)
-            self.is_dirty = False
+    def _slots(self) -> list[int]:
+        return [slot for slab in self._slabs for slot in range(slab.first, slab.stop)]
+
+    def derive(self) -> None:
+        """What is free."""
+        used = {place.position for _, place in self}
+        self.free = deque(slot for slot in self._slots() if slot not in used)
 
     def rows_at(self, part: int, slot: int, num_slots: int) -> Tensor:
         """Rows of slots side by side, where they lie."""
@@ -111,12 +106,10 @@ class _HostShelf(Shelf[_Place]):
         return slab.rows[part][slot - slab.first : slot - slab.first + num_slots]
 
     def check(self) -> None:
-        self.settle()
-        used = [place.slot for _, place in self]
-        slots = [slot for slab in self._slabs for slot in range(slab.first, slab.stop)]
-        if sorted([*used, *self._free]) != slots:
+        used, slots = [place.position for _, place in self], self._slots()
+        if sorted([*used, *self.free]) != slots:
             raise BlockStateError(
-                f"slots must be free or have one content: {used} used, {list(self._free)} free of {slots}"
+                f"slots must be free or have one content: {used} used, {list(self.free)} free of {slots}"
             )
         if self.num_bytes > self.max_bytes:
             raise BlockStateError(f"a tier of at most {self.max_bytes} bytes has taken {self.num_bytes}")
@@ -157,6 +150,10 @@ class HostTier(Tier):
             for kind, made in layout.items()
         }
 
+    def _derive(self) -> None:
+        for shelf in self._shelves.values():
+            shelf.derive()
+
     @property
     def num_bytes(self) -> int:
         return sum(shelf.num_bytes for shelf in self._shelves.values())
@@ -170,26 +167,20 @@ class HostTier(Tier):
         if shelf is None or shelf.parts != tuple(parts):
             self._pass_on(kind, parts, names, rows, may_wait)
             return
-        shelf.settle()
-        new = []
-        for index, name in enumerate(names):
-            if shelf.has_digest(name):
-                shelf.touch(name)
-            else:
-                new.append(index)
-        shelf.is_dirty = True
-        slots = self._take(kind, shelf, len(new), may_wait=may_wait)
-        indices = new[len(new) - len(slots) :]  # those that were used last
-        for number, of_part in enumerate(rows):
-            for start, length in runs(slots):
-                for first, count in runs(indices[start : start + length]):
-                    at = start + first
-                    target = shelf.rows_at(number, slots[at], count)
-                    target.copy_(of_part[indices[at] : indices[at] + count], non_blocking=True)
-        arrival = events_on(part.device for part in parts)
-        for index, slot in zip(indices, slots, strict=True):
-            shelf.add(names[index], _Place(slot, arrival))
-        shelf.is_dirty = False
+        self.touch(kind, names)
+        new = [index for index, name in enumerate(names) if not shelf.has_digest(name)]
+        with self._changing():
+            slots = self._take(kind, shelf, len(new), may_wait=may_wait)
+            indices = new[len(new) - len(slots) :]  # those that were used last
+            for number, of_part in enumerate(rows):
+                for start, length in runs(slots):
+                    for first, count in runs(indices[start : start + length]):
+                        at = start + first
+                        target = shelf.rows_at(number, slots[at], count)
+                        target.copy_(of_part[indices[at] : indices[at] + count], non_blocking=True)
+            arrival = events_on(part.device for part in parts)
+            for index, slot in zip(indices, slots, strict=True):
+                shelf.add(names[index], _Place(slot, arrival))
         self.counts.num_down += len(slots)
         if refused := new[: len(new) - len(slots)]:
             self._pass_on(kind, parts, [names[index] for index in refused], [each[refused] for each in rows], may_wait)
@@ -213,7 +204,7 @@ class HostTier(Tier):
                     break
                 self._send_below(kind, shelf, oldest, may_wait=may_wait)
                 self.counts.num_dropped += 1
-                slot = shelf.remove(oldest).slot
+                slot = shelf.remove(oldest).position
             slots.append(slot)
         return sorted(slots)
 
@@ -230,47 +221,36 @@ class HostTier(Tier):
                 return
             for event in place.arrival:
                 event.synchronize()
-        rows = [shelf.rows_at(number, place.slot, 1).clone() for number in range(len(shelf.parts))]
+        rows = [shelf.rows_at(number, place.position, 1).clone() for number in range(len(shelf.parts))]
         below.put(kind, shelf.parts, (name,), rows, may_wait=may_wait)
 
     def load(self, kind: Kind, names: Sequence[Name]) -> list[list[Tensor]]:
         """Of each part, rows in the order of the names, where they lie: to be copied from, by the device alone."""
         shelf = self._shelves[kind]
-        slots = [place.slot for name in names if (place := shelf.get(name)) is not None]
-        assert len(slots) == len(names)  # held
+        slots = [place.position for name in names if (place := shelf.get(name)) is not None]  # all are held
         self.counts.num_up += len(names)
         return [
             [shelf.rows_at(number, slots[start], length) for start, length in runs(slots)]
             for number in range(len(shelf.parts))
         ]
 
-    def in_order(self, kind: Kind, names: Iterable[Name]) -> list[Name]:
-        slot_of = {name: place.slot for name in names if (place := self._shelf(kind).get(name)) is not None}
-        return sorted(slot_of, key=slot_of.__getitem__)
-
     def forget(self, names: Collection[Name]) -> None:
-        for shelf in self._shelves.values():
-            shelf.settle()
-            shelf.is_dirty = True
-            for name in names:
-                if shelf.get(name) is not None:
-                    shelf.give_back(shelf.remove(name).slot)
-            shelf.is_dirty = False
+        with self._changing():
+            for shelf in self._shelves.values():
+                for name in names:
+                    if shelf.get(name) is not None:
+                        shelf.free.append(shelf.remove(name).position)
 
     def reset(self) -> None:
         self._shelves = {}
 
     def check(self) -> None:
         """Prove that each slot is free or has one content, and that budgets are kept, or raise BlockStateError."""
+        self._settle()
         for shelf in self._shelves.values():
             shelf.check()
         if self.num_bytes > self.max_bytes:
             raise BlockStateError(f"the host tier of at most {self.max_bytes} bytes has taken {self.num_bytes}")
-
-
-def _power_of_two(number: int) -> int:
-    """The largest that is not above a number; 0 below 1."""
-    return 1 << (number.bit_length() - 1) if number > 0 else 0
 
 
 def shares_of(kinds: Mapping[Kind, int], weights: Mapping[Kind, float]) -> dict[Kind, float]:

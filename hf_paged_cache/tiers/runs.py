@@ -8,10 +8,9 @@ import json
 import logging
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +19,8 @@ from ..blocks.hashing import TOKEN_BYTES, BlockHash
 from ..blocks.roots import RootFacts
 from ..kv.contents import Part
 from .base import Kind, Name
-from .folders import remove
-from .saved_file import (
-    ModelFacts,
-    SavedContents,
-    SavedFile,
-    new_path,
-    read_rows,
-    write_saved_file,
-)
+from .folders import OwnFolder, SharedFolder, remove
+from .saved_file import ModelFacts, SavedContents, SavedFile, new_path, read_rows, write_saved_file
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -49,23 +41,6 @@ def content_bytes(parts: Sequence[Part], name: Name) -> int:
 def kind_bytes(parts: Sequence[Part]) -> int:
     """Of what a file says of a kind, at most, beside its contents."""
     return _BYTES_OF_AN_ENTRY * (1 + sum(2 + len(part.pieces) for part in parts))
-
-
-class Home(Protocol):
-    """Where a run's file is written; see `OwnFolder` and `SharedFolder`."""
-
-    @property
-    def is_shared(self) -> bool: ...  # with other processes
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def mode(self) -> int: ...  # permissions of files
-
-    def write(self, num_bytes: int, write: Callable[[], object], *, may_wait: bool = True) -> bool: ...
-
-    def use(self, path: Path) -> None: ...
 
 
 class _Chunk(NamedTuple):
@@ -100,7 +75,7 @@ class Run:
         problem: why the file could not be written or read; then nothing of it is there.
     """
 
-    def __init__(self, home: Home, model: ModelFacts | None = None) -> None:
+    def __init__(self, home: OwnFolder | SharedFolder, model: ModelFacts | None = None) -> None:
         self.path = new_path(home.path)
         self._facts, self._settings = ({}, {}) if model is None else (dict(model.facts), dict(model.settings))
         self.num_bytes = _HEADER_BYTES + len(json.dumps([self._facts, self._settings]))
@@ -117,7 +92,7 @@ class Run:
         self._is_dropped = False
 
     @classmethod
-    def found(cls, file: SavedFile, home: Home) -> "Run":
+    def found(cls, file: SavedFile, home: SharedFolder) -> "Run":
         """A file that is there."""
         run = cls(home)
         run.path, run.num_bytes, run.file = file.path, file.num_bytes, file
@@ -128,7 +103,7 @@ class Run:
     @property
     def has_rows(self) -> bool:
         """Whether any were added."""
-        return any((self._chunks or {}).values())
+        return bool(self._chunks)
 
     @property
     def is_in_memory(self) -> bool:
@@ -151,18 +126,17 @@ class Run:
             roots: of these contents' sequences, where others may find them.
         """
         assert self._chunks is not None
-        if kind not in self._chunks:
+        if kind not in self._parts:
             self._parts[kind] = tuple(parts)
             self.num_bytes += kind_bytes(parts)
-            self._chunks[kind] = []
         for root in roots:
             if (digest := root.root()) not in self._roots:
                 self._roots[digest] = root
                 self.num_bytes += _BYTES_OF_AN_ENTRY + 2 * len(root.regime)
         self.num_bytes += sum(content_bytes(parts, name) for name in names)
-        chunks = self._chunks[kind]
+        chunks = self._chunks.get(kind, [])
         first = chunks[-1].first + len(chunks[-1].names) if chunks else 0
-        chunks.append(_Chunk(first, names, rows, arrival))
+        self._chunks[kind] = [*chunks, _Chunk(first, names, rows, arrival)]
         return first
 
     def save(self) -> SavedFile:
@@ -172,26 +146,22 @@ class Run:
             OSError: it cannot be; nothing is left of it.
         """
         assert self._chunks is not None
-        chunks_of, rows = {kind: chunks for kind, chunks in self._chunks.items() if chunks}, {}
-        for kind, chunks in chunks_of.items():
+        numbers: dict[BlockHash, int] = {}
+        contents, rows = [], {}
+        for kind, chunks in self._chunks.items():
             for chunk in chunks:
                 chunk.wait()
-            rows[kind] = [_joined([chunk.rows[part] for chunk in chunks]) for part in range(len(self._parts[kind]))]
-        self.file = write_saved_file(self._described(chunks_of), rows, self._home.mode, outlives=self.is_shared)
-        return self.file
-
-    def _described(self, chunks_of: Mapping[Kind, Sequence[_Chunk]]) -> SavedFile:
-        """What the file says."""
-        numbers: dict[BlockHash, int] = {}
-        contents = []
-        for kind, chunks in chunks_of.items():
+            of_parts = [[chunk.rows[part] for chunk in chunks] for part in range(len(self._parts[kind]))]
+            rows[kind] = [fragments[0] if len(fragments) == 1 else torch.cat(fragments) for fragments in of_parts]
             names = [name for chunk in chunks for name in chunk.names]
-            rows = tuple(numbers.setdefault(name.block_hash, len(numbers)) for name in names)
-            contents.append(SavedContents(kind, self._parts[kind], rows, ()))
+            blocks = tuple(numbers.setdefault(name.block_hash, len(numbers)) for name in names)
+            contents.append(SavedContents(kind, self._parts[kind], blocks, ()))
         parents = {block.parent for block in numbers}
         roots = tuple(root for digest, root in self._roots.items() if digest in parents)
         block_size = len(next(iter(numbers)).token_bytes) // TOKEN_BYTES
-        return SavedFile(self.path, 0, block_size, self._facts, self._settings, roots, (*numbers,), tuple(contents))
+        file = SavedFile(self.path, 0, block_size, self._facts, self._settings, roots, (*numbers,), tuple(contents))
+        self.file = write_saved_file(file, rows, self._home.mode, outlives=self.is_shared)
+        return self.file
 
     def write(self, *, may_wait: bool = True) -> None:
         """Let the file have it when its folder has room. What it cannot hold is lost.
@@ -271,24 +241,18 @@ class Writer:
             )
             self._thread.start()
 
-    def given(self) -> list[Run]:
-        """Runs that were not written any more."""
-        found = []
+    def stop(self) -> list[Run]:
+        """Write no more runs, and wait for the one that is being written, but not for long; returns those that are not written."""
+        self._must_stop.set()
+        self.join(_MOST_SECONDS)
+        left = []
         while not self._queue.empty():
             if (run := self._queue.get()) is not None:
-                found.append(run)
-        return found
+                left.append(run)
+        return left
 
-    def stop(self) -> None:
-        """Write no more runs, and wait for the one that is being written, but not for long."""
-        self._must_stop.set()
-        self._join(_MOST_SECONDS)
-
-    def join(self) -> None:
+    def join(self, seconds: float | None = None) -> None:
         """Wait until all runs that were given are written."""
-        self._join(None)
-
-    def _join(self, seconds: float | None) -> None:
         self._queue.put(None)
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():  # the collector may run in any
@@ -299,7 +263,3 @@ def _write_all(queue: "SimpleQueue[Run | None]", must_stop: threading.Event) -> 
     while (run := queue.get()) is not None and not must_stop.is_set():
         run.write()
         del run  # while it waits, it holds nothing
-
-
-def _joined(rows: list[Tensor]) -> Tensor:
-    return rows[0] if len(rows) == 1 else torch.cat(rows)

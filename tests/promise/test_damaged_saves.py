@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from hf_paged_cache import PagedPrefixCache, saved_report
-from hf_paged_cache.tiers import mending
+from hf_paged_cache.store import saving
 from hf_paged_cache.tiers.saved_file import read_saved_file, saved_paths
 
 from ..reference import assert_same, batch, row, run
@@ -179,18 +179,18 @@ def test_a_reader_that_has_the_damaged_file_open_keeps_it_and_one_that_opens_it_
     data[-1] ^= 1
     path.write_bytes(data)
     reader = new_cache(model)
-    bring_up = reader.store.blocks.tiers.bring_up_from
+    load = reader.store.blocks.tiers.load_from
 
     def meanwhile(*given: Any) -> Any:
-        patch.setattr(reader.store.blocks.tiers, "bring_up_from", bring_up)
+        patch.setattr(reader.store.blocks.tiers, "load_from", load)
         with safe_open(path, framework="pt") as opened:
             before = opened.get_tensor("blocks.0")
             cache.store.save(tmp_path)
             assert opened.get_tensor("blocks.0").equal(before)
-        return bring_up(*given)
+        return load(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader.store.blocks.tiers, "bring_up_from", meanwhile)
+        patch.setattr(reader.store.blocks.tiers, "load_from", meanwhile)
         loaded = reader.store.load(tmp_path)
     assert loaded.num_blocks + sum(loaded.not_loaded.values()) == 20
     for prompt in asked(2, 3):
@@ -212,7 +212,7 @@ def test_killed_between_two_steps_of_mending_nothing_is_lost(tmp_path: Path, mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(mending, "remove", die)
+        patch.setattr(saving, "remove", die)
         with pytest.raises(KeyboardInterrupt):
             cache.store.save(tmp_path)
     assert {block.digest for each in saved_paths(tmp_path) for block in read_saved_file(each).blocks} == names
@@ -236,7 +236,5 @@ def test_a_file_that_cannot_be_removed_is_not_said_to_be_replaced(
     cache.store.save(tmp_path)
     path = saved_paths(tmp_path)[0]
     os.truncate(path, 50)
-    monkeypatch.setattr(
-        mending, "remove", lambda _: None
-    )  # such as in a folder that only its owner may take files from
+    monkeypatch.setattr(saving, "remove", lambda _: None)  # such as in a folder that only its owner may take files from
     assert cache.store.save(tmp_path).replaced == {}

@@ -57,7 +57,7 @@ def test_another_store_goes_on_from_what_was_saved(kind: str, tmp_path: Path) ->
     cache = new_cache(twin)
     loaded = cache.store.load(tmp_path)
     assert loaded.num_blocks >= 16
-    assert loaded.not_loaded.keys() <= {"no state was saved behind which they could be gone on from"}
+    assert loaded.not_loaded.keys() <= {"no state was saved after which they could be resumed"}
     cache.check()
     for prompt in (*asked(2, 3, 4), batch(BASE[:50]), batch([*BASE, *row((5, 9))], [*BASE[:60], *row((6, 13))])):
         assert_same(run(model, **prompt), run(twin, cache, **prompt))
@@ -318,14 +318,14 @@ def test_files_that_vanish_while_they_are_read_are_misses(tmp_path: Path, monkey
     paths = saved_paths(tmp_path)
     assert len(paths) > 2
     cache = new_cache(model)
-    bring_up = cache.store.blocks.tiers.bring_up_from
+    load = cache.store.blocks.tiers.load_from
 
     def vanishing(*given: Any) -> Any:
         for path in paths[1:]:
             path.unlink(missing_ok=True)
-        return bring_up(*given)
+        return load(*given)
 
-    monkeypatch.setattr(cache.store.blocks.tiers, "bring_up_from", vanishing)
+    monkeypatch.setattr(cache.store.blocks.tiers, "load_from", vanishing)
     loaded = cache.store.load(tmp_path)
     cache.check()
     assert loaded.not_loaded

@@ -11,7 +11,7 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from hf_paged_cache import BlockStateError, CacheArgumentError, OutOfBlocksError
+from hf_paged_cache import CacheArgumentError, OutOfBlocksError
 from hf_paged_cache.blocks import BlockTable, root_hash
 from hf_paged_cache.call.admission import grow_anew_for
 from hf_paged_cache.kv.slot_mapping import SlotMapping
@@ -116,43 +116,7 @@ def test_a_store_grows_by_a_factor_and_by_more_where_more_is_asked_for() -> None
     assert store.allocator.num_free_blocks == 50_000
 
 
-def test_a_store_never_grows_beyond_its_most_and_reaches_it() -> None:
-    store = BlockStore(BLOCK_SIZE, 70)
-    table = fill(store, 69 * BLOCK_SIZE)
-    assert store.allocator.num_blocks == store.max_num_blocks == store.pool.all.capacity == 70
-    assert read(store, table) == list(range(69 * BLOCK_SIZE))
-
-
-def test_blocks_not_managed_yet_count_as_free() -> None:
-    store = BlockStore(BLOCK_SIZE, 1000)
-    assert store.num_free_blocks == 999
-    table = fill(store, 10)
-    assert store.num_free_blocks == 999 - 3
-    table.free()
-    assert store.num_free_blocks + store.allocator.num_cached_blocks == 999
-
-
-def test_bytes_in_use_are_those_of_held_blocks() -> None:
-    store = BlockStore(BLOCK_SIZE, 100)
-    assert store.kv_bytes_in_use() == 0
-    table = fill(store, 10)
-    assert store.kv_bytes_in_use() == 3 * BLOCK_SIZE * 4
-    table.free()
-    assert store.kv_bytes_in_use() == 0
-
-
 # Reserves
-
-
-def test_what_is_reserved_for_one_holder_no_other_can_have() -> None:
-    store, ours, theirs = BlockStore(BLOCK_SIZE, 11), IdleHolder(), IdleHolder()
-    store.reserve(ours, 6)
-    assert store.num_obtainable_blocks(ours) == 10
-    assert store.num_obtainable_blocks(theirs) == 4
-    assert (store.num_reserved_blocks(ours), store.num_reserved_blocks(theirs)) == (0, 6)
-    with fill(store, 3 * BLOCK_SIZE):
-        store.reserve(ours, 3)
-        assert store.num_obtainable_blocks(theirs) == 10 - 3 - 3
 
 
 def test_blocks_not_managed_yet_can_be_had_and_reserves_come_off_for_others_only() -> None:
@@ -192,17 +156,6 @@ def test_cached_blocks_can_be_had_and_held_ones_cannot() -> None:
     table.free()
     assert store.allocator.num_cached_blocks == 3
     assert store.num_obtainable_blocks(holder) == 10
-
-
-def test_holders_are_known_as_long_as_they_live() -> None:
-    store = BlockStore(BLOCK_SIZE, 11)
-    holder: Any = IdleHolder()
-    store.add_holder(holder)
-    store.add_holder(holder)
-    assert list(store.holders()) == [holder]
-    del holder
-    gc.collect()
-    assert list(store.holders()) == []
 
 
 # Budget
@@ -248,14 +201,6 @@ def test_a_budget_leaves_what_the_first_call_has_reserved(monkeypatch: pytest.Mo
     store.settle_budget()
     assert store.max_num_blocks == store.allocator.num_blocks + 500
     assert store.num_obtainable_blocks(holder) >= 500
-
-
-def test_a_number_that_was_given_is_the_budget() -> None:
-    store = BlockStore(BLOCK_SIZE, 11)
-    fill(store, 10)
-    store.read_budget()
-    store.settle_budget()
-    assert store.max_num_blocks == 11
 
 
 def test_each_device_holds_its_own_layers_and_the_copy_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,15 +402,6 @@ def test_copies_on_write_are_made_before_the_next_write_and_once() -> None:
     assert forked.block_ids[1] != table.block_ids[1]
 
 
-def test_rows_left_behind_are_ended_once_in_order() -> None:
-    store = BlockStore(BLOCK_SIZE, 11)
-    rows = [Rows(), Rows()]
-    store.left_behind.extend(rows)
-    store.settle()
-    store.settle()
-    assert [each.num_ended for each in rows] == [1, 1]
-
-
 def test_rows_left_behind_are_not_lost_when_ending_them_is_interrupted() -> None:
     store = BlockStore(BLOCK_SIZE, 11)
     rows = [Rows(failing=True), Rows()]
@@ -485,11 +421,3 @@ def test_a_reset_forgets_every_block_and_gives_the_memory_back() -> None:
     table = fill(store, 10)
     assert read(store, table) == list(range(10))
     store.allocator.check()
-
-
-def test_a_reset_is_refused_while_somebody_holds_blocks_and_changes_nothing() -> None:
-    store = BlockStore(BLOCK_SIZE, 100)
-    table = fill(store, 10)
-    with pytest.raises(BlockStateError, match="3 blocks are in use"):
-        store.reset_prefix_cache()
-    assert read(store, table) == list(range(10))

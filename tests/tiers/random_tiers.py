@@ -25,10 +25,10 @@ from hf_paged_cache.blocks import BlockTable, WindowBlocks, resumable, root_hash
 from hf_paged_cache.errors import OutOfBlocksError
 from hf_paged_cache.kv.contents import write_blocks
 from hf_paged_cache.kv.states import StateKey
-from hf_paged_cache.store import bring_up
+from hf_paged_cache.store import tier_load
 from hf_paged_cache.store.block_store import BlockStore
-from hf_paged_cache.store.bring_up import Wanted
 from hf_paged_cache.store.state_snapshots import StateRules
+from hf_paged_cache.store.tier_load import Wanted
 from hf_paged_cache.tiers.base import BLOCKS, STATES, Kind, Name, Tier
 from hf_paged_cache.tiers.disk import DiskTier
 from hf_paged_cache.tiers.host import HostTier
@@ -178,8 +178,8 @@ class Driver:
             self.store.settle()
         wanted = [Wanted(root, salt, tokens, len(tokens) - 1) for tokens in prompts]
         if self.rng.random() < 0.15:
-            self.bring_up_interrupted(wanted)
-        brought = self.store.tiers.bring_up(wanted, self.caller)
+            self.load_interrupted(wanted)
+        brought = self.store.tiers.load(wanted, self.caller)
         for block_id, tier in brought.items():
             self.num_from[tier] = self.num_from.get(tier, 0) + 1
             digest = self.store.allocator.digest_of(block_id)
@@ -188,7 +188,7 @@ class Driver:
         for tokens in prompts:
             self.run(root, salt, tokens)
 
-    def bring_up_interrupted(self, wanted: list[Wanted]) -> None:
+    def load_interrupted(self, wanted: list[Wanted]) -> None:
         """Ctrl-C before something is written, of some of it: nothing may be found of what was not."""
         countdown = self.rng.randrange(3)
 
@@ -199,9 +199,9 @@ class Driver:
                 raise KeyboardInterrupt
             write_blocks(*given)
 
-        with mock.patch.object(bring_up, "write_blocks", write_some):
+        with mock.patch.object(tier_load, "write_blocks", write_some):
             try:
-                self.store.tiers.bring_up(wanted, self.caller)
+                self.store.tiers.load(wanted, self.caller)
             except KeyboardInterrupt:
                 self.num_interrupted += 1
         self.store.check()

@@ -28,7 +28,7 @@ from ..tiny_models import tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_TRIALS = 60
-OF_TIERS = ("/tiers/", "lower_tiers.py", "bring_up.py", "content_layout.py", "contents.py")
+OF_TIERS = ("/tiers/", "lower_tiers.py", "tier_load.py", "content_layout.py", "contents.py")
 
 
 class OfTiers(Interrupter):
