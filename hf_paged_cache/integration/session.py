@@ -26,11 +26,10 @@ from .forward_arguments import ArgumentReader, for_scheduled
 from .forwards_ahead import Ahead, ForwardsAhead
 from .generate_arguments import GenerateArguments
 from .input_values import KnownInputs
-from .other_models import another_model, how_to_run, running_elsewhere
 from .own_layers import OwnLayers, why_full
 from .ranks import Ranks, of_all_ranks, tokens_as_bytes
 from .resumption import Look, Resumption
-from .running_generate import plant_bracket, running_generate
+from .running_generate import another_model, how_to_run, plant_bracket, running_elsewhere, running_generate
 
 logger = logging.getLogger("hf_paged_cache")
 
