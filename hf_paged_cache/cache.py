@@ -107,7 +107,7 @@ class PagedPrefixCache(Cache):
             reader,
             self.store.placeholders,
             self.cache_salt,
-            ForwardsAhead(blocks, conditioning, side),
+            ForwardsAhead(blocks, side),
             ranks,
             bypasses=on_full == "bypass",
         )

@@ -19,7 +19,6 @@ from ..call.schedule import resumable_column
 from ..call.scheduled_forward import ForwardRequest, RowInput
 from ..errors import OutOfBlocksError
 from ..kv.states import States, row_of
-from ..model.conditioning import Conditioning
 from ..store.block_store import BlockStore
 from .side_forward import SideForwards
 
@@ -45,21 +44,14 @@ class Ahead(NamedTuple):
 
 
 class ForwardsAhead:
-    """Plans and runs the forwards ahead of one cache's.
+    """Plans the forwards ahead of one cache's, and has them run by `side`."""
 
-    Args:
-        blocks: where rows and snapshots are stored.
-        conditioning: the model, and whether a shorter forward computes the same.
-        side: runs the forwards.
-    """
-
-    def __init__(self, blocks: BlockStore, conditioning: Conditioning, side: SideForwards) -> None:
+    def __init__(self, blocks: BlockStore, side: SideForwards) -> None:
         self._blocks = blocks
-        self._conditioning = conditioning
         self._side = side
 
     def may_run(self, request: ForwardRequest, call: Call) -> bool:
-        """Whether there may be any: there is something to share, to bring together or to cut, and a shorter forward computes the same."""
+        """Whether there may be any: there is something to share, to bring together or to cut."""
         if not call.plans_ahead:
             return False
         if call.states:
@@ -69,9 +61,7 @@ class ForwardsAhead:
             is_lost, is_one_column = False, request.num_new_columns <= self._blocks.block_size
             if len(call.rows.distinct) == 1 or not request.may_alias:
                 return False
-        if not is_lost and (is_one_column or request.bypass is not None or request.keep_columns is not None):
-            return False
-        return not self._conditioning.rope.depends_on_length  # a shorter forward has other frequencies
+        return is_lost or not (is_one_column or request.bypass is not None or request.keep_columns is not None)
 
     def plan(self, request: ForwardRequest, call: Call, num_known: Sequence[int] | None = None) -> Plan | None:
         """The forwards that pay, of the rows that the call has prepared; None where there is nothing to say. The store's lock is held.
@@ -126,7 +116,7 @@ class ForwardsAhead:
         if call.states.are_torn and rows.num_columns:
             call.states.require_known(rows)
         options = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}
-        running = Forerunners(self._blocks, self._side, call, request, options, digest, raises=not on_ranks)
+        running = Forerunners(self._side, call, request, options, digest, raises=not on_ranks)
         try:
             running.run(found)
         except (OutOfBlocksError, _ChangedError):  # rows go on from where all of them can
@@ -198,7 +188,6 @@ class Forerunners:
 
     def __init__(
         self,
-        blocks: BlockStore,
         side: SideForwards,
         call: Call,
         request: ForwardRequest,
@@ -208,7 +197,7 @@ class Forerunners:
         raises: bool,
     ) -> None:
         self.num_computed: Counter[int] = Counter()
-        self._blocks = blocks
+        self._blocks = call.store
         self._side = side
         self._call = call
         self._options = options

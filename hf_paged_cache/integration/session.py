@@ -370,7 +370,10 @@ class Session:
         return call.schedule(request, ahead.computed, column=ahead.column, cold=ahead.cold)
 
     def _may_run_ahead(self, request: ForwardRequest) -> bool:
-        return self._adapters is None and not self._synced_gpus and self._ahead.may_run(request, self._call)
+        if self._adapters is not None or self._synced_gpus:
+            return False
+        by_length = self._conditioning.rope.depends_on_length  # then a shorter forward has other frequencies
+        return not by_length and self._ahead.may_run(request, self._call)
 
     def _judge(self) -> bool:
         """Whether the model is still as it was for what the rows have computed: forwards ahead commit what they resume from."""
