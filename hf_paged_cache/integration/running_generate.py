@@ -1,8 +1,8 @@
 """What runs on this thread's stack: a `generate` without a bracket, or another model than the cache's.
 
-Python looks `generate` up before the cache is attached to the model where the cache is built in the call's own arguments, `model.generate(..., past_key_values=PagedPrefixCache(model))`,
-with `type(model).generate(model, ...)`, and with a `functools.partial` of before. The frame of that `generate` has its arguments;
-its end is seen when the frame goes.
+Python looks `generate` up before the cache is attached to the model where the cache is built in the call's own arguments,
+`model.generate(..., past_key_values=PagedPrefixCache(model))`, with `type(model).generate(model, ...)`, and with a
+`functools.partial` of before. The frame of that `generate` has its arguments; its end is seen when the frame goes.
 """
 
 import inspect
