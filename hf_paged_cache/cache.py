@@ -5,7 +5,7 @@ Owns the translation between transformers' `Cache` and a `Call`; decides nothing
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from types import FrameType
 from typing import Any, Literal, NoReturn, Unpack
@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from .ask import explanation, picture, prefixes, scoring, verification
 from .attention.view import View
@@ -23,11 +23,10 @@ from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
 from .integration.forwards_ahead import ForwardsAhead
 from .integration.hooks import attach, detach
-from .integration.layers import CacheOfLayers, PagedLayer
+from .integration.layers import PagedLayer, live_states, make_layer
 from .integration.ranks import Ranks
 from .integration.session import Session
 from .integration.side_forward import SideForwards
-from .integration.state_layers import live_states, make_layer
 from .model.support import cache_layers
 from .prefix_store import PrefixStore, store_of
 from .stats import CacheStats, CallStats
@@ -37,7 +36,7 @@ from .store_options import StoreSizes, require_attention, shows_store_options
 _ON_FULL = ("refuse", "bypass")
 
 
-class PagedPrefixCache(CacheOfLayers):
+class PagedPrefixCache(Cache):
     """A cache for `model.generate` that reuses the keys and values of every prefix it has seen.
 
     Pass one object to any number of calls as `past_key_values`, or build one in each call on a shared `PrefixStore`.
@@ -108,13 +107,13 @@ class PagedPrefixCache(CacheOfLayers):
             reader,
             self.store.placeholders,
             self.cache_salt,
-            ForwardsAhead(blocks, conditioning, side, ranks),
+            ForwardsAhead(blocks, side),
             ranks,
             bypasses=on_full == "bypass",
         )
         self._own_layers = session.own_layers
         self.generating, self.before_forward = session.generating, session.before_forward  # what the hooks ask
-        self.after_forward, self.read_layer = session.after_forward, self.call.read_layer
+        self.after_forward, self.why_unscheduled = session.after_forward, session.why_unscheduled
         super().__init__(layers=layers)
         held: Any = ref(self)  # called like a class, where a model writes more layers than its config names:
         self.layer_class_to_replicate = lambda: held()._make_layer()  # type: ignore[assignment]
@@ -155,8 +154,28 @@ class PagedPrefixCache(CacheOfLayers):
             states = self.call.write(layer_idx, {"key": key_states, "value": value_states})
             return states["key"], states["value"]
         if not is_scheduled and not self._own_layers.is_running:
-            raise self._session.why_unscheduled(layer_idx)
+            raise self.why_unscheduled(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """Each layer's keys and values, copies of those that the next token sees, and its window, if any; of states alone, None."""
+        for layer in self.layers:
+            window = torch.tensor(layer.sliding_window) if getattr(layer, "is_sliding", False) else None
+            yield getattr(layer, "keys", None), getattr(layer, "values", None), window
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """As transformers does; and what is wanted of the convolution's inputs is kept."""
+        inputs: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        if self.call.states is not None:
+            self.call.states.live.record(layer_idx, state_idx, inputs)
+        return inputs
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether a layer keeps what its window or its state has passed until `crop`, for drafts are verified."""
+        layer = self.layers[layer_idx]
+        if hasattr(layer, "record_past"):
+            return bool(layer.record_past)
+        return self.call.keeps_past and getattr(layer, "is_sliding", False)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the running rows, padding included; the same in all layers but those that never write any: 0.
@@ -274,16 +293,6 @@ class PagedPrefixCache(CacheOfLayers):
     def detach(self) -> None:
         """Take everything off the model, for all caches of it."""
         detach(self.store.model)
-
-    def holds_layer(self, layer_idx: int) -> bool:
-        """Whether there are rows, and keys and values of them in this layer: not every layer writes any."""
-        return self.call.num_columns > 0 and bool(self.store.blocks.pool.layer(layer_idx))
-
-    def write_layer(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Store a layer's new K/V by name, [R, H, T, D], and return those that its attention reads."""
-        if self.call.forward is None:
-            raise self._session.why_unscheduled(layer_idx)
-        return self.call.write(layer_idx, states)
 
     def __enter__(self) -> "PagedPrefixCache":
         """Until the block is left, every `generate` of the model that is given no cache runs on this one.

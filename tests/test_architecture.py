@@ -58,7 +58,6 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "cli.loading",
     "integration.layers",
     "integration.own_layers",
-    "integration.state_layers",
     "model.cache_adapters",
     "model.comparison",
     "model.output_flags",

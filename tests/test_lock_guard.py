@@ -38,7 +38,7 @@ LOCK = re.compile(r"(\.lock|\._lock|_attaching|_opening|_registering)$")
 OTHERWISE_TESTED = {
     "integration.forwards_ahead:Forerunners.run:1": "reads windows: test_rows_that_run_in_chunks_and_share_their_beginning_go_on_in_a_pool_of_few_windows",
     "integration.forwards_ahead:Forerunners.run:2": "puts back what cannot be used: test_rows_that_run_in_chunks_and_share_their_beginning_go_on_in_a_pool_of_few_windows",
-    "integration.forwards_ahead:ForwardsAhead.run": "where rows are judged in a call: test_states_that_known_tokens_left_under_other_conditions_are_not_kept",
+    "integration.session:Session._judge": "where rows are judged in a call: test_states_that_known_tokens_left_under_other_conditions_are_not_kept",
     "integration.hooks:attach": "test_threads_that_attach_a_model_at_once_attach_it_once",
     "integration.hooks:detach": "test_attaching_and_detaching_at_once_leaves_all_or_nothing",
     "integration.hooks:left_as_it_was": "test_jobs_in_several_threads_on_one_model_do_not_take_it_from_each_other",

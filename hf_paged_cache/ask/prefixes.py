@@ -66,7 +66,7 @@ def prefill(
         cache._side,
         chunk_size=chunk_size,
         by_length=cache.store.conditioning.rope.depends_on_length,
-        looks=not session.runs_on_ranks,
+        looks=not cache._ranks.are_several,
     )
     done, rows, peak_kv_bytes = prefill.run(prompts)
     if done.num_computed:

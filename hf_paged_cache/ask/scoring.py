@@ -10,14 +10,14 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..call.scheduled_forward import RowInput
 from ..errors import CacheArgumentError
-from ..integration.side_forward import SiblingCache, SideForwards
+from ..integration.side_forward import SideForwards
 from ..integration.token_input import in_vocabulary
 from ..model.support import takes
 from ..stats import RowCount
@@ -236,7 +236,7 @@ class _Scorer:
     def scores(self) -> list[Score]:
         return [Score(tuple(log_probs), best) for log_probs, best in zip(self._log_probs, self._is_greedy, strict=True)]
 
-    def run(self, cache: SiblingCache, rows: list[Tokens], readings: list[Reading], *, num_logits: int) -> None:
+    def run(self, cache: Any, rows: list[Tokens], readings: list[Reading], *, num_logits: int) -> None:
         """Run rows after what the cache holds, and read the logits of the last columns."""
         num_held = cache.call.num_columns
         logits = self._side.run(cache, [RowInput(array("q", row), 0, 0) for row in rows], num_logits=num_logits)

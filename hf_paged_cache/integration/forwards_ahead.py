@@ -19,10 +19,8 @@ from ..call.schedule import resumable_column
 from ..call.scheduled_forward import ForwardRequest, RowInput
 from ..errors import OutOfBlocksError
 from ..kv.states import States, row_of
-from ..model.conditioning import Conditioning
 from ..store.block_store import BlockStore
-from .ranks import Ranks
-from .side_forward import SiblingCache, SideForwards
+from .side_forward import SideForwards
 
 _LEAST_GAIN = 64  # tokens behind a known place that a snapshot must save the next prompt
 
@@ -46,37 +44,24 @@ class Ahead(NamedTuple):
 
 
 class ForwardsAhead:
-    """Plans and runs the forwards ahead of one cache's.
+    """Plans the forwards ahead of one cache's, and has them run by `side`."""
 
-    Args:
-        blocks: where rows and snapshots are stored.
-        conditioning: the model, and whether a shorter forward computes the same.
-        side: runs the forwards.
-        ranks: the processes that must run as many.
-    """
-
-    def __init__(self, blocks: BlockStore, conditioning: Conditioning, side: SideForwards, ranks: Ranks) -> None:
+    def __init__(self, blocks: BlockStore, side: SideForwards) -> None:
         self._blocks = blocks
-        self._conditioning = conditioning
         self._side = side
-        self._ranks = ranks
 
     def may_run(self, request: ForwardRequest, call: Call) -> bool:
-        """Whether there may be any: there is something to share, to bring together or to cut, and a shorter forward computes the same."""
-        if not call.plans_ahead or not self._ranks.may_run_more:
+        """Whether there may be any: there is something to share, to bring together or to cut."""
+        if not call.plans_ahead:
             return False
         if call.states is not None:
-            if self._ranks.are_several:
-                return False
             is_lost = call.states.are_lost(call.rows)
             is_one_column = request.num_new_columns == 1
         else:
             is_lost, is_one_column = False, request.num_new_columns <= self._blocks.block_size
             if len(call.rows.distinct) == 1 or not request.may_alias:
                 return False
-        if not is_lost and (is_one_column or request.bypass is not None or request.keep_columns is not None):
-            return False
-        return not self._conditioning.rope.depends_on_length  # a shorter forward has other frequencies
+        return is_lost or not (is_one_column or request.bypass is not None or request.keep_columns is not None)
 
     def plan(self, request: ForwardRequest, call: Call, num_known: Sequence[int] | None = None) -> Plan | None:
         """The forwards that pay, of the rows that the call has prepared; None where there is nothing to say. The store's lock is held.
@@ -117,29 +102,21 @@ class ForwardsAhead:
         call: Call,
         arguments: Mapping[str, Any],
         digest: bytes,
+        *,
+        on_ranks: bool = False,
     ) -> Ahead:
         """Run a plan, and let the rows hold what it computes. No lock is held while a model runs.
 
         Args:
             arguments: of the forward, by name.
             digest: of the model, of which the rows' roots are.
+            on_ranks: other processes run as many forwards, whatever becomes of them here.
         """
         rows, column = call.rows, found.column if call.states is not None else None
-        if not found.prefixes and not found.steps:
-            return Ahead({}, column, found.cold)
-        if not rows.are_trusted:
-            # Forwards ahead commit what they go on from, so first it is judged: no lock is held meanwhile.
-            is_known_good = self._conditioning.digest() == digest
-            with self._blocks.lock:
-                call.judge(conditions_held=is_known_good)
-            if not is_known_good:
-                return Ahead()
         if call.states is not None and call.states.are_lost(rows):
             call.states.require_known(rows)
         options = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}
-        running = Forerunners(
-            self._blocks, self._side, call, request, options, digest, raises=not self._ranks.are_several
-        )
+        running = Forerunners(self._side, call, request, options, digest, raises=not on_ranks)
         try:
             running.run(found)
         except (OutOfBlocksError, _ChangedError):  # rows go on from where all of them can
@@ -178,10 +155,8 @@ class ForwardsAhead:
         if len(planned) > 1 and request.may_alias:
             kinds: dict[object, int] = {}  # by number: the order of roots is another in each process
             for number, (row, tokens) in enumerate(zip(rows.distinct, all_tokens(request, rows), strict=True)):
-                kind = (
-                    row.root,
-                    -1 if row.commit_end is None else number,
-                )  # a row that is not what its tokens say shares nothing
+                # a row that is not what its tokens say shares nothing
+                kind = row.root, -1 if row.commit_end is None else number
                 planned[number] = planned[number]._replace(token_ids=tokens, kind=kinds.setdefault(kind, len(kinds)))
         return planned
 
@@ -213,7 +188,6 @@ class Forerunners:
 
     def __init__(
         self,
-        blocks: BlockStore,
         side: SideForwards,
         call: Call,
         request: ForwardRequest,
@@ -223,7 +197,7 @@ class Forerunners:
         raises: bool,
     ) -> None:
         self.num_computed: Counter[int] = Counter()
-        self._blocks = blocks
+        self._blocks = call.store
         self._side = side
         self._call = call
         self._options = options
@@ -269,7 +243,7 @@ class Forerunners:
                     if row.table is not table:
                         table.free()
 
-    def _compute(self, cache: SiblingCache, prefix: Prefix) -> None:
+    def _compute(self, cache: Any, prefix: Prefix) -> None:
         """Compute a prefix in one row, and let all rows that share it go on behind it."""
         call, row = self._call, self._call.rows.distinct[prefix.row]
         width = self._blocks.states.rules.width
@@ -285,7 +259,7 @@ class Forerunners:
             for number, num_tokens in prefix.heirs.items():
                 self._adopt(call.rows.distinct[number], side_row, row, num_tokens, row_of(live, 0))
 
-    def _climb(self, cache: SiblingCache, found: Plan) -> None:
+    def _climb(self, cache: Any, found: Plan) -> None:
         """Run the steps, and let the rows go on behind them."""
         rows, joined = self._call.rows, list[int]()
         starts = found.starts(len(rows.distinct))
@@ -307,7 +281,7 @@ class Forerunners:
                 row = rows.distinct[number]
                 self._adopt(row, side_row, row, max(0, found.column - row.pad), row_of(live, at), replaces=True)
 
-    def _run(self, cache: SiblingCache, numbers: Sequence[int], start: int, stop: int, pad: int | None = None) -> None:
+    def _run(self, cache: Any, numbers: Sequence[int], start: int, stop: int, pad: int | None = None) -> None:
         """Run columns `[start, stop)` of rows; with so much padding in place of theirs."""
         rows = []
         for number in numbers:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..call.admission import UNLIMITED, CallLimits
-from .input_values import KnownInputs
+from .forward_arguments import KnownInputs
 
 _UNSET_IMPLEMENTATION = "hybrid"  # in older generation configs; transformers reads it as none
 _OPTIONS = (

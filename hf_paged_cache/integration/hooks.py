@@ -7,9 +7,9 @@ Knows a cache by protocol only, and holds none: it finds the cache in `past_key_
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -20,28 +20,13 @@ from ..errors import CacheArgumentError, CacheBusyError
 from ..locks import new_lock
 from ..model.cache_adapters import cache_argument, present_cache, take_back_cache
 from .ambient import ambient_cache
-from .generate_arguments import GenerateArguments, read_generate
+from .generate_arguments import read_generate
 
 _CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # what forwards call it
 _attaching = new_lock()  # held while bracket and hooks come or go: two caches of a model may be built at once
 _spans: WeakKeyDictionary[nn.Module, int] = (
     WeakKeyDictionary()
-)  # of `left_as_it_was`, of models that had no bracket before
-
-
-class AttachedCache(Protocol):
-    """What the hooks ask of a cache; `PagedPrefixCache` says what each does."""
-
-    is_paged_prefix_cache: bool
-
-    @property
-    def is_generating(self) -> bool: ...
-    def generating(
-        self, model: nn.Module, given: GenerateArguments, bracket: ref[Bracket]
-    ) -> AbstractContextManager[None]: ...
-    def sibling(self) -> "AttachedCache": ...
-    def before_forward(self, model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]: ...
-    def after_forward(self, output: Any) -> Any: ...
+)  # model that had no bracket -> spans of `left_as_it_was`
 
 
 class GenerateBracket:
@@ -60,7 +45,7 @@ class GenerateBracket:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         brought = _paged(kwargs)
         cache = brought
-        if brought is None and kwargs.get("past_key_values") is None and kwargs.get("cache_params") is None:
+        if all(kwargs.get(name) is None for name in _CACHE_ARGUMENTS):
             cache = ambient_cache(self.model)
         if cache is None:
             return self._generate()(*args, **kwargs)
@@ -179,7 +164,7 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return None if cache is None else take_back_cache(cache.after_forward(output))
 
 
-def _paged(arguments: Mapping[str, Any]) -> AttachedCache | None:
+def _paged(arguments: Mapping[str, Any]) -> Any:
     """The cache of ours among the arguments.
 
     Raises:
@@ -195,8 +180,7 @@ def _paged(arguments: Mapping[str, Any]) -> AttachedCache | None:
             f"past_key_values is {what}, which is no cache; build one, PagedPrefixCache(model) or PagedPrefixCache(store), "
             "and pass that"
         )
-    ours: AttachedCache = cache
-    return ours
+    return cache
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

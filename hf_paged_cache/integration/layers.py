@@ -1,32 +1,27 @@
-"""Layers of a `PagedPrefixCache`, as transformers sees them. Own nothing; know the cache by protocol."""
+"""Layers of a `PagedPrefixCache`, as transformers sees them: views of the pool, which hold nothing, and transformers' own where states lie.
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn, Protocol
+States are written by the model; which rows they belong to, `kv.states.LiveStates` decides.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from ..attention.view import View
 from ..call.call import Call
 from ..errors import CacheArgumentError
+from ..kv.states import LiveStates
 from ..model.probing import input_device
-
-
-class LayeredCache(Protocol):
-    """What a layer asks of its cache; `PagedPrefixCache` says what each does."""
-
-    view: View
-    call: Call
-
-    @property
-    def store(self) -> Any: ...
-    def get_seq_length(self, layer_idx: int = 0) -> int: ...
-    def holds_layer(self, layer_idx: int) -> bool: ...
-    def write_layer(self, layer_idx: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
-    def read_layer(self, layer_idx: int) -> dict[str, Tensor]: ...
-    def reset(self) -> None: ...
+from ..model.support import has_index, has_state, holds_nothing
 
 
 def _refused(what: str, call: str) -> Any:
@@ -41,11 +36,11 @@ def _refused(what: str, call: str) -> Any:
 class OfAllLayers:
     """What a layer is told that concerns the rows: they are the same in all layers, so the cache is to be told."""
 
-    def __init__(self, cache: LayeredCache) -> None:
+    def __init__(self, cache: Any) -> None:
         self._of = ref(cache)  # weak: a cache that nobody holds is collected at once, without a cycle to be found first
 
     @property
-    def _cache(self) -> LayeredCache:
+    def _cache(self) -> Any:
         cache = self._of()
         if cache is None:
             raise ReferenceError("the cache of this layer was collected; hold the cache, not its layers")
@@ -78,16 +73,16 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: LayeredCache, layer_idx: int) -> None:
+    def __init__(self, cache: Any, layer_idx: int) -> None:
         OfAllLayers.__init__(self, cache)
         self._layer_idx = layer_idx
-        self._view = cache.view
+        self._view: View = cache.view
 
     # Attributes of the base class, here read from the cache: a layer has no state that could disagree with it.
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
         """Whether the rows have keys and values in this layer; models read False as "the first forward"."""
-        return self._cache.holds_layer(self._layer_idx)
+        return self._cache.call.num_columns > 0 and bool(self._in_pool)
 
     @property
     def is_sliding(self) -> bool:
@@ -145,26 +140,28 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def get_seq_length(self) -> int:
         """Columns of the rows, padding included; 0 where the layer holds none, unless it is the first."""
-        return self._cache.get_seq_length(self._layer_idx)
+        num_columns: int = self._cache.get_seq_length(self._layer_idx)
+        return num_columns
 
     def get_max_length(self) -> int:
         """The window, as `DynamicSlidingWindowLayer` says; else -1: there is no maximum but the pool's."""
         return self._view.window_of.get(self._layer_idx, -1)
 
-    def _in_pool(self, name: str) -> Tensor | None:
-        """A tensor of this layer as the pool holds it, of all blocks; None before it has been written."""
-        tensor: Tensor | None = self._cache.store.blocks.pool.layer(self._layer_idx).get(name)
-        return tensor
+    @property
+    def _in_pool(self) -> dict[str, Tensor]:
+        """The tensors of this layer as the pool holds them, of all blocks; none before it has been written."""
+        tensors: dict[str, Tensor] = self._cache.store.blocks.pool.layer(self._layer_idx)
+        return tensors
 
     def _written(self, name: str) -> Tensor:
-        tensor = self._in_pool(name)
-        if tensor is None:
+        if name not in self._in_pool:
             raise AttributeError(f"layer {self._layer_idx} has no dtype and no device yet: no {name} was written to it")
-        return tensor
+        return self._in_pool[name]
 
     def _seen(self, name: str) -> Tensor | None:
         """The columns of a tensor that the next token sees; as for `DynamicSlidingWindowLayer`, all others are left out."""
-        states = self._cache.read_layer(self._layer_idx).get(name)
+        call: Call = self._cache.call
+        states = call.read_layer(self._layer_idx).get(name)
         if states is None:
             return None
         num_columns = self._cache.get_seq_length()
@@ -173,10 +170,9 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _write(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
         """Store new states and return those that attention reads."""
-        if torch.compiler.is_compiling():
-            written: dict[str, Tensor] = _write_outside_graphs(self._cache, self._layer_idx, states)
-            return written
-        return self._cache.write_layer(self._layer_idx, states)
+        write = _write_outside_graphs if torch.compiler.is_compiling() else _write
+        written: dict[str, Tensor] = write(self._cache, self._layer_idx, states)
+        return written
 
 
 class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
@@ -185,7 +181,7 @@ class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
     @property
     def is_indexer_initialized(self) -> bool:
         """Whether the rows have index keys in this layer."""
-        return self.is_initialized and self._in_pool("indexer_key") is not None
+        return self.is_initialized and "indexer_key" in self._in_pool
 
     @property
     def indexer_dtype(self) -> torch.dtype:
@@ -203,7 +199,7 @@ class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
     @property
     def indexer_keys(self) -> Tensor | None:
         """The rows' index keys, [R, columns, D]: a copy. None without rows, or where the layer has no index."""
-        held = self._cache.read_layer(self._layer_idx).get("indexer_key")
+        held = self._cache.call.read_layer(self._layer_idx).get("indexer_key")
         return None if held is None else held.squeeze(1)
 
     @property
@@ -237,34 +233,73 @@ def index_positions(call: Call, layer_idx: int, num_columns: int, device: torch.
     return torch.stack(positions).expand(3, -1, -1)
 
 
-class CacheOfLayers(Cache):
-    """What a cache answers, or does, for one layer: as `DynamicCache` does, whoever holds the layer's rows."""
-
-    call: Call
-
-    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
-        """Each layer's keys and values, copies of those that the next token sees, and its window, if any; of states alone, None."""
-        layers: list[Any] = self.layers
-        for layer in layers:
-            window = torch.tensor(layer.sliding_window) if getattr(layer, "is_sliding", False) else None
-            yield getattr(layer, "keys", None), getattr(layer, "values", None), window
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """As transformers does; and what is wanted of the convolution's inputs is kept."""
-        inputs: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-        if self.call.states is not None:
-            self.call.states.live.record(layer_idx, state_idx, inputs)
-        return inputs
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """Whether a layer keeps what its window or its state has passed until `crop`, for drafts are verified."""
-        layer = self.layers[layer_idx]
-        if hasattr(layer, "record_past"):
-            return bool(layer.record_past)
-        return self.call.keeps_past and getattr(layer, "is_sliding", False)
+def _write(cache: Any, layer_idx: int, states: dict[str, Tensor]) -> dict[str, Tensor]:
+    if cache.call.forward is None:
+        raise cache.why_unscheduled(layer_idx)
+    written: dict[str, Tensor] = cache.call.write(layer_idx, states)
+    return written
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _write_outside_graphs(cache: LayeredCache, layer_idx: int, states: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a compiled forward calls: blocks and locks are nothing to trace. Decorated, it would cost every other one."""
-    return cache.write_layer(layer_idx, states)
+# What a compiled forward calls: blocks and locks are nothing to trace. Decorated, it would cost every other one.
+_write_outside_graphs = torch.compiler.disable(_write)  # type: ignore[no-untyped-call]
+
+
+_OF_ALL_LAYERS = tuple(name for name in vars(OfAllLayers) if not name.startswith("_"))
+
+
+class _PagedStateAndAttentionLayer(LinearAttentionLayer, PagedLayer):  # type: ignore[no-untyped-call]
+    """A layer that carries states, and has keys and values in the pool."""
+
+    is_compileable = False
+    is_croppable = LinearAttentionLayer.is_croppable
+    device: Any = None  # written with states
+    dtype: Any = None
+    reset, reorder_cache, crop = OfAllLayers.reset, OfAllLayers.reorder_cache, OfAllLayers.crop
+    activate_past_recording = OfAllLayers.activate_past_recording
+    offload, prefetch = OfAllLayers.offload, OfAllLayers.prefetch
+
+    def __init__(self, cache: Any, layer_idx: int, number_of_states: int) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states)
+        PagedLayer.__init__(self, cache, layer_idx)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of states; the pool takes its shapes from the first write."""
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+
+class PagedStateAndFullAttentionLayer(_PagedStateAndAttentionLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[no-untyped-call, override]
+    """A layer that carries states, and whose attention sees all columns."""
+
+
+class PagedStateAndWindowLayer(_PagedStateAndAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[no-untyped-call, override]
+    """A layer that carries states, and whose attention sees a window."""
+
+
+def live_states(layers: Sequence[Any]) -> LiveStates:
+    """What those of a cache's layers carry that carry states."""
+    return LiveStates({index: layer for index, layer in enumerate(layers) if isinstance(layer, LinearAttentionLayer)})
+
+
+def make_layer(cache: Any, layer_idx: int, like: Any) -> Any:
+    """A layer of ours in place of one of `DynamicCache`; that itself where it holds nothing."""
+    if holds_nothing(like):
+        return like
+    if not has_state(like):
+        return (PagedIndexedLayer if has_index(like) else PagedLayer)(cache, layer_idx)
+    kinds: dict[type, Any] = {
+        LinearAttentionAndFullAttentionLayer: PagedStateAndFullAttentionLayer,
+        LinearAttentionAndSlidingWindowAttentionLayer: PagedStateAndWindowLayer,
+    }
+    kind = kinds.get(type(like))
+    return _state_layer(cache, like.number_of_states) if kind is None else kind(cache, layer_idx, like.number_of_states)
+
+
+def _state_layer(cache: Any, number_of_states: int) -> LinearAttentionLayer:
+    """A layer that carries states alone: of transformers' very class, for its type is how callers tell it from the others.
+
+    It has no keys and values, and leaves to the cache what concerns all layers.
+    """
+    layer, of_all_layers = LinearAttentionLayer(number_of_states), OfAllLayers(cache)
+    vars(layer).update({name: getattr(of_all_layers, name) for name in _OF_ALL_LAYERS}, keys=None, values=None)
+    return layer

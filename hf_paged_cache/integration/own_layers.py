@@ -15,20 +15,16 @@ from transformers.cache_utils import DynamicLayer
 
 from ..call.call import Call
 from ..errors import CacheArgumentError, OutOfBlocksError
-from ..kv.states import LiveStates, States
+from ..kv.states import States
 from ..model.support import cache_layers, has_state
-from .input_values import shape_of
-from .layers import index_positions
+from .forward_arguments import shape_of
+from .layers import index_positions, live_states
 
 _WITHOUT_STORE = "computed without the store"
 
 
 class OwnLayers:
     """Layers that hold one cache's rows while its call is bypassed.
-
-    Args:
-        model: says which layers `DynamicCache` has.
-        call: that of the cache; its rows move here, and its counters count.
 
     Attributes:
         layers: None while the rows are the call's, in the pool.
@@ -40,8 +36,7 @@ class OwnLayers:
         self.num_columns = 0
         self._model = model
         self._call = call
-        # While a forward runs, of each layer what it would drop or overwrite, and the lengths of what only grows.
-        self._before: list[tuple[dict[str, Any], dict[str, int]]] | None = None
+        self._before: list[dict[str, Any]] | None = None  # while a forward runs, of each layer `_as_it_is`
         self._num_new = 0  # columns of the running forward
 
     @property
@@ -114,10 +109,11 @@ class OwnLayers:
             return
         self.check_not_busy()
         del self.layers[len(self._before) :]
-        for layer, (held, lengths) in zip(self.layers, self._before, strict=True):
-            vars(layer).update(held)
-            for name, length in lengths.items():
-                setattr(layer, name, getattr(layer, name).narrow(-2, 0, length))
+        for layer, held in zip(self.layers, self._before, strict=True):
+            for name, value in held.items():
+                grown = vars(layer)[name]
+                is_length = isinstance(grown, Tensor) and isinstance(value, int)
+                vars(layer)[name] = grown.narrow(-2, 0, value) if is_length else value
         self._before = None
 
     def reorder(self, sources: Sequence[int] | Tensor) -> None:
@@ -202,7 +198,7 @@ def put_rows(
             layers[index].cumulative_length = num_columns
         if "indexer_key" in of_layer:
             layers[index].update_indexer(of_layer["indexer_key"].squeeze(1))
-    LiveStates({index: layer for index, layer in enumerate(layers) if has_state(layer)}).put(states)
+    live_states(layers).put(states)
 
 
 def why_full(refusal: OutOfBlocksError) -> str:
@@ -222,18 +218,15 @@ def _held(layer: Any) -> dict[str, Tensor]:
     return {name: states for name, states in held.items() if states is not None and states.numel()}
 
 
-def _as_it_is(layer: Any) -> tuple[dict[str, Any], dict[str, int]]:
-    """What a layer holds that a forward drops or overwrites, by name; and how long the tensors are that only grow.
-
-    A copy of those would be all of the rows' memory once more.
-    """
+def _as_it_is(layer: Any) -> dict[str, Any]:
+    """What a layer holds, by name; of a tensor that only grows its length, for a copy would be all of the rows' memory once more."""
+    held = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
     if has_state(layer):
-        held = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
         for name in ("conv_states", "recurrent_states"):
             held[name] = {index: None if states is None else states.clone() for index, states in held[name].items()}
-        return held, {}
-    lengths = {} if _has_window(layer) else {name: states.shape[-2] for name, states in _held(layer).items()}
-    return {name: value for name, value in vars(layer).items() if name not in lengths}, lengths
+    elif not _has_window(layer):
+        held |= {name: states.shape[-2] for name, states in _held(layer).items()}
+    return held
 
 
 def _num_tokens(arguments: Mapping[str, Any], num_rows: int, num_new: int, num_counted: int) -> list[int]:

@@ -16,7 +16,6 @@ from ..model.conditioning import Conditioning
 from ..model.placeholders import Placeholders, Unfilled
 from ..model.rope import RopeDeltas
 from .generate_arguments import GenerateArguments
-from .own_layers import OwnLayers
 
 
 class Look(NamedTuple):
@@ -38,22 +37,18 @@ class Resumption:
 
     Args:
         call: its rows.
-        own_layers: where they are while a call is bypassed.
         conditioning: the model, as of now.
         placeholders: the model's.
     """
 
-    def __init__(
-        self, call: Call, own_layers: OwnLayers, conditioning: Conditioning, placeholders: Placeholders
-    ) -> None:
+    def __init__(self, call: Call, conditioning: Conditioning, placeholders: Placeholders) -> None:
         self._call = call
-        self._own_layers = own_layers
         self._conditioning = conditioning
         self._placeholders = placeholders
         self._deltas = RopeDeltas(conditioning.model) if placeholders.kinds else None
         self._unseen_end = 0  # of a prompt that rows resume with, the column after its last; 0: all of it has run
 
-    def check_forward(self, arguments: Mapping[str, Any], *, in_generate: bool) -> None:
+    def check_forward(self, arguments: Mapping[str, Any], before: int, *, in_generate: bool) -> None:
         """Refuse a forward that has placeholders which nothing fills, or would run again what the rows hold.
 
         In `generate` the prompt was looked at as a whole; transformers' assisted generation may then run all of it. A decode step
@@ -65,7 +60,6 @@ class Resumption:
         ids = arguments.get("input_ids") if self._placeholders.kinds else None
         if ids is None:
             return
-        before = self._own_layers.num_columns if self._own_layers.has_rows else self._call.num_columns
         stop = before + ids.shape[-1]
         if in_generate:
             if 0 < self._unseen_end < stop:
@@ -98,7 +92,7 @@ class Resumption:
             first_shown = (mask != 0).int().argmax(dim=1).tolist()
         return Look(unfilled, first_shown, given.digest or self._conditioning.digest())
 
-    def settle(self, given: GenerateArguments, look: Look | None) -> bool:
+    def settle(self, given: GenerateArguments, look: Look | None, num_rows: int) -> bool:
         """Whether the rows resume. Where a prompt's placeholders need them, they are cut and ordered as it is.
 
         The store's lock is held.
@@ -106,10 +100,9 @@ class Resumption:
         Raises:
             CacheArgumentError: nothing fills a placeholder, and no row holds it; nothing has changed.
         """
-        call, own, self._unseen_end = self._call, self._own_layers, 0
+        call, self._unseen_end = self._call, 0
         if look is None and not given.only_new_tokens:
             return False
-        num_rows = own.num_rows if own.has_rows else len(call.rows)
         if look is None:
             self._remember([*range(num_rows)], num_rows)
             return True
@@ -118,7 +111,7 @@ class Resumption:
             raise CacheArgumentError(f"{unfilled.what}: pass {unfilled.fillers}")
         call.check_not_busy()
         call.roll_back()
-        found = self._sources(given, look)
+        found = self._sources(given, look, num_rows)
         if isinstance(found, str):
             raise CacheArgumentError(
                 f"{unfilled.what}: pass {unfilled.fillers} with the whole prompt. The rows of the last call cannot go on "
@@ -147,7 +140,7 @@ class Resumption:
         if self._deltas is not None and num_rows:
             self._deltas.put_back(sources, num_rows)
 
-    def _sources(self, given: GenerateArguments, look: Look) -> list[tuple[int, int]] | str:
+    def _sources(self, given: GenerateArguments, look: Look, num_rows: int) -> list[tuple[int, int]] | str:
         """For each row of the prompt: columns that it shares with the row of the batch that holds most of it, and that row.
 
         Or why they cannot resume.
@@ -155,10 +148,8 @@ class Resumption:
         rows, roots, prompt = self._call.rows, self._conditioning.roots, look.unfilled
         if given.is_ambient:
             return "a call that is not passed the cache begins anew"
-        if self._own_layers.has_rows:
-            return "they ran without the store"
         if not rows.alias:
-            return "there are none"
+            return "they ran without the store" if num_rows else "there are none"
         if any((facts := roots.facts_of(row.root)) is None or facts.digest != look.digest for row in rows.distinct):
             return "the model has changed since"
         # a model may generate the id of a placeholder; the last token generated is not in the rows

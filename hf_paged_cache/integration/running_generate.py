@@ -1,8 +1,8 @@
-"""A `generate` that runs without a bracket: Python had looked it up before the cache was attached to the model.
+"""What runs on this thread's stack: a `generate` without a bracket, or another model than the cache's.
 
-So it is where the cache is built in the call's own arguments, `model.generate(..., past_key_values=PagedPrefixCache(model))`,
-with `type(model).generate(model, ...)`, and with a `functools.partial` of before. The frame of that `generate` has its arguments;
-its end is seen when the frame goes.
+Python looks `generate` up before the cache is attached to the model where the cache is built in the call's own arguments,
+`model.generate(..., past_key_values=PagedPrefixCache(model))`, with `type(model).generate(model, ...)`, and with a
+`functools.partial` of before. The frame of that `generate` has its arguments; its end is seen when the frame goes.
 """
 
 import inspect
@@ -10,13 +10,16 @@ import sys
 from collections import deque
 from traceback import walk_stack
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import ref
+
+from torch import nn
 
 from ..call.call import Call
 from ..call.running import Bracket
+from ..errors import CacheArgumentError
 from .generate_arguments import GenerateArguments, read_generate
-from .layers import CacheOfLayers
+from .hooks import is_attached
 
 _PLANTED = "hf_paged_cache_bracket"  # among a frame's own keyword arguments, which nobody reads any more
 
@@ -55,21 +58,15 @@ def _read(model: Any, call: Call, frame: FrameType) -> RunningGenerate | None:
     named, rest = code.co_varnames[:num_named], code.co_varnames[num_named + bool(code.co_flags & inspect.CO_VARARGS)]
     kept: dict[str, Any] = here[rest]
     given = {name: here[name] for name in named if name in here} | kept
-    if not any(isinstance(value, CacheOfLayers) and value.call is call for value in given.values()):
+    if not any(getattr(value, "call", None) is call for value in given.values()):
         return None
     return RunningGenerate(read_generate(model, (), given), kept)
-
-
-class Closing(Protocol):
-    """Who is told of the end; `Session` says what this does."""
-
-    def close(self, bracket: ref[Bracket]) -> None: ...
 
 
 class _Ended(NamedTuple):
     """What the store does of a `generate` whose frame has gone; nothing where the cache has gone with it."""
 
-    session: ref[Closing]
+    session: ref[Any]
     bracket: ref[Bracket]
 
     def end(self) -> None:
@@ -77,7 +74,7 @@ class _Ended(NamedTuple):
             session.close(self.bracket)
 
 
-def plant_bracket(running: RunningGenerate, left_behind: deque[Any], session: Closing) -> ref[Bracket]:
+def plant_bracket(running: RunningGenerate, left_behind: deque[Any], session: Any) -> ref[Bracket]:
     """A bracket that goes when the frame does. That may be inside any line of ours, so the store tells the session later."""
     told = ref(session)
 
@@ -86,3 +83,29 @@ def plant_bracket(running: RunningGenerate, left_behind: deque[Any], session: Cl
 
     bracket = running.kept[_PLANTED] = Bracket()
     return ref(bracket, leave_behind)
+
+
+def running_elsewhere(model: nn.Module) -> nn.Module | None:
+    """The outermost module whose method runs here, if it has nothing in common with the model."""
+    running = None
+    for frame, _ in walk_stack(sys._getframe()):
+        if isinstance(owner := frame.f_locals.get("self"), nn.Module):
+            running = owner  # in the end the outermost
+    modules = set(model.modules())
+    is_other = running is not None and running not in modules and modules.isdisjoint(running.modules())
+    return running if is_other else None
+
+
+def how_to_run(model: nn.Module) -> str:
+    """What to do so that a forward is scheduled."""
+    if not is_attached(model):
+        return "this cache is detached from its model; enter `with cache:`, or build another cache, to attach it again"
+    return "run the model that the cache was built for through its own __call__, not model.model(...)"
+
+
+def another_model(own: Any, other: Any) -> CacheArgumentError:
+    """The error of a cache that another model was given."""
+    return CacheArgumentError(
+        f"this cache was built for another model ({type(own).__name__} elsewhere in memory); build "
+        f"one for this {type(other).__name__}: PagedPrefixCache(model)"
+    )

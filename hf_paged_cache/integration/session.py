@@ -22,15 +22,13 @@ from ..kv.transfers import to_device
 from ..model.conditioning import Conditioning
 from ..model.placeholders import Placeholders
 from ..model.support import require_layer_adapters
-from .forward_arguments import ArgumentReader, for_scheduled
+from .forward_arguments import ArgumentReader, KnownInputs, for_scheduled
 from .forwards_ahead import Ahead, ForwardsAhead
 from .generate_arguments import GenerateArguments
-from .input_values import KnownInputs
-from .other_models import another_model, how_to_run, running_elsewhere
 from .own_layers import OwnLayers, why_full
 from .ranks import Ranks, of_all_ranks, tokens_as_bytes
 from .resumption import Look, Resumption
-from .running_generate import plant_bracket, running_generate
+from .running_generate import another_model, how_to_run, plant_bracket, running_elsewhere, running_generate
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -75,7 +73,7 @@ class Session:
     ) -> None:
         self.records_drafts = False  # drafts will be verified in this call
         self.own_layers = OwnLayers(conditioning.model, call)
-        self.resumption = Resumption(call, self.own_layers, conditioning, placeholders)
+        self.resumption = Resumption(call, conditioning, placeholders)
         self._bypasses = bypasses
         self._call = call
         self._store = call.store
@@ -100,11 +98,6 @@ class Session:
         return bool(self._call.brackets)
 
     @property
-    def runs_on_ranks(self) -> bool:
-        """Whether other processes share the model."""
-        return self._ranks.are_several
-
-    @property
     def num_columns(self) -> int:
         """Columns of the rows, wherever they are: those before a running forward's, or all confirmed ones."""
         return self.own_layers.num_columns if self.own_layers.has_rows else self._call.num_columns
@@ -113,10 +106,6 @@ class Session:
     def num_rows(self) -> int:
         """Rows of the batch, wherever they are."""
         return self.own_layers.num_rows if self.own_layers.has_rows else len(self._call.rows)
-
-    @property
-    def _has_rows(self) -> bool:
-        return bool(self._call.rows.alias) or self.own_layers.has_rows
 
     def rows(self) -> Call | OwnLayers:
         """Who holds the rows, so that they can be cut or change places there.
@@ -185,7 +174,7 @@ class Session:
     def _open(self, model: Any, given: GenerateArguments, bracket: ref[Bracket], look: Look | None) -> None:
         """A `generate` begins; see `generating`. The store's lock is held."""
         self._require_may_begin(model, given)
-        resumes = self.resumption.settle(given, look)
+        resumes = self.resumption.settle(given, look, self.num_rows)
         if not resumes:
             self.own_layers.end()
         self._call.begin(bracket, given.limits, keep_rows=resumes)
@@ -198,7 +187,7 @@ class Session:
 
         It would take the rows of the last call for the beginning of its prompt, whatever they are.
         """
-        if not self.is_open and self._has_rows and not self._call.is_in_use:
+        if not self.is_open and self.num_rows and not self._call.is_in_use:
             self._open_found(self._conditioning.model)
 
     def _open_found(self, model: Any) -> None:
@@ -255,60 +244,59 @@ class Session:
     def _before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         self._require_model(model)
         self._require_mine()
-        call = self._call
-        if not (self.is_open or self._has_rows):
+        call, is_open = self._call, self.is_open
+        if not (is_open or self.num_rows):
             self._open_found(model)
+            is_open = self.is_open
         call.roll_back()
         call.catch_up()
-        self.resumption.check_forward(arguments, in_generate=self.is_open)
-        if self._was_overtaken and self.is_open:
+        self.resumption.check_forward(arguments, self.num_columns, in_generate=is_open)
+        if self._was_overtaken and is_open:
             raise CacheBusyError(f"another generate ran on this cache inside of this one; {_ANOTHER_CACHE}")
         if self.own_layers.has_rows:
             return self._run_without_store(arguments)
-        if not self.is_open:
+        if not is_open:
             self._ranks.is_settled = False
-        if not self._digest or not self.is_open:
+        if not self._digest or not is_open:
             self._read_conditions()
-        before, view = call.rows.num_columns, call.view
+        before, view, on_ranks = call.rows.num_columns, call.view, self._ranks.are_several
         windows = view.window_of
         if not before:
             windows_now = self._conditioning.windows()
             with self._store.lock:
                 view.follow(windows_now)
                 # Ranks settle what each knows in tokens, without a look at windows.
-                window_of = {} if self._ranks.are_several else view.window_of
-                can_run = self._store.follow_windows(window_of, call)
+                can_run = self._store.follow_windows({} if on_ranks else view.window_of, call)
             if not can_run:
                 return self._run_without_store(arguments, _OTHER_WINDOWS, _OTHER_WINDOWS)
         known, self._inputs = self._inputs, None
-        request = self._reader.read(
-            arguments, call.rows, in_generate=self.is_open, records_drafts=self.records_drafts, known=known
+        request = self._conditioned(
+            self._reader.read(
+                arguments, call.rows, in_generate=is_open, records_drafts=self.records_drafts, known=known
+            ),
+            before,
+            on_ranks=on_ranks,
         )
-        if self._adapters is not None:
-            many = f"{len(self._adapters)} adapter names were given for {len(request.rows)} rows; pass one for each row"
-            bypass = many if len(self._adapters) != len(request.rows) else None
-            request = replace(request, bypass=request.bypass or self._bypass or bypass, may_alias=False)
-        elif self._bypass is not None:
-            request = replace(request, bypass=request.bypass or self._bypass, may_alias=False)
-        if call.states is not None and self._ranks.are_several:
-            request = replace(request, bypass=request.bypass or _STATES_ON_RANKS)
-        if (
-            request.keep_columns is None and torch.is_grad_enabled()
-        ):  # into whatever: a weight, an input, a hook's tensor
-            request = replace(request, keep_columns=_GRADIENTS)
-        request = self._with_roots(request, before)
         if self._store.tiers:
             call.bring_up(request)
-        if not self._ranks.are_several:  # several run as many forwards each, and settle their budgets behind the first
+        if not on_ranks:  # several run as many forwards each, and settle their budgets after the first
             limits = call.limits
             num_columns = max(before + request.num_new_columns, limits.max_columns if limits.are_known else 0)
             self._store.measure_for(int(num_columns) * max(len(request.rows), limits.num_rows))
         try:
-            forward = self._schedule(request, arguments)
+            if on_ranks and call.states is None:
+                forward = self._schedule_on_all_ranks(request, arguments)
+            else:
+                forward = self._schedule(request, arguments, on_ranks=on_ranks)
         except BaseException:
+            if call.forward is None:
+                call.roll_back()
             view.follow(windows)  # rows of before may resume
             raise
-        self._ranks.is_settled = self._needs_no_agreement(forward.stop)
+        # after a prompt, or where each rank has prompts of its own, no rank refuses the next forward or skips any of it
+        self._ranks.is_settled = is_open and (
+            forward.stop >= call.limits.num_prompt_columns or not self._ranks.start_together
+        )
         if forward.start == before and forward.copies is None:
             return arguments
         return for_scheduled(arguments, forward, before)
@@ -365,28 +353,36 @@ class Session:
         on_ranks = _STATES_ON_RANKS if self._call.states is not None and self._ranks.are_several else None
         return self._conditioning.bypass() or on_ranks
 
-    def _schedule(self, request: ForwardRequest, arguments: Mapping[str, Any]) -> ScheduledForward:
+    def _schedule(self, request: ForwardRequest, arguments: Mapping[str, Any], *, on_ranks: bool) -> ScheduledForward:
         """Prepare the rows, compute what they share, and take their blocks. No lock is held while a model runs."""
-        call = self._call
-        try:
-            if self._ranks.are_several and call.states is None:
-                return self._schedule_on_all_ranks(request, arguments)
-            with self._store.lock:
-                call.prepare(request)
-                plan = self._ahead.plan(request, call) if self._may_run_ahead(request) else None
-                if plan is None or (plan.runs and not self._ahead.fits(plan, request, call)):
-                    return call.schedule(request)
-                if not plan.runs:
-                    return call.schedule(request, column=plan.column, cold=plan.cold)
-            ahead = self._ahead.run(plan, request, call, arguments, self._digest)
-            return call.schedule(request, ahead.computed, column=ahead.column, cold=ahead.cold)
-        except BaseException:
-            if call.forward is None:
-                call.roll_back()
-            raise
+        call, plan = self._call, None
+        with self._store.lock:
+            call.prepare(request)
+            if not on_ranks and self._may_run_ahead(request):
+                plan = self._ahead.plan(request, call)
+            if plan is None or (plan.runs and not self._ahead.fits(plan, request, call)):
+                return call.schedule(request)
+            if not plan.runs:
+                return call.schedule(request, column=plan.column, cold=plan.cold)
+        if not self._judge():
+            return call.schedule(request)
+        ahead = self._ahead.run(plan, request, call, arguments, self._digest)
+        return call.schedule(request, ahead.computed, column=ahead.column, cold=ahead.cold)
 
     def _may_run_ahead(self, request: ForwardRequest) -> bool:
-        return self._adapters is None and not self._synced_gpus and self._ahead.may_run(request, self._call)
+        if self._adapters is not None or self._synced_gpus:
+            return False
+        by_length = self._conditioning.rope.depends_on_length  # then a shorter forward has other frequencies
+        return not by_length and self._ahead.may_run(request, self._call)
+
+    def _judge(self) -> bool:
+        """Whether the model is still as it was for what the rows have computed: forwards ahead commit what they resume from."""
+        if self._call.rows.are_trusted:
+            return True
+        held = self._conditions_hold()  # no lock is held meanwhile
+        with self._store.lock:
+            self._call.judge(conditions_held=held)
+        return held
 
     def _schedule_on_all_ranks(self, request: ForwardRequest, arguments: Mapping[str, Any]) -> ScheduledForward:
         """The same where other processes run this forward, too: all start at one column, or all refuse it.
@@ -394,42 +390,45 @@ class Session:
         Where each has prompts of its own, only the refusal is settled. The lock is free while they wait for each other.
         """
         call, ranks = self._call, self._ranks
+        start_together = ranks.start_together
         call.prepare(request)
         if ranks.is_settled and self.is_open:
-            return call.schedule(request, latest_start=0 if ranks.start_together else math.inf)
+            return call.schedule(request, latest_start=0 if start_together else math.inf)
         refusal: OutOfBlocksError | None = None
-        may_run_ahead = self._may_run_ahead(request)
+        may_run_ahead = ranks.may_run_more and self._may_run_ahead(request)
         try:
             call.admit(request)
         except OutOfBlocksError as error:
             if not may_run_ahead:
                 raise
             refusal = error
-        known, fits = self._agree(request, fits=refusal is None)
-        if not ranks.start_together:
+        known, fits, holds = self._agree(request, fits=refusal is None, holds=not may_run_ahead or self._judge())
+        if not start_together:
             ranks.is_settled = True
             return call.schedule(request)
-        ahead = Ahead()
-        with self._store.lock:
-            plan = self._ahead.plan(request, call, known) if may_run_ahead else None
-            if plan is not None and not fits:
-                refits = self._ahead.fits(plan, request, call)
+        ahead, plan = Ahead(), None
+        if may_run_ahead and holds:  # else what one rank has computed is of another model
+            with self._store.lock:
+                plan = self._ahead.plan(request, call, known)
+                refits = fits or plan is None or self._ahead.fits(plan, request, call)
         if plan is not None and not fits:
-            _, fits = self._agree(request, fits=refits)
+            _, fits, _ = self._agree(request, fits=refits)
         if not fits:
             why = "another rank has no blocks for this call, so no rank runs it; the reason stands there"
             raise of_all_ranks(refusal or OutOfBlocksError(why))
         if plan is not None:
             call.release()
-            ahead = self._ahead.run(plan, request, call, arguments, self._digest)
+            ahead = self._ahead.run(plan, request, call, arguments, self._digest, on_ranks=True)
             call.admit(request)
-            known, _ = self._agree(request)
+            known, *_ = self._agree(request)
         ranks.is_settled = True
         columns = [row.pad + num_known for row, num_known in zip(call.rows.distinct, known, strict=True)]
         return call.schedule(request, ahead.computed, latest_start=min(columns))
 
-    def _agree(self, request: ForwardRequest, *, fits: bool = True) -> tuple[list[int], bool]:
-        """Settle with the other ranks what is known of each running row, in tokens, and whether the call fits everywhere."""
+    def _agree(self, request: ForwardRequest, *, fits: bool = True, holds: bool = True) -> tuple[list[int], bool, bool]:
+        """Settle with the other ranks what is known of each running row, in tokens; whether the call fits everywhere; and whether
+        what the rows have computed is nowhere of another model.
+        """
         call, rows, roots = self._call, request.rows, [row.root for row in request.rows]
         limits = call.limits
         how = [request.num_logits_needed, request.bypass is None, request.keep_columns is None, request.may_alias]
@@ -446,14 +445,8 @@ class Session:
             "what is asked of the forward": [how, [roots.index(root) for root in roots]],
         }
         known = [row.table.num_tokens for row in call.rows.distinct]
-        least = self._ranks.agree("a forward", same, [int(fits), *known])
-        return least[1:], bool(least[0])
-
-    def _needs_no_agreement(self, num_columns: int) -> bool:
-        """Whether the forward after so many columns can neither be refused nor skip any, on any rank."""
-        if not self.is_open or not self._ranks.start_together:
-            return self.is_open
-        return num_columns >= self._call.limits.num_prompt_columns
+        least = self._ranks.agree("a forward", same, [int(fits), int(holds), *known])
+        return least[2:], bool(least[0]), bool(least[1])
 
     def _read_conditions(self) -> None:
         conditioning = self._conditioning
@@ -467,9 +460,20 @@ class Session:
         """Whether the model is still as it was when its conditions were read; False where they were not."""
         return self._conditioning.digest() == self._digest
 
-    def _with_roots(self, request: ForwardRequest, before: int) -> ForwardRequest:
-        """Each row with its root: what conditions the model, this cache, and where the row's positions start."""
-        rope, regime, adapters = self._conditioning.rope, b"", self._adapters or ()
+    def _conditioned(self, request: ForwardRequest, before: int, *, on_ranks: bool) -> ForwardRequest:
+        """The request under the model's conditions: why it is computed without reuse, and each row with its root.
+
+        A root is what conditions the model, this cache, and where the row's positions start.
+        """
+        rope, regime, adapters = self._conditioning.rope, b"", self._adapters
+        bypass, keep = request.bypass or self._bypass, request.keep_columns
+        if adapters is not None and len(adapters) != len(request.rows):
+            many = f"{len(adapters)} adapter names were given for {len(request.rows)} rows; pass one for each row"
+            bypass = bypass or many
+        if on_ranks and self._call.states is not None:
+            bypass = bypass or _STATES_ON_RANKS
+        if keep is None and torch.is_grad_enabled():  # into whatever: a weight, an input, a hook's tensor
+            keep = _GRADIENTS
         if rope.depends_on_length:
             last_column, last = before + request.num_new_columns - 1, request.max_position
             regime = rope.at(last_column if last is None else last)
@@ -478,15 +482,14 @@ class Session:
         for number, row in enumerate(request.rows):
             # without positions the model numbers its columns
             counted_from = traits.root_padding(row.pad) if self._reader.takes_positions else row.pad
-            adapter = adapters[number] if number < len(adapters) else ""
+            adapter = adapters[number] if adapters is not None and number < len(adapters) else ""
             facts = RootFacts(self._digest, self._salt, regime, adapter, counted_from, row.first_position)
-            root = self._conditioning.roots.of(facts)
-            rows.append(row._replace(root=root, salt=self._salt))
-        keep = request.keep_columns
+            rows.append(row._replace(root=self._conditioning.roots.of(facts), salt=self._salt))
         if regime and keep is None and request.max_position is not None:
             largest = max(row.first_position + before + request.num_new_columns - 1 - row.pad for row in rows)
             keep = _POSITIONS_OF_PADDING if request.max_position > largest else None
-        return replace(request, rows=tuple(rows), keep_columns=keep)
+        may_alias = request.may_alias and adapters is None and self._bypass is None
+        return replace(request, rows=tuple(rows), bypass=bypass, keep_columns=keep, may_alias=may_alias)
 
     def _require_may_begin(self, model: Any, given: GenerateArguments) -> None:
         self._require_model(model)

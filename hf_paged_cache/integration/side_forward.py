@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, pairwise
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
@@ -23,20 +23,8 @@ from ..call.scheduled_forward import RowInput
 from ..kv.transfers import to_device
 from ..model.cache_adapters import cache_argument
 from ..model.probing import input_device
-from .forward_arguments import ArgumentReader
+from .forward_arguments import ArgumentReader, InputValues, KnownInputs, MaskValues, PositionValues, num_pads
 from .generate_arguments import GenerateArguments
-from .hooks import AttachedCache
-from .input_values import InputValues, KnownInputs, MaskValues, PositionValues, num_pads
-
-
-class SiblingCache(AttachedCache, Protocol):
-    """A cache on the same store, under the same conditions; `PagedPrefixCache` says what each does."""
-
-    call: Call
-
-    def activate_past_recording(self) -> None: ...
-    def batch_repeat_interleave(self, repeats: int) -> None: ...
-    def reset(self) -> None: ...
 
 
 class SideForwards:
@@ -48,14 +36,14 @@ class SideForwards:
         make_cache: a sibling cache.
     """
 
-    def __init__(self, model: Any, reader: ArgumentReader, make_cache: Callable[[], SiblingCache]) -> None:
+    def __init__(self, model: Any, reader: ArgumentReader, make_cache: Callable[[], Any]) -> None:
         self.model = model
         self.takes_positions = reader.takes_positions  # else the model numbers its columns
         self._reader = reader
         self._make_cache = make_cache
 
     @contextmanager
-    def sibling(self, rows: Rows | None = None) -> Iterator[SiblingCache]:
+    def sibling(self, rows: Rows | None = None) -> Iterator[Any]:
         """A sibling that goes on with `rows`, or has none; until the block is left it holds what it computed."""
         cache, block = self._make_cache(), Bracket()
         with cache.call.store.lock:
@@ -72,7 +60,7 @@ class SideForwards:
 
     def run(
         self,
-        cache: SiblingCache,
+        cache: Any,
         rows: Sequence[RowInput],
         stops: Sequence[int] = (),
         *,
@@ -99,7 +87,8 @@ class SideForwards:
         Raises:
             OutOfBlocksError: the rows do not fit; nothing was computed.
         """
-        call, start = cache.call, cache.call.num_columns
+        call: Call = cache.call
+        start = call.num_columns
         with call.store.lock:
             call.plans_ahead = call.plans_ahead and not stops  # there forwards are cut
         stops = stops or [max(max(start, row.pad) + len(row.token_ids) for row in rows)]

@@ -79,34 +79,23 @@ def test_blocks_are_given_back_also_by_an_exception(model: PreTrainedModel, cach
     assert run(model, input_ids=IDS).past_key_values is not cache
 
 
-def test_blocks_nest(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    inner = PagedPrefixCache(model)
+def test_blocks_nest_may_end_in_any_order_and_a_cache_given_by_hand_wins(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    inner, by_hand = PagedPrefixCache(model), PagedPrefixCache(model)
     with cache:
         assert run(model, input_ids=IDS).past_key_values is cache
         with inner:
             assert run(model, input_ids=IDS).past_key_values is inner
             with cache:
                 assert run(model, input_ids=IDS).past_key_values is cache
+            assert run(model, by_hand, input_ids=IDS).past_key_values is by_hand
             assert run(model, input_ids=IDS).past_key_values is inner
         assert run(model, input_ids=IDS).past_key_values is cache
+        inner.__enter__()
+    assert run(model, input_ids=IDS).past_key_values is inner
+    inner.__exit__(None, None, None)
     assert run(model, input_ids=IDS).past_key_values not in (cache, inner)
-
-
-def test_blocks_may_end_in_any_order(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    other = PagedPrefixCache(model)
-    cache.__enter__()
-    other.__enter__()
-    cache.__exit__(None, None, None)
-    assert run(model, input_ids=IDS).past_key_values is other
-    other.__exit__(None, None, None)
-    assert run(model, input_ids=IDS).past_key_values is not other
-
-
-def test_a_cache_given_by_hand_wins(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    other = PagedPrefixCache(model)
-    with cache:
-        assert run(model, other, input_ids=IDS).past_key_values is other
-    assert cache.stats().num_calls == 0
 
 
 @pytest.mark.parametrize("in_config", [False, True])
@@ -184,38 +173,18 @@ def test_another_thread_s_calls_run_on_another_cache_of_the_store_while_this_one
     assert num_in_use(cache) == 0
 
 
-def test_a_nested_call_without_a_cache_runs_on_another_cache(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+def test_a_nested_call_without_a_cache_runs_on_another_cache_of_the_same_salt(model: PreTrainedModel) -> None:
+    cache, inner = PagedPrefixCache(model, cache_salt="a"), list[Any]()
     inner_reference, outer_reference = (run(model, input_ids=ids) for ids in questions(2, 3))
-    inner: list[Any] = []
-
-    class Nested(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if not inner:
-                inner.append(run(model, input_ids=questions(2)[0]))
-            return scores
-
+    nested = AtStep(1, lambda: inner.append(run(model, input_ids=questions(2)[0])))
     with cache:
-        output = run(model, input_ids=questions(3)[0], logits_processor=[Nested()])
+        output = run(model, input_ids=questions(3)[0], logits_processor=[nested])
     assert_same(outer_reference, output)
     assert_same(inner_reference, inner[0])
     assert output.past_key_values is cache
-    assert inner[0].past_key_values.store is cache.store
-    assert inner[0].past_key_values is not cache
-
-
-def test_a_busy_cache_s_stand_in_keeps_its_salt(model: PreTrainedModel) -> None:
-    cache = PagedPrefixCache(model, cache_salt="a")
-    stand_in: list[Any] = []
-
-    class Nested(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if not stand_in:
-                stand_in.append(run(model, input_ids=IDS).past_key_values)
-            return scores
-
-    with cache:
-        run(model, input_ids=IDS, logits_processor=[Nested()])
-    assert (stand_in[0].cache_salt, stand_in[0].attention) == (b"a", "contiguous")
+    stand_in = inner[0].past_key_values
+    assert stand_in is not cache
+    assert (stand_in.store, stand_in.cache_salt, stand_in.attention) == (cache.store, b"a", "contiguous")
 
 
 def test_a_call_refused_in_the_block_leaves_the_cache_free_for_the_next(
@@ -335,17 +304,13 @@ def test_tenants_of_asyncio_tasks_never_meet_and_to_thread_takes_the_block_along
     asyncio.run(main())
 
 
-def test_another_thread_s_calls_are_its_own(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    with cache:
-        output = in_a_thread(lambda: run(model, input_ids=IDS))
-        assert not isinstance(output.past_key_values, PagedPrefixCache)
-    assert cache.stats().num_calls == 0
-
-
-def test_what_a_block_started_is_outside_of_it_when_it_has_ended(
+def test_another_thread_s_calls_are_its_own_and_a_context_that_a_block_started_ends_with_it(
     model: PreTrainedModel, cache: PagedPrefixCache
 ) -> None:
     with cache:
+        output = in_a_thread(lambda: run(model, input_ids=IDS))
+        assert not isinstance(output.past_key_values, PagedPrefixCache)
+        assert cache.stats().num_calls == 0
         context = contextvars.copy_context()
         assert context.run(run, model, input_ids=IDS).past_key_values is cache
     assert context.run(run, model, input_ids=IDS).past_key_values is not cache
@@ -396,19 +361,6 @@ def test_a_second_cache_in_all_threads_is_refused_and_changes_nothing(
         assert in_a_thread(lambda: run(model, input_ids=IDS)).past_key_values is second
 
 
-def test_a_generator_that_holds_a_block_open_holds_it_open_for_its_caller(
-    model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
-    @contextlib.contextmanager
-    def caching() -> Iterator[None]:
-        with cache:
-            yield
-
-    with caching():
-        assert run(model, input_ids=IDS).past_key_values is cache
-    assert run(model, input_ids=IDS).past_key_values is not cache
-
-
 @pytest.mark.parametrize("how", ["with", "ExitStack"])
 def test_a_generator_closed_in_another_thread_closes_its_own_block(
     how: str, model: PreTrainedModel, cache: PagedPrefixCache
@@ -424,6 +376,7 @@ def test_a_generator_closed_in_another_thread_closes_its_own_block(
 
     streamed = stream_with() if how == "with" else stream()
     assert next(streamed).past_key_values is cache
+    assert run(model, input_ids=IDS).past_key_values is cache  # a generator holds its block open for its caller, too
     with ThreadPoolExecutor(1) as pool:  # whose thread has a block of the same cache open, entered last
         pool.submit(cache.__enter__).result(timeout=60)
         pool.submit(in_a_thread, streamed.close).result(timeout=60)

@@ -433,26 +433,6 @@ def test_a_reset_gives_blocks_and_view_back_and_keeps_full_blocks_to_be_found(fi
     assert ours.last_call.reused_tokens == 2 * 19  # of each row but its last token
 
 
-def test_a_with_block_gives_its_blocks_back(tiny_llama: Any) -> None:
-    store = PrefixStore(tiny_llama, block_size=4)
-    with PagedPrefixCache(store) as cache:
-        run(tiny_llama, IDS, cache)
-    assert cache.stats().num_blocks_in_use == 0
-
-
-def test_a_with_block_that_fails_gives_its_blocks_back_too(tiny_llama: Any) -> None:
-    cache = PagedPrefixCache(tiny_llama, block_size=4)
-
-    def fail_inside() -> None:
-        with cache:
-            run(tiny_llama, IDS, cache)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail_inside()
-    assert cache.stats().num_blocks_in_use == 0
-
-
 def test_a_cache_that_is_collected_gives_its_blocks_back(tiny_llama: Any) -> None:
     store = PrefixStore(tiny_llama, block_size=4)
     cache = PagedPrefixCache(store)

@@ -9,12 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged_cache import CacheArgumentError
+from hf_paged_cache import CacheArgumentError, PrefixStore
 from hf_paged_cache.blocks import PrefixCachingBlockAllocator
 from hf_paged_cache.call.rows import Rows
-from hf_paged_cache.call.scheduled_forward import ForwardRequest, ScheduledForward
-from hf_paged_cache.integration.forward_arguments import ArgumentReader, for_scheduled
-from hf_paged_cache.integration.input_values import InputValues, KnownInputs, MaskValues
+from hf_paged_cache.call.scheduled_forward import ForwardRequest, RowInput, ScheduledForward
+from hf_paged_cache.integration.forward_arguments import (
+    ArgumentReader,
+    InputValues,
+    KnownInputs,
+    MaskValues,
+    for_scheduled,
+    read_inputs,
+)
+from hf_paged_cache.integration.side_forward import SideForwards
 from hf_paged_cache.kv.slot_mapping import SlotMapping
 
 from ..call.bench import make_row
@@ -66,12 +73,6 @@ def first_positions(given: ForwardRequest) -> list[int]:
 
 
 # Inputs besides ids
-
-
-@pytest.mark.parametrize("empty", [{}, [], ()])
-def test_an_argument_that_holds_nothing_conditions_nothing(empty: Any) -> None:
-    given = read({"input_ids": IDS, "position_ids": torch.arange(4)[None], "mm_encoder_outputs": empty})
-    assert given.bypass is None
 
 
 def test_what_a_cross_attention_reads_is_refused_before_anything_changes() -> None:
@@ -196,10 +197,23 @@ def test_what_the_mask_hides_of_embeddings_is_no_padding_of_theirs_but_counted()
     assert (pads(given), [row.num_hidden for row in given.rows]) == ([0, 0], [2, 0])
 
 
-@pytest.mark.parametrize("arguments", [{}, {"input_ids": torch.arange(4)}])
-def test_a_forward_without_rows_of_ids_is_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(CacheArgumentError):
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({}, "a forward without input_ids and without inputs_embeds"),
+        ({"input_ids": torch.arange(4)}, r"input_ids must be \[rows, tokens\], got \(4,\)"),
+        ({"input_ids": IDS.float()}, r"input_ids must be integers, got a tensor of torch\.float32$"),
+    ],
+)
+def test_a_forward_without_rows_of_ids_is_refused(arguments: dict[str, Any], why: str) -> None:
+    with pytest.raises(CacheArgumentError, match=f"^{why}"):
         read(arguments)
+
+
+@pytest.mark.parametrize("positions", [torch.full((3, 2, 4), 7), torch.tensor([7, 3]), torch.tensor([[7, 7, 0, 1]])])
+@pytest.mark.parametrize("takes_positions", [True, False])
+def test_the_largest_position_is_read_of_positions_of_any_shape(positions: torch.Tensor, takes_positions: bool) -> None:
+    assert read({"input_ids": IDS, "position_ids": positions}, takes_positions=takes_positions).max_position == 7
 
 
 # Positions
@@ -539,3 +553,21 @@ def test_what_is_known_is_of_the_ids_that_it_was_said_of() -> None:
             {"input_ids": passed}, Rows([], [], 0), in_generate=True, records_drafts=False, known=known
         )
         assert tokens(given) == [wanted]
+
+
+@pytest.mark.parametrize("takes_positions", [True, False])
+@pytest.mark.parametrize(
+    ("before", "pads", "first_position"),
+    [(0, (0, 0), 0), (0, (0, 0), 3), (5, (0, 0), 3), (0, (2, 2), 0), (5, (2, 2), 0), (0, (0, 2), 3), (5, (1, 6), 3)],
+)
+def test_what_is_known_ahead_is_what_would_be_read(
+    before: int, pads: tuple[int, int], first_position: int, takes_positions: bool, tiny_llama: Any
+) -> None:
+    """Of forwards that we run ourselves, whose arguments and their values are made together."""
+    side = SideForwards(tiny_llama, PrefixStore(tiny_llama, num_blocks=4).argument_reader, pytest.fail)
+    side.takes_positions = takes_positions
+    stop = before + 3
+    rows = [RowInput(array("q", [7, 8, 9])[: stop - max(before, pad)], pad, first_position) for pad in pads]
+    given, known = side._passed(rows, before, before, stop)
+    assert known.token_ids is given["input_ids"]
+    assert known.values == read_inputs(given, 2 if before else 0, before, takes_positions=takes_positions)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.integration.hooks import GenerateBracket, after_forward, attach, before_forward, detach, is_attached
+from hf_paged_cache.integration.hooks import after_forward, attach, before_forward, detach, is_attached
 
 from ..promise.test_interrupted_calls import Interrupter
 from ..reference import assert_same, run
@@ -37,25 +37,15 @@ def hooks_of(model: Any) -> tuple[list[Any], list[Any]]:
 # Attaching
 
 
-def test_attaching_puts_a_bracket_and_two_hooks_on_the_model(tiny_llama: Any) -> None:
-    assert not is_attached(tiny_llama)
+def test_attaching_twice_and_detaching_leaves_no_trace(tiny_llama: Any) -> None:
+    before, generate_before = set(tiny_llama.__dict__), tiny_llama.generate
     attach(tiny_llama)
     assert is_attached(tiny_llama)
     assert hooks_of(tiny_llama) == ([before_forward], [after_forward])
-
-
-def test_attaching_again_changes_nothing(tiny_llama: Any) -> None:
-    attach(tiny_llama)
-    bracket, hooks = tiny_llama.__dict__["generate"], hooks_of(tiny_llama)
-    attach(tiny_llama)
+    bracket = tiny_llama.__dict__["generate"]
     PagedPrefixCache(PrefixStore(tiny_llama))
     assert tiny_llama.__dict__["generate"] is bracket
-    assert hooks_of(tiny_llama) == hooks
-
-
-def test_detaching_leaves_no_trace(tiny_llama: Any) -> None:
-    before, generate_before = set(tiny_llama.__dict__), tiny_llama.generate
-    attach(tiny_llama)
+    assert hooks_of(tiny_llama) == ([before_forward], [after_forward])
     detach(tiny_llama)
     assert set(tiny_llama.__dict__) == before
     assert tiny_llama.generate == generate_before
@@ -63,12 +53,8 @@ def test_detaching_leaves_no_trace(tiny_llama: Any) -> None:
     assert not tiny_llama._forward_pre_hooks_with_kwargs
     assert not tiny_llama._forward_hooks_with_kwargs
     assert not is_attached(tiny_llama)
-
-
-def test_detaching_what_is_not_attached_changes_nothing(tiny_llama: Any) -> None:
-    detach(tiny_llama)
     tiny_llama.generate = mine = lambda *args, **kwargs: "mine"
-    detach(tiny_llama)
+    detach(tiny_llama)  # nothing is attached
     assert tiny_llama.generate is mine
 
 
@@ -223,45 +209,31 @@ def assert_works_alone(copied: Any, original: Any) -> None:
     assert copied.generate.__self__ is copied
 
 
-def test_a_copied_model_works_and_caches_alone(tiny_llama: Any) -> None:
-    attach(tiny_llama)
-    assert_works_alone(copy.deepcopy(tiny_llama), tiny_llama)
-
-
-def test_a_pickled_model_works_and_caches_alone(tiny_llama: Any) -> None:
-    attach(tiny_llama)
-    assert_works_alone(pickle.loads(pickle.dumps(tiny_llama)), tiny_llama)
-
-
-def test_a_model_saved_by_torch_works_and_caches_alone(tiny_llama: Any) -> None:
-    attach(tiny_llama)
+def saved_by_torch(model: Any) -> Any:
     file = io.BytesIO()
-    torch.save(tiny_llama, file)
+    torch.save(model, file)
     file.seek(0)
-    assert_works_alone(torch.load(file, weights_only=False), tiny_llama)
+    return torch.load(file, weights_only=False)
 
 
-def test_a_model_that_has_run_on_a_cache_can_be_copied_without_its_blocks(tiny_llama: Any) -> None:
-    cache = PagedPrefixCache(tiny_llama)
-    expected = generate(tiny_llama, cache)
-    assert generate(pickle.loads(pickle.dumps(tiny_llama))) == expected
-    assert generate(copy.deepcopy(tiny_llama)) == expected
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_by_torch])
+def test_a_model_that_is_copied_works_and_caches_alone_and_takes_no_blocks_along(
+    copied: Callable[[Any], Any], tiny_llama: Any
+) -> None:
+    expected = generate(tiny_llama, PagedPrefixCache(tiny_llama))
+    assert generate(copied(tiny_llama)) == expected
+    assert_works_alone(copied(tiny_llama), tiny_llama)
 
 
-def test_save_pretrained_writes_the_model_alone(tiny_llama: Any, tmp_path: Path) -> None:
+def test_what_is_attached_is_neither_state_of_the_model_nor_saved_with_it(tiny_llama: Any, tmp_path: Path) -> None:
+    before = list(tiny_llama.state_dict())
     attach(tiny_llama)
+    assert list(tiny_llama.state_dict()) == before
+    assert "generate" not in tiny_llama._modules
     tiny_llama.save_pretrained(tmp_path)
     loaded = type(tiny_llama).from_pretrained(tmp_path)
     assert not is_attached(loaded)
     assert generate(loaded) == generate(tiny_llama)
-
-
-def test_what_is_attached_is_no_part_of_the_models_state(tiny_llama: Any) -> None:
-    before = list(tiny_llama.state_dict())
-    attach(tiny_llama)
-    assert list(tiny_llama.state_dict()) == before
-    assert isinstance(tiny_llama.__dict__["generate"], GenerateBracket)
-    assert "generate" not in tiny_llama._modules
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -354,6 +354,36 @@ def test_what_rows_share_is_computed_once_on_both_ranks(on_ranks: Starter) -> No
     assert one == [[(1, 64), (3, 9)], [(3, 9)], [(1, 64), (3, 9)], [(1, 64), (3, 9)]]
 
 
+def _changed_on_one(model: PreTrainedModel) -> Any:
+    """Behind the second chunk of a prompt one rank alone has written its weights anew, with the same values."""
+    prompts = batch(*QUESTIONS[:2], [*FEW_SHOT[:30], *row((9, 43))])  # the last one runs tokens of its own in between
+    cache = PagedPrefixCache(model, block_size=8)
+    confirm, confirmed = cache.after_forward, []
+
+    def after_forward(output: Any) -> Any:
+        confirmed.append(confirm(output))
+        if len(confirmed) == 2 and is_first():
+            with torch.no_grad():
+                model.model.norm.weight.add_(0)
+        return confirmed[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        make_forwards_cheap(patch)
+        reference = run(model, **prompts)
+        patch.setattr(cache, "after_forward", after_forward)
+        with Forwards(model) as shapes:
+            assert_same(reference, run(model, cache, **prompts, prefill_chunk_size=24))
+    assert len(confirmed) > 3
+    cache.check()
+    return [shape for shape in shapes if shape[1] > 1]
+
+
+def test_where_one_rank_alone_sees_that_the_model_has_changed_both_run_the_same_forwards(on_ranks: Starter) -> None:
+    one, other = on_ranks(_changed_on_one)
+    assert one == other
+    assert one == [(1, 24), (2, 24), (3, 24)]  # and nothing ahead of the third
+
+
 def _spoiled_on_one(model: PreTrainedModel) -> Any:
     """And it knows a prompt more, of which nothing is looked at."""
     cache = PagedPrefixCache(model)

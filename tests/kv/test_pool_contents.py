@@ -158,7 +158,7 @@ def assert_rows_hold_what_a_plain_forward_gives(cache: PagedPrefixCache) -> None
         assert_equal(in_pool, plain(cache.store.model, each.table.token_ids))
         for layer, tensors in in_pool.items():
             for name, tensor in tensors.items():
-                read = cache.read_layer(layer)[name][number].transpose(0, 1)[-len(tensor) :]
+                read = cache.call.read_layer(layer)[name][number].transpose(0, 1)[-len(tensor) :]
                 assert torch.equal(read, tensor[len(tensor) - len(read) :])
 
 
