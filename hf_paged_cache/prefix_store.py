@@ -23,9 +23,7 @@ from .integration.hooks import attach
 from .integration.token_input import one_sequence
 from .model.conditioning import Conditioning
 from .model.placeholders import Placeholders
-from .model.positions import default_numbering
-from .model.probing import input_device
-from .model.sizes import measure_bytes_per_token, measure_layers, measure_states
+from .model.probing import input_device, measure_bytes_per_token, measure_layers, measure_states
 from .model.state_traits import StateTraits, read_state_traits
 from .model.support import (
     cache_layers,
@@ -37,7 +35,7 @@ from .model.support import (
     takes,
     unwrapped,
 )
-from .model.trial import require_continuable, state_traits
+from .model.trial import default_numbering, require_continuable, state_traits
 from .stats import CacheStats
 from .store.block_store import BlockStore
 from .store.loading import Loaded, load_blocks

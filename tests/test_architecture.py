@@ -60,11 +60,9 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "integration.own_layers",
     "integration.state_layers",
     "model.cache_adapters",
-    "model.comparison",
     "model.output_flags",
     "model.placeholders",
-    "model.positions",
-    "model.sizes",
+    "model.probing",
     "model.support",
     "model.trial",
 }

@@ -20,8 +20,7 @@ from ..integration.own_layers import put_rows
 from ..integration.ranks import Ranks
 from ..kv.states import LiveStates, States, copied
 from ..kv.transfers import read_together
-from ..model.comparison import dynamic_cache, run_columns
-from ..model.probing import eps_computed_in, input_device
+from ..model.probing import dynamic_cache, eps_computed_in, input_device, run_columns
 from ..model.support import has_state, takes
 from ..prefix_store import PrefixStore
 from .asked import AskedCache

@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import pad as pad_with_zeros
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.model import positions
-from hf_paged_cache.model.positions import default_numbering
+from hf_paged_cache.model import trial
+from hf_paged_cache.model.trial import default_numbering
 
 from ..conformance import zoo
 from ..reference import assert_same, run
@@ -26,7 +26,7 @@ def test_models_are_known_by_their_code_or_by_what_they_do(name: str, monkeypatc
     model = zoo.build(name)
     before = model.training
     assert default_numbering(model) == NUMBERINGS[name]
-    monkeypatch.setattr(positions, "_says_so", lambda kind: False)  # and by what they do alone
+    monkeypatch.setattr(trial, "_says_so", lambda kind: False)  # and by what they do alone
     assert default_numbering(model) == NUMBERINGS[name]
     assert model.training == before
 

@@ -16,7 +16,7 @@ import transformers
 
 from hf_paged_cache import PagedPrefixCache, UnsupportedModelError, check_model, prefix_store
 from hf_paged_cache.model import support
-from hf_paged_cache.model.comparison import (
+from hf_paged_cache.model.probing import (
     NUM_CACHED,
     NUM_COLUMNS,
     behind_padding,
@@ -26,8 +26,8 @@ from hf_paged_cache.model.comparison import (
     last_logits,
     tolerance,
     trial_inputs,
+    types_of_logits,
 )
-from hf_paged_cache.model.probing import types_of_logits
 from hf_paged_cache.model.state_traits import EVERY_PAD, StateTraits, read_state_traits
 from hf_paged_cache.model.trial import require_continuable, state_traits, why_it_fails
 
