@@ -97,7 +97,7 @@ class PrefixStore:
         if in_doubt or not is_tested_version():
             require_continuable(model, if_it_runs=not in_doubt)
         self.conditioning = conditioning = Conditioning(model, state_traits(model))
-        window_of = {} if conditioning.rank_groups() else conditioning.windows()  # ranks: see `Session`
+        window_of = {} if conditioning.rank_groups else conditioning.windows()  # ranks: see `Session`
         layers = {index for index, layer in enumerate(cache_layers(model)) if has_keys(layer)}
         window_share = 1.0 if num_blocks is not None else SHARE_OF_A_BUDGET
         shares = dict.fromkeys(window_of, window_share if layers - window_of.keys() else 1.0)
@@ -319,7 +319,7 @@ def make_tiers(model: PreTrainedModel, conditioning: Conditioning, options: Stor
     host_bytes, disk_folder = options.host_bytes, options.disk_folder
     if not host_bytes and disk_folder is None:
         return []
-    if conditioning.rank_groups():
+    if conditioning.rank_groups:
         raise CacheArgumentError(
             "host_bytes or disk_folder is given, and other processes share this model: each would bring up other blocks; leave "
             "them out"

@@ -52,6 +52,7 @@ class Listing(NamedTuple):
     weights: list[_Weight]
     counted: list[tuple[Tensor, int]]  # of all weights
     samples: dict[tuple[torch.device, torch.dtype], list[Tensor]]  # of all weights
+    device_types: list[str]  # that hold weights, and the CPU
     files: list[str]  # of weights that are on disk
     structure: bytes
     unwatched: str | None
@@ -77,7 +78,7 @@ class Listing(NamedTuple):
         return True
 
 
-NOT_LISTED = Listing([], [], [], [], {}, [], b"", None)
+NOT_LISTED = Listing([], [], [], [], {}, [], [], b"", None)
 
 
 class WeightFingerprint:
@@ -122,7 +123,10 @@ class WeightFingerprint:
         structure = hashlib.sha256("\n".join(names).encode()).digest()
         shape = [(type(module), dict(module._modules)) for module in modules]
         counted = [each for weight in weights for each in weight.counted]
-        return Listing(modules, shape, weights, counted, dict(samples), sorted(files), structure, unwatched)
+        device_types = sorted({"cpu", *(device.type for device, _ in samples)})
+        return Listing(
+            modules, shape, weights, counted, dict(samples), device_types, sorted(files), structure, unwatched
+        )
 
     def _listed(self, owner: Any, key: str, tensor: Tensor, before: _Weight | None) -> _Weight:
         """The weight as it is now. With the values of `before` in other memory it counts as unchanged."""
