@@ -23,9 +23,7 @@ from .integration.hooks import attach
 from .integration.token_input import one_sequence
 from .model.conditioning import Conditioning
 from .model.placeholders import Placeholders
-from .model.positions import default_numbering
-from .model.probing import input_device
-from .model.sizes import measure_bytes_per_token, measure_layers, measure_states
+from .model.probing import input_device, measure_bytes_per_token, measure_layers, measure_states
 from .model.state_traits import StateTraits, read_state_traits
 from .model.support import (
     cache_layers,
@@ -37,7 +35,7 @@ from .model.support import (
     takes,
     unwrapped,
 )
-from .model.trial import require_continuable, state_traits
+from .model.trial import default_numbering, require_continuable, state_traits
 from .stats import CacheStats
 from .store.block_store import BlockStore
 from .store.loading import Loaded, load_blocks
@@ -99,7 +97,7 @@ class PrefixStore:
         if in_doubt or not is_tested_version():
             require_continuable(model, if_it_runs=not in_doubt)
         self.conditioning = conditioning = Conditioning(model, state_traits(model))
-        window_of = {} if conditioning.rank_groups() else conditioning.windows()  # ranks: see `Session`
+        window_of = {} if conditioning.rank_groups else conditioning.windows()  # ranks: see `Session`
         layers = {index for index, layer in enumerate(cache_layers(model)) if has_keys(layer)}
         window_share = 1.0 if num_blocks is not None else SHARE_OF_A_BUDGET
         shares = dict.fromkeys(window_of, window_share if layers - window_of.keys() else 1.0)
@@ -321,7 +319,7 @@ def make_tiers(model: PreTrainedModel, conditioning: Conditioning, options: Stor
     host_bytes, disk_folder = options.host_bytes, options.disk_folder
     if not host_bytes and disk_folder is None:
         return []
-    if conditioning.rank_groups():
+    if conditioning.rank_groups:
         raise CacheArgumentError(
             "host_bytes or disk_folder is given, and other processes share this model: each would bring up other blocks; leave "
             "them out"

@@ -59,11 +59,9 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "integration.layers",
     "integration.own_layers",
     "model.cache_adapters",
-    "model.comparison",
     "model.output_flags",
     "model.placeholders",
-    "model.positions",
-    "model.sizes",
+    "model.probing",
     "model.support",
     "model.trial",
 }

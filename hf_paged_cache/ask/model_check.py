@@ -11,18 +11,19 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..cache import PagedPrefixCache
 from ..errors import PagedCacheError
 from ..integration.hooks import detach, is_attached
-from ..model.comparison import (
+from ..model.probing import (
     NUM_CACHED,
     NUM_COLUMNS,
     continue_behind,
     distance,
     dynamic_cache,
     last_logits,
+    measure_bytes_per_token,
     tolerance,
     trial_inputs,
+    types_of_logits,
+    undisturbed,
 )
-from ..model.probing import types_of_logits, undisturbed
-from ..model.sizes import measure_bytes_per_token
 from ..model.support import cache_layers, require_supported, takes, unwrapped
 from ..model.trial import require_continuable
 from ..prefix_store import PrefixStore

@@ -72,31 +72,24 @@ def _picture_of(cache: AskedCache) -> Picture:
     return Picture(f"PagedPrefixCache of {type(cache.store.model).__name__}", f"{facts}; {size}", calls, kinds)
 
 
-class Cells(NamedTuple):
-    """A map: a cell for so many blocks each, of the kind that most of them have."""
-
-    kinds: list[int]
-    blocks_each: int
-
-
-def cells_of(kinds: bytes) -> Cells:
-    """The map of a pool, of at most 480 cells.
+def cells_of(kinds: bytes) -> tuple[list[int], int]:
+    """The map of a pool: of at most 480 cells the kind that most of their blocks have, and how many blocks each stands for.
 
     Examples:
         >>> cells_of(bytes([2, 2, 1, 0]))
-        Cells(kinds=[2, 2, 1, 0], blocks_each=1)
+        ([2, 2, 1, 0], 1)
     """
     each = max(1, -(-len(kinds) // _MOST_CELLS))
     parts = [kinds[start : start + each] for start in range(0, len(kinds), each)]
-    return Cells([max(counts := Counter(part), key=lambda kind: (counts[kind], kind)) for part in parts], each)
+    return [max(counts := Counter(part), key=lambda kind: (counts[kind], kind)) for part in parts], each
 
 
 def as_html(picture: Picture) -> str:
     """A self-contained piece of HTML: two drawings with their legends, no script, no style outside of it."""
-    cells = cells_of(picture.kinds)
+    cells, num_each = cells_of(picture.kinds)
     counts = Counter(picture.kinds)
     blocks = "".join(f"{_swatch(color)} {counts[kind]:,} {name} " for kind, (name, color, _) in _KINDS.items())
-    each = f"({cells.blocks_each} a square)" if cells.blocks_each > 1 else ""
+    each = f"({num_each} a square)" if num_each > 1 else ""
     calls = (
         f"{_swatch(_REUSED)} reused {_swatch(_SHARED)} shared by rows {_swatch(_COMPUTED)} computed, tokens of the last "
         f"{counted(len(picture.calls), 'prompt')}"
@@ -129,15 +122,15 @@ def _bars(calls: Sequence[tuple[int, int, int]]) -> str:
     return _svg(_HEIGHT, "tokens of each prompt", drawn)
 
 
-def _map(cells: Cells) -> str:
+def _map(cells: Sequence[int]) -> str:
     drawn = []
-    for number, kind in enumerate(cells.kinds):
+    for number, kind in enumerate(cells):
         _, color, opacity = _KINDS[kind]
         drawn.append(
             f'<rect x="{number % _COLUMNS * _CELL}" y="{number // _COLUMNS * _CELL}" width="{_CELL - 1}" '
             f'height="{_CELL - 1}" fill="{color}" opacity="{opacity}"/>'
         )
-    return _svg(-(-len(cells.kinds) // _COLUMNS) * _CELL, "map of the pool", drawn)
+    return _svg(-(-len(cells) // _COLUMNS) * _CELL, "map of the pool", drawn)
 
 
 def _svg(height: int, label: str, drawn: Sequence[str]) -> str:
@@ -180,12 +173,10 @@ def as_figure(picture: Picture) -> Any:
     bars.xaxis.set_major_locator(MaxNLocator(integer=True))
     beside: Any = {"loc": "upper left", "bbox_to_anchor": (1, 1), "frameon": False}
     bars.legend(**beside)
-    cells = cells_of(picture.kinds)
-    rows = [cells.kinds[start : start + _COLUMNS] for start in range(0, len(cells.kinds), _COLUMNS)]
+    cells, num_each = cells_of(picture.kinds)
+    rows = [cells[start : start + _COLUMNS] for start in range(0, len(cells), _COLUMNS)]
     filled = [[*row, *[float("nan")] * (_COLUMNS - len(row))] for row in rows] or [[float("nan")]]
     blocks.imshow(filled, cmap=ListedColormap([_FREE, _REUSED, _IN_USE]), vmin=0, vmax=2, aspect="auto")
-    blocks.set(
-        xticks=[], yticks=[], xlabel="blocks" if cells.blocks_each == 1 else f"blocks, {cells.blocks_each} a square"
-    )
+    blocks.set(xticks=[], yticks=[], xlabel="blocks" if num_each == 1 else f"blocks, {num_each} a square")
     blocks.legend(handles=[Patch(color=color, label=name) for name, color, _ in _KINDS.values()], **beside)
     return figure

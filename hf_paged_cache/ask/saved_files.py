@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..errors import CacheArgumentError, SavedBlocksError
 from ..store.saving import folder_of
-from ..tiers.saved_file import SavedFile, read_rows, read_saved_file, saved_paths
+from ..tiers.saved_file import read_rows, read_saved_file, saved_paths
 
 
 class SavedFileReport(NamedTuple):
@@ -64,10 +64,7 @@ def _reports(folder: Path) -> Iterator[SavedFileReport]:
                 read_rows(file, content.kind, [(0, len(content.blocks))])
         except (SavedBlocksError, OSError) as error:
             yield SavedFileReport(path, str(error))
-        else:
-            yield _report(file)
-
-
-def _report(file: SavedFile) -> SavedFileReport:
-    num_blocks = len(file.blocks)
-    return SavedFileReport(file.path, None, num_blocks, num_blocks * file.block_size, file.num_bytes, dict(file.facts))
+            continue
+        num_blocks = len(file.blocks)
+        num_tokens = num_blocks * file.block_size
+        yield SavedFileReport(file.path, None, num_blocks, num_tokens, file.num_bytes, dict(file.facts))

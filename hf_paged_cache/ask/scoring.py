@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..blocks.arguments import int_of_at_least
 from ..call.scheduled_forward import RowInput
 from ..errors import CacheArgumentError
 from ..integration.side_forward import SideForwards
@@ -129,8 +130,8 @@ def score(
     wanted = [in_vocabulary(f"continuation {i}", given, vocabulary_size) for i, given in enumerate(continuations)]
     for number, tokens in enumerate(wanted):
         placeholders.require_text(f"continuation {number}", tokens)
-    if batch_size is not None and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1):
-        raise CacheArgumentError(f"batch_size is {batch_size!r}; it must be an int of at least 1 row, or None")
+    if batch_size is not None:
+        int_of_at_least("batch_size", batch_size, 1, "rows of a forward, or None")
     if not wanted:
         return []
     max_tokens = max(1, _MAX_LOGITS // vocabulary_size)

@@ -20,8 +20,7 @@ from ..integration.own_layers import put_rows
 from ..integration.ranks import Ranks
 from ..kv.states import LiveStates, States, copied
 from ..kv.transfers import read_together
-from ..model.comparison import dynamic_cache, run_columns
-from ..model.probing import eps_computed_in, input_device
+from ..model.probing import dynamic_cache, eps_computed_in, input_device, run_columns
 from ..model.support import has_state, takes
 from ..prefix_store import PrefixStore
 from .asked import AskedCache
@@ -258,6 +257,8 @@ class Look:
         layers: list[Any] = dynamic.layers
         put_rows(layers, stored[0].items(), stored[1], num_tokens)
         for layer in layers:
+            if getattr(layer, "sliding_window", None) == 1:
+                layer.record_past = True  # else transformers' layer shows all columns, and not the newest
             if getattr(layer, "indexer_keys", None) is not None:
                 columns = torch.arange(num_tokens, device=layer.indexer_keys.device)
                 layer.indexer_position_ids = (columns + row.first_position).expand(3, 1, -1)
@@ -284,8 +285,8 @@ class Look:
             layer = dynamic.layers[index]
             for name, old in held.items():
                 new = layer.indexer_keys[:, None] if name == "indexer_key" else getattr(layer, f"{name}s")
-                num_kept = min(old.shape[2], new.shape[2])
-                answers.append(self._differ(old[:, :, -num_kept:], new[:, :, -num_kept:], size))
+                if num_kept := old.shape[2]:  # a window of 1 shows nothing that is cached
+                    answers.append(self._differ(old, new[:, :, -num_kept:], size))
         carried = LiveStates({i: layer for i, layer in enumerate(dynamic.layers) if has_state(layer)}).read()
         for key, states in stored[1].items():
             answers.append(self._differ(states.view(1, 1, 1, -1), carried[key].reshape(1, 1, 1, -1), 1))

@@ -20,7 +20,7 @@ from ..call.scheduled_forward import ForwardRequest, RowInput, ScheduledForward
 from ..errors import CacheArgumentError
 from ..kv.transfers import read_together, to_device
 from ..model.output_flags import OUTPUT_FLAGS, outputs_of
-from ..model.positions import Numbering
+from ..model.trial import Numbering
 
 _Numbers = TypeVar("_Numbers", list[int], "array[int]")
 # Read here, or without influence on keys and values. Any other argument makes the forward one without reuse, unless it is what
@@ -102,7 +102,7 @@ class ArgumentReader:
         takes_logits_to_keep: the forward can leave out logits.
         changes_with: whether keys and values may be others where this output is asked for.
         defaults: what the forward takes for arguments that are left out.
-        default_numbering: what the model numbers where no positions are passed: see `model.positions`.
+        default_numbering: what the model numbers where no positions are passed: see `model.trial`.
         cross_inputs: arguments that a cross attention reads; refused.
         carries_states: of some layers, which do not look at the mask of a forward of one column.
         sees_columns: some layers attend to earlier columns, which their mask may hide.

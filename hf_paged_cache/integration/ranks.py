@@ -61,17 +61,17 @@ class Ranks:
     @property
     def are_several(self) -> bool:
         """Whether there is anybody to settle something with."""
-        return bool(self._conditioning.rank_groups())
+        return bool(self._conditioning.rank_groups)
 
     @property
     def start_together(self) -> bool:
         """Whether ranks are passed the same tokens, so that each forward must start at the same column on all."""
-        return any(group.share_inputs for group in self._conditioning.rank_groups())
+        return any(group.share_inputs for group in self._conditioning.rank_groups)
 
     @property
     def may_run_more(self) -> bool:
         """Whether forwards may run that follow from what is cached: only where all can settle them."""
-        return all(group.share_inputs for group in self._conditioning.rank_groups())
+        return all(group.share_inputs for group in self._conditioning.rank_groups)
 
     def agree(self, what: str, same: Mapping[str, object], numbers: Sequence[int] = ()) -> list[int]:
         """Settle numbers; what each rank gives is only read, so whoever raises has changed nothing. No lock may be held.
@@ -141,7 +141,7 @@ class Ranks:
         self._store.read_budget()
         with self._store.lock:
             most = int(min(self._store.affordable_blocks(), _MOST))
-        for group in self._conditioning.rank_groups():
+        for group in self._conditioning.rank_groups:
             (most,) = least_of_ranks(group, [most])
         return most
 
@@ -152,7 +152,7 @@ class Ranks:
             mine: the number of this rank's refusal.
         """
         received = sent
-        for group in self._conditioning.rank_groups():
+        for group in self._conditioning.rank_groups:
             if group.share_inputs:
                 received = least_of_ranks(group, received)
             else:

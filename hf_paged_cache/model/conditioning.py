@@ -22,7 +22,7 @@ from ..blocks.roots import Roots
 from ..errors import NotPortableError
 from ..kv.transfers import read_bytes
 from ..locks import new_lock
-from .distributed import RankGroup, rank_groups, world
+from .distributed import rank_groups, world
 from .fingerprint import NOT_LISTED, Listing, WeightFingerprint
 from .identity import ModelIdentity, adapter_state, digest_of_weights, identify, readable_weights
 from .output_flags import OutputFlags, outputs_of
@@ -42,17 +42,6 @@ _MOST_REMEMBERED = 256  # digests that mean nothing to others
 _PLAIN = (bool, int, float, str, list, tuple)
 
 _Settings = list[tuple[str, object]]  # name, value
-
-
-class _Parts(NamedTuple):
-    """What is looked for among a model's modules, once a listing."""
-
-    listing: Listing
-    adapters: list[nn.Module]
-    droppers: list[nn.Module]
-    device_types: list[str]  # that hold weights, and the CPU
-    processes: Any  # all of them; None where this one is alone
-    rank_groups: tuple[RankGroup, ...]
 
 
 class _Look(NamedTuple):
@@ -78,6 +67,7 @@ class Conditioning:
         state_traits: what was tried, with what the modules said at the last digest.
         is_shared: blocks leave this process by themselves, so digests mean the same in others where they can. Weights that have
             changed since they were read first are not read again: what they compute stays in this process.
+        rank_groups: the processes over which the weights are split, as of the last digest; see `distributed.rank_groups`.
     """
 
     def __init__(self, model: Any, tried: StateTraits | None = None) -> None:
@@ -89,7 +79,11 @@ class Conditioning:
         self._tried = tried
         self._lock = new_lock()  # values are fetched under it only of weights that have moved
         self._weights = WeightFingerprint(model)
-        self._parts = _Parts(NOT_LISTED, [], [], [], None, ())  # before the first digest
+        self.rank_groups = rank_groups(model)
+        self._listing = NOT_LISTED  # what follows is of its modules, and of the processes
+        self._processes: Any = None  # all of them; None where this one is alone
+        self._adapters: list[nn.Module] = []
+        self._droppers: list[nn.Module] = []
         self._output_flags = OutputFlags(model)
         self._settings: _Settings = []  # of the config, as of the last digest
         self._outputs: list[str] = []  # that the config asks for
@@ -157,12 +151,12 @@ class Conditioning:
         if not flags.is_read(output_flag):
             return False
         # not where a forward more would leave other frequencies behind, nor where other processes would have to run it
-        may_try = not self.rope.depends_on_length and not self.rank_groups()
+        may_try = not self.rope.depends_on_length and not self.rank_groups
         return flags.changes(output_flag, self._settings, may_try=may_try)
 
     def bypass(self) -> str | None:
         """Why a forward may neither reuse nor commit blocks, as of the last `digest`; None if it may."""
-        for module in self._parts.droppers:
+        for module in self._droppers:
             if module.training:
                 return "a dropout or noise is active; call model.eval()"
         embeddings = self.model.get_input_embeddings()
@@ -173,7 +167,7 @@ class Conditioning:
         for name in self._outputs:
             if self.changes_with(name):
                 return f"keys and values of this model depend on {name}, which its config asks for"
-        if (unwatched := self._parts.listing.unwatched) is not None:
+        if (unwatched := self._listing.unwatched) is not None:
             return f"the weight {unwatched} is kept where changes of it cannot be seen"
         for source, passed in self._peft_hooks:
             if "alora_offsets" in passed:
@@ -189,10 +183,6 @@ class Conditioning:
                 return list(names)
         return None
 
-    def rank_groups(self) -> tuple[RankGroup, ...]:
-        """The processes over which the weights are split, as of the last `digest`; see `distributed.rank_groups`."""
-        return self._parts.rank_groups if self._parts.listing.modules else rank_groups(self.model)
-
     def suspect(self) -> None:
         """Forget all blocks: the model has changed in a way that `digest` does not see."""
         self._num_suspicions += 1
@@ -202,9 +192,9 @@ class Conditioning:
         with self._lock:
             listing = self._weights.listing()
             processes = world()
-            if self._parts.listing is not listing or self._parts.processes != processes:
+            if self._listing is not listing or self._processes != processes:
                 self._follow(listing, processes)
-            rope, adapters, device_types = self.rope, self._parts.adapters, self._parts.device_types
+            rope, adapters = self.rope, self._adapters
             functions = _functions(listing.modules)
             hooks = self._numbered(functions)
         self._runs_foreign_code = bool(listing.files or functions[0][1])
@@ -213,7 +203,11 @@ class Conditioning:
         self._outputs = outputs_of(self.model.config)
         switches = (
             [adapter_state(module) for module in adapters],
-            [(kind, torch.get_autocast_dtype(kind)) for kind in device_types if torch.is_autocast_enabled(kind)],
+            [
+                (kind, torch.get_autocast_dtype(kind))
+                for kind in listing.device_types
+                if torch.is_autocast_enabled(kind)
+            ],
             [name for name in self._outputs if self._output_flags.is_read(name)],
         )
         state = repr((hooks, switches, settings, self._num_suspicions)).encode()
@@ -229,14 +223,14 @@ class Conditioning:
     def _follow(self, listing: Listing, processes: Any) -> None:
         """These are the model's modules now, and the processes beside this one."""
         modules = listing.modules
-        adapters = [module for module in modules if hasattr(module, "_active_adapter")]
         self.rope = RopeRegime(modules)
         self._output_flags.follow(modules)
         if self._tried is not None:
             self.state_traits = read_state_traits(modules).joined(self._tried)
-        droppers = [module for module in modules if _drops(module)]
-        device_types = sorted({"cpu", *(device.type for device, _ in listing.samples)})
-        self._parts = _Parts(listing, adapters, droppers, device_types, processes, rank_groups(self.model))
+        self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
+        self._droppers = [module for module in modules if _drops(module)]
+        self.rank_groups = rank_groups(self.model)
+        self._listing, self._processes = listing, processes  # last: an interrupt has all of this done again
 
     def _share(self, look: _Look) -> None:
         """Find what a digest means to other processes, or say once why it means nothing there."""

@@ -9,8 +9,9 @@ The values mean the same in every process, the counts only in this one.
 """
 
 import hashlib
+import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
@@ -20,10 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from .weight_offload import file_state, offloaded_weights
-
 _VALUES_PER_TENSOR = 8
 _Layout = tuple[int, int, tuple[int, ...]]  # address, number of elements, strides
+_Place = tuple[dict[str, Any], str] | str  # a mapping in host memory and the key in it, or the path of a file
 _Shape = tuple[type[nn.Module], dict[str, nn.Module | None]]  # type and children
 
 
@@ -52,13 +52,14 @@ class Listing(NamedTuple):
     weights: list[_Weight]
     counted: list[tuple[Tensor, int]]  # of all weights
     samples: dict[tuple[torch.device, torch.dtype], list[Tensor]]  # of all weights
+    device_types: list[str]  # that hold weights, and the CPU
     files: list[str]  # of weights that are on disk
     structure: bytes
     unwatched: str | None
 
     def files_now(self) -> bytes:
         """Times and sizes of the files that hold weights."""
-        return repr([file_state(path) for path in self.files]).encode()
+        return repr([_file_state(path) for path in self.files]).encode()
 
     def versions(self) -> list[int]:
         """How often each weight was changed, from a number on that no other listing has had for other values."""
@@ -77,7 +78,7 @@ class Listing(NamedTuple):
         return True
 
 
-NOT_LISTED = Listing([], [], [], [], {}, [], b"", None)
+NOT_LISTED = Listing([], [], [], [], {}, [], [], b"", None)
 
 
 class WeightFingerprint:
@@ -100,7 +101,7 @@ class WeightFingerprint:
     def _list(self) -> Listing:
         modules, unwatched = list(self.model.modules()), None
         before = {(id(weight.owner), weight.key): weight for weight in self._listing.weights}
-        places = offloaded_weights(modules)
+        places = _offloaded_weights(modules)
         names, weights, files, samples = [], [], set(), defaultdict(list)
         for module in modules:
             names.append(type(module).__qualname__)
@@ -122,7 +123,10 @@ class WeightFingerprint:
         structure = hashlib.sha256("\n".join(names).encode()).digest()
         shape = [(type(module), dict(module._modules)) for module in modules]
         counted = [each for weight in weights for each in weight.counted]
-        return Listing(modules, shape, weights, counted, dict(samples), sorted(files), structure, unwatched)
+        device_types = sorted({"cpu", *(device.type for device, _ in samples)})
+        return Listing(
+            modules, shape, weights, counted, dict(samples), device_types, sorted(files), structure, unwatched
+        )
 
     def _listed(self, owner: Any, key: str, tensor: Tensor, before: _Weight | None) -> _Weight:
         """The weight as it is now. With the values of `before` in other memory it counts as unchanged."""
@@ -209,3 +213,42 @@ def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
         return one is not None and other is not None and torch.equal(one, other)
     except RuntimeError:  # of dtypes that are only stored, such as float4, or on two devices
         return False
+
+
+def _offloaded_weights(modules: Iterable[nn.Module]) -> dict[tuple[int, str], _Place]:
+    """(id of a module, name of its parameter or buffer) -> where it is loaded from, for every weight that is found."""
+    places = {}
+    for module in modules:
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", [hook]):
+            weights_map = getattr(each, "weights_map", None)
+            inside = module.named_modules() if getattr(each, "place_submodules", False) else [("", module)]
+            for path, child in inside if weights_map is not None else ():
+                for name in (*child._parameters, *child._buffers):
+                    place = _find(weights_map, f"{path}.{name}" if path else name)
+                    if place is not None:
+                        places[id(child), name] = place
+    return places
+
+
+def _file_state(path: str) -> tuple[str, int, int]:
+    """Path, size and time of the last write; zeros for a file that is not there."""
+    try:
+        state = os.stat(path)
+    except OSError:
+        return path, 0, 0
+    return path, state.st_size, state.st_mtime_ns
+
+
+def _find(weights_map: Any, name: str) -> _Place | None:
+    """The place of the weight that a hook loads as `weights_map[name]`."""
+    while hasattr(weights_map, "prefix") and hasattr(weights_map, "dataset"):
+        name, weights_map = f"{weights_map.prefix}{name}", weights_map.dataset
+    held = getattr(weights_map, "state_dict", weights_map)
+    if isinstance(held, dict) and isinstance(held.get(name), Tensor):
+        return held, name
+    index = getattr(weights_map, "index", None)
+    if isinstance(index, Mapping) and name in index:
+        file = index[name].get("safetensors_file")
+        return str(file) if file else os.path.join(str(weights_map.save_folder), f"{name}.dat")
+    return None

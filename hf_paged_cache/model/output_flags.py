@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .code import names_of, parents_of, sources_of, unwrapped_function
-from .comparison import NUM_CACHED, NUM_COLUMNS, attempt, dynamic_cache, first_row, run_columns, trial_inputs
-from .probing import undisturbed
-from .support import keys_of, states_of
+from .probing import NUM_CACHED, NUM_COLUMNS, attempt, dynamic_cache, first_row, run_columns, trial_inputs, undisturbed
+from .support import keys_of, names_of, parents_of, sources_of, states_of, unwrapped_function
 
 OUTPUT_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
 

@@ -1,12 +1,43 @@
-"""What forwards of our own (trials, checks, scores) need: the device of inputs, eval mode, the dtype in use."""
+"""Short forwards of our own, with a cache and without: their inputs, what their logits and their layers show, and how far rounding goes.
 
-from collections.abc import Iterable, Iterator
+Two rows of 24 tokens, one padded on the left. What follows from a difference is the callers' to decide.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from .cache_adapters import cache_argument, present_cache
+from .support import cache_layers, has_keys, has_state, keys_of, states_of, takes
+
+NUM_COLUMNS = 24
+NUM_CACHED = 16
+MIN_TOLERANCE = 1e-3  # of the logits' scale; attention to later tokens makes 0.04 and more
+NUM_PADS = 5  # of the second row
+_TOLERANCE_IN_EPS = 16  # a bfloat16 forward of another length differs by some per cent
+_T = TypeVar("_T")
+
+
+class StateSizes(NamedTuple):
+    """Of the states of one row.
+
+    Attributes:
+        num_bytes: of all.
+        width: inputs that the widest of its convolutions looks back at, with the last.
+        are_convolutions_alone: their states are inputs of theirs, so a forward can show them at any token.
+    """
+
+    num_bytes: int
+    width: int
+    are_convolutions_alone: bool
 
 
 def input_device(model: Any) -> torch.device:
@@ -65,3 +96,154 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def attempt(run: Callable[[], _T], otherwise: Callable[[Exception], _T]) -> _T:
+    """What `run` returns; of an error, for a model may raise any, what `otherwise` does.
+
+    Raises:
+        torch.OutOfMemoryError: as it is; it is no property of the model.
+    """
+    try:
+        return run()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        return otherwise(error)
+
+
+def logits_at_once(
+    model: PreTrainedModel, inputs: dict[str, Tensor], num_columns: int = NUM_COLUMNS - NUM_CACHED
+) -> Tensor:
+    """The logits of the last columns, of one forward without a cache: [R, num_columns, vocabulary]."""
+    return last_logits(model(**inputs, use_cache=False), num_columns)
+
+
+def continue_behind(
+    model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any, *, one_by_one: bool = False
+) -> Tensor:
+    """The logits of the last 8 columns with the first `NUM_CACHED` in the cache: [R, 8, vocabulary].
+
+    Args:
+        one_by_one: each of the 8 in a forward of its own.
+
+    Raises:
+        ValueError: the cache holds another number of columns than were passed.
+    """
+    run_columns(model, inputs, cache, 0, NUM_CACHED)
+    if any(map(has_keys, cache.layers)) and cache.get_seq_length() != NUM_CACHED:
+        raise ValueError(f"after {NUM_CACHED} tokens its cache holds {cache.get_seq_length()}")
+    spans = pairwise(range(NUM_CACHED, NUM_COLUMNS + 1, 1 if one_by_one else NUM_COLUMNS - NUM_CACHED))
+    return torch.cat([last_logits(run_columns(model, inputs, cache, *span), span[1] - span[0]) for span in spans], 1)
+
+
+def run_columns(
+    model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any, start: int, stop: int, **options: Any
+) -> Any:
+    """The output of a forward of the columns `[start, stop)`, after those that the cache holds.
+
+    Args:
+        options: other arguments.
+    """
+    argument = cache_argument(model)
+    wants_new_columns = argument == "cache_params" and isinstance(cache, DynamicCache)  # for a cache of ours it is cut
+    mask_begins = start if wants_new_columns else 0
+    columns = {
+        name: value[:, mask_begins if name == "attention_mask" else start : stop] for name, value in inputs.items()
+    }
+    return model(**columns, **present_cache(model, {**options, argument: cache, "use_cache": True}))
+
+
+def behind_padding(row: dict[str, Tensor], num_pads: int) -> dict[str, Tensor]:
+    """The same row with so much padding before it."""
+    return {name: torch.nn.functional.pad(value, (num_pads, 0)) for name, value in row.items()}
+
+
+def dynamic_cache(model: PreTrainedModel) -> DynamicCache:
+    """The cache that transformers makes; it grows where the model has more layers than its config names."""
+    cache = DynamicCache(config=model.config)
+    cache.layer_class_to_replicate = DynamicLayer
+    return cache
+
+
+def distance(reference: Tensor, logits: Tensor) -> float:
+    """The largest difference where the reference is finite, as a share of its scale; infinite if one is NaN."""
+    return float(distances(reference, logits).max())
+
+
+def distances(reference: Tensor, logits: Tensor) -> Tensor:
+    """The same of each column; the scale is the largest finite number of all, or 1 if that is 0."""
+    finite = reference.isfinite()
+    known = reference.where(finite, 0).double()
+    differences = (logits - known).where(finite, 0).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return differences.amax(-1) / (float(known.abs().max()) or 1.0)
+
+
+def tolerance(model: PreTrainedModel, seen: Iterable[torch.dtype]) -> float:
+    """How far rounding may move logits of dtypes `seen` between forwards of other lengths, as a share of their scale."""
+    return max(MIN_TOLERANCE, _TOLERANCE_IN_EPS * eps_computed_in(model, seen))
+
+
+def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Ids of no special tokens, their mask and, where the model takes them, positions: [2, 24] each."""
+    config = model.config.get_text_config(decoder=True)
+    named = [value for part in (model.config, config) for name, value in vars(part).items() if "token" in name]
+    special = [token for value in named for token in (value if isinstance(value, list) else [value])]
+    known = range(min(int(config.vocab_size), 512))
+    plain = [token for token in known[3:] if token not in special] or list(known)
+    ids = torch.tensor([plain[(7 * i * i + 3 * i) % len(plain)] for i in range(2 * NUM_COLUMNS)]).view(2, NUM_COLUMNS)
+    mask = torch.ones_like(ids)
+    pad = getattr(config, "pad_token_id", None)
+    ids[1, :NUM_PADS] = pad if isinstance(pad, int) and pad >= 0 else 0
+    mask[1, :NUM_PADS] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if takes(model, "position_ids"):
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_(min=0)
+    return {name: value.to(input_device(model)) for name, value in inputs.items()}
+
+
+def first_row(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The first row alone."""
+    return {name: value[:1] for name, value in inputs.items()}
+
+
+def last_logits(output: Any, num_columns: int) -> Tensor:
+    """The logits of the last columns, in float32 on the CPU: [R, columns, vocabulary]."""
+    logits: Tensor = output.logits[:, -num_columns:]
+    return logits.float().cpu()
+
+
+def measure_layers(model: PreTrainedModel) -> dict[int, tuple[torch.device, int]]:
+    """Layer index -> where its keys and values lie, and their bytes for one token."""
+    held = enumerate(map(keys_of, _after_a_token(model)))
+    return {index: (keys[0].device, sum(tensor.nbytes for tensor in keys)) for index, keys in held if keys}
+
+
+def measure_bytes_per_token(model: PreTrainedModel, shares: Mapping[int, float] = MappingProxyType({})) -> float:
+    """Bytes of keys and values of one token in all layers.
+
+    Args:
+        shares: layer index -> what part of its bytes counts; of others, all.
+    """
+    return sum(shares.get(index, 1) * num_bytes for index, (_, num_bytes) in measure_layers(model).items())
+
+
+def measure_states(model: PreTrainedModel) -> StateSizes | None:
+    """The sizes of its states; None of a model without any."""
+    if not any(map(has_state, cache_layers(model))):
+        return None
+    carriers = [layer for layer in _after_a_token(model) if has_state(layer)]
+    inputs = [state for layer in carriers for state in states_of(layer, "conv_states")]
+    others = [state for layer in carriers for state in states_of(layer, "recurrent_states")]
+    width = max((state.shape[-1] for state in inputs), default=0)
+    return StateSizes(sum(state.nbytes for state in inputs + others), width, not others)
+
+
+def _after_a_token(model: PreTrainedModel) -> Sequence[Any]:
+    """The layers of a `DynamicCache` after a forward of one token."""
+    cache = dynamic_cache(model)
+    with undisturbed(model):
+        run_columns(
+            model, {"input_ids": torch.zeros((1, 1), dtype=torch.int64, device=input_device(model))}, cache, 0, 1
+        )
+    return cache.layers

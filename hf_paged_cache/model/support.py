@@ -1,7 +1,9 @@
 """Which models are supported, and why not the others: decided by structure, never by a list of names."""
 
 import inspect
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
+from types import CodeType, ModuleType
 from typing import Any
 
 import transformers
@@ -11,7 +13,6 @@ from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, Dynam
 
 from ..errors import UnsupportedModelError
 from .cache_adapters import cache_argument, own_cache_class
-from .code import parents_of, sources_of
 
 # The version of transformers whose model types all ran in tests/conformance; results.json has the results.
 TESTED_VERSION = "5.23.0"
@@ -227,3 +228,34 @@ def _mask_knows_windows(model: PreTrainedModel) -> bool:
     sources = sources_of(kind for kind in parents_of(map(type, model.modules())) if issubclass(kind, nn.Module))
     names = (name for source in sources if not source.__name__.startswith("torch.") for name in vars(source))
     return any("mask" in name and ("sliding" in name or "chunked" in name or "for_generate" in name) for name in names)
+
+
+def names_of(function: Any) -> set[str]:
+    """Names and strings in a function's code, and in that of functions inside of it; none of what is no function."""
+    names: set[str] = set()
+    codes = [getattr(unwrapped_function(function), "__code__", None)]
+    while codes:
+        code = codes.pop()
+        if isinstance(code, CodeType):
+            names |= {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
+            parts = [part for each in code.co_consts for part in (each if isinstance(each, tuple) else (each,))]
+            names |= {part for part in parts if isinstance(part, str)}
+            codes += parts
+    return names
+
+
+def unwrapped_function(function: Any) -> Any:
+    """The function inside decorators, properties and methods."""
+    for name in ("__func__", "fget", "func"):
+        function = getattr(function, name, None) or function
+    return inspect.unwrap(function)
+
+
+def parents_of(classes: Iterable[type]) -> set[type]:
+    """Classes, and those that they inherit from."""
+    return {parent for kind in {*classes} for parent in kind.__mro__}
+
+
+def sources_of(classes: Iterable[type]) -> set[ModuleType]:
+    """The source files that define classes."""
+    return {source for kind in classes if (source := sys.modules.get(kind.__module__)) is not None}

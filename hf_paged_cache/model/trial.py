@@ -6,7 +6,8 @@ tokens', masks that are wrong with a cache. Where layers carry a state, also wha
 """
 
 import copy
-from typing import Any, NamedTuple
+import inspect
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -14,28 +15,32 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from .comparison import (
+from .probing import (
     MIN_TOLERANCE,
     NUM_CACHED,
     NUM_COLUMNS,
     NUM_PADS,
+    TiesByPosition,
     attempt,
     behind_padding,
     continue_behind,
     distance,
     distances,
     dynamic_cache,
+    eps_computed_in,
     first_row,
     last_logits,
     logits_at_once,
     run_columns,
     tolerance,
     trial_inputs,
+    types_of_logits,
+    undisturbed,
 )
-from .probing import TiesByPosition, eps_computed_in, types_of_logits, undisturbed
 from .state_traits import EVERY_PAD, StateTraits, read_state_traits
-from .support import cache_layers, has_state, is_no_decoder, quoted, states_of
+from .support import cache_layers, has_state, is_no_decoder, names_of, quoted, states_of
 
+Numbering = Literal["columns", "tokens"]
 _STATE_TOLERANCE_IN_EPS = 4  # of the first layer's state, rounded a few times
 _FORGOTTEN = (
     "its {} of several tokens starts without {} before them, which only a single token continues, so no prompt can go on from "
@@ -215,3 +220,42 @@ def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:
         f"continued behind {NUM_CACHED} cached tokens its logits differ{where} by {max(rows):.2g} of their scale: its "
         "keys and values depend on more than the tokens before them, or it does not use its cache"
     )
+
+
+def default_numbering(model: PreTrainedModel) -> Numbering | None:
+    """What a forward without `position_ids` numbers after a cache: columns, or the tokens that the mask shows.
+
+    None is something else: the columns of that forward alone, what is after the id of padding, or where a forward before came
+    to, which the module keeps as `rope_deltas`.
+
+    Cost: nothing runs where the code of a module that takes positions asks the cache for its length and numbers from there;
+    three or four short forwards of a model where none does.
+    """
+    modules = [*model.modules()]
+    if any(hasattr(module, "rope_deltas") for module in modules):
+        return None
+    if any(map(_says_so, {type(module) for module in modules})):
+        return "columns"
+    return attempt(lambda: _seen_numbering(model), lambda _: None)
+
+
+def _says_so(kind: type[nn.Module]) -> bool:
+    names: set[str] = names_of(kind.forward)
+    return {"arange", "get_seq_length"} <= names and "position_ids" in inspect.signature(kind.forward).parameters
+
+
+def _seen_numbering(model: PreTrainedModel) -> Numbering | None:
+    """That with which a forward has the logits that come without positions, after a cache."""
+    inputs: dict[str, Tensor] = trial_inputs(model)
+    of_tokens = inputs.pop("position_ids", None)
+    if of_tokens is None:
+        return "tokens"
+    of_columns = torch.arange(of_tokens.shape[1], device=of_tokens.device).expand(2, -1)
+    numberings: dict[Numbering, Tensor] = {"columns": of_columns, "tokens": of_tokens}
+    with undisturbed(model), types_of_logits(model) as seen:
+        continued = continue_behind(model, inputs, dynamic_cache(model))
+        for numbering, positions in numberings.items():
+            whole = logits_at_once(model, {**inputs, "position_ids": positions})
+            if distance(whole, continued) <= tolerance(model, seen):
+                return numbering
+    return None

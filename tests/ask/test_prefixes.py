@@ -25,7 +25,7 @@ from hf_paged_cache.call.admission import CallLimits
 from hf_paged_cache.call.running import Bracket
 from hf_paged_cache.integration.prefill import stops_of
 from hf_paged_cache.integration.side_forward import SideForwards
-from hf_paged_cache.model.sizes import measure_bytes_per_token
+from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.store.window_groups import SHARE_OF_A_BUDGET
 
 from ..conformance import zoo

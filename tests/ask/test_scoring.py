@@ -14,6 +14,7 @@ from hf_paged_cache import CacheArgumentError, CacheBusyError, OutOfBlocksError,
 from hf_paged_cache.ask.scoring import plan, plan_by_length
 from hf_paged_cache.integration.side_forward import SideForwards
 
+from ..promise.test_conditions_of_reuse import ROPES
 from ..reference import IDS, PROMPT, AtStep, Forwards, assert_same, row, run, zero_blocks
 from ..tiny_models import build, tiny, without_logits_to_keep
 
@@ -316,17 +317,7 @@ def test_nor_between_two_of_their_forwards(
 
 
 LIMIT = 64
-ROPES = {
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-    "longrope": {
-        "rope_type": "longrope",
-        "short_factor": [1.0] * 8,
-        "long_factor": [4.0] * 8,
-        "factor": 4.0,
-        "original_max_position_embeddings": LIMIT,
-        "rope_theta": 10000.0,
-    },
-}
+BY_LENGTH = ("dynamic", "longrope")
 
 
 def of_rope(kind: str) -> PreTrainedModel:
@@ -343,7 +334,7 @@ def assert_as_plain_forwards(
         torch.testing.assert_close(torch.tensor(score.log_probs), wanted, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("kind", BY_LENGTH)
 def test_scores_are_right_where_frequencies_follow_the_length(kind: str) -> None:
     model = of_rope(kind)
     cache = PagedPrefixCache(model)
@@ -355,8 +346,8 @@ def test_scores_are_right_where_frequencies_follow_the_length(kind: str) -> None
 
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["empty", "used"])
-@pytest.mark.parametrize("num_tokens", range(LIMIT - 2, LIMIT + 4))
-@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("num_tokens", [LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + 3])
+@pytest.mark.parametrize("kind", BY_LENGTH)
 def test_scores_at_the_length_where_frequencies_change_are_those_of_a_forward_of_all_tokens(
     kind: str, num_tokens: int, is_used: bool
 ) -> None:
@@ -378,7 +369,7 @@ def test_scores_at_the_length_where_frequencies_change_are_those_of_a_forward_of
 
 
 @pytest.mark.parametrize("num_context", [LIMIT - 1, LIMIT, LIMIT + 1])
-@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("kind", BY_LENGTH)
 def test_scores_behind_a_context_as_long_as_the_limit_are_those_of_a_forward_of_all_tokens(
     kind: str, num_context: int
 ) -> None:
@@ -394,7 +385,7 @@ def test_scores_behind_a_context_as_long_as_the_limit_are_those_of_a_forward_of_
     assert cache.stats().hit_rate > 0.4
 
 
-@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("kind", BY_LENGTH)
 def test_what_is_scored_behind_one_context_shares_no_more_than_one_beginning_and_counts_whole(kind: str) -> None:
     model = of_rope(kind)
     cache = PagedPrefixCache(model)

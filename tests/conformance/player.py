@@ -16,8 +16,7 @@ from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.model.cache_adapters import cache_argument, own_cache_class, present_cache
-from hf_paged_cache.model.comparison import dynamic_cache
-from hf_paged_cache.model.probing import input_device
+from hf_paged_cache.model.probing import dynamic_cache, input_device
 
 from ..internals import depends_on_length, state_rules, zero_states, zero_window_blocks
 from ..reference import TOLERANCE, run, zero_blocks

@@ -17,8 +17,8 @@ import torch
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.model.cache_adapters import cache_argument, present_cache
-from hf_paged_cache.model.comparison import dynamic_cache
 from hf_paged_cache.model.conditioning import Conditioning
+from hf_paged_cache.model.probing import dynamic_cache
 
 from ..internals import depends_on_length
 from ..reference import assert_same, batch, is_same, row, run

@@ -9,24 +9,14 @@ from torch import nn
 
 from hf_paged_cache.model.rope import RopeRegime
 
+from ..promise.test_conditions_of_reuse import ROPES
 from ..tiny_models import build
-
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0] * 8,
-    "long_factor": [4.0] * 8,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "rope_theta": 10000.0,
-}
 
 
 def rotary(kind: str) -> Any:
     """longrope's update writes into its buffer, dynamic's puts another one in its place."""
-    parameters = DYNAMIC if kind == "dynamic" else LONGROPE
     longest = 64 if kind == "dynamic" else 256
-    return build("llama", rope_parameters=parameters, max_position_embeddings=longest).model.rotary_emb
+    return build("llama", rope_parameters=ROPES[kind], max_position_embeddings=longest).model.rotary_emb
 
 
 def state(module: nn.Module) -> tuple[dict[str, Any], dict[str, list[float]]]:

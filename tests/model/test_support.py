@@ -13,8 +13,6 @@ from transformers import (
     BertLMHeadModel,
     DynamicCache,
     LlamaModel,
-    MistralConfig,
-    MistralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -35,14 +33,6 @@ FROM_5_23 = pytest.mark.skipif(
     version.parse(transformers.__version__) < version.parse("5.23"), reason="earlier versions compute it otherwise"
 )
 SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-
-
-def test_a_decoder_of_keys_and_values_is_supported(tiny_llama: Any) -> None:
-    require_supported(tiny_llama)
-
-
-def test_a_sliding_window_is_supported() -> None:
-    require_supported(MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=1, sliding_window=4)))
 
 
 def refused(model: Any) -> str:
@@ -107,8 +97,10 @@ def test_a_window_in_the_cache_that_the_mask_does_not_know_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["llama4_text", "gpt_oss", "ministral", "phi3@sliding", "moshi"])
-def test_a_window_that_the_mask_knows_or_no_sequence_reaches_is_supported(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma4_text", "mistral", "llama4_text", "gpt_oss", "ministral", "phi3@sliding", "moshi"]
+)
+def test_decoders_are_held_whose_mask_knows_their_windows_or_whose_layers_read_those_of_another(name: str) -> None:
     require_supported(build_type(name))
 
 
@@ -157,10 +149,6 @@ def test_doubt_is_left_where_two_layers_have_one_number(tiny_llama: Any) -> None
     assert not leaves_doubt(tiny_llama)
     tiny_llama.second_stack = copy.deepcopy(tiny_llama.model.layers[:1])
     assert leaves_doubt(tiny_llama)
-
-
-def test_a_layer_that_reads_the_keys_and_values_of_another_is_supported() -> None:
-    require_supported(build_type("gemma4_text"))
 
 
 def test_the_layers_are_those_of_a_dynamic_cache(tiny_llama: Any) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.nn.functional import pad as pad_with_zeros
 
 from hf_paged_cache import PagedPrefixCache, UnsupportedModelError, check_model, prefix_store
-from hf_paged_cache.model import support
-from hf_paged_cache.model.comparison import (
+from hf_paged_cache.model import support, trial
+from hf_paged_cache.model.probing import (
     NUM_CACHED,
     NUM_COLUMNS,
     behind_padding,
@@ -26,12 +27,13 @@ from hf_paged_cache.model.comparison import (
     last_logits,
     tolerance,
     trial_inputs,
+    types_of_logits,
 )
-from hf_paged_cache.model.probing import types_of_logits
 from hf_paged_cache.model.state_traits import EVERY_PAD, StateTraits, read_state_traits
-from hf_paged_cache.model.trial import require_continuable, state_traits, why_it_fails
+from hf_paged_cache.model.trial import default_numbering, require_continuable, state_traits, why_it_fails
 
 from ..conformance import zoo
+from ..reference import assert_same, run
 from ..tiny_models import build
 from .test_support import FROM_5_23
 
@@ -244,15 +246,6 @@ def test_a_model_without_states_has_no_traits_and_runs_nothing(tiny_llama: Any) 
 
 
 @FROM_5_23
-@pytest.mark.parametrize("name", ["jamba", "zamba"])
-def test_a_scan_that_forgets_the_state_before_several_tokens_is_said_to(name: str) -> None:
-    assert why_it_fails(zoo.build(name)).reason == (
-        "its scan of several tokens starts without the state before them, which only a single token continues, so no "
-        "prompt can go on from a prefix"
-    )
-
-
-@FROM_5_23
 def test_a_scan_that_forgets_is_seen_where_its_state_does_not_show_in_logits() -> None:
     model = drawn_as_new("zamba", 0)
     inputs = trial_inputs(model)
@@ -432,3 +425,46 @@ def test_states_are_tried_once() -> None:
     model.register_forward_pre_hook(lambda *_: calls.append(1))
     assert state_traits(model) == state_traits(model)
     assert len(calls) == 4 + NUM_COLUMNS - NUM_CACHED  # whole, filled, behind less and more padding; one by one
+
+
+# Which positions a model gives when it is passed none.
+
+NUMBERINGS = {
+    **dict.fromkeys(("llama", "gpt2", "lfm2", "bert@decoder"), "columns"),
+    **dict.fromkeys(("opt",), "tokens"),
+    "bamba": None,  # starts at 0 again behind a cache
+    "roberta@decoder": None,  # counts from the id of padding
+}
+
+
+@pytest.mark.parametrize("name", NUMBERINGS)
+def test_models_are_known_by_their_code_or_by_what_they_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.build(name)
+    before = model.training
+    assert default_numbering(model) == NUMBERINGS[name]
+    monkeypatch.setattr(trial, "_says_so", lambda kind: False)  # and by what they do alone
+    assert default_numbering(model) == NUMBERINGS[name]
+    assert model.training == before
+
+
+@pytest.mark.parametrize("name", NUMBERINGS)
+@pytest.mark.parametrize("num_first", [12, 40])
+@pytest.mark.parametrize("pad", [0, 3])
+def test_a_prefill_without_positions_changes_no_later_call(name: str, num_first: int, pad: int) -> None:
+    model, generator = zoo.build(name), torch.Generator().manual_seed(5)
+    prompt = torch.randint(5, 100, (1, 40), generator=generator)
+    other = torch.cat([prompt[:, :34], torch.randint(5, 100, (1, 60), generator=generator)], 1)
+    cache = PagedPrefixCache(model, block_size=8, num_blocks=100)
+    padded, mask = pad_with_zeros(prompt, (pad, 0)), pad_with_zeros(torch.ones_like(prompt), (pad, 0))
+    with torch.no_grad():
+        for start in range(0, 40 + pad, num_first):
+            stop = min(start + num_first, 40 + pad)
+            arguments = {"attention_mask": mask[:, :stop]} if pad else {}
+            model(padded[:, start:stop], past_key_values=cache, use_cache=True, **arguments)
+    cache.reset()
+    assert_same(run(model, input_ids=other), run(model, cache, input_ids=other))
+    (row,) = cache.last_call.rows
+    if name != "lfm2" or num_first == 12:  # where a forward has ended, a state is known
+        is_shared = NUMBERINGS[name] == "tokens" or (NUMBERINGS[name] and not pad)
+        assert row.matched_tokens >= 8 if is_shared else row.matched_tokens == 0
+    cache.check()

@@ -13,7 +13,7 @@ from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, OutOfBlocksError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.blocks.window_blocks import WindowBlocks
-from hf_paged_cache.model.sizes import measure_bytes_per_token
+from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.model.support import cache_layers
 
 from ..internals import make_forwards_cheap, zero_blocks

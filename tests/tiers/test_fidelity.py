@@ -432,7 +432,7 @@ def test_tiers_are_refused_where_other_processes_share_the_model(
 ) -> None:
     from hf_paged_cache.model.conditioning import Conditioning
 
-    monkeypatch.setattr(Conditioning, "rank_groups", lambda conditioning: (object(),))
+    monkeypatch.setattr(f"{Conditioning.__module__}.rank_groups", lambda model: (object(),))
     with pytest.raises(CacheArgumentError, match="other processes share this model"):
         PrefixStore(tiny("llama"), disk_folder=tmp_path)
     PrefixStore(tiny("llama"))
