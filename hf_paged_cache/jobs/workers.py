@@ -28,7 +28,7 @@ from ..errors import CacheArgumentError, PagedCacheError
 from ..store_options import shows_store_options
 from ..wording import counted
 from .calls import BatchCalls
-from .job import Batch, BatchResult, run_job
+from .job import Batch, BatchResult, Crew, run_job
 from .journal import Record
 from .options import How
 from .rows import Row
@@ -191,8 +191,8 @@ def _require_gpus(num_workers: int, gpus_per_worker: float, num_gpus: float, *, 
     warnings.warn(f"{problem} so far: those without one wait until the cluster has more", stacklevel=3)
 
 
-class WorkerPool:
-    """Workers, as the `Crew` of a job.
+class WorkerPool(Crew):
+    """Workers that run the batches of a job.
 
     Args:
         workers: actors of `Worker`.

@@ -685,7 +685,7 @@ def test_samples_go_on_only_on_as_many_workers(tokenizer: Any, tmp_path: Path) -
         interrupted(1, patch)
         with pytest.raises(KeyboardInterrupt):
             run(model, tokenizer, out=out, do_sample=True, batch_size=4)
-        patch.setattr(job._ThisProcess, "num_workers", 2)
+        patch.setattr(job.Crew, "num_workers", 2)
         with pytest.raises(CacheArgumentError, match="option num_workers was 1 and is 2"):
             run(model, tokenizer, out=out, do_sample=True, batch_size=4)
 
