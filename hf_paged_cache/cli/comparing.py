@@ -113,15 +113,12 @@ def summary(comparisons: Sequence[Comparison], noun: str = "question") -> str:
     of = totals(comparisons)
     warm = of["first_token_speedup_after_first_question"]
     num_different = sum(not each.same_tokens for each in comparisons)
+    differ = f": NO, {num_different} of {len(comparisons)} answers differ."
+    same = differ if num_different else f" for every {noun}: yes."
     return (
         f"Time to first token, {len(comparisons)} {noun}s: DynamicCache {of['dynamic_cache_first_token_seconds']:.2f} s, "
         f"PagedPrefixCache {of['paged_prefix_cache_first_token_seconds']:.2f} s: speed-up {of['first_token_speedup']:.1f}x"
         + ("" if warm is None else f", {warm:.1f}x after the first {noun} (median)")
         + f".\nWhole answers: speed-up {of['total_speedup']:.1f}x. Reused {of['reused_tokens']} of "
-        f"{of['prompt_tokens']} prompt tokens ({of['reused_tokens'] / of['prompt_tokens']:.0%}).\nSame tokens"
-        + (
-            f": NO, {num_different} of {len(comparisons)} answers differ."
-            if num_different
-            else f" for every {noun}: yes."
-        )
+        f"{of['prompt_tokens']} prompt tokens ({of['reused_tokens'] / of['prompt_tokens']:.0%}).\nSame tokens{same}"
     )

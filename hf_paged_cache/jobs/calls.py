@@ -248,7 +248,7 @@ def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 class _PadsWhatHasEnded(StoppingCriteria):
-    """Stops nothing. Where no criterion names an end of sequence, `generate` goes on with rows that have come to a stop string."""
+    """Stops nothing. Where no criterion names an end of sequence, `generate` continues rows that have come to a stop string."""
 
     eos_token_id = None
 

@@ -428,7 +428,7 @@ def test_a_finished_job_runs_again_where_its_output_is_gone_or_is_to_go(tokenize
     assert run(model, tokenizer, PROMPTS[:2], out=out).summary.num_done_before == 2
 
 
-@pytest.mark.parametrize("where", [(Journal, "remove"), (job, "note_finished")], ids=["behind", "before"])
+@pytest.mark.parametrize("where", [(Journal, "remove"), (job, "note_finished")], ids=["after", "before"])
 def test_a_job_that_dies_between_its_record_and_its_journal_is_done(
     where: tuple[Any, str], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
