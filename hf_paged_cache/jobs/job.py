@@ -155,13 +155,11 @@ def generate_all(
     inside = unwrapped(model)
     require_supported(inside)
     if not isinstance(cache, PagedPrefixCache | PrefixStore | None):
-        raise CacheArgumentError(
-            f"cache is of type {type(cache).__name__}; give a PagedPrefixCache or a PrefixStore of this model, or None"
-        )
+        kind = type(cache).__name__
+        raise CacheArgumentError(f"cache is of type {kind}; give a PagedPrefixCache or a PrefixStore of this model")
     if isinstance(cache, PagedPrefixCache) and how.of_cache:
-        raise CacheArgumentError(
-            f"{' and '.join(how.of_cache)}: of the cache, which is there already; give it to PagedPrefixCache"
-        )
+        given = " and ".join(how.of_cache)
+        raise CacheArgumentError(f"{given}: of the cache, which is there already; give it to PagedPrefixCache")
     with ExitStack() as stack:
         stack.enter_context(left_as_it_was(inside))
         calls = BatchCalls(model, tokenizer, how, cache)
@@ -193,9 +191,8 @@ def run_job(crew: Crew, prompts: _Prompts, how: How) -> BatchResult:
     """A job on whatever runs its batches; see `generate_all` for what is refused."""
     described: Described = crew.ask("describe")
     if described.generation_config.prompt_lookup_num_tokens and how.batch_size > 1:
-        raise CacheArgumentError(
-            f"prompt_lookup_num_tokens runs one row at a time; give batch_size=1, not {how.batch_size}"
-        )
+        alone = f"give batch_size=1, not {how.batch_size}"
+        raise CacheArgumentError(f"prompt_lookup_num_tokens runs one row at a time; {alone}")
     path = None if how.out is None else Path(how.out)
     finished: Finished | None = None
     job: dict[str, Any] = {}

@@ -276,7 +276,7 @@ def test_no_in_front_switches_off_and_is_part_of_a_name() -> None:
 def test_on_a_terminal_a_bar_shows_what_is_reused_and_sigterm_ends_it_as_ctrl_c_does(
     prompts: Path, model_folder: str, tmp_path: Path
 ) -> None:
-    prompts.write_text("".join(json.dumps({"text": f"{SHARED}{end}"}) + "\n" for end in range(40)))
+    prompts.write_text("".join(json.dumps({"text": f"{SHARED}{end}"}) + "\n" for end in range(16)))
     out, (ours, theirs) = tmp_path / "out.jsonl", pty.openpty()
     termios.tcsetwinsize(theirs, (24, 200))
     command = [sys.executable, "-m", "hf_paged_cache", "generate", str(prompts), "--model", model_folder, "--out", str(out), "--column", "text", "--batch-size", "1"]  # fmt: skip
@@ -290,7 +290,7 @@ def test_on_a_terminal_a_bar_shows_what_is_reused_and_sigterm_ends_it_as_ctrl_c_
     assert Path(f"{out}.journal").read_text().count("\n") > 1
     rest = generate(prompts, model_folder, out, "--batch-size", "1", "--max-new-tokens", "128", "--order", "given")
     assert rest.exit_code == 0, rest.output
-    assert len(written(out)) == 40
+    assert len(written(out)) == 16
 
 
 def read_until(terminal: int, wanted: bytes) -> bytes:
