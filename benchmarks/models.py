@@ -149,6 +149,13 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, **changes
     return model
 
 
+def quick_changes(shape: str) -> dict[str, Any]:
+    """Changes of a shape's settings with which it only shows that something runs: narrow, and up to its first layer without a window."""
+    kinds = SHAPES[shape]["layer_types"]
+    kinds = kinds[: kinds.index("full_attention") + 1]
+    return {"hidden_size": 160, "intermediate_size": 160, "num_hidden_layers": len(kinds), "layer_types": kinds}
+
+
 def tiny(device: torch.device) -> PreTrainedModel:
     """Two small layers in float32."""
     return random_model("tiny", device, torch.float32)

@@ -112,7 +112,7 @@ def main() -> None:
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     model, tokenizer = load_demo_model()
-    print(f"{NUM_QUESTIONS} reviews behind {NUM_SHOTS} labelled ones, CPU seconds")
+    print(f"{NUM_QUESTIONS} reviews after {NUM_SHOTS} labelled ones, CPU seconds")
     for task in review_tasks():
         for kind in (HFLM, PagedHFLM):
             lm = kind(model, tokenizer=tokenizer)

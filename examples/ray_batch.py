@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hf_paged_cache import PagedCacheError, generate_all_on_ray
 from hf_paged_cache.cli.demo_model import load_demo_model
+from hf_paged_cache.cli.hub import require_name
 
 REVIEWS = [json.loads(line) for line in Path(__file__).with_name("reviews.jsonl").read_text("utf-8").splitlines()]
 
@@ -32,6 +33,8 @@ def main() -> None:
     }
     prompts = [f"{text}Review: {each['text']}\n{task}:" for each in asked for task, text in tasks.items()]
     try:
+        if given.model:
+            require_name(given.model)  # a mistyped folder is found here, not on the workers
         result = generate_all_on_ray(
             partial(load_demo_model, given.model),
             prompts,

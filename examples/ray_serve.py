@@ -2,7 +2,7 @@
 
 pip install 'ray[serve]>=2.50'; python examples/ray_serve.py [--model FOLDER_OR_NAME] [--replicas 2] [--port 8000] [--stay]
 
-It asks a few questions of two tasks, as clients would, and ends; with --stay it goes on serving:
+It asks a few questions of two tasks, as clients would, and ends; with --stay it keeps serving:
 curl localhost:8000/complete -H 'content-type: application/json' -d '{"prompt": "Snow is", "max_new_tokens": 8}'
 """
 
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--questions", type=int, default=12, help="of each of two tasks")
-    parser.add_argument("--stay", action="store_true", help="go on serving until Ctrl-C")
+    parser.add_argument("--stay", action="store_true", help="keep serving until Ctrl-C")
     given = parser.parse_args()
 
     shots = REVIEWS[:6]

@@ -42,7 +42,8 @@ _BATCH = 8
 def states(bench: Bench, repeat: Repeat) -> Lines:
     """12 layers, of which 9 carry states and keep no keys (Qwen3.5's shape), or 8 short convolutions (LFM2's): prompts and steps."""
     for shape in _SHAPES:
-        model = models.random_model(shape, bench.model.device, bench.model.dtype)
+        narrow = {} if bench.warmups else models.quick_changes(shape)
+        model = models.random_model(shape, bench.model.device, bench.model.dtype, **narrow)
         stateful = Bench(model, bench.sizes, has_bars=bench.has_bars, is_quick=not bench.warmups)
         ready = DynamicCache(config=model.config)
         stateful.prefill(stateful.text(bench.sizes.shared), ready)

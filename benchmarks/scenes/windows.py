@@ -38,7 +38,7 @@ def windows(bench: Bench, repeat: Repeat) -> Lines:
 
 def _bench(bench: Bench, shape: str, part: int) -> Bench:
     is_quick = not bench.warmups
-    narrow = {"hidden_size": 64, "intermediate_size": 64} if is_quick else {}
+    narrow = models.quick_changes(shape) if is_quick else {}
     model = models.random_model(
         shape, bench.model.device, bench.model.dtype, sliding_window=bench.sizes.shared // part, **narrow
     )

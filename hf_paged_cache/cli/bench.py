@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,11 +16,6 @@ from . import loading
 from .comparing import compare, summary
 from .loading import Device, Dtype, Revision
 from .questions import QUESTIONS, SHOTS, ask, few_shot_prompt
-
-if TYPE_CHECKING:
-    pass
-
-_LEAST_PROMPTS = 2  # the first fills the cache
 
 
 def bench(
@@ -55,29 +50,22 @@ def bench(
     print(f"loading {model} ...", file=sys.stderr, flush=True)
     loaded, tokenizer = loading.load_model(model, revision, dtype, device)
     cache = PagedPrefixCache(loaded)
-    read = read_prompts(
-        _few_shot_prompts() if prompts is None else prompts,
-        tokenizer,
-        column=column,
-        model=loaded,
-        max_new_tokens=max_new_tokens,
-    )
+    texts = prompts or [few_shot_prompt(len(SHOTS)) + ask(question) for question in QUESTIONS]
+    read = read_prompts(texts, tokenizer, column=column, model=loaded, max_new_tokens=max_new_tokens)
+    num_prompts = len(read.token_ids)
     numbered = ((str(number), ids) for number, ids in enumerate(read.token_ids))
     started, answered = time.perf_counter(), []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "PagedPrefixCache: this prompt of")  # one after the other, and no chat
         for each in compare(loaded, tokenizer, cache, numbered, max_new_tokens):
             answered.append(each)
-            print(
-                f"{len(answered)}/{len(read.token_ids)}  first token {each.speedup:.1f}x  reused {each.paged.reused_tokens} of "
-                f"{each.paged.prompt_tokens}",
-                file=sys.stderr,
-                flush=True,
-            )
-            if time.perf_counter() - started > seconds and len(answered) >= _LEAST_PROMPTS:
+            reused = f"reused {each.paged.reused_tokens} of {each.paged.prompt_tokens}"
+            line = f"{len(answered)}/{num_prompts}  first token {each.speedup:.1f}x  {reused}"
+            print(line, file=sys.stderr, flush=True)
+            if time.perf_counter() - started > seconds and len(answered) > 1:  # the first fills the cache
                 break
     spent = time.perf_counter() - started
-    print(f"{len(answered)} of {len(read.token_ids)} prompts, {max_new_tokens} new tokens at most, in {spent:.0f} s.")
+    print(f"{len(answered)} of {num_prompts} prompts, {max_new_tokens} new tokens at most, in {spent:.0f} s.")
     print(summary(answered, "prompt"))
     share = read.num_shared_tokens / read.num_tokens
     print(
@@ -85,7 +73,3 @@ def bench(
     )
     if loaded.dtype == torch.float32 and not all(each.same_tokens for each in answered):
         raise typer.Exit(1)
-
-
-def _few_shot_prompts() -> list[str]:
-    return [few_shot_prompt(len(SHOTS)) + ask(question) for question in QUESTIONS]

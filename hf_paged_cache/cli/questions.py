@@ -28,5 +28,5 @@ def few_shot_prompt(num_shots: int) -> str:
 
 
 def ask(question: str) -> str:
-    """What follows the shared part for one question; the model goes on after `Answer:`."""
+    """What follows the shared part for one question; the model continues after `Answer:`."""
     return f"Question: {question}\nAnswer:"

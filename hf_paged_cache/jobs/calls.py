@@ -51,6 +51,16 @@ class Described(NamedTuple):
     block_size: int
 
 
+class Answered(NamedTuple):
+    """What a call of `generate` gave: new tokens and text of each sequence, its times, and its decode steps."""
+
+    token_ids: list[list[int]]
+    texts: list[str]
+    first_token_seconds: float
+    seconds: float
+    num_steps: int
+
+
 class BatchCalls:
     """Runs batches of one job.
 
@@ -145,30 +155,41 @@ class BatchCalls:
             waiting += [(numbers[half:], tokens[half:]), (numbers[:half], tokens[:half])]
 
     def _run(self, rows: list[int], prompts: list[Sequence[int]], cache: PagedPrefixCache | None) -> Record:
-        ids, mask = _padded(prompts)
-        clock = _FirstTokenClock()
         num_bypassed = 0 if cache is None else cache.stats().num_bypassed_calls
-        started = time.perf_counter()
-        output = self._generate(rows, ids, mask, cache, logits_processor=LogitsProcessorList([clock]))
-        new = [self._cut(row, ids.shape[1]) for row in output.cpu()]  # waits for the device
-        seconds = time.perf_counter() - started
-        texts = [str(self._tokenizer.decode(each, skip_special_tokens=True)) for each in new]
-        count = self._num_returned
-        completions: list[Completion] = (
-            [texts[start : start + count] for start in range(0, len(texts), count)] if count > 1 else [*texts]
-        )
+        done = self.answer(rows, prompts, cache)
+        texts, count = done.texts, self._num_returned
         num_tokens = sum(map(len, prompts))
         is_bypassed = cache is None or cache.stats().num_bypassed_calls > num_bypassed
         counts = {
             "prompt_tokens": num_tokens,
             "computed_tokens": num_tokens if cache is None else min(num_tokens, cache.last_call.computed_tokens),
-            "new_tokens": sum(map(len, new)),
-            "seconds": seconds,
-            "prefill_seconds": (clock.first_at or started) - started,
-            "decode_steps": max(0, clock.num_steps - 1),
+            "new_tokens": sum(map(len, done.token_ids)),
+            "seconds": done.seconds,
+            "prefill_seconds": done.first_token_seconds,
+            "decode_steps": done.num_steps,
             "bypassed": len(rows) * is_bypassed,
         }
+        completions: list[Completion] = [*texts]
+        if count > 1:
+            completions = [texts[start : start + count] for start in range(0, len(texts), count)]
         return Record(rows, completions, counts)
+
+    def answer(
+        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], cache: PagedPrefixCache | None, **options: Any
+    ) -> Answered:
+        """One call of `generate`, timed; on a `DynamicCache` if `cache` is None.
+
+        Args:
+            options: of `generate`, in place of the job's.
+        """
+        ids, mask = _padded(prompts)
+        clock = _FirstTokenClock()
+        started = time.perf_counter()
+        output = self._generate(rows, ids, mask, cache, logits_processor=LogitsProcessorList([clock]), **options)
+        new = [self._cut(row, ids.shape[1]) for row in output.cpu()]  # waits for the device
+        seconds = time.perf_counter() - started
+        texts = [str(self._tokenizer.decode(each, skip_special_tokens=True)) for each in new]
+        return Answered(new, texts, (clock.first_at or started) - started, seconds, max(0, clock.num_steps - 1))
 
     def _generate(
         self, rows: Sequence[int], ids: Tensor, mask: Tensor, cache: PagedPrefixCache | None, **options: Any
@@ -227,7 +248,7 @@ def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 class _PadsWhatHasEnded(StoppingCriteria):
-    """Stops nothing. Where no criterion names an end of sequence, `generate` goes on with rows that have come to a stop string."""
+    """Stops nothing. Where no criterion names an end of sequence, `generate` continues rows that have come to a stop string."""
 
     eos_token_id = None
 

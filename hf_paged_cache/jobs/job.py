@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -41,6 +41,8 @@ from .progress import progress_bar, warn_of_bypassed
 from .prompts import require_positions, require_text, tokenized
 from .rows import Row, digest_of, opened, require_room
 from .summary import BatchSummary, Tally
+
+_Prompts = str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row]
 
 
 class Batch(NamedTuple):
@@ -153,58 +155,44 @@ def generate_all(
     inside = unwrapped(model)
     require_supported(inside)
     if not isinstance(cache, PagedPrefixCache | PrefixStore | None):
-        raise CacheArgumentError(
-            f"cache is of type {type(cache).__name__}; give a PagedPrefixCache or a PrefixStore of this model, or None"
-        )
+        kind = type(cache).__name__
+        raise CacheArgumentError(f"cache is of type {kind}; give a PagedPrefixCache or a PrefixStore of this model")
     if isinstance(cache, PagedPrefixCache) and how.of_cache:
-        raise CacheArgumentError(
-            f"{' and '.join(how.of_cache)}: of the cache, which is there already; give it to PagedPrefixCache"
-        )
+        given = " and ".join(how.of_cache)
+        raise CacheArgumentError(f"{given}: of the cache, which is there already; give it to PagedPrefixCache")
     with ExitStack() as stack:
         stack.enter_context(left_as_it_was(inside))
         calls = BatchCalls(model, tokenizer, how, cache)
         if calls.cache.store.model is not inside:
             raise CacheArgumentError("cache is of another model than the one given")
         stack.callback(calls.cache.reset)
-        return run_job(_ThisProcess(calls), prompts, how)
+        return run_job(Crew(calls), prompts, how)
 
 
-class Crew(Protocol):
-    """What runs the batches of a job: this process, or workers."""
+class Crew:
+    """What runs the batches of a job: this process; or workers, as a class that derives from this one."""
 
-    @property
-    def num_workers(self) -> int: ...
-
-    def ask(self, question: str, *given: Any) -> Any:
-        """What the method `question` of `BatchCalls` answers."""
-
-    def run(self, queues: list[list[Batch]]) -> Iterator[Record]:
-        """Run the batches of each worker, each queue in its order, and yield what is done as it comes."""
-
-
-class _ThisProcess:
     num_workers = 1
 
     def __init__(self, calls: BatchCalls) -> None:
         self._calls = calls
 
     def ask(self, question: str, *given: Any) -> Any:
+        """What the method `question` of `BatchCalls` answers."""
         return getattr(self._calls, question)(*given)
 
     def run(self, queues: list[list[Batch]]) -> Iterator[Record]:
+        """Run the batches of each worker, each queue in its order, and yield what is done as it comes."""
         for batch in queues[0]:
             yield from self._calls.run(*batch)
 
 
-def run_job(
-    crew: Crew, prompts: "str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row]", how: How
-) -> BatchResult:
+def run_job(crew: Crew, prompts: _Prompts, how: How) -> BatchResult:
     """A job on whatever runs its batches; see `generate_all` for what is refused."""
     described: Described = crew.ask("describe")
     if described.generation_config.prompt_lookup_num_tokens and how.batch_size > 1:
-        raise CacheArgumentError(
-            f"prompt_lookup_num_tokens runs one row at a time; give batch_size=1, not {how.batch_size}"
-        )
+        alone = f"give batch_size=1, not {how.batch_size}"
+        raise CacheArgumentError(f"prompt_lookup_num_tokens runs one row at a time; {alone}")
     path = None if how.out is None else Path(how.out)
     finished: Finished | None = None
     job: dict[str, Any] = {}
@@ -232,8 +220,8 @@ def run_job(
                 return BatchResult(None, finished.summary)
         if tokens:
             crew.ask("try_out", tokens[: min(how.batch_size, 2)])
-        journal_path = None if path is None else journal_of(path)
-        journal = stack.enter_context(Journal(journal_path, job, len(rows), anew=how.overwrite))
+        beside = None if path is None else journal_of(path)
+        journal = stack.enter_context(Journal(beside, job, len(rows), anew=how.overwrite))
         output = None
         if path is not None:
             record_of(path).unlink(missing_ok=True)
@@ -266,13 +254,11 @@ def _options_of_results(described: Described, how: How, num_workers: int) -> dic
     """What shapes the completions; of samples the batches do, too."""
     config = described.generation_config
     options = {name: each for name, each in json.loads(config.to_json_string()).items() if name not in NO_OPTIONS}
-    drawn = {
-        "batch_size": how.batch_size,
-        "seed": how.seed,
-        "num_workers": num_workers,
-        "block_size": described.block_size,
-    }
-    return {**options, "column": how.column, **(drawn if config.do_sample else {})}
+    options["column"] = how.column
+    if config.do_sample:
+        options |= {"batch_size": how.batch_size, "seed": how.seed}
+        options |= {"num_workers": num_workers, "block_size": described.block_size}
+    return options
 
 
 def _planned(

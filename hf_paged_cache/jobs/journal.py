@@ -67,7 +67,6 @@ class Journal:
         self._begin = self._end = self._file.tell()
         self._starts = array("q", [-1]) * num_rows  # row -> where its record begins in the file
         self.rows = array("q")  # that are done, in the order in which they were
-        self._last: tuple[int, Record] | None = None  # that was read or written, and where it begins
         for start, record in self._read():
             self._note(record, start, self._file.tell())
         self._file.truncate(self._end)
@@ -96,11 +95,8 @@ class Journal:
 
     def completion(self, row: int) -> Completion:
         """Of a row that is done."""
-        start = self._starts[row]
-        if self._last is None or self._last[0] != start:
-            self._file.seek(start)
-            self._last = start, _record(self._file.readline(), self._num_rows)
-        _, record = self._last
+        self._file.seek(self._starts[row])
+        record = _record(self._file.readline(), self._num_rows)
         return record.completions[record.rows.index(row)]
 
     def records(self) -> Iterator[Record]:
@@ -132,7 +128,7 @@ class Journal:
         self.rows.extend(row for row in record.rows if row not in self)
         for row in record.rows:
             self._starts[row] = start
-        self._end, self._last = end, (start, record)
+        self._end = end
 
 
 class Output:
@@ -281,11 +277,10 @@ def claimed(out: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
+        problem = f"another process is working on {out}: it holds {lock.lock_file}; wait for it, or give another file"
         if not Path(lock.lock_file).exists():
-            raise CacheArgumentError(f"{out} cannot be written: no file can be made beside it") from None
-        raise CacheArgumentError(
-            f"another process is working on {out}: it holds {lock.lock_file}; wait for it, or give another file"
-        ) from None
+            problem = f"{out} cannot be written: no file can be made beside it"
+        raise CacheArgumentError(problem) from None
     except OSError as error:
         raise CacheArgumentError(f"{out} cannot be written ({error})") from error
     try:
@@ -307,39 +302,35 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def _opened(path: Path, job: Mapping[str, Any], anew: bool) -> BinaryIO:
-    """The journal of this very job, at its first record; made whole or not at all."""
-    if anew or not path.exists() or not _is_of(job, path):
+    """The journal of this very job, at its first record. One of another job, in which nothing is done, is written anew."""
+    if anew or not path.exists() or not path.stat().st_size or _differences_from(path, job):
         _write_whole(path, job)
     file = path.open("r+b")
     file.readline()
     return file
 
 
-def _is_of(job: Mapping[str, Any], path: Path) -> bool:
-    """Whether the journal is of this job; one of another job in which nothing is done is of none.
+def _differences_from(path: Path, job: Mapping[str, Any]) -> str:
+    """In what the job of a journal differs from this one.
 
     Raises:
-        CacheArgumentError: it is of another job, and says what is different; or it is no journal.
+        CacheArgumentError: it differs, and has begun; or it is no journal.
     """
     with path.open("rb") as file:
         line, has_begun = file.readline(), bool(file.readline())
-    if not line:
-        return False
     try:
         before = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
         before = None
+    anew = "begin anew with overwrite (--overwrite)"
     if not isinstance(before, dict) or before.get("format") != FORMAT:
-        raise CacheArgumentError(
-            f"{path} is no journal of this version; remove it, or begin anew with overwrite (--overwrite)"
-        )
+        raise CacheArgumentError(f"{path} is no journal of this version; remove it, or {anew}")
     different = differences(before, job)
     if different and has_begun:
         raise CacheArgumentError(
-            f"{path} is of another job: {different}. Go on as it was begun, give another output file, or begin anew with overwrite "
-            "(--overwrite)"
+            f"{path} is of another job: {different}. Resume it as it was begun, give another output file, or {anew}"
         )
-    return not different
+    return different
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> str:
@@ -357,10 +348,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], within: str =
 def _difference(name: str, before: object, now: object) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
         return differences(before, now, f"{name} ")
-    are_short = all(value is None or isinstance(value, int | float | bool | str) for value in (before, now))
-    are_digests = isinstance(before, str) and isinstance(now, str) and len(before) == len(now) == 64
-    if are_digests or not are_short:
-        return f"other {name}" if are_digests else f"{name} has changed"
+    if isinstance(before, str) and isinstance(now, str) and len(before) == len(now) == 64:  # digests
+        return f"other {name}"
+    if isinstance(before, dict | list) or isinstance(now, dict | list):
+        return f"{name} has changed"
     return f"{name} was {json.dumps(before)} and is {json.dumps(now)}"
 
 
@@ -368,7 +359,7 @@ def _record(line: bytes, num_rows: int) -> Record:
     record = Record(**json.loads(line))
     if len(record.rows) != len(record.completions) or not all(row in range(num_rows) for row in record.rows):
         raise ValueError("a damaged record")
-    if not isinstance(record.counts, dict) or not all(isinstance(n, int | float) for n in record.counts.values()):
+    if not all(isinstance(number, int | float) for number in {**record.counts}.values()):
         raise ValueError("a damaged record")
     return record
 

@@ -157,16 +157,13 @@ def generation_config(model: Any, options: Mapping[str, Any]) -> GenerationConfi
     except (ValueError, TypeError, AttributeError) as error:
         raise CacheArgumentError(f"generate cannot run so: {error}") from error
     stop = config.stop_strings
-    if stop is not None and not ((isinstance(stop, str) and stop) or _are_texts(stop)):
+    texts = stop if isinstance(stop, list | tuple) else [stop]
+    if stop is not None and not (texts and all(isinstance(each, str) and each for each in texts)):
         raise CacheArgumentError(f"stop_strings is {stop!r}; give a text, or a list of texts")
     num_tokens = model.config.get_text_config(decoder=True).vocab_size
     for name in _OF_TOKENS:
         _require_tokens(name, getattr(config, name, None), num_tokens)
     return config
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, str) and each for each in value)
 
 
 def _require_kind(name: str, value: Any) -> None:

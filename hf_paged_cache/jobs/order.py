@@ -157,7 +157,10 @@ def ordered(tree: Branch, lengths: Sequence[int]) -> Iterator[OrderedPrompt]:
         >>> [each.prompt for each in ordered(tree, [*map(len, prompts)])]
         [3, 1, 0, 2]
     """
-    longest = _longest(tree, lengths)
+    longest: dict[int, int] = {}  # id of a branch -> tokens of its longest prompt
+    for branch in reversed([*tree.walk()]):
+        own = [lengths[prompt] for prompt in branch.prompts]
+        longest[id(branch)] = max(own + [longest[id(each)] for each in branch.branches], default=0)
     waiting = [(tree, 0)]  # branches, and how much of the prefix of each is computed before its first prompt
     while waiting:
         branch, num_known = waiting.pop()
@@ -170,15 +173,6 @@ def ordered(tree: Branch, lengths: Sequence[int]) -> Iterator[OrderedPrompt]:
             num_tokens = lengths[prompt]
             yield OrderedPrompt(prompt, num_tokens, num_tokens - branch.num_tokens, num_tokens - num_known)
             num_known = branch.num_tokens
-
-
-def _longest(tree: Branch, lengths: Sequence[int]) -> dict[int, int]:
-    """Id of a branch -> tokens of its longest prompt."""
-    longest: dict[int, int] = {}
-    for branch in reversed([*tree.walk()]):
-        own = (lengths[prompt] for prompt in branch.prompts)
-        longest[id(branch)] = max([*own, *(longest[id(each)] for each in branch.branches)], default=0)
-    return longest
 
 
 def partition(order: Sequence[OrderedPrompt], num_workers: int, num_new_tokens: int = 1) -> list[list[OrderedPrompt]]:

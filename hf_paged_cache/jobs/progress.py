@@ -26,9 +26,7 @@ def progress_bar(total: int, initial: int, wanted: bool | None) -> Any:
         initial: prompts that are done.
         wanted: False: neither.
     """
-    is_notebook = any(
-        each.__name__ == "tqdm_notebook" for each in tqdm.__mro__
-    )  # whose import would take IPython's time
+    is_notebook = "tqdm_notebook" in (each.__name__ for each in tqdm.__mro__)  # importing it would import IPython
     if is_notebook or sys.stderr.isatty():
         return tqdm(total=total, initial=initial, unit="prompt", disable=wanted is False)
     return plain_tqdm(

@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from io import TextIOWrapper
@@ -40,6 +40,8 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _KINDS = {".jsonl": "JSON lines", ".json": "JSON", ".csv": "CSV", ".tsv": "CSV", ".parquet": "Parquet"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NO_LINE = 0  # of a row that stands on no line of its own
+_QUOTES = "a value with quotes, a delimiter or a line break in it is put in quotes, its own doubled"
+_CHAT = "a chat as a list of messages with a role and a content"
 
 
 class RowError(CacheArgumentError):
@@ -62,8 +64,7 @@ def opened(prompts: Any, column: str) -> Iterator[Sequence[Row]]:
     A `RowError` inside comes out with the place of its row.
 
     Raises:
-        CacheArgumentError: a file that cannot be read, or nothing that holds rows. Of JSON lines a row that cannot be read raises it
-            when it is asked for.
+        CacheArgumentError: a file or a row of it that cannot be read, or nothing that holds rows.
     """
     if not isinstance(prompts, str | PathLike):
         yield _in_memory(prompts, column)
@@ -82,19 +83,19 @@ class _CopiedRows(Sequence[Row]):
 
     Args:
         path: of the file, for errors.
-        rows: the line on which each begins, counted from 1, or `_NO_LINE`; and what `parse` makes the row of.
+        rows: the line on which each begins, counted from 1, or `_NO_LINE`; and the row.
     """
 
-    def __init__(
-        self, path: Path, rows: Iterable[tuple[int, bytes]], parse: Callable[[bytes], Any] = json.loads
-    ) -> None:
-        self._path, self._parse = path, parse
+    def __init__(self, path: Path, rows: Iterable[tuple[int, Any]]) -> None:
+        self._path = path
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  # closed with its last reference
-        self._starts, self._lines = array("q", [0]), array("q")
-        for line, written in rows:
-            self._file.write(written)
+        self._starts, self._lines = array("q"), array("q")
+        for line, row in rows:
             self._starts.append(self._file.tell())
             self._lines.append(line)
+            if not isinstance(row, dict):
+                raise CacheArgumentError(f"{self.place(len(self) - 1)} is no JSON object, which a row is")
+            pickle.dump(row, self._file)  # JSON would make texts of dates and of bytes
 
     def place(self, row: int) -> str:
         """Where a row is, for errors."""
@@ -111,20 +112,8 @@ class _CopiedRows(Sequence[Row]):
     def __getitem__(self, row: int | slice) -> Row | list[Row]:
         if isinstance(row, slice):
             return [self[each] for each in range(*row.indices(len(self)))]
-        start, end = self._starts[row], self._starts[row + 1]
-        self._file.seek(start)
-        try:
-            found = self._parse(self._file.read(end - start))
-        except UnicodeDecodeError as error:
-            problem = f"is no JSON: it is not UTF-8 ({error.reason}); save the file so"
-            raise CacheArgumentError(f"{self.place(row)} {problem}") from error
-        except json.JSONDecodeError as error:
-            problem = f"is no JSON ({error.msg}, at character {error.colno})"
-            raise CacheArgumentError(f"{self.place(row)} {problem}") from error
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists in lists in lists
-            raise CacheArgumentError(f"{self.place(row)} cannot be read ({error})") from error
-        if not isinstance(found, dict):
-            raise CacheArgumentError(f"{self.place(row)} is no JSON object, which a row is")
+        self._file.seek(self._starts[row])
+        found: Row = pickle.load(self._file)
         return found
 
 
@@ -148,10 +137,10 @@ def _read(path: Path) -> _CopiedRows:
     try:
         with LocalFileSystem().open(str(path.absolute()), "rb", compression="infer") as file:
             if kind == "Parquet":
-                return _CopiedRows(path, _parquet(file), pickle.loads)
+                return _CopiedRows(path, _parquet(file))
             if kind == "CSV":
                 return _CopiedRows(path, _csv(file, path, "\t" if suffix == ".tsv" else ","))
-            return _CopiedRows(path, _json(file, is_lines=kind == "JSON lines"))
+            return _CopiedRows(path, _json(file, path, is_lines=kind == "JSON lines"))
     except CacheArgumentError:
         raise
     except UnicodeDecodeError as error:
@@ -161,59 +150,65 @@ def _read(path: Path) -> _CopiedRows:
         raise CacheArgumentError(f"{path} cannot be read as {kind} ({said})") from error
 
 
-def _json(file: BinaryIO, *, is_lines: bool) -> Iterator[tuple[int, bytes]]:
+def _json(file: BinaryIO, path: Path, *, is_lines: bool) -> Iterator[tuple[int, Any]]:
     beginning = file.read(1024).removeprefix(_BYTE_ORDER_MARK).lstrip()
     file.seek(0)
     if beginning.startswith(b"[") and not is_lines:
-        for row in json.loads(file.read().decode("utf-8-sig")):
-            yield _NO_LINE, json.dumps(row).encode()
+        yield from ((_NO_LINE, row) for row in json.loads(file.read().decode("utf-8-sig")))
         return
     for number, line in enumerate(file, 1):
-        text = line.removeprefix(_BYTE_ORDER_MARK).rstrip()
-        if text.lstrip():
-            yield number, text
+        text = line.removeprefix(_BYTE_ORDER_MARK).strip()
+        if not text:
+            continue
+        try:
+            yield number, json.loads(text)
+        except UnicodeDecodeError as error:
+            problem = f"is no JSON: it is not UTF-8 ({error.reason}); save the file so"
+            raise CacheArgumentError(f"{path}, line {number} {problem}") from error
+        except json.JSONDecodeError as error:
+            problem = f"is no JSON ({error.msg}, at character {error.colno})"
+            raise CacheArgumentError(f"{path}, line {number} {problem}") from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists in lists in lists
+            raise CacheArgumentError(f"{path}, line {number} cannot be read ({error})") from error
 
 
-def _csv(file: BinaryIO, path: Path, delimiter: str) -> Iterator[tuple[int, bytes]]:
+def _csv(file: BinaryIO, path: Path, delimiter: str) -> Iterator[tuple[int, Row]]:
     """Rows as long as the first one, which names the columns; what is empty after the last name is left out."""
     longest = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     try:
-        reader = csv.reader(TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
-        yield from _csv_rows(reader, path)
+        lines = _csv_lines(
+            path, csv.reader(TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
+        )
+        _, names = next(lines, (1, []))
+        if len(names) == 1 and (others := [each for each in ";\t|" if each in names[0]]):
+            raise CacheArgumentError(
+                f"{path} has {others[0]!r} between its columns; write it with commas, or with tabs as .tsv"
+            )
+        names = _without_empty_end(names, 1)
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise CacheArgumentError(f"{path} has two columns {min(twice)!r}; rename one")
+        for line, values in lines:
+            values = _without_empty_end(values, len(names))
+            if len(values) != len(names):
+                found = f"has {counted(len(values), 'value')} for {counted(len(names), 'column')}"
+                raise CacheArgumentError(f"{path}, line {line} {found}; {_QUOTES}")
+            yield line, dict(zip(names, values, strict=True))
     finally:
         csv.field_size_limit(longest)
 
 
-def _csv_rows(reader: Any, path: Path) -> Iterator[tuple[int, bytes]]:
-    names: list[str] | None = None
+def _csv_lines(path: Path, reader: Any) -> Iterator[tuple[int, list[str]]]:
+    """Values that stand together, each with the line on which they begin; a blank line has none."""
     while True:
         line = reader.line_num + 1
         try:
             values = next(reader, None)
         except csv.Error as error:
-            raise CacheArgumentError(
-                f"{path}, line {line} is no CSV ({error}); a value with quotes or line breaks in it is put in quotes, its own doubled"
-            ) from error
+            raise CacheArgumentError(f"{path}, line {line} is no CSV ({error}); {_QUOTES}") from error
         if values is None:
             return
-        if not values:  # a blank line
-            continue
-        if names is None:
-            if len(values) == 1 and (others := [each for each in ";\t|" if each in values[0]]):
-                raise CacheArgumentError(
-                    f"{path} has {others[0]!r} between its columns; write it with commas, or with tabs as .tsv"
-                )
-            names = _without_empty_end(values, 1)
-            if twice := {name for name in names if names.count(name) > 1}:
-                raise CacheArgumentError(f"{path} has two columns {min(twice)!r}; rename one")
-            continue
-        values = _without_empty_end(values, len(names))
-        if len(values) != len(names):
-            raise CacheArgumentError(
-                f"{path}, line {line} has {counted(len(values), 'value')} for {counted(len(names), 'column')}; a value with a delimiter "
-                "or a line break in it is put in quotes"
-            )
-        yield line, json.dumps(dict(zip(names, values, strict=True))).encode()
+        if values:
+            yield line, values
 
 
 def _without_empty_end(values: list[str], least: int) -> list[str]:
@@ -222,14 +217,13 @@ def _without_empty_end(values: list[str], least: int) -> list[str]:
     return values
 
 
-def _parquet(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+def _parquet(file: BinaryIO) -> Iterator[tuple[int, Row]]:
     from pyarrow.parquet import ParquetFile
 
     with tempfile.TemporaryFile() as copy:  # not all that decompresses can seek
         shutil.copyfileobj(file, copy)
         for batch in ParquetFile(copy).iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
-                yield _NO_LINE, pickle.dumps(row)  # JSON would make texts of dates and of bytes
+            yield from ((_NO_LINE, row) for row in batch.to_pylist())
 
 
 def _in_memory(prompts: Any, column: str) -> Sequence[Row]:
@@ -261,14 +255,12 @@ def prompt_of(row: Any, number: int, column: str) -> Prompt:
     if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
         raise RowError(number, "it is no object with names and values")
     if column not in row:
-        names = ", ".join(map(repr, row)) or "none"
-        raise RowError(
-            number, f"it has no column {column!r}; there are {names}: mend it, or name another (column, --column)"
-        )
+        problem = f"it has no column {column!r}; there are {', '.join(map(repr, row)) or 'none'}"
+        raise RowError(number, f"{problem}: mend it, or name another (column, --column)")
     value: Any = row[column]
     if isinstance(value, str) and value:
         return value
-    form = "give a text, or a chat as a list of messages with a role and a content"
+    form = f"give a text, or {_CHAT}"
     if value is None or (isinstance(value, str | list) and not value):
         raise RowError(number, f"{column!r} is empty; {form}")
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
@@ -277,10 +269,7 @@ def prompt_of(row: Any, number: int, column: str) -> Prompt:
         raise RowError(number, f"{column!r} is a list of numbers; give a text, and the tokenizer its token ids")
     for at, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RowError(
-                number,
-                f"message {at} of {column!r} has no role; give a chat as a list of messages with a role and a content",
-            )
+            raise RowError(number, f"message {at} of {column!r} has no role; give {_CHAT}")
     return [{name: said for name, said in message.items() if said is not None} for message in value]
 
 

@@ -45,24 +45,20 @@ class BatchSummary:
     seconds_without: float | None
 
     def __str__(self) -> str:
-        share = self.reused_tokens / max(1, self.prompt_tokens)
-        lines = [
+        reused = f"{self.reused_tokens:,} were reused ({self.reused_tokens / max(1, self.prompt_tokens):.0%})"
+        text = (
             f"{counted(self.num_prompts, 'prompt')} in {counted(self.num_batches, 'batch')}: "
-            f"{counted(self.prompt_tokens, 'prompt token')}, of which {self.reused_tokens:,} were reused ({share:.0%}); "
-            f"{counted(self.new_tokens, 'new token')}",
-            f"{self.seconds:,.1f} s",
-        ]
+            f"{counted(self.prompt_tokens, 'prompt token')}, of which {reused}; {counted(self.new_tokens, 'new token')}\n"
+            f"{self.seconds:,.1f} s"
+        )
         if self.num_done_before:
-            lines[-1] += f" in all runs, of which earlier ones did {counted(self.num_done_before, 'prompt')}"
-        if self.seconds_without is not None and self.seconds:
-            lines[-1] += (
-                f"; without the cache about {self.seconds_without:,.1f} s ({self.seconds_without / self.seconds:.1f}x)"
-            )
+            text += f" in all runs, of which earlier ones did {counted(self.num_done_before, 'prompt')}"
+        if (without := self.seconds_without) is not None and self.seconds:
+            text += f"; without the cache about {without:,.1f} s ({without / self.seconds:.1f}x)"
         if self.num_bypassed:
-            lines.append(
-                f"{counted(self.num_bypassed, 'prompt')} did not fit into the pool, and ran without it: {MORE_BLOCKS}"
-            )
-        return "\n".join(lines)
+            bypassed = counted(self.num_bypassed, "prompt")
+            text += f"\n{bypassed} did not fit into the pool, and ran without it: {MORE_BLOCKS}"
+        return text
 
 
 class Tally:

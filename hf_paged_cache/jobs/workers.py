@@ -28,7 +28,7 @@ from ..errors import CacheArgumentError, PagedCacheError
 from ..store_options import shows_store_options
 from ..wording import counted
 from .calls import BatchCalls
-from .job import Batch, BatchResult, run_job
+from .job import Batch, BatchResult, Crew, run_job
 from .journal import Record
 from .options import How
 from .rows import Row
@@ -64,9 +64,8 @@ class Worker:
         """Loaded at the first question: an error in an actor's making would arrive as its death."""
         loaded = self._load()
         if not isinstance(loaded, tuple | list) or len(loaded) != 2:
-            raise CacheArgumentError(
-                f"load returned {type(loaded).__name__}; it is to return a model and its tokenizer"
-            )
+            kind = type(loaded).__name__
+            raise CacheArgumentError(f"load returned {kind}; it is to return a model and its tokenizer")
         return BatchCalls(*loaded, self._how)
 
     def ask(self, question: str, *given: Any) -> Any:
@@ -182,17 +181,15 @@ def _require_gpus(num_workers: int, gpus_per_worker: float, num_gpus: float, *, 
     """Refuse workers that would wait for GPUs for ever; a cluster may get more of them."""
     if num_workers * gpus_per_worker <= num_gpus:
         return
-    problem = (
-        f"{counted(num_workers, 'worker')} with gpus_per_worker={gpus_per_worker:g} need {num_workers * gpus_per_worker:g} "
-        f"GPUs, and Ray has {num_gpus:g}"
-    )
+    needed = f"{counted(num_workers, 'worker')} with {gpus_per_worker=:g} need {num_workers * gpus_per_worker:g} GPUs"
+    problem = f"{needed}, and Ray has {num_gpus:g}"
     if not may_come:
         raise CacheArgumentError(f"{problem}: give fewer")
     warnings.warn(f"{problem} so far: those without one wait until the cluster has more", stacklevel=3)
 
 
-class WorkerPool:
-    """Workers, as the `Crew` of a job.
+class WorkerPool(Crew):
+    """Workers that run the batches of a job.
 
     Args:
         workers: actors of `Worker`.

@@ -26,6 +26,7 @@ from hf_paged_cache.cli.comparing import summary
 from hf_paged_cache.cli.demo import show_table
 from hf_paged_cache.cli.demo_model import ModelLoadError, cache_home, load_demo_model
 from hf_paged_cache.cli.questions import QUESTIONS, SHOTS, few_shot_prompt
+from hf_paged_cache.jobs.calls import Answered, BatchCalls
 
 from ..tiny_models import build
 
@@ -48,8 +49,8 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_json_is_all_that_the_command_prints_on_stdout(model_folder: str) -> None:
-    done = run_python("-m", "hf_paged_cache", "demo", "--model", model_folder, "--json", *SHORT)
-    assert done.returncode == 0, done.stderr
+    done = run_demo("--model", model_folder, "--json", *SHORT)
+    assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["model"] == model_folder
     assert [each["question"] for each in report["questions"]] == list(QUESTIONS[:3])
@@ -90,13 +91,13 @@ def test_on_a_terminal_the_table_shows_every_question_and_the_totals() -> None:
 
 
 def test_the_command_exits_with_1_if_a_token_differs(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = comparing._generate
+    honest = BatchCalls.answer
 
-    def one_token_off(*args: Any, cache: Any, **options: Any) -> comparing.Answer:
-        answer = honest(*args, cache=cache, **options)
-        return answer if cache is None else replace(answer, token_ids=(*answer.token_ids[:-1], -1))
+    def one_token_off(self: BatchCalls, rows: Any, prompts: Any, cache: Any, **options: Any) -> Answered:
+        done = honest(self, rows, prompts, cache, **options)
+        return done if cache is None else done._replace(token_ids=[[*done.token_ids[0][:-1], -1]])
 
-    monkeypatch.setattr(comparing, "_generate", one_token_off)
+    monkeypatch.setattr(BatchCalls, "answer", one_token_off)
     result = run_demo("--model", model_folder, *SHORT)
     assert result.exit_code == 1
     assert "NO, 3 of 3 answers differ" in result.stdout
@@ -210,12 +211,6 @@ def test_a_prompt_longer_than_the_model_is_refused_before_anything_runs(model_fo
     assert result.stdout == "", "it ran something first"
 
 
-def test_help_imports_neither_torch_nor_transformers() -> None:
-    code = "import sys, typer.testing; from hf_paged_cache.cli.commands import app; typer.testing.CliRunner().invoke(app, ['demo', '--help'])\n"
-    done = run_python("-c", code + "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))")
-    assert done.returncode == 0, done.stderr
-
-
 def test_without_the_extra_the_command_says_what_to_install() -> None:
     done = run_python("-c", "import sys; sys.modules['typer'] = None; from hf_paged_cache.cli import main; main()")
     assert done.returncode == 2
@@ -223,17 +218,6 @@ def test_without_the_extra_the_command_says_what_to_install() -> None:
         done.stderr.strip()
         == "hf-paged-cache needs typer: install it with its extra, from a clone: pip install '.[demo]'"
     )
-
-
-def test_the_first_token_is_timed_at_the_second_put() -> None:
-    clock = comparing.FirstTokenClock()
-    clock.put(None)
-    assert clock.first_token_at is None
-    clock.put(None)
-    first = clock.first_token_at
-    clock.put(None)
-    assert first is not None
-    assert clock.first_token_at == first
 
 
 # The loader

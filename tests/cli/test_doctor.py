@@ -17,7 +17,6 @@ from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.cli.commands import app
 
 from ..tiny_models import build
-from .test_generate import without_torch
 
 
 def doctor(*arguments: str) -> Any:
@@ -124,32 +123,3 @@ def test_a_defect_keeps_its_traceback(model_folder: str, monkeypatch: pytest.Mon
 
 def test_a_device_without_numbers_is_refused(model_folder: str) -> None:
     assert "device meta cannot be used: it holds shapes" in doctor(model_folder, "--device", "meta").stderr
-
-
-@pytest.mark.parametrize("command", ["doctor", "bench"])
-def test_a_folder_that_is_not_there_is_named(command: str) -> None:
-    done = CliRunner().invoke(app, [command, "/no/such/folder"])
-    assert done.exit_code == 2
-    assert f"hf-paged-cache {command}: there is no folder /no/such/folder\n" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["doctor", "./nothere"], "doctor: there is no folder ./nothere"),
-        (["doctor", "m", "--dtype", "int4"], "doctor: there is no dtype int4"),
-        (["bench", "./nothere"], "bench: there is no folder ./nothere"),
-        (["load", "./nothere"], "load: there is no folder nothere"),
-        (["load", ".", "--model", "./nothere"], "load: there is no folder ./nothere"),
-        (["save", "to", "--prompt-file", "p.txt", "--model", "./nothere"], "save: there is no folder ./nothere"),
-        (["demo", "--model", "./nothere"], "demo: there is no folder ./nothere"),
-    ],
-)
-def test_a_path_that_does_not_exist_is_refused_before_torch_is_imported(
-    arguments: list[str], said: str, tmp_path: Path
-) -> None:
-    (tmp_path / "p.txt").write_text("a")
-    done = without_torch(*arguments, folder=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr

@@ -92,15 +92,6 @@ def test_permissions_that_are_none_are_one_line_before_a_model_is_loaded(
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("options", [("--check",), ()])
-def test_a_folder_that_is_not_there_is_one_line(options: tuple[str, ...], model_folder: str, tmp_path: Path) -> None:
-    given = () if options else ("--model", model_folder)
-    done = command("load", str(tmp_path / "nowhere"), *options, *given)
-    assert done.exit_code == 2
-    assert "hf-paged-cache load: there is no folder" in done.stderr
-    assert "Traceback" not in done.output
-
-
 def test_a_prompt_that_a_model_cannot_take_is_one_line(model_folder: str, prompt_file: str, tmp_path: Path) -> None:
     long = tmp_path / "long.txt"
     long.write_text("What is one and one? " * 400)
@@ -128,9 +119,3 @@ def test_what_cannot_be_saved_is_said_before_a_model_is_loaded(
     assert done.exit_code == 2
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def test_a_prompt_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
-    done = command("save", str(tmp_path), "--prompt-file", str(tmp_path / "nowhere.txt"))
-    assert done.exit_code == 2
-    assert "nowhere.txt" in done.stderr

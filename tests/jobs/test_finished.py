@@ -13,6 +13,7 @@ import pytest
 
 from hf_paged_cache import CacheArgumentError
 from hf_paged_cache.jobs.journal import (
+    FORMAT,
     Journal,
     Output,
     Record,
@@ -92,7 +93,12 @@ def test_an_output_without_a_record_is_nobodys_and_one_that_is_gone_is_free(out:
     assert finished_before(out) is None
 
 
-@pytest.mark.parametrize("text", ["notes of mine\n", "{}", "[1]", '{"job": {"format": 0}, "counts": {}, "output": {}}'])
+OF_ANOTHER_FORMAT, OF_OTHER_COUNTS = (
+    json.dumps({"job": {"format": number}, "counts": {"batches": 1}, "output": {}}) for number in (0, FORMAT)
+)
+
+
+@pytest.mark.parametrize("text", ["notes of mine\n", "{}", "[1]", OF_ANOTHER_FORMAT, OF_OTHER_COUNTS])
 @pytest.mark.parametrize("has_output", [True, False])
 def test_what_is_no_record_stays(text: str, has_output: bool, out: Path) -> None:
     record_of(out).write_text(text)

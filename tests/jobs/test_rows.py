@@ -129,6 +129,8 @@ def test_a_parquet_file_keeps_its_types(tmp_path: Path) -> None:
         (b'{"prompt": "a"}\n["b"]\n', "line 2 is no JSON object"),
         ('{"prompt": "é"}'.encode("latin-1"), "line 1 is no JSON: it is not UTF-8 "),
         (b"[" * 100_000 + b"\n", "line 1 cannot be read "),
+        (b"\0\0", "line 1 is no JSON "),
+        (b"", " is empty$"),
     ],
 )
 def test_a_line_that_is_no_row_is_named(data: bytes, said: str, tmp_path: Path) -> None:

@@ -96,16 +96,18 @@ def load_and_die(deadly: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.usefixtures("local_ray")
-@pytest.mark.parametrize("at", [r"at the batch of row \d+", "before the first batch"])
-def test_what_kills_three_workers_ends_the_job_and_what_is_done_is_kept(
-    at: str, model_folder: str, tmp_path: Path
+@pytest.mark.parametrize(("at", "times"), [(r"at the batch of row \d+", 3), ("before the first batch", 1)])
+def test_what_kills_one_worker_after_another_ends_the_job_and_what_is_done_is_kept(
+    at: str, times: int, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert module._MOST_DEATHS == 3
+    monkeypatch.setattr(module, "_MOST_DEATHS", times)  # each worker's process takes seconds to begin
     out, deadly = tmp_path / "out.jsonl", str(tmp_path / "dead")
     loads = partial(load_and_die, deadly) if "before" in at else partial(load, model_folder, deadly, 9)
-    with pytest.raises(WorkersLostError, match=rf"^3 workers died one after another {at} \(") as raised:
+    with pytest.raises(WorkersLostError, match=rf"^{times} workers died one after another {at} \(") as raised:
         generate_all_on_ray(loads, PROMPTS, num_workers=1, out=out, max_new_tokens=4)
     assert "\n" not in str(raised.value)
-    assert Path(deadly).read_bytes() == b"xxx"
+    assert Path(deadly).read_bytes() == b"x" * times
     assert journal_of(out).exists() is ("before" not in at)
 
 
