@@ -21,7 +21,7 @@ class Calls:
         options, rows_each, lookup = self._way()
         num_rows = 1 if lookup else rng.choice([1, 1, 2, 2, 3, 4])
         ids, mask, how = self.prompts.padded(self.prompts.batch(num_rows))
-        new = rng.choice([1, 1, 2, 3, 4, 5, 7, 9, 12])
+        new = rng.choice([1, 1, 2, 3, 4, 5, 7, 9, 12]) if rng.random() < 0.96 else rng.choice([20, 40, 80])
         options = [f"max_new_tokens={new}", *options, *self._limits(), *self._flags(lookup)]
         if rng.random() < 0.1 and not lookup:
             options.append(f"prefill_chunk_size={rng.choice([1, 2, 4, 5, 8, 16])}")
@@ -107,20 +107,56 @@ class Calls:
         return ["return_dict_in_generate=True", *flags]
 
     def fault(self, slot: int) -> Action:
+        """A generate that a processor or a layer ends, or an interrupt between any two lines of ours."""
         ids, mask, _ = self.prompts.padded(self.prompts.batch(self.rng.choice([1, 2, 3])))
-        at = self.rng.randint(0, 3)
-        beams = ", num_beams=2" if self.rng.random() < 0.3 else ""
-        both = _lines(ids=ids, mask=mask)
-        line = "fails(model.generate, ids, attention_mask=mask, past_key_values=CACHE, "
-        line += f"max_new_tokens=6, do_sample=False{beams}, at={at})"
-        need = len(ids) * 2 * ((len(ids[0]) + 6) // self.block_size + 2)
+        new, beams = self.rng.choice([3, 6]), ", num_beams=2" if self.rng.random() < 0.3 else ""
+        given = f"ids, attention_mask=mask, past_key_values=CACHE, max_new_tokens={new}, do_sample=False{beams}"
+        where = self.rng.choice(["step", "step", "layer", "layer", "line"])
+        if where == "line":
+            line = f"interrupted(lambda: model.generate({given}), {int(2 ** self.rng.uniform(3, 12))})"
+        else:
+            line = f"fails(model, {self.rng.randint(0, 3 if where == 'step' else 15)}, {where!r}, {given})"
+        need = len(ids) * 2 * ((len(ids[0]) + new) // self.block_size + 2)
         fresh = f"r{slot} = DynamicCache(config=model.config)"
-        reference = f"{line.replace('CACHE', 'DynamicCache(config=model.config)')}\n{fresh}"
+        reference = (
+            fresh if where != "step" else f"{line.replace('CACHE', 'DynamicCache(config=model.config)')}\n{fresh}"
+        )
+        both = _lines(ids=ids, mask=mask)
         return Action("fault", line.replace("CACHE", f"c{slot}"), reference, both, slot=slot, need=need)
+
+    def beside(self, slot: int, other: int) -> Action:
+        """In the midst of a call of one cache, one of another."""
+        rng = self.rng
+        (ids, mask, _), (ids_2, mask_2, _) = (
+            self.prompts.padded(self.prompts.batch(rng.choice([1, 1, 2, 3]))) for _ in range(2)
+        )
+        way, rows_each, lookup = self._way()
+        if lookup or "do_sample=True" in way:
+            way, rows_each = ["do_sample=False"], 1
+        new, at = rng.randint(2, 9), rng.randint(0, 3)
+        asked = "return_dict_in_generate=True, output_logits=True"
+        inner = (
+            f"model.generate(ids_2, attention_mask=mask_2, past_key_values=TWO, max_new_tokens={rng.randint(1, 5)}, "
+        )
+        inner += f"logits_processor=[], do_sample=False, {asked})"
+        outer = f"during = During({at}, lambda: {inner})\nouter = model.generate(ids, attention_mask=mask, past_key_values=ONE, "
+        outer += f"max_new_tokens={new}, logits_processor=[during], {', '.join(way)}, {asked})\n"
+        lines = [
+            f"{outer}{name} = [{{**outer, 'size': 0}}, during.inner]".replace("ONE", one).replace("TWO", two)
+            for name, one, two in (
+                ("ours", f"c{slot}", f"c{other}"),
+                ("reference", *["DynamicCache(config=model.config)"] * 2),
+            )
+        ]
+        fresh = "".join(f"\nr{each} = DynamicCache(config=model.config)" for each in (slot, other))
+        need = len(ids) * rows_each * ((len(ids[0]) + new) // self.block_size + 2)
+        both = _lines(ids=ids, mask=mask, ids_2=ids_2, mask_2=mask_2)
+        return Action("beside", lines[0], lines[1] + fresh, both, slot=slot, other=other, need=need)
 
     def turn(self, slot: int, held: Rows) -> Action:
         """New tokens alone, with a mask that covers all: the rows go on."""
-        ids = [self.prompts.fresh(self.rng.randint(2, 7)) for _ in held]
+        length = self.rng.randint(2, 7)
+        ids = [self.prompts.fresh(length) for _ in held]
         # The last generated token is in no cache yet; these tokens follow what the cache holds.
         mask = [row + [1] * len(ids[0]) for row in held]
         new = self.rng.randint(1, 5)
@@ -161,20 +197,24 @@ class Calls:
         sizes = self._sizes(len(ids[0]))
         if rng.random() < 0.25:
             options.append(f"logits_to_keep={rng.choice([1, 1, 2])}")
+        die = f", die={rng.randint(0, 1)}" if rng.random() < 0.15 else ""
         options += [f"{flag}=True" for flag in FLAGS[:2] if rng.random() < 0.12]
         more = "".join(f", {option}" for option in options)
         fresh = f"r{slot} = DynamicCache(config=model.config)\n" if held is None else ""
         before = f"c{slot}.reset()\n" if held is None else ""
         return Action(
             "going_on" if held is not None else "forward",
-            f"{before}ours = pieces(model, c{slot}, ids, {sizes}{more})",
+            f"{before}ours = pieces(model, c{slot}, ids, {sizes}{more}{die})",
             f"{fresh}reference = pieces(model, r{slot}, ids, {sizes}{more})",
             _lines(**tensors),
             slot=slot,
             mask=mask,
             need=len(ids) * (len(columns[0]) // self.block_size + 2),
             held=held,
-            refusals=("CacheArgumentError",) if self.has_states and _comes_alone(sizes, columns) else (),
+            refusals=(
+                *(("CacheArgumentError",) if self.has_states and _comes_alone(sizes, columns) else ()),
+                *(("ForwardMismatchError",) if self.has_states and die else ()),
+            ),
         )
 
     def _sizes(self, length: int) -> list[int]:

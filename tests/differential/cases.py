@@ -21,6 +21,7 @@ class Action:
     reference: str = ""
     both: str = ""  # runs once, before the two
     slot: int = 0
+    other: int | None = None  # of another cache whose rows it replaces
     mask: Rows | None = None  # of the tokens passed: results at zeros do not count
     need: int = 0  # more blocks than the action can take
     held: Rows | None = None  # it goes on from rows with this mask
@@ -51,6 +52,7 @@ class Case:
     actions: tuple[Action, ...] = ()
     num_blocks: int | None = None
     block_size: int = 16
+    is_small: bool = False
 
     def slots(self) -> list[Slot]:
         salts = [re.search(r"cache_salt='(\w+)'", options) for options in self.caches]
@@ -62,7 +64,9 @@ class Case:
     def setup(self) -> list[str]:
         lines = [
             f"model = build({self.kind!r}, seed={self.seed}, attention={self.attention!r})",
-            f"store = PrefixStore(model{', ' if self.store else ''}{self.store})",
+            *(["small = make_small()"] if self.is_small else []),
+            f"store = PrefixStore(model, {self.store})",
+            "always_worth_it(store)",
         ]
         for i, options in enumerate(self.caches):
             lines.append(f"c{i} = PagedPrefixCache(store{', ' if options else ''}{options})")

@@ -57,12 +57,14 @@ def _compare_output(ours: Any, reference: Any, columns: torch.Tensor | None, *, 
 def _compare_pieces(ours: Any, reference: Any, columns: torch.Tensor | None) -> float:
     largest, start = 0.0, 0
     for i, (our, their) in enumerate(_zip("pieces", ours, reference)):
+        if [*our] == ["size"]:  # there was no room for this call
+            continue
         part = None if columns is None else columns[:, start : start + their["size"]]
         start += their["size"]
         try:
             largest = max(largest, _compare_output(our, their, part, prompt_only=False))
         except DifferenceError as error:
-            raise DifferenceError(f"piece {i}: {error}") from None
+            raise type(error)(f"piece {i}: {error}") from None
     return largest
 
 

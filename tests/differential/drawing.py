@@ -29,6 +29,10 @@ def draw_case(kind: str, seed: int, attentions: Sequence[str]) -> tuple[Case, ra
     options = [f"block_size={block_size}"]
     if num_blocks is not None:
         options.append(f"num_blocks={num_blocks}")
+    elif rng.random() < 0.3:
+        options.append(f"max_bytes={rng.choice([300_000, 1_000_000, 5_000_000])}")
+    if rng.random() < 0.25:
+        options.append("disk_folder=folder + '/tier'")
     caches = []
     salts = rng.random() < 0.2
     for _ in range(rng.choice([1, 1, 1, 2, 2, 3])):
@@ -48,6 +52,7 @@ def draw_case(kind: str, seed: int, attentions: Sequence[str]) -> tuple[Case, ra
         caches=tuple(caches),
         num_blocks=num_blocks,
         block_size=block_size,
+        is_small=rng.random() < 0.6,
     )
     return case, rng
 
@@ -81,6 +86,10 @@ class Draw:
             "weight",
             "attention",
             "fault",
+            "fault",
+            "beside",
+            "beside",
+            "between",
             "turn",
             "turn",
             "turn",
@@ -99,6 +108,17 @@ class Draw:
     def _fault(self, slot: int) -> Action:
         return self.calls.fault(slot)
 
+    def _beside(self, slot: int) -> Action:
+        others = [number for number in range(len(self.slots)) if number != slot]
+        return self.calls.beside(slot, self.rng.choice(others)) if others else self._generate(slot)
+
+    def _between(self, slot: int) -> Action:
+        """What a user does between calls, interrupted."""
+        deed = self.rng.choice(["reset()", "crop(-2)", f"pin({self._known()})", "unpin()", "reset_prefix_cache()"])
+        line = f"interrupted(lambda: c{slot}.{deed}, {int(2 ** self.rng.uniform(2, 9))})\nc{slot}.reset()"
+        refusals = ("CacheBusyError", "CacheArgumentError")
+        return Action("between", line, f"r{slot} = DynamicCache(config=model.config)", slot=slot, refusals=refusals)
+
     def _forward(self, slot: int) -> Action:
         return self.calls.forward(slot, None)
 
@@ -113,7 +133,7 @@ class Draw:
 
     def _turn(self, slot: int) -> Action:
         mask = self.slots[slot].mask
-        if mask is None or len(mask) != 1:
+        if mask is None:
             return self._generate(slot)
         return self.calls.turn(slot, mask)
 
@@ -184,7 +204,10 @@ class Draw:
         return Action("prefill", f"c{slot}.prefill({what}{chunk})", slot=slot, need=need, refusals=self._busy())
 
     def _pin(self, slot: int) -> Action:
-        return Action("pin", f"c{slot}.pin({self._known()})", slot=slot, refusals=(*self._busy(), "CacheArgumentError"))
+        line = f"c{slot}.pin({self._known()})"
+        if self.rng.random() < 0.5 and not self._busy():
+            line = f"pin_and_fill(model, c{slot}, {self._known()}, {[self.prompts.fresh(30) for _ in range(3)]})"
+        return Action("pin", line, slot=slot, refusals=(*self._busy(), "CacheArgumentError"))
 
     def _busy(self) -> tuple[str, ...]:
         return ("CacheBusyError",) if "rope" in self.case.kind else ()
@@ -251,6 +274,8 @@ class Draw:
         change = self.rng.choice(["mul_(1.25)", "add_(0.02)", "mul_(1.0)", "copy_(torch.zeros_like(weight))"])
         name = self.rng.choice(self.weights)
         lines = ["with torch.no_grad():", f"    weight = model.get_parameter({name!r})", f"    weight.{change}"]
+        if self.rng.random() < 0.3:
+            lines[2] = "    weight.data = weight.data * 0.95"
         return Action("weight", "", both="\n".join(lines), slot=slot)
 
     def _attention(self, slot: int) -> Action:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from transformers import DynamicCache
 
@@ -19,6 +20,10 @@ from tests.differential.cases import Action, Case, Rows, Slot
 from tests.differential.comparing import DifferenceError, TokenError, compare
 from tests.differential.drawing import Draw
 from tests.differential.kinds import build
+from tests.internals import before_each_write
+
+# Calls that are admitted as a whole, before anything is computed.
+ADMITTED = ("generate", "turn", "elsewhere", "with", "beside", "fault")
 
 
 @dataclass
@@ -91,10 +96,14 @@ class Player:
             self.played.left_out[f"{action.name}: {_short(error)}"] += 1
             return None
         self.done.append(action)
-        refused = False
+        refused, written = False, list[int]()
         try:
-            self._run(action.ours)
+            with pytest.MonkeyPatch.context() as patch:
+                before_each_write(patch, lambda store, layer: written.append(layer))
+                self._run(action.ours)
         except PagedCacheError as error:
+            if isinstance(error, OutOfBlocksError) and written and action.name in ADMITTED:
+                return self._fail(action, "admitted", f"out of blocks after something was computed: {error}")
             if not self._may_refuse(action, slot, error):
                 return self._fail(action, type(error).__name__, f"refused, and nothing says so: {error}")
             self.played.refusals[f"{action.name}: {_short(error)}"] += 1
@@ -115,6 +124,9 @@ class Player:
         try:
             for store in self._stores():
                 store.check()
+                stats, most = store.stats(), re.search(r"max_bytes=([\d_]+)", self.case.store)
+                if most and stats.pool_bytes is not None and stats.pool_bytes + stats.snapshot_bytes > int(most[1]):
+                    return self._fail(action, "budget", f"more than {most[1]} bytes: {stats}")
         except PagedCacheError as error:
             return self._fail(action, "check", str(error))
         return None
@@ -141,8 +153,10 @@ class Player:
         name = type(error).__name__
         if name in action.refusals:
             return True
-        if not isinstance(error, OutOfBlocksError) or self.case.num_blocks is None:
+        if not isinstance(error, OutOfBlocksError):
             return False
+        if self.case.num_blocks is None:
+            return "max_bytes" in self.case.store
         if slot.bypass and action.name not in ("score", "prefill", "pin", "elsewhere"):
             return False
         store = self.names[f"c{action.slot}"].store
@@ -155,16 +169,19 @@ class Player:
     def _follow(self, action: Action, slot: Slot, refused: bool) -> None:
         """What the rows of the caches are now."""
         name = action.name
-        if name in ("with", "reset", "collected", "without"):
+        if action.other is not None:
+            other = self.slots[action.other]
+            other.mask, other.holds = None, 1_000_000  # what its call took
+        if name in ("with", "reset", "collected", "without", "between"):
             slot.holds = 0
-        elif name in ("generate", "fault"):
+        elif name in ("generate", "fault", "beside"):
             slot.holds = action.need
         elif name in ("forward", "going_on", "gradients", "rows", "turn"):
             slot.holds = max(action.need, slot.holds)
         if refused:
             if name not in ("score", "prefill", "forget", "forget_all", "pin", "verify", "elsewhere"):
                 slot.mask = None
-        elif name in ("with", "reset", "fault", "collected", "without"):
+        elif name in ("with", "reset", "fault", "collected", "without", "beside", "between"):
             slot.mask = None
             if name == "collected":
                 slot.bypass, slot.salt = False, None  # another cache, of the store alone
@@ -198,7 +215,7 @@ class Player:
 
     def finish(self) -> Failure | None:
         """Let go of everything: nothing may stay in use."""
-        for name in ("ours", "reference", "other", "apart"):
+        for name in ("ours", "reference", "other", "apart", "outer", "during"):
             self.names.pop(name, None)  # an output holds its cache
         gc.collect()
         caches = [self.names[f"c{i}"] for i in range(len(self.slots))]
@@ -231,6 +248,8 @@ class Player:
     def close(self) -> None:
         for i in range(len(self.slots)):
             self.names[f"c{i}"].detach()
+        if self.case.is_small:
+            self.names["small"].undo()
         self.names.clear()
         self.folder.cleanup()
 

@@ -15,13 +15,13 @@ PLAYED = [
     "llama",
     "gemma3_text",
     "mistral",
-    "qwen3_moe",
     "gpt2",
     "bloom",
     "deepseek_v3",
     "qwen3_next",
     "lfm2",
     "falcon_h1",
+    "inkling_text",
 ]
 SEED = 500
 
@@ -64,12 +64,11 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("kind", PLAYED)
 def test_random_programs_give_what_a_fresh_dynamic_cache_gives(kind: str) -> None:
     attentions, _ = attentions_of(kind)
-    for seed in range(SEED, SEED + 2):
-        played = play_drawn(*draw_case(kind, seed, attentions), attentions)
-        assert not played.failure, f"{played.failure.message}\n{played.failure.case.script()}"
+    played = play_drawn(*draw_case(kind, SEED, attentions), attentions)
+    assert not played.failure, f"{played.failure.message}\n{played.failure.case.script()}"
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "lfm2"])
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
 def test_wrong_numbers_in_the_pool_are_reported_with_a_case_of_few_actions(kind: str) -> None:
     attentions, _ = attentions_of(kind)
     for seed in range(SEED, SEED + 20):

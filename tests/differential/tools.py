@@ -1,21 +1,36 @@
 """What the lines of a case call, beside the library and transformers."""
 
 import contextlib
+import functools
 import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from transformers import Cache, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteria
 
+from hf_paged_cache import CacheArgumentError, OutOfBlocksError, PagedPrefixCache
 from tests.differential.kinds import VOCABULARY
+from tests.internals import (
+    always_worth_it,
+    make_forwards_cheap,
+    make_pools_grow,
+    make_snapshots_frequent,
+    recycle_all_memory,
+)
+from tests.promise.test_interrupted_calls import Interrupter
 
 __all__ = [
-    "Fault",
+    "During",
     "Forbid",
     "Jitter",
     "StopAt",
-    "TakeFault",
+    "always_worth_it",
     "fails",
+    "interrupted",
+    "make_small",
+    "pin_and_fill",
     "pieces",
     "plain_scores",
     "tokenizer",
@@ -57,6 +72,21 @@ class StopAt(StoppingCriteria):
         return input_ids[:, -1] % self.n == 0
 
 
+class During(LogitsProcessor):
+    """At step `at` of a call another one is made. There may be no room for it."""
+
+    def __init__(self, at: int, call: Callable[[], Any]) -> None:
+        self.left, self.call = at, call
+        self.inner: dict[str, Any] = {"size": 0}
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left == -1:
+            with contextlib.suppress(OutOfBlocksError):
+                self.inner |= self.call()
+        return scores
+
+
 class Fault(Exception):  # noqa: N818 -- it is no error of anybody's
     """Raised on purpose, in the middle of a call."""
 
@@ -64,20 +94,66 @@ class Fault(Exception):  # noqa: N818 -- it is no error of anybody's
 class TakeFault(LogitsProcessor):
     """Raises at its call number `at`."""
 
-    def __init__(self, at: int) -> None:
-        self.left = at
+    def __init__(self, at: int, error: type[BaseException] = Fault) -> None:
+        self.left, self.error = at, error
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.left -= 1
         if self.left < 0:
-            raise Fault
+            raise self.error
         return scores
 
 
-def fails(function: Any, *args: Any, at: int, **options: Any) -> None:
-    """Call `function`, a generate, and let it raise at token `at`."""
-    with contextlib.suppress(Fault):
-        function(*args, logits_processor=[TakeFault(at)], **options)
+@contextlib.contextmanager
+def dying(model: PreTrainedModel, at: int | None) -> Iterator[None]:
+    """At its call number `at` a layer's module is interrupted. No hook, which would be a condition of what is reused."""
+    parts = [part for part in model.modules() if hasattr(part, "layer_idx")]
+    processor, kinds = TakeFault(at or 0, KeyboardInterrupt), {type(part) for part in parts if at is not None}
+
+    def counting(call: Any) -> Any:
+        def counted(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
+            if module in parts:
+                processor(None, None)
+            return call(module, *args, **options)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in kinds:
+            patch.setattr(kind, "__call__", counting(kind.__call__))
+        yield
+
+
+def fails(model: PreTrainedModel, at: int, where: str, *args: Any, **options: Any) -> None:
+    """A generate that is ended at call number `at` of a "step" or a "layer"."""
+    given = {"logits_processor": [TakeFault(at)]} if where == "step" else {}
+    with contextlib.suppress(Fault, KeyboardInterrupt), dying(model, at if where == "layer" else None):
+        model.generate(*args, **given, **options)
+
+
+def interrupted(deed: Callable[[], Any], at: int) -> None:
+    """Interrupt it at line `at` of those of this package that it runs, or let it end before."""
+    with contextlib.suppress(KeyboardInterrupt), Interrupter(at):
+        deed()
+    torch.set_grad_enabled(True)  # where torch's own `no_grad` was interrupted on its way out, they are off
+
+
+def make_small() -> pytest.MonkeyPatch:
+    """Costs are those of short prompts, and pools and memory begin small."""
+    patch = pytest.MonkeyPatch()
+    for change in (make_forwards_cheap, make_snapshots_frequent, make_pools_grow, recycle_all_memory):
+        change(patch)
+    return patch
+
+
+def pin_and_fill(model: PreTrainedModel, cache: PagedPrefixCache, tokens: list[int], others: list[list[int]]) -> None:
+    """What is pinned is found whatever others compute; that there is nothing to pin changes nothing."""
+    with contextlib.suppress(CacheArgumentError):
+        num_pinned = cache.pin(tokens)
+        for other in others:
+            guest = PagedPrefixCache(cache.store, on_full="bypass")
+            model.generate(torch.tensor([other]), past_key_values=guest, max_new_tokens=2, do_sample=False)
+        assert cache.lookup([*tokens, 3]).num_tokens >= num_pinned
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -92,9 +168,13 @@ def pieces(
     sizes: list[int],
     mask: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    die: int | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Forward `ids` on `cache` in pieces of `sizes`; `mask` covers what the cache holds, too."""
+    """Forward `ids` on `cache` in pieces of `sizes`; `mask` covers what the cache holds, too.
+
+    With `die` the first piece is ended at that call of a layer, and then run again.
+    """
     outputs, start = [], 0
     before = 0 if mask is None else mask.shape[1] - ids.shape[1]
     with torch.no_grad():
@@ -104,7 +184,12 @@ def pieces(
             if positions is not None:
                 more["position_ids"] = positions[:, start:end]
             more[cache_argument(model)] = cache
-            output = model(ids[:, start:end], use_cache=True, **more, **options)
+            forward = functools.partial(model, ids[:, start:end], use_cache=True, **more, **options)
+            try:
+                with dying(model, None if start else die):
+                    output = forward()
+            except KeyboardInterrupt:
+                output = forward()
             outputs.append({"size": size, **output})
             start = end
     return outputs

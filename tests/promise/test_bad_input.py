@@ -102,13 +102,6 @@ def test_the_cache_of_another_model_is_refused(cache: PagedPrefixCache, attached
     assert own.last_call.reused_tokens == 0
 
 
-def test_the_cache_of_another_model_is_refused_by_its_forward(cache: PagedPrefixCache) -> None:
-    other = build("gpt2", seed=1)
-    with pytest.raises((CacheArgumentError, ForwardMismatchError), match="model"), torch.no_grad():
-        other(torch.tensor([PROMPT]), past_key_values=cache)
-    assert_next_call_is_right(cache, reused=49)
-
-
 # Sizes.
 
 
@@ -379,26 +372,6 @@ def forward_pair(cache: PagedPrefixCache, **arguments: Any) -> tuple[Any, Any]:
     """The same forward with ours and with `DynamicCache`."""
     ours = cache.store.model(past_key_values=cache, **arguments)
     return ours, cache.store.model(past_key_values=DynamicCache(), **arguments)
-
-
-def test_gradients_are_those_of_dynamic_cache(cache: PagedPrefixCache) -> None:
-    model = build("llama")
-    cache = PagedPrefixCache(model, attention=cache.attention)
-    ids = torch.tensor([PROMPT])
-    with torch.no_grad():
-        model(ids, past_key_values=cache)  # something is known now
-    gradients = []
-    for held in (cache, DynamicCache()):
-        held.reset()
-        model.zero_grad()
-        logits = model(ids, past_key_values=held).logits
-        logits.logsumexp(-1).sum().backward()
-        gradients.append([logits.detach(), *(p.grad.clone() for p in model.parameters())])
-    assert any(float(gradient.abs().max()) > 0 for gradient in gradients[1][1:])
-    for got, wanted in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
-    model.zero_grad()
-    assert_next_call_is_right(cache)
 
 
 def masks_of_four_dimensions() -> torch.Tensor:

@@ -59,12 +59,6 @@ def test_it_gives_the_same_and_the_rows_are_there_for_the_next_turn(name: str, m
         assert cache.last_call.reused_tokens >= 2 * 48
 
 
-def test_drafts_that_are_looked_up_in_the_prompt_give_the_same() -> None:
-    model, given = build("llama"), GIVEN | {"input_ids": IDS[:1].repeat(1, 2), "prompt_lookup_num_tokens": 4}
-    given["attention_mask"] = torch.ones_like(given["input_ids"])
-    assert_same(run(build("llama"), **given), model.generate(**given, **SEEN, past_key_values=PagedPrefixCache(model)))
-
-
 def test_what_it_computed_is_found_by_other_caches_of_the_store() -> None:
     model = build("llama")
     store = PrefixStore(model)
@@ -194,22 +188,6 @@ def test_one_that_was_looked_up_before_goes_on_with_new_tokens_under_a_mask_of_a
         past_key_values=cache,
     )
     assert_same(wanted, new)
-
-
-def test_a_plain_forward_on_another_cache_inside_of_it_is_a_plain_forward() -> None:
-    model = build("llama")
-    store = PrefixStore(model)
-    cache, other = PagedPrefixCache(store), PagedPrefixCache(store)
-    wanted = build("llama")(IDS).logits
-
-    def look() -> None:
-        with torch.no_grad():
-            assert torch.allclose(model(IDS, past_key_values=other).logits, wanted, atol=1e-4)
-        assert cache.is_generating
-        assert not other.is_generating
-
-    output = type(model).generate(model, **GIVEN, **SEEN, past_key_values=cache, logits_processor=[AtStep(2, look)])
-    assert_same(run(build("llama"), **GIVEN), output)
 
 
 @pytest.mark.parametrize("used", [False, True])

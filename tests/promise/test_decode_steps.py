@@ -6,12 +6,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
 
-from ..internals import count_writes, held_tensors
+from ..internals import count_writes
 from ..reference import assert_same, batch, row, run
 from ..tiny_models import tiny
 
@@ -67,37 +66,6 @@ def test_what_follows_a_known_prefix_is_written_once(attention: str, kind: str, 
         assert_same(run(model, **given, max_new_tokens=1), run(model, cache, **given, max_new_tokens=1))
         assert cache.last_call.rows[0].matched_tokens > 0
     assert writes == {"write": num_layers}
-
-
-@pytest.mark.parametrize("trained", ["", "q_proj"], ids=["all weights", "queries alone"])
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
-def test_a_gradient_flows_through_steps_of_one_token_as_with_a_dynamic_cache(
-    attention: str, trained: str, writes: Counter[str]
-) -> None:
-    """Where keys and values carry no gradient, the backward pass still wants them as attention read them."""
-    model = tiny("llama")
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(trained in name)
-
-    def gradients(past: Any) -> list[torch.Tensor]:
-        model.zero_grad()
-        with torch.no_grad():
-            model(torch.arange(1, 21)[None], past_key_values=past)
-            model(torch.tensor([[30]]), past_key_values=past)
-        writes.clear()
-        losses = []
-        for token in (31, 32):
-            losses.append(model(torch.tensor([[token]]), past_key_values=past).logits.square().sum())
-            past.crop(-1)  # the next step is written where this one was
-        torch.stack(losses).sum().backward()
-        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
-
-    cache = PagedPrefixCache(model, attention=attention)
-    ours, theirs = gradients(cache), gradients(DynamicCache(config=model.config))
-    assert len(ours) == len(theirs) > 0
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other)
-    assert not any(tensor.requires_grad for tensor in held_tensors(cache))
 
 
 def test_the_tensors_of_a_layer_are_contiguous_as_a_dynamic_caches_are() -> None:

@@ -5,9 +5,7 @@ Each test runs with token ids that are read at once, as on a CPU, and held, as o
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import random
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -27,9 +25,8 @@ from ..kv.test_pool_contents import (
     plain,
     stored,
 )
-from ..reference import AtStep, assert_same, batch, is_same, row, run
+from ..reference import AtStep, assert_same, batch, row, run
 from ..tiny_models import build, tiny
-from .test_interrupted_calls import Interrupter, assert_all_accounted_for
 
 SIZE = 4  # tokens of a block
 ONE, THREE = batch(row((1, 13))), batch(row((1, 13)), row((2, 10)), row((3, 9)))
@@ -250,30 +247,6 @@ def test_a_call_that_fails_keeps_rows_that_can_go_on() -> None:
         assert_rows_hold_what_a_plain_forward_gives(cache)
         cache.reset()
         cache.check()
-
-
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt inside a finalizer
-def test_a_call_of_several_blocks_interrupted_at_any_line_leaves_the_cache_right(attention: str) -> None:
-    model, rng = tiny("llama"), random.Random(attention)
-    references = [run(model, **given, max_new_tokens=10) for given in (ONE, THREE)]
-    counts = []
-    for given in (ONE, THREE):
-        with Interrupter() as counter:
-            run(model, PagedPrefixCache(PrefixStore(model, block_size=SIZE, num_blocks=40)), **given, max_new_tokens=10)
-        counts.append(counter.num_lines)
-    cache = PagedPrefixCache(PrefixStore(model, block_size=SIZE, num_blocks=40), attention=attention)  # type: ignore[arg-type]
-    for _ in range(40):
-        number = rng.randrange(2)
-        with Interrupter(rng.randint(1, counts[number])) as interrupter, contextlib.suppress(KeyboardInterrupt):
-            run(model, cache, **(ONE, THREE)[number], max_new_tokens=10)
-        number = rng.randrange(2)
-        assert is_same(references[number], run(model, cache, **(ONE, THREE)[number], max_new_tokens=10)), (
-            interrupter.place
-        )
-        assert_rows_hold_what_a_plain_forward_gives(cache)
-        cache.check()
-    assert_all_accounted_for(cache)
 
 
 # What a loop of its own passes that is no plain step.

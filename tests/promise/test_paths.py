@@ -19,7 +19,6 @@ from transformers import DynamicCache, PreTrainedModel, TextIteratorStreamer
 from hf_paged_cache import (
     CacheArgumentError,
     CacheBusyError,
-    ForwardMismatchError,
     PagedPrefixCache,
     PrefixStore,
     UnsupportedModelError,
@@ -106,37 +105,6 @@ def test_a_nested_generate_on_the_same_cache_is_refused_and_the_first_call_stays
     assert len(refusals) == 1
     cache.check()
     assert_same(run(model, input_ids=other), run(model, cache, input_ids=other))
-
-
-def test_a_nested_generate_on_another_cache_of_the_store_works(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    other = torch.tensor([row((1, 40), (9, 3))])
-    outputs: list[Any] = []
-    nested = AtStep(2, lambda: outputs.append(run(model, PagedPrefixCache(cache.store), input_ids=other)))
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS, logits_processor=[nested]))
-    assert_same(run(model, input_ids=other), outputs[0])
-
-
-@pytest.mark.usefixtures("switching")
-def test_a_generate_in_another_thread_is_refused_and_the_first_call_stays_right(
-    model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
-    errors: list[BaseException] = []
-
-    def in_thread() -> None:
-        def attempt() -> None:
-            try:
-                run(model, cache, input_ids=torch.tensor([row((9, 30))]))
-            except BaseException as error:  # noqa: BLE001  # whatever it is, the test looks at it
-                errors.append(error)
-
-        thread = threading.Thread(target=attempt)
-        thread.start()
-        thread.join(timeout=300)
-
-    reference = run(model, input_ids=IDS)
-    assert_same(reference, run(model, cache, input_ids=IDS, logits_processor=[AtStep(2, in_thread)]))
-    assert [type(error) for error in errors] == [CacheBusyError]
-    cache.check()
 
 
 @pytest.mark.usefixtures("switching")
@@ -283,13 +251,6 @@ def test_resetting_the_store_never_ends_a_conversation_by_hand(model: PreTrained
     assert cache.stats().num_cached_blocks == 0
 
 
-def test_model_model_is_refused(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    with pytest.raises(ForwardMismatchError, match=r"not model\.model"):
-        model.model(IDS, past_key_values=cache)
-    cache.check()
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-
-
 def test_one_cache_on_two_models_of_one_architecture_is_refused(
     model: PreTrainedModel, cache: PagedPrefixCache
 ) -> None:
@@ -306,21 +267,6 @@ def test_one_cache_on_two_models_of_one_architecture_is_refused(
     assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
 
 
-def test_a_custom_generate_that_delegates_with_the_same_cache_works(
-    model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
-    """Hub recipes are called with the cache by an outer `generate`, and call `model.generate` with it."""
-
-    def recipe(model: Any, input_ids: torch.Tensor, logits_processor: Any = None, **kwargs: Any) -> Any:
-        passed_on = ("attention_mask", "past_key_values", "generation_config")
-        return model.generate(input_ids, **{name: kwargs[name] for name in passed_on if name in kwargs})
-
-    for _ in range(2):
-        assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS, custom_generate=recipe))
-    assert cache.last_call.reused_tokens == 49
-    cache.check()
-
-
 def test_a_hub_style_custom_generate_works(model: PreTrainedModel, cache: PagedPrefixCache, tmp_path: Path) -> None:
     (tmp_path / "custom_generate").mkdir()
     (tmp_path / "custom_generate" / "generate.py").write_text(
@@ -333,23 +279,6 @@ def test_a_hub_style_custom_generate_works(model: PreTrainedModel, cache: PagedP
 
 
 # What generate may be asked for.
-
-
-def test_use_cache_false_warns_and_gives_the_right_result(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    reference = run(model, input_ids=IDS)
-    with pytest.warns(UserWarning, match="without the cache it was given"):
-        output = run(model, cache, input_ids=IDS, use_cache=False)
-    assert_same(reference, output)
-    assert cache.get_seq_length() == 0
-
-
-@pytest.mark.parametrize("implementation", ["paged", "static", "dynamic"])
-def test_a_cache_implementation_beside_the_cache_is_refused(
-    model: PreTrainedModel, cache: PagedPrefixCache, implementation: str
-) -> None:
-    with pytest.raises(CacheArgumentError, match=f"cache_implementation='{implementation}'"):
-        run(model, cache, input_ids=IDS, cache_implementation=implementation)
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
 
 
 @pytest.mark.parametrize("takes_logits_to_keep", [True, False])
@@ -368,14 +297,6 @@ def test_prompt_lookup_works_at_every_length_with_and_without_logits_to_keep(
     run(model, cache, input_ids=ids)
     assert cache.last_call.reused_tokens == 42
     cache.check()
-
-
-def test_an_assistant_drafts_beside_the_cache(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    assistant = build("llama", num_hidden_layers=1)
-    for _ in range(2):
-        reference = run(model, input_ids=IDS, assistant_model=assistant)
-        assert_same(reference, run(model, cache, input_ids=IDS, assistant_model=assistant))
-    assert cache.last_call.reused_tokens > 30
 
 
 @pytest.mark.parametrize("in_block", [False, True])
@@ -416,17 +337,6 @@ def test_every_chunk_of_a_prefill_matches(model: PreTrainedModel, cache: PagedPr
     assert cache.last_call.computed_tokens == 3 + 2  # the last token of each chunk, and the two that fill no block
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("name", ["llama", "bloom"])
-def test_small_chunks_of_a_padded_batch_are_right(name: str, size: int) -> None:
-    model = build(name)
-    cache = PagedPrefixCache(model, block_size=2)
-    inputs = batch(row((1, 11)), row((2, 5)))
-    for _ in range(2):
-        reference = run(model, **inputs, prefill_chunk_size=size)
-        assert_same(reference, run(model, cache, **inputs, prefill_chunk_size=size))
-
-
 def test_small_chunks_under_a_mask_with_a_hole_are_right_and_not_committed() -> None:
     model = build("bloom")
     cache = PagedPrefixCache(model, block_size=2)
@@ -464,18 +374,6 @@ def test_a_streamer_in_a_thread_works(model: PreTrainedModel, cache: PagedPrefix
 
 
 # Plain forwards.
-
-
-def test_tokens_fed_by_hand_one_at_a_time_are_right(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    wanted = whole(model, IDS)
-    with torch.no_grad():
-        for turn in range(2):
-            for position in range(IDS.shape[1]):
-                got = model(IDS[:, position : position + 1], past_key_values=cache, use_cache=True).logits
-                assert close(got[:, -1], wanted[:, position]), (turn, position)
-            cache.reset()
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-    assert cache.last_call.reused_tokens == 48
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -535,48 +433,6 @@ def test_a_plain_forward_without_positions_and_generate_hit_each_other(
     assert cache.last_call.reused_tokens == 48
 
 
-def test_embeddings_are_neither_reused_nor_committed(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    run(model, cache, input_ids=IDS)
-    cache.reset_prefix_cache()
-    embeds = model.get_input_embeddings()(IDS).detach()
-    mask = torch.ones_like(IDS)
-    reference = run(model, inputs_embeds=embeds, attention_mask=mask)
-    for _ in range(2):
-        output = run(model, cache, inputs_embeds=embeds, attention_mask=mask)
-        assert_same(reference, output)
-        assert cache.last_call.reused_tokens == 0
-    cache.reset()
-    assert cache.stats().num_cached_blocks == 0
-
-
-def test_a_four_dimensional_mask_is_neither_reused_nor_committed(
-    model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
-    mask = torch.full((1, 1, 50, 50), torch.finfo(torch.float32).min).triu(1)
-    mask[..., 40:, :5] = torch.finfo(torch.float32).min
-    with torch.no_grad():
-        wanted = model(IDS, attention_mask=mask, use_cache=False).logits
-        for _ in range(2):
-            got = model(IDS, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits
-            assert close(got, wanted[:, -1:])
-            cache.reset()
-    assert cache.stats().num_cached_blocks == 0
-    assert "attention mask" in cache.last_call.rows[0].stopped
-
-
-def test_an_argument_that_nobody_knows_prevents_reuse() -> None:
-    model = build("gpt2")
-    cache = PagedPrefixCache(model)
-    types = torch.ones_like(IDS)
-    with torch.no_grad():
-        wanted = model(IDS, token_type_ids=types, use_cache=False).logits
-        model(IDS, past_key_values=cache)
-        cache.reset()
-        got = model(IDS, token_type_ids=types, past_key_values=cache, logits_to_keep=1).logits
-    assert close(got, wanted[:, -1:])
-    assert "token_type_ids" in cache.last_call.rows[0].stopped
-
-
 # Recipes of the documentation.
 
 
@@ -616,36 +472,6 @@ def test_a_deepcopy_shares_the_store_and_copies_no_keys_and_values(
     with torch.no_grad():
         assert close(model(new, past_key_values=cache).logits, wanted)
     assert cache.stats().num_copies_on_write == 1  # now it has one holder
-    cache.check()
-
-
-def test_batch_repeat_interleave_goes_on_with_equal_rows(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    prefix = torch.tensor([row((1, 43)), row((2, 43))])
-    with torch.no_grad():
-        model(prefix, past_key_values=cache)
-    in_use = cache.stats().num_blocks_in_use
-    cache.batch_repeat_interleave(2)
-    assert cache.stats().num_blocks_in_use == in_use
-    new = torch.tensor([row((seed, 5)) for seed in (3, 4, 5, 6)])
-    ids = torch.cat([prefix.repeat_interleave(2, 0), new], 1)
-    with torch.no_grad():
-        assert close(model(new, past_key_values=cache).logits, whole(model, ids)[:, -5:])
-    cache.check()
-
-
-@pytest.mark.parametrize("indices", [[2], [2, 0], [-1, 0, 0]])
-def test_batch_select_indices_goes_on_with_the_rows_chosen(
-    model: PreTrainedModel, cache: PagedPrefixCache, indices: list[int]
-) -> None:
-    prefix = torch.tensor([row((seed, 43)) for seed in (1, 2, 3)])
-    reference = DynamicCache()
-    new = torch.tensor([row((seed, 5)) for seed in range(4, 4 + len(indices))])
-    with torch.no_grad():
-        model(prefix, past_key_values=reference)
-        model(prefix, past_key_values=cache)
-        reference.batch_select_indices(torch.tensor(indices))
-        cache.batch_select_indices(torch.tensor(indices))
-        assert close(model(new, past_key_values=cache).logits, model(new, past_key_values=reference).logits)
     cache.check()
 
 
@@ -701,22 +527,6 @@ def test_save_pretrained_of_an_attached_model_works(
     for _ in range(2):
         assert_same(reference, run(loaded, other, input_ids=IDS))
     assert other.last_call.reused_tokens == 49
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_model_moved_to_another_dtype_after_the_cache_was_built_is_right_or_refused(
-    model: PreTrainedModel, cache: PagedPrefixCache, dtype: torch.dtype
-) -> None:
-    run(model, cache, input_ids=IDS)
-    model.to(dtype)
-    reference = run(model, input_ids=IDS)
-    output = run(model, cache, input_ids=IDS)
-    assert cache.last_call.reused_tokens == 0
-    if dtype is torch.float64:
-        assert_same(reference, output)
-    else:
-        assert output.sequences.shape == reference.sequences.shape
-    cache.check()
 
 
 # Masks that ask the cache.

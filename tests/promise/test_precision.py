@@ -96,16 +96,6 @@ def test_a_hit_is_as_near_as_dynamic_cache_continued(
             )
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "mixtral"])
-def test_with_nothing_known_it_is_what_dynamic_cache_gives(
-    name: str, precision: tuple[torch.dtype, torch.dtype]
-) -> None:
-    weights, lowest = precision
-    model = build(name).to(weights)
-    output = run(model, PagedPrefixCache(model), **PROMPTS)
-    assert distance(run(model, **PROMPTS), output) <= torch.finfo(lowest).eps
-
-
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float16])
 def test_keys_and_values_are_held_in_the_models_precision(weights: torch.dtype) -> None:
     model = build("llama").to(weights)
@@ -204,24 +194,6 @@ def test_rows_go_on_after_autocast_with_what_they_held_before_it(attention: str)
         outputs.append(torch.cat(pieces, dim=1))
     scale = float(outputs[0].abs().max())
     assert float((outputs[0] - outputs[1]).abs().max()) <= TOLERANCE * scale
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_model_that_is_cast_between_calls_reuses_nothing_of_before(dtype: torch.dtype) -> None:
-    model = build("llama")
-    cache = PagedPrefixCache(model)
-    run(model, cache, **PROMPTS)
-    for step in (dtype, torch.float32, dtype):
-        model.to(step)
-        reference = run(model, **PROMPTS)
-        first = step is torch.float32 or cache.stats().num_calls == 1  # rounded once, weights are rounded
-        for again in (not first, True):
-            output = run(model, cache, **PROMPTS)
-            assert (cache.last_call.reused_tokens > 0) is again, f"{step}, {cache.last_call}"
-            if step is torch.float32:
-                assert_same(reference, output)
-            else:
-                assert distance(reference, output) <= torch.finfo(step).eps
 
 
 def test_accelerates_mixed_precision_has_blocks_of_its_own() -> None:

@@ -397,20 +397,6 @@ def test_a_bypassed_call_carries_its_states(name: str) -> None:
 
 
 @NAMES
-def test_scores_are_those_of_whole_forwards(name: str) -> None:
-    model = tiny(name)
-    cache = PagedPrefixCache(model)
-    context, answers = row((1, 140)), [row((number, 2 * number)) for number in (2, 3, 4)]
-    for _ in range(2):
-        for answer, score in zip(answers, cache.score(context, answers), strict=True):
-            with torch.no_grad():
-                logits = model(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1]
-            wanted = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None]).sum()
-            assert abs(score.total - float(wanted)) <= 1e-3
-    assert cache.stats().reused_tokens
-
-
-@NAMES
 def test_a_look_at_cached_blocks_goes_on_from_a_snapshot(name: str) -> None:
     model = zoo.build(name)
     cache = PagedPrefixCache(model)

@@ -32,7 +32,7 @@ from ..internals import WRITE_OUTSIDE_GRAPHS, recycle_all_memory
 from ..reference import IDS, PROMPT, TOLERANCE, Forwards, assert_same, batch, row, run, zero_blocks
 from ..scenes import Player, play
 from ..tiny_models import CHARACTERS, VOCABULARY, build, character_tokenizer, tiny
-from . import test_generate_equivalence, test_paths
+from . import test_bad_input, test_generate_equivalence, test_paths
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -523,7 +523,6 @@ def test_a_compiled_model_meets_nothing_of_ours_but_the_writes() -> None:
 @pytest.mark.parametrize(
     ("name", "how", "backend"),
     [
-        ("llama", "model.compile()", "inductor"),
         ("llama", "torch.compile(model.forward)", "inductor"),
         ("gpt2", "torch.compile(model.forward)", "eager"),
         ("gemma3", "model.compile()", "eager"),
@@ -572,8 +571,8 @@ OPTIONS: dict[str, str | None] = {
     "do_sample": "samples",
     "num_beams": "beams",
     "num_return_sequences": "samples",
-    "use_cache": "test_use_cache_false_warns_and_gives_the_right_result",
-    "cache_implementation": "test_a_cache_implementation_beside_the_cache_is_refused",
+    "use_cache": "test_without_use_cache_the_result_is_right_and_a_warning_says_that_nothing_is_reused",
+    "cache_implementation": "test_a_cache_implementation_beside_our_cache_is_refused",
     "cache_config": None,  # of the caches that transformers builds
     "max_cache_len": None,
     "temperature": "warpers",
@@ -636,7 +635,7 @@ OPTIONS: dict[str, str | None] = {
     "logits_processor": "test_a_nested_generate_on_the_same_cache_is_refused_and_the_first_call_stays_right",
     "stopping_criteria": "ends",
     "inputs": "test_positional_arguments_are_seen",
-    "generation_config": "test_a_custom_generate_that_delegates_with_the_same_cache_works",
+    "generation_config": "test_a_hub_style_custom_generate_works",
     "trust_remote_code": "test_a_hub_style_custom_generate_works",
     "low_memory": None,  # of contrastive search, with which it moved
     **dict.fromkeys(MOVED, "test_what_transformers_moved_to_repositories_it_refuses_itself"),
@@ -647,7 +646,7 @@ def test_no_option_of_generate_is_forgotten() -> None:
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     known |= set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
     assert known <= set(OPTIONS), f"played nowhere: {sorted(known - set(OPTIONS))}"
-    modules = (test_generate_equivalence, test_paths)
+    modules = (test_bad_input, test_generate_equivalence, test_paths)
     for option, where in OPTIONS.items():
         found = where is None or where in globals() or any(hasattr(module, where) for module in modules)
         assert found, f"{option}: there is no {where}"

@@ -204,32 +204,6 @@ def test_a_copy_goes_on_where_its_original_stands(stop: int, name: str, attentio
     assert_close(*(forward(model, cache, stop + 20, stop + 60) for cache in copies))
 
 
-@WAYS
-@NAMES
-def test_rows_are_multiplied_and_chosen_as_those_of_a_dynamic_cache(name: str, attention: str) -> None:
-    model, ours = tiny(name), PagedPrefixCache(tiny(name), attention=attention)
-    theirs = DynamicCache(config=model.config)
-    ids = torch.tensor([row((seed, 80)) for seed in (1, 2)])
-
-    def both(start: int, stop: int, rows: list[int]) -> None:
-        with torch.no_grad():
-            assert_close(*(model(ids[rows, start:stop], past_key_values=cache).logits for cache in (ours, theirs)))
-
-    both(0, 30, [0, 1])
-    rows = [0, 0, 0, 1, 1, 1]
-    for cache in (ours, theirs):
-        cache.batch_repeat_interleave(3)
-    for start in range(30, 50):
-        both(start, start + 1, rows)
-    for cache in (ours, theirs):
-        cache.batch_select_indices(torch.tensor([4, 0]))
-    both(50, 51, [1, 0])
-    for cache in (ours, theirs):
-        cache.reorder_cache(torch.tensor([1, 0]))
-    both(51, 79, [0, 1])
-    both(79, 80, [0, 1])
-
-
 # What else a call may be.
 
 
@@ -264,20 +238,6 @@ def test_rows_leave_a_full_pool_with_all_that_their_windows_show(columns: int, n
     for start, stop in ((columns, columns + 1), (columns + 1, 100), (100, 101), (101, 140)):
         assert_close(forward(model, ours, start, stop), forward(model, theirs, start, stop))
     assert ours.stats().num_bypassed_calls == 1
-
-
-@WAYS
-@NAMES
-def test_scores_are_those_of_whole_sequences(name: str, attention: str) -> None:
-    model = tiny(name)
-    cache = PagedPrefixCache(model, attention=attention)
-    context, continuations = PROMPT, [row((7, 40)), row((8, 3)), row((7, 20), (9, 30))]
-    for _ in range(2):
-        for continuation, score in zip(continuations, cache.score(context, continuations), strict=True):
-            with torch.no_grad():
-                logits = model(torch.tensor([[*context, *continuation]])).logits[0]
-            told = logits.log_softmax(-1)[len(context) - 1 : -1].gather(1, torch.tensor(continuation)[:, None]).sum()
-            assert abs(float(told) - score.total) <= 1e-4 * abs(float(told))
 
 
 @WAYS

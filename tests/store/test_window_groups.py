@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hf_paged_cache.blocks import BlockTable
+from hf_paged_cache.blocks import BlockTable, root_hash
 from hf_paged_cache.store.block_store import BlockStore
 
-from .random_window_calls import ROOT
+ROOT = root_hash(b"model")
 
 
 def store_of(share: float = 0.1, window: int = 4) -> BlockStore:
