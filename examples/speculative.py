@@ -30,7 +30,7 @@ def main() -> None:
     if given.assistant:
         ways["drafts of an assistant"] = {"assistant_model": load_or_exit(given.assistant)[0]}
     outputs = []
-    cache.prefill(inputs.input_ids[0])  # so that what differs is how the text goes on
+    cache.prefill(inputs.input_ids[0])  # so that what differs is how the text continues
     for name, how in ways.items():
         start = time.perf_counter()
         output = model.generate(

@@ -207,7 +207,7 @@ class PagedPrefixCache(Cache):
             super().activate_past_recording()  # type: ignore[no-untyped-call]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `i` goes on as row `beam_idx[i]`: tables are forked; K/V that a row writes differently are copied then."""
+        """Row `i` continues as row `beam_idx[i]`: tables are forked; K/V that a row writes differently are copied then."""
         self._session.rows().reorder(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -272,7 +272,7 @@ class PagedPrefixCache(Cache):
         forgotten. `PrefixStore.reset_prefix_cache` forgets everything.
 
         Raises:
-            CacheBusyError: a call of this salt is running, or rows of plain forwards go on; nothing has changed.
+            CacheBusyError: a call of this salt is running, or rows of plain forwards may resume; nothing has changed.
         """
         blocks = self.store.blocks
         with blocks.lock:

@@ -154,7 +154,7 @@ class PrefixStore:
         A cache's `reset_prefix_cache` forgets what belongs to its salt alone.
 
         Raises:
-            CacheBusyError: a `generate` is running, or rows of plain forwards go on; nothing has changed.
+            CacheBusyError: a `generate` is running, or rows of plain forwards may resume; nothing has changed.
         """
         blocks = self.blocks
         with blocks.lock:
@@ -321,7 +321,7 @@ def make_tiers(model: PreTrainedModel, conditioning: Conditioning, options: Stor
         return []
     if conditioning.rank_groups:
         raise CacheArgumentError(
-            "host_bytes or disk_folder is given, and other processes share this model: each would bring up other blocks; leave "
+            "host_bytes or disk_folder is given, and other processes share this model: each would load other blocks; leave "
             "them out"
         )
     if host_bytes and input_device(model).type == "cpu":

@@ -58,7 +58,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True)
 def _gradients_stay_on() -> Iterator[None]:
-    """A test that leaves gradients off fails itself, instead of another one behind it."""
+    """A test that leaves gradients off fails itself, instead of another one after it."""
     yield
     torch = sys.modules.get("torch")
     if torch is not None and not torch.is_grad_enabled():
@@ -68,7 +68,7 @@ def _gradients_stay_on() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_lock_stays_held() -> Iterator[None]:
-    """A test that leaves a lock of the package held fails itself, instead of one behind it whose threads wait for it."""
+    """A test that leaves a lock of the package held fails itself, instead of one after it whose threads wait for it."""
     yield
     locks = sys.modules.get("hf_paged_cache.locks")
     if locks is None:

@@ -112,7 +112,7 @@ def zero_states(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
 
 
 def snapshot_behind(cache: PagedPrefixCache, num_tokens: int) -> Mapping[StateKey, Tensor]:
-    """The snapshot behind so many tokens of the one row of the last call."""
+    """The snapshot after so many tokens of the one row of the last call."""
     (held,) = cache.call.previous.distinct or cache.call.rows.distinct
     return _blocks(cache).states.use(held.table.block_ids, num_tokens)
 
@@ -376,7 +376,7 @@ def forget_to_reorder_states(patch: pytest.MonkeyPatch) -> None:
 
 
 def lend_snapshots_themselves(patch: pytest.MonkeyPatch) -> None:
-    """A row goes on in the tensors of a snapshot."""
+    """A row resumes in the tensors of a snapshot."""
     stack = call_states.stacked
     patch.setattr(call_states, "stacked", lambda rows: dict(rows[0]) if len(rows) == 1 else stack(rows))
 

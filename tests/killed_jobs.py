@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=120)
     parser.add_argument("--longest", type=float, default=30.0, help="seconds until a kill, at most")
     parser.add_argument("--model", default=None, help="a folder or a name; default: the demo's")
-    parser.add_argument("options", nargs="*", help="further options of the command, behind --")
+    parser.add_argument("options", nargs="*", help="further options of the command, after --")
     given = parser.parse_args()
     model = given.model
     if model is None:

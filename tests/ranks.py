@@ -112,7 +112,7 @@ def _serve(
         faulthandler.dump_traceback_later(4 * WAITS_S, repeat=True)
         try:
             results.put((rank, True, scenario(model, *arguments)))
-        except BaseException:  # noqa: BLE001  # whatever it was, the other processes go on
+        except BaseException:  # noqa: BLE001  # whatever it was, the other processes continue
             results.put((rank, False, traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
@@ -233,10 +233,10 @@ class _Users:
         whole = torch.cat((output.sequences[:, :-1], torch.tensor([more])), dim=1)
         reference = run(self.model, input_ids=whole, max_new_tokens=3)
         given = {"input_ids": whole[:, -len(more) :], "attention_mask": torch.ones_like(whole)}
-        self.check("go on", cache, reference, lambda: run(self.model, cache, max_new_tokens=3, **given))
+        self.check("resume", cache, reference, lambda: run(self.model, cache, max_new_tokens=3, **given))
 
     def forwards(self, cache: PagedPrefixCache) -> None:
-        """Plain forwards, of which the second goes on."""
+        """Plain forwards, of which the second resumes."""
         ids = torch.tensor([self.prompt() + self.prompt()])
         parts = ids.split(self.together.randint(1, ids.shape[1]), dim=1)
         cache.reset()
@@ -301,7 +301,7 @@ class _Users:
         same_on_all(f"forwards of {how}", shapes)
         self.counts[f"{how} {refused}"] += 1
         if refused:
-            assert refused == "OutOfBlocksError" or how == "go on", f"{how}: {refused}"
+            assert refused == "OutOfBlocksError" or how == "resume", f"{how}: {refused}"
             return None
         assert_same(reference, outputs[0])
         self.counts["reused tokens"] += cache.last_call.reused_tokens

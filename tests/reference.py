@@ -49,10 +49,10 @@ def run(model: PreTrainedModel, cache: PagedPrefixCache | None = None, *, seed: 
 def assert_same(reference: Any, output: Any) -> None:
     """Equal generated tokens, every step's raw logits within `TOLERANCE`, and so whatever else the call was asked for.
 
-    The sequences may start with other prompts: a call that goes on passes only its new tokens.
+    The sequences may start with other prompts: a call that resumes passes only its new tokens.
     """
     assert len(output.logits) == len(reference.logits), f"{len(output.logits)} steps, not {len(reference.logits)}"
-    # no steps: older versions stop prompt lookup at once behind a prompt that ends in an end of sequence
+    # no steps: older versions stop prompt lookup at once after a prompt that ends in an end of sequence
     scale = max((float(step.abs().max()) for step in reference.logits), default=0.0)
     for number, (wanted, got) in enumerate(zip(reference.logits, output.logits, strict=True)):
         assert got.shape == wanted.shape
@@ -150,7 +150,7 @@ class Forwards:
 
 
 def row(*parts: tuple[int, int], pad: int = 0) -> list[int]:
-    """Token ids: for each (seed, length) that many tokens that depend on the seed alone, behind `pad` pads (id 0)."""
+    """Token ids: for each (seed, length) that many tokens that depend on the seed alone, after `pad` pads (id 0)."""
     tokens: list[int] = []
     for seed, length in parts:
         generator = torch.Generator().manual_seed(seed)

@@ -23,7 +23,7 @@ _NEW_TOKENS = 64
 class Traffic(NamedTuple):
     """Prompts as paths: [prompts, 3] piece numbers, and the tokens of each of those pieces."""
 
-    pieces: np.ndarray  # of a column, equal numbers are equal pieces behind equal paths
+    pieces: np.ndarray  # of a column, equal numbers are equal pieces after equal paths
     lengths: np.ndarray
 
 

@@ -174,7 +174,7 @@ def test_the_command_uses_only_public_names_of_the_package_and_what_looks_at_arg
 def drawn(document: str) -> Iterator[list[tuple[str, set[str]]]]:
     """The levels of a document's first drawing, from the top: for each line its name and the modules it lists.
 
-    A line is `name` or `name/`, two spaces or more, what it is, and after a colon the modules, which may go on, indented, on
+    A line is `name` or `name/`, two spaces or more, what it is, and after a colon the modules, which may resume, indented, on
     the next line. An arrow parts levels.
     """
     text = (ROOT / document).read_text(encoding="utf-8")

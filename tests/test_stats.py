@@ -73,7 +73,7 @@ def test_stats_print_numbers_as_people_write_them() -> None:
 
 
 def test_a_call_prints_its_table_and_then_a_line_for_each_row() -> None:
-    rows = (RowStats(40, 8, 32, 0, 32, "no cached block goes on"), RowStats(10, 6, 0, 4, 0, "nothing known"))
+    rows = (RowStats(40, 8, 32, 0, 32, "no cached block resumes"), RowStats(10, 6, 0, 4, 0, "nothing known"))
     text = str(CallStats("generate", 50, 14, 32, 4, 0.64, 2**20, rows))
     head, tail = text.splitlines()[:-2], text.splitlines()[-2:]
     assert head[0].split() == ["kind", "generate"]
@@ -86,7 +86,7 @@ def test_a_call_prints_its_table_and_then_a_line_for_each_row() -> None:
         "peak_kv_bytes",
     ]
     assert tail == [
-        "row 0: 32 of 40 prompt tokens reused; no cached block goes on",
+        "row 0: 32 of 40 prompt tokens reused; no cached block resumes",
         "row 1: 0 of 10 prompt tokens reused; 4 were computed for another row; nothing known",
     ]
 

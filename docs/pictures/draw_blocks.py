@@ -25,7 +25,7 @@ RULES = ["Answer", "a", "child", ",", "briefly", "."]
 CALLS = [  # title, prompt, what the model is made to say: a line for each sample
     ("1. A first question: all of it is computed", "What is ice ?", ["Frozen water ."]),
     ("2. Another question: the blocks before it are shared", "What is snow ?", ["Soft ice ."]),
-    ("3. The first chat goes on: its question and its answer are known", "What is ice ? Frozen water . And steam ?", ["Hot water ."]),
+    ("3. The first chat continues: its question and its answer are known", "What is ice ? Frozen water . And steam ?", ["Hot water ."]),
     ("4. Two samples of another prompt: it is computed once; where they part, a block is copied", "Why is snow ?", ["Light is mixed .", "It sends light ."]),
 ]  # fmt: skip
 

@@ -18,7 +18,7 @@ from ..wording import counted
 from .asked import AskedCache
 
 _DEVICE = "device"  # the tier where the pool is
-_NUM_SHOWN = 16  # tokens before the place, and behind it
+_NUM_SHOWN = 16  # tokens before the place, and after it
 
 
 class Lookup(NamedTuple):
@@ -53,10 +53,10 @@ class Explanation:
         num_known: of these, found by a call of this prompt now; it computes the last token in any case.
         stopped: why no more.
         parts_at: token from which on the prompt is another than the closest cached one; `num_tokens` where it is the beginning of
-            that one; `num_known` where none goes on.
+            that one; `num_known` where none continues.
         before, after: the prompt on both sides of that place; `after` is empty where the prompt ends there.
-        cached: how the closest cached prompt goes on there, as far as it does in that block; None where none does.
-        advice: what may be behind it; empty where nothing can be said.
+        cached: how the closest cached prompt continues there, as far as it does in that block; None where none does.
+        advice: what may be after it; empty where nothing can be said.
 
     Examples:
         >>> _ = cache.prefill(inputs["input_ids"])
@@ -85,13 +85,13 @@ class Explanation:
         ]
         if self.cached is not None and self.parts_at == self.num_tokens:
             lines += [
-                f"the prompt ends at token {self.num_tokens:,}, behind   {self.before!r}",
-                f"  what is cached goes on with   {self.cached!r}",
+                f"the prompt ends at token {self.num_tokens:,}, after   {self.before!r}",
+                f"  what is cached continues with   {self.cached!r}",
             ]
         elif self.cached is not None:
             lines += [
-                f"from token {self.parts_at} on they part, behind   {self.before!r}",
-                f"  the prompt goes on with   {self.after!r}",
+                f"from token {self.parts_at} on they part, after   {self.before!r}",
+                f"  the prompt continues with   {self.after!r}",
                 f"  what is cached with       {self.cached!r}",
             ]
         if self.advice:
@@ -103,7 +103,7 @@ def lookup(cache: AskedCache, token_ids: "list[int] | Tensor") -> Lookup:
     """Say how much of a prompt a `generate` on this cache would find now, in the store or in the last call's rows, and why no more.
 
     Effects: none: nothing is computed, held or made more recent. It is what a call of this prompt alone finds, without
-    padding, which has room: in a tight pool a call may go on from less, to fit. One token at least is computed by any
+    padding, which has room: in a tight pool a call may resume from less, to fit. One token at least is computed by any
     call. While a call runs on this cache, of that call only committed blocks count.
 
     Args:
@@ -134,7 +134,7 @@ def lookup(cache: AskedCache, token_ids: "list[int] | Tensor") -> Lookup:
 def explain(cache: AskedCache, token_ids: "list[int] | Tensor", tokenizer: Any = None) -> Explanation:
     """Say how much of a prompt a `generate` on this cache would reuse now, up to which token, and why no more; `print` it.
 
-    As `lookup`, with what is cached instead: how the closest cached prompt of this `cache_salt` goes on there. Effects:
+    As `lookup`, with what is cached instead: how the closest cached prompt of this `cache_salt` continues there. Effects:
     none.  Cost: hashes the tokens of each cached block, 1 us a block.
 
     Args:
@@ -150,9 +150,9 @@ def explain(cache: AskedCache, token_ids: "list[int] | Tensor", tokenizer: Any =
         48
         >>> print(cache.explain(tokenizer(text + "And what is snow?").input_ids, tokenizer))
         32 of 50 tokens are known (64%); 18 would be computed
-        why no more: no cached block goes on with tokens 32 to 47
-        from token 45 on they part, behind   'ce? And what is '
-          the prompt goes on with   'snow?'
+        why no more: no cached block continues with tokens 32 to 47
+        from token 45 on they part, after   'ce? And what is '
+          the prompt continues with   'snow?'
           what is cached with       'a f'
         blocks are shared whole, so 13 tokens from token 32 on that the two have in common are computed, too
     """
@@ -186,7 +186,7 @@ def _explanation(
     advice = ""
     if is_elsewhere:
         advice = (
-            "its first tokens are cached, but behind others, as without a special token at the beginning, or under other conditions: "
+            "its first tokens are cached, but after others, as without a special token at the beginning, or under other conditions: "
             "another adapter, other weights or settings, or padding before them where the model counts columns"
         )
     elif num_agreed and parts_at < len(tokens):

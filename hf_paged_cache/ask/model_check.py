@@ -43,7 +43,7 @@ class ModelReport:
             None if not measured.
         own_distance: the same for `DynamicCache`.
         reused_tokens, prompt_tokens: of a prompt whose first blocks were cached.
-        kv_bytes_per_token: of keys and values in all layers; behind a window's end less.
+        kv_bytes_per_token: of keys and values in all layers; after a window's end less.
         snapshot_bytes: of its states at one place, where it has any.
         layers: type of cache layer -> how many the model has.
         remarks: sentences on what limits reuse.
@@ -126,7 +126,7 @@ def _try(model: PreTrainedModel, name: str, layers: dict[str, int]) -> ModelRepo
     counts = cache.last_call
     allowed = max(tolerance(model, seen), 5 * own)
     reason = "" if ours <= allowed else f"with our cache its logits differ by {ours:.2g} of their scale"
-    can_reuse = cache.store.blocks.states.align < NUM_COLUMNS  # states may be kept behind more tokens than are tried
+    can_reuse = cache.store.blocks.states.align < NUM_COLUMNS  # states may be kept after more tokens than are tried
     if not reason and not counts.reused_tokens and can_reuse:
         reason = f"nothing of a known prompt is reused: {counts.rows[0].stopped if counts.rows else 'no row ran'}"
     return ModelReport(
@@ -162,7 +162,7 @@ def _first_step(model: PreTrainedModel, cache: PagedPrefixCache, inputs: Mapping
 def _remarks(model: PreTrainedModel, cache: PagedPrefixCache) -> tuple[str, ...]:
     remarks = []
     if not takes(model, "position_ids"):
-        remarks.append("it takes no position_ids: a prompt is reused only behind as much padding as before")
+        remarks.append("it takes no position_ids: a prompt is reused only after as much padding as before")
     if cache.store.conditioning.rope.depends_on_length:
         remarks.append("its rotary frequencies depend on length: a prompt is reused only where they are the same")
     if cache.store.blocks.states:

@@ -20,7 +20,7 @@ def prefill(
     """Compute the keys and values of a prefix, or of several, so that they are cached, without a `generate`.
 
     Whole blocks are cached, those that are known are not computed again, and layers with a window or a state keep what
-    is needed to go on at the end. Any later call may evict them: `pin` keeps them. It holds under the conditions that
+    is needed to resume at the end. Any later call may evict them: `pin` keeps them. It holds under the conditions that
     `pin` names. Effects: none on the rows of this cache; `stats()` counts what is computed as a call, and `last_call` shows
     it, unless a `generate` runs. Processes that share a model call it together, with the same lengths and `chunk_size`.
 

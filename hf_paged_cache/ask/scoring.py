@@ -75,7 +75,7 @@ class Branches(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What runs: `trunk` behind the context in one row, then the branches behind that, each in a row of its own."""
+    """What runs: `trunk` after the context in one row, then the branches after that, each in a row of its own."""
 
     trunk: Tokens
     readings: list[Reading]
@@ -97,7 +97,7 @@ def score(
     as it is when the call begins. Where rotary frequencies depend on length (dynamic, longrope), only continuations of one
     length run together. Effects: none on the rows
     of this cache, also while its `generate` runs, nor on such frequencies; `stats()` counts it as a call with a row for each
-    continuation, behind the context, and `last_call` shows it, unless a `generate` runs. No gradients. The number of
+    continuation, after the context, and `last_call` shows it, unless a `generate` runs. No gradients. The number of
     forwards follows from the arguments alone.
 
     Args:
@@ -174,7 +174,7 @@ def plan(continuations: Sequence[Tokens], *, batch_size: int | None, max_tokens:
     members: dict[Tokens, list[int]] = {}
     for run in sorted(range(len(continuations)), key=lambda i: continuations[i][:-1], reverse=True):
         tokens = continuations[run][:-1]
-        # in this order, a sequence comes straight behind those that it is the beginning of
+        # in this order, a sequence comes straight after those that it is the beginning of
         if not rows or rows[-1][: len(tokens)] != tokens:
             rows.append(tokens)
             members[tokens] = []
@@ -195,7 +195,7 @@ def plan(continuations: Sequence[Tokens], *, batch_size: int | None, max_tokens:
 
 
 def plan_by_length(continuations: Sequence[Tokens], *, batch_size: int | None, max_tokens: int) -> list[Branches]:
-    """Forwards of rows of one length each, all behind the context; nothing is shared between lengths.
+    """Forwards of rows of one length each, all after the context; nothing is shared between lengths.
 
     Each continuation is run with its last token, or with another's in its place: that token says nothing of the scores, but it
     counts in the length.
@@ -258,7 +258,7 @@ class _Scorer:
             self._is_greedy[read.continuation] &= best
 
     def _count(self, row: RowCount, num_found: int, num_held: int, num_tokens: int, members: Sequence[int]) -> None:
-        """Count a row that ran `num_tokens` tokens behind those held: computed for the first that has them all, reused by each.
+        """Count a row that ran `num_tokens` tokens after those held: computed for the first that has them all, reused by each.
 
         Args:
             num_found: most tokens that were there before the score; what a later forward finds beyond, it has computed itself.

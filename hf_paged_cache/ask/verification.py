@@ -30,7 +30,7 @@ from .asked import AskedCache
 _MIN_TOLERANCE = 1e-5
 _TOLERANCE_IN_EPS = 8
 _MOST_TOKENS = 2048  # of a forward
-_END = 1 << 61  # behind all names
+_END = 1 << 61  # after all names
 
 
 class Verified(NamedTuple):
@@ -39,7 +39,7 @@ class Verified(NamedTuple):
     Attributes:
         num_blocks: recomputed and compared.
         num_left: cached blocks that calls find and that were not: beyond the number wanted, or of rows whose padding, adapters
-            or images are not to be had here, or that layers with a window or a state no longer go on to.
+            or images are not to be had here, or that layers with a window or a state no longer resume to.
         differing: of each block that differs, how many tokens are before it, and its own.
 
     Examples:
@@ -66,7 +66,7 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
     Cost: a forward of each block's tokens, up to 2,048 at a time, and beside the pool the keys and values of one row.
 
     Args:
-        num_blocks: so many, and those that a window or a state has before or behind them; the next look is at the next ones, until
+        num_blocks: so many, and those that a window or a state has before or after them; the next look is at the next ones, until
             all have had their turn. None: all.
 
     Raises:
@@ -173,7 +173,7 @@ def _on_all_ranks(ranks: Ranks, known: dict[bytes, _Known], num_blocks: int | No
 
 
 class Look:
-    """Recomputes blocks, one sequence after the other, each from the last place before them where all layers can go on.
+    """Recomputes blocks, one sequence after the other, each from the last place before them where all layers can resume.
 
     Attributes:
         seen: names of the blocks that were compared.
@@ -239,7 +239,7 @@ class Look:
             start = stop
 
     def _goes_on(self, row: Row, num_tokens: int) -> bool:
-        """Whether all layers have what a sequence needs to go on there. The store's lock is held."""
+        """Whether all layers have what a sequence needs to resume there. The store's lock is held."""
         return resumable(self._blocks.groups, row.table.block_ids, num_tokens) == num_tokens
 
     def _inputs(self, row: Row) -> dict[str, Tensor]:
@@ -265,7 +265,7 @@ class Look:
         return dynamic
 
     def _stored(self, row: Row, start: int, stop: int) -> tuple[dict[int, dict[str, Tensor]], States] | None:
-        """What layers hold of a row's tokens from `start` to `stop`, and carry behind them; None where it is there no more."""
+        """What layers hold of a row's tokens from `start` to `stop`, and carry after them; None where it is there no more."""
         blocks = self._blocks
         with blocks.lock:
             if not self._goes_on(row, stop):

@@ -134,7 +134,7 @@ class View:
     def follow(self, window_of: Mapping[int, int]) -> None:
         """Rows begin, with these windows.
 
-        A view whose layers had none when it was made goes on reading all columns; the mask hides what a window does not show.
+        A view whose layers had none when it was made keeps reading all columns; the mask hides what a window does not show.
         """
         if self._may_change and window_of != self.window_of:
             self.drop()
@@ -337,7 +337,7 @@ class View:
     def _made(self, group: _Group, new: Tensor) -> _Buffer:
         """A buffer with room for the forward's columns and some more, up to the most that the rows are known to get."""
         room, most = group.room, self._max_columns if self._stop <= self._max_columns else math.inf
-        most = min(group.capacity, most - group.next_base)  # they may go on after the call
+        most = min(group.capacity, most - group.next_base)  # they may resume after the call
         columns = max(room, int(min(room + max(MIN_SPARE_COLUMNS, room // 4), most)))
         shape = (max(self._max_rows, self._num_rows), new.shape[1], columns, new.shape[3])
         return _Buffer(zeros(shape, new.dtype, new.device, huge_pages=True), group.base)
@@ -390,7 +390,7 @@ class View:
                 self._go_without()
 
     def _grow(self, sources: Sequence[int], stop: int) -> None:
-        """Row `i` goes on as a copy of row `sources[i] <= i`."""
+        """Row `i` continues as a copy of row `sources[i] <= i`."""
         self._num_rows = len(sources)
         try:
             for layer in self._buffers.values():
@@ -420,7 +420,7 @@ class View:
             self.drop()
 
     def pause(self) -> None:
-        """A call has ended; its rows may go on. Gives back memory that only a running forward needs."""
+        """A call has ended; its rows may resume. Gives back memory that only a running forward needs."""
         self._memory.drop()
         for group in self._groups:
             group.missing = []

@@ -388,7 +388,7 @@ class BlockTable:
         if self.groups:
             self._resume(Resumption(num_tokens, *(max(number, num_tokens) for number in self._resumption[1:])))
 
-    def let_pass(self) -> None:
+    def release_passed(self) -> None:
         """The last forward has returned: what only that had to read may go. For layers with a window."""
         if not self.groups:
             return

@@ -1,6 +1,6 @@
 """One running call: its rows, its state, and which event may come when.
 
-    idle -> scheduled -> confirmed -> scheduled ... -> ended -> idle, or scheduled again where the rows go on
+    idle -> scheduled -> confirmed -> scheduled ... -> ended -> idle, or scheduled again where the rows resume
     scheduled -> rolled back to idle or confirmed
 
 A *scheduled forward* is the only one whose writes are let through, and only what was confirmed is ever committed: when
@@ -57,7 +57,7 @@ class Follower(Protocol):
     """What keeps something of each running row: it changes with the rows."""
 
     def select(self, sources: Sequence[int], shared_columns: int = 0, index: Tensor | None = None) -> None:
-        """Row `i` goes on as row `sources[i]`, whose first `shared_columns` columns are those of the row in its place.
+        """Row `i` continues as row `sources[i]`, whose first `shared_columns` columns are those of the row in its place.
 
         Args:
             index: the sources as a tensor on some device, if there is one.
@@ -119,9 +119,9 @@ class Call:
         self.states = CallStates(store, live) if live else None
         self._followers: tuple[Follower, ...] = (view, self._writes.gradients, *([self.states] if self.states else []))
         self._is_forward = is_forward
-        self._thread = 0  # that began or went on with the rows, but for decode steps
+        self._thread = 0  # that began or continued with the rows, but for decode steps
         self._is_first = False  # the scheduled forward is the first of its rows
-        self._may_step = False  # rows go on under the conditions that they have run under
+        self._may_step = False  # rows resume under the conditions that they have run under
         self._num_columns_before = 0  # columns before the last confirmed forward
         self.counters = PromptCounters(store.call_totals)
         self.peak_kv_bytes = 0
@@ -208,13 +208,13 @@ class Call:
         return 1 if self.states is None else self.states.num_needed_of(num_columns)
 
     def continuation(self, new: RowInput, num_tokens: int) -> TokenIds:
-        """How the closest of what a call would find goes on behind a row's first `num_tokens` tokens.  Effects: none. The store's
+        """How the closest of what a call would find continues after a row's first `num_tokens` tokens.  Effects: none. The store's
         lock is held.
         """
         rows = self.rows if self.rows.alias else self.previous
         return continuation(self.store, new, PreviousRows(() if self.is_in_use else rows.distinct), num_tokens)
 
-    def bring_up(self, request: ForwardRequest) -> None:
+    def load_known(self, request: ForwardRequest) -> None:
         """Have what lower tiers know of a prompt cached, before `prepare` looks for it. No lock is held while files are read."""
         rows, wanted = self.rows, []
         if request.bypass is not None or request.num_new_columns <= request.num_logits_needed:
@@ -238,7 +238,7 @@ class Call:
             self._brought = brought
 
     def prepare(self, request: ForwardRequest) -> None:
-        """A forward is about to run: rows begin or go on, and hold what is known of them. `schedule` comes next.
+        """A forward is about to run: rows begin or resume, and hold what is known of them. `schedule` comes next.
 
         Raises:
             CacheBusyError: a forward of this call is running in another thread.
@@ -329,8 +329,8 @@ class Call:
 
         Args:
             computed_ahead: row of the batch -> tokens computed for it, alone, since it was prepared.
-            latest_start: columns from here on are computed, whatever is known; rows go on where they stand all the same.
-            column: where the origins of all rows are; None: where all can go on, as they are.
+            latest_start: columns from here on are computed, whatever is known; rows resume where they stand all the same.
+            column: where the origins of all rows are; None: where all can resume, as they are.
             cold: running rows that begin anew before that column, if they have not been run up to there.
 
         Raises:
@@ -361,7 +361,7 @@ class Call:
         )
 
     def schedule_step(self, passed: Sequence[int] | PassedStep) -> None:
-        """`prepare` and `schedule` where each row only goes on, by one token: it runs for every token.
+        """`prepare` and `schedule` where each row only resumes, by one token: it runs for every token.
 
         Args:
             passed: a token for each row; or what holds them, to be read when a block is complete.
@@ -452,7 +452,7 @@ class Call:
             if self.states is not None:
                 self.states.are_whole = True
             if not forward.is_step:
-                self.rows.let_pass()
+                self.rows.release_passed()
             if self._stopwatch is not None:
                 num_tokens = (forward.stop - forward.start) * len(self.rows.distinct)
                 store.tiers.record_computed(self._stopwatch, num_tokens)
@@ -543,7 +543,7 @@ class Call:
         return self.forward
 
     def _runs_as_asked(self, request: ForwardRequest) -> bool:
-        """Whether each row runs under the conditions of the request, so that it may go on token by token without a look."""
+        """Whether each row runs under the conditions of the request, so that it may resume token by token without a look."""
         rows = zip(self.rows.in_batch(), request.rows, strict=True)
         return all(row.root == new.root and row.pad == new.pad for row, new in rows)
 
@@ -567,7 +567,7 @@ class Call:
 
     @property
     def is_running(self) -> bool:
-        """Whether a `generate` is running, a forward in any thread, or rows may go on: of plain forwards, or kept ones."""
+        """Whether a `generate` is running, a forward in any thread, or rows may resume: of plain forwards, or kept ones."""
         goes_on = self.state is CallState.CONFIRMED and not self.brackets.were_left_open
         return goes_on or self.kept_by() is not None or self.is_in_use
 
@@ -668,7 +668,7 @@ class Call:
             renew_reservation(self, kept)
 
     def reorder(self, sources: Sequence[int] | Tensor) -> None:
-        """Batch row `i` goes on as batch row `sources[i]` (beam search); there may be more or fewer rows than before.
+        """Batch row `i` continues as batch row `sources[i]` (beam search); there may be more or fewer rows than before.
 
         Args:
             sources: where they are a tensor, it is read together with held steps, and need not be sent to its device again.
@@ -728,7 +728,7 @@ class Call:
             return forked
 
     def take_over(self, rows: Rows, *, ended: bool = False) -> None:
-        """Go on with these rows; there must be none yet.
+        """Resume with these rows; there must be none yet.
 
         Args:
             ended: their call has ended, so they may be dropped.
@@ -740,7 +740,7 @@ class Call:
             self._num_columns_before = rows.num_columns
 
     def join(self, rows: Rows) -> None:
-        """More rows go on with those that there are, from the same column: each from its origin, or from nothing.
+        """More rows continue with those that there are, from the same column: each from its origin, or from nothing.
 
         The store's lock is held.
         """
@@ -771,7 +771,7 @@ class Call:
             return self._writes.gradients.in_place_of(layer_idx, read, self.rows.alias, self.rows.num_columns)
 
     def end(self, *, failed: bool = False, conditions_held: bool = True) -> None:
-        """`generate` is left: full blocks are committed; the rows stay, can go on, and can be matched.
+        """`generate` is left: full blocks are committed; the rows stay, can resume, and can be matched.
 
         Args:
             failed: an exception ends it; then what the last forward computed may have been drafts.

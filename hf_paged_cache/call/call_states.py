@@ -1,4 +1,4 @@
-"""What layers carry of a call's rows, from their first forward to the end: where rows may go on, and when snapshots are taken.
+"""What layers carry of a call's rows, from their first forward to the end: where rows may resume, and when snapshots are taken.
 
 States are written in place, by the model. So those of the running rows count only while no forward runs, and none has died.
 The store's lock is held by whoever calls.
@@ -26,7 +26,7 @@ class CallStates:
     """The states of one call's rows, a `Follower`.
 
     Attributes:
-        are_whole: the layers carry what is behind all columns of the rows; not while a forward runs, nor after one has died.
+        are_whole: the layers carry what is after all columns of the rows; not while a forward runs, nor after one has died.
     """
 
     def __init__(self, store: BlockStore, live: LiveStates) -> None:
@@ -56,13 +56,13 @@ class CallStates:
         return request.latest_start(rows.num_columns, self.num_needed(request))
 
     def find(self, rows: Rows, request: ForwardRequest, found: Sequence[Found] = ()) -> list[Found]:
-        """Rows have begun, or go on: say from where each may, in its `origin`.
+        """Rows have begun, or resume: say from where each may, in its `origin`.
 
         Args:
-            found: of each row of the batch, what is known of its tokens; none where they go on.
+            found: of each row of the batch, what is known of its tokens; none where they resume.
 
         Returns:
-            the same, less what no state is known behind.
+            the same, less what no state is known after.
         """
         if self.stands(rows):
             self.park(rows)
@@ -91,7 +91,7 @@ class CallStates:
         return found
 
     def stands(self, rows: Rows) -> bool:
-        """Whether the layers carry what is behind all columns of the rows."""
+        """Whether the layers carry what is after all columns of the rows."""
         return self.are_whole and rows.num_columns > 0
 
     def as_planned(self, rows: Rows) -> list[PlannedRow]:
@@ -107,7 +107,7 @@ class CallStates:
         return planned
 
     def joint_column(self, rows: Rows, request: ForwardRequest) -> int:
-        """Where all rows can go on together, without a forward of our own; rows whose states do not fit begin anew.
+        """Where all rows can resume together, without a forward of our own; rows whose states do not fit begin anew.
 
         Raises:
             ForwardMismatchError: there is no such column: what layers carry is lost.
@@ -123,7 +123,7 @@ class CallStates:
         return found.column
 
     def begin_anew(self, rows: Rows, cold: Collection[int], column: int | None) -> None:
-        """These running rows do not go on from what is known of their states, unless that is at `column`."""
+        """These running rows do not resume from what is known of their states, unless that is at `column`."""
         for number in cold:
             row = rows.distinct[number]
             if row_origin(row) != max(0, (column or 0) - row.pad):
@@ -141,7 +141,7 @@ class CallStates:
                 row.stop_commits(row.num_confirmed)
 
     def require_known(self, rows: Rows) -> None:
-        """Refuse rows whose tokens alone do not say what layers carry behind them.
+        """Refuse rows whose tokens alone do not say what layers carry after them.
 
         Raises:
             ForwardMismatchError: there are such.
@@ -164,7 +164,7 @@ class CallStates:
             self.live.put(stacked([{} if row.origin is None else row.origin.states for row in rows.distinct]))
         for row in rows.distinct:
             row.origin = None
-            # what is computed again is known no more: what comes behind it follows from what is computed now
+            # what is computed again is known no more: what comes after it follows from what is computed now
             row.num_known = min(row.num_known, max(0, column - row.pad))
         self.record(rows, column, stop)
 
@@ -185,7 +185,7 @@ class CallStates:
                 row.last_kept = num_tokens
 
     def keep_snapshots(self, rows: Rows) -> None:
-        """Blocks were committed: keep what was recorded of the last forward, and what is behind it, where that is a place for one."""
+        """Blocks were committed: keep what was recorded of the last forward, and what is after it, where that is a place for one."""
         states, recorder = self._store.states, self.live.recorder
         if recorder.recorded:
             for at, (number, num_tokens) in enumerate(recorder.places):
@@ -253,7 +253,7 @@ class CallStates:
         self.live.recorder.start_forward()
 
     def of_batch(self, rows: Rows) -> dict[StateKey, Tensor]:
-        """Copies of what layers carry of each row of the batch, for a call that goes on without the store.
+        """Copies of what layers carry of each row of the batch, for a call that resumes without the store.
 
         Raises:
             ForwardMismatchError: it is lost.
@@ -281,7 +281,7 @@ class CallStates:
             row.origin = Origin(row.num_confirmed, row_of(held, number))
 
     def unpark(self, rows: Rows) -> None:
-        """The rows go on here: what the layers carry of them is overwritten, and nobody may go on from it."""
+        """The rows resume here: what the layers carry of them is overwritten, and nobody may resume from it."""
         if self.stands(rows):
             for row in rows.distinct:
                 row.origin = None
@@ -298,5 +298,5 @@ class CallStates:
 
 
 def row_origin(row: Row) -> int:
-    """Tokens after which a row may go on; 0: from its beginning."""
+    """Tokens after which a row may resume; 0: from its beginning."""
     return 0 if row.origin is None else row.origin.num_tokens

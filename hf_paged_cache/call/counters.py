@@ -123,7 +123,7 @@ class PromptCounters:
             return
         is_new = len(self.rows) != len(self._pending)
         if is_new:
-            self.rows = [RowCount(stopped="the last call's rows went on") for _ in self._pending]
+            self.rows = [RowCount(stopped="the last call's rows resumed") for _ in self._pending]
         for row, found in zip(self.rows, self._found, strict=False):
             row.matched_tokens, row.stopped = found.num_tokens, found.stopped
         for row, tokens_of in zip(self.rows, self._brought, strict=False):

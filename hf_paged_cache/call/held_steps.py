@@ -97,7 +97,7 @@ class PassedStep:
             position = None if positions is None else positions[number if len(positions) > 1 else 0]
             if position is not None and position < row.first_position + num_held and not is_hidden:
                 return CacheArgumentError(
-                    f"row {number} went on at position {position}, but the cache holds its first {num_held} "
+                    f"row {number} resumed at position {position}, but the cache holds its first {num_held} "
                     "tokens: call generate on the model that the cache is attached to, or cache.reset() first"
                 )
         return None
@@ -116,7 +116,7 @@ class PassedStep:
 
 
 def count_on(positions: list[int], rows: Rows, column: int) -> bool:
-    """Whether the tokens of a column have the positions at which their rows go on.
+    """Whether the tokens of a column have the positions at which their rows resume.
 
     Args:
         positions: of each row, or one for all.
@@ -235,7 +235,7 @@ class HeldSteps:
         """The pool catches up: it gets the confirmed columns that are in the view alone.
 
         Args:
-            is_scheduled: a step is, whose layers may go on writing into the view alone.
+            is_scheduled: a step is, whose layers may keep writing into the view alone.
         """
         if self._rows is not rows:
             return

@@ -1,6 +1,6 @@
 """Which forwards run ahead of one over all rows, so that all rows start at one column. Pure: rows in, plan out; no table, no tensor.
 
-A row starts behind any of its known tokens. Where layers carry states or have windows it starts behind exactly so many, at its *origin*, or
+A row starts after any of its known tokens. Where layers carry states or have windows it starts after exactly so many, at its *origin*, or
 begins anew, in its padding. So rows join where they start, as on a staircase, and all run together from the last stair on. A prefix that
 rows share is computed in one row first. Forwards are cut where a snapshot is wanted.
 
@@ -60,7 +60,7 @@ class Prefix(NamedTuple):
     row: int
     num_tokens: int
     known: int  # of these, tokens that are not computed
-    heirs: Mapping[int, int]  # row -> tokens after which it goes on from there, itself included
+    heirs: Mapping[int, int]  # row -> tokens after which it resumes from there, itself included
 
 
 class Step(NamedTuple):
@@ -72,9 +72,9 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How rows come to `column`, where all of them go on together."""
+    """How rows come to `column`, where all of them resume together."""
 
-    prefixes: tuple[Prefix, ...]  # each after those that it goes on from
+    prefixes: tuple[Prefix, ...]  # each after those that it resumes from
     steps: tuple[Step, ...]
     column: int
     cold: frozenset[int]  # rows that begin anew, whatever is known of them
@@ -123,7 +123,7 @@ def plan(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = Tr
         known = rows[row].known
         if known and length - known < bounds.least:
             continue
-        # Behind a prefix of which rows need no more than its blocks, that very forward goes further.
+        # After a prefix of which rows need no more than its blocks, that very forward goes further.
         at = next((at for at, held in enumerate(prefixes) if held.row in heirs and held.num_tokens == known), None)
         longer = Prefix(row, length, known, dict.fromkeys(heirs, length))
         if bounds.is_exact or at is None:
@@ -142,7 +142,7 @@ def plan(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = Tr
 
 
 def _with_prefixes(found: Plan, prefixes: Sequence[Prefix], rows: Sequence[PlannedRow], ended: Collection[int]) -> Plan:
-    """The same behind prefixes; where the first step only goes on in the row of one, that very forward goes further."""
+    """The same after prefixes; where the first step only resumes in the row of one, that very forward goes further."""
     first = found.steps[0] if found.steps else None
     if first is None or len(first.rows) > 1 or first.rows[0] not in ended:
         return found._replace(prefixes=tuple(prefixes))

@@ -64,7 +64,7 @@ class _Choice(NamedTuple):
     num_tokens: int
     stopped: str
     closest: Row | None  # the previous row whose blocks hold it; None: the store's blocks do
-    ended: Row | None  # the previous row behind whose last token the states are known
+    ended: Row | None  # the previous row after whose last token the states are known
 
 
 def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple[BlockTable, Found]:
@@ -87,10 +87,10 @@ def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple
 def look_up_row(
     store: BlockStore, new: RowInput, previous: PreviousRows, most: int, num_at_end: Callable[[Row], int | None]
 ) -> Found:
-    """What `match_row`, and `match_states` behind it, would find of a row.  Effects: none.
+    """What `match_row`, and `match_states` after it, would find of a row.  Effects: none.
 
     Args:
-        most: tokens after which a row whose layers carry states may go on at most.
+        most: tokens after which a row whose layers carry states may resume at most.
         num_at_end: of a previous row, the tokens after which its states are known, if any are.
     """
     with store.new_table(new.root, new.salt) as table:
@@ -107,7 +107,7 @@ def look_up_row(
 
 
 def continuation(store: BlockStore, new: RowInput, previous: PreviousRows, num_tokens: int) -> TokenIds:
-    """How the closest of what is known goes on behind the first `num_tokens` tokens of a row; empty where nothing does.
+    """How the closest of what is known continues after the first `num_tokens` tokens of a row; empty where nothing does.
 
     Effects: none.  Cost: a SHA-256 for each block of the store.
     """
@@ -168,13 +168,13 @@ def _num_at_origin(row: Row) -> int | None:
 
 
 def match_states(store: BlockStore, row: Row, most: int) -> str:
-    """Let a row's `origin` be where it may go on: behind its last snapshot, if it knows no place further on.
+    """Let a row's `origin` be where it may resume: after its last snapshot, if it knows no place further on.
 
     Args:
-        most: tokens after which it may go on at most.
+        most: tokens after which it may resume at most.
 
     Returns:
-        Why the row goes on from less than its blocks have; "" where it does not.
+        Why the row resumes from less than its blocks have; "" where it does not.
     """
     table = row.table
     if row.origin is not None and row.origin.num_tokens > most:
@@ -193,14 +193,14 @@ def match_states(store: BlockStore, row: Row, most: int) -> str:
 
 def _why_no_state(store: BlockStore, num_tokens: int, known: int, most: int) -> str:
     if known < min(num_tokens, most // store.block_size * store.block_size):
-        return f"blocks are cached up to token {num_tokens}, but no state behind token {known}"
+        return f"blocks are cached up to token {num_tokens}, but no state after token {known}"
     return ""
 
 
 def hold_longer(store: BlockStore, row: Row, new: TokenIds) -> bool:
     """Let a row hold what is known by now of its tokens and its new ones, if that is more than it holds."""
     table = store.new_table(row.root, row.table.namespace)
-    num_held = row.num_confirmed  # the row goes on from here where another one knows no more
+    num_held = row.num_confirmed  # the row resumes from here where another one knows no more
     if table.hold_prefix(row.with_new(new)) <= row.table.num_tokens or table.num_resumable_tokens(num_held) < num_held:
         table.free()
         return False
@@ -215,7 +215,7 @@ def _why_stopped(num_known: int, token_ids: TokenIds, block_size: int, previous:
         return "the whole prompt was known"
     if previous is not None:
         if num_known == previous.num_true_tokens:
-            return f"the last call's row ends at token {num_known}, and the prompt goes on"
+            return f"the last call's row ends at token {num_known}, and the prompt continues"
         return f"the prompt differs from the last call's tokens at token {num_known}"
     end = (num_known // block_size + 1) * block_size
     if end > len(token_ids):
@@ -224,4 +224,4 @@ def _why_stopped(num_known: int, token_ids: TokenIds, block_size: int, previous:
         return f"the {counted(num_left, 'token')} from token {num_known} on {do} not fill a block of {block_size}"
     if num_known == 0:
         return f"no cached block has these first {block_size} tokens under the same conditions"
-    return f"no cached block goes on with tokens {num_known} to {end - 1}"
+    return f"no cached block continues with tokens {num_known} to {end - 1}"

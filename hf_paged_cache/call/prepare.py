@@ -1,4 +1,4 @@
-"""Rows of a forward that is about to run: they begin or go on, and hold what is known of them. `schedule` comes next.
+"""Rows of a forward that is about to run: they begin or resume, and hold what is known of them. `schedule` comes next.
 
 Takes no fresh block.
 """
@@ -12,7 +12,7 @@ from .prefix_match import Found, PreviousRows, hold_longer, match_row
 from .rows import Row, Rows, group_equal
 from .scheduled_forward import ForwardRequest
 
-_WINDOWS_ARE_FULL = "layers with a window have no room beside the window in which it would go on"
+_WINDOWS_ARE_FULL = "layers with a window have no room beside the window in which it would resume"
 
 
 def begin_rows(store: BlockStore, request: ForwardRequest, previous: Sequence[Row] | None) -> tuple[Rows, list[Found]]:
@@ -50,7 +50,7 @@ def begin_rows_that_fit(call: CallToAdmit, request: ForwardRequest) -> list[Foun
     """Begin a call's rows with what is known; but where too few blocks would be left, without what only previous rows know.
 
     Where windows lack blocks to see what is known and to keep what is new, all is computed.
-    To go on from a previous row's last token keeps a block from the call, to copy a part of it. What the store has of
+    To resume from a previous row's last token keeps a block from the call, to copy a part of it. What the store has of
     full blocks is found all the same.
 
     Returns:

@@ -19,7 +19,7 @@ from ..store.block_store import BlockStore
 
 
 class Origin(NamedTuple):
-    """What layers carry behind a row's first tokens: one row, never written."""
+    """What layers carry after a row's first tokens: one row, never written."""
 
     num_tokens: int
     states: States
@@ -60,7 +60,7 @@ class Row:
         self.held_from: int | None = None  # tokens from here on are held, and not committed meanwhile, see `HeldSteps`
         self._num_judged = 0
         self.last_kept = 0  # tokens after which it got a snapshot, token by token
-        self.origin: Origin | None = None  # of a row that does not run: where it may go on, if layers carry states
+        self.origin: Origin | None = None  # of a row that does not run: where it may resume, if layers carry states
 
     def fork(self) -> "Row":
         """A row with the same tokens in the same blocks."""
@@ -108,7 +108,7 @@ class Row:
 
     @property
     def may_commit(self) -> bool:
-        """Whether tokens behind those trusted may ever be committed."""
+        """Whether tokens after those trusted may ever be committed."""
         return self.commit_end is None or self.commit_end > self.num_trusted
 
     def trust(self) -> None:
@@ -210,7 +210,7 @@ class Rows:
         self.shared_columns = 0
 
     def select(self, sources: Sequence[int], alias: Sequence[int] | None = None) -> tuple[list[int], int]:
-        """Running row `i` goes on as batch row `sources[i]`, in a fork where that row goes on elsewhere, too; others are freed.
+        """Running row `i` continues as batch row `sources[i]`, in a fork where that row resumes elsewhere, too; others are freed.
 
         Args:
             alias: of each batch row, which of these rows runs for it from here on; None: each runs for itself.
@@ -254,13 +254,13 @@ class Rows:
             row.num_confirmed = num_columns - row.pad
         self.num_columns = num_columns
 
-    def let_pass(self) -> None:
+    def release_passed(self) -> None:
         """A forward of several columns is over: what only that had to read may go, where layers have windows."""
         for row in self.distinct:
-            row.table.let_pass()
+            row.table.release_passed()
 
     def require_resumable(self, num_columns: int) -> None:
-        """Raises CacheArgumentError unless every layer has what it must read to go on from `num_columns` columns."""
+        """Raises CacheArgumentError unless every layer has what it must read to resume from `num_columns` columns."""
         for row in self.distinct:
             num_tokens = max(0, num_columns - row.pad)
             if row.table.num_resumable_tokens(num_tokens) < num_tokens:

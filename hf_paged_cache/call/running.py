@@ -59,7 +59,7 @@ class Brackets:
 
     @property
     def were_left_open(self) -> bool:
-        """Whether a `generate` is gone that never closed its bracket: its rows do not go on."""
+        """Whether a `generate` is gone that never closed its bracket: its rows do not resume."""
         return bool(self._open) and not self
 
     def forget_closed(self) -> None:

@@ -47,7 +47,7 @@ def _windows_of(call: CallToAdmit, request: ForwardRequest, *, keeps_past: bool)
 
 
 def resumable_column(rows: Rows, before: int, start: int) -> int | None:
-    """The last column of `[before, start]` that the windows of all rows allow to go on from; None where there is none.  Effects: none.
+    """The last column of `[before, start]` that the windows of all rows allow to resume from; None where there is none.  Effects: none.
 
     Args:
         before: columns at which the rows stand.
@@ -71,12 +71,12 @@ def hold_windows(rows: Rows, before: int, start: int) -> int:
         before: columns at which the rows stand.
 
     Raises:
-        ForwardMismatchError: the rows cannot go on from there: a forward that skipped more of a prompt has died.
+        ForwardMismatchError: the rows cannot resume from there: a forward that skipped more of a prompt has died.
     """
     column = resumable_column(rows, before, start)
     if column is None:
         raise ForwardMismatchError(
-            f"layers with a window no longer hold what is before column {before}, because a forward died that went on "
+            f"layers with a window no longer hold what is before column {before}, because a forward died that resumed "
             "further right; reset() the cache, or pass the whole prompt to generate again"
         )
     for row in rows.distinct:
@@ -117,7 +117,7 @@ def take_blocks(call: CallToAdmit, request: ForwardRequest) -> int:
 def take_step(
     call: CallToAdmit, token_ids: Sequence[int], flush: Callable[[], None], transfer: Transfer | None = None
 ) -> tuple[int, SlotMapping]:
-    """What `take_blocks` and `map_slots` do, where each row goes on by one generated token: most have room for it.
+    """What `take_blocks` and `map_slots` do, where each row resumes by one generated token: most have room for it.
 
     Where one has not, its last block is full, and is committed with all that are.
 

@@ -61,4 +61,4 @@ class ScheduledForward(NamedTuple):
     sources: tuple[int, ...]  # running row -> the row of the request it stands for
     copies: tuple[int, ...] | None  # row of the request -> the row that runs for it; None when they are the same
     slot_mapping: SlotMapping
-    is_step: bool = False  # each row only goes on, by one token
+    is_step: bool = False  # each row only resumes, by one token

@@ -307,10 +307,10 @@ class ArgumentReader:
             if running and start != expected[row]:
                 if start < 0 and not is_bypassed:  # from 0 on it may only count otherwise: tokens, not columns
                     raise CacheArgumentError(
-                        f"row {row} goes on at position {position}, but the cache holds {max(0, before - pad)} tokens of "
-                        "it: pass positions that go on behind these, or none; or cache.reset() first, for a new prompt"
+                        f"row {row} resumes at position {position}, but the cache holds {max(0, before - pad)} tokens of "
+                        "it: pass positions that continue these, or none; or cache.reset() first, for a new prompt"
                     )
-                return expected, "positions do not go on where the row stopped"
+                return expected, "positions do not continue where the row stopped"
             firsts.append(start)
         return firsts, None
 
@@ -472,7 +472,7 @@ def _form_of(mask: Any, num_rows: int, before: int, num_new: int) -> tuple[Tenso
     if mask.shape != (num_rows, before + num_new):
         raise CacheArgumentError(
             f"the attention mask is {tuple(mask.shape)}; with the cache's tokens and the new ones it must be "
-            f"{(num_rows, before + num_new)}: pass ids that go on exactly where the rows stopped, or cache.reset() first"
+            f"{(num_rows, before + num_new)}: pass ids that continue exactly where the rows stopped, or cache.reset() first"
         )
     ones = mask != 0
     return torch.stack((ones.sum(dim=1), ones.int().argmax(dim=1), ones[:, before:].sum(dim=1))), None

@@ -22,11 +22,11 @@ from ..kv.states import States, row_of
 from ..store.block_store import BlockStore
 from .side_forward import SideForwards
 
-_LEAST_GAIN = 64  # tokens behind a known place that a snapshot must save the next prompt
+_LEAST_GAIN = 64  # tokens after a known place that a snapshot must save the next prompt
 
 
 class _ChangedError(Exception):
-    """Rows cannot go on as was planned: the model has changed meanwhile, or a window no longer shows what is before a row's column."""
+    """Rows cannot continue as was planned: the model has changed meanwhile, or a window no longer shows what is before a row's column."""
 
 
 class Ahead(NamedTuple):
@@ -34,7 +34,7 @@ class Ahead(NamedTuple):
 
     Attributes:
         computed: row of the batch -> tokens computed for it.
-        column: where the origins of all rows are; None: where all can go on, as they are.
+        column: where the origins of all rows are; None: where all can resume, as they are.
         cold: running rows that begin anew before that column.
     """
 
@@ -119,7 +119,7 @@ class ForwardsAhead:
         running = Forerunners(self._side, call, request, options, digest, raises=not on_ranks)
         try:
             running.run(found)
-        except (OutOfBlocksError, _ChangedError):  # rows go on from where all of them can
+        except (OutOfBlocksError, _ChangedError):  # rows resume from where all of them can
             return Ahead(running.num_computed)
         finally:
             with self._blocks.lock:
@@ -161,7 +161,7 @@ class ForwardsAhead:
         return planned
 
     def _wanted(self, row: Row, planned: PlannedRow, ahead: int, bounds: Bounds) -> tuple[int, ...]:
-        """Tokens of a row behind which a snapshot is wanted: the last place before the prompt's end, where it parts from
+        """Tokens of a row after which a snapshot is wanted: the last place before the prompt's end, where it parts from
         what is known, and in a long prompt, as long as there is room, places in between.
 
         Args:
@@ -210,7 +210,7 @@ class Forerunners:
         self._tokens = all_tokens(request, call.rows)
 
     def run(self, found: Plan) -> None:
-        """Run a plan. Where that fails, rows that run already go on from where they stand, as they could before.
+        """Run a plan. Where that fails, rows that run already resume from where they stand, as they could before.
 
         Raises:
             OutOfBlocksError: a forward does not fit.
@@ -244,7 +244,7 @@ class Forerunners:
                         table.free()
 
     def _compute(self, cache: Any, prefix: Prefix) -> None:
-        """Compute a prefix in one row, and let all rows that share it go on behind it."""
+        """Compute a prefix in one row, and let all rows that share it resume after it."""
         call, row = self._call, self._call.rows.distinct[prefix.row]
         width = self._blocks.states.rules.width
         pad = min(row.pad, width) if self._side.takes_positions else row.pad
@@ -260,7 +260,7 @@ class Forerunners:
                 self._adopt(call.rows.distinct[number], side_row, row, num_tokens, row_of(live, 0))
 
     def _climb(self, cache: Any, found: Plan) -> None:
-        """Run the steps, and let the rows go on behind them."""
+        """Run the steps, and let the rows resume after them."""
         rows, joined = self._call.rows, list[int]()
         starts = found.starts(len(rows.distinct))
         for step in found.steps:
@@ -307,7 +307,7 @@ class Forerunners:
     def _adopt(
         self, row: Row, side_row: Row, like: Row, num_tokens: int, states: States, *, replaces: bool = False
     ) -> None:
-        """Let a row go on where a sibling's has come to.
+        """Let a row resume where a sibling's has come to.
 
         Args:
             like: the row that it was computed for.
@@ -350,7 +350,7 @@ def _num_tokens(row: Row) -> int:
 
 
 def _forked(row: Row, pad: int, column: int) -> Row:
-    """A row that goes on from a column of another one, in the same blocks."""
+    """A row that resumes from a column of another one, in the same blocks."""
     forked = row.fork()
     forked.pad = pad
     forked.num_known = forked.num_confirmed = max(0, column - pad)

@@ -81,7 +81,7 @@ class OwnLayers:
             why = f"{'' if begins else 'then '}{why}; {_WITHOUT_STORE}"
             self._take_over(records_past=records_past)
         elif not call.counters.rows:
-            why = _WITHOUT_STORE  # another call, in which these rows go on
+            why = _WITHOUT_STORE  # another call, in which these rows resume
         num_rows, self._num_new = shape_of(arguments, self.num_columns)
         num_counted = int(max(0, min(self._num_new, call.limits.num_prompt_columns - self.num_columns)))
         num_tokens = _num_tokens(arguments, num_rows, self._num_new, num_counted) if num_counted or why else []
@@ -117,7 +117,7 @@ class OwnLayers:
         self._before = None
 
     def reorder(self, sources: Sequence[int] | Tensor) -> None:
-        """Row `i` goes on as row `sources[i]`."""
+        """Row `i` continues as row `sources[i]`."""
         for layer in self.layers or ():
             layer.reorder_cache(torch.as_tensor(sources))
 

@@ -1,6 +1,6 @@
 """Computes prompts ahead of the calls that will ask for them, on sibling caches.
 
-Owns where their forwards end, so that memory stays bounded and layers with states leave a snapshot where others go on. Refuses,
+Owns where their forwards end, so that memory stays bounded and layers with states leave a snapshot where others resume. Refuses,
 before anything is computed, prompts that do not fit together.
 """
 
@@ -109,8 +109,8 @@ class Prefill:
         return Prefilled(num_kept, max(0, stops[-1] - num_computed), num_computed)
 
     def _marks(self, num_tokens: int, end: int, num_needed: int) -> list[int]:
-        """Where a forward must end: behind the last full block; where layers carry states, at the last place for a snapshot, and
-        at the last one that the same prompt can go on from.
+        """Where a forward must end: after the last full block; where layers carry states, at the last place for a snapshot, and
+        at the last one that the same prompt can resume from.
         """
         states = self._blocks.states
         if not states:
@@ -119,7 +119,7 @@ class Prefill:
         return sorted({*places, end} - {0})
 
     def _look_up(self, prompt: Prompt, *, touch: bool = False) -> tuple[int, bool]:
-        """How many tokens one could go on behind, and whether that is all there is to compute. The store's lock is held.
+        """How many tokens one could resume after, and whether that is all there is to compute. The store's lock is held.
 
         Args:
             touch: where it is all, they count as used now.
@@ -170,7 +170,7 @@ def _count(ran: Prefilled, num_found: int) -> RowCount:
 
 
 def stops_of(start: int, marks: Sequence[int], chunk_size: int, least: int) -> list[int]:
-    """Where forwards end that begin behind `start` tokens: at the marks, and between them every `chunk_size` tokens.
+    """Where forwards end that begin after `start` tokens: at the marks, and between them every `chunk_size` tokens.
 
     Args:
         marks: numbers of tokens, the lower ones first. One that would make a later forward of fewer than `least` tokens is

@@ -64,7 +64,7 @@ class Resumption:
         if in_generate:
             if 0 < self._unseen_end < stop:
                 raise CacheArgumentError(
-                    "this way of generating runs the whole prompt behind the rows that hold its images: pass these with the "
+                    "this way of generating runs the whole prompt after the rows that hold its images: pass these with the "
                     "whole prompt, or only the new tokens under a mask of all columns"
                 )
             if stop == self._unseen_end:
@@ -114,7 +114,7 @@ class Resumption:
         found = self._sources(given, look, num_rows)
         if isinstance(found, str):
             raise CacheArgumentError(
-                f"{unfilled.what}: pass {unfilled.fillers} with the whole prompt. The rows of the last call cannot go on "
+                f"{unfilled.what}: pass {unfilled.fillers} with the whole prompt. The rows of the last call cannot resume "
                 f"in its place: {found}"
             )
         self._remember([row for _, row in found], num_rows)

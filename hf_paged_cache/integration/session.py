@@ -40,7 +40,7 @@ _POSITIONS_OF_PADDING = "positions of padding are the largest, and rotary freque
 _STATES_ON_RANKS = "layers carry states, and other processes share the model"
 _NO_CACHE_WANTED = (
     "generate was passed this cache, and use_cache is False, given or by generation_config: it would run the whole prompt "
-    "again in each step, behind what the cache holds; pass use_cache=True, or no cache"
+    "again in each step, after what the cache holds; pass use_cache=True, or no cache"
 )
 _ANOTHER_CACHE = "use another cache on the same store for this one: PagedPrefixCache(cache.store)"
 
@@ -278,7 +278,7 @@ class Session:
             on_ranks=on_ranks,
         )
         if self._store.tiers:
-            call.bring_up(request)
+            call.load_known(request)
         if not on_ranks:  # several run as many forwards each, and settle their budgets after the first
             limits = call.limits
             num_columns = max(before + request.num_new_columns, limits.max_columns if limits.are_known else 0)
@@ -537,7 +537,7 @@ class Session:
         if given.num_masked != num_held + given.num_given:
             raise CacheArgumentError(
                 f"the attention mask has {given.num_masked} columns, the cache {num_held} and the ids {given.num_given}: pass "
-                "the whole prompt, or ids that go on exactly where the rows stopped (the last token generated is not "
+                "the whole prompt, or ids that continue exactly where the rows stopped (the last token generated is not "
                 "among them)"
             )
 

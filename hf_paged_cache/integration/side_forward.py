@@ -44,7 +44,7 @@ class SideForwards:
 
     @contextmanager
     def sibling(self, rows: Rows | None = None) -> Iterator[Any]:
-        """A sibling that goes on with `rows`, or has none; until the block is left it holds what it computed."""
+        """A sibling that continues with `rows`, or has none; until the block is left it holds what it computed."""
         cache, block = self._make_cache(), Bracket()
         with cache.call.store.lock:
             cache.call.counters = PromptCounters()  # counted by the call that it is run for
@@ -126,7 +126,7 @@ class SideForwards:
     def _passed(
         self, rows: Sequence[RowInput], held: int, start: int, stop: int
     ) -> tuple[dict[str, Tensor], KnownInputs]:
-        """What a forward of the columns `[start, stop)` is passed, where the rows' tokens begin behind `held` columns."""
+        """What a forward of the columns `[start, stop)` is passed, where the rows' tokens begin after `held` columns."""
         device, num_new = input_device(self.model), stop - start
         pads = [min(row.pad, stop) for row in rows]
         new_pads = [num_pads(pad, start, num_new) for pad in pads]

@@ -224,7 +224,7 @@ class BatchCalls:
 
     @contextmanager
     def _seeded(self, rows: Sequence[int]) -> Iterator[None]:
-        """Samples that follow from the seed and the rows; afterwards torch goes on as if none had been drawn."""
+        """Samples that follow from the seed and the rows; afterwards torch continues as if none had been drawn."""
         if not self._samples:
             yield
             return

@@ -43,7 +43,7 @@ from .support import cache_layers, has_state, is_no_decoder, names_of, quoted, s
 Numbering = Literal["columns", "tokens"]
 _STATE_TOLERANCE_IN_EPS = 4  # of the first layer's state, rounded a few times
 _FORGOTTEN = (
-    "its {} of several tokens starts without {} before them, which only a single token continues, so no prompt can go on from "
+    "its {} of several tokens starts without {} before them, which only a single token continues, so no prompt can resume from "
     "a prefix"
 )
 _KEPT_IN_MODULES = (
@@ -102,7 +102,7 @@ def why_it_fails(model: PreTrainedModel) -> Failure:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 (a model may raise anything)
-                what = "continued behind a cache" if was_run else "run on token ids alone"
+                what = "continued after a cache" if was_run else "run on token ids alone"
                 return Failure(f"it cannot be {what} ({quoted(error)})", was_run)
     _continuable.add(model)
     return Failure("")
@@ -122,7 +122,7 @@ def state_traits(model: PreTrainedModel) -> StateTraits | None:
 
         def refuse(error: Exception) -> StateTraits:
             raise UnsupportedModelError(
-                f"{type(model).__name__}: it cannot be run a token at a time, or behind padding ({quoted(error)})"
+                f"{type(model).__name__}: it cannot be run a token at a time, or after padding ({quoted(error)})"
             ) from error
 
         _seen[model] = attempt(lambda: _seen_traits(model), refuse)
@@ -165,7 +165,7 @@ def _why_states_differ(model: PreTrainedModel, inputs: dict[str, Tensor], contin
     if most <= max(MIN_TOLERANCE, _STATE_TOLERANCE_IN_EPS * eps):
         return ""
     return (
-        f"continued behind {NUM_CACHED} cached tokens a state differs by {most:.2g} of its scale from that of one forward: "
+        f"continued after {NUM_CACHED} cached tokens a state differs by {most:.2g} of its scale from that of one forward: "
         "it does not follow from the state before it"
     )
 
@@ -217,7 +217,7 @@ def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:
         return ""
     where = "" if rows[0] > allowed else " in a row with padding"
     return (
-        f"continued behind {NUM_CACHED} cached tokens its logits differ{where} by {max(rows):.2g} of their scale: its "
+        f"continued after {NUM_CACHED} cached tokens its logits differ{where} by {max(rows):.2g} of their scale: its "
         "keys and values depend on more than the tokens before them, or it does not use its cache"
     )
 

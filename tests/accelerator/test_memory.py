@@ -1,4 +1,4 @@
-"""Memory of a device runs out: at every allocation of a call, and for good. The call goes on or is refused, and the next one is right."""
+"""Memory of a device runs out: at every allocation of a call, and for good. The call continues or is refused, and the next one is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cache.explain`: what a lookup finds, and the very place where the closest cached prompt goes on in another way."""
+"""`cache.explain`: what a lookup finds, and the very place where the closest cached prompt continues in another way."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_place_is_shown_as_text(tiny_llama: Any, tiny_tokenizer: Any) -> Non
     assert (found.before, found.after, found.cached) == ("ce? And what is ", "snow?", "a f")
     assert "13 tokens from token 32 on" in found.advice
     assert "32 of 50 tokens are known (64%); 18 would be computed" in str(found)
-    assert "the prompt goes on with   'snow?'" in str(found)
+    assert "the prompt continues with   'snow?'" in str(found)
 
 
 def test_the_last_calls_row_is_compared_token_by_token(tiny_llama: Any, tiny_tokenizer: Any) -> None:
@@ -80,8 +80,8 @@ def test_the_beginning_of_what_is_cached_is_said_to_be_that(length: int, tiny_ll
     assert (found.num_known, found.parts_at, found.after) == (length // BLOCK * BLOCK, length, "")
     assert found.cached == text[length : min(48, length + 16, (length // BLOCK + 1) * BLOCK)]
     said = str(found)
-    assert f"the prompt ends at token {length}, behind   {found.before!r}" in said
-    assert f"what is cached goes on with   {found.cached!r}" in said
+    assert f"the prompt ends at token {length}, after   {found.before!r}" in said
+    assert f"what is cached continues with   {found.cached!r}" in said
     assert "''" not in said
     assert "part" not in said.split("why no more")[1].split("\n", 1)[1]
 
@@ -89,7 +89,7 @@ def test_the_beginning_of_what_is_cached_is_said_to_be_that(length: int, tiny_ll
 def test_tokens_that_are_cached_behind_others_are_told(tiny_llama: Any) -> None:
     cache = PagedPrefixCache(tiny_llama)
     cache.prefill([*range(1, 49)])
-    assert "behind others" in cache.explain([*range(17, 49)]).advice
+    assert "after others" in cache.explain([*range(17, 49)]).advice
     assert not cache.explain([*range(18, 49)]).advice
 
 

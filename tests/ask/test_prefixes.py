@@ -193,7 +193,7 @@ def test_the_rows_of_the_cache_stay_also_while_they_run() -> None:
     cache.prefill(row((6, 40)))
     assert (cache.last_call.kind, cache.last_call.computed_tokens) == ("prefill", 40)
     assert [(list(held.table.block_ids), list(held.table.token_ids)) for held in cache.call.rows.distinct] == tables
-    assert cache.lookup(wanted.sequences[0]).stopped == "the last call's row ends at token 55, and the prompt goes on"
+    assert cache.lookup(wanted.sequences[0]).stopped == "the last call's row ends at token 55, and the prompt continues"
     assert [cache.lookup(row((seed, 40))).num_tokens for seed in (5, 6)] == [40, 40]
 
 

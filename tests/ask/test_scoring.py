@@ -213,7 +213,7 @@ def test_rows_of_plain_forwards_go_on_behind_a_score(model: PreTrainedModel, cac
             assert cache.last_call.kind == "score"
             got = model(IDS[:, 30:], past_key_values=cache).logits
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
-    assert (cache.last_call.kind, cache.last_call.prompt_tokens) == ("forward", IDS.shape[1])  # its rows went on
+    assert (cache.last_call.kind, cache.last_call.prompt_tokens) == ("forward", IDS.shape[1])  # its rows resumed
 
 
 @pytest.mark.parametrize("by_length", [False, True])
@@ -351,7 +351,7 @@ def test_scores_are_right_where_frequencies_follow_the_length(kind: str) -> None
 def test_scores_at_the_length_where_frequencies_change_are_those_of_a_forward_of_all_tokens(
     kind: str, num_tokens: int, is_used: bool
 ) -> None:
-    """Of context and continuation together; the last token counts, though nothing is asked behind it."""
+    """Of context and continuation together; the last token counts, though nothing is asked after it."""
     model = of_rope(kind)
     cache = PagedPrefixCache(model, block_size=8)
     if is_used:

@@ -13,7 +13,7 @@ def states(num_columns: int, *, requires_grad: bool) -> Tensor:
 
 
 def test_what_is_held_of_other_columns_than_those_before_a_forward_is_read_instead() -> None:
-    """A forward that leaves out columns found in the pool starts behind those that are held."""
+    """A forward that leaves out columns found in the pool starts after those that are held."""
     path, held, new = GradientPath(), states(3, requires_grad=True), states(2, requires_grad=True)
     path.join(0, {"key": held}, {"key": held}, 0)
     read = states(6, requires_grad=False)

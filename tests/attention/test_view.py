@@ -240,7 +240,7 @@ def play_random_events(bench: Bench, chance: random.Random) -> None:
     """60 of what happens to rows, in any order."""
 
     def new_rows() -> list[NaiveRow]:
-        """Rows of one number of columns, often going on like the rows before."""
+        """Rows of one number of columns, often resuming like the rows before."""
         stop = chance.randint(4, 20)
         rows = []
         for i in range(chance.randint(1, 3)):
@@ -298,7 +298,7 @@ def play_random_events(bench: Bench, chance: random.Random) -> None:
             bench.rows = [bench.rows[source] for source in sources]
         elif event == "expand" and len(bench.rows) < 4:
             sources = [chance.randrange(len(bench.rows)) for _ in range(chance.randint(1, 5))]
-            if chance.random() < 0.6:  # equal rows that part: a row is never left of the one that it goes on from
+            if chance.random() < 0.6:  # equal rows that part: a row is never left of the one that it resumes from
                 sources = [min(source, i) for i, source in enumerate(sorted(sources))]
             bench.view.select(sources)
             bench.rows = [bench.rows[source] for source in sources]

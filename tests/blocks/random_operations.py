@@ -502,9 +502,9 @@ class Driver:
                 if block in group.places:
                     content.setdefault(group.places[block], [DIED] * self.size)[offset] = written
 
-    def let_pass(self, which: int) -> None:
+    def release_passed(self, which: int) -> None:
         table, sequence = self.tables[which]
-        table.let_pass()
+        table.release_passed()
         sequence.start = sequence.first = sequence.cut
         for number in range(sequence.cut, len(sequence.tokens) + 1):
             assert self.can_resume(table.block_ids, number)
@@ -803,7 +803,9 @@ class Driver:
         return found
 
 
-OPERATIONS = ["add"] * 6 + ["allocate"] * 4 + ["append"] * 9 + ["step"] * 12 + ["let_pass"] * 4 + ["hold_window"] * 2
+OPERATIONS = (
+    ["add"] * 6 + ["allocate"] * 4 + ["append"] * 9 + ["step"] * 12 + ["release_passed"] * 4 + ["hold_window"] * 2
+)
 OPERATIONS += ["commit"] * 9 + ["truncate"] * 3 + ["fork"] * 3 + ["free"] * 8 + ["collect", "grow", "reset"]
 OPERATIONS += ["forget", "forget_cached"]
 OF_ENGINES = ["ring"] * 2 + ["write_ring"] * 8 + ["fork_ring", "free_ring", "collect_ring", "immutable"]
@@ -874,12 +876,12 @@ def random_step(driver: Driver, rng: random.Random) -> None:
             drafts, lookahead = rng.choice((None, None, 0, 1, 3, 50)), rng.choice((0, 0, 0, 0, 1, 3))
             driver.append(which, tokens(length, number), lookahead, drafts, dies=rng.random() < 0.15)
             if rng.random() < 0.5:
-                driver.let_pass(which)
+                driver.release_passed(which)
         elif operation == "step":
             for position in range(length, min(length + rng.randrange(1, 5), most + 8)):
                 driver.step(which, *tokens(position, 1), commits=rng.random() < 0.5)
-        elif operation == "let_pass":
-            driver.let_pass(which)
+        elif operation == "release_passed":
+            driver.release_passed(which)
         elif operation == "hold_window":
             driver.hold_window(which, rng.randrange(length + 1))
         elif operation == "commit":

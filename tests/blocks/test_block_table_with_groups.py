@@ -25,7 +25,7 @@ class Small:
         num_hit = table.hold_prefix(tokens) if is_hit else 0
         if num_hit < len(tokens):
             table.append_tokens(list(tokens)[num_hit:])
-        table.let_pass()
+        table.release_passed()
         return table
 
     def committed(self, tokens):
@@ -112,7 +112,7 @@ def test_drafts_may_be_taken_back_to_where_it_was_said() -> None:
     table = small.table(range(10))
     small.group.num_to_come = 100  # nothing beyond what is needed
     table.append_tokens(range(10, 20), cut=12)
-    table.let_pass()
+    table.release_passed()
     assert [table.num_resumable_tokens(number) for number in range(12, 21)] == list(range(12, 21))
     assert small.group.num_needed == 6  # tokens 9 to 19
     table.truncate(13)
@@ -232,7 +232,7 @@ def test_a_window_is_held_from_where_the_next_forward_begins(small) -> None:
     table.hold_window(5)
     assert small.group.num_needed == 2 + 2  # tokens 2 to 4, and 9 to 11
     table.append_tokens([12])
-    table.let_pass()
+    table.release_passed()
     assert small.group.num_needed == 2  # tokens 10 to 12
     table.append_in_place(13)
     table.hold_window(14)
@@ -278,7 +278,7 @@ class Content:
                     content.setdefault(place, {})[position % 2] = table.token_ids[position]
 
     def is_right(self, table, num_tokens):
-        """Whether a sequence can go on from there, and what it sees is what was written."""
+        """Whether a sequence can resume from there, and what it sees is what was written."""
         return table.num_resumable_tokens(num_tokens) == num_tokens and all(
             content[group.places[table.block_ids[position // 2]]][position % 2] == table.token_ids[position]
             for group, content in zip(self.small.groups, self.content, strict=True)
@@ -292,7 +292,7 @@ OPERATIONS = {
     "append a token": lambda w: w.equal.append_token(1),
     "append a token to a fork": lambda w: w.forked.append_token(1),
     "commit equal blocks": lambda w: w.equal.commit_full_blocks(8),
-    "let pass": lambda w: w.kept.let_pass(),
+    "let pass": lambda w: w.kept.release_passed(),
     "truncate": lambda w: w.table.truncate(8),
     "free": lambda w: w.forked.free(),
     "hold": lambda w: w.table.hold_window(8),

@@ -29,7 +29,7 @@ from .bench import ROOT, Holder, Prepared, commit, limits, make_row, make_rows, 
 
 
 def make_request(chance: random.Random, before: list[Row]) -> ForwardRequest:
-    """Rows of few different tokens, some equal, some going on like rows before, some padded."""
+    """Rows of few different tokens, some equal, some resuming like rows before, some padded."""
     num_columns = chance.randint(2, 14)
     rows: list[RowInput] = []
     for _ in range(chance.randint(1, 4)):

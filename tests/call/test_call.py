@@ -612,7 +612,7 @@ def test_a_draft_that_was_taken_back_is_never_found(bench: Bench) -> None:
         lambda call: call.fork_rows(),
         lambda call: (call.leave_behind(), call.store.settle()),
     ],
-    ids=["end", "fail", "roll back", "begin", "go on", "drop", "crop", "reorder", "schedule", "fork", "collect"],
+    ids=["end", "fail", "roll back", "begin", "resume", "drop", "crop", "reorder", "schedule", "fork", "collect"],
 )
 @pytest.mark.parametrize("first", [True, False], ids=["first forward", "later forward"])
 def test_nothing_that_was_not_confirmed_is_ever_found(
@@ -682,7 +682,7 @@ def test_a_call_that_was_admitted_ends_whatever_others_ask_for() -> None:
 
 @pytest.mark.parametrize("event", ["reorder", "crop"])
 def test_a_call_has_still_reserved_all_it_may_need_after_rows_gave_blocks_back(event: str) -> None:
-    """Rows that go on as others, or drafts taken back, give blocks back that the call will need again."""
+    """Rows that continue as others, or drafts taken back, give blocks back that the call will need again."""
     bench = Bench(BlockStore(BLOCK_SIZE, 100))
     bench.begin(limits(20, num_prompt=3, num_rows=2))
     bench.forward([1, 2, 3], [1, 2, 3])
@@ -707,7 +707,7 @@ def test_a_reservation_ends_with_its_call() -> None:
 
 def test_blocks_of_ended_rows_are_counted_and_given_back_by_the_next_call(bench: Bench) -> None:
     bench.forward(list(range(9)))
-    assert bench.call.num_previous_blocks() == 0  # it may go on
+    assert bench.call.num_previous_blocks() == 0  # it may resume
     bench.end()
     assert bench.call.num_previous_blocks() == 3
     bench.begin()

@@ -189,12 +189,12 @@ def test_another_call_counts_its_own_rows_and_all_calls_together() -> None:
 )
 def test_a_row_says_how_far_it_matched_and_why_known_tokens_were_computed_again(keep: str | None, why: str) -> None:
     counters = PromptCounters()
-    found = [Found(8, "no cached block goes on"), Found(4, "a block is not full")]
+    found = [Found(8, "no cached block resumes"), Found(4, "a block is not full")]
     schedule(counters, [0, 0], start=4, stop=10, known=[8, 4], keep_columns=keep, found=found)
     counters.confirm()
     first, second = (row.frozen() for row in counters.rows)
     assert first.matched_tokens == 8
-    assert first.stopped == f"no cached block goes on; cached from 4 on, but computed again: {why}"
+    assert first.stopped == f"no cached block resumes; cached from 4 on, but computed again: {why}"
     assert (second.matched_tokens, second.stopped) == (4, "a block is not full")
 
 

@@ -20,7 +20,7 @@ PROMPT = range(1, 10)
 
 
 def begun(*rows: Any, keeps_copies: bool = True, pads: list[int] | None = None, end: tuple[int, ...] = ()) -> Bench:
-    """A call inside `generate`, behind the forward of its prompts."""
+    """A call inside `generate`, after the forward of its prompts."""
     bench = Bench(BlockStore(BLOCK_SIZE, 400), keeps_copies=keeps_copies)
     bench.begin(limits(300, num_prompt=len(PROMPT), num_rows=len(rows) or 1, end=end))
     bench.forward(*(rows or (PROMPT,)), pads=pads, num_new=len(PROMPT))
@@ -349,7 +349,7 @@ def test_a_plain_step_is_stored(given: dict[str, Any]) -> None:
         ({"positions": [11]}, None),
         ({"shown": [9], "positions": [8]}, None),
         ({"shown": [11]}, "padding has no keys and values"),
-        ({"positions": [8]}, "went on at position 8, but the cache holds its first 9 tokens"),
+        ({"positions": [8]}, "resumed at position 8, but the cache holds its first 9 tokens"),
     ],
     ids=["hides a token", "skips a position", "counts shown tokens", "shows padding", "falls back"],
 )

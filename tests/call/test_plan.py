@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from hf_paged_cache.call.plan import Bounds, Plan, PlannedRow, cut, plan
 
-# Rows that start behind any of their known tokens
+# Rows that start after any of their known tokens
 
 BLOCK_SIZE = 2
-# Of few pieces, so that rows share much, part in the middle of it, and go on for long.
+# Of few pieces, so that rows share much, part in the middle of it, and resume for long.
 PIECES = st.lists(st.sampled_from([[0] * 4, [1] * 4, [0] * 16, [1] * 9]), max_size=4)
 RESTS = st.lists(st.integers(0, 1), min_size=1, max_size=3)
 TOKENS = st.builds(lambda pieces, rest: [*chain.from_iterable(pieces), *rest], PIECES, RESTS)

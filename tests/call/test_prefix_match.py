@@ -88,11 +88,11 @@ def test_a_match_holds_its_blocks_so_that_nothing_evicts_them(store: BlockStore)
     [
         ([*range(8)], False, 8, "the whole prompt was known"),
         ([*range(10)], False, 8, "the 2 tokens from token 8 on do not fill a block of 4"),
-        ([*range(4), 9, 9, 9, 9], False, 4, "no cached block goes on with tokens 4 to 7"),
+        ([*range(4), 9, 9, 9, 9], False, 4, "no cached block continues with tokens 4 to 7"),
         ([9, 9, 9, 9], False, 0, "no cached block has these first 4 tokens under the same conditions"),
         ([9, 9], False, 0, "the 2 tokens from token 0 on do not fill a block of 4"),
         ([*range(9), 50, 9], True, 9, "the prompt differs from the last call's tokens at token 9"),
-        ([*range(10), 9], True, 10, "the last call's row ends at token 10, and the prompt goes on"),
+        ([*range(10), 9], True, 10, "the last call's row ends at token 10, and the prompt continues"),
         ([*range(10)], True, 10, "the whole prompt was known"),
     ],
 )
@@ -181,12 +181,12 @@ def test_what_is_longer_is_held_only_where_a_window_can_go_on_from_where_the_row
     (group,) = store.windows.groups
     row = Row(store.new_table(ROOT, b""), 0, ROOT)
     row.table.append_tokens(range(9))  # not committed: the other's blocks are its own
-    row.table.let_pass()
+    row.table.release_passed()
     row.num_confirmed = 9
     group.num_to_come = 0 if is_kept else 1000  # then nothing is kept but a sequence's end
     with store.new_table(ROOT, b"") as other:
         other.append_tokens(range(40))
-        other.let_pass()
+        other.release_passed()
         other.commit_full_blocks(40)
     assert hold_longer(store, row, new_row(range(9, 44)).token_ids) == is_kept
     assert row.table.num_tokens == (40 if is_kept else 9)

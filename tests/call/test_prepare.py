@@ -1,4 +1,4 @@
-"""Rows of a forward that is about to run begin or go on, and hold what is known of them."""
+"""Rows of a forward that is about to run begin or resume, and hold what is known of them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_forward_that_cannot_be_reused_matches_nothing_and_will_commit_nothing
     assert (rows.distinct[0].num_known, rows.distinct[0].commit_end) == (0, 0)
 
 
-# Rows go on
+# Rows resume
 
 
 @pytest.mark.parametrize("number", [1, 3])

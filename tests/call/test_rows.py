@@ -119,7 +119,7 @@ def test_the_end_of_commits_only_moves_towards_the_front(allocator: PrefixCachin
 def test_a_row_cut_below_its_end_of_commits_may_be_committed_again(
     allocator: PrefixCachingBlockAllocator, cut_to: int, left: int | None
 ) -> None:
-    """What is behind the cut is computed anew; what stood behind the end and before the cut is not."""
+    """What is after the cut is computed anew; what stood after the end and before the cut is not."""
     row = make_row(allocator, range(12))
     row.stop_commits(5)
     row.truncate(cut_to)
@@ -230,7 +230,7 @@ def test_beams_that_stay_within_their_prompt_share_its_columns_and_others_nothin
         return rows
 
     assert beams().select([1, 0, 3, 3]) == ([1, 0, 3, 3], 6)
-    assert beams().select([2, 0, 3, 3])[1] == 0  # a row goes on as another prompt's
+    assert beams().select([2, 0, 3, 3])[1] == 0  # a row continues as another prompt's
     assert beams().select([0, 0, 1, 1, 2, 2, 3, 3])[1] == 0  # another number of rows
     cropped = beams()
     cropped.crop(3)

@@ -134,7 +134,7 @@ class Player:
         return num_tokens // self.store.blocks.states.align * self.store.blocks.states.align
 
     def states_behind(self, token_ids: list[int]) -> dict[tuple[int, str, int], Tensor]:
-        """What layers carry behind these tokens, computed by transformers: (layer, "conv" or "recurrent", number) -> state."""
+        """What layers carry after these tokens, computed by transformers: (layer, "conv" or "recurrent", number) -> state."""
         cache = DynamicCache(config=self.model.config)
         given = present_cache(self.model, {cache_argument(self.model): cache, "use_cache": True})
         with torch.no_grad():
@@ -244,7 +244,7 @@ class Player:
         if self.reused[self._num_hits - 1]:
             changes = distance_of(reference, output) > max(TOLERANCE, FACTOR * self.measured.own_distance)
             if changes and self.windowed is not None and not sees_windows:
-                raise CellError("different", f"hit {self._num_hits}: new tokens see window blocks behind their window")
+                raise CellError("different", f"hit {self._num_hits}: new tokens see window blocks after their window")
             if not changes and (self.windowed is None or sees_windows):
                 raise CellError("blind", f"hit {self._num_hits}: zeros in place of what is reused change nothing")
         return reference

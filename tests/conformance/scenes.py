@@ -201,7 +201,7 @@ SCENES: dict[str, Callable[[Player], None]] = {
     "samples": samples,
     "prompt lookup": prompt_lookup,
     "chunked prefill": chunked_prefill,
-    "going on": going_on,
+    "resuming": going_on,
     "nothing shared": nothing_shared,
     "after a fault": after_a_fault,
     "after eviction": after_eviction,

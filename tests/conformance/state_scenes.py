@@ -162,7 +162,7 @@ def gathered(play: Player) -> None:
 
 
 def every_row_padded(play: Player) -> None:
-    """On an empty store; then one of the prompts without padding, which some of these models find behind as much alone."""
+    """On an empty store; then one of the prompts without padding, which some of these models find after as much alone."""
     for attention, rows in (("contiguous", [PROMPT]), ("gather", [PROMPT, row((4, 4 * U))])):
         play.build(attention=attention)
         play.call(**scenes.behind_padding(3, *rows), reused=0)
@@ -213,7 +213,7 @@ STATE_SCENES: dict[str, Callable[[Player], None]] = {
     "samples": samples,
     "prompt lookup": prompt_lookup,
     "chunked prefill": chunked_prefill,
-    "going on": going_on,
+    "resuming": going_on,
     "nothing shared": nothing_shared,
     "after a fault": after_a_fault,
     "after eviction": after_eviction,
@@ -229,7 +229,7 @@ assert STATE_SCENES.keys() == scenes.SCENES.keys()
 
 
 def one_token_old(play: Player) -> None:
-    """A hit on the states behind one token less."""
+    """A hit on the states after one token less."""
     play.fill(**batch(PROMPT))
     old = play.states_behind(PROMPT[: KNOWN - 1])
     for key, held in snapshot_behind(play.cache, KNOWN).items():
@@ -239,7 +239,7 @@ def one_token_old(play: Player) -> None:
 
 
 def not_reordered(play: Player) -> None:
-    """Beams that go on from the states of others."""
+    """Beams that resume from the states of others."""
     play.fill(**batch(PROMPT))
     with pytest.MonkeyPatch.context() as patch:
         forget_to_reorder_states(patch)
@@ -247,7 +247,7 @@ def not_reordered(play: Player) -> None:
 
 
 def written_by_a_borrower(play: Player) -> None:
-    """A snapshot that is lent as it is: the first row that goes on from it overwrites it."""
+    """A snapshot that is lent as it is: the first row that resumes from it overwrites it."""
     play.fill(**batch(PROMPT))
     play.cache.reset()
     with pytest.MonkeyPatch.context() as patch:
@@ -258,7 +258,7 @@ def written_by_a_borrower(play: Player) -> None:
 
 
 def written_by_the_row_that_left_it(play: Player) -> None:
-    """A snapshot that is no copy: the row from which it was taken token by token goes on and overwrites it."""
+    """A snapshot that is no copy: the row from which it was taken token by token resumes and overwrites it."""
     if play.clamps_one_token:
         return  # none is taken there
     prompt = batch(PROMPT[: KNOWN - 3])

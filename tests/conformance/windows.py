@@ -66,7 +66,7 @@ def short_window(play: Player) -> None:
     """
     for attention in ("contiguous", "gather"):
         play.build(block_size=BLOCK_SIZE, attention=attention)
-        if play.has_states:  # which are known behind 57 tokens then
+        if play.has_states:  # which are known after 57 tokens then
             play.fill(**batch(row((1, 58))))
         play.fill(**batch(row((1, 61))))
         play.hit(**batch(row((1, 61), (2, 1))), reused=61)

@@ -48,7 +48,7 @@ def check(name: str, seed: int = 0) -> Report:
     except zoo.CannotBuildError as error:
         report.text = str(error)
         return report
-    except Exception as error:  # noqa: BLE001  # a table of all types goes on with the next
+    except Exception as error:  # noqa: BLE001  # a table of all types continues with the next
         report.text, report.failed = f"cannot be built: {type(error).__name__}: {error}", True
         return report
     try:

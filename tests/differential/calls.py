@@ -154,7 +154,7 @@ class Calls:
         return Action("beside", lines[0], lines[1] + fresh, both, slot=slot, other=other, need=need)
 
     def turn(self, slot: int, held: Rows) -> Action:
-        """New tokens alone, with a mask that covers all: the rows go on."""
+        """New tokens alone, with a mask that covers all: the rows resume."""
         length = self.rng.randint(2, 7)
         ids = [self.prompts.fresh(length) for _ in held]
         # The last generated token is in no cache yet; these tokens follow what the cache holds.
@@ -175,7 +175,7 @@ class Calls:
         )
 
     def forward(self, slot: int, held: Rows | None) -> Action:
-        """Plain forwards: whole, in pieces or token by token; behind what is held, or from the start."""
+        """Plain forwards: whole, in pieces or token by token; after what is held, or from the start."""
         rng = self.rng
         if held is None:
             ids, mask, _ = self.prompts.padded(self.prompts.batch(rng.choice([1, 1, 2, 3])))

@@ -24,14 +24,14 @@ class Action:
     other: int | None = None  # of another cache whose rows it replaces
     mask: Rows | None = None  # of the tokens passed: results at zeros do not count
     need: int = 0  # more blocks than the action can take
-    held: Rows | None = None  # it goes on from rows with this mask
+    held: Rows | None = None  # it resumes from rows with this mask
     rows_each: int = 1  # rows of the cache for each row passed
     refusals: tuple[str, ...] = ()  # errors that the documentation announces for it
 
 
 @dataclass
 class Slot:
-    """What the reference's rows of one cache are: their mask, or None where nothing goes on from them."""
+    """What the reference's rows of one cache are: their mask, or None where nothing resumes from them."""
 
     store: str = "store"
     salt: str | None = None

@@ -11,7 +11,7 @@ from tests.differential.calls import Calls
 from tests.differential.cases import Action, Case, Rows, Slot
 from tests.differential.prompts import Prompts
 
-# Kernels of these solve for 64 tokens at once, and a prompt goes on from multiples of that alone.
+# Kernels of these solve for 64 tokens at once, and a prompt continues from multiples of that alone.
 IN_CHUNKS = re.compile("qwen3_next|qwen3_5|qwen4_exp|olmo_hybrid|kimi_linear")
 LONGER = 60
 

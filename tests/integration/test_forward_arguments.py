@@ -145,7 +145,7 @@ def test_a_mask_of_another_form_is_not_reused(mask: Any, kind: str) -> None:
 @pytest.mark.parametrize("shape", [(2, 3), (2, 5), (1, 4)])
 def test_a_mask_that_fits_neither_rows_nor_columns_is_refused(shape: tuple[int, int]) -> None:
     with pytest.raises(
-        CacheArgumentError, match=r"it must be \(2, 4\): pass ids that go on exactly where the rows stopped"
+        CacheArgumentError, match=r"it must be \(2, 4\): pass ids that continue exactly where the rows stopped"
     ):
         read({"input_ids": IDS, "attention_mask": torch.ones(shape)})
 
@@ -255,11 +255,11 @@ def test_positions_of_a_model_that_takes_none_follow_from_the_columns() -> None:
 
 def test_a_row_that_goes_on_behind_a_gap_is_not_reused() -> None:
     given = read({"input_ids": IDS[1:], "position_ids": torch.arange(9, 13)[None]}, running((0, 6)))
-    assert given.bypass == "positions do not go on where the row stopped"
+    assert given.bypass == "positions do not continue where the row stopped"
 
 
 def test_a_row_that_begins_anew_on_a_cache_that_holds_it_is_refused() -> None:
-    with pytest.raises(CacheArgumentError, match="row 0 goes on at position 0, but the cache holds 6 tokens of it"):
+    with pytest.raises(CacheArgumentError, match="row 0 resumes at position 0, but the cache holds 6 tokens of it"):
         read({"input_ids": IDS[1:], "position_ids": torch.arange(4)[None]}, running((0, 6)))
 
 
@@ -446,7 +446,7 @@ def test_a_step_is_read_as_a_forward_of_one_token() -> None:
     [
         ({"token_type_ids": torch.zeros(2, 1)}, "the argument token_type_ids may condition keys and values"),
         ({"is_causal": False}, "the argument is_causal may condition keys and values"),
-        ({"position_ids": torch.tensor([[4], [9]])}, "positions do not go on where the row stopped"),
+        ({"position_ids": torch.tensor([[4], [9]])}, "positions do not continue where the row stopped"),
         ({"position_ids": torch.tensor([[4, 5], [6, 7]])}, "positions of another length than the token ids"),
         ({"position_ids": torch.zeros(3, 2, 1, dtype=torch.long)}, "positions are not one number a token"),
         ({"position_ids": [[4], [6]]}, "positions are not one number a token"),

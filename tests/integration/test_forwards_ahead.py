@@ -138,7 +138,7 @@ def test_beams_of_rows_that_share_are_computed_once() -> None:
     with Forwards(model) as shapes:
         output = run(model, cache, **inputs, num_beams=3)
     assert_same(reference, output)
-    # the longer row begins four columns further left: its forward goes on so far; six rows as soon as beams part
+    # the longer row begins four columns further left: its forward resumes so far; six rows as soon as beams part
     assert shapes == [(1, 68), (2, 5), *[(6, 1)] * 5]
     assert cache.last_call.computed_tokens == 68 + 5 + 5
     assert len(cache.last_call.rows) == 6

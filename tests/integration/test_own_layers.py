@@ -153,8 +153,8 @@ def test_only_new_tokens_that_do_not_fit_go_on_and_so_do_those_after_them(model:
         assert (cache.last_call.prompt_tokens, cache.last_call.computed_tokens) == (8, 8)
         whys.append(cache.last_call.rows[0].stopped)
         said = torch.cat([whole, output.sequences[:, new.shape[1] :]], 1)
-    assert whys[0].startswith("the last call's rows went on; then the pool is full: this call (1 row of up to")
-    assert whys[1] == "the last call's rows went on; computed without the store"
+    assert whys[0].startswith("the last call's rows resumed; then the pool is full: this call (1 row of up to")
+    assert whys[1] == "the last call's rows resumed; computed without the store"
     assert cache.stats().num_bypassed_calls == 2
 
 

@@ -355,7 +355,7 @@ def test_what_rows_share_is_computed_once_on_both_ranks(on_ranks: Starter) -> No
 
 
 def _changed_on_one(model: PreTrainedModel) -> Any:
-    """Behind the second chunk of a prompt one rank alone has written its weights anew, with the same values."""
+    """After the second chunk of a prompt one rank alone has written its weights anew, with the same values."""
     prompts = batch(*QUESTIONS[:2], [*FEW_SHOT[:30], *row((9, 43))])  # the last one runs tokens of its own in between
     cache = PagedPrefixCache(model, block_size=8)
     confirm, confirmed = cache.after_forward, []

@@ -69,7 +69,7 @@ def test_a_plain_forward_is_no_step(model: PreTrainedModel, cache: PagedPrefixCa
 def test_rows_that_go_on_under_another_root_take_no_step_and_commit_nothing(
     model: PreTrainedModel, cache: PagedPrefixCache, scheduled: list[str]
 ) -> None:
-    """Weights have changed between a call and the tokens that are passed to go on with its rows."""
+    """Weights have changed between a call and the tokens that are passed to continue with its rows."""
     said = run(model, cache, input_ids=IDS).sequences
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(-1)
@@ -176,7 +176,7 @@ TURN = torch.tensor([row((2, 12))])
 def test_a_prompt_that_begins_otherwise_than_the_last_call_says_so_and_warns_of_nothing(
     turn: torch.Tensor, model: PreTrainedModel, cache: PagedPrefixCache
 ) -> None:
-    """The same short prompt twice, a new chat behind few-shot work, and a lone turn look alike."""
+    """The same short prompt twice, a new chat after few-shot work, and a lone turn look alike."""
     other = ", and the last call's begin otherwise"
     run(model, cache, input_ids=IDS)
     assert not cache.last_call.rows[0].stopped.endswith(other)  # there was none

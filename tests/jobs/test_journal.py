@@ -27,7 +27,7 @@ def written(path: Path) -> list[dict[str, Any]]:
 
 
 def run(folder: Path, order: Order, records: list[Record]) -> list[int]:
-    """Go on with the job until all records are done; returns the rows that were still to be done."""
+    """Resume with the job until all records are done; returns the rows that were still to be done."""
     missing = []
     with Journal(folder / "journal", JOB, len(ROWS)) as journal, Output(folder / "out", journal, ROWS, order) as output:  # fmt: skip
         for record in records:

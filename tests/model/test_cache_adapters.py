@@ -63,7 +63,7 @@ def test_a_view_keeps_states_and_keys_in_the_cache_behind_it(minimax: Any) -> No
 
 
 def test_rows_behind_a_view_are_reordered_with_their_states_as_transformers_own_class_forgets_to(minimax: Any) -> None:
-    """So its own beams go on from other rows' states."""
+    """So its own beams resume from other rows' states."""
     order = torch.tensor([1, 0])
     with torch.no_grad():
         whole = minimax(IDS, use_cache=False).logits[:, -1:]

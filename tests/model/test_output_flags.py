@@ -40,7 +40,7 @@ def test_a_model_whose_code_reads_no_flag_is_not_tried(name: str) -> None:
         ("falcon", "output_hidden_states", False),
         ("bloom", "output_attentions", False),
         ("gemma4_text", "output_hidden_states", False),
-        ("mixtral", "output_router_logits", False),  # behind a cache and with a mask, its loss is an error
+        ("mixtral", "output_router_logits", False),  # after a cache and with a mask, its loss is an error
         ("minimax", "output_router_logits", False),
         ("mamba2", "output_hidden_states", False),
     ],
@@ -76,7 +76,7 @@ def test_it_is_tried_anew_under_other_settings_and_with_other_modules() -> None:
 
 
 class Steered(LlamaAttention):
-    """Other keys and values behind it, with a flag that no argument of it is named after."""
+    """Other keys and values after it, with a flag that no argument of it is named after."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output, weights = super().forward(*args, **kwargs)

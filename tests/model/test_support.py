@@ -124,7 +124,7 @@ def test_doubt_is_left_where_positions_or_images_are_not_arguments_of_their_own(
         ("gemma3_text@bidirectional", "depend on more than the tokens before them"),
         ("rembert", "(config.is_decoder is False; load it with is_decoder=True if it is to generate)"),
         ("cpmant", "after 16 tokens its cache holds 24"),
-        ("prophetnet", "it cannot be continued behind a cache (AssertionError: "),
+        ("prophetnet", "it cannot be continued after a cache (AssertionError: "),
     ],
 )
 def test_what_the_structure_does_not_show_is_refused_after_a_trial(name: str, reason: str) -> None:

@@ -90,7 +90,7 @@ def test_a_model_that_raises_behind_a_cache_is_refused_with_its_error(tiny_llama
             raise RuntimeError("no cache today")
 
     tiny_llama.register_forward_pre_hook(fail, with_kwargs=True)
-    message = re.escape("it cannot be continued behind a cache (RuntimeError: no cache today)")
+    message = re.escape("it cannot be continued after a cache (RuntimeError: no cache today)")
     for if_it_runs in (False, True):
         with pytest.raises(UnsupportedModelError, match=message):
             require_continuable(tiny_llama, if_it_runs=if_it_runs)
@@ -328,8 +328,8 @@ def test_a_state_that_is_a_tenth_off_is_seen_where_logits_hardly_show_it(dtype: 
 @pytest.mark.parametrize(
     ("num_columns", "said"),
     [
-        (NUM_COLUMNS, "it cannot be continued behind a cache"),
-        (1, "it cannot be run a token at a time, or behind padding"),
+        (NUM_COLUMNS, "it cannot be continued after a cache"),
+        (1, "it cannot be run a token at a time, or after padding"),
     ],
 )
 def test_an_error_where_states_are_looked_at_is_a_reason_and_no_traceback(num_columns: int, said: str) -> None:
@@ -424,7 +424,7 @@ def test_states_are_tried_once() -> None:
     model, calls = zoo.build("lfm2"), []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
     assert state_traits(model) == state_traits(model)
-    assert len(calls) == 4 + NUM_COLUMNS - NUM_CACHED  # whole, filled, behind less and more padding; one by one
+    assert len(calls) == 4 + NUM_COLUMNS - NUM_CACHED  # whole, filled, after less and more padding; one by one
 
 
 # Which positions a model gives when it is passed none.
@@ -432,7 +432,7 @@ def test_states_are_tried_once() -> None:
 NUMBERINGS = {
     **dict.fromkeys(("llama", "gpt2", "lfm2", "bert@decoder"), "columns"),
     **dict.fromkeys(("opt",), "tokens"),
-    "bamba": None,  # starts at 0 again behind a cache
+    "bamba": None,  # starts at 0 again after a cache
     "roberta@decoder": None,  # counts from the id of padding
 }
 

@@ -148,7 +148,7 @@ def test_calls_run_on_a_paged_cache_where_they_may(mode: str, play: Any) -> None
     refused = played.runner.refused
     assert refused.pop("use_cache is False") == 3
     assert refused.pop("it asks for a cache_implementation") == 1
-    assert refused.pop("it brings a cache") == (1 if mode == "beside" else 2)  # beside, what goes on is compared, too
+    assert refused.pop("it brings a cache") == (1 if mode == "beside" else 2)  # beside, what resumes is compared, too
     assert [reason for reason in refused if reason.startswith("not supported: is an encoder-decoder model")] == [
         *refused
     ]
@@ -185,7 +185,7 @@ def test_blocks_that_are_wrong_are_found_when_a_call_is_made_twice(
     run = modes.Twice._first
 
     def after_zeros(self: Any, call: Any, cache: Any, everything: Any) -> Any:
-        cache.reset()  # else the previous rows are gone on from
+        cache.reset()  # else the previous rows are resumed from
         zero_blocks(cache)
         return run(self, call, cache, everything)
 
@@ -200,7 +200,7 @@ def test_a_test_sees_what_is_wrong_itself(mode: str, play: Any, monkeypatch: pyt
     run_on = modes.Mode._run_on
 
     def after_zeros(self: Any, call: Any, cache: Any, **more: Any) -> Any:
-        cache.reset()  # else the previous rows are gone on from
+        cache.reset()  # else the previous rows are resumed from
         zero_blocks(cache)
         return run_on(self, call, cache, **more)
 

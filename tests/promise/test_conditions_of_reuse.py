@@ -195,7 +195,7 @@ def test_weights_changed_between_the_forwards_of_plain_calls_are_seen(
 
 
 def test_only_new_tokens_after_a_change_are_not_committed(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    """They go on over the old keys and values, as with a `DynamicCache`; nobody else may find that."""
+    """They resume over the old keys and values, as with a `DynamicCache`; nobody else may find that."""
     first = run(model, cache, input_ids=IDS)
     handle = add_hook(model)
     said = torch.cat([first.sequences, torch.tensor([row((2, 40))])], 1)

@@ -37,7 +37,7 @@ def asked(*ends: int) -> list[dict[str, Any]]:
 
 
 def computed(model: Any, *ends: int) -> PagedPrefixCache:
-    """A cache that has seen prompts behind one prefix."""
+    """A cache that has seen prompts after one prefix."""
     cache = new_cache(model)
     for prompt in asked(*ends):
         run(model, cache, **prompt, max_new_tokens=2)

@@ -33,7 +33,7 @@ class BoomError(Exception):
 
 
 def new_cache(attention: str) -> PagedPrefixCache:
-    """A cache with a call behind it that the next one shares ten tokens with: two blocks and a half."""
+    """A cache with a call after it that the next one shares ten tokens with: two blocks and a half."""
     cache = PagedPrefixCache(tiny("llama"), block_size=4, num_blocks=100, attention=attention)
     run(tiny("llama"), cache, **batch(row((1, 10), (2, 4))))
     return cache
@@ -115,7 +115,7 @@ def test_a_fault_in_a_call_leaves_nothing_wrong_behind(
 def test_a_fault_in_a_layer_of_a_plain_forward_takes_that_forward_back(
     number: int, after: bool, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers 0 and 1 of the first forward, then of the second; the rows go on from what was confirmed."""
+    """Layers 0 and 1 of the first forward, then of the second; the rows resume from what was confirmed."""
     model = tiny("llama")
     ids = torch.tensor([PROMPT])
     cache = PagedPrefixCache(model, block_size=4, attention=attention)

@@ -151,7 +151,7 @@ def cheap_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("cheap_forwards")
 def test_a_pool_that_has_room_for_rows_but_not_for_what_they_share_serves_them() -> None:
-    """Behind the first chunk, of equal rows, all that is left is kept for the call, and nothing for a forward beside it."""
+    """After the first chunk, of equal rows, all that is left is kept for the call, and nothing for a forward beside it."""
     model = tiny("llama")
     given = {**QUESTIONS, "prefill_chunk_size": 48}
     cache = PagedPrefixCache(model, num_blocks=1 + 3 + 4 * 2)  # three blocks in common, then each row its own
@@ -245,7 +245,7 @@ def test_what_rows_will_need_is_kept_while_what_others_share_is_computed(num_com
 
 @pytest.mark.parametrize("pads", [(0,), (3,), (0, 3)], ids=str)
 def test_of_a_call_that_fails_all_but_the_last_forward_is_stored(pads: tuple[int, ...]) -> None:
-    """Behind the third step a row has its prompt, and two tokens that are stored, but for those of the last forward."""
+    """After the third step a row has its prompt, and two tokens that are stored, but for those of the last forward."""
     model = tiny("llama")
     cache = PagedPrefixCache(model, block_size=1)
     rows = [row((seed, 13 - pad)) for seed, pad in enumerate(pads, 1)]
@@ -259,7 +259,7 @@ def test_of_a_call_that_fails_all_but_the_last_forward_is_stored(pads: tuple[int
     assert_same(run(model, **given), run(model, cache, **given))
 
 
-@pytest.mark.parametrize("where", ["before its forward", "in its forward", "behind its forward"])
+@pytest.mark.parametrize("where", ["before its forward", "in its forward", "after its forward"])
 def test_a_continuation_that_fails_leaves_all_columns_before_it_to_be_found(
     where: str, model: PreTrainedModel, cache: PagedPrefixCache
 ) -> None:
@@ -277,7 +277,7 @@ def test_a_continuation_that_fails_leaves_all_columns_before_it_to_be_found(
     armed = where == "in its forward"
     if where == "before its forward":
         given["no_such_option"] = True
-    elif where == "behind its forward":
+    elif where == "after its forward":
         given["logits_processor"] = [AtStep(1, stop)]
     with pytest.raises(ValueError if where == "before its forward" else StopError):
         run(model, cache, **given)
@@ -288,7 +288,7 @@ def test_a_continuation_that_fails_leaves_all_columns_before_it_to_be_found(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_wherever_the_begin_of_generate_is_interrupted_a_plain_forward_owes_it_nothing() -> None:
-    """It counts all of its tokens as a prompt's, and stores those behind an end of sequence, too."""
+    """It counts all of its tokens as a prompt's, and stores those after an end of sequence, too."""
     model, end = tiny("llama"), PROMPT[5]
     ids = torch.tensor([row((2, 40))])
     short = {"input_ids": torch.tensor([row((3, 4))]), "max_new_tokens": 2, "eos_token_id": end}
@@ -349,7 +349,7 @@ def test_tokens_generated_under_a_mask_of_the_user_s_own_are_not_stored(kind: st
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_wherever_the_end_of_generate_is_interrupted_a_plain_forward_owes_it_nothing() -> None:
-    """The rows go on, and each further token is one of a prompt."""
+    """The rows resume, and each further token is one of a prompt."""
     model = tiny("llama")
     short = {"input_ids": torch.tensor([row((3, 4))]), "max_new_tokens": 2}
 

@@ -195,7 +195,7 @@ def test_a_block_is_found_by_others_with_the_token_behind_it() -> None:
         at = [AtStep(step, look) for step in range(3, 16)]
         run(model, cache, **ONE, max_new_tokens=16, logits_processor=at)
         found.append(num_found)
-    # the first forward runs 13 tokens; behind a step of a token, full blocks of those before it are found
+    # the first forward runs 13 tokens; after a step of a token, full blocks of those before it are found
     assert found == [[(13 + step - 2) // SIZE * SIZE for step in range(3, 16)]] * 2
 
 

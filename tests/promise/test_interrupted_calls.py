@@ -67,11 +67,11 @@ def where_no_signal_comes(code: CodeType) -> frozenset[int]:
     offsets = {each.offset for each in instructions if each.opname == "NOP"}
     instructions = [each for each in instructions if each.opname not in ("NOP", "PRECALL")]
     for at, instruction in enumerate(instructions):
-        behind = [(each.opname, each.argval) for each in instructions[at : at + 5]]
-        if behind[0][0] == "SWAP":  # what is returned waits below
-            del behind[0]
-        is_normal = behind[:3] == [("LOAD_CONST", None)] * 3 and behind[3:4] == [("CALL", 2)]
-        is_raised = [name for name, _ in behind[:2]] == ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]
+        after = [(each.opname, each.argval) for each in instructions[at : at + 5]]
+        if after[0][0] == "SWAP":  # what is returned waits below
+            del after[0]
+        is_normal = after[:3] == [("LOAD_CONST", None)] * 3 and after[3:4] == [("CALL", 2)]
+        is_raised = [name for name, _ in after[:2]] == ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]
         if is_normal or is_raised:
             offsets.add(instruction.offset)
     return frozenset(offsets)
@@ -250,7 +250,7 @@ def test_plain_forwards_interrupted_at_any_line_can_be_repeated(num_blocks: int)
 def test_wherever_the_end_of_a_forward_is_interrupted_it_has_happened_or_not(
     num_known: int, num_blocks: int | None
 ) -> None:
-    """The length that the cache then says is where one has to go on."""
+    """The length that the cache then says is where one has to resume."""
     model, ids = tiny("llama"), torch.tensor([row((1, 30))])
     with torch.no_grad():
         wanted = model(ids, use_cache=False).logits[:, -1]

@@ -75,7 +75,7 @@ class ConfirmInterrupter(Interrupter):
 
 
 def test_wherever_the_confirming_of_a_hit_is_interrupted_the_next_call_on_the_cache_is_right() -> None:
-    """Its forward started behind column 0, which the next call must not take for columns of its own."""
+    """Its forward started after column 0, which the next call must not take for columns of its own."""
     model, wanted = tiny("llama"), {name: run(tiny("llama"), max_new_tokens=2, **CALLS[name]) for name in CALLS}
     cache = prepared("contiguous")
     with ConfirmInterrupter() as counter:

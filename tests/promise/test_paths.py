@@ -41,7 +41,7 @@ def whole(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
         return model(ids, use_cache=False).logits
 
 
-# Going on.
+# Resuming.
 
 
 def test_only_new_tokens_under_a_full_length_mask_go_on_with_the_rows(
@@ -62,7 +62,7 @@ def test_a_mask_that_fits_neither_the_ids_nor_rows_and_ids_is_refused(
     first = run(model, cache, input_ids=IDS)
     new = torch.tensor([row((2, 7))])  # one too few: the last token generated is missing in the rows
     mask = torch.ones(1, first.sequences.shape[1] + 7, dtype=torch.long)
-    with pytest.raises(CacheArgumentError, match="go on exactly where the rows stopped"):
+    with pytest.raises(CacheArgumentError, match="continue exactly where the rows stopped"):
         run(model, cache, input_ids=new, attention_mask=mask)
     cache.check()
     assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))

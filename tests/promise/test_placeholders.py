@@ -1,4 +1,4 @@
-"""An image is passed once: the turns of a chat behind it give what `DynamicCache` gives, or an error that says what to pass.
+"""An image is passed once: the turns of a chat after it give what `DynamicCache` gives, or an error that says what to pass.
 
 A turn passes the whole conversation and the cache, and no pixels: the keys and values of the image are in the rows alone.
 """
@@ -88,7 +88,7 @@ def turn(inputs: Inputs, output: Any, tokens: list[int]) -> Inputs:
 
 
 def chat(model: PreTrainedModel, held: Any, inputs: Inputs, num_turns: int = 3, **options: Any) -> list[Any]:
-    """The outputs of a chat; `options` are those of the turns behind the first."""
+    """The outputs of a chat; `options` are those of the turns after the first."""
     outputs = [run(model, held, **inputs, **PLAIN)]
     for number in range(1, num_turns):
         inputs = turn(inputs, outputs[-1], row((number, 9)))
@@ -133,7 +133,7 @@ def test_later_turns_of_a_chat_about_an_image_are_those_of_dynamic_cache(
 
 @pytest.mark.parametrize("name", [SIMPLE, WITH_DELTAS, "qwen2_5_vl", "qwen3_vl", WITH_STATES, "cohere_compass"])
 def test_another_chat_in_between_does_not_move_positions(name: str) -> None:
-    """Models with positions of three numbers keep in a module how far the last call's image moved what is behind it."""
+    """Models with positions of three numbers keep in a module how far the last call's image moved what is after it."""
     model, (text, image) = tiny(name), example_inputs(name)
     reference = reference_chat(model, image)
     store = PrefixStore(model, block_size=8)
@@ -159,7 +159,7 @@ def test_an_image_that_is_passed_again_is_computed_whole(name: str) -> None:
     reference = run(model, **again, **PLAIN)
     assert_same(reference, run(model, held, **again, **PLAIN))
     assert held.last_call.reused_tokens == 0
-    assert_same(reference, outputs[1])  # and going on was right
+    assert_same(reference, outputs[1])  # and resuming was right
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -233,7 +233,7 @@ def test_padded_rows_go_on_each_with_its_image(name: str) -> None:
     ids=["greedy", "beams", "beams that return two", "three samples", "chunks"],
 )
 def test_a_turn_may_be_run_in_every_way(name: str, options: dict[str, Any]) -> None:
-    """Compared with a call that is passed the image again, for `DynamicCache` cannot go on with more rows."""
+    """Compared with a call that is passed the image again, for `DynamicCache` cannot continue with more rows."""
     model, image = tiny(name), example_inputs(name)[1]
     held = PagedPrefixCache(model, block_size=8)
     first = run(model, held, **image, **PLAIN)
@@ -288,13 +288,13 @@ def test_an_answer_that_is_asked_for_anew_or_changed_goes_on_behind_what_is_the_
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != WITH_STATES])
 def test_drafts_are_verified_behind_the_image_where_only_new_tokens_are_passed(name: str) -> None:
-    """Passed the whole prompt, transformers' assisted generation runs all of it again, also behind a `DynamicCache`."""
+    """Passed the whole prompt, transformers' assisted generation runs all of it again, also after a `DynamicCache`."""
     model, image = tiny(name), example_inputs(name)[1]
     reference = reference_chat(model, image, num_turns=2)
     held = PagedPrefixCache(model, block_size=8)
     first = run(model, held, **image, **PLAIN)
     second = turn(image, first, row((1, 9)))
-    with pytest.raises(CacheArgumentError, match="runs the whole prompt behind the rows that hold its images"):
+    with pytest.raises(CacheArgumentError, match="runs the whole prompt after the rows that hold its images"):
         run(model, held, **second, **PLAIN, prompt_lookup_num_tokens=3)
     new = second | {"input_ids": second["input_ids"][:, held.get_seq_length() :]}
     new = {key: value for key, value in new.items() if key not in TYPES}

@@ -38,7 +38,7 @@ def asked(*ends: int) -> list[dict[str, Any]]:
 
 
 def save(model: PreTrainedModel, folder: Path, **given: Any) -> PagedPrefixCache:
-    """Two prompts behind one prefix, saved."""
+    """Two prompts after one prefix, saved."""
     cache = new_cache(model)
     for prompt in asked(2, 3):
         run(model, cache, **prompt, max_new_tokens=2)

@@ -113,7 +113,7 @@ def test_a_cache_under_a_name_that_the_model_does_not_read_is_refused(is_used: b
 
 @NAMES
 def test_a_forward_that_is_asked_for_all_logits_gives_all(name: str) -> None:
-    """Behind much padding a row might begin later, and elsewhere a known state be gone on from."""
+    """After much padding a row might begin later, and elsewhere a known state be resumed from."""
     model = zoo.build(name)
     cache, rows = PagedPrefixCache(model), batch(row((1, 200)), row((2, 20)))
     ids, mask = rows["input_ids"], rows["attention_mask"]
@@ -263,7 +263,7 @@ def test_snapshots_and_blocks_together_keep_to_a_small_budget(name: str) -> None
 @pytest.mark.parametrize("name", ["inkling_text", "zaya"])
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}])
 def test_no_window_is_refused_for_what_was_computed_ahead(name: str, how: dict[str, Any]) -> None:
-    """Rows that go on see a window and leave one, which takes more room than rows that begin."""
+    """Rows that resume see a window and leave one, which takes more room than rows that begin."""
     model = zoo.build(name)
     rows, budgets = batch(row((1, 60)), row((2, 40))), range(20_000, 220_000, 20_000)
     are_refused = []
@@ -286,7 +286,7 @@ def test_no_window_is_refused_for_what_was_computed_ahead(name: str, how: dict[s
 def test_windows_see_what_is_before_a_state_that_is_known_less_far_than_keys_and_values(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of blocks behind the state, those that a window has passed have no keys and values of its layers any more."""
+    """Of blocks after the state, those that a window has passed have no keys and values of its layers any more."""
     make_forwards_cheap(monkeypatch)
     model = zoo.build(name)
     cache = PagedPrefixCache(model, block_size=1, num_blocks=400)
@@ -318,13 +318,13 @@ def test_a_snapshot_before_which_windows_hold_nothing_is_not_gone_on_from(
     cache.reset()
     lose_window_blocks(cache, block_ids[15:20])
     play(model, cache, **batch(first[:50] + row((2, 8))), max_new_tokens=2)
-    assert cache.last_call.rows[0].stopped == "blocks are cached up to token 50, but no state behind token 4"
+    assert cache.last_call.rows[0].stopped == "blocks are cached up to token 50, but no state after token 4"
 
 
 @NAMES
 @pytest.mark.parametrize("length", [70, 128])
 def test_a_prompt_of_which_all_is_known_computes_its_last_token(name: str, length: int) -> None:
-    """The last call's row has the states behind it, or a snapshot stands there; its logits are nowhere. It goes on from before."""
+    """The last call's row has the states after it, or a snapshot stands there; its logits are nowhere. It resumes from before."""
     model = zoo.build(name)
     cache, prompt = PagedPrefixCache(model), batch(row((1, length)))
     for number in range(4):

@@ -1,4 +1,4 @@
-"""Settings under which states heed more than tokens: clamped time steps, biases behind padding, kernels that compute in chunks."""
+"""Settings under which states heed more than tokens: clamped time steps, biases after padding, kernels that compute in chunks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_rows_behind_any_padding_are_exact_where_a_bias_shows_it(name: str, sett
 
 @pytest.mark.parametrize(("name", "setting"), [("lfm2", "conv_bias"), ("bamba", "mamba_proj_bias")])
 def test_padding_is_of_a_rows_root_as_far_as_it_shows(name: str, setting: str) -> None:
-    """Behind 3 pads and behind 11 a row is the same, so its blocks are found; behind 0 and 1 it is another."""
+    """After 3 pads and after 11 a row is the same, so its blocks are found; after 0 and 1 it is another."""
     model = build(name, **{setting: True})
     cache = cache_of(model)
     said = {}

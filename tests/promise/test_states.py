@@ -68,9 +68,7 @@ def test_no_block_that_is_known_is_written_again(name: str) -> None:
     cache.reset()
     with written_by(cache) as slots:
         play(model, cache, **batch(row((1, 150), (3, 20))), max_new_tokens=1)
-    assert sorted(position for _, position in slots) == list(range(144, 170)), (
-        "each token behind the known blocks, once"
-    )
+    assert sorted(position for _, position in slots) == list(range(144, 170)), "each token after the known blocks, once"
     assert "blocks are cached up to token 144" in cache.last_call.rows[0].stopped or name == "lfm2"
 
 
@@ -345,7 +343,7 @@ def test_a_prompt_is_cut_once_where_its_snapshot_is_taken(name: str) -> None:
 
 @NAMES
 def test_rows_join_one_forward_after_the_other(name: str) -> None:
-    """Rows of four lengths behind one prefix: as many forwards, and no padding in them."""
+    """Rows of four lengths after one prefix: as many forwards, and no padding in them."""
     model = tiny(name)
     cache = PagedPrefixCache(model)
     run(model, cache, **batch(row((1, 4 * SHARED), (2, 9))))

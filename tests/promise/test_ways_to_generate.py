@@ -361,7 +361,7 @@ def test_token_healing_runs_a_call_of_its_own(model: PreTrainedModel, length: in
 def test_a_loop_may_generate_something_else_first(
     model: PreTrainedModel, cache: PagedPrefixCache, in_block: bool
 ) -> None:
-    """What it generates on no cache of its own must not become the rows that it goes on with."""
+    """What it generates on no cache of its own must not become the rows that it continues with."""
 
     def loop(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         model.generate(input_ids[:, 5:25], max_new_tokens=2)

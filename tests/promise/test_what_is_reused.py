@@ -171,11 +171,11 @@ def test_a_match_ends_in_the_words_of_the_page() -> None:
     end(IDS[:, :40])
     end(torch.cat((IDS[:, :40], other[:, :20]), dim=1))  # the last call's row ends at token
     end(torch.cat((IDS[:, :20], other[:, :20]), dim=1))  # the prompt differs from the last call's tokens at token
-    end(torch.cat((IDS[:, :16], other[:, :30]), dim=1), reset=True)  # no cached block goes on with tokens
+    end(torch.cat((IDS[:, :16], other[:, :30]), dim=1), reset=True)  # no cached block continues with tokens
     end(IDS[:, :40], reset=True)  # do not fill a block of
     end(pair, reset=True)  # another row's hit is shorter
     mask = torch.ones(2, cache.get_seq_length() + 2, dtype=torch.long)
-    generate(input_ids=pair[:, :2], attention_mask=mask, max_new_tokens=1)(model, cache)  # the last call's rows went on
+    generate(input_ids=pair[:, :2], attention_mask=mask, max_new_tokens=1)(model, cache)  # the last call's rows resumed
     endings.append(cache.last_call.rows[0].stopped)
     windowed = PagedPrefixCache(build("mistral"), num_blocks=8)
     for question in (other, other.flip(1)):  # a window no longer shows what is before token
@@ -188,7 +188,7 @@ def test_a_match_ends_in_the_words_of_the_page() -> None:
         windowed.reset()
     endings.append(windowed.last_call.rows[0].stopped)  # layers with a window have no room beside
     hybrid = PagedPrefixCache(build("qwen3_next"))
-    for question in (other, other.flip(1)):  # but no state behind token
+    for question in (other, other.flip(1)):  # but no state after token
         ids = torch.cat((IDS, IDS + 1, question), dim=1)
         generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=1)(hybrid.store.model, hybrid)
         hybrid.reset()

@@ -274,7 +274,7 @@ class EachStep(LogitsProcessor):
 @NAMES
 @pytest.mark.parametrize("window", [16, 17, 63, 64])
 def test_a_row_holds_what_a_dynamic_cache_does_and_two_blocks_a_window_at_most(window: int, name: str) -> None:
-    """In bytes, at each step behind a prompt that is longer; twice that with a copy that attention reads."""
+    """In bytes, at each step after a prompt that is longer; twice that with a copy that attention reads."""
 
     def allowed(num_tokens: int, window: int) -> int:
         """Tokens in all layers; of those without a window, the last block may not be full."""
@@ -367,7 +367,7 @@ def test_a_call_is_right_or_refused_before_anything_is_computed(
                     try:
                         output = run(model, cache, **arguments)
                     except OutOfBlocksError:
-                        assert not forwards, f"prompts {number}: refused behind {forwards}"
+                        assert not forwards, f"prompts {number}: refused after {forwards}"
                         continue
                 assert_same(run(model, **arguments), output)
                 cache.check()

@@ -388,7 +388,7 @@ def test_memory_that_holds_no_forward_is_given_back_once_nobody_holds_a_block() 
     assert (store.pool.layer_indices, store.max_num_blocks, store.allocator.num_cached_blocks) == ([], 1000, 0)
 
 
-# Copies, left-behind rows, reset
+# Copies, rows left behind, reset
 
 
 def test_copies_on_write_are_made_before_the_next_write_and_once() -> None:

@@ -411,7 +411,7 @@ def test_a_reset_that_is_refused_keeps_pins(cache: PagedPrefixCache) -> None:
     ask(cache, PREFIX)
     cache.pin(PREFIX)
     with torch.no_grad():
-        MODEL(torch.tensor([PREFIX[:9]]), past_key_values=cache)  # rows that may go on
+        MODEL(torch.tensor([PREFIX[:9]]), past_key_values=cache)  # rows that may resume
     with pytest.raises(CacheBusyError):
         cache.reset_prefix_cache()
     with pytest.raises(Exception, match="blocks are in use"):

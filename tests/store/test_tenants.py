@@ -236,7 +236,7 @@ def test_a_tenant_counts_its_own_blocks_and_calls_and_the_store_counts_all(store
 def test_every_block_of_a_tenants_calls_is_its_own_and_is_found_again(
     attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In each way that rows begin or go on: the same is computed and reused as without a salt."""
+    """In each way that rows begin or resume: the same is computed and reused as without a salt."""
     strangers: list[int] = []
     make_forwards_cheap(monkeypatch)
 
@@ -265,7 +265,7 @@ def test_every_block_of_a_tenants_calls_is_its_own_and_is_found_again(
             run(MODEL, cache, **given)
             cache.reset()
             seen.append((cache.last_call.rows, cache.verify(2), shapes[:]))
-        with torch.no_grad():  # rows of padding that go on, then what is known
+        with torch.no_grad():  # rows of padding that resume, then what is known
             mask = torch.zeros(1, 4 + 41, dtype=torch.int64)
             mask[0, 4:] = 1
             for start, stop in ((0, 4), (4, 24), (24, 45)):

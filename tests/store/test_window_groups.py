@@ -16,7 +16,7 @@ def filled(store: BlockStore, tokens: range) -> BlockTable:
     table = store.new_table(ROOT, b"")
     store.make_room(len(tokens))
     table.append_tokens(tokens)
-    table.let_pass()
+    table.release_passed()
     table.commit_full_blocks(len(tokens))
     return table
 

@@ -82,7 +82,7 @@ def test_what_is_reserved_is_not_spare() -> None:
             RowToCome(40, 80, 1, is_in_chunks=False),
             False,
             3 + 2,
-        ),  # window of 4: 2 blocks behind a whole one, 3 behind any
+        ),  # window of 4: 2 blocks after a whole one, 3 after any
         (RowToCome(4, 80, 1, is_in_chunks=False), False, 3),  # a prompt of two blocks
         (RowToCome(40, 80, 1, is_in_chunks=True), False, 6),
         (RowToCome(40, 80, 4, is_in_chunks=False), False, 5 + 4 * 3),

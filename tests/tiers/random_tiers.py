@@ -234,7 +234,7 @@ class Driver:
             return
         store.make_copies()
         self.write(table, num_hit, len(tokens))
-        table.let_pass()
+        table.release_passed()
         for block_hash in table.commit_full_blocks(len(tokens)):
             self.known[Name(block_hash, salt)] = None
         if store.states and table.num_committed_blocks and self.rng.random() < 0.7:
@@ -266,7 +266,7 @@ class Driver:
             return
         self.store.make_copies(may_wait=False)
         self.write(row.table, start, start + 2)
-        row.table.let_pass()
+        row.table.release_passed()
         for block_hash in row.table.commit_full_blocks(start + 2):
             self.known[Name(block_hash, row.salt)] = None
 

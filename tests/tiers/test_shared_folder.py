@@ -110,7 +110,7 @@ def test_files_that_have_gone_are_misses(is_looked_at: bool, tmp_path: Path) -> 
     cache = new_cache(copy.deepcopy(model), tmp_path)
     if is_looked_at:
         assert found(cache)[0] == 68
-        cache.store.blocks.tiers._refresh = lambda: None  # they go right behind the look
+        cache.store.blocks.tiers._refresh = lambda: None  # they go right after the look
     for path in saved_paths(tmp_path):
         path.unlink()
     assert_same(call(model, prompts()[0]), call(cache.store.model, prompts()[0], cache))

@@ -52,7 +52,7 @@ def test_a_table_goes_out_and_back_with_its_tokens_and_its_partial_block(device,
     assert (list(table.token_ids), table.num_committed_blocks, table.num_cached_tokens) == ([1, 2, 3], 1, 0)
     assert (device.num_blocks_in_use, host.num_blocks_in_use) == (0, 2)
     swapper.drop_copies(2)
-    table.append_tokens([4, 5])  # it goes on where it is
+    table.append_tokens([4, 5])  # it resumes where it is
     table.commit_full_blocks(4)
     host.take_copies()
     assert swapper.swap_in(table) == [(2, 2), (3, 3)]

@@ -82,7 +82,7 @@ class Mode:
             return call.run()
 
     def has_begun(self, cache: Any) -> bool:
-        """Whether a call that brings this cache goes on with one that was compared here, so that it can be, too."""
+        """Whether a call that brings this cache continues with one that was compared here, so that it can be, too."""
         return False
 
     def _replace(self, call: Call, cache: PagedPrefixCache) -> Any:
@@ -182,7 +182,7 @@ class Twice(Compared):
 
 
 class Beside(Compared):
-    """each call beside DynamicCache, compared, on a cache of its own on one store a model; calls that go on, too"""
+    """each call beside DynamicCache, compared, on a cache of its own on one store a model; calls that resume, too"""
 
     def __init__(self, attention: str) -> None:
         super().__init__(attention)
