@@ -89,6 +89,33 @@ def test_a_plain_forward_under_other_conditions_than_were_read_is_not_kept(model
     assert cache.last_call.reused_tokens == 20  # of the forward that ran as was read
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_a_shared_prefix_computed_before_the_model_changed_is_not_what_rows_resume_from(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward ahead ends, the model changes, and the rows' own forward runs as the model is now."""
+    model, once = build(name), []
+
+    def begin(*_: Any) -> None:
+        while once:
+            once.pop()()
+
+    model.model.norm.register_forward_hook(begin)  # after all keys, values and states of a forward
+    change = Change(model)
+    prompts = batch(row((1, 140), (2, 9)), row((1, 140), (3, 9)))
+    change.begin()
+    wanted = run(model, **prompts)
+    change.end()
+    make_forwards_cheap(monkeypatch)
+    cache = PagedPrefixCache(model)
+    once.append(change.begin)
+    found = run(model, cache, **prompts)
+    assert not once
+    assert_same(wanted, found)
+    change.end()
+    assert_same(run(model, **prompts), run(model, cache, **prompts))
+
+
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 def test_what_generate_adds_under_other_conditions_is_not_kept_and_its_prompt_is(
     way: dict[str, Any], model: PreTrainedModel, change: Change
