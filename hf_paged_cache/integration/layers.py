@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..attention.lazy import as_dense
 from ..attention.view import View
 from ..call.call import Call
 from ..errors import CacheArgumentError
@@ -266,4 +267,4 @@ class CacheOfLayers(Cache):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _write_outside_graphs(cache: LayeredCache, layer_idx: int, states: dict[str, Tensor]) -> dict[str, Tensor]:
     """What a compiled forward calls: blocks and locks are nothing to trace. Decorated, it would cost every other one."""
-    return cache.write_layer(layer_idx, states)
+    return {name: as_dense(read) for name, read in cache.write_layer(layer_idx, states).items()}
