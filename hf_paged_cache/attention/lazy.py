@@ -20,6 +20,10 @@ class LazyReads(Protocol):
         """[R, H, columns, D], contiguous."""
         ...
 
+    def refuse(self) -> None:
+        """Attention is asked for what cannot be served."""
+        ...
+
     def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:
         """What attention gives of "key" and "value"; None where it must be asked of dense ones."""
         ...
@@ -113,7 +117,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    if not isinstance(key, LazyStates) or not isinstance(value, LazyStates) or dropout_p or is_causal:
+    if not isinstance(key, LazyStates) or not isinstance(value, LazyStates):
         return None
     if isinstance(query, LazyStates) or isinstance(attn_mask, LazyStates) or query.dim() != 4:
         return None
@@ -126,6 +130,8 @@ def _attention(
         return None
     if query.shape[1] != heads and (not enable_gqa or query.shape[1] % heads):
         return None
+    if dropout_p or is_causal:
+        return reads.refuse()
     return reads.attend(query, attn_mask, scale)
 
 

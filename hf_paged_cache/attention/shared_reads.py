@@ -260,6 +260,10 @@ class _LayerReads:
                 whole[row, :, first : first + states.shape[2]] = states[0]
         return whole
 
+    def refuse(self) -> None:
+        """`LazyReads.refuse`: the dense ones are asked for next."""
+        self._is_refused = True
+
     def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:
         """`LazyReads.attend`."""
         forward, keys, values = self._forward, self._tails["key"], self._tails["value"]
@@ -269,8 +273,7 @@ class _LayerReads:
         if num_rows == len(plan.pads) and (num_queries == length or length == 1):
             fits, of_tails = forward.mask_of_tails(mask, query.dtype, query.device)
         if not fits or size != keys.shape[3]:
-            self._is_refused = True
-            return None
+            return self.refuse()
         result = attend(query, Part(keys, values, of_tails), scale)
         heads = keys.shape[1]
         for segment, key, value in zip(plan.segments, self._segments["key"], self._segments["value"], strict=True):
