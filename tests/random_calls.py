@@ -90,7 +90,7 @@ class _Users:
         self.add_cache()
 
     def add_cache(self) -> PagedPrefixCache:
-        attention = "contiguous" if self.rng.random() < 0.6 else "gather"
+        attention = self.rng.choice(["contiguous", "contiguous", "paged", "paged", "gather"])
         on_full = "bypass" if self.rng.random() < 0.5 else "refuse"
         cache = PagedPrefixCache(self.store, attention=attention, on_full=on_full)
         self.caches.append(cache)

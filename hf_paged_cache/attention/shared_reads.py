@@ -51,6 +51,7 @@ class SharedReads:
         self.plan: Plan | None = None
         self.num_bytes = 0
         self._is_planned = False  # for the rows as they are
+        self._planned_at = 0  # the column before which they were looked at
         self._sources: list[ReadSource] = []  # segment -> where in the pool it is
         self._copies: dict[
             int, dict[str, list[Tensor]]
@@ -70,13 +71,14 @@ class SharedReads:
         """Row `i` goes on as row `sources[i]`. Returns whether what is held is of these rows as well, tails apart."""
         return self.plan is None or self.plan.follows(sources)
 
-    def must_plan(self, num_rows: int, start: int) -> bool:
-        """Whether the rows of a forward from column `start` on must be looked at."""
+    def must_plan(self, num_rows: int, start: int, stop: int) -> bool:
+        """Whether the rows of a forward of the columns `[start, stop)` must be looked at; steps only go on."""
         if not self._may_share(num_rows):
             return self.plan is not None
         plan = self.plan
         is_other = plan is not None and (num_rows != len(plan.pads) or start < max(plan.ends))
-        return start > 0 and (is_other or not self._is_planned)
+        is_later = stop - start > 1 and start > self._planned_at  # of a prompt in chunks, more is known by now
+        return start > 0 and (is_other or not self._is_planned or is_later)
 
     def find(self, rows: Sequence[RowLayout], start: int) -> Plan | None:
         """What these rows share before a column."""
@@ -90,9 +92,21 @@ class SharedReads:
         launch_tokens = LAUNCH_BYTES.get(device, _OTHER_LAUNCH_BYTES) / bytes_per_token
         return find_segments(rows, start, pool.block_size, launch_tokens)
 
-    def follow(self, plan: Plan | None, transfer: Transfer) -> None:
-        """The rows share this; nothing is held."""
-        self.plan, self._is_planned = plan, True
+    def may_stay(self, plan: Plan | None, start: int) -> bool:
+        """Whether what is held serves as well: another plan copies all anew, which pays where it shares twice as much."""
+        old = self.plan
+        if old is None or plan is None:
+            stays = old is plan
+        else:
+            is_of_them = self._is_planned and old.pads == plan.pads and start >= max(old.ends)
+            stays = is_of_them and plan.first_own < 2 * old.first_own
+        if stays:
+            self._is_planned, self._planned_at = True, start
+        return stays
+
+    def follow(self, plan: Plan | None, start: int, transfer: Transfer) -> None:
+        """The rows share this before a column; nothing is held."""
+        self.plan, self._is_planned, self._planned_at = plan, True, start
         self._sources = [] if plan is None else [self._source(segment, transfer) for segment in plan.segments]
 
     def start_forward(self, start: int, stop: int) -> int:
@@ -153,6 +167,8 @@ class SharedReads:
         """A segment where it lies: a layer of one head, whose blocks follow one another, holds its tokens so."""
         states, first, num = self._pool.layer(layer_idx)[name], segment.block_ids[0], len(segment.block_ids)
         if states.dtype != dtype or (num > 1 and states.shape[1] > 1):
+            return None
+        if len(self._pool.groups) > 1:  # there a block may give way to an equal one later than before the next forward
             return None
         if segment.block_ids != (*range(first, first + num),):
             return None

@@ -200,7 +200,7 @@ class View:
         self._num_rows, self._start, self._stop = num_rows, start, stop
         first_own, layouts = 0, None
         if self._shared is not None and self.keeps_columns:
-            if self._shared.must_plan(num_rows, start):
+            if self._shared.must_plan(num_rows, start, stop):
                 layouts = rows()
                 transfer = Transfer() if transfer is None else transfer
                 self._follow(self._shared, layouts, start, transfer)
@@ -235,9 +235,10 @@ class View:
     def _follow(self, shared: SharedReads, layouts: Sequence[RowLayout], start: int, transfer: Transfer) -> None:
         """Let the forward's rows read once what they share. The pool has all of them before its first column."""
         plan = shared.find(layouts, start)
-        if plan is not None or shared.plan is not None:
-            self.drop()
-        shared.follow(plan, transfer)
+        if shared.may_stay(plan, start):
+            return
+        self.drop()
+        shared.follow(plan, start, transfer)
 
     def _miss(self, group: _Group, layouts: Sequence[RowLayout], transfer: Transfer) -> None:
         """Say what a group's layers have to gather: of all columns each row by itself, so that no copy of all of them is made."""
