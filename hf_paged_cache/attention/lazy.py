@@ -131,7 +131,8 @@ def _attention(
     if query.shape[1] != heads and (not enable_gqa or query.shape[1] % heads):
         return None
     if dropout_p or is_causal:
-        return reads.refuse()
+        reads.refuse()
+        return None
     return reads.attend(query, attn_mask, scale)
 
 

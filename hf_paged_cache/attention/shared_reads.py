@@ -289,7 +289,8 @@ class _LayerReads:
         if num_rows == len(plan.pads) and (num_queries == length or length == 1):
             fits, of_tails = forward.mask_of_tails(mask, query.dtype, query.device)
         if not fits or size != keys.shape[3]:
-            return self.refuse()
+            self.refuse()
+            return None
         result = attend(query, Part(keys, values, of_tails), scale)
         heads = keys.shape[1]
         for segment, key, value in zip(plan.segments, self._segments["key"], self._segments["value"], strict=True):
