@@ -253,11 +253,11 @@ class View:
         elif window is not None:
             group.missing = [(everyone, first, self._source(placed, first, transfer))] if first < start else []
         else:
+            held_until = [max(first, valid) for valid in self._valid]
             group.missing = [
                 (slice(row, row + 1), held, self._source([layout], held, transfer))
-                for row, (layout, valid) in enumerate(zip(placed, self._valid, strict=False))
-                if (held := max(valid, first))
-                < start  # 0 gathers the padding, too: what the buffer holds there may not be finite
+                for row, (layout, held) in enumerate(zip(placed, held_until, strict=False))
+                if held < start  # 0 gathers the padding, too: what the buffer holds there may not be finite
             ]
 
     def _source(self, placed: Sequence[RowLayout], first: int, transfer: Transfer | None = None) -> ReadSource:
