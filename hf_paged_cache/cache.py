@@ -50,8 +50,10 @@ class PagedPrefixCache(Cache):
             another's prompts, and see, count and reset their own blocks alone (docs/security.md). A cache without one
             is the store's owner's: its `stats()` and refusals tell of all blocks.
         attention: how attention reads keys and values. "contiguous" keeps a copy of the running rows beside the blocks;
-            later forwards overwrite it (not while gradients are on), so clone what you keep. "gather" copies each
-            layer's rows for the moment of its attention: memory is the blocks and one layer's rows.
+            later forwards overwrite it (not while gradients are on), so clone what you keep. "paged" reads once what several
+            rows share, and keeps one copy of it, and of each row what follows; where a model, or a call, does not leave
+            attention to torch, it is "contiguous". "gather" copies each layer's rows for the moment of its attention:
+            memory is the blocks and one layer's rows.
         on_full: what becomes of a call that does not fit into the pool. "refuse" raises OutOfBlocksError. "bypass" runs it
             as `DynamicCache` would, without the store; its rows stay so until the next `generate`, or `reset()`.
             `score` refuses always.
@@ -75,7 +77,7 @@ class PagedPrefixCache(Cache):
         model_or_store: PreTrainedModel | PrefixStore,
         *,
         cache_salt: str | bytes | None = None,
-        attention: Literal["contiguous", "gather"] = "contiguous",
+        attention: Literal["contiguous", "paged", "gather"] = "contiguous",
         on_full: Literal["refuse", "bypass"] = "refuse",
         **sizes: Unpack[StoreSizes],
     ) -> None:
@@ -94,7 +96,12 @@ class PagedPrefixCache(Cache):
         self.on_full = on_full
         attach(self.store.model)
         blocks, conditioning, reader = self.store.blocks, self.store.conditioning, self.store.argument_reader
-        self.view = View(blocks.pool, conditioning.windows(), keeps_copies=attention == "contiguous")
+        self.view = View(
+            blocks.pool,
+            conditioning.windows(),
+            keeps_copies=attention != "gather",
+            reads_once=attention == "paged",
+        )
         layers = [make_layer(self, index, layer) for index, layer in enumerate(cache_layers(self.store.model))]
         self.call = Call(blocks, self.view, partial(_runs_on, ref(self)), self.cache_salt, live_states(layers))
         sibling = partial(PagedPrefixCache, self.store, cache_salt=cache_salt, attention="gather")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.attention import shared_reads
 from hf_paged_cache.attention.view import View
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
 from hf_paged_cache.call import call_states
@@ -62,6 +63,11 @@ def tensor_and_block(store: BlockStore, layer_idx: int, name: str, block_id: int
     placing = pool.groups[window].placing
     place = block_id if placing is None else placing.places.get(block_id)
     return None if place is None else (pool.layer(layer_idx)[name], place)
+
+
+def split_everywhere() -> None:
+    """Let views that read once what rows share do so wherever they share a block, whatever that costs."""
+    shared_reads.LAUNCH_BYTES = {"cpu": 0}
 
 
 def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore, layers: Collection[int] | None = None) -> None:

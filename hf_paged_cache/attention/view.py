@@ -20,6 +20,7 @@ from ..kv.block_tables import BlockTables, read_source
 from ..kv.recycled_memory import RecycledMemory, zeros
 from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer
+from .shared_reads import SharedReads
 
 MIN_SPARE_COLUMNS = 128  # that a buffer has at least when it grows: few decode steps have to grow it
 
@@ -100,6 +101,7 @@ class View:
         pool: what is gathered from.
         window_of: layer index -> its window, in tokens: a query sees itself and the `window - 1` columns before it.
         keeps_copies: whether copies are kept beside the pool.
+        reads_once: whether layers without a window read what rows share once, and keep of each row only what follows it.
 
     Attributes:
         window_of: as it is now; whoever asks how far a layer sees, asks here.
@@ -108,13 +110,16 @@ class View:
             has run out.
     """
 
-    def __init__(self, pool: BlockPool, window_of: Mapping[int, int], *, keeps_copies: bool = True) -> None:
+    def __init__(
+        self, pool: BlockPool, window_of: Mapping[int, int], *, keeps_copies: bool = True, reads_once: bool = False
+    ) -> None:
         self.most_copies = int(keeps_copies)
         self.keeps_columns = keeps_copies
         self._pool = pool
         self._memory = RecycledMemory()  # for what is gathered
         self._buffers: dict[int, dict[str, _Buffer]] = {}
         self._buffer_bytes = 0
+        self._shared = SharedReads(pool) if reads_once else None
         self._kept: list[RowLayout] = []  # row -> what the buffers hold of it, as of the last `keep`
         self._valid: list[int] = []  # row -> end of the columns that the buffers hold of it
         self._max_rows, self._max_columns = 0, math.inf
@@ -154,7 +159,7 @@ class View:
     @property
     def num_bytes(self) -> int:
         """Bytes held besides the pool."""
-        return self._buffer_bytes + self._memory.num_bytes
+        return self._buffer_bytes + self._memory.num_bytes + (0 if self._shared is None else self._shared.num_bytes)
 
     # A forward.
 
@@ -167,6 +172,8 @@ class View:
         """
         self._max_rows, self._max_columns = max(max_rows, len(rows)), max_columns
         self.keeps_columns = self.most_copies > 0
+        if self._shared is not None:
+            self._shared.start_rows()
         most = num_columns if math.isinf(max_columns) else max(num_columns, max_columns)
         for layer_idx, layer in self._buffers.items():
             needed = min(most, self._group_of.get(layer_idx, self._all).capacity) + MIN_SPARE_COLUMNS
@@ -191,8 +198,15 @@ class View:
             rows: asked only where columns are gathered; then the pool has all of them before `start`.
             transfer: that goes to the devices of this forward; None: nothing else does.
         """
-        self._num_rows, self._start, self._stop, self._layouts = num_rows, start, stop, rows
-        valid, layouts = self._valid, None
+        self._num_rows, self._start, self._stop = num_rows, start, stop
+        first_own, layouts = 0, None
+        if self._shared is not None and self.keeps_columns:
+            if self._shared.must_plan(num_rows, start, stop):
+                layouts = rows()
+                transfer = Transfer() if transfer is None else transfer
+                self._follow(self._shared, layouts, start, transfer)
+            first_own = self._shared.start_forward(start, stop)
+        self._layouts, valid = rows, self._valid
         valid += [0] * (num_rows - len(valid))  # rows taken over from another cache, or multiplied
         lacks_columns = min(valid[:num_rows]) < start
         for group in self._groups:
@@ -200,7 +214,8 @@ class View:
                 self._memory.drop()
             group.missing, group.is_anew = [], False
             window, base = group.window, group.next_base
-            group.first = first = 0 if window is None or start < window else start - window + 1
+            first = first_own if window is None else max(0, start - window + 1)
+            group.first = first
             if lacks_columns or base > first:  # rows new here, or cut
                 base = first
                 if start:
@@ -218,6 +233,14 @@ class View:
         if self.keeps_columns:
             valid[:num_rows] = [stop] * num_rows
 
+    def _follow(self, shared: SharedReads, layouts: Sequence[RowLayout], start: int, transfer: Transfer) -> None:
+        """Let the forward's rows read once what they share. The pool has all of them before its first column."""
+        plan = shared.find(layouts, start)
+        if shared.may_stay(plan, start):
+            return
+        self.drop()
+        shared.follow(plan, start, transfer)
+
     def _miss(self, group: _Group, layouts: Sequence[RowLayout], transfer: Transfer) -> None:
         """Say what a group's layers have to gather: of all columns each row by itself, so that no copy of all of them is made."""
         window, first, start = group.window, group.first, self._start
@@ -231,10 +254,11 @@ class View:
         elif window is not None:
             group.missing = [(everyone, first, self._source(placed, first, transfer))] if first < start else []
         else:
+            held_until = [max(first, valid) for valid in self._valid]
             group.missing = [
-                (slice(row, row + 1), valid, self._source([layout], valid, transfer))
-                for row, (layout, valid) in enumerate(zip(placed, self._valid, strict=False))
-                if valid < start  # 0 gathers the padding, too: what the buffer holds there may not be finite
+                (slice(row, row + 1), held, self._source([layout], held, transfer))
+                for row, (layout, held) in enumerate(zip(placed, held_until, strict=False))
+                if held < start  # 0 gathers the padding, too: what the buffer holds there may not be finite
             ]
 
     def _source(self, placed: Sequence[RowLayout], first: int, transfer: Transfer | None = None) -> ReadSource:
@@ -285,6 +309,8 @@ class View:
                 whole = read[name] = _joined(buffer.narrow(2, first - base, start - first), states)
                 held.base = group.next_base
                 held.at(slice(num_rows), held.base, stop).copy_(whole[:, :, held.base - first :])
+        if self._shared is not None and self._shared.plan is not None and group is self._all:
+            return self._shared.read(layer_idx, new, read)
         return read
 
     def _gathered(self, group: _Group, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -339,7 +365,10 @@ class View:
         room, most = group.room, self._max_columns if self._stop <= self._max_columns else math.inf
         most = min(group.capacity, most - group.next_base)  # they may resume after the call
         columns = max(room, int(min(room + max(MIN_SPARE_COLUMNS, room // 4), most)))
-        shape = (max(self._max_rows, self._num_rows), new.shape[1], columns, new.shape[3])
+        num_rows = self._num_rows
+        if self._shared is None or not self._shared.is_wanted:  # else rows that are multiplied are made anew
+            num_rows = max(self._max_rows, num_rows)
+        shape = (num_rows, new.shape[1], columns, new.shape[3])
         return _Buffer(zeros(shape, new.dtype, new.device, huge_pages=True), group.base)
 
     def _put(self, buffers: dict[str, _Buffer], name: str, made: _Buffer) -> None:
@@ -373,14 +402,20 @@ class View:
 
     def select(self, sources: Sequence[int], shared_columns: int = 0, index: Tensor | None = None) -> None:
         """See `Follower`. Where there are fewer rows than before, or some change places and others are new, copies are dropped."""
-        stop, num_rows = max(self._valid, default=0), len(sources)
+        stop, num_rows, shared = max(self._valid, default=0), len(sources), self._shared
         is_growing = num_rows > len(self._valid) and all(source <= row for row, source in enumerate(sources))
         if not stop:
             self._valid = []
         elif not is_growing and num_rows != len(self._valid):
             self.drop()
+        elif (
+            is_growing and shared is not None and shared.is_wanted
+        ):  # more rows share more: what they read is made anew
+            self.drop()
         elif is_growing:
             self._grow(sources, stop)
+        elif shared is not None and not shared.reorder(sources):
+            self.drop()
         elif list(sources) != list(range(num_rows)) and shared_columns < stop:
             held = (held for layer in self._buffers.values() for held in layer.values() if held.base < stop)
             columns = (each.states[:, :, max(0, shared_columns - each.base) : stop - each.base] for each in held)
@@ -414,7 +449,7 @@ class View:
 
     def keep(self, rows: Sequence[RowLayout]) -> None:
         """The rows end. Rows that start with the same tokens may use the columns of those named here, as far as they are held."""
-        if self.keeps_columns:
+        if self.keeps_columns and (self._shared is None or self._shared.plan is None):
             self._kept = [row.cut(valid) for row, valid in zip(rows, self._valid, strict=False)]
         else:
             self.drop()
@@ -430,6 +465,8 @@ class View:
         """Forget all copies."""
         self._pool.release(held.states for layer in self._buffers.values() for held in layer.values())
         self._buffers, self._buffer_bytes, self._kept, self._valid, self._layouts = {}, 0, [], [], list
+        if self._shared is not None:
+            self._shared.drop()
         for group in self._groups:
             group.reset()
         self._memory.drop()

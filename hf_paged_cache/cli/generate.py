@@ -65,7 +65,7 @@ def generate(
         ),
     ] = None,
     attention: Annotated[
-        Literal["contiguous", "gather"],
+        Literal["contiguous", "paged", "gather"],
         typer.Option(help="How keys and values are read; gather needs less memory."),
     ] = "contiguous",
     host_bytes: Annotated[

@@ -16,6 +16,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from ..attention.lazy import as_dense
 from ..attention.view import View
 from ..call.call import Call
 from ..errors import CacheArgumentError
@@ -240,8 +241,10 @@ def _write(cache: Any, layer_idx: int, states: dict[str, Tensor]) -> dict[str, T
     return written
 
 
-# What a compiled forward calls: blocks and locks are nothing to trace. Decorated, it would cost every other one.
-_write_outside_graphs = torch.compiler.disable(_write)  # type: ignore[no-untyped-call]
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _write_outside_graphs(cache: Any, layer_idx: int, states: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a compiled forward calls: blocks and locks are nothing to trace. Decorated, `_write` would cost every other one."""
+    return {name: as_dense(read) for name, read in _write(cache, layer_idx, states).items()}
 
 
 _OF_ALL_LAYERS = tuple(name for name in vars(OfAllLayers) if not name.startswith("_"))

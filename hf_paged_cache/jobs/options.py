@@ -81,7 +81,7 @@ class How:
     order: Literal["given", "done"] = "given"
     batch_size: int = 8
     max_new_tokens: int = 128
-    attention: Literal["contiguous", "gather"] = "contiguous"
+    attention: Literal["contiguous", "paged", "gather"] = "contiguous"
     seed: int = 0
     overwrite: bool = False
     progress: bool | None = None

@@ -10,16 +10,19 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from tqdm import tqdm
 
 from .examine import TypeResult, examine
+from .player import read_by
 
 
-def run_all(names: list[str], num_processes: int) -> list[TypeResult]:
-    """All types, spread over processes."""
+def run_all(names: list[str], num_processes: int, attention: str = "contiguous") -> list[TypeResult]:
+    """All types, spread over processes, with caches that read as `read_by` says."""
     if num_processes == 1:
-        start_worker()
+        start_worker(attention)
         return [examine(name) for name in tqdm(names)]
     results = []
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=start_worker) as pool:
+    with ProcessPoolExecutor(
+        num_processes, mp_context=context, initializer=start_worker, initargs=(attention,)
+    ) as pool:
         futures = [pool.submit(examine, name) for name in names]
         with tqdm(total=len(names)) as progress:
             for future in as_completed(futures):
@@ -31,11 +34,12 @@ def run_all(names: list[str], num_processes: int) -> list[TypeResult]:
     return results
 
 
-def start_worker() -> None:
+def start_worker(attention: str) -> None:
     """One thread, and nothing on the terminal but the progress."""
     import torch
     import transformers
 
+    read_by(attention)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -570,7 +570,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (["a"], {"max_bytes": 0}, "max_bytes is 0"),
     (["a"], {"num_blocks": 1}, "num_blocks is 1"),
     (["a"], {"block_size": 0}, "block_size is 0"),
-    (["a"], {"attention": "fast"}, "attention is 'fast'; give 'contiguous' or 'gather'"),
+    (["a"], {"attention": "fast"}, "attention is 'fast'; give 'contiguous' or 'paged' or 'gather'"),
     (["a"], {"disk_bytes": "1GB"}, "disk_bytes is 1GB without disk_folder"),
     (["a"], {"overwrite": "no"}, "overwrite is 'no'; give True or False"),
     (["a"], {"progress": "yes"}, "progress is 'yes'; give True or False"),

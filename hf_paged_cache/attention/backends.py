@@ -1,0 +1,87 @@
+"""Attention over a part of what a query sees, with what is needed to join the parts. Holds nothing.
+
+The log of the sum of a part's exponentials, *lse*, says how much the part weighs. No query may be hidden everything of a
+part: kernels disagree about its lse.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+
+class Part(NamedTuple):
+    """Some of what queries see.
+
+    Shapes: B rows, H heads, L tokens, D head size.
+
+    Attributes:
+        key, value: [B, H, L, D]; the sizes of the two may differ.
+        mask: added to the scores, broadcast to [B, query heads, T, L]; None: all is seen.
+    """
+
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+
+
+Attend: TypeAlias = Callable[[Tensor, Part, float | None], tuple[Tensor, Tensor]]
+
+
+def attend(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """What queries get of a part, and its lse.
+
+    Args:
+        query: [B, G * H, T, D]: G heads of queries to each of the part.
+        scale: of the scores; None: 1 / sqrt(D).
+
+    Returns:
+        [B, G * H, T, D] in the dtype of the query, and [B, G * H, T] in fp32, or fp64 for fp64.
+
+    Examples:
+        >>> query, key = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 5, 8)
+        >>> out, lse = attend(query, Part(key, key))
+        >>> out.shape, lse.shape
+        (torch.Size([1, 4, 1, 8]), torch.Size([1, 4, 1]))
+    """
+    of_device = _OF_DEVICE.get(query.device.type, by_operators)
+    same_sizes = query.shape[3] == part.key.shape[3] == part.value.shape[3]
+    return (of_device if same_sizes else by_operators)(query, part, scale)
+
+
+def by_flash_of_cpu(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """`attend` by torch's fused kernel for CPUs."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, part.key, part.value, attn_mask=part.mask, scale=scale
+    )
+    return out, lse
+
+
+def by_operators(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """`attend` by matrix products, on any device."""
+    num_rows, num_heads, length, size = query.shape
+    heads = part.key.shape[1]
+    exact = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.reshape(num_rows, heads, num_heads // heads, length, size)
+    scores = (grouped @ part.key.unsqueeze(2).transpose(3, 4)).to(exact) * (size**-0.5 if scale is None else scale)
+    if part.mask is not None:
+        scores = scores + part.mask.unsqueeze(2)
+    lse = scores.logsumexp(-1, keepdim=True)
+    out = (scores - lse).exp().to(query.dtype) @ part.value.unsqueeze(2)
+    return out.flatten(1, 2), lse.view(num_rows, num_heads, length)
+
+
+def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """What queries get of two parts together, in fp32 at least, from what they get of each.
+
+    Source: Juravsky et al. 2024 (arXiv:2402.05099).
+    """
+    (out, lse), (other, other_lse) = left, right
+    exact = torch.promote_types(out.dtype, torch.float32)
+    share = torch.sigmoid(lse - other_lse).unsqueeze(-1)
+    return torch.lerp(other.to(exact), out.to(exact), share), torch.logaddexp(lse, other_lse)
+
+
+_OF_DEVICE: Mapping[str, Attend] = MappingProxyType({"cpu": by_flash_of_cpu})

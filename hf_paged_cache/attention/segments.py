@@ -1,0 +1,134 @@
+"""Which runs of tokens rows have in common, by their block tables, and where each row's own columns begin. Integers only.
+
+A *segment* is a run of full blocks that some rows have in common; segments nest: a few-shot prompt of all rows, then the
+question of its beams. What follows a row's last segment is its *tail*. Two rows that hold the same block have the same
+tokens in it, and the same before it.
+
+    row 0   pad pad [-------- A --------][---- B ----] tail
+    row 1   pad pad [-------- A --------][---- B ----] tail
+    row 2           [-------- A --------] tail ...........
+                                         ^ first column of the tails
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..kv.slot_mapping import RowLayout
+
+
+class Segment(NamedTuple):
+    """A run of tokens that some rows have.
+
+    Attributes:
+        rows: that have it, in ascending order.
+        start: tokens of each of them before it.
+        block_ids: where it is.
+    """
+
+    rows: tuple[int, ...]
+    start: int
+    block_ids: tuple[int, ...]
+
+
+class Plan(NamedTuple):
+    """What is read once, and from where on each row is read by itself.
+
+    Attributes:
+        segments: of each row they follow one another, from its first token on.
+        pads: row -> its columns of padding.
+        ends: row -> the column at which its segments end, and its tail begins.
+        first_own: the first column of any tail; all tails are read from there on.
+    """
+
+    segments: tuple[Segment, ...]
+    pads: tuple[int, ...]
+    ends: tuple[int, ...]
+    first_own: int
+
+    def follows(self, sources: Sequence[int]) -> bool:
+        """Whether each row `i` has the segments, and the padding, of row `sources[i]`."""
+        paths: list[tuple[int, ...]] = [()] * len(self.pads)
+        for number, segment in enumerate(self.segments):
+            for row in segment.rows:
+                paths[row] += (number,)
+        alike = ((self.pads[row], paths[row]) for row in range(len(paths)))
+        return len(sources) == len(paths) and all(
+            (self.pads[source], paths[source]) == own for source, own in zip(sources, alike, strict=True)
+        )
+
+
+def find_segments(rows: Sequence[RowLayout], start: int, block_size: int, launch_tokens: float) -> Plan | None:
+    """The plan that reads least before column `start`; None where none reads less than each row by itself.
+
+    What a plan costs is the tokens that it reads, and `launch_tokens` for each segment. Rows that share nothing get a
+    segment of their own where the tails of all would else begin further left.
+
+    Args:
+        rows: with the blocks of at least their tokens before `start`.
+        start: the first column of a forward: segments lie before it.
+        launch_tokens: how many tokens of one row are read in the time that one more launch takes.
+
+    Examples:
+        >>> from array import array
+        >>> rows = [
+        ...     RowLayout(b"", 0, array("q", range(12)), [7, 3, 4]),
+        ...     RowLayout(b"", 0, array("q", range(12)), [7, 3, 5]),
+        ... ]
+        >>> find_segments(rows, 11, block_size=4, launch_tokens=2).segments
+        (Segment(rows=(0, 1), start=0, block_ids=(7, 3)),)
+        >>> find_segments(rows, 11, block_size=4, launch_tokens=20) is None
+        True
+    """
+    limits = [min(len(row.block_ids), max(0, start - row.pad) // block_size) for row in rows]
+    covered = [0] * len(rows)  # row -> its blocks in segments
+    segments = []
+    waiting = [([*range(len(rows))], 0, 0)]  # rows, blocks that they have in common, of these in segments
+    while waiting:
+        members, depth, begin = waiting.pop()
+        at: dict[int, list[int]] = {}
+        for row in members:
+            if limits[row] > depth:
+                at.setdefault(rows[row].block_ids[depth], []).append(row)
+        for sharing in at.values():
+            if len(sharing) < 2:
+                continue
+            common, done = _num_common([rows[row].block_ids[: limits[row]] for row in sharing], depth + 1), begin
+            if (len(sharing) - 1) * (common - begin) * block_size > launch_tokens:
+                blocks = tuple(rows[sharing[0]].block_ids[begin:common])
+                segments.append(Segment(tuple(sharing), begin * block_size, blocks))
+                done = common
+                for row in sharing:
+                    covered[row] = common
+            waiting.append((sharing, common, done))
+    if not segments:
+        return None
+    pads = [row.pad for row in rows]
+    ends = [pad + num * block_size for pad, num in zip(pads, covered, strict=True)]
+    most = [pad + num * block_size for pad, num in zip(pads, limits, strict=True)]
+
+    def own(first: int) -> tuple[float, list[int]]:
+        """What is read besides segments if the tails begin at `first`, and the rows that get one of their own for it."""
+        alone = [row for row, end in enumerate(ends) if end < first and most[row] > end]
+        begin = min(start, *(most[row] if end < first else end for row, end in enumerate(ends)))
+        return sum(most[row] - ends[row] + launch_tokens for row in alone) + len(rows) * (start - begin), alone
+
+    cost, alone = min(own(first) for first in {*ends})
+    cost += sum(len(segment.block_ids) * block_size + launch_tokens for segment in segments)
+    if cost >= len(rows) * (start - min(pads)):
+        return None
+    for row in alone:
+        blocks = tuple(rows[row].block_ids[covered[row] : limits[row]])
+        segments.append(Segment((row,), covered[row] * block_size, blocks))
+        ends[row] = most[row]
+    return Plan(tuple(segments), tuple(pads), tuple(ends), min(start, *ends))
+
+
+def _num_common(tables: Sequence[Sequence[int]], known: int) -> int:
+    """How many leading blocks the tables have in common; the first `known` are."""
+    first, common = tables[0], min(map(len, tables))
+    for table in tables[1:]:
+        number = known
+        while number < common and table[number] == first[number]:
+            number += 1
+        common = number
+    return common

@@ -1,0 +1,326 @@
+"""What the rows of a view share, read once: the plan, copies of segments, and attention over segments and tails.
+
+A `View` without windows asks it at each forward where the rows' own columns begin, keeps those, and hands them back with
+what a layer reads. Copies of segments are kept while the plan lasts. Where a model, or a call, wants something that cannot be
+served, what it reads becomes dense, and its rows are read each by itself from the next forward on: after a model for good,
+after a call until other rows run.
+"""
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ..kv.block_pool import BlockPool
+from ..kv.block_tables import read_source
+from ..kv.slot_mapping import ReadSource, RowLayout
+from ..kv.transfers import Transfer, to_device
+from .backends import Part, attend, merge
+from .lazy import LazyStates
+from .segments import Plan, Segment, find_segments
+
+# Bytes of keys and values of one layer that are read in the time that one more launch, and the merge after it, take. On a CPU
+# 8 rows of SmolLM2's shape were as quick after 112 shared tokens, where 1.2 MB a layer are saved, as read each by itself; 1.06
+# times as quick after 320 tokens (3.4 MB), and 1.55 times after 2,048. Of accelerators it is not measured.
+LAUNCH_BYTES: Mapping[str, int] = MappingProxyType({"cpu": 3 * 2**19})
+_OTHER_LAUNCH_BYTES = 2**23
+
+
+class SharedReads:
+    """What rows share, for the layers of a view that see all columns.
+
+    Args:
+        pool: whose blocks it is in.
+
+    Attributes:
+        plan: of the running rows; None: each row is read by itself.
+        num_bytes: of the copies of segments.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self.model_looks = False  # at what it reads, otherwise than by attention
+        self.call_looks = False  # attention was asked for something that cannot be served
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget plan and copies."""
+        if getattr(self, "_copies", None):
+            self._pool.release(tensor for layer in self._copies.values() for held in layer.values() for tensor in held)
+        self.plan: Plan | None = None
+        self.num_bytes = 0
+        self._is_planned = False  # for the rows as they are
+        self._planned_at = 0  # the column before which they were looked at
+        self._sources: list[ReadSource] = []  # segment -> where in the pool it is
+        self._copies: dict[
+            int, dict[str, list[Tensor]]
+        ] = {}  # layer index -> name -> of each segment [1, H, tokens, D]
+        self._forward: _Forward | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the model leaves attention to torch, as far as it is known."""
+        return not self.model_looks
+
+    def start_rows(self) -> None:
+        """Other rows run from here on."""
+        self.call_looks = self._is_planned = False
+
+    def reorder(self, sources: Sequence[int]) -> bool:
+        """Row `i` continues as row `sources[i]`. Returns whether what is held is of these rows as well, tails apart."""
+        return self.plan is None or self.plan.follows(sources)
+
+    def must_plan(self, num_rows: int, start: int, stop: int) -> bool:
+        """Whether the rows of a forward of the columns `[start, stop)` must be looked at; steps only resume."""
+        if not self._may_share(num_rows):
+            return self.plan is not None
+        plan = self.plan
+        is_other = plan is not None and (num_rows != len(plan.pads) or start < max(plan.ends))
+        is_later = stop - start > 1 and start > self._planned_at  # of a prompt in chunks, more is known by now
+        return start > 0 and (is_other or not self._is_planned or is_later)
+
+    def find(self, rows: Sequence[RowLayout], start: int) -> Plan | None:
+        """What these rows share before a column."""
+        pool = self._pool
+        layers = [layer for layer in (pool.layer(index) for index in pool.layer_indices) if layer]
+        num_bytes = [sum(held[:1].nbytes for held in layer.values()) for layer in layers]
+        if not self._may_share(len(rows)) or not num_bytes or not sum(num_bytes):
+            return None
+        device = next(iter(layers[0].values())).device.type
+        bytes_per_token = sum(num_bytes) / len(num_bytes) / pool.block_size
+        launch_tokens = LAUNCH_BYTES.get(device, _OTHER_LAUNCH_BYTES) / bytes_per_token
+        return find_segments(rows, start, pool.block_size, launch_tokens)
+
+    def may_stay(self, plan: Plan | None, start: int) -> bool:
+        """Whether what is held serves as well: another plan copies all anew, which pays where it shares twice as much."""
+        old = self.plan
+        if old is None or plan is None:
+            stays = old is plan
+        else:
+            is_of_them = self._is_planned and old.pads == plan.pads and start >= max(old.ends)
+            stays = is_of_them and plan.first_own < 2 * old.first_own
+        if stays:
+            self._is_planned, self._planned_at = True, start
+        return stays
+
+    def follow(self, plan: Plan | None, start: int, transfer: Transfer) -> None:
+        """The rows share this before a column; nothing is held."""
+        self.plan, self._is_planned, self._planned_at = plan, True, start
+        self._sources = [] if plan is None else [self._source(segment, transfer) for segment in plan.segments]
+
+    def start_forward(self, start: int, stop: int) -> int:
+        """A forward of the columns `[start, stop)` begins. Returns the first column of the tails."""
+        if self.plan is None:
+            return 0
+        self._forward = _Forward(self.plan, start, stop)
+        return self.plan.first_own
+
+    def read(self, layer_idx: int, new: Mapping[str, Tensor], tails: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a layer reads that writes `new`, lazily; dense where a gradient may flow through it.
+
+        Args:
+            tails: name -> [R, H, stop - first_own, D], of all rows.
+        """
+        forward = self._forward
+        assert forward is not None
+        segments = {name: self._held(layer_idx, name, states) for name, states in new.items()}
+        reads = _LayerReads(self, forward, segments, tails)
+        if torch.is_grad_enabled():
+            return {name: reads.gather(name) for name in new}
+        return {
+            name: LazyStates(
+                reads,
+                name,
+                (states.shape[0], states.shape[1], forward.stop, states.shape[3]),
+                states.dtype,
+                states.device,
+            )
+            for name, states in tails.items()
+        }
+
+    def _may_share(self, num_rows: int) -> bool:
+        return num_rows > 1 and not self.model_looks and not self.call_looks and not torch.is_grad_enabled()
+
+    def _source(self, segment: Segment, transfer: Transfer) -> ReadSource:
+        size, layout = self._pool.block_size, RowLayout(b"", 0, array("q"), segment.block_ids)
+        return read_source([layout], 0, len(segment.block_ids) * size, size, transfer)
+
+    def _held(self, layer_idx: int, name: str, new: Tensor) -> list[Tensor]:
+        """Of each segment [1, H, tokens, D], in the dtype of `new`: a part of the pool where that is possible, else a copy."""
+        copies = self._copies.setdefault(layer_idx, {})
+        held = copies.get(name, [])
+        if held and held[0].dtype != new.dtype:
+            held = []
+        if not held:
+            assert self.plan is not None
+            for segment, source in zip(self.plan.segments, self._sources, strict=True):
+                states = self._in_place(layer_idx, name, segment, new.dtype)
+                if states is None:
+                    states = self._pool.gather(layer_idx, source, [name])[name].to(new.dtype)
+                    self.num_bytes += states.nbytes
+                held.append(states)
+            copies[name] = held
+        return held
+
+    def _in_place(self, layer_idx: int, name: str, segment: Segment, dtype: torch.dtype) -> Tensor | None:
+        """A segment where it lies: a layer of one head, whose blocks follow one another, holds its tokens so."""
+        states, first, num = self._pool.layer(layer_idx)[name], segment.block_ids[0], len(segment.block_ids)
+        if states.dtype != dtype or (num > 1 and states.shape[1] > 1):
+            return None
+        if len(self._pool.groups) > 1:  # there a block may give way to an equal one later than before the next forward
+            return None
+        if segment.block_ids != (*range(first, first + num),):
+            return None
+        return states[first : first + num].transpose(0, 1).reshape(1, states.shape[1], -1, states.shape[3])
+
+
+class _Forward:
+    """One forward of rows that share segments: what its layers have in common."""
+
+    def __init__(self, plan: Plan, start: int, stop: int) -> None:
+        self.plan, self.start, self.stop = plan, start, stop
+        self._masks: list[tuple[Tensor | None, torch.dtype, torch.device, tuple[bool, Tensor | None]]] = []
+
+    def mask_of_tails(
+        self, mask: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> tuple[bool, Tensor | None]:
+        """Whether a mask says no more than where rows begin, and that they are causal; and what it says of the tails.
+
+        Args:
+            mask: as attention was given it; the same one for most layers.
+
+        Returns:
+            the latter [R, 1, T, columns of the tails], added to scores; None: all is seen.
+        """
+        for known, of_dtype, of_device, found in self._masks:
+            if known is mask and of_dtype == dtype and of_device == device:
+                return found
+        found = self._look(mask, dtype, device)
+        self._masks.append((mask, dtype, device, found))
+        return found
+
+    def _look(self, mask: Tensor | None, dtype: torch.dtype, device: torch.device) -> tuple[bool, Tensor | None]:
+        plan, start, stop = self.plan, self.start, self.stop
+        first, last, num_rows, length = plan.first_own, max(plan.ends), len(plan.pads), stop - start
+        if mask is None:
+            if length > 1 or any(plan.pads):
+                return False, None
+            if all(end == first for end in plan.ends):
+                return True, None
+        elif mask.dim() != 4 or mask.shape[0] not in (1, num_rows) or mask.shape[1:] != (1, length, stop):
+            return False, None
+        bounds = to_device([*plan.pads, *plan.ends], device).view(2, num_rows, 1, 1, 1)
+        pads, ends = bounds[0], bounds[1]  # [R, 1, 1, 1]
+        columns = torch.arange(stop, device=device)
+        queries = torch.arange(start, stop, device=device)[:, None]
+        seen = columns >= ends
+        added: Tensor | None = None
+        if mask is not None:
+            shown = mask if mask.dtype == torch.bool else mask == 0
+            hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+            is_token = queries >= pads
+            before = torch.where(columns[:last] >= pads, shown[..., :last], hidden[..., :last])
+            itself = torch.diagonal(shown, start, -2, -1).unsqueeze(-1)
+            fits = (before | (columns[:last] >= ends) | ~is_token).all() & (itself | ~is_token).all()
+            if not bool(fits):
+                return False, None
+            if mask.dtype == torch.bool:
+                seen = seen & mask
+            else:
+                added = mask[..., first:].to(dtype)
+        seen = (seen | (columns == queries))[..., first:]  # padding sees itself: no query may see nothing
+        if added is None:
+            added = torch.zeros((), dtype=dtype, device=device)
+        else:
+            added = torch.where((columns == queries)[:, first:], 0.0, added)
+        return True, torch.where(seen, added, -math.inf)
+
+
+class _LayerReads:
+    """What one layer reads in one forward: see `LazyReads`. Refers to nothing that later forwards change but the tails' memory."""
+
+    def __init__(
+        self,
+        shared: SharedReads,
+        forward: _Forward,
+        segments: Mapping[str, Sequence[Tensor]],
+        tails: Mapping[str, Tensor],
+    ) -> None:
+        self._shared = shared
+        self._forward = forward
+        self._segments = segments
+        self._tails = tails
+        self._dense: dict[str, Tensor] = {}
+        self._is_refused = False
+
+    def dense(self, name: str) -> Tensor:
+        """`LazyReads.dense`: somebody looks."""
+        if self._is_refused:
+            self._shared.call_looks = True
+        else:
+            self._shared.model_looks = True
+        if name not in self._dense:
+            self._dense[name] = self.gather(name)
+        return self._dense[name]
+
+    def gather(self, name: str) -> Tensor:
+        """[R, H, columns, D]: all that the rows see."""
+        forward, tail = self._forward, self._tails[name]
+        plan, (rows, heads, _, size) = forward.plan, tail.shape
+        whole = tail.new_zeros((rows, heads, forward.stop, size))
+        whole[:, :, plan.first_own :] = tail
+        for segment, states in zip(plan.segments, self._segments[name], strict=True):
+            for row in segment.rows:
+                first = plan.pads[row] + segment.start
+                whole[row, :, first : first + states.shape[2]] = states[0]
+        return whole
+
+    def refuse(self) -> None:
+        """`LazyReads.refuse`: the dense ones are asked for next."""
+        self._is_refused = True
+
+    def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:
+        """`LazyReads.attend`."""
+        forward, keys, values = self._forward, self._tails["key"], self._tails["value"]
+        plan, length = forward.plan, forward.stop - forward.start
+        num_rows, num_heads, num_queries, size = query.shape
+        fits, of_tails = False, None
+        if num_rows == len(plan.pads) and (num_queries == length or length == 1):
+            fits, of_tails = forward.mask_of_tails(mask, query.dtype, query.device)
+        if not fits or size != keys.shape[3]:
+            self.refuse()
+            return None
+        result = attend(query, Part(keys, values, of_tails), scale)
+        heads = keys.shape[1]
+        for segment, key, value in zip(plan.segments, self._segments["key"], self._segments["value"], strict=True):
+            rows, is_all = segment.rows, len(segment.rows) == num_rows
+            chosen = query if is_all else _take(query, rows)
+            stacked = chosen.reshape(len(rows), heads, -1, size).transpose(0, 1).reshape(1, heads, -1, size)
+            out, lse = attend(stacked, Part(key, value), scale)
+            out = out.view(heads, len(rows), -1, value.shape[3]).transpose(0, 1)
+            part = (
+                out.reshape(len(rows), num_heads, num_queries, value.shape[3]),
+                lse.reshape(heads, len(rows), -1).transpose(0, 1).reshape(len(rows), num_heads, num_queries),
+            )
+            result = merge(result, part) if is_all else _merge_rows(result, rows, part)
+        return result[0].to(query.dtype)
+
+
+def _take(states: Tensor, rows: Sequence[int]) -> Tensor:
+    """Some rows; a view of them where they follow one another."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return states.narrow(0, rows[0], len(rows))
+    return states.index_select(0, to_device(rows, states.device))
+
+
+def _merge_rows(
+    whole: tuple[Tensor, Tensor], rows: Sequence[int], part: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`merge` of some rows, those of the part."""
+    out, lse = whole
+    merged, merged_lse = merge((_take(out, rows), _take(lse, rows)), part)
+    index = to_device(rows, lse.device)
+    return out.to(merged.dtype).index_copy(0, index, merged), lse.index_copy(0, index, merged_lse)
