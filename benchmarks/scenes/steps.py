@@ -56,24 +56,24 @@ def beam_step(bench: Bench, repeat: Repeat) -> Lines:
         ids = bench.behind(bench.text(length), 1)
         bench.generate(ids, past_key_values=cache)  # so that ours has no more to prefill than one token, either
         for held in (ready, roomy):
-            _extend(bench, held, ids, num_beams)
+            extend(bench, held, ids, num_beams)
         return {
             BASELINE: on_ready(bench, ready, ids, **given),
             IN_PLACE: on_ready(bench, roomy, ids, **given),
             OURS: on_ours(bench, cache, ids, **given),
         }
 
-    measured = _measure_steps(bench, prepare, repeat(6))
+    measured = measure_steps_of(bench, prepare, repeat(6))
     what = f"a step of {num_beams} beams at {length:,} tokens"
     yield f"beam step {num_beams} beams, {length:,}", measured.line(what, at_least=bench.bar(1.4), floor=IN_PLACE)
 
 
-def _extend(bench: Bench, ready: DynamicCache, ids: Tensor, num_rows: int) -> None:
-    """The ready rows hold all of `ids` but the last token."""
+def extend(bench: Bench, ready: DynamicCache, ids: Tensor, num_rows: int) -> None:
+    """The ready rows hold all of `ids`, each `num_rows` times, but the last token."""
     length = ids.shape[1] - QUESTION_TOKENS
     if ready.get_seq_length() > length:
         ready.crop(length - ready.get_seq_length())
-    bench.prefill(ids[:, :-1].expand(num_rows, -1), ready)
+    bench.prefill(ids[:, :-1].repeat_interleave(num_rows, dim=0), ready)
 
 
 def _measure(bench: Bench, num_rows: int, length: int, num_steps: int, rounds: int) -> Measured:
@@ -92,10 +92,11 @@ def _measure(bench: Bench, num_rows: int, length: int, num_steps: int, rounds: i
             GATHER: on_ours(bench, gather, ids, **given),
         }
 
-    return _measure_steps(bench, prepare, rounds)
+    return measure_steps_of(bench, prepare, rounds)
 
 
-def _measure_steps(bench: Bench, prepare: Callable[[], dict[str, Way]], rounds: int) -> Measured:
+def measure_steps_of(bench: Bench, prepare: Callable[[], dict[str, Way]], rounds: int) -> Measured:
+    """Their steps in turn, the baseline's warmed up as well."""
     return measure_rounds(
         bench,
         prepare,
