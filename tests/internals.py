@@ -105,7 +105,7 @@ def held_states(cache_or_store: PagedPrefixCache | PrefixStore) -> Iterator[Tens
     for states in store.states.kept._contents.values():
         yield from states.values()
     for call in store.holders():
-        yield from call.states.live.read().values()
+        yield from call.carried().values()
         for held in [*call.rows.distinct, *call.previous.distinct]:
             if held.origin is not None:
                 yield from held.origin.states.values()

@@ -169,7 +169,7 @@ def read_saved_file(path: Path) -> SavedFile:
     """
     num_bytes = path.stat().st_size
     try:
-        with safe_open(path, framework="pt") as opened:
+        with _opened(path) as opened:
             metadata = opened.metadata() or {}
             if metadata.get("format") != _FORMAT:
                 is_ours = _OWN_NAME.fullmatch(path.name) and {_MANIFEST, _CHECKSUM} & metadata.keys()
@@ -192,6 +192,14 @@ def read_saved_file(path: Path) -> SavedFile:
         kind = DamagedFileError if _OWN_NAME.fullmatch(path.name) else SavedBlocksError
         raise kind(f"{path} is damaged, or no file of saved blocks: {error}") from error
     return file
+
+
+def _opened(path: Path) -> Any:
+    """The file, to read from.  Raises OSError where it has gone since, which torch, who opens it a second time, says in words of its own."""
+    try:
+        return safe_open(path, framework="pt")
+    except RuntimeError as error:
+        raise OSError(f"{path} cannot be read: {error}") from error
 
 
 def read_rows(file: SavedFile, kind: Kind, rows: Sequence[tuple[int, int]]) -> list[list[Tensor]]:
@@ -224,7 +232,7 @@ def _read(file: SavedFile, kind: Kind, rows: Sequence[tuple[int, int]]) -> tuple
     """The rows, and the numbers of those that are not what was written."""
     loaded, damaged = [], set()
     try:
-        with safe_open(file.path, framework="pt") as opened:
+        with _opened(file.path) as opened:
             for number, checksums in enumerate(file.content(kind).checksums):
                 held = opened.get_slice(_tensor(kind, number))
                 loaded.append([held[first : first + length] for first, length in rows])

@@ -193,3 +193,20 @@ def test_rows_that_were_changed_are_refused_and_others_read(written: Any) -> Non
     ((first,),) = read_rows(file, BLOCKS, [(0, 1)])
     assert first.equal(held[BLOCKS][0][:1])
     read_rows(file, 4, [(0, 1)])
+
+
+@pytest.mark.parametrize(
+    "read", [lambda file: read_saved_file(file.path), lambda file: read_rows(file, BLOCKS, [(0, 1)])]
+)
+def test_a_file_that_goes_while_it_is_opened_has_gone(written: Any, read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch maps a file after its header was read, and says in an error of its own that it is not there."""
+    file, _ = written
+    mapped = torch.UntypedStorage.from_file
+
+    def gone(name: str, *given: Any, **named: Any) -> Any:
+        file.path.unlink()
+        return mapped(name, *given, **named)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", gone)
+    with pytest.raises(OSError, match=r"cannot be read: .*No such file"):
+        read(file)
