@@ -65,9 +65,9 @@ def tensor_and_block(store: BlockStore, layer_idx: int, name: str, block_id: int
     return None if place is None else (pool.layer(layer_idx)[name], place)
 
 
-def split_everywhere() -> None:
-    """Let views that read once what rows share do so wherever they share a block, whatever that costs."""
-    shared_reads.LAUNCH_BYTES = {"cpu": 0}
+def split_everywhere(patch: pytest.MonkeyPatch) -> None:
+    """Views that read once what rows share do so wherever they share a block, whatever that costs."""
+    patch.setattr(shared_reads, "LAUNCH_BYTES", {"cpu": 0})
 
 
 def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore, layers: Collection[int] | None = None) -> None:

@@ -226,8 +226,7 @@ def play_all(seeds: Iterable[int]) -> int:
 
 @pytest.fixture(autouse=True)
 def one_block_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_reads, "LAUNCH_BYTES", shared_reads.LAUNCH_BYTES)  # what is put back
-    split_everywhere()
+    split_everywhere(monkeypatch)
 
 
 def test_random_trees_of_rows_are_read_as_eager_attention_reads_them() -> None:

@@ -11,6 +11,7 @@ import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from transformers import DynamicCache
 
@@ -38,7 +39,7 @@ def read_by(attention: str) -> None:
     """Play scenes with this `attention` in place of "contiguous"; "paged" splits wherever rows share a block."""
     _reading[0] = attention
     if attention == "paged":
-        split_everywhere()
+        split_everywhere(pytest.MonkeyPatch())  # for the rest of this process
 
 
 class CellError(Exception):

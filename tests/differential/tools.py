@@ -18,6 +18,7 @@ from tests.internals import (
     make_pools_grow,
     make_snapshots_frequent,
     recycle_all_memory,
+    split_everywhere,
 )
 from tests.promise.test_interrupted_calls import Interrupter
 
@@ -141,7 +142,7 @@ def interrupted(deed: Callable[[], Any], at: int) -> None:
 def make_small() -> pytest.MonkeyPatch:
     """Costs are those of short prompts, and pools and memory begin small."""
     patch = pytest.MonkeyPatch()
-    for change in (make_forwards_cheap, make_snapshots_frequent, make_pools_grow, recycle_all_memory):
+    for change in (make_forwards_cheap, make_snapshots_frequent, make_pools_grow, recycle_all_memory, split_everywhere):
         change(patch)
     return patch
 

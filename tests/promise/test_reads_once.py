@@ -40,8 +40,7 @@ SERVED = (
 
 @pytest.fixture(autouse=True)
 def one_block_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_reads, "LAUNCH_BYTES", shared_reads.LAUNCH_BYTES)  # what is put back
-    split_everywhere()
+    split_everywhere(monkeypatch)
 
 
 @pytest.fixture
