@@ -32,7 +32,7 @@ import tables  # noqa: E402
 from scenes.line import Line  # noqa: E402
 
 SCENES = list(bench_generate.SCENES)
-REUSES_NOTHING = {"nohit", "overhead", "bookkeeping", "forward_cost"}
+REUSES_NOTHING = {"nothing_shared_steps", "nohit", "overhead", "bookkeeping", "forward_cost"}
 REUSES_IF_IT_PAYS = {"batch_cold", "batch_mixed", "tiers"}  # with prompts as short as here it may not
 SHARES_THE_FORWARD = {"nsample_cold"}  # equal rows, one token each: no keys or values are read back
 REUSING = [name for name in SCENES if name not in REUSES_NOTHING | REUSES_IF_IT_PAYS]

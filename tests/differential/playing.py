@@ -70,7 +70,11 @@ class Player:
             "folder": self.folder.name,
             **{name: getattr(tools, name) for name in tools.__all__},
         }
-        self._run("\n".join(case.setup()))
+        try:
+            self._run("\n".join(case.setup()))
+        except BaseException:
+            self.close()
+            raise
         self.model = self.names["model"]
 
     def _run(self, lines: str) -> None:
@@ -246,10 +250,13 @@ class Player:
         return Failure(case, action.name if action else "end", category, message)
 
     def close(self) -> None:
-        for i in range(len(self.slots)):
-            self.names[f"c{i}"].detach()
-        if self.case.is_small:
-            self.names["small"].undo()
+        try:
+            for i in range(len(self.slots)):
+                if (cache := self.names.get(f"c{i}")) is not None:
+                    cache.detach()
+        finally:
+            if (small := self.names.get("small")) is not None:
+                small.undo()
         self.names.clear()
         self.folder.cleanup()
 

@@ -448,7 +448,7 @@ def test_a_call_on_what_is_no_cache_is_refused_by_name(kind: str) -> None:
         model(ids, past_key_values=given)
 
 
-@pytest.mark.parametrize("value", ["paged", True, None, ["gather"]])
+@pytest.mark.parametrize("value", ["page", True, None, ["gather"]])
 def test_attention_is_one_of_the_kinds_there_are(value: Any) -> None:
     message = f"attention is {value!r}; give 'contiguous' or 'paged' or 'gather'"
     with pytest.raises(CacheArgumentError, match=re.escape(message)):
