@@ -408,10 +408,8 @@ class View:
             self._valid = []
         elif not is_growing and num_rows != len(self._valid):
             self.drop()
-        elif (
-            is_growing and shared is not None and shared.is_wanted
-        ):  # more rows share more: what they read is made anew
-            self.drop()
+        elif is_growing and shared is not None and shared.is_wanted:
+            self.drop()  # more rows share more: what they read is made anew
         elif is_growing:
             self._grow(sources, stop)
         elif shared is not None and not shared.reorder(sources):
