@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -48,8 +49,19 @@ def make_tiny_llama(num_layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(torch.float32).eval()
 
 
-def pytest_runtest_setup() -> None:
-    """Locks are guarded wherever torch is used at all; tests of `blocks/` alone import none."""
+_frozen = ""  # the file before whose first test all was frozen
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before the first test of a file: what was imported is left out of collections, which took a fifth of a second each.
+
+    Locks are guarded wherever torch is used at all; tests of `blocks/` alone import none.
+    """
+    global _frozen
+    if _frozen != str(item.path):
+        _frozen = str(item.path)
+        gc.collect()
+        gc.freeze()
     if "torch" in sys.modules:
         from . import lock_guard
 

@@ -136,14 +136,15 @@ def test_multi_gpu_runs_on_what_there_is(run_example: Run) -> None:
     assert devices.startswith("layers on ")
 
 
-@pytest.fixture
-def ray_with_two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def ray_with_two_cores() -> Iterator[None]:
     import ray
 
-    monkeypatch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # this machine may be busy
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # this machine may be busy
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+        yield
+        ray.shutdown()
 
 
 @pytest.mark.usefixtures("ray_with_two_cores")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -15,10 +15,8 @@ import pytest
 import torch
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, ForwardMismatchError, OutOfBlocksError
-from hf_paged_cache.attention.view import View
 from hf_paged_cache.call.admission import UNLIMITED, num_blocks_to_take
 from hf_paged_cache.call.call import Call, CallState
-from hf_paged_cache.call.rows import Rows
 from hf_paged_cache.call.running import Bracket
 from hf_paged_cache.call.scheduled_forward import RowInput
 from hf_paged_cache.kv.block_pool import BlockPool
@@ -30,13 +28,10 @@ from .bench import (
     OTHER_ROOT,
     Bench,
     in_forward,
-    is_forward,
     limits,
-    make_rows,
     new_row,
     request,
     schedule,
-    tokens_in_batch,
     value_of,
 )
 
@@ -487,87 +482,6 @@ def test_prompts_of_chunks_are_one_call(bench: Bench) -> None:
         bench.forward(chunk, chunk)
     assert bench.tokens() == [list(range(9))] * 2
     assert bench.call.num_scheduled == 3
-
-
-# Tables and view move by the same rows; where one of the two did not, the view is empty
-
-
-class RecordingView(View):
-    """Holds no tensors, only what its rows would read: the tokens of each; a row that must be read again is empty."""
-
-    def __init__(self, store: BlockStore, rows: Rows, fails: bool = False) -> None:
-        super().__init__(store.pool, {}, keeps_copies=False)
-        self.rows = [list(row.table.token_ids) for row in rows.distinct]
-        self.fails = fails  # interrupted after it moved its first row
-        self.shared_columns = -1  # told by the last reorder
-        self.error: BaseException | None = None  # that the reorder ended in
-
-    def select(self, sources: Sequence[int], shared_columns: int = 0, index: torch.Tensor | None = None) -> None:
-        old, self.shared_columns = self.rows, shared_columns
-        if self.fails:
-            self.rows = [old[sources[0]], *old[1:]]
-            raise KeyboardInterrupt
-        self.rows = [old[source] for source in sources]
-
-    def drop(self) -> None:
-        self.rows = []
-
-
-def reordered(alias: list[int], sources: list[int], fails: bool = False) -> tuple[Call, RecordingView, list[list[int]]]:
-    """A call, its view, and the tokens that its rows had; rows that name the same number in `alias` are equal."""
-    store = BlockStore(BLOCK_SIZE, 100)
-    rows = make_rows(store, *(range(100 * number, 100 * number + 6) for number in range(1 + max(alias))), alias=alias)
-    view, before = RecordingView(store, rows, fails), tokens_in_batch(rows)
-    call = Call(store, view, is_forward)
-    call.take_over(rows)
-    try:
-        call.reorder(sources)
-    except (CacheArgumentError, KeyboardInterrupt) as error:
-        view.error = error
-    return call, view, before
-
-
-def give_back(call: Call) -> None:
-    call.drop_rows()
-    assert call.store.allocator.num_blocks_in_use == 0
-    call.store.allocator.check()
-
-
-@pytest.mark.parametrize("alias", [[0, 1, 2], [0, 0, 0], [0, 0, 1]])
-@pytest.mark.parametrize("sources", [[0, 1, 2], [2, 0, 1], [1, 1, 1], [2, 2, 0], [1], [0, 0, 1, 1]])
-def test_rows_move_alike_in_tables_and_view(alias: list[int], sources: list[int]) -> None:
-    call, view, before = reordered(alias, sources)
-    assert tokens_in_batch(call.rows) == view.rows == [before[source] for source in sources]
-    assert view.error is None
-    assert not call.rows.is_aliased
-    give_back(call)
-
-
-@pytest.mark.parametrize(("alias", "shared"), [([0, 0, 0], 6), ([0, 0, 1], 0)])
-def test_the_view_is_told_which_columns_the_rows_share_with_those_they_go_on_from(
-    alias: list[int], shared: int
-) -> None:
-    call, view, _ = reordered(alias, [2, 1, 0])  # in the second case a row leaves its prompt
-    assert view.shared_columns == shared
-    give_back(call)
-
-
-@pytest.mark.parametrize("sources", [[], [0, 2], [-1, 0]])
-def test_a_row_that_is_not_there_is_refused_and_nothing_moves(sources: list[int]) -> None:
-    call, view, before = reordered([0, 0], sources)
-    assert "the cache has rows 0 to 1" in str(view.error)
-    assert tokens_in_batch(call.rows) == before
-    assert view.rows == before[:1]
-    assert call.rows.is_aliased
-    give_back(call)
-
-
-def test_a_view_that_was_interrupted_is_empty_and_no_block_is_lost() -> None:
-    call, view, _ = reordered([0, 0], [1, 0], fails=True)
-    assert isinstance(view.error, KeyboardInterrupt)
-    assert view.rows == []
-    assert tokens_in_batch(call.rows) == [list(range(6))] * 2
-    give_back(call)
 
 
 # What is committed, and when

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
@@ -18,7 +17,6 @@ from .bench import (
     BLOCK_SIZE,
     ROOT,
     Prepared,
-    commit,
     limits,
     make_row,
     make_rows,
@@ -141,34 +139,6 @@ def test_every_unknown_token_is_written_once_to_its_own_slot(seed: int) -> None:
 
 
 # A decode step
-
-
-def test_a_step_does_what_any_forward_does() -> None:
-    """Rows of all lengths, forked rows and ends of sequences: the same tables, slots and commits as the long way."""
-    shuffler = random.Random(0)
-    for _ in range(60):
-        tokens = [[shuffler.randrange(1, 9) for _ in range(length)] for length in shuffler.sample(range(1, 12), 3)]
-        new = [shuffler.randrange(1, 9) for _ in range(4)]
-        given = limits(shuffler.choice([math.inf, 30]), num_prompt=shuffler.choice([0, 12]), end=(7,))
-        outcomes = []
-        for take in (take_step, take_blocks):
-            store = BlockStore(BLOCK_SIZE, 64)
-            made = [make_row(store, ids, 12 - len(ids)) for ids in tokens]
-            commit(*made)
-            made.append(made[0].fork())
-            rows = Rows(made, list(range(4)), 12)
-            known = rows.known_columns()
-            assert known == [12] * 4
-            if take is take_step:
-                num_taken, mapping = take_step(Prepared(store, rows, given), new, lambda: None)
-            else:
-                num_taken = take_blocks(Prepared(store, rows, given), request(*([token] for token in new)))
-                mapping = map_slots(store, rows, known, 12, 13)
-            store.allocator.check()
-            outcomes.append(
-                (num_taken, mapping.slots, mapping.sources, [(row.layout(), row.commit_end) for row in rows.distinct])
-            )
-        assert outcomes[0] == outcomes[1]
 
 
 def test_a_step_that_has_no_room_is_refused_and_can_be_taken_back() -> None:

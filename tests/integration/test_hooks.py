@@ -105,7 +105,7 @@ def test_threads_that_attach_a_model_at_once_attach_it_once(tiny_llama: Any) -> 
     with torch.no_grad():
         expected = tiny_llama(IDS, logits_to_keep=1).logits
         with ThreadPoolExecutor(8) as pool:
-            for _ in range(10_000 // 8):
+            for _ in range(300):
                 for built in [pool.submit(build) for _ in range(8)]:
                     built.result(timeout=60)
                 assert hooks_of(tiny_llama) == ([before_forward], [after_forward])

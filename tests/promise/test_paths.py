@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -611,13 +610,11 @@ def _rank(rank: int, port: int, results: Any) -> None:
         dist.destroy_process_group()
 
 
-def test_two_processes_that_shard_the_model_run_the_same_number_of_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A new process finds this file by its module's name; the pytest that runs this one may not have the root on its path.
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
+def test_two_processes_that_shard_the_model_run_the_same_number_of_forwards() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("fork")  # which has imported everything
     results = context.Queue()
     ranks = [context.Process(target=_rank, args=(rank, port, results), daemon=True) for rank in range(2)]
     for process in ranks:
