@@ -413,21 +413,6 @@ def test_no_more_tokens_than_there_are_can_be_taken_back(bench: Bench) -> None:
 # What is computed
 
 
-@BOTH_VIEWS
-@pytest.mark.parametrize("num_tokens", [7, 8, 9])
-def test_the_next_call_computes_what_no_call_before_it_did(num_tokens: int, *, keeps_copies: bool) -> None:
-    bench = Bench(keeps_copies=keeps_copies)
-    bench.forward(list(range(num_tokens)))
-    bench.begin()
-    same = bench.forward(list(range(num_tokens)))
-    assert same.stop - same.start == 1  # the last token's logits
-    bench.begin()
-    longer = bench.forward([*range(num_tokens), 50, 51])
-    assert (longer.start, longer.stop) == (num_tokens, num_tokens + 2)
-    other = Bench(bench.store, keeps_copies=keeps_copies)
-    assert other.forward([*range(num_tokens), 60]).start == num_tokens // BLOCK_SIZE * BLOCK_SIZE
-
-
 def test_equal_rows_run_once_until_they_part(bench: Bench) -> None:
     first = bench.forward([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 6])
     assert (first.sources, first.copies) == ((0, 2), (0, 0, 1))
@@ -454,18 +439,6 @@ def test_beams_keep_their_own_tokens_through_reorders_drops_and_repeats(*, keeps
 
 
 @BOTH_VIEWS
-def test_rows_multiplied_chosen_and_ended_are_found_right_by_the_next_call(*, keeps_copies: bool) -> None:
-    """The view of rows that were multiplied or chosen among is gone; nothing of it may be taken for kept."""
-    bench = Bench(keeps_copies=keeps_copies)
-    bench.forward([1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
-    bench.call.reorder([1])
-    bench.begin()
-    assert bench.forward([6, 7, 8, 9, 10, 11]).start == 5
-    bench.call.reorder([0, 0, 0])
-    bench.forward([1], [2], [3])
-
-
-@BOTH_VIEWS
 def test_after_a_forward_that_failed_half_way_the_next_call_reads_what_is_true(*, keeps_copies: bool) -> None:
     bench = Bench(keeps_copies=keeps_copies)
     bench.begin()
@@ -474,14 +447,6 @@ def test_after_a_forward_that_failed_half_way_the_next_call_reads_what_is_true(*
     bench.end(failed=True)
     bench.begin()
     assert bench.forward([1, 2, 3, 4, 5, 7]).start > 0
-
-
-def test_prompts_of_chunks_are_one_call(bench: Bench) -> None:
-    bench.begin(limits(20, num_prompt=9))
-    for chunk in ([0, 1, 2, 3], [4, 5, 6, 7], [8]):
-        bench.forward(chunk, chunk)
-    assert bench.tokens() == [list(range(9))] * 2
-    assert bench.call.num_scheduled == 3
 
 
 # What is committed, and when

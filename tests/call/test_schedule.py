@@ -35,21 +35,6 @@ def store() -> BlockStore:
 # Blocks
 
 
-def test_each_row_takes_its_new_tokens_and_the_blocks_for_them(store: BlockStore) -> None:
-    rows = make_rows(store, [1, 2, 3], [4, 5, 6])
-    taken = take_blocks(Prepared(store, rows), request([7, 8], [9, 9]))
-    assert taken == 2
-    assert tokens_in_batch(rows) == [[1, 2, 3, 7, 8], [4, 5, 6, 9, 9]]
-    assert [row.num_confirmed for row in rows.distinct] == [3, 3]
-
-
-def test_tokens_that_a_match_holds_already_are_not_appended_again(store: BlockStore) -> None:
-    put_in_store(store, list(range(8)))
-    rows, _ = begin_rows(store, request(range(10)), [])
-    take_blocks(Prepared(store, rows), request(range(10)))
-    assert list(rows.distinct[0].table.token_ids) == list(range(10))
-
-
 @pytest.mark.parametrize(("held", "num_confirmed"), [(0, 0), (3, 0), (3, 3), (5, 3)])
 def test_only_what_a_table_lacks_of_the_new_tokens_is_appended(
     store: BlockStore, held: int, num_confirmed: int
