@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     import torch
     from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -103,6 +104,15 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
     from .tiny_models import CHARACTERS, character_tokenizer
 
     return character_tokenizer(CHARACTERS)
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path, tiny_llama: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase) -> str:
+    """A model and its tokenizer in a folder, as users have them."""
+    folder = tmp_path / "model"
+    tiny_llama.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,14 +17,6 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 Run = Callable[..., list[str]]
 
 pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="the examples are not beside the tests")
-
-
-@pytest.fixture
-def model_folder(tmp_path: Path, tiny_llama: Any, tiny_tokenizer: Any) -> str:
-    folder = tmp_path / "model"
-    tiny_llama.save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from .examine import DEFECTS, TypeResult, examine
@@ -19,6 +17,8 @@ from .report import STORED, counts, load, table
 from .scenes import SCENES
 from .windows import WINDOWS
 from .zoo import VARIANTS, model_types
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEED = 371  # of the part that is run, so that it has each window; another one with each release
 NUM_WINDOWS = 4  # of each type that has some; the next type plays others
@@ -34,14 +34,6 @@ def chosen() -> list[str]:
 def windows_in_turn(number: int) -> list[int]:
     """Those that the type of this number plays; with each type they begin 4 further, so that 15 types begin at each."""
     return [WINDOWS[(SEED + 4 * number + step) % len(WINDOWS)] for step in range(NUM_WINDOWS)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
