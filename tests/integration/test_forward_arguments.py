@@ -119,32 +119,6 @@ def test_without_a_mask_nothing_is_padding() -> None:
     assert tokens(given) == IDS.tolist()
 
 
-@pytest.mark.parametrize(
-    ("mask", "num_hidden", "why"),
-    [
-        ([[1, 1, 0, 0], [1, 1, 1, 1]], [2, 0], "row 0 has zeros after its first one (right padding or holes)"),
-        ([[1, 1, 1, 1], [0, 1, 0, 1]], [0, 2], "row 1 has zeros after its first one (right padding or holes)"),
-    ],
-)
-def test_a_mask_with_holes_or_padding_on_the_right_is_not_reused(
-    mask: list[list[int]], num_hidden: list[int], why: str
-) -> None:
-    given = read({"input_ids": IDS, "attention_mask": torch.tensor(mask)})
-    assert given.bypass is not None
-    assert why in given.bypass
-    assert (pads(given), given.may_alias) == ([0, 0], False)
-    assert [row.num_hidden for row in given.rows] == num_hidden
-    assert tokens(given) == IDS.tolist()
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (2, 5), (1, 4)])
-def test_a_mask_that_fits_neither_rows_nor_columns_is_refused(shape: tuple[int, int]) -> None:
-    with pytest.raises(
-        CacheArgumentError, match=r"it must be \(2, 4\): pass ids that continue exactly where the rows stopped"
-    ):
-        read({"input_ids": IDS, "attention_mask": torch.ones(shape)})
-
-
 def test_a_mask_covers_the_columns_before_as_well() -> None:
     rows = running((2, 4), (0, 6))
     mask = torch.cat(
