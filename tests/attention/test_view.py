@@ -498,7 +498,7 @@ def test_a_view_with_copies_that_knows_how_far_its_rows_go_is_made_no_larger_and
 
 def test_a_view_with_copies_far_larger_than_what_comes_is_given_up() -> None:
     bench = Bench(WITH_COPIES)
-    bench.start([row_of(4000)], max_rows=1, max_columns=4100)
+    bench.start([row_of(1000)], max_rows=1, max_columns=1100)
     bench.forward(0)
     large = bench.view.num_bytes
     bench.start([row_of(9)], max_rows=1, max_columns=20)

@@ -11,7 +11,6 @@ import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from transformers import DynamicCache
 

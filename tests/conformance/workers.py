@@ -7,9 +7,8 @@ import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
-from tqdm import tqdm
-
 import pytest
+from tqdm import tqdm
 
 from ..internals import split_everywhere
 from .examine import TypeResult, examine

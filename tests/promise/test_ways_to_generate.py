@@ -469,9 +469,7 @@ def test_forwards_by_hand_give_what_they_give_with_dynamic_cache(
         assert shapes == [(2, length) for length in (50, 7, 1, 1, 1, 50 - 40 if logits_to_keep else 50, 7, 1, 1, 1)]
         zero_blocks(kept)
         # where all tokens are computed, a copy of the rows needs none of the blocks
-        assert are_close(by_hand(model, kept, **asked), wanted) == (
-            attention == "paged" and logits_to_keep is None
-        )
+        assert are_close(by_hand(model, kept, **asked), wanted) == (attention == "paged" and logits_to_keep is None)
 
 
 # Compiled models.
