@@ -64,10 +64,10 @@ def by_operators(query: Tensor, part: Part, scale: float | None = None) -> tuple
     num_rows, num_heads, length, size = query.shape
     heads, most = part.key.shape[1], max(1, _MOST_SCORES // (num_rows * num_heads * part.key.shape[2]))
     if length > most:
-        masks = None if part.mask is None else part.mask.expand(-1, -1, length, -1).split(most, 2)
+        mask = None if part.mask is None else part.mask.expand(-1, -1, length, -1)
         pieces = [
-            by_operators(some, part._replace(mask=None if masks is None else masks[i]), scale)
-            for i, some in enumerate(query.split(most, 2))
+            by_operators(query[:, :, some], part._replace(mask=None if mask is None else mask[:, :, some]), scale)
+            for some in (slice(first, first + most) for first in range(0, length, most))
         ]
         return torch.cat([out for out, _ in pieces], 2), torch.cat([lse for _, lse in pieces], 2)
     exact = torch.promote_types(query.dtype, torch.float32)
