@@ -44,7 +44,7 @@ def test_dynamic_cache_transfers_nothing_in_a_decode_step(count: Count) -> None:
 BOUNDED = [  # a gather copies each layer's keys and values, so it launches more; in bf16 what converts would be seen
     (count, attention, dtype)
     for count in COUNTS
-    for attention in ("contiguous", "gather")
+    for attention in ("paged", "gather")
     for dtype in (torch.float32, torch.bfloat16)
     if not (count.what.startswith("launches") and attention == "gather")
     if dtype == torch.float32 or count.what in IN_BF16
@@ -60,7 +60,7 @@ def test_a_paged_cache_counts_at_most(count: Count, attention: str, dtype: torch
 
 
 @pytest.mark.parametrize("kind", ["wait", "transfer"])
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("how", ["1 row", "4 padded rows", "4 beams"])
 def test_a_step_that_completes_a_block_costs_one_more(how: str, attention: str, kind: str) -> None:
     count = next(count for count in COUNTS if count.what == f"{kind}s, decode step, {how}")
@@ -70,7 +70,7 @@ def test_a_step_that_completes_a_block_costs_one_more(how: str, attention: str, 
     assert len(worst.of(kind)) <= limit_of(count, attention, torch.float32) + 1, worst.lines(kind)
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("how", [{"num_rows": 1}, {"num_rows": 4}, {"num_beams": 4}], ids=str)
 def test_no_transfer_of_a_step_blocks(how: dict[str, int], attention: str) -> None:
     counter = Counter(attention)

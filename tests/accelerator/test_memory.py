@@ -28,9 +28,9 @@ NUMBERS = tuple(f"{OURS}{path}" for path in ("kv/transfers", "kv/block_tables", 
 
 CALLS: dict[str, dict[str, Any]] = {"3 rows": {"num_rows": 3}, "beams": {"num_rows": 1, "num_beams": 3}}
 PAIRS = [  # each two of call, attention and place in the cache's life; and the allocation at which each begins
-    ("3 rows", "contiguous", "first call", 1),
+    ("3 rows", "paged", "first call", 1),
     ("3 rows", "gather", "later call", 2),
-    ("beams", "contiguous", "later call", 3),
+    ("beams", "paged", "later call", 3),
     ("beams", "gather", "first call", 2),
 ]
 STRIDES = {True: 3, False: 97}  # from one allocation of ours, and of transformers, to the next that is refused
@@ -138,7 +138,7 @@ def test_memory_may_run_out_at_any_allocation_of_a_call(
     assert outcomes["same"], outcomes
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 def test_where_memory_is_short_cached_blocks_make_way_and_each_call_is_right(attention: Any) -> None:
     model = make_tiny_llama().to("sim")
     expected = [call(model, DynamicCache(), seed=seed, num_tokens=150) for seed in range(16)]

@@ -84,7 +84,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 @pytest.mark.parametrize(
     ("attention", "order"),
-    [("contiguous", order) for order in permutations(MODES)] + [("gather", tuple(MODES))],
+    [("paged", order) for order in permutations(MODES)] + [("gather", tuple(MODES))],
     ids=lambda given: given if isinstance(given, str) else " then ".join(given),
 )
 def test_gradient_modes_mixed_between_calls(model: PreTrainedModel, order: tuple[str, ...], attention: str) -> None:

@@ -54,10 +54,10 @@ def _used(cache: PagedPrefixCache) -> None:
 STORES = pytest.mark.parametrize(
     ("before", "attention"),
     [
-        (_nothing, "contiguous"),
+        (_nothing, "paged"),
         (_nothing, "gather"),
         (_reset, "gather"),
-        (_prefilled_with_less_than_a_block, "contiguous"),
+        (_prefilled_with_less_than_a_block, "paged"),
         (_used, "gather"),
     ],
 )
