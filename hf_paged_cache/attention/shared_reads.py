@@ -51,6 +51,7 @@ class SharedReads:
         if getattr(self, "_copies", None):
             self._pool.release(tensor for layer in self._copies.values() for held in layer.values() for tensor in held)
         self.plan: Plan | None = None
+        self._kinds: list[tuple[int, ...]] = []  # of the plan's rows
         self.num_bytes = 0
         self._is_planned = False  # for the rows as they are
         self._planned_at = 0  # the column before which they were looked at
@@ -71,7 +72,7 @@ class SharedReads:
 
     def reorder(self, sources: Sequence[int]) -> bool:
         """Row `i` continues as row `sources[i]`. Returns whether what is held is of these rows as well, tails apart."""
-        return self.plan is None or self.plan.follows(sources)
+        return self.plan is None or [self._kinds[source] for source in sources] == self._kinds
 
     def must_plan(self, num_rows: int, start: int, stop: int) -> bool:
         """Whether the rows of a forward of the columns `[start, stop)` must be looked at; steps only resume."""
@@ -109,6 +110,7 @@ class SharedReads:
     def follow(self, plan: Plan | None, start: int, transfer: Transfer) -> None:
         """The rows share this before a column; nothing is held."""
         self.plan, self._is_planned, self._planned_at = plan, True, start
+        self._kinds = [] if plan is None else plan.kinds()
         self._sources = [] if plan is None else [self._source(segment, transfer) for segment in plan.segments]
 
     def start_forward(self, start: int, stop: int) -> int:
