@@ -20,7 +20,7 @@ from ..kv.block_tables import BlockTables, read_source
 from ..kv.recycled_memory import RecycledMemory, zeros
 from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer
-from .shared_reads import SharedReads
+from .shared_reads import ReadOnce, SharedReads
 
 MIN_SPARE_COLUMNS = 128  # that a buffer has at least when it grows: few decode steps have to grow it
 
@@ -160,6 +160,21 @@ class View:
     def num_bytes(self) -> int:
         """Bytes held besides the pool."""
         return self._buffer_bytes + self._memory.num_bytes + (0 if self._shared is None else self._shared.num_bytes)
+
+    @property
+    def backend(self) -> str:
+        """What computes attention over what rows share."""
+        return 'none: attention is not "paged"' if self._shared is None else self._shared.backend
+
+    @property
+    def read_once(self) -> ReadOnce:
+        """Of the running call, or of the last one."""
+        return ReadOnce() if self._shared is None else self._shared.read_once
+
+    def start_call(self) -> None:
+        """Another call is counted from here on."""
+        if self._shared is not None:
+            self._shared.read_once = ReadOnce()
 
     # A forward.
 

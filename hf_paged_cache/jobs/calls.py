@@ -42,6 +42,7 @@ class Described(NamedTuple):
         config: the model's.
         placeholders: the model's token ids that are no text.
         generation_config: what its calls go by.
+        reads_once: whether attention reads once what rows of a batch share.
     """
 
     tokenizer: Any
@@ -49,6 +50,7 @@ class Described(NamedTuple):
     placeholders: Placeholders
     generation_config: GenerationConfig
     block_size: int
+    reads_once: bool
 
 
 class Answered(NamedTuple):
@@ -96,7 +98,14 @@ class BatchCalls:
     def describe(self) -> Described:
         """The model, as the job must know it."""
         store = self.cache.store
-        return Described(self._tokenizer, self._model.config, store.placeholders, self._config, store.blocks.block_size)
+        return Described(
+            self._tokenizer,
+            self._model.config,
+            store.placeholders,
+            self._config,
+            store.blocks.block_size,
+            reads_once=self.cache.attention == "paged",
+        )
 
     def digest(self) -> str:
         """Of the model; see `sampled_digest`."""

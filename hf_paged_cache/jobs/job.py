@@ -36,7 +36,7 @@ from .journal import (
     require_writable,
 )
 from .options import NO_OPTIONS, How, tokens_seen
-from .order import batches, build_prefix_tree, ordered, partition
+from .order import Limits, batches, build_prefix_tree, limits_that_pay, ordered, partition
 from .progress import progress_bar, warn_of_bypassed
 from .prompts import require_positions, require_text, tokenized
 from .rows import Row, digest_of, opened, require_room
@@ -86,7 +86,7 @@ def generate_all(
     out: "str | PathLike[str] | None" = None,
     column: str = "prompt",
     order: Literal["given", "done"] = "given",
-    batch_size: int = 8,
+    batch_size: int | None = None,
     max_new_tokens: int = 128,
     cache: PagedPrefixCache | PrefixStore | None = None,
     attention: Literal["contiguous", "paged", "gather"] = "contiguous",
@@ -115,7 +115,8 @@ def generate_all(
         out: a file of JSON lines: each row with its `completion`. It grows while the job runs.
         column: where the prompt is, in a row.
         order: of the rows in `out`: as they were given, or as they are done.
-        batch_size: rows of a `generate` at most.
+        batch_size: prompts of a `generate` at most; None: as many as pay. That is 8 that share nothing; of prompts behind a common
+            prefix, which `attention="paged"` reads once, up to 64 in the same memory.
         cache: to run on, or a store to make one of; None: a new one for this job.
         overwrite: remove an `out`, a journal and a record that are there; without it an `out` of another job is refused, and this
             job's is resumed.
@@ -190,7 +191,7 @@ class Crew:
 def run_job(crew: Crew, prompts: _Prompts, how: How) -> BatchResult:
     """A job on whatever runs its batches; see `generate_all` for what is refused."""
     described: Described = crew.ask("describe")
-    if described.generation_config.prompt_lookup_num_tokens and how.batch_size > 1:
+    if described.generation_config.prompt_lookup_num_tokens and (how.batch_size or 1) > 1:
         alone = f"give batch_size=1, not {how.batch_size}"
         raise CacheArgumentError(f"prompt_lookup_num_tokens runs one row at a time; {alone}")
     path = None if how.out is None else Path(how.out)
@@ -219,7 +220,7 @@ def run_job(crew: Crew, prompts: _Prompts, how: How) -> BatchResult:
                 require_same(path, finished, {**job, "order": how.order})
                 return BatchResult(None, finished.summary)
         if tokens:
-            crew.ask("try_out", tokens[: min(how.batch_size, 2)])
+            crew.ask("try_out", tokens[: min(_limits(described, tokens, how).num_prompts, 2)])
         beside = None if path is None else journal_of(path)
         journal = stack.enter_context(Journal(beside, job, len(rows), anew=how.overwrite))
         output = None
@@ -257,8 +258,19 @@ def _options_of_results(described: Described, how: How, num_workers: int) -> dic
     options["column"] = how.column
     if config.do_sample:
         options |= {"batch_size": how.batch_size, "seed": how.seed}
+        if how.batch_size is None:
+            options["reads_once"] = described.reads_once
         options |= {"num_workers": num_workers, "block_size": described.block_size}
     return options
+
+
+def _limits(described: Described, tokens: "Sequence[array[int]]", how: How) -> Limits:
+    """At which the job's batches are cut."""
+    config = described.generation_config
+    if how.batch_size is not None or config.prompt_lookup_num_tokens:
+        return Limits(how.batch_size or 1)
+    num_sequences = max(config.num_beams or 1, config.num_return_sequences or 1)
+    return limits_that_pay([*map(len, tokens)], how.max_new_tokens, num_sequences, read_once=described.reads_once)
 
 
 def _planned(
@@ -266,12 +278,12 @@ def _planned(
 ) -> list[list[Batch]]:
     """Of each worker, the batches that it is to run, without those that are done."""
     tree, lengths = build_prefix_tree(tokens, block_size=described.block_size), [*map(len, tokens)]
-    least_padded = tokens_seen(described.generation_config)
+    least_padded, limits = tokens_seen(described.generation_config), _limits(described, tokens, how)
     queues: list[list[Batch]] = []
     for own in partition([*ordered(tree, lengths)], num_workers, how.max_new_tokens):
         planned = (
             Batch(numbers, [tokens[number] for number in numbers], frozenset(n for n in numbers if n in done))
-            for numbers in batches(own, how.batch_size, how.max_new_tokens, least_padded)
+            for numbers in batches(own, limits, how.max_new_tokens, least_padded)
         )
         queues.append([batch for batch in planned if len(batch.done) < len(batch.rows)])
     return queues
