@@ -58,7 +58,7 @@ def main() -> None:
     def allowed_next(_: int, ids: Tensor) -> list[int]:
         return allowed.get(tuple(ids[start:].tolist()), [end])  # of a beam that has ended, or that no item begins with
 
-    cache = PagedPrefixCache(model, attention="paged")
+    cache = PagedPrefixCache(model)
     output = model.generate(
         **inputs,
         past_key_values=cache,

@@ -106,7 +106,7 @@ def test_a_call_says_how_many_tokens_were_read_once_for_how_many_rows_and_why_no
     split_everywhere(monkeypatch)
     model, prompt = tiny("llama"), torch.tensor([row((1, 120))])
     several = torch.cat([torch.cat((prompt, torch.tensor([[new, 7]])), 1) for new in (3, 4, 5)])
-    cache = PagedPrefixCache(model, attention="paged")
+    cache = PagedPrefixCache(model)
     assert cache.stats().backend == "not known yet"
     for _ in range(2):
         run(model, cache, input_ids=prompt)
@@ -114,7 +114,7 @@ def test_a_call_says_how_many_tokens_were_read_once_for_how_many_rows_and_why_no
         run(model, cache, input_ids=several)
         assert read_once_of(cache) == (112, 3, "")
         with torch.no_grad():
-            model(several, past_key_values=PagedPrefixCache(cache.store, attention="paged"))
+            model(several, past_key_values=PagedPrefixCache(cache.store))
     assert cache.stats().backend == "flash_of_cpu"
     cache.reset()
     model(several, past_key_values=cache)
@@ -127,7 +127,7 @@ def test_a_model_that_looks_itself_says_so_in_each_of_its_calls(monkeypatch: pyt
     split_everywhere(monkeypatch)
     model = build("llama", attn_implementation="eager")
     several = torch.tensor([[*row((1, 120)), new] for new in (3, 4, 5)])
-    cache = PagedPrefixCache(model, attention="paged")
+    cache = PagedPrefixCache(model)
     for _ in range(2):
         run(model, cache, input_ids=several)
         num_tokens, _, dense = read_once_of(cache)

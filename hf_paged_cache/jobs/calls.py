@@ -42,7 +42,6 @@ class Described(NamedTuple):
         config: the model's.
         placeholders: the model's token ids that are no text.
         generation_config: what its calls go by.
-        reads_once: whether attention reads once what rows of a batch share.
     """
 
     tokenizer: Any
@@ -50,7 +49,6 @@ class Described(NamedTuple):
     placeholders: Placeholders
     generation_config: GenerationConfig
     block_size: int
-    reads_once: bool
 
 
 class Answered(NamedTuple):
@@ -98,14 +96,7 @@ class BatchCalls:
     def describe(self) -> Described:
         """The model, as the job must know it."""
         store = self.cache.store
-        return Described(
-            self._tokenizer,
-            self._model.config,
-            store.placeholders,
-            self._config,
-            store.blocks.block_size,
-            reads_once=self.cache.attention == "paged",
-        )
+        return Described(self._tokenizer, self._model.config, store.placeholders, self._config, store.blocks.block_size)
 
     def digest(self) -> str:
         """Of the model; see `sampled_digest`."""
@@ -130,6 +121,21 @@ class BatchCalls:
             except Exception as error:  # transformers looks at options where it uses them, and raises whatever comes
                 said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 raise CacheArgumentError(f"generate cannot run so: {shorten(said, 300, placeholder=' ...')}") from error
+
+    def reads_once(self, one: int, other: int) -> bool:
+        """Whether the model's attention reads once what rows share, as two short rows show, in a store of their own.
+
+        Args:
+            one, other: two token ids.
+        """
+        cache = PagedPrefixCache(self._model, block_size=4, num_blocks=64)
+        cache.view.read_once_whatever_it_costs()
+        cache.prefill([one] * 8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # as in `try_out`
+            self._generate([0], *_padded([[one] * 9, [one] * 8 + [other]]), cache, max_new_tokens=1)
+        call = cache.last_call
+        return call.read_once_tokens > 0 and not call.dense
 
     def run(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], done: frozenset[int] = frozenset()

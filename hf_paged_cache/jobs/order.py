@@ -223,7 +223,7 @@ def limits_that_pay(lengths: Sequence[int], num_new_tokens: int, num_sequences: 
     row is read by itself all of them.
 
     Args:
-        read_once: keys and values that rows share are in memory, and read, once.
+        read_once: whether keys and values that rows share are in memory, and read, once.
 
     Examples:
         >>> limits_that_pay([1040] * 100, 16, read_once=True)

@@ -175,7 +175,7 @@ def test_the_cache_of_a_job_is_of_the_sizes_that_are_given(
         result = run(model, tokenizer, **options)
     assert result.completions == [alone(model, tokenizer, prompt) for prompt in PROMPTS]
     cache = made[0]
-    assert cache.attention == options.get("attention", "contiguous")
+    assert cache.attention == options.get("attention", "paged")
     assert cache.store.blocks.block_size == options.get("block_size", 16)
     if "num_blocks" in options:
         assert cache.stats().num_blocks == 60
@@ -449,6 +449,19 @@ def test_an_output_that_is_no_file_stays(tokenizer: Any, tmp_path: Path) -> None
     assert (tmp_path / "pipe").is_fifo()
 
 
+@pytest.mark.parametrize(("attention", "num_batches"), [("sdpa", 1), ("eager", 3)])
+def test_batches_are_larger_behind_a_prefix_where_the_model_reads_it_once(
+    attention: str, num_batches: int, tokenizer: Any
+) -> None:
+    model = build("llama", attn_implementation=attention)
+    prompts = ["x" * 200 + f"{number:02}" for number in range(20)]
+    result = run(model, tokenizer, prompts)
+    assert result.summary.num_batches == num_batches
+    assert result.completions == run(model, tokenizer, prompts, batch_size=4).completions
+    apart = [f"{number:02}" + "x" * 200 for number in range(20)]
+    assert run(model, tokenizer, apart).summary.num_batches == 3
+
+
 def test_samples_of_a_batch_that_runs_in_parts_are_the_same_after_an_interruption(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -570,7 +583,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (["a"], {"max_bytes": 0}, "max_bytes is 0"),
     (["a"], {"num_blocks": 1}, "num_blocks is 1"),
     (["a"], {"block_size": 0}, "block_size is 0"),
-    (["a"], {"attention": "fast"}, "attention is 'fast'; give 'contiguous' or 'paged' or 'gather'"),
+    (["a"], {"attention": "fast"}, "attention is 'fast'; give 'paged' or 'gather'"),
     (["a"], {"disk_bytes": "1GB"}, "disk_bytes is 1GB without disk_folder"),
     (["a"], {"overwrite": "no"}, "overwrite is 'no'; give True or False"),
     (["a"], {"progress": "yes"}, "progress is 'yes'; give True or False"),
