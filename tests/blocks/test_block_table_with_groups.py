@@ -288,12 +288,12 @@ class Content:
 
 
 def fork_again(world):
-    with forks_in_place_of([world.table], [world.forked]) as (forked,):
-        world.forked = forked
+    with forks_in_place_of([world.table], [world.equal]) as (forked,):
+        world.equal = forked
 
 
 OPERATIONS = {
-    "fork in place of a fork": fork_again,
+    "fork in place of another": fork_again,
     "append": lambda w: w.kept.append_tokens([1, 2, 3, 4, 5]),
     "append to a fork": lambda w: w.forked.append_tokens([1, 2, 3]),
     "append a token": lambda w: w.equal.append_token(1),
