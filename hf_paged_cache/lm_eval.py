@@ -34,7 +34,7 @@ _Item = TypeVar("_Item")
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, or None; context and continuation
 
 
-@register_model("hf-paged")
+@register_model("hf-paged")  # type: ignore[untyped-decorator]
 class PagedHFLM(HFLM):  # type: ignore[misc]
     """The harness's HF model on a prefix cache: what requests have in common is computed once.
 
@@ -53,7 +53,9 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
     def __init__(self, pretrained: Any, **options: Any) -> None:
         super().__init__(pretrained, **options)
         if self.backend != "causal":
-            raise CacheArgumentError(f"hf-paged is for causal models, and the backend is {self.backend}; use --model hf")
+            raise CacheArgumentError(
+                f"hf-paged is for causal models, and the backend is {self.backend}; use --model hf"
+            )
         program = running_program()
         cache = None if program is None else program.cache_of(self.model)
         self.cache = PagedPrefixCache(self.model, on_full="bypass") if cache is None else cache
@@ -94,8 +96,8 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         for some in _runs(contexts, size if may_score_together(self.cache) else 1):
             wanted = [(context, [tuple(requests[i][2]) for i in of_context[context]]) for context in some]
-            for context, given in zip(some, self._scores(wanted, size), strict=True):
-                for i, answer in zip(of_context[context], given, strict=True):
+            for asked, given in zip(some, self._scores(wanted, size), strict=True):
+                for i, answer in zip(of_context[asked], given, strict=True):
                     answers[i] = answer
                     if (texts := requests[i][0]) is not None:
                         self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -127,7 +129,7 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
         """Rows of the longest prompt that the blocks hold, up to `max_batch_size`; nothing is tried."""
         stats = self.cache.store.stats()
-        most = self.max_batch_size
+        most: int = self.max_batch_size
         if stats.num_blocks is not None:
             most = min(most, (stats.num_blocks - 1) * self.cache.store.blocks.block_size // self.max_length)
         return max(1, most)

@@ -7,7 +7,7 @@ model's weights stay in step.
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Any, NamedTuple, TypeVar
@@ -141,7 +141,11 @@ def score(
 
 def may_score_together(cache: AskedCache) -> bool:
     """Whether contexts of several lengths run in one batch: padding on their left is to show nowhere."""
-    return cache._side.takes_positions and not cache.store.conditioning.rope.depends_on_length and not cache.store.blocks.states
+    return (
+        cache._side.takes_positions
+        and not cache.store.conditioning.rope.depends_on_length
+        and not cache.store.blocks.states
+    )
 
 
 def score_contexts(
@@ -225,7 +229,9 @@ def plan(
         num_shared = len(list(in_common)) if share_trunk else 0
         trunks.append(rows[0].tokens[:num_shared])
         tails += [
-            _Tail(stem, row.tokens[num_shared:], num_shared, row.members) for row in rows if len(row.tokens) > num_shared
+            _Tail(stem, row.tokens[num_shared:], num_shared, row.members)
+            for row in rows
+            if len(row.tokens) > num_shared
         ]
         first += len(continuations)
     width = max(map(len, trunks))  # the last columns of all contexts are one column
@@ -331,7 +337,10 @@ class _Scorer:
             members[read.row][read.continuation] = None
         counts = cache.call.counters.rows
         keys = [(context, row.root) for context, row in zip(contexts, cache.call.rows.in_batch(), strict=True)]
-        found = {key: max(count.matched_tokens for other, count in zip(keys, counts, strict=True) if other == key) for key in keys}
+        found = {
+            key: max(count.matched_tokens for other, count in zip(keys, counts, strict=True) if other == key)
+            for key in keys
+        }
         self._found = found | self._found
         for key, count, row, of_row in zip(keys, counts, rows, members, strict=True):
             self._count(count, self._found[key], max(0, num_columns - row.pad), len(row.token_ids), [*of_row])

@@ -20,7 +20,12 @@ TAKES_A_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": Fa
 
 def run(
     program: Annotated[
-        list[str] | None, typer.Argument(metavar="PROGRAM [ARGS]...", show_default=False, help="A Python script, an installed command (lm_eval, accelerate, trl, transformers), or -m MODULE.")
+        list[str] | None,
+        typer.Argument(
+            metavar="PROGRAM [ARGS]...",
+            show_default=False,
+            help="A Python script, an installed command (lm_eval, accelerate, trl, transformers), or -m MODULE.",
+        ),
     ] = None,
     max_bytes: Annotated[
         str | None,
@@ -92,7 +97,9 @@ def _command_line(given: list[str]) -> list[str]:
     return [found, *others]
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)  # alone: programs do not wait for other commands
+app = typer.Typer(
+    add_completion=False, pretty_exceptions_enable=False
+)  # alone: programs do not wait for other commands
 app.command(cls=Command, context_settings=TAKES_A_PROGRAM)(run)
 
 

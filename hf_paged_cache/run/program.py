@@ -80,7 +80,9 @@ class Program:
         from ..integration.generate_arguments import read_generate
         from ..integration.hooks import brings_no_cache
 
-        given = next((kwargs[name] for name in ("past_key_values", "cache_params") if kwargs.get(name) is not None), None)
+        given = next(
+            (kwargs[name] for name in ("past_key_values", "cache_params") if kwargs.get(name) is not None), None
+        )
         if getattr(given, "is_paged_prefix_cache", False):
             return False
         asked = read_generate(model, args, kwargs)
@@ -136,7 +138,9 @@ class Program:
             return run
 
 
-_attached: ContextVar[Any] = ContextVar("hf_paged_cache_attached", default=None)  # the model whose bracket was just called
+_attached: ContextVar[Any] = ContextVar(
+    "hf_paged_cache_attached", default=None
+)  # the model whose bracket was just called
 _running: Program | None = None
 
 

@@ -82,7 +82,9 @@ def report(options: RunOptions, models: Sequence[ModelRun], advice: Sequence[str
         for what in advice:
             say(what)
         if not counts and os.getpid() == options.pid:
-            say("no generate was called in this process; generate_batch, continuous batching and vLLM have caches of their own")
+            say(
+                "no generate was called in this process; generate_batch, continuous batching and vLLM have caches of their own"
+            )
     if options.stats is not None and (counts or os.getpid() == options.pid):
         line = json.dumps({"pid": os.getpid(), "arguments": sys.argv, "models": counts, "advice": [*advice]})
         try:
