@@ -20,7 +20,9 @@ def main() -> int:
             num_different += not same
             reused = sum(model["reused_tokens"] + model["shared_tokens"] for model in ours.models)
             prompt = sum(model["prompt_tokens"] for model in ours.models)
-            print(f"{name:<16} {'same' if same else 'DIFFERENT'}, exit code {ours.exit_code}; {reused} of {prompt} not computed")
+            print(
+                f"{name:<16} {'same' if same else 'DIFFERENT'}, exit code {ours.exit_code}; {reused} of {prompt} not computed"
+            )
             if not same:
                 print(plain, ours, sep="\n")
     print(f"{num_different} of {len(names)} different")

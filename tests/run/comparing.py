@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 
 PROGRAMS = Path(__file__).parent / "programs"
 NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem != "shared")
-LAUNCH = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision")
+LAUNCH = (
+    "-m",
+    "accelerate.commands.launch",
+    "--cpu",
+    "--num_processes",
+    "2",
+    "--num_machines",
+    "1",
+    "--mixed_precision",
+)
 COMMAND = (sys.executable, "-c", "from hf_paged_cache.cli import main; main()", "run")
 WITHOUT_CALLS = {"raises", "notebook", "spawned", "starts_another", "launched"}  # in the first process
 

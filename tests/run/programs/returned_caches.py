@@ -6,4 +6,6 @@ for output in (first, second):  # each has rows of its own
     print(output.past_key_values.get_seq_length(), [score.argmax().item() for score in output.scores])
     more = tokenizer.decode(output.sequences[0]) + " And"
     inputs = tokenizer(more, return_tensors="pt", return_token_type_ids=False)
-    print(model.generate(**inputs, past_key_values=output.past_key_values, max_new_tokens=4, do_sample=False)[0].tolist())
+    print(
+        model.generate(**inputs, past_key_values=output.past_key_values, max_new_tokens=4, do_sample=False)[0].tolist()
+    )
