@@ -105,11 +105,12 @@ class Program:
         return False
 
     def _noted(self, model: Any) -> ModelRun:
-        run = self._run_of.get(model)
-        if run is None:
-            run = self._run_of[model] = ModelRun(_name(model))
-            self._models.append(run)
-        return run
+        with self._making:
+            run = self._run_of.get(model)
+            if run is None:
+                run = self._run_of[model] = ModelRun(_name(model))
+                self._models.append(run)
+            return run
 
     def _run(self, model: Any) -> ModelRun:
         """What is noted of a model, which has a store from here on, or is refused."""
