@@ -36,9 +36,9 @@ def run(
         ),
     ] = None,
     attention: Annotated[
-        Literal["contiguous", "paged", "gather"],
+        Literal["paged", "gather"],
         typer.Option(help="How keys and values are read; gather needs less memory."),
-    ] = "contiguous",
+    ] = "paged",
     disk_folder: Annotated[
         Path | None, typer.Option(help="Where evicted blocks go, to be read back.", show_default=False)
     ] = None,

@@ -35,7 +35,7 @@ def test_options_before_the_program_are_the_command_s_and_all_after_it_its_own(
     assert line == [sys.executable, str(script), "--stats", "x", "--help", "-m"]
     options = options_of(environment)
     assert options is not None
-    assert options.cache == {"max_bytes": "4GB", "attention": "contiguous", "cache_salt": "me"}
+    assert options.cache == {"max_bytes": "4GB", "attention": "paged", "cache_salt": "me"}
     assert (options.stats, options.is_quiet, options.pid) == (str(stats), False, os.getpid())
     assert environment["PYTHONPATH"].split(os.pathsep)[0].endswith(os.path.join("run", "site"))
     assert json.loads(json.dumps(environment)) == environment
