@@ -5,6 +5,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .cache import PagedPrefixCache
+from .errors import UnsupportedModelError
 from .integration.hooks import bracket_of
 from .model.support import unwrapped
 from .prefix_store import PrefixStore
@@ -61,6 +62,9 @@ class PrefixCacheCallback(TrainerCallback):
 
 def _store_of_run(model: Any) -> PrefixStore | None:
     """The store that a running program has given to a model, wrapped or not."""
-    bracket = None if model is None else bracket_of(unwrapped(getattr(model, "module", model)))
+    try:
+        bracket = None if model is None else bracket_of(unwrapped(getattr(model, "module", model)))
+    except UnsupportedModelError:  # an adapter that does more than change layers
+        return None
     cache = None if bracket is None or bracket.new_cache is None else bracket.new_cache()
     return None if cache is None else cache.store

@@ -47,7 +47,9 @@ STATS = CacheStats(
 
 def test_stats_print_a_line_for_every_number_in_two_aligned_columns() -> None:
     lines = str(STATS).splitlines()
-    assert [line.split()[0] for line in lines] == [field.name for field in fields(STATS) if field.name not in ("tiers", "computed_because")]
+    assert [line.split()[0] for line in lines] == [
+        field.name for field in fields(STATS) if field.name not in ("tiers", "computed_because")
+    ]
     width = len(lines[0])
     assert all(line[width - 1].strip() for line in lines)
     assert {line[:width].split()[0]: line[width:].strip() for line in lines if len(line) > width} == {

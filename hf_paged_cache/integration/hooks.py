@@ -22,7 +22,7 @@ from ..model.cache_adapters import cache_argument, present_cache, take_back_cach
 from .ambient import ambient_cache
 from .generate_arguments import read_generate
 
-_CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # what forwards call it
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # what forwards call it
 _attaching = new_lock()  # held while bracket and hooks come or go: two caches of a model may be built at once
 _spans: WeakKeyDictionary[nn.Module, int] = (
     WeakKeyDictionary()
@@ -50,13 +50,13 @@ class GenerateBracket:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         brought = _paged(kwargs)
         cache, is_new = brought, False
-        if brings_no_cache(kwargs):
+        if all(kwargs.get(name) is None for name in CACHE_ARGUMENTS):
             cache = ambient_cache(self.model)
             if cache is None and self.new_cache is not None:
                 cache, is_new = self.new_cache(), True
         if cache is None:
             return self._generate()(*args, **kwargs)
-        kwargs = {name: value for name, value in kwargs.items() if name not in _CACHE_ARGUMENTS}
+        kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_ARGUMENTS}
         given = read_generate(self.model, args, kwargs)
         why_not = "use_cache=False:" if given.use_cache is False else ""
         if given.cross_input is not None and not why_not:
@@ -177,11 +177,6 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Forward hook: confirm the forward, and give its caller a row for each it passed."""
     cache = _paged(kwargs)
     return None if cache is None else take_back_cache(cache.after_forward(output))
-
-
-def brings_no_cache(arguments: Mapping[str, Any]) -> bool:
-    """Whether arguments of `generate` have no cache among them, of ours or another."""
-    return all(arguments.get(name) is None for name in _CACHE_ARGUMENTS)
 
 
 def bracket_of(model: nn.Module) -> GenerateBracket | None:

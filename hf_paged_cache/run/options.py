@@ -29,7 +29,8 @@ class RunOptions(NamedTuple):
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """An environment in which every Python begins with these options."""
-        others = [folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", _SITE)]
+        given = environ.get("PYTHONPATH")
+        others = [folder for folder in given.split(os.pathsep) if folder != _SITE] if given else []
         return {**environ, "PYTHONPATH": os.pathsep.join([_SITE, *others]), _VARIABLE: json.dumps(self._asdict())}
 
 

@@ -78,30 +78,28 @@ class Program:
     def _gives(self, model: Any, args: Any, kwargs: dict[str, Any], *, has_own_generate: bool) -> bool:
         """Whether a call is to get a cache; counts it where not."""
         from ..integration.generate_arguments import read_generate
-        from ..integration.hooks import brings_no_cache
+        from ..integration.hooks import CACHE_ARGUMENTS
 
-        given = next(
-            (kwargs[name] for name in ("past_key_values", "cache_params") if kwargs.get(name) is not None), None
-        )
-        if getattr(given, "is_paged_prefix_cache", False):
-            return False
-        asked = read_generate(model, args, kwargs)
-        if not brings_no_cache(kwargs):
-            why = f"it brought a {type(given).__name__}"
-        elif asked.use_cache is False:
+        brought = [kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None]
+        if brought:
+            if getattr(brought[0], "is_paged_prefix_cache", False):
+                return False
+            why = f"it brought a {type(brought[0]).__name__}"
+        elif has_own_generate:
+            why = f"{type(model).__name__} has a generate of its own"
+        elif self._run(model).refused:
+            why = "the model was refused"
+        elif (asked := read_generate(model, args, kwargs)).use_cache is False:
             why = "use_cache is False"
         elif asked.cache_implementation is not None:
             why = f"cache_implementation is {asked.cache_implementation!r}"
         elif asked.is_assistant:
             why = "it drafts for another model"
-        elif has_own_generate:
-            why = f"{type(model).__name__} has a generate of its own"
         else:
-            run = self._run(model)
-            if not run.refused:
-                return True
-            why = "the model was refused"
-        self._noted(model).without[why] += 1
+            return True
+        run = self._noted(model)
+        with self._making:
+            run.without[why] += 1
         return False
 
     def _noted(self, model: Any) -> ModelRun:
