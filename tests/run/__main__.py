@@ -5,6 +5,7 @@ python -m tests.run [NAME ...]
 
 import sys
 import tempfile
+from difflib import unified_diff
 from pathlib import Path
 
 from tests.run.comparing import NAMES, compared, save_model
@@ -24,7 +25,8 @@ def main() -> int:
                 f"{name:<16} {'same' if same else 'DIFFERENT'}, exit code {ours.exit_code}; {reused} of {prompt} not computed"
             )
             if not same:
-                print(plain, ours, sep="\n")
+                print(*unified_diff(plain.stdout.decode().splitlines(), ours.stdout.decode().splitlines()), sep="\n")
+                print(ours.stderr)
     print(f"{num_different} of {len(names)} different")
     return int(num_different > 0)
 

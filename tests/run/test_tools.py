@@ -36,11 +36,12 @@ def trained(kind: str, tokenizer: Any, folder: Path, callbacks: list[Any]) -> Tr
     if kind == "online DPO":
         from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
-        trainer_class, config_class, settings = OnlineDPOTrainer, OnlineDPOConfig, {"max_new_tokens": 6}
+        trainer_class, config_class = OnlineDPOTrainer, OnlineDPOConfig
+        settings = {"max_new_tokens": 6, "gradient_checkpointing": False}  # with it, it generates without any cache
     else:
         trainer_class, config_class, settings = {
             "GRPO": (GRPOTrainer, GRPOConfig, of_groups),
-            "RLOO": (RLOOTrainer, RLOOConfig, of_groups),
+            "RLOO": (RLOOTrainer, RLOOConfig, {**of_groups, "beta": 0.0}),
         }[kind]
     config = config_class(
         output_dir=str(folder),

@@ -13,7 +13,6 @@ cells = [
 ]
 notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
 NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
-for cell in notebook.cells:
-    for output in cell.outputs:
-        if output.get("name") != "stderr":
-            print(output.get("text") or output["data"]["text/plain"])
+for cell in notebook.cells:  # what a cell prints comes in pieces, by chance
+    print("".join(output["text"] for output in cell.outputs if output.get("name") == "stdout"))
+    print([output["data"]["text/plain"] for output in cell.outputs if "data" in output])

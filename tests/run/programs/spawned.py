@@ -12,3 +12,5 @@ if __name__ == "__main__":
     with get_context("spawn").Pool(1) as pool:
         for each in pool.map(answer, QUESTIONS[:2]):
             print(each)
+        pool.close()  # or leaving the block terminates the process, which says nothing then
+        pool.join()
