@@ -15,10 +15,11 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel
 
-from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 from hf_paged_cache.lm_eval import PagedHFLM
 
 from ..reference import TOLERANCE, zero_blocks
+from ..tiny_models import build
 from .recorder import Recorder, are_same_steps, assert_same_steps
 
 NUM_SHOTS = 4
@@ -169,3 +170,49 @@ def test_the_harness_s_own_multiple_choice_does_not_use_the_cache_of_a_block(
     with cache:
         assert evaluate(lm, tmp_path, CHOSEN) == wanted
     assert cache.stats().prompt_tokens == 0
+
+
+def test_batch_size_auto_and_requests_that_do_not_fit(
+    model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    wanted = evaluate(HFLM(model, tokenizer=tiny_tokenizer), tmp_path, CHOSEN)
+    ours = PagedHFLM(model, tokenizer=tiny_tokenizer, batch_size="auto")
+    scores, given = evaluate(ours, tmp_path, CHOSEN)
+    assert scores == wanted[0]
+    assert same_log_probabilities(wanted[1], given)
+    assert ours.cache.stats().num_calls == 1  # all contexts in a batch
+    for num_blocks in (3, 40):  # not one context, and one at a time
+        ours.cache = PagedPrefixCache(model, num_blocks=num_blocks)
+        assert same_log_probabilities(wanted[1], evaluate(ours, tmp_path, CHOSEN)[1])
+        assert (ours.cache.stats().num_calls > 0) == (num_blocks == 40)
+
+
+def test_the_harness_s_own_store_of_answers_is_filled(
+    model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    ours = PagedHFLM(model, tokenizer=tiny_tokenizer)
+    for _ in range(2):
+        simple_evaluate(
+            ours,
+            tasks=[task(tmp_path, **CHOSEN)],
+            task_manager=TaskManager(include_defaults=False),
+            bootstrap_iters=0,
+            use_cache=str(tmp_path / "answers"),
+        )
+        assert ours.cache.stats().num_calls == len(ANIMALS) - NUM_SHOTS
+
+
+def test_a_model_that_is_not_causal_is_refused_by_name(tiny_tokenizer: Any) -> None:
+    with pytest.raises(CacheArgumentError, match=r"the backend is seq2seq; use --model hf"):
+        PagedHFLM(build("t5"), tokenizer=tiny_tokenizer, backend="seq2seq")
+
+
+def test_it_is_said_where_prompts_begin_otherwise(
+    model: PreTrainedModel, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = PagedHFLM(model, tokenizer=tiny_tokenizer)
+    alike = sorted((*range(70), number) for number in range(9))
+    ours._advise(alike)
+    assert "fewshot_config" not in caplog.text
+    ours._advise(sorted((number, *range(70)) for number in range(9)))
+    assert "fewshot_config: {sampler: first_n}" in caplog.text
