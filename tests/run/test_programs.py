@@ -35,11 +35,11 @@ def test_nothing_is_imported_where_transformers_is_not(folder: Path, tmp_path: P
 
 
 def test_a_sitecustomize_that_is_hidden_runs_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "sitecustomize.py").write_text("print('customised')")
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.customised = True")
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, sitecustomize; print(sitecustomize.__file__, [p for p in sys.path if 'run/site' in p])"
+        "import sys, sitecustomize; print(sitecustomize.__file__, sys.customised, [p for p in sys.path if 'run/site' in p])"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     ours = run_program([str(script)], stats=tmp_path / "stats")
-    assert ours.stdout.decode().splitlines() == ["customised", f"{tmp_path / 'sitecustomize.py'} []"]
+    assert ours.stdout.decode() == f"{tmp_path / 'sitecustomize.py'} True []\n"
