@@ -34,7 +34,7 @@ _Item = TypeVar("_Item")
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, or None; context and continuation
 
 
-@register_model("hf-paged")  # type: ignore[untyped-decorator]
+@register_model("hf-paged")
 class PagedHFLM(HFLM):  # type: ignore[misc]
     """The harness's HF model on a prefix cache: what requests have in common is computed once.
 
