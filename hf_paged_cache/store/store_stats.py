@@ -6,7 +6,12 @@ from .call_totals import CallTotals
 
 
 def stats_of(
-    store: BlockStore, totals: CallTotals, salt: bytes, copied_bytes: int, peak_kv_bytes: int | None
+    store: BlockStore,
+    totals: CallTotals,
+    salt: bytes,
+    copied_bytes: int,
+    peak_kv_bytes: int | None,
+    backend: str | None,
 ) -> CacheStats:
     """The calls of `totals`, and the blocks now: all, or given a salt, its own; what others might show in is None."""
     allocator, metrics, windows = store.allocator, totals.metrics, store.windows
@@ -45,4 +50,5 @@ def stats_of(
         saved_seconds=None if salt or (price := store.tiers.seconds_of_a_token) is None else num_saved * price,
         tiers=store.tiers.stats(salt),
         computed_because=tuple(totals.computed_because.most_common()),
+        backend=backend,
     )
