@@ -39,7 +39,7 @@ def numbers(line: str) -> list[int]:
 
 def test_every_example_is_run_here() -> None:
     text = Path(__file__).read_text("utf-8")
-    elsewhere = {"execute.py", "lm_eval_few_shot.py"}  # test_notebook.py, neighbours/test_lm_eval.py
+    elsewhere = {"execute.py", "lm_eval_few_shot.py"}  # test_notebook.py; its model is the demo's
     assert all(path.name in text for path in EXAMPLES.glob("*.py") if path.name not in elsewhere)
 
 

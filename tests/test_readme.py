@@ -33,6 +33,7 @@ PAGES = [
             "save_and_load",
             "security",
             "neighbours",
+            "run",
             "tiers",
         )
     ),

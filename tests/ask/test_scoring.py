@@ -432,10 +432,10 @@ def test_each_adapter_has_scores_of_its_own(model: PreTrainedModel) -> None:
 
 
 def test_a_plan_runs_each_shared_beginning_once() -> None:
-    one = plan([(1, 2, 3, 4), (1, 2, 3), (1, 2, 9), (8,)], batch_size=None, max_tokens=100)
-    assert (one.trunk, one.branches) == ((1, 2, 3), [])  # one row is the longest; all others are its beginning
-    two = plan([(1, 2, 3, 4), (1, 5, 6), (1, 5, 7)], batch_size=None, max_tokens=100)
-    assert two.trunk == (1,)
+    one = plan([[(1, 2, 3, 4), (1, 2, 3), (1, 2, 9), (8,)]], batch_size=None, max_tokens=100)
+    assert (one.trunks, one.branches) == ([(1, 2, 3)], [])  # one row is the longest; all others are its beginning
+    two = plan([[(1, 2, 3, 4), (1, 5, 6), (1, 5, 7)]], batch_size=None, max_tokens=100)
+    assert two.trunks == [(1,)]
     assert [branches.rows for branches in two.branches] == [[(2, 3), (5,)]]
     assert [(r.row, r.column, r.continuation, r.token) for r in two.branches[0].readings] == [
         (0, 0, 0, 3),
@@ -445,12 +445,29 @@ def test_a_plan_runs_each_shared_beginning_once() -> None:
     ]
 
 
+def test_a_plan_of_several_contexts_has_rows_of_all_in_a_forward() -> None:
+    both = plan([[(1, 2), (3, 4)], [(5, 6, 7), (5, 6, 8)]], batch_size=None, max_tokens=100)
+    assert both.trunks == [(), (5, 6)]
+    # the contexts end in the same column, with what runs after them
+    assert [(r.row, r.column, r.continuation, r.token) for r in both.readings] == [
+        (0, 2, 0, 1),
+        (0, 2, 1, 3),
+        (1, 0, 2, 5),
+        (1, 1, 2, 6),
+        (1, 2, 2, 7),
+        (1, 0, 3, 5),
+        (1, 1, 3, 6),
+        (1, 2, 3, 8),
+    ]
+    assert [(branches.rows, branches.stems) for branches in both.branches] == [([(3,), (1,)], [0, 0])]
+
+
 def test_a_plan_s_forwards_stay_below_both_limits() -> None:
     rows = [(seed, *range(length), 0) for seed, length in enumerate((2, 8, 4, 4, 1))]
-    sizes = [[len(tail) for tail in b.rows] for b in plan(rows, batch_size=None, max_tokens=12).branches]
+    sizes = [[len(tail) for tail in b.rows] for b in plan([rows], batch_size=None, max_tokens=12).branches]
     assert sizes == [[9], [5, 5], [3, 2]]
-    assert [len(b.rows) for b in plan(rows, batch_size=3, max_tokens=1).branches] == [3, 2]
-    assert [len(b.rows) for b in plan(rows, batch_size=None, max_tokens=1).branches] == [1] * 5
+    assert [len(b.rows) for b in plan([rows], batch_size=3, max_tokens=1).branches] == [3, 2]
+    assert [len(b.rows) for b in plan([rows], batch_size=None, max_tokens=1).branches] == [1] * 5
 
 
 def test_a_plan_by_length_has_rows_of_one_length_in_a_forward() -> None:
