@@ -65,9 +65,13 @@ class SharedReads:
         """Whether the model leaves attention to torch, as far as it is known."""
         return not self.model_looks
 
-    def start_rows(self) -> None:
-        """Other rows run from here on."""
-        self.call_looks = self._is_planned = False
+    def start_rows(self, *, may_share: bool = True) -> None:
+        """Other rows run from here on.
+
+        Args:
+            may_share: else each is read by itself.
+        """
+        self.call_looks, self._is_planned = not may_share, False
 
     def reorder(self, sources: Sequence[int]) -> bool:
         """Row `i` continues as row `sources[i]`. Returns whether what is held is of these rows as well, tails apart."""

@@ -351,6 +351,7 @@ class Call:
                 column,
                 max_rows=max(len(rows), self.limits.num_rows),
                 max_columns=self.limits.max_columns,
+                reads_each=True,
             )
 
     def admit(self, request: ForwardRequest) -> None:
@@ -583,7 +584,11 @@ class Call:
         if self._is_first:
             self._writes.gradients.drop()
             self.view.start_rows(
-                rows.layouts(), stop, max_rows=max(len(rows), limits.num_rows), max_columns=limits.max_columns
+                rows.layouts(),
+                stop,
+                max_rows=max(len(rows), limits.num_rows),
+                max_columns=limits.max_columns,
+                reads_each=request.chunks is not None,
             )
         transfer = Transfer()
         self.view.start_forward(rows.layouts, len(rows.distinct), start, stop, transfer)

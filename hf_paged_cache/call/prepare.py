@@ -119,7 +119,8 @@ def begin_chunks_that_fit(call: CallToAdmit, request: ForwardRequest, chunks: Ch
         column = _end_of_known_chunks(call.store, call.rows, chunks.size, latest)
         if column:
             cut_to_column(call.rows, column)
-            if call.store.can_have(call, demand_of(call, column + chunks.size)):
+            has_tokens = any(row.num_known for row in call.rows.distinct)
+            if has_tokens and call.store.can_have(call, demand_of(call, column + chunks.size)):
                 return column, found
         call.rows.free()
         call.rows = Rows([], [], 0)
@@ -129,7 +130,8 @@ def begin_chunks_that_fit(call: CallToAdmit, request: ForwardRequest, chunks: Ch
 def cut_to_column(rows: Rows, column: int) -> None:
     """Let rows that have just begun hold what they know before a column, and no more."""
     for row in rows.distinct:
-        row.table.truncate(max(0, column - row.pad))
+        row.pad = min(row.pad, column)
+        row.table.truncate(column - row.pad)
         row.num_known = row.table.num_tokens
 
 

@@ -88,7 +88,8 @@ class ChunkedPrompt:
         stop = before + request.num_new_columns
         for new, whole in zip(request.rows, self._prompt.rows, strict=True):
             tokens = whole.token_ids[max(0, before - whole.pad) : max(0, stop - whole.pad)]
-            if new.token_ids != tokens or new.pad != min(whole.pad, stop) or new.root != whole.root or request.bypass:
+            is_other = new.token_ids != tokens or new.pad != min(whole.pad, stop)
+            if is_other or (tokens and new.root != whole.root) or request.bypass:
                 raise ForwardMismatchError(
                     f"generate was to continue its prompt after {before} cached columns, and runs something else; leave out "
                     "prefill_chunk_size, or pass input_ids and attention_mask of the prompt alone"
