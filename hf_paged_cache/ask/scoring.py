@@ -88,6 +88,7 @@ def score(
     continuations: Iterable[Tensor | Iterable[int]],
     *,
     batch_size: int | None = None,
+    prefill_chunk_size: int | None = None,
 ) -> list[Score]:
     """The log-probabilities of many continuations of one context: multiple choice, reranking, rewards.
 
@@ -104,6 +105,8 @@ def score(
         context: token ids, [T] or [1, T], at least one.
         continuations: each of at least one token id, [N] or [1, N]; they follow the context as they are.
         batch_size: rows of a forward at most; None: as many as keep its logits below 2**27 numbers.
+        prefill_chunk_size: each continuation runs in a row of its own, after the context, in forwards of so many tokens from the
+            context's start. So its numbers are the same bits whatever is cached, those of the same forwards on a `DynamicCache`.
 
     Returns:
         a `Score` for each continuation, in order.
@@ -132,12 +135,18 @@ def score(
         placeholders.require_text(f"continuation {number}", tokens)
     if batch_size is not None:
         int_of_at_least("batch_size", batch_size, 1, "rows of a forward, or None")
+    if prefill_chunk_size is not None:
+        int_of_at_least("prefill_chunk_size", prefill_chunk_size, 1, "tokens of a forward, or None")
     if not wanted:
         return []
     max_tokens = max(1, _MAX_LOGITS // vocabulary_size)
     # what runs whole, where frequencies depend on its length, runs its last token, too, and shares nothing
     scorer = _Scorer(side, [len(prompt) + len(tokens) - (not rope.depends_on_length) for tokens in wanted])
-    if rope.depends_on_length:
+    if prefill_chunk_size is not None:
+        for number, tokens in enumerate(wanted):
+            with side.sibling() as row, rope.put_back():
+                scorer.run_chunks(row, number, prompt, tokens, prefill_chunk_size)
+    elif rope.depends_on_length:
         for rows, readings in plan_by_length(wanted, batch_size=batch_size, max_tokens=max_tokens):
             with side.sibling() as whole, rope.put_back():
                 scorer.run(whole, [prompt + row for row in rows], readings, num_logits=1 + len(rows[0]))
@@ -242,6 +251,7 @@ class _Scorer:
         num_held = cache.call.num_columns
         logits = self._side.run(cache, [RowInput(array("q", row), 0, 0) for row in rows], num_logits=num_logits)
         self.peak_kv_bytes = max(self.peak_kv_bytes, cache.call.peak_kv_bytes)
+        self._read(logits, readings)
         members: list[dict[int, None]] = [{} for _ in rows]
         for read in readings:
             members[read.row][read.continuation] = None
@@ -249,6 +259,16 @@ class _Scorer:
         most = self._found.setdefault(root, max(count.matched_tokens for count in counts))
         for count, tokens, of_row in zip(counts, rows, members, strict=True):
             self._count(count, most, num_held, len(tokens), [*of_row])
+
+    def run_chunks(self, cache: Any, number: int, prompt: Tokens, tokens: Tokens, size: int) -> None:
+        """Run one continuation after its context, in chunks from the context's start, and read its logits."""
+        row = RowInput(array("q", prompt + tokens[:-1]), 0, 0)
+        logits = self._side.run_chunks(cache, row, size, len(tokens))
+        self.peak_kv_bytes = max(self.peak_kv_bytes, cache.call.peak_kv_bytes)
+        self._read(logits, [Reading(0, column, number, token) for column, token in enumerate(tokens)])
+        (self.counts[number],) = cache.call.counters.rows
+
+    def _read(self, logits: Tensor, readings: Sequence[Reading]) -> None:
         index = torch.tensor([(read.row, read.column, read.token) for read in readings], device=logits.device)
         row, column, token = index.unbind(1)
         chosen = logits[row, column, token].float() - logits.float().logsumexp(dim=-1)[row, column]

@@ -32,11 +32,13 @@ class ChunkedPrompt:
     Attributes:
         chunks: how it is cut.
         has_experts: see `model.support`.
+        num_logits: see `GenerateArguments`.
         known: columns that the rows have begun with.
     """
 
     chunks: Chunks
     has_experts: bool
+    num_logits: int
     known: int = 0
     _shape: bytes = b""  # of its forwards
     _prompt: ForwardRequest | None = None
@@ -46,6 +48,8 @@ class ChunkedPrompt:
         passed = given.passed
         ids, mask = passed.get("input_ids"), passed.get("attention_mask")
         own = getattr(type(model), "_prepare_position_ids_for_generation", None)
+        if given.verifies_drafts or passed.get("custom_generate") is not None:
+            return None
         if not _SLICES_CHUNKS or own is not GenerationMixin._prepare_position_ids_for_generation:
             return None
         if not isinstance(ids, Tensor) or ids.dim() != 2 or passed.get("inputs_embeds") is not None:
@@ -66,8 +70,8 @@ class ChunkedPrompt:
         return arguments
 
     def request_of_prompt(self, request: ForwardRequest) -> ForwardRequest:
-        """The request of the whole prompt, of which the last chunk at least is computed."""
-        latest = (request.num_new_columns - 1) // self.chunks.size * self.chunks.size
+        """The request of the whole prompt, of which the chunks whose logits are asked for are computed."""
+        latest = (request.num_new_columns - self.num_logits) // self.chunks.size * self.chunks.size
         self._prompt = replace(request, keep_columns=None, num_logits_needed=request.num_new_columns - latest)
         return self._prompt
 
@@ -122,7 +126,7 @@ def chunked_prompt(model: Any, given: GenerateArguments) -> ChunkedPrompt | None
     if not isinstance(size, int) or size < 1:
         return None
     stop = int(num_columns) // size * size if given.limits.are_known else 0
-    return ChunkedPrompt(Chunks(size, stop), has_experts(model))
+    return ChunkedPrompt(Chunks(size, stop), has_experts(model), given.num_logits)
 
 
 @cache

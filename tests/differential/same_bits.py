@@ -45,7 +45,7 @@ class ChunkDraw(Draw):
         if self.rng.random() < 0.6:
             self._asked.append(_in_chunks(self._generate(slot), few))
             return self._asked[-1]
-        others = ["generate", "prefill", "pin", "unpin", "score", "fault", "forget", "reset", "collected", "beside", "turn"]
+        others = ["generate", "prefill", "score", "fault", "forget", "reset", "collected", "beside", "turn"]
         names = ["in_chunks"] * 3 + ["saved"] * 2 + [*others, "weight"]
         name = self.rng.choice(names)
         if name == "in_chunks":  # with all sizes, also those that nobody else has
@@ -68,7 +68,7 @@ def _in_chunks(action: Action, size: int) -> Action:
 
 def _unread(action: Action) -> Action:
     """The same, whose results are not compared: without chunks they may round otherwise."""
-    return dataclasses.replace(action, ours=action.ours.replace("ours = ", "_ = "))
+    return dataclasses.replace(action, ours=action.ours.replace("ours = ", "outer = "))
 
 
 def play(kind: str, seed: int) -> Played | None:
