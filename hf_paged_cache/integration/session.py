@@ -513,7 +513,11 @@ class Session:
         self._regime = regime
         chunked, chunks = self._chunked, None
         if chunked is not None:
-            bypass, keep, chunks = bypass or chunked.why_bypassed(request, self._store.block_size), keep or IN_CHUNKS, chunked.chunks
+            bypass, keep, chunks = (
+                bypass or chunked.why_bypassed(request, self._store.block_size),
+                keep or IN_CHUNKS,
+                chunked.chunks,
+            )
         rows, traits = [], self._conditioning.state_traits
         for number, row in enumerate(request.rows):
             # without positions the model numbers its columns
@@ -526,9 +530,7 @@ class Session:
             largest = max(row.first_position + before + request.num_new_columns - 1 - row.pad for row in rows)
             keep = _POSITIONS_OF_PADDING if request.max_position > largest else None
         may_alias = request.may_alias and adapters is None and self._bypass is None and chunked is None
-        return replace(
-            request, rows=tuple(rows), bypass=bypass, keep_columns=keep, may_alias=may_alias, chunks=chunks
-        )
+        return replace(request, rows=tuple(rows), bypass=bypass, keep_columns=keep, may_alias=may_alias, chunks=chunks)
 
     def _require_may_begin(self, model: Any, given: GenerateArguments) -> None:
         self._require_model(model)

@@ -13,6 +13,7 @@ from hf_paged_cache.call import prepare
 from hf_paged_cache.call.scheduled_forward import Chunks
 from hf_paged_cache.integration.chunked_prompt import ChunkedPrompt
 from tests.differential.kinds import build
+
 from ..reference import batch, row
 
 SIZE = 16  # of a chunk
