@@ -132,13 +132,14 @@ def chunked_prompt(model: Any, given: GenerateArguments) -> ChunkedPrompt | None
 @cache
 def _names_of_generate() -> frozenset[str]:
     """The arguments of `generate` that are not passed on to the model."""
-    return frozenset({*vars(GenerationConfig()), *signature(GenerationMixin.generate).parameters})
+    options = GenerationConfig()  # type: ignore[no-untyped-call]
+    return frozenset({*vars(options), *signature(GenerationMixin.generate).parameters})
 
 
 def _settings() -> list[bytes]:
     """Of the process and its device: kernels round otherwise under others."""
     on_device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    backends = torch.backends.cuda
+    backends: Any = torch.backends.cuda
     attention = [backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled()]
     settings = [
         *(torch.__version__, torch.get_num_threads(), torch.get_float32_matmul_precision()),

@@ -8,12 +8,13 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, OutOfBlocksError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.call import prepare
 from hf_paged_cache.call.scheduled_forward import Chunks
 from hf_paged_cache.integration.chunked_prompt import ChunkedPrompt
 from tests.differential.kinds import build
 
+from ..internals import always_worth_it
 from ..reference import batch, row
 
 SIZE = 16  # of a chunk
@@ -117,6 +118,7 @@ def test_experts_are_reused_in_blocks_of_whole_chunks() -> None:
 def test_chunks_are_found_in_a_saved_file_and_in_a_lower_tier(tmp_path: Path) -> None:
     model = tiny()
     cache = PagedPrefixCache(model, num_blocks=9, disk_folder=tmp_path / "tier")
+    always_worth_it(cache.store)
     logits(model, cache, [PROMPT])
     logits(model, cache, [row((5, 70))])
     assert is_same(model, cache, [PROMPT])
@@ -146,7 +148,7 @@ def test_a_call_that_does_not_fit_leaves_the_rows_of_the_last_one() -> None:
     cache = PagedPrefixCache(model, num_blocks=8)
     assert is_same(model, cache, [PROMPT])
     held = cache.get_seq_length()
-    with pytest.raises(MemoryError):
+    with pytest.raises(OutOfBlocksError):
         logits(model, cache, [row((1, 70), (2, 90))])
     assert cache.get_seq_length() == held
     assert is_same(model, cache, [PROMPT])
@@ -191,7 +193,7 @@ def test_a_chunk_size_that_is_none_is_refused() -> None:
 def anywhere(patch: pytest.MonkeyPatch) -> None:
     """Hits end at any token."""
     cut = prepare._end_of_known_chunks
-    patch.setattr(prepare, "_end_of_known_chunks", lambda store, rows, size, column: cut(store, rows, 1, column + 7))
+    patch.setattr(prepare, "_end_of_known_chunks", lambda store, rows, size, column: cut(store, rows, 1, column))
 
 
 def any_shape(patch: pytest.MonkeyPatch) -> None:
@@ -208,9 +210,10 @@ def all_committed(patch: pytest.MonkeyPatch) -> None:
 def test_each_rule_is_needed(without: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch)
     model = tiny()
-    cache = PagedPrefixCache(model)
-    logits(model, cache, [row((1, 90))], prefill_chunk_size=None)
-    found = [is_same(model, cache, [PROMPT], max_new_tokens=30)]
-    answered = model.generate(**batch(PROMPT), past_key_values=cache, max_new_tokens=30, prefill_chunk_size=SIZE)
-    found += [is_same(model, cache, [tokens]) for tokens in (*answered.tolist(), row((1, 60), (2, 20)))]
+    cache = PagedPrefixCache(model, block_size=4)
+    found = []
+    for size in (None, SIZE):
+        given = {"max_new_tokens": 60, "eos_token_id": None, "prefill_chunk_size": size}
+        answered = model.generate(**batch(row((4, 20))), past_key_values=cache, **given).tolist()
+        found += [is_same(model, cache, [tokens]) for tokens in (*answered, row((1, 70)), row((1, 60), (2, 20)))]
     assert not all(found)
