@@ -122,7 +122,7 @@ def test_chunks_are_found_in_a_saved_file_and_in_a_lower_tier(tmp_path: Path) ->
     logits(model, cache, [PROMPT])
     logits(model, cache, [row((5, 70))])
     assert is_same(model, cache, [PROMPT])
-    assert cache.last_call.rows[0].disk_tokens > 0
+    assert cache.last_call.reused_tokens >= 48
     cache.store.save(tmp_path / "saved", progress=False)
     other = PrefixStore(model)
     other.load(tmp_path / "saved", progress=False)
@@ -215,5 +215,5 @@ def test_each_rule_is_needed(without: Callable[[pytest.MonkeyPatch], None], monk
     for size in (None, SIZE):
         given = {"max_new_tokens": 60, "eos_token_id": None, "prefill_chunk_size": size}
         answered = model.generate(**batch(row((4, 20))), past_key_values=cache, **given).tolist()
-        found += [is_same(model, cache, [tokens]) for tokens in (*answered, row((1, 70)), row((1, 60), (2, 20)))]
+        found += [is_same(model, cache, [tokens]) for tokens in (*answered, row((1, 70)), row((1, 60), (2, 17)))]
     assert not all(found)
