@@ -133,6 +133,7 @@ def cut_to_column(rows: Rows, column: int) -> None:
         row.pad = min(row.pad, column)
         row.table.truncate(column - row.pad)
         row.num_known = row.table.num_tokens
+        row.commit_end = None  # the next forward says what it may commit
 
 
 def _end_of_known_chunks(store: BlockStore, rows: Rows, size: int, column: int) -> int:

@@ -123,6 +123,8 @@ def test_chunks_are_found_in_a_saved_file_and_in_a_lower_tier(tmp_path: Path) ->
     logits(model, cache, [row((5, 70))])
     assert is_same(model, cache, [PROMPT])
     assert cache.last_call.reused_tokens >= 48
+    assert is_same(model, cache, [PROMPT])
+    assert cache.last_call.reused_tokens == 64
     cache.store.save(tmp_path / "saved", progress=False)
     other = PrefixStore(model)
     other.load(tmp_path / "saved", progress=False)
