@@ -21,6 +21,22 @@ class RowInput(NamedTuple):
     salt: bytes = b""  # namespace of the row's blocks
 
 
+class Chunks(NamedTuple):
+    """How `generate` cuts a prompt into forwards, the same ones whatever is known: so each gives the same bits.
+
+    Columns: `[0, stop)` whole chunks, kept under a root of their own | `[stop, ..)` the rest of the prompt and what is generated,
+    in forwards of other shapes, which are not.
+    """
+
+    size: int  # columns of a chunk
+    stop: int = 0
+
+    def commit_end(self, before: int, num_new_columns: int) -> int:
+        """The column from which on nothing is committed, where a forward begins at `before`."""
+        is_whole = before % self.size == 0 and num_new_columns == self.size
+        return self.stop if is_whole else min(before, self.stop)
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardRequest:
     """A forward as it was called.
@@ -33,6 +49,7 @@ class ForwardRequest:
         keep_columns: why no known column may be left out; None when they may.
         may_alias: whether equal rows may be computed once.
         max_position: the largest position passed, of padding, too; None where none were.
+        chunks: of the prompt, where each forward must be one of the shapes that they say.
     """
 
     rows: tuple[RowInput, ...]
@@ -42,6 +59,7 @@ class ForwardRequest:
     keep_columns: str | None = None
     may_alias: bool = True
     max_position: int | None = None
+    chunks: Chunks | None = None
 
     def latest_start(self, before: int, num_needed: int) -> int:
         """The column at which it starts at the latest, of rows of `before` columns: what is asked of it is computed in it."""
