@@ -183,7 +183,7 @@ def plain_log_probs(model: PreTrainedModel, context: list[int], answer: list[int
     with torch.no_grad():
         parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split(SIZE, dim=1)]
     found = torch.cat(parts, dim=1)[0, len(context) - 1 :]
-    chosen = found[torch.arange(len(answer)), torch.tensor(answer)].float() - found.float().logsumexp(dim=-1)
+    chosen = found.log_softmax(dim=-1, dtype=torch.float32)[torch.arange(len(answer)), torch.tensor(answer)]
     return tuple(chosen.tolist())
 
 
