@@ -500,7 +500,7 @@ class Call:
         if self.states is not None and column is not None:
             start, held_back_by = column, "state"
             self.states.stop_commits(rows, request)
-        if store.windows:
+        if store.windows or request.has_images:
             start = hold_windows(rows, before, start)
             if column is not None and start != column:
                 raise ForwardMismatchError(

@@ -37,7 +37,7 @@ def begin_rows(store: BlockStore, request: ForwardRequest, previous: Sequence[Ro
             table, match = match_row(store, new, kept)
         else:
             table, match = store.new_table(new.root, new.salt), Found(0, why_none)
-        row = Row(table, new.pad, new.root, new.first_position)
+        row = Row(table, new.pad, new.root, new.first_position, new.shift)
         row.origin = match.origin
         if request.bypass is not None:
             row.stop_commits(0)
@@ -93,7 +93,7 @@ def continue_rows(store: BlockStore, request: ForwardRequest, rows: Rows) -> lis
         new = inputs[member]
         if not row.table.num_tokens:  # nothing but padding so far; there may be more now
             row.table = store.new_table(new.root, new.salt)
-            row.pad, row.root, row.first_position = new.pad, new.root, new.first_position
+            row.pad, row.root, row.first_position, row.shift = new.pad, new.root, new.first_position, new.shift
         if request.bypass is not None or new.root != row.root or new.pad != row.pad:
             row.stop_commits(row.num_confirmed)
         elif row.commit_end is None and request.num_new_columns > request.num_logits_needed:

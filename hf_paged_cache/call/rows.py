@@ -45,12 +45,14 @@ class Row:
         "origin",
         "pad",
         "root",
+        "shift",
         "table",
     )
 
-    def __init__(self, table: BlockTable, pad: int, root: bytes, first_position: int = 0) -> None:
+    def __init__(self, table: BlockTable, pad: int, root: bytes, first_position: int = 0, shift: int = 0) -> None:
         self.table = table
         self.first_position = first_position
+        self.shift = shift  # how far images have moved the positions of what follows them
         self.pad = pad  # columns of left padding
         self.root = root
         self.num_known = table.num_tokens
@@ -64,7 +66,7 @@ class Row:
 
     def fork(self) -> "Row":
         """A row with the same tokens in the same blocks."""
-        forked = Row(self.table.fork(), self.pad, self.root, self.first_position)
+        forked = Row(self.table.fork(), self.pad, self.root, self.first_position, self.shift)
         forked.num_known, forked.num_confirmed, forked.commit_end = self.num_known, self.num_confirmed, self.commit_end
         forked.num_matched = self.num_matched
         forked._num_judged, forked.held_from, forked.origin = self._num_judged, self.held_from, self.origin

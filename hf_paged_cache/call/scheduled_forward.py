@@ -19,6 +19,7 @@ class RowInput(NamedTuple):
     root: bytes = b""  # parent of the first block: all that conditions keys and values besides tokens
     num_hidden: int = 0  # new tokens that the mask hides, as right padding does
     salt: bytes = b""  # namespace of the row's blocks
+    shift: int = 0  # how far images have moved the positions of the text after them
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class ForwardRequest:
         keep_columns: why no known column may be left out; None when they may.
         may_alias: whether equal rows may be computed once.
         max_position: the largest position passed, of padding, too; None where none were.
+        has_images: ids of some rows do not say what runs, see `image_tokens`.
     """
 
     rows: tuple[RowInput, ...]
@@ -42,6 +44,7 @@ class ForwardRequest:
     keep_columns: str | None = None
     may_alias: bool = True
     max_position: int | None = None
+    has_images: bool = False
 
     def latest_start(self, before: int, num_needed: int) -> int:
         """The column at which it starts at the latest, of rows of `before` columns: what is asked of it is computed in it."""
