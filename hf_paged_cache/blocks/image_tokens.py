@@ -16,6 +16,7 @@ from hashlib import shake_256
 from .tokens import TokenIds
 
 NO_TOKEN = -1  # of an embedding that was passed without ids
+_FILLER = -2  # after an image, in place of other text; no image token is as small a number
 _MOST_IDS = 1 << 19
 _NAMED = 7  # image tokens that hold a digest
 _BYTES, _MASK = 6, (1 << 42) - 1
@@ -65,6 +66,19 @@ def whole_images(tokens: Sequence[int], num_tokens: int) -> int:
 def next_image(tokens: Sequence[int], start: int, stop: int) -> int | None:
     """Where the first image begins of those that begin in `tokens[start:stop]`."""
     return next((at for at in range(start, min(stop, len(tokens))) if _kind(tokens[at]) == _BEGINS), None)
+
+
+def end_of_image(tokens: Sequence[int], start: int, stop: int) -> int | None:
+    """The last place in `(start, stop)` at which an image ends and text follows."""
+    for at in range(min(stop, len(tokens)) - 1, start, -1):
+        if _kind(tokens[at - 1]) >= _BEGINS and _kind(tokens[at]) != _GOES_ON:
+            return at
+    return None
+
+
+def filled_up(tokens: TokenIds, end: int, block_size: int) -> TokenIds:
+    """The first `end` tokens, with fillers up to the end of a block."""
+    return tokens[:end] + array("q", [_FILLER]) * (-end % block_size)
 
 
 class WholeImages:

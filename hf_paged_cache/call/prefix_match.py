@@ -9,10 +9,11 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ..blocks import BlockTable, HashChain, resumable
-from ..blocks.image_tokens import WholeImages, next_image, whole_images
+from ..blocks.image_tokens import WholeImages, filled_up, hold_images, next_image, whole_images
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..store.block_store import BlockStore
 from ..wording import counted
+from .image_ends import end_after
 from .rows import Origin, Row
 from .scheduled_forward import RowInput
 
@@ -76,6 +77,8 @@ def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple
     """
     table = store.new_table(new.root, new.salt)
     num_hit = table.hold_prefix(new.token_ids)
+    if hold_images(new.token_ids):
+        table, num_hit = _with_image_end(store, new, table, num_hit)
     if (num_whole := table.num_resumable_tokens(num_hit, new.token_ids)) < num_hit:
         table.truncate(num_whole)
         num_hit = num_whole
@@ -86,6 +89,19 @@ def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple
         table.truncate(choice.num_tokens)
     origin = None if choice.ended is None else choice.ended.origin
     return table, Found(choice.num_tokens, choice.stopped, origin)
+
+
+def _with_image_end(store: BlockStore, new: RowInput, table: BlockTable, num_hit: int) -> tuple[BlockTable, int]:
+    """A table that holds the end of the image in the block after the hit, too, where that was kept."""
+    with store.new_table(new.root, new.salt) as probe:
+        end = end_after(probe, new.token_ids, num_hit, store.block_size)
+    if end == num_hit:
+        return table, num_hit
+    table.free()
+    table = store.new_table(new.root, new.salt)
+    num_held = table.hold_prefix(filled_up(new.token_ids, end, store.block_size))
+    table.truncate(min(num_held, end))
+    return table, table.num_tokens
 
 
 def look_up_row(
@@ -99,6 +115,9 @@ def look_up_row(
     """
     with store.new_table(new.root, new.salt) as table:
         hit = table.match_prefix(new.token_ids)
+        if hold_images(new.token_ids):
+            ended = end_after(table, new.token_ids, hit.num_matched_tokens, store.block_size)
+            hit = hit._replace(num_tokens=max(hit.num_tokens, ended if ended > hit.num_matched_tokens else 0))
         choice = _choose(store, new, previous, hit.num_tokens, hit.num_matched_tokens, num_at_end)
         found = Found(choice.num_tokens, choice.stopped)
         if not store.states:

@@ -5,6 +5,7 @@ Takes no fresh block.
 
 from collections.abc import Sequence
 
+from ..blocks.image_tokens import end_of_image
 from ..errors import CacheArgumentError
 from ..store.block_store import BlockStore
 from .admission import CallToAdmit, demand_of
@@ -39,6 +40,8 @@ def begin_rows(store: BlockStore, request: ForwardRequest, previous: Sequence[Ro
             table, match = store.new_table(new.root, new.salt), Found(0, why_none)
         row = Row(table, new.pad, new.root, new.first_position, new.shift)
         row.origin = match.origin
+        if request.has_images and not store.states:
+            row.image_end = end_of_image(new.token_ids, 0, len(new.token_ids))
         if request.bypass is not None:
             row.stop_commits(0)
         distinct.append(row)

@@ -38,6 +38,7 @@ class Row:
         "commit_end",
         "first_position",
         "held_from",
+        "image_end",
         "last_kept",
         "num_confirmed",
         "num_known",
@@ -61,6 +62,7 @@ class Row:
         self.commit_end: int | None = None  # tokens from here on are never committed; None: all may be
         self.held_from: int | None = None  # tokens from here on are held, and not committed meanwhile, see `HeldSteps`
         self._num_judged = 0
+        self.image_end: int | None = None  # tokens up to the end of its last image, as long as that is not kept
         self.last_kept = 0  # tokens after which it got a snapshot, token by token
         self.origin: Origin | None = None  # of a row that does not run: where it may resume, if layers carry states
 
@@ -97,6 +99,8 @@ class Row:
             self.commit_end = None
         if self.held_from is not None and self.held_from >= num_tokens:
             self.held_from = None
+        if self.image_end is not None and self.image_end > num_tokens:
+            self.image_end = None
 
     def stop_commits(self, position: int) -> None:
         """Tokens from `position` on will not be committed."""
