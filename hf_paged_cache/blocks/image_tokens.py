@@ -36,7 +36,9 @@ def name_image(tokens: TokenIds, start: int, stop: int, digest: bytes, block_siz
     """
     num_first = min(stop, (start // block_size + 1) * block_size) - start
     lead = max(0, _NAMED - num_first)
-    if start % block_size < lead or not all(_is_named(id_) or 0 <= id_ < _MOST_IDS for id_ in tokens[start - lead : stop]):
+    if start % block_size < lead or not all(
+        _is_named(id_) or 0 <= id_ < _MOST_IDS for id_ in tokens[start - lead : stop]
+    ):
         return False
     before = tokens[start - lead : start]
     for at, bits in enumerate(_bits(digest + before.tobytes(), lead), start - lead):
@@ -84,8 +86,14 @@ def filled_up(tokens: TokenIds, end: int, block_size: int) -> TokenIds:
 class WholeImages:
     """A `Group` of no layers: a sequence resumes nowhere inside an image, whose tokens may see each other."""
 
+    name: int | str = "images"
+
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens
+
+    def has(self, block_id: int) -> bool:
+        """True: it needs nothing of a block."""
+        return True
 
     def resumable(self, num_tokens: int, has: Callable[[int], bool]) -> int:
         """See `whole_images`."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..blocks import BlockTable, HashChain, resumable
+from ..blocks import BlockTable, Group, HashChain, resumable
 from ..blocks.image_tokens import WholeImages, filled_up, hold_images, next_image, whole_images
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..store.block_store import BlockStore
@@ -124,7 +124,7 @@ def look_up_row(
             return found
         known = 0 if choice.ended is None else num_at_end(choice.ended) or 0
         known = known if known <= most else 0
-        groups = (*store.groups, WholeImages(new.token_ids))
+        groups: tuple[Group, ...] = (*store.groups, WholeImages(new.token_ids))
         known = max(known, resumable(groups, hit.block_ids, min(found.num_tokens, most)))
         why = _why_no_state(store, found.num_tokens, known, most)
         return Found(known, why) if why else found
@@ -204,7 +204,7 @@ def match_states(store: BlockStore, row: Row, most: int) -> str:
     if row.origin is not None and row.origin.num_tokens > most:
         row.origin = None
     known = 0 if row.origin is None else row.origin.num_tokens
-    groups = (*store.groups, WholeImages(table.token_ids))
+    groups: tuple[Group, ...] = (*store.groups, WholeImages(table.token_ids))
     num_tokens = resumable(groups, table.block_ids, min(table.num_tokens, most))
     if num_tokens > known:
         row.origin, known = Origin(num_tokens, store.states.use(table.block_ids, num_tokens)), num_tokens

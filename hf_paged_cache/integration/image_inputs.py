@@ -8,13 +8,12 @@ shapes and grids passed; where they do not add up, the prompt is computed whole.
 import hashlib
 import inspect
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import GenerationMixin
 
 from ..blocks.image_tokens import name_image
@@ -22,6 +21,7 @@ from ..blocks.tokens import TokenIds
 from ..call.rows import Rows
 from ..call.scheduled_forward import ForwardRequest, RowInput
 from ..model.placeholders import Placeholders, kind_of
+from ..model.support import cache_layers, has_index
 from .forward_arguments import TOKEN_TYPES
 
 ENCODED = "mm_encoder_outputs"
@@ -30,6 +30,7 @@ _NO_NAME = "an image at the beginning of a block has too few tokens for its dige
 _NO_END = "the prompt ends with an image, so where the text after it stands is not known"
 _NOT_PLACED = "positions beside the images do not count up by one"
 _OTHER_IDS = "the ids that run are not those of the prompt"
+_INDEXED = "layers weigh index keys by the positions of all columns, and images move these"
 _RESUMES = "images are passed after rows that resume"
 
 
@@ -90,6 +91,7 @@ class PromptImages:
     def __init__(
         self,
         encoders: Mapping[str, Any],
+        expand: Callable[..., Any],
         pixels: Collection[str],
         contents: Mapping[str, _Content],
         rows: list[list[Image]],
@@ -98,7 +100,7 @@ class PromptImages:
         self.rows = rows
         self.pixels = pixels
         self.arguments = {name for content in contents.values() for name in content.arguments}
-        self._encoders = encoders
+        self._encoders, self._expand = encoders, expand
         self._contents = contents
         self._ids = ids
 
@@ -115,13 +117,18 @@ class PromptImages:
             for ids in (self._ids[number * num_prompts // num_rows],)
         )
 
-    def encode(self, numbers: Iterable[int], num_rows: int, start: int = 0) -> dict[str, Any]:
+    def encode(self, numbers: Sequence[int], num_rows: int, start: int = 0) -> dict[str, Any]:
         """What the towers make of the images from a column on, for rows of a forward; the towers do not run for any other.
 
         Args:
             numbers: the rows that run, in order.
             num_rows: of the forward as it was passed.
         """
+        copies = num_rows // len(self.rows)
+        if copies > 1 and start == 0 and [*numbers] == [*range(num_rows)]:  # each image runs once, as in `generate`
+            ids = torch.tensor([[*row] for row in self._ids])
+            expanded: dict[str, Any] = self._expand(ids, self.encode(range(len(self.rows)), len(self.rows)), copies)
+            return expanded
         wanted: dict[str, list[int]] = {}
         for number in numbers:
             for image in self.of_row(number, num_rows):
@@ -187,27 +194,30 @@ class ImageInputs:
     def __init__(self, model: Any, placeholders: Placeholders, text_types: frozenset[str]) -> None:
         parameters = inspect.signature(model.forward).parameters
         base = getattr(model, "base_model", model)
-        found = {kind: getattr(base, f"get_{kind}_features", None) for kind in _KINDS if ENCODED in parameters}
+        found = {
+            kind: getattr(base, f"get_{kind}_features", None)
+            for kind in _KINDS
+            if ENCODED in parameters and hasattr(model, "_expand_multimodal_outputs")
+        }
         self._encoders = {kind: encoder for kind, encoder in found.items() if encoder is not None}
+        self._expand = getattr(model, "_expand_multimodal_outputs", None)
         self._names = {
             kind: [name for name in inspect.signature(encoder).parameters if name not in ("kwargs", "return_dict")]
             for kind, encoder in self._encoders.items()
         }
-        self._pixels = {
-            kind: [name for name in names if kind_of(name) == kind] for kind, names in self._names.items()
-        }
+        self._pixels = {kind: [name for name in names if kind_of(name) == kind] for kind, names in self._names.items()}
         self._tokens = {
             kind: [token for token, kinds in placeholders.kinds.items() if kinds == {kind}] for kind in self._encoders
         }
         self._text_types = text_types
         self._is_plain = not placeholders and not text_types
+        self._has_index = any(map(has_index, cache_layers(model)))
         self.whole = ("attention_mask", *_reads_types_by_place(model, text_types))
-        self._digests: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> version, {span: digest}
 
     def read(self, arguments: Mapping[str, Any]) -> PromptImages | str | None:
         """The images of a prompt, of arguments of `generate` or of a forward; or why it must run whole; None without any.
 
-        Cost: SHA-256 over the pixels, once a tensor; one wait for each device.
+        Cost: SHA-256 over the pixels; one wait for each device.
         """
         ids = arguments.get("input_ids")
         passed = {
@@ -215,7 +225,7 @@ class ImageInputs:
             for kind, names in self._names.items()
             if any(arguments.get(name) is not None for name in self._pixels[kind])
         }
-        if not passed or not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
+        if not passed or arguments.get(ENCODED) or not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
             return None
         pixels = {name for kind in passed for name in self._pixels[kind]}
         rows = [array("q", row) for row in ids.tolist()]
@@ -225,7 +235,7 @@ class ImageInputs:
             known: dict[str, _Content] = {kind: content for kind, content in contents.items() if content is not None}
             spans = self._by_run(known, runs, len(rows))
             if spans is not None:
-                return PromptImages(self._encoders, pixels, known, spans, rows)
+                return PromptImages(self._encoders, self._expand, pixels, known, spans, rows)
         if len(rows) > 1:
             return "entries of pixel_values and placeholders of several rows do not add up"
         whole = {kind: _whole(given) for kind, given in passed.items()}
@@ -237,7 +247,7 @@ class ImageInputs:
         content = {kind: each for kind, each in whole.items() if each is not None}
         digest = hashlib.sha256(b"".join(self._digest(each, 0) for each in content.values())).digest()
         image = Image(every[0][1], max(run[2] for run in every), {kind: [0] for kind in content}, digest)
-        return PromptImages(self._encoders, pixels, content, [[image]], rows)
+        return PromptImages(self._encoders, self._expand, pixels, content, [[image]], rows)
 
     def of_generate(self, model: Any, passed: Mapping[str, Any]) -> PromptImages | None:
         """The images that a `generate` is not to be passed, for it would run the towers before anybody can say which of them are known.
@@ -275,12 +285,14 @@ class ImageInputs:
         ids = arguments.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
             return Seen(plain, images, why_whole=why)
-        num_rows, num_new = ids.shape
+        num_rows = len(ids)
         spans = [images.of_row(number, num_rows) if images is not None else [] for number in range(num_rows)]
         types = self._types(plain, spans)
         placed = _placed(plain.get("position_ids"), plain.get("attention_mask"), spans, [row.shift for row in running])
         if placed is None:
             return Seen(plain, images, why_whole=why or (_NOT_PLACED if images is not None else None))
+        if self._has_index and any(placed[1]):
+            return Seen(plain, images, why_whole=_INDEXED)
         positions, shifts, places = placed
         if positions is not None:
             plain["position_ids"] = positions
@@ -314,7 +326,12 @@ class ImageInputs:
         found = []
         for name in TOKEN_TYPES:
             value, num_rows = plain.get(name), len(spans)
-            if name not in self._text_types or not isinstance(value, Tensor) or value.dim() != 2 or value.shape[0] not in (1, num_rows):
+            if (
+                name not in self._text_types
+                or not isinstance(value, Tensor)
+                or value.dim() != 2
+                or value.shape[0] not in (1, num_rows)
+            ):
                 continue
             inside = torch.zeros((num_rows, value.shape[1]), dtype=torch.bool)
             for number, of_row in enumerate(spans):
@@ -360,24 +377,19 @@ class ImageInputs:
         options = {name: value for name, value in content.arguments.items() if name not in content.bounds}
         parts = [repr(sorted(options.items())).encode()]
         for name, bounds in sorted(content.bounds.items()):
-            parts += [name.encode(), self._digest_of(content.arguments[name], content.part(name), bounds[entry], bounds[entry + 1])]
+            parts += [
+                name.encode(),
+                _digest_of(content.part(name)[bounds[entry] : bounds[entry + 1]]),
+            ]
         return hashlib.sha256(b"\0".join(parts)).digest()
 
-    def _digest_of(self, whole: Tensor, part: Tensor, start: int, stop: int) -> bytes:
-        """Of dtype, shape and values of a part of a tensor; computed once."""
-        version = None if whole.is_inference() else whole._version
-        known = self._digests.get(whole)
-        if known is None or known[0] != version or version is None:
-            known = self._digests[whole] = version, {}
-        key = start, stop, part.dim()
-        if key not in known[1]:
-            some = part[start:stop].detach().cpu().contiguous()
-            said = f"{some.dtype} {tuple(some.shape)} ".encode()
-            held = some.view(torch.uint8) if some.dim() else some[None].view(torch.uint8)
-            digest = hashlib.sha256(said)
-            digest.update(memoryview(held.numpy()).cast("B") if held.numel() else b"")
-            known[1][key] = digest.digest()
-        return known[1][key]
+
+def _digest_of(tensor: Tensor) -> bytes:
+    """Of dtype, shape and values."""
+    held = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{held.dtype} {tuple(held.shape)} ".encode())
+    digest.update(held.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def _runs(rows: Sequence[TokenIds], tokens: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -396,7 +408,9 @@ def _runs(rows: Sequence[TokenIds], tokens: Sequence[int]) -> list[tuple[int, in
 def _whole(given: Mapping[str, Any]) -> _Content | None:
     """All that is passed as one entry; None where something has no rows."""
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-    if not tensors or any(isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value) for value in given.values()):
+    if not tensors or any(
+        isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value) for value in given.values()
+    ):
         return None
     if any(not value.dim() for value in tensors.values()):
         return None
@@ -429,16 +443,20 @@ def _content(given: Mapping[str, Any], runs: Sequence[tuple[int, int, int]], num
             else:
                 return None
         return _Content(given, bounds, [size // per_token for size in sizes])
-    is_nested = main.dim() == 5 and all(
-        value.dim() >= 3 and value.shape[:2] == main.shape[:2] for value in tensors.values()
-    ) and len(main) == num_rows
+    is_nested = (
+        main.dim() == 5
+        and all(value.dim() >= 3 and value.shape[:2] == main.shape[:2] for value in tensors.values())
+        and len(main) == num_rows
+    )
     if is_nested:
         flat = main.flatten(0, 1)
         real = (flat != 0).flatten(1).any(dim=1)
         if not bool(real.all()):
             is_nested = False  # padding among them, that the model leaves out
     num_entries = main.shape[0] * main.shape[1] if is_nested else len(main)
-    if any((len(value) if not is_nested else value.shape[0] * value.shape[1]) != num_entries for value in tensors.values()):
+    if any(
+        (len(value) if not is_nested else value.shape[0] * value.shape[1]) != num_entries for value in tensors.values()
+    ):
         return None
     bounds = {name: [*range(num_entries + 1)] for name in tensors}
     beside = [value.flatten(0, 1) if is_nested else value for value in tensors.values() if value is not main]
@@ -489,7 +507,9 @@ def _placed(
     for number, (pad, of_row) in enumerate(zip(pads, spans, strict=True)):
         at = number if rope.shape[1] > 1 else 0
         found = _place([one[at] for one in by_number], pad, of_row)
-        if found is None or (counts is not None and counts[at][pad:] != [*range(counts[at][pad], counts[at][pad] + num_columns - pad)]):
+        if found is None or (
+            counts is not None and counts[at][pad:] != [*range(counts[at][pad], counts[at][pad] + num_columns - pad)]
+        ):
             return None
         first, shift, of_images = found
         plain.append([max(0, column - pad) + first for column in range(num_columns)])
@@ -526,7 +546,9 @@ def _is_cut(model: Any, passed: Mapping[str, Any]) -> bool:
     """Whether a `generate` runs its prompt in several forwards."""
     configs = (passed.get("generation_config"), model.generation_config)
     chunk = passed.get("prefill_chunk_size")
-    return any(each is not None for each in (chunk, *(getattr(config, "prefill_chunk_size", None) for config in configs)))
+    return any(
+        each is not None for each in (chunk, *(getattr(config, "prefill_chunk_size", None) for config in configs))
+    )
 
 
 def _reads_types_by_place(model: Any, names: Iterable[str]) -> set[str]:

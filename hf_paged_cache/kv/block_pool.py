@@ -5,6 +5,7 @@ holds a block. Block ids and slots are trusted: a range check would synchronise 
 """
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -291,7 +292,7 @@ class BlockPool:
             if sources is not None:
                 tokens = tokens.flatten(0, 1).index_select(0, sources)
             index = slot_mapping.index_for(heads, self.block_size, held.device)
-            held.view(-1, head_dim).index_copy_(0, index, tokens.reshape(-1, head_dim).to(held.dtype))
+            held.flatten(0, 2).index_copy_(0, index, tokens.flatten(0, -2).to(held.dtype))
 
     def lay_out(self, layer_idx: int, name: str, heads: int, head_dim: int, dtype: torch.dtype) -> None:
         """Make a layer's tensor before anything is written, where the first keys and values will be; a write may move it."""
@@ -363,7 +364,10 @@ class BlockPool:
             held = layer[name]
             _, heads, size, head_dim = held.shape
             chosen = source.index_for(heads, size, held.device)
-            units = held.view(-1, size * head_dim if source.by_block else head_dim)
+            units = (
+                held.flatten(2) if source.by_block else held
+            )  # keys of no numbers, too: some layers have only values
+            units = units.reshape(math.prod(units.shape[:-1]), units.shape[-1])
             if memory is not None and held.is_cpu:
                 copied = memory.take((chosen.shape[0], units.shape[1]), held.dtype)
                 torch.index_select(units, 0, chosen, out=copied)

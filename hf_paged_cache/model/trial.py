@@ -8,6 +8,7 @@ tokens', masks that are wrong with a cache. Where layers carry a state, also wha
 import copy
 import inspect
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -277,4 +278,4 @@ def text_types(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:
         return distance(logits_at_once(model, inputs), typed) <= MIN_TOLERANCE / 10
 
     with undisturbed(model), TiesByPosition():
-        return frozenset(name for name in taken if attempt(lambda name=name: is_none(name), lambda _: False))
+        return frozenset(name for name in taken if attempt(partial(is_none, name), lambda _: False))

@@ -37,10 +37,26 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("init_pos_emb_height", "init_pos_emb_width", "pos_emb_height", "pos_emb_width"), _GRID),
 }
 _SPECIAL_TOKENS = (
-    "image_token_id image_token_index video_token_id video_token_index audio_token_id audio_token_index vision_start_token_id"
-    " vision_end_token_id boi_token_id eoi_token_id boa_token_id eoa_token_id eoa_token_index image_start_token_id image_end_token_id"
-    " boi_token_index eoi_token_index image_patch_id"
-).split()
+    "image_token_id",
+    "image_token_index",
+    "video_token_id",
+    "video_token_index",
+    "audio_token_id",
+    "audio_token_index",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "boi_token_id",
+    "eoi_token_id",
+    "boa_token_id",
+    "eoa_token_id",
+    "eoa_token_index",
+    "image_start_token_id",
+    "image_end_token_id",
+    "boi_token_index",
+    "eoi_token_index",
+    "image_patch_id",
+)
+_VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 _PINPOINTS = {"image_grid_pinpoints": [[2 * _SIDE, 2 * _SIDE], [_SIDE, 2 * _SIDE], [2 * _SIDE, _SIDE]]}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 
@@ -62,6 +78,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "pooling_kernel_size": 2,
             "position_embedding_size": _GRID**2,
         }
+    },
+    **{
+        name: {"text_config": {"rope_parameters": _MROPE}}
+        for name in ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_vl")
+    },
+    "glm4v_moe": {
+        "text_config": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
     },
     "glm5_next": {"text_config": {"index_topk": 16}},
     "idefics3": {"scale_factor": 2},
@@ -162,9 +185,10 @@ def prompt(layout: Layout, *rows: Sequence[list[int] | int]) -> dict[str, Tensor
         given[name] = (padded == IMAGE_TOKEN).to(torch.int64)
     of_rows = [[_image(layout, part) for part in row if isinstance(part, int)] for row in rows]
     for name in (*layout.shapes, *layout.beside):
-        joined = [torch.cat([image[name] for image in images], layout.joined) for images in of_rows if images]
+        dim = layout.joined if name in layout.shapes or layout.joined > 0 else 0
+        joined = [torch.cat([image[name] for image in images], dim) for images in of_rows if images]
         if joined:
-            given[name] = torch.cat(joined)
+            given[name] = torch.cat(joined, min(dim, 0))  # patches of all rows may stand side by side
     return given
 
 
@@ -207,7 +231,7 @@ def _layouts(takes: list[str]) -> Iterator[tuple[dict[str, tuple[int, ...]], dic
         mask = torch.ones(1, 1, _SIDE, _SIDE, dtype=torch.int64)
         yield {pixels: (1, *image)}, {"pixel_attention_mask": mask}, 1
     elif "target_sizes" in takes:
-        yield {pixels: (1, 3, _PATCH, _GRID**2 * _PATCH)}, {"target_sizes": torch.tensor([[_GRID, _GRID]])}, 0
+        yield {pixels: (1, 3, _PATCH, _GRID**2 * _PATCH)}, {"target_sizes": torch.tensor([[_GRID, _GRID]])}, -1
     elif "pixel_mask" in takes:
         yield {pixels: image}, {"pixel_mask": torch.ones(1, _SIDE, _SIDE, dtype=torch.bool)}, 0
     yield {pixels: image}, {}, 0
@@ -222,12 +246,13 @@ def _changes(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
         nested = getattr(default, name, None)
         is_text = name.startswith(("text", "llm", "decoder", "language", "thinker_text"))
         if is_text:
-            changes[name] = {"vocab_size": VOCABULARY + 16}
+            changes[name] = {
+                size: VOCABULARY + 16 for size in _VOCABULARIES if size in (*_parameters(nested), "vocab_size")
+            }
             if "mrope_section" in (getattr(nested, "rope_parameters", None) or {}):
                 changes[name]["rope_parameters"] = {**nested.rope_parameters, "mrope_section": _MROPE["mrope_section"]}
         elif nested is not None and not isinstance(nested, dict):
-            known = set(inspect.signature(type(nested)).parameters)
-            held = {size: getattr(nested, size, None) for size in _SIZES if size in known}
+            held = {size: getattr(nested, size, None) for size in _SIZES if size in _parameters(nested)}
             changes[name] = {
                 size: type(value)([_SIZES[size]] * len(value))
                 if isinstance(value, list | tuple) and not isinstance(_SIZES[size], list)
@@ -239,3 +264,7 @@ def _changes(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     changes |= {name: IMAGE_TOKEN + number for number, name in enumerate(others, 1)}
     changes |= {name: IMAGE_TOKEN for name in ("image_token_id", "image_token_index") if name in names}
     return changes | ({"vocab_size": VOCABULARY + 16} if "vocab_size" in names else {})
+
+
+def _parameters(config: Any) -> set[str]:
+    return set() if config is None or isinstance(config, dict) else set(inspect.signature(type(config)).parameters)
