@@ -287,7 +287,7 @@ class BlockPool:
             if slot_mapping.is_run and new.shape[0] == 1:
                 self._write_run(held, new, slot_mapping.slots[0])
                 continue
-            _, heads, _, head_dim = held.shape
+            heads = held.shape[1]
             tokens, sources = new.transpose(1, 2), slot_mapping.sources_on(held.device)
             if sources is not None:
                 tokens = tokens.flatten(0, 1).index_select(0, sources)

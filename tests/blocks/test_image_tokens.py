@@ -38,7 +38,8 @@ def test_every_block_with_a_token_of_an_image_has_seven_of_it_before_its_end(bef
     assert sum(a != b for a, b in zip(one[:first_end], other[:first_end], strict=True)) >= 7
     assert one[: before // 16 * 16] == other[: before // 16 * 16], "blocks before the image are those of text"
     assert shown_ids(one) == shown_ids(other) == row(before)
-    assert hold_images(one) and not hold_images(row(before))
+    assert hold_images(one)
+    assert not hold_images(row(before))
 
 
 def test_the_same_image_has_the_same_name_in_any_row_and_tokens_of_it_differ() -> None:
@@ -99,4 +100,6 @@ def test_an_image_that_ends_within_a_block_is_filled_up_with_ids_of_no_text() ->
     tokens = named(ONE, 9)
     assert end_of_image(tokens, 16, 32) == 29
     filled = filled_up(tokens, 29, 16)
-    assert len(filled) == 32 and filled[:29] == tokens[:29] and min(filled[29:]) == max(filled[29:]) == -2
+    assert len(filled) == 32
+    assert filled[:29] == tokens[:29]
+    assert min(filled[29:]) == max(filled[29:]) == -2

@@ -217,7 +217,8 @@ def test_an_image_has_a_name_that_another_process_has_for_it(tmp_path: Path) -> 
     run(model, first, **ask("idefics3", [TEXT, 1, FIRST]))
     first.reset()
     saved = first.store.save(tmp_path)
-    assert saved.num_blocks and not saved.not_saved
+    assert saved.num_blocks
+    assert not saved.not_saved
     second.store.load(tmp_path)
     given = ask("idefics3", [TEXT, 1, SECOND])
     with Towers(model) as towers:
