@@ -49,11 +49,11 @@ class PagedPrefixCache(Cache):
         cache_salt: a tenant's name, not empty. Caches with another salt never share a block, so that no tenant can probe
             another's prompts, and see, count and reset their own blocks alone (docs/security.md). A cache without one
             is the store's owner's: its `stats()` and refusals tell of all blocks.
-        attention: how attention reads keys and values. "contiguous" keeps a copy of the running rows beside the blocks;
-            later forwards overwrite it (not while gradients are on), so clone what you keep. "paged" reads once what several
-            rows share, and keeps one copy of it, and of each row what follows; where a model, or a call, does not leave
-            attention to torch, it is "contiguous". "gather" copies each layer's rows for the moment of its attention:
-            memory is the blocks and one layer's rows.
+        attention: how attention reads keys and values. "paged" keeps a copy of the running rows beside the blocks, and
+            what several rows share only once, which attention then reads once; where a model, or a call, does not leave
+            attention to torch, a copy of each row. Later forwards overwrite it (not while gradients are on), so clone
+            what you keep. "gather" copies each layer's rows for the moment of its attention: memory is the blocks and
+            one layer's rows.
         on_full: what becomes of a call that does not fit into the pool. "refuse" raises OutOfBlocksError. "bypass" runs it
             as `DynamicCache` would, without the store; its rows stay so until the next `generate`, or `reset()`.
             `score` refuses always.
@@ -77,7 +77,7 @@ class PagedPrefixCache(Cache):
         model_or_store: PreTrainedModel | PrefixStore,
         *,
         cache_salt: str | bytes | None = None,
-        attention: Literal["contiguous", "paged", "gather"] = "contiguous",
+        attention: Literal["paged", "gather"] = "paged",
         on_full: Literal["refuse", "bypass"] = "refuse",
         **sizes: Unpack[StoreSizes],
     ) -> None:
@@ -99,8 +99,7 @@ class PagedPrefixCache(Cache):
         self.view = View(
             blocks.pool,
             conditioning.windows(),
-            keeps_copies=attention != "gather",
-            reads_once=attention == "paged",
+            keeps_copies=attention == "paged",
         )
         layers = [make_layer(self, index, layer) for index, layer in enumerate(cache_layers(self.store.model))]
         self.call = Call(blocks, self.view, partial(_runs_on, ref(self)), self.cache_salt, live_states(layers))
@@ -241,7 +240,7 @@ class PagedPrefixCache(Cache):
         self._session.rows().reorder(torch.where(chosen < 0, chosen + self._session.num_rows, chosen))
 
     def reset(self) -> None:
-        """Drop the running rows and their contiguous copy, as transformers means it; full blocks stay in the prefix cache."""
+        """Drop the running rows and their copy, as transformers means it; full blocks stay in the prefix cache."""
         self._own_layers.check_not_busy()
         self.call.drop_rows()
         self._own_layers.end()

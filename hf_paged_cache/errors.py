@@ -81,7 +81,7 @@ class CacheArgumentError(PagedCacheError, ValueError):
     Examples:
         >>> PagedPrefixCache(model, attention="fast")
         Traceback (most recent call last):
-        hf_paged_cache.errors.CacheArgumentError: attention is 'fast'; give 'contiguous' or 'paged' or 'gather'
+        hf_paged_cache.errors.CacheArgumentError: attention is 'fast'; give 'paged' or 'gather'
     """
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 from .blocks.arguments import file_mode, int_of_at_least, num_bytes_of
 from .errors import CacheArgumentError
 
-ATTENTIONS = ("contiguous", "paged", "gather")
+ATTENTIONS = ("paged", "gather")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

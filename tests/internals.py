@@ -270,24 +270,24 @@ LAYER_WRITE = (PagedPrefixCache, "update")
 # Where a call is made to fail: a method, and the attention whose calls come there.
 FAULT_POINTS: list[tuple[type, str, str]] = [
     *(
-        (Call, name, "contiguous")
+        (Call, name, "paged")
         for name in ("begin", "prepare", "schedule", "schedule_step", "write", "confirm", "reorder")
     ),
-    (PrefixCachingBlockAllocator, "allocate", "contiguous"),
-    (PrefixCachingBlockAllocator, "allocate_mutable", "contiguous"),
-    (PrefixCachingBlockAllocator, "make_writable", "contiguous"),
-    (PrefixCachingBlockAllocator, "commit_many", "contiguous"),
-    (PrefixCachingBlockAllocator, "fork", "contiguous"),
-    (PrefixCachingBlockAllocator, "free", "contiguous"),
-    (PrefixCachingBlockAllocator, "truncate", "contiguous"),
-    (BlockTable, "append_tokens", "contiguous"),
-    (BlockStore, "make_room", "contiguous"),
-    (BlockStore, "make_copies", "contiguous"),
-    *((BlockPool, name, "contiguous") for name in ("write", "write_blocks")),
-    (GroupTensors, "copy_blocks", "contiguous"),
-    (BlockPool, "gather", "gather"),  # a contiguous copy gathers nothing there
-    (Rows, "select", "contiguous"),
-    *((View, name, "contiguous") for name in ("read", "start_forward", "select", "keep")),
+    (PrefixCachingBlockAllocator, "allocate", "paged"),
+    (PrefixCachingBlockAllocator, "allocate_mutable", "paged"),
+    (PrefixCachingBlockAllocator, "make_writable", "paged"),
+    (PrefixCachingBlockAllocator, "commit_many", "paged"),
+    (PrefixCachingBlockAllocator, "fork", "paged"),
+    (PrefixCachingBlockAllocator, "free", "paged"),
+    (PrefixCachingBlockAllocator, "truncate", "paged"),
+    (BlockTable, "append_tokens", "paged"),
+    (BlockStore, "make_room", "paged"),
+    (BlockStore, "make_copies", "paged"),
+    *((BlockPool, name, "paged") for name in ("write", "write_blocks")),
+    (GroupTensors, "copy_blocks", "paged"),
+    (BlockPool, "gather", "gather"),  # a copy of the rows gathers nothing there
+    (Rows, "select", "paged"),
+    *((View, name, "paged") for name in ("read", "start_forward", "select", "keep")),
     (View, "read", "gather"),
 ]
 

@@ -69,7 +69,7 @@ def interrupts(times: int, seed: int = 0) -> Counter[str]:
     references = {name: run(model, max_new_tokens=NUM_NEW, **arguments) for name, arguments in CALLS.items()}
     caches = {
         attention: PagedPrefixCache(PrefixStore(model, block_size=4, num_blocks=26), attention=attention)
-        for attention in ("contiguous", "gather")
+        for attention in ("paged", "gather")
     }
     num_lines: dict[Any, int] = {}
     gc.collect()

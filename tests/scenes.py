@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-ATTENTIONS = ("contiguous", "gather")
+ATTENTIONS = ("paged", "gather")
 
 
 def play(scene: Callable[[Player], None], model: PreTrainedModel, *, zeroes: bool = True) -> None:
@@ -116,7 +116,7 @@ class Player:
 
     def whole(self, **arguments: Any) -> Any:
         """A call that computes all of a known prompt, and shares its blocks; only a gather reads them."""
-        return self.call(**arguments) if self.attention == "contiguous" else self.hit(**arguments)
+        return self.call(**arguments) if self.attention == "paged" else self.hit(**arguments)
 
     def hit(self, **arguments: Any) -> Any:
         """A call that reuses: it must fail with zeroed blocks."""
@@ -130,7 +130,7 @@ class BypassedPlayer(Player):
     """Plays the calls of a scene on a pool of one block, so that all are bypassed, and nothing is ever reused."""
 
     def __init__(self, model: PreTrainedModel, references: list[Any]) -> None:
-        super().__init__(model, "contiguous", references)
+        super().__init__(model, "paged", references)
         self.reuses = False
 
     def build(self, **sizes: int) -> None:

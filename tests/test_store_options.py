@@ -21,8 +21,8 @@ def test_a_store_has_these_options_with_these_defaults() -> None:
 
 
 def test_a_way_to_read_that_there_is_not_is_refused() -> None:
-    assert [*ATTENTIONS] == ["contiguous", "paged", "gather"]
-    with pytest.raises(CacheArgumentError, match=r"^attention is 'fast'; give 'contiguous' or 'paged' or 'gather'$"):
+    assert [*ATTENTIONS] == ["paged", "gather"]
+    with pytest.raises(CacheArgumentError, match=r"^attention is 'fast'; give 'paged' or 'gather'$"):
         require_attention("fast")
 
 

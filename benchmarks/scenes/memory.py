@@ -18,15 +18,23 @@ MEMORY = "Memory of keys and values"
 
 @scene(MEMORY, minutes=2)
 def memory(bench: Bench, repeat: Repeat) -> Lines:
-    """8 beams on a prompt of 2,048 tokens, 64 new; and 16 rows behind a known prefix of 1,024, 16 new. Run once: it is no time."""
-    length, given = 2 * bench.sizes.shared, {"new_tokens": 64, "num_beams": 8}
-    ids, cache = bench.tokens(1, length), PagedPrefixCache(bench.model, attention="gather")
-    measured = _once(bench, {BASELINE: from_scratch(bench, ids, **given), GATHER: on_ours(bench, cache, ids, **given)})
-    copies = cache.stats().num_copies_on_write
-    assert copies > 0, "no block was copied on write, so nothing of what beams cost was counted"
-    what, details = f"8 beams, {length:,} tokens + 64 new, gather", {"copies_on_write": copies}
-    yield "memory 8 beams, gather", _bytes(measured, what, GATHER, at_most=bench.bar(0.22), details=details)
-    del cache, measured
+    """8 and 128 beams of a prompt; and 16 rows behind a known prefix of 1,024, 16 new. Run once: it is no time."""
+    for num_beams, length, num_new, bar, bar_gather in (
+        (8, 2 * bench.sizes.shared, 64, 0.30, 0.16),
+        (128, bench.sizes.shared // 2, 8, 0.05, None),
+    ):
+        given = {"new_tokens": num_new, "num_beams": num_beams}
+        ids = bench.tokens(1, length)
+        caches = {OURS: PagedPrefixCache(bench.model), GATHER: PagedPrefixCache(bench.model, attention="gather")}
+        ours = {name: on_ours(bench, cache, ids, **given) for name, cache in caches.items()}
+        measured = _once(bench, {BASELINE: from_scratch(bench, ids, **given), **ours})
+        for name, limit in ((OURS, bar), (GATHER, bar_gather)):
+            copies = caches[name].stats().num_copies_on_write
+            assert copies > 0, "no block was copied on write, so nothing of what beams cost was counted"
+            suffix, at_most = "" if name == OURS else ", gather", None if limit is None else bench.bar(limit)
+            what, details = f"{num_beams} beams, {length:,} tokens + {num_new} new{suffix}", {"copies_on_write": copies}
+            yield f"memory {num_beams} beams{suffix}", _bytes(measured, what, name, at_most=at_most, details=details)
+        del caches, measured
     num_rows, length, given = 16, bench.sizes.shared, {"new_tokens": 16}
     ids = bench.behind(bench.text(length), num_rows)
     ways = {

@@ -1,4 +1,4 @@
-"""A step of decoding where rows share a prefix: read once (`attention="paged"`), each row by itself, and by DynamicCache."""
+"""A step of decoding where rows share a prefix, which attention reads once, and where they share nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache
 
-from .line import BASELINE, OURS, PAGED
+from .line import BASELINE, OURS
 from .registry import Lines, Repeat, scene
 from .steps import extend, measure_steps_of
 from .ways import Measured, Way, on_ours, on_ready
@@ -36,8 +36,7 @@ def shared_steps(bench: Bench, repeat: Repeat) -> Lines:
             given |= {option: num_rows, "do_sample": option == samples}
         measured = _behind_a_prefix(bench, num_rows, length, given, repeat(rounds), is_expanded=option is not None)
         name, what = f"{num_rows} {kind}, {length:,}", f"a step of {num_rows} {kind} that share {length:,} tokens"
-        yield f"read once {name}", measured.line(what, subject=PAGED, at_least=bench.bar(bar))
-        yield f"read once {name}, contiguous", measured.line(f"{what}, by contiguous", subject=PAGED, against=OURS)
+        yield f"read once {name}", measured.line(what, at_least=bench.bar(bar))
 
 
 @scene(READ_ONCE, minutes=1)
@@ -48,20 +47,15 @@ def nothing_shared_steps(bench: Bench, repeat: Repeat) -> Lines:
         ids = bench.tokens(num_rows, length)
         ready, given = DynamicCache(config=bench.model.config), {"new_tokens": num_steps + 1}
         bench.prefill(ids[:, :-1], ready)
-        caches = {OURS: PagedPrefixCache(bench.model), PAGED: PagedPrefixCache(bench.model, attention="paged")}
+        cache = PagedPrefixCache(bench.model)
 
-        def prepare(ids: Any = ids, ready: Any = ready, caches: Any = caches, given: Any = given) -> dict[str, Way]:
-            ours = {name: on_ours(bench, cache, ids, **given) for name, cache in caches.items()}
-            return {BASELINE: on_ready(bench, ready, ids, **given), **ours}
+        def prepare(ids: Any = ids, ready: Any = ready, cache: Any = cache, given: Any = given) -> dict[str, Way]:
+            return {BASELINE: on_ready(bench, ready, ids, **given), OURS: on_ours(bench, cache, ids, **given)}
 
         measured = measure_steps_of(bench, prepare, repeat(6))
         rows = "1 row" if num_rows == 1 else f"{num_rows} rows that share nothing"
         what = f"a step of {rows} at {length:,} tokens"
-        yield f"read once {num_rows} alone", measured.line(what, subject=PAGED, at_least=bench.bar(1.0))
-        yield (
-            f"read once {num_rows} alone, contiguous",
-            measured.line(f"{what}, by contiguous", subject=PAGED, against=OURS),
-        )
+        yield f"read once {num_rows} alone", measured.line(what, at_least=bench.bar(1.0))
 
 
 def _behind_a_prefix(
@@ -69,14 +63,12 @@ def _behind_a_prefix(
 ) -> Measured:
     """Steps behind `length` ready tokens and a question; of one prompt that is expanded, or of a question in each row."""
     ready = bench.prefilled(length, num_rows)
-    caches = {OURS: bench.knowing(length), PAGED: bench.knowing(length, attention="paged")}
+    cache = bench.knowing(length)
 
     def prepare() -> dict[str, Way]:
         ids = bench.behind(bench.text(length), 1 if is_expanded else num_rows)
         extend(bench, ready, ids, num_rows if is_expanded else 1)
-        for cache in caches.values():
-            bench.generate(ids, past_key_values=cache)  # so that ours has no more to prefill than one token, either
-        ours = {name: on_ours(bench, cache, ids, **given) for name, cache in caches.items()}
-        return {BASELINE: on_ready(bench, ready, ids, **given), **ours}
+        bench.generate(ids, past_key_values=cache)  # so that ours has no more to prefill than one token, either
+        return {BASELINE: on_ready(bench, ready, ids, **given), OURS: on_ours(bench, cache, ids, **given)}
 
     return measure_steps_of(bench, prepare, rounds)

@@ -62,7 +62,7 @@ def batch_mixed(bench: Bench, repeat: Repeat) -> Lines:
 def batch_warm(bench: Bench, repeat: Repeat) -> Lines:
     """Rows behind a known prefix, 16 question tokens of its own in each; 1 new token."""
     length = bench.sizes.shared
-    for num_rows, bar, rounds, every in ((4, 17.0, 12, 3), (16, None, 6, 3)):
+    for num_rows, bar, rounds, every in ((4, 17.0, 12, 3), (8, None, 8, 4), (16, None, 6, 3)):
         cache, ready = bench.knowing(length), bench.prefilled(length, num_rows)
 
         def prepare(num_rows=num_rows, cache=cache, ready=ready) -> dict[str, Way]:

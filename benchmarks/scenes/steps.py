@@ -27,9 +27,9 @@ def decode(bench: Bench, repeat: Repeat) -> Lines:
         measured = _measure(bench, num_rows, length, num_steps, repeat(rounds))
         rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
         name, what = f"decode {rows}, {length:,}", f"a step of {rows} at {length:,} tokens"
-        of_contiguous, of_gather = bars.get((num_rows, length), (None, None))
+        of_paged, of_gather = bars.get((num_rows, length), (None, None))
         point = {"tokens": length, "rows": num_rows}
-        bar = None if of_contiguous is None else bench.bar(of_contiguous)
+        bar = None if of_paged is None else bench.bar(of_paged)
         yield name, measured.line(what, at_least=bar, floor=IN_PLACE, point=point)
         bar = None if of_gather is None else bench.bar(of_gather)
         yield f"{name}, gather", measured.line(f"{what}, gather", subject=GATHER, at_least=bar)

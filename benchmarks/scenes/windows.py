@@ -82,7 +82,7 @@ def _steps(bench: Bench, shape: str, repeat: Repeat) -> Lines:
     """A step behind a long prefix, and the bytes that are held meanwhile."""
     for length, rounds in ((bench.sizes.long, 5), (4 * bench.sizes.long, 4), (8 * bench.sizes.long, 1)):
         text = bench.text(length)
-        ready, (cache, gather) = _ready(bench, text), (_knowing(bench, text, how) for how in ("contiguous", "gather"))
+        ready, (cache, gather) = _ready(bench, text), (_knowing(bench, text, how) for how in ("paged", "gather"))
         given = {"new_tokens": 17}
 
         def prepare(text=text, cache=cache, gather=gather, ready=ready, given=given) -> dict[str, Way]:

@@ -107,7 +107,7 @@ class Bench:
             )
         return part
 
-    def knowing(self, num_tokens: int, *, attention: str = "contiguous") -> PagedPrefixCache:
+    def knowing(self, num_tokens: int, *, attention: str = "paged") -> PagedPrefixCache:
         """A cache of ours that has just seen the first tokens of the text."""
         cache = PagedPrefixCache(self.store, attention=attention)
         self.generate(self.text(num_tokens), past_key_values=cache)

@@ -463,7 +463,7 @@ class Worker:
         return PagedPrefixCache(
             store or self.world.store,
             cache_salt=rng.choice(SALTS),
-            attention=rng.choice(["contiguous", "paged", "gather"]),
+            attention=rng.choice(["paged", "gather"]),
             on_full=on_full or rng.choice(["refuse", "refuse", "bypass"]),
         )
 

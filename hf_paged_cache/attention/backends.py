@@ -60,9 +60,16 @@ def by_flash_of_cpu(query: Tensor, part: Part, scale: float | None = None) -> tu
 
 
 def by_operators(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """`attend` by matrix products, on any device."""
+    """`attend` by matrix products, on any device; of a long prompt some queries at a time, because all scores are in memory."""
     num_rows, num_heads, length, size = query.shape
-    heads = part.key.shape[1]
+    heads, most = part.key.shape[1], max(1, _MOST_SCORES // (num_rows * num_heads * part.key.shape[2]))
+    if length > most:
+        mask = None if part.mask is None else part.mask.expand(-1, -1, length, -1)
+        pieces = [
+            by_operators(query[:, :, some], part._replace(mask=None if mask is None else mask[:, :, some]), scale)
+            for some in (slice(first, first + most) for first in range(0, length, most))
+        ]
+        return torch.cat([out for out, _ in pieces], 2), torch.cat([lse for _, lse in pieces], 2)
     exact = torch.promote_types(query.dtype, torch.float32)
     grouped = query.reshape(num_rows, heads, num_heads // heads, length, size)
     scores = (grouped @ part.key.unsqueeze(2).transpose(3, 4)).to(exact) * (size**-0.5 if scale is None else scale)
@@ -84,4 +91,5 @@ def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Te
     return torch.lerp(other.to(exact), out.to(exact), share), torch.logaddexp(lse, other_lse)
 
 
+_MOST_SCORES = 2**26  # 256 MiB in fp32
 _OF_DEVICE: Mapping[str, Attend] = MappingProxyType({"cpu": by_flash_of_cpu})

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..kv.block_pool import BlockPool
 from ..kv.block_tables import read_source
+from ..kv.recycled_memory import RecycledMemory
 from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer, to_device
 from .backends import Part, attend, merge
@@ -24,9 +25,10 @@ from .segments import Plan, Segment, find_segments
 
 # Bytes of keys and values of one layer that are read in the time that one more launch, and the merge after it, take. On a CPU
 # 8 rows of SmolLM2's shape were as quick after 112 shared tokens, where 1.2 MB a layer are saved, as read each by itself; 1.06
-# times as quick after 320 tokens (3.4 MB), and 1.55 times after 2,048. Of accelerators it is not measured.
+# times as quick after 320 tokens (3.4 MB), and 1.55 times after 2,048. On accelerators it is not measured but reckoned: the some
+# ten launches of a part, at 8 us each with what Python does for them, last as long as 3 TB/s take for 240 MB.
 LAUNCH_BYTES: Mapping[str, int] = MappingProxyType({"cpu": 3 * 2**19})
-_OTHER_LAUNCH_BYTES = 2**23
+_OTHER_LAUNCH_BYTES = 2**28
 
 
 class SharedReads:
@@ -73,6 +75,19 @@ class SharedReads:
         """Row `i` continues as row `sources[i]`. Returns whether what is held is of these rows as well, tails apart."""
         return self.plan is None or self.plan.follows(sources)
 
+    def require_of(self, rows: Sequence[RowLayout]) -> None:
+        """Drop the plan if it is not of these rows, as they are now: where nothing is kept, nobody says that they changed."""
+        plan, size = self.plan, self._pool.block_size
+        if plan is None:
+            return
+        is_of = plan.pads == tuple(row.pad for row in rows) and all(
+            rows[row].block_ids[segment.start // size :][: len(segment.block_ids)] == [*segment.block_ids]
+            for segment in plan.segments
+            for row in segment.rows
+        )
+        if not is_of:
+            self.drop()
+
     def must_plan(self, num_rows: int, start: int, stop: int) -> bool:
         """Whether the rows of a forward of the columns `[start, stop)` must be looked at; steps only resume."""
         if not self._may_share(num_rows):
@@ -118,15 +133,22 @@ class SharedReads:
         self._forward = _Forward(self.plan, start, stop)
         return self.plan.first_own
 
-    def read(self, layer_idx: int, new: Mapping[str, Tensor], tails: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def read(
+        self,
+        layer_idx: int,
+        new: Mapping[str, Tensor],
+        tails: Mapping[str, Tensor],
+        memory: RecycledMemory | None = None,
+    ) -> dict[str, Tensor]:
         """What a layer reads that writes `new`, lazily; dense where a gradient may flow through it.
 
         Args:
             tails: name -> [R, H, stop - first_own, D], of all rows.
+            memory: for copies of segments that only this layer reads; None: they are kept for the next forward.
         """
         forward = self._forward
         assert forward is not None
-        segments = {name: self._held(layer_idx, name, states) for name, states in new.items()}
+        segments = {name: self._held(layer_idx, name, states, memory) for name, states in new.items()}
         reads = _LayerReads(self, forward, segments, tails)
         if torch.is_grad_enabled():
             return {name: reads.gather(name) for name in new}
@@ -148,21 +170,22 @@ class SharedReads:
         size, layout = self._pool.block_size, RowLayout(b"", 0, array("q"), segment.block_ids)
         return read_source([layout], 0, len(segment.block_ids) * size, size, transfer)
 
-    def _held(self, layer_idx: int, name: str, new: Tensor) -> list[Tensor]:
+    def _held(self, layer_idx: int, name: str, new: Tensor, memory: RecycledMemory | None) -> Sequence[Tensor]:
         """Of each segment [1, H, tokens, D], in the dtype of `new`: a part of the pool where that is possible, else a copy."""
-        copies = self._copies.setdefault(layer_idx, {})
-        held = copies.get(name, [])
-        if held and held[0].dtype != new.dtype:
-            held = []
-        if not held:
-            assert self.plan is not None
-            for segment, source in zip(self.plan.segments, self._sources, strict=True):
-                states = self._in_place(layer_idx, name, segment, new.dtype)
-                if states is None:
-                    states = self._pool.gather(layer_idx, source, [name])[name].to(new.dtype)
-                    self.num_bytes += states.nbytes
-                held.append(states)
-            copies[name] = held
+        assert self.plan is not None
+        kept = self._copies.get(layer_idx, {}).get(name, [])
+        if kept and kept[0].dtype == new.dtype:
+            return kept
+        held, num_bytes = [], 0
+        for segment, source in zip(self.plan.segments, self._sources, strict=True):
+            states = self._in_place(layer_idx, name, segment, new.dtype)
+            if states is None:
+                states = self._pool.gather(layer_idx, source, [name], memory)[name].to(new.dtype)
+                num_bytes += states.nbytes
+            held.append(states)
+        if memory is None:
+            self._copies.setdefault(layer_idx, {})[name] = held
+            self.num_bytes += num_bytes
         return held
 
     def _in_place(self, layer_idx: int, name: str, segment: Segment, dtype: torch.dtype) -> Tensor | None:

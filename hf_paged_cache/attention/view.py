@@ -2,7 +2,8 @@
 
 Layers with the same window are a group, and those without one. A view keeps a copy of what a group sees, which each forward
 appends to in place; or it keeps nothing, and gathers each layer's columns from the pool. Where there is no memory for a copy,
-a view that keeps one gathers until other rows start. `start_forward` says what a forward reads, and where it comes from.
+a view that keeps one gathers until other rows start. Either way layers without a window have once what rows share (see
+`shared_reads`), and of each row what follows. `start_forward` says what a forward reads, and where it comes from.
 
 Copies may be dropped between any two forwards, and are made again; but for the columns of held steps, see
 `call/held_steps.py`, which must have been written to the pool first. Columns are counted from the left, padding included;
@@ -101,7 +102,6 @@ class View:
         pool: what is gathered from.
         window_of: layer index -> its window, in tokens: a query sees itself and the `window - 1` columns before it.
         keeps_copies: whether copies are kept beside the pool.
-        reads_once: whether layers without a window read what rows share once, and keep of each row only what follows it.
 
     Attributes:
         window_of: as it is now; whoever asks how far a layer sees, asks here.
@@ -110,16 +110,14 @@ class View:
             has run out.
     """
 
-    def __init__(
-        self, pool: BlockPool, window_of: Mapping[int, int], *, keeps_copies: bool = True, reads_once: bool = False
-    ) -> None:
+    def __init__(self, pool: BlockPool, window_of: Mapping[int, int], *, keeps_copies: bool = True) -> None:
         self.most_copies = int(keeps_copies)
         self.keeps_columns = keeps_copies
         self._pool = pool
         self._memory = RecycledMemory()  # for what is gathered
         self._buffers: dict[int, dict[str, _Buffer]] = {}
         self._buffer_bytes = 0
-        self._shared = SharedReads(pool) if reads_once else None
+        self._shared = SharedReads(pool)
         self._kept: list[RowLayout] = []  # row -> what the buffers hold of it, as of the last `keep`
         self._valid: list[int] = []  # row -> end of the columns that the buffers hold of it
         self._max_rows, self._max_columns = 0, math.inf
@@ -159,7 +157,7 @@ class View:
     @property
     def num_bytes(self) -> int:
         """Bytes held besides the pool."""
-        return self._buffer_bytes + self._memory.num_bytes + (0 if self._shared is None else self._shared.num_bytes)
+        return self._buffer_bytes + self._memory.num_bytes + self._shared.num_bytes
 
     # A forward.
 
@@ -172,8 +170,7 @@ class View:
         """
         self._max_rows, self._max_columns = max(max_rows, len(rows)), max_columns
         self.keeps_columns = self.most_copies > 0
-        if self._shared is not None:
-            self._shared.start_rows()
+        self._shared.start_rows()
         most = num_columns if math.isinf(max_columns) else max(num_columns, max_columns)
         for layer_idx, layer in self._buffers.items():
             needed = min(most, self._group_of.get(layer_idx, self._all).capacity) + MIN_SPARE_COLUMNS
@@ -200,11 +197,14 @@ class View:
         """
         self._num_rows, self._start, self._stop = num_rows, start, stop
         first_own, layouts = 0, None
-        if self._shared is not None and self.keeps_columns:
-            if self._shared.must_plan(num_rows, start, stop):
+        if num_rows > 1 or self._shared.plan is not None:
+            if not self.keeps_columns:
                 layouts = rows()
+                self._shared.require_of(layouts)
+            if self._shared.must_plan(num_rows, start, stop):
+                layouts = rows() if layouts is None else layouts
                 transfer = Transfer() if transfer is None else transfer
-                self._follow(self._shared, layouts, start, transfer)
+                self._follow(layouts, start, transfer)
             first_own = self._shared.start_forward(start, stop)
         self._layouts, valid = rows, self._valid
         valid += [0] * (num_rows - len(valid))  # rows taken over from another cache, or multiplied
@@ -233,13 +233,12 @@ class View:
         if self.keeps_columns:
             valid[:num_rows] = [stop] * num_rows
 
-    def _follow(self, shared: SharedReads, layouts: Sequence[RowLayout], start: int, transfer: Transfer) -> None:
+    def _follow(self, layouts: Sequence[RowLayout], start: int, transfer: Transfer) -> None:
         """Let the forward's rows read once what they share. The pool has all of them before its first column."""
-        plan = shared.find(layouts, start)
-        if shared.may_stay(plan, start):
-            return
-        self.drop()
-        shared.follow(plan, start, transfer)
+        plan = self._shared.find(layouts, start)
+        if not self._shared.may_stay(plan, start):
+            self.drop()
+            self._shared.follow(plan, start, transfer)
 
     def _miss(self, group: _Group, layouts: Sequence[RowLayout], transfer: Transfer) -> None:
         """Say what a group's layers have to gather: of all columns each row by itself, so that no copy of all of them is made."""
@@ -283,8 +282,10 @@ class View:
             torch.OutOfMemoryError: `do_without_copies` may help.
         """
         group = self._group_of.get(layer_idx, self._all)
+        shares = self._shared.plan is not None and group is self._all
         if not self.keeps_columns:
-            return self._gathered(group, layer_idx, new)
+            gathered = self._gathered(group, layer_idx, new)
+            return self._shared.read(layer_idx, new, gathered, self._memory) if shares else gathered
         num_rows, start, stop = self._num_rows, self._start, self._stop
         first, base, room, num_new = group.first, group.base, group.room, stop - start
         buffers, is_ready, read = self._buffers.setdefault(layer_idx, {}), False, {}
@@ -309,9 +310,7 @@ class View:
                 whole = read[name] = _joined(buffer.narrow(2, first - base, start - first), states)
                 held.base = group.next_base
                 held.at(slice(num_rows), held.base, stop).copy_(whole[:, :, held.base - first :])
-        if self._shared is not None and self._shared.plan is not None and group is self._all:
-            return self._shared.read(layer_idx, new, read)
-        return read
+        return self._shared.read(layer_idx, new, read) if shares else read
 
     def _gathered(self, group: _Group, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`read`, where no columns are kept."""
@@ -366,7 +365,7 @@ class View:
         most = min(group.capacity, most - group.next_base)  # they may resume after the call
         columns = max(room, int(min(room + max(MIN_SPARE_COLUMNS, room // 4), most)))
         num_rows = self._num_rows
-        if self._shared is None or not self._shared.is_wanted:  # else rows that are multiplied are made anew
+        if not self._shared.is_wanted:  # else rows that are multiplied are made anew
             num_rows = max(self._max_rows, num_rows)
         shape = (num_rows, new.shape[1], columns, new.shape[3])
         return _Buffer(zeros(shape, new.dtype, new.device, huge_pages=True), group.base)
@@ -402,17 +401,17 @@ class View:
 
     def select(self, sources: Sequence[int], shared_columns: int = 0, index: Tensor | None = None) -> None:
         """See `Follower`. Where there are fewer rows than before, or some change places and others are new, copies are dropped."""
-        stop, num_rows, shared = max(self._valid, default=0), len(sources), self._shared
+        stop, num_rows = max(self._valid, default=0), len(sources)
         is_growing = num_rows > len(self._valid) and all(source <= row for row, source in enumerate(sources))
         if not stop:
             self._valid = []
         elif not is_growing and num_rows != len(self._valid):
             self.drop()
-        elif is_growing and shared is not None and shared.is_wanted:
+        elif is_growing and self._shared.is_wanted:
             self.drop()  # more rows share more: what they read is made anew
         elif is_growing:
             self._grow(sources, stop)
-        elif shared is not None and not shared.reorder(sources):
+        elif not self._shared.reorder(sources):
             self.drop()
         elif list(sources) != list(range(num_rows)) and shared_columns < stop:
             held = (held for layer in self._buffers.values() for held in layer.values() if held.base < stop)
@@ -447,7 +446,7 @@ class View:
 
     def keep(self, rows: Sequence[RowLayout]) -> None:
         """The rows end. Rows that start with the same tokens may use the columns of those named here, as far as they are held."""
-        if self.keeps_columns and (self._shared is None or self._shared.plan is None):
+        if self.keeps_columns and self._shared.plan is None:
             self._kept = [row.cut(valid) for row, valid in zip(rows, self._valid, strict=False)]
         else:
             self.drop()
@@ -463,8 +462,7 @@ class View:
         """Forget all copies."""
         self._pool.release(held.states for layer in self._buffers.values() for held in layer.values())
         self._buffers, self._buffer_bytes, self._kept, self._valid, self._layouts = {}, 0, [], [], list
-        if self._shared is not None:
-            self._shared.drop()
+        self._shared.drop()
         for group in self._groups:
             group.reset()
         self._memory.drop()

@@ -798,7 +798,7 @@ class Call:
             self.view.pause()
 
     def drop_rows(self) -> None:
-        """Give all blocks and the contiguous copy back; what was committed stays in the prefix cache.
+        """Give all blocks and the copy of the rows back; what was committed stays in the prefix cache.
 
         Raises:
             CacheBusyError: a `generate` or a forward of another thread is running on them.

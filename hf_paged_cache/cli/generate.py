@@ -65,9 +65,9 @@ def generate(
         ),
     ] = None,
     attention: Annotated[
-        Literal["contiguous", "paged", "gather"],
+        Literal["paged", "gather"],
         typer.Option(help="How keys and values are read; gather needs less memory."),
-    ] = "contiguous",
+    ] = "paged",
     host_bytes: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Of host memory for evicted blocks, on an accelerator.", show_default=False),

@@ -89,7 +89,7 @@ def generate_all(
     batch_size: int = 8,
     max_new_tokens: int = 128,
     cache: PagedPrefixCache | PrefixStore | None = None,
-    attention: Literal["contiguous", "paged", "gather"] = "contiguous",
+    attention: Literal["paged", "gather"] = "paged",
     seed: int = 0,
     overwrite: bool = False,
     progress: bool | None = None,

@@ -81,7 +81,7 @@ class How:
     order: Literal["given", "done"] = "given"
     batch_size: int = 8
     max_new_tokens: int = 128
-    attention: Literal["contiguous", "paged", "gather"] = "contiguous"
+    attention: Literal["paged", "gather"] = "paged"
     seed: int = 0
     overwrite: bool = False
     progress: bool | None = None
@@ -110,7 +110,7 @@ class How:
     @property
     def of_cache(self) -> dict[str, Any]:
         """Of a new cache, those that are given."""
-        attention = {} if self.attention == "contiguous" else {"attention": self.attention}
+        attention = {} if self.attention == "paged" else {"attention": self.attention}
         return {**attention, **given_sizes(self._sizes)}
 
     @property

@@ -18,13 +18,13 @@ from .counts import COUNTS, Counter, limit_of  # noqa: E402
 
 def main(arguments: list[str]) -> None:
     words = [argument for argument in arguments if not argument.startswith("-")]
-    sys.stdout.write(f"{'':66} DynamicCache  contiguous    gather   at most (contiguous, gather)\n")
+    sys.stdout.write(f"{'':66} DynamicCache       paged    gather   at most (paged, gather)\n")
     for count in COUNTS:
         if not all(word in count.what for word in words):
             continue
-        counters = [Counter(None), Counter("contiguous"), Counter("gather")]
+        counters = [Counter(None), Counter("paged"), Counter("gather")]
         cells, failed = [], ""
-        limits = [limit_of(count, attention, torch.float32) for attention in ("contiguous", "gather")]
+        limits = [limit_of(count, attention, torch.float32) for attention in ("paged", "gather")]
         for counter in counters:
             function = count.plain if counter.attention is None else count.paged
             cells.append("-" if function is None else f"{function(counter):.4g}")

@@ -237,13 +237,13 @@ def _launches(make_model: Callable[[torch.dtype], PreTrainedModel]) -> Callable[
 
     def limit(attention: str, dtype: torch.dtype) -> float:
         steps = _steps("launch", make_model=make_model)
-        return steps(Counter(None, dtype)) if attention == "contiguous" else float("inf")
+        return steps(Counter(None, dtype)) if attention == "paged" else float("inf")
 
     return limit
 
 
 def _kib(attention: str, dtype: torch.dtype) -> float:
-    return {"contiguous": 4400, "gather": 2300}[attention] * dtype.itemsize / 4
+    return {"paged": 4400, "gather": 2300}[attention] * dtype.itemsize / 4
 
 
 _BEAMS: dict[str, Any] = {"num_beams": 4}

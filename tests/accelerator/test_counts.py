@@ -38,7 +38,7 @@ def test_dynamic_cache_transfers_nothing_in_a_decode_step(count: Count, dtype: t
 BOUNDED = [  # a gather copies each layer's keys and values, so it launches more
     (count, attention)
     for count in COUNTS
-    for attention in ("contiguous", "gather")
+    for attention in ("paged", "gather")
     if not (count.what.startswith("launches") and attention == "gather")
 ]
 
@@ -53,7 +53,7 @@ def test_a_paged_cache_counts_at_most(count: Count, attention: str, dtype: torch
 
 
 @pytest.mark.parametrize("kind", ["wait", "transfer"])
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("how", ["1 row", "4 padded rows", "4 beams"])
 def test_a_step_that_completes_a_block_costs_one_more(how: str, attention: str, kind: str) -> None:
     count = next(count for count in COUNTS if count.what == f"{kind}s, decode step, {how}")
@@ -63,7 +63,7 @@ def test_a_step_that_completes_a_block_costs_one_more(how: str, attention: str, 
     assert len(worst.of(kind)) <= limit_of(count, attention, torch.float32) + 1, worst.lines(kind)
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("how", [{"num_rows": 1}, {"num_rows": 4}, {"num_beams": 4}], ids=str)
 def test_no_transfer_of_a_step_blocks(how: dict[str, int], attention: str) -> None:
     counter = Counter(attention)

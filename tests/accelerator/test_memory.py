@@ -28,9 +28,9 @@ NUMBERS = tuple(f"{OURS}{path}" for path in ("kv/transfers", "kv/block_tables", 
 
 CALLS: dict[str, dict[str, Any]] = {"3 rows": {"num_rows": 3}, "beams": {"num_rows": 1, "num_beams": 3}}
 PAIRS = [  # each two of call, attention and place in the cache's life
-    ("3 rows", "contiguous", "first call"),
+    ("3 rows", "paged", "first call"),
     ("3 rows", "gather", "later call"),
-    ("beams", "contiguous", "later call"),
+    ("beams", "paged", "later call"),
     ("beams", "gather", "first call"),
 ]
 
@@ -137,7 +137,7 @@ def test_memory_may_run_out_at_every_allocation_of_a_call(
     assert outcomes["same"], outcomes
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 def test_where_memory_is_short_cached_blocks_make_way_and_each_call_is_right(attention: Any) -> None:
     model = make_tiny_llama().to("sim")
     expected = [call(model, DynamicCache(), seed=seed, num_tokens=150) for seed in range(16)]

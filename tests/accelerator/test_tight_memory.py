@@ -83,7 +83,7 @@ LEAST_BYTES = 150 << 10  # of each device: what the 64 blocks of a first call, a
 def test_where_memory_ends_blocks_are_evicted_and_a_scene_is_the_same(scene: Callable[[Player], None]) -> None:
     """What is free is twice what one call on a `DynamicCache` takes, so blocks, and a copy of them, get as much as that."""
     model, references = PLACES["bf16 on two devices"](), []
-    measured = MeasuringPlayer(model, "contiguous", references)
+    measured = MeasuringPlayer(model, "paged", references)
     scene(measured)
     peaks = [max(peak, LEAST_BYTES) for peak in measured.peaks]
     del measured

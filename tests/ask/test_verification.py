@@ -101,7 +101,7 @@ def test_a_look_from_the_middle_knows_the_positions_by_which_a_model_weighs_inde
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 def test_the_block_that_differs_is_named_and_everything_is_forgotten(
     number: int, attention: Any, model: PreTrainedModel
 ) -> None:

@@ -28,8 +28,8 @@ BLOCK_SIZE = 4
 HEADS = 2
 SIZES = {"key": 3, "value": 2}
 LAYERS = (0, 1)
-CONTIGUOUS, GATHER = partial(View, keeps_copies=True), partial(View, keeps_copies=False)
-BOTH = pytest.mark.parametrize("make_view", [CONTIGUOUS, GATHER], ids=["contiguous", "gather"])
+WITH_COPIES, GATHER = partial(View, keeps_copies=True), partial(View, keeps_copies=False)
+BOTH = pytest.mark.parametrize("make_view", [WITH_COPIES, GATHER], ids=["paged", "gather"])
 
 
 class NaiveRow(NamedTuple):
@@ -323,11 +323,11 @@ def play_random_events(bench: Bench, chance: random.Random) -> None:
             bench.rows, bench.num_columns = before, columns
 
 
-# What a contiguous view keeps
+# What a view with copies keeps
 
 
-def test_a_contiguous_view_gathers_nothing_while_rows_go_on() -> None:
-    bench = Bench(CONTIGUOUS)
+def test_a_view_with_copies_gathers_nothing_while_rows_go_on() -> None:
+    bench = Bench(WITH_COPIES)
     bench.start([row_of(9), row_of(7, pad=2, first=50)])
     bench.forward(0)
     for token in range(5):
@@ -342,10 +342,10 @@ def test_a_contiguous_view_gathers_nothing_while_rows_go_on() -> None:
 
 @pytest.mark.parametrize("pad", [0, 2])
 @pytest.mark.parametrize("common", [0, 1, 5, 9])
-def test_a_contiguous_view_gathers_of_the_next_row_only_what_it_has_not_in_common_with_the_last(
+def test_a_view_with_copies_gathers_of_the_next_row_only_what_it_has_not_in_common_with_the_last(
     common: int, pad: int
 ) -> None:
-    bench = Bench(CONTIGUOUS)
+    bench = Bench(WITH_COPIES)
     bench.start([row_of(9, pad)])
     bench.forward(0)
     bench.view.keep(bench.layouts(bench.rows))
@@ -354,8 +354,8 @@ def test_a_contiguous_view_gathers_of_the_next_row_only_what_it_has_not_in_commo
     assert bench.num_gathered() == 11 - common
 
 
-def test_a_contiguous_view_keeps_nothing_of_rows_that_ran_before_the_last() -> None:
-    bench = Bench(CONTIGUOUS)
+def test_a_view_with_copies_keeps_nothing_of_rows_that_ran_before_the_last() -> None:
+    bench = Bench(WITH_COPIES)
     bench.start([row_of(9)])
     bench.forward(0)
     bench.view.keep(bench.layouts(bench.rows))
@@ -367,8 +367,8 @@ def test_a_contiguous_view_keeps_nothing_of_rows_that_ran_before_the_last() -> N
 
 
 @pytest.mark.parametrize("other", [row_of(12, root=b"other"), row_of(11, pad=1)], ids=["root", "padding"])
-def test_a_contiguous_view_keeps_nothing_for_a_row_of_another_root_or_padding(other: NaiveRow) -> None:
-    bench = Bench(CONTIGUOUS)
+def test_a_view_with_copies_keeps_nothing_for_a_row_of_another_root_or_padding(other: NaiveRow) -> None:
+    bench = Bench(WITH_COPIES)
     bench.start([row_of(9)])
     bench.forward(0)
     bench.view.keep(bench.layouts(bench.rows))
@@ -377,8 +377,8 @@ def test_a_contiguous_view_keeps_nothing_for_a_row_of_another_root_or_padding(ot
     assert bench.num_gathered() == 11  # the padding, too: what lay there may not be finite
 
 
-def test_a_contiguous_view_keeps_only_the_tokens_it_was_told() -> None:
-    bench = Bench(CONTIGUOUS)
+def test_a_view_with_copies_keeps_only_the_tokens_it_was_told() -> None:
+    bench = Bench(WITH_COPIES)
     bench.start([row_of(9)])
     bench.forward(0)
     bench.view.keep(bench.layouts([row_of(4)]))
@@ -388,9 +388,9 @@ def test_a_contiguous_view_keeps_only_the_tokens_it_was_told() -> None:
 
 
 @pytest.mark.parametrize("when", ["before keep", "after keep"])
-def test_a_contiguous_view_keeps_nothing_that_was_dropped(when: str) -> None:
+def test_a_view_with_copies_keeps_nothing_that_was_dropped(when: str) -> None:
     """Rows that were rolled back or chosen among live on in the pool alone."""
-    bench = Bench(CONTIGUOUS)
+    bench = Bench(WITH_COPIES)
     bench.start([row_of(9)])
     bench.forward(0)
     if when == "before keep":
@@ -403,8 +403,8 @@ def test_a_contiguous_view_keeps_nothing_that_was_dropped(when: str) -> None:
     assert bench.num_gathered() == 8
 
 
-def test_a_contiguous_view_keeps_no_columns_that_were_taken_back() -> None:
-    bench = Bench(CONTIGUOUS)
+def test_a_view_with_copies_keeps_no_columns_that_were_taken_back() -> None:
+    bench = Bench(WITH_COPIES)
     bench.start([row_of(9)])
     bench.forward(0)
     bench.view.crop(4, bench.num_columns)
@@ -417,15 +417,15 @@ def test_a_contiguous_view_keeps_no_columns_that_were_taken_back() -> None:
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_a_view_that_never_saw_its_rows_begin_gathers_them(num_rows: int) -> None:
     """A copied cache takes over rows in the middle of their life."""
-    for make_view in (CONTIGUOUS, GATHER):
+    for make_view in (WITH_COPIES, GATHER):
         bench = Bench(make_view)
         bench.rows = [row_of(9, first=10 * i) for i in range(num_rows)]
         bench.forward(8)
 
 
-def test_a_contiguous_view_that_was_dropped_can_take_more_rows_than_it_had() -> None:
+def test_a_view_with_copies_that_was_dropped_can_take_more_rows_than_it_had() -> None:
     """Rows multiplied by `batch_repeat_interleave`."""
-    bench = Bench(CONTIGUOUS)
+    bench = Bench(WITH_COPIES)
     bench.start([row_of(9)])
     bench.forward(0)
     bench.view.drop()
@@ -434,9 +434,9 @@ def test_a_contiguous_view_that_was_dropped_can_take_more_rows_than_it_had() -> 
     bench.forward(9)
 
 
-def test_a_contiguous_view_that_was_dropped_is_gathered_again_for_rows_that_part() -> None:
+def test_a_view_with_copies_that_was_dropped_is_gathered_again_for_rows_that_part() -> None:
     """A later chunk of equal rows was rolled back, and then the rows part."""
-    bench = Bench(CONTIGUOUS)
+    bench = Bench(WITH_COPIES)
     bench.start([row_of(9)])
     bench.forward(0)
     bench.extend([[1, 2, 3]])
@@ -448,8 +448,8 @@ def test_a_contiguous_view_that_was_dropped_is_gathered_again_for_rows_that_part
     bench.forward(9)
 
 
-def test_a_contiguous_view_gathers_once_for_all_layers_what_a_column_lacks_and_never_again() -> None:
-    bench = Bench(CONTIGUOUS)
+def test_a_view_with_copies_gathers_once_for_all_layers_what_a_column_lacks_and_never_again() -> None:
+    bench = Bench(WITH_COPIES)
     bench.start([row_of(9), row_of(9, first=50)])
     bench.forward(8)
     assert sorted(bench.gathers) == [(0, 8), (0, 8), (1, 8), (1, 8)]
@@ -471,8 +471,8 @@ def test_a_gathering_view_gives_the_memory_of_its_copies_back(end: str, monkeypa
     assert bench.view.num_bytes == 0
 
 
-def test_a_gathering_view_keeps_no_bytes_and_a_contiguous_view_says_how_many_it_holds() -> None:
-    for make_view, holds in ((GATHER, False), (CONTIGUOUS, True)):
+def test_a_gathering_view_keeps_no_bytes_and_a_view_with_copies_says_how_many_it_holds() -> None:
+    for make_view, holds in ((GATHER, False), (WITH_COPIES, True)):
         bench = Bench(make_view)
         bench.start([row_of(9)])
         assert bench.view.num_bytes == 0
@@ -482,8 +482,8 @@ def test_a_gathering_view_keeps_no_bytes_and_a_contiguous_view_says_how_many_it_
         assert bench.view.num_bytes == 0
 
 
-def test_a_contiguous_view_that_knows_how_far_its_rows_go_is_made_no_larger_and_does_not_move() -> None:
-    bench = Bench(CONTIGUOUS)
+def test_a_view_with_copies_that_knows_how_far_its_rows_go_is_made_no_larger_and_does_not_move() -> None:
+    bench = Bench(WITH_COPIES)
     bench.start([row_of(9)], max_rows=1, max_columns=12)
     bench.forward(0)
     expected = len(LAYERS) * HEADS * sum(SIZES.values()) * 12 * 4
@@ -496,9 +496,9 @@ def test_a_contiguous_view_that_knows_how_far_its_rows_go_is_made_no_larger_and_
     bench.forward(12)
 
 
-def test_a_contiguous_view_far_larger_than_what_comes_is_given_up() -> None:
-    bench = Bench(CONTIGUOUS)
-    bench.start([row_of(9)], max_rows=300, max_columns=100)
+def test_a_view_with_copies_far_larger_than_what_comes_is_given_up() -> None:
+    bench = Bench(WITH_COPIES)
+    bench.start([row_of(1000)], max_rows=1, max_columns=1100)
     bench.forward(0)
     large = bench.view.num_bytes
     bench.start([row_of(9)], max_rows=1, max_columns=20)
@@ -530,9 +530,9 @@ def test_gradients_flow_to_the_new_states_and_the_past_is_constant(make_view: An
         assert gradient.equal(torch.ones_like(gradient))
 
 
-def test_what_a_contiguous_view_gave_with_gradients_is_not_changed_by_the_next_forward() -> None:
+def test_what_a_view_with_copies_gave_with_gradients_is_not_changed_by_the_next_forward() -> None:
     """Autograd saved it: an in-place write would make `backward` fail or, worse, wrong."""
-    bench = Bench(CONTIGUOUS)
+    bench = Bench(WITH_COPIES)
     bench.start([row_of(9)])
     bench.view.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), 5, 9)
     new = {name: tensor.requires_grad_() for name, tensor in bench.new_states(0, 5, 9).items()}
@@ -559,7 +559,7 @@ def test_a_later_forward_sends_no_gradient_into_states_that_were_copied_before(m
     assert all(tensor.grad is not None for tensor in given[1].values())
 
 
-@pytest.mark.parametrize(("make_view", "gradients"), [(CONTIGUOUS, True), (GATHER, True), (GATHER, False)])
+@pytest.mark.parametrize(("make_view", "gradients"), [(WITH_COPIES, True), (GATHER, True), (GATHER, False)])
 def test_what_a_first_forward_reads_is_contiguous_as_a_dynamic_cache_leaves_it(make_view: Any, gradients: bool) -> None:
     bench = Bench(make_view)
     bench.start([row_of(9)])
@@ -590,7 +590,7 @@ def test_a_view_gives_the_type_of_what_is_new_whatever_the_pool_holds(make_view:
             assert got[name][0].equal(states_of(bench.rows[0], 0, name, 0, 9).to(dtype))  # rounded once, from the pool
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 def test_a_model_whose_type_changes_between_calls_computes_what_it_would_without_a_cache(
     attention: str, model: PreTrainedModel
 ) -> None:

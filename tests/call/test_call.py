@@ -40,7 +40,7 @@ from .bench import (
     value_of,
 )
 
-BOTH_VIEWS = pytest.mark.parametrize("keeps_copies", [True, False], ids=["contiguous", "gather"])
+BOTH_VIEWS = pytest.mark.parametrize("keeps_copies", [True, False], ids=["paged", "gather"])
 BRACKET = Bracket()
 
 

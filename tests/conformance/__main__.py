@@ -24,17 +24,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help=f"where to store the results, such as {STORED.name} beside this file")
     parser.add_argument("--table", type=Path, help="where to write the docs' table")
     parser.add_argument(
-        "--attention",
-        choices=("contiguous", "paged"),
-        default="contiguous",
-        help="of the caches; paged reads once what rows share, from one block on. Only the default is stored",
+        "--split", action="store_true", help="read once what rows share from one block on. Its results are not stored"
     )
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    if arguments.attention != "contiguous" and (arguments.json or arguments.table):
-        parser.error("only what is played with the default attention is stored")
+    if arguments.split and (arguments.json or arguments.table):
+        parser.error("what is played with --split is not stored; leave out --json and --table")
     names = arguments.types.split(",") if arguments.types else [*model_types(), *VARIANTS]
-    results = run_all(names, arguments.processes, arguments.attention)
+    results = run_all(names, arguments.processes, splits=arguments.split)
     print(summary(results))  # noqa: T201
     if arguments.json:
         store(results, arguments.json, keep_others=arguments.types is not None)

@@ -11,7 +11,6 @@ import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from transformers import DynamicCache
 
@@ -19,7 +18,7 @@ from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.model.cache_adapters import cache_argument, own_cache_class, present_cache
 from hf_paged_cache.model.probing import dynamic_cache, input_device
 
-from ..internals import depends_on_length, split_everywhere, state_rules, zero_states, zero_window_blocks
+from ..internals import depends_on_length, state_rules, zero_states, zero_window_blocks
 from ..reference import TOLERANCE, run, zero_blocks
 from .zoo import extra_inputs
 
@@ -30,16 +29,6 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 8
 ALWAYS: dict[str, Any] = {"max_new_tokens": 5, "use_cache": True}  # a config may switch the cache off
 FACTOR = 5  # times the distance of `DynamicCache` from itself, where that is larger than TOLERANCE
-
-
-_reading = ["contiguous"]
-
-
-def read_by(attention: str) -> None:
-    """Play scenes with this `attention` in place of "contiguous"; "paged" splits wherever rows share a block."""
-    _reading[0] = attention
-    if attention == "paged":
-        split_everywhere(pytest.MonkeyPatch())  # for the rest of this process
 
 
 class CellError(Exception):
@@ -105,11 +94,8 @@ class Player:
         self._rope_changes = depends_on_length(model)
         self.build()
 
-    def build(
-        self, *, num_blocks: int | None = 256, attention: str | None = None, block_size: int = BLOCK_SIZE
-    ) -> None:
-        """Another store, and a cache on it, which reads as `read_by` says unless a scene does."""
-        attention = _reading[0] if attention in (None, "contiguous") else attention
+    def build(self, *, num_blocks: int | None = 256, attention: Any = "paged", block_size: int = BLOCK_SIZE) -> None:
+        """Another store, and a cache on it."""
         self.store = PrefixStore(self.model, block_size=block_size, num_blocks=num_blocks)
         self.cache = PagedPrefixCache(self.store, attention=attention)
 

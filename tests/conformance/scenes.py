@@ -149,7 +149,7 @@ def behind_padding(num_pads: int, *rows: list[int]) -> dict[str, torch.Tensor]:
 
 def every_row_padded(play: Player) -> None:
     """On an empty store; then one of the prompts without padding."""
-    for attention, rows in (("contiguous", [PROMPT]), ("gather", [PROMPT, row((4, 35))])):
+    for attention, rows in (("paged", [PROMPT]), ("gather", [PROMPT, row((4, 35))])):
         play.build(attention=attention)
         play.call(**behind_padding(3, *rows), reused=0)
         play.hit(**batch(PROMPT), reused=44 if play.takes_positions else 0)
@@ -159,7 +159,7 @@ def every_row_padded(play: Player) -> None:
 
 def padded_forward(play: Player) -> None:
     """The same of a plain forward."""
-    for attention, rows in (("gather", [PROMPT]), ("contiguous", [PROMPT, row((4, 35))])):
+    for attention, rows in (("gather", [PROMPT]), ("paged", [PROMPT, row((4, 35))])):
         play.build(attention=attention)
         play.forward(**behind_padding(3, *rows))
         play.hit(**batch(PROMPT), reused=44 if play.takes_positions else 0)

@@ -163,7 +163,7 @@ def gathered(play: Player) -> None:
 
 def every_row_padded(play: Player) -> None:
     """On an empty store; then one of the prompts without padding, which some of these models find after as much alone."""
-    for attention, rows in (("contiguous", [PROMPT]), ("gather", [PROMPT, row((4, 4 * U))])):
+    for attention, rows in (("paged", [PROMPT]), ("gather", [PROMPT, row((4, 4 * U))])):
         play.build(attention=attention)
         play.call(**scenes.behind_padding(3, *rows), reused=0)
         play.hit(**batch(PROMPT), at_least=0)
@@ -173,7 +173,7 @@ def every_row_padded(play: Player) -> None:
 
 def padded_forward(play: Player) -> None:
     """The same of a plain forward."""
-    for attention, rows in (("gather", [PROMPT]), ("contiguous", [PROMPT, row((4, 4 * U))])):
+    for attention, rows in (("gather", [PROMPT]), ("paged", [PROMPT, row((4, 4 * U))])):
         play.build(attention=attention)
         play.forward(**scenes.behind_padding(3, *rows))
         play.call(**batch(PROMPT), at_least=0)

@@ -94,7 +94,7 @@ def test_the_comparison_sees_another_path_through_attention_and_only_with_sdpa(n
 
 
 @pytest.mark.parametrize(("name", "flag"), sorted(KNOWN_TO_DIFFER))
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 def test_where_a_flag_changes_keys_calls_with_it_and_without_are_right_in_all_orders(
     name: str, flag: str, attention: Any
 ) -> None:

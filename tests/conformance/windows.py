@@ -64,7 +64,7 @@ def short_window(play: Player) -> None:
     One token is new: with a window of 2 it sees only one column back. Where attention is in chunks, 61 tokens fill none,
     nor 58 and 31 together; whole blocks fill those of one block.
     """
-    for attention in ("contiguous", "gather"):
+    for attention in ("paged", "gather"):
         play.build(block_size=BLOCK_SIZE, attention=attention)
         if play.has_states:  # which are known after 57 tokens then
             play.fill(**batch(row((1, 58))))

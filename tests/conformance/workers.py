@@ -7,22 +7,21 @@ import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
+import pytest
 from tqdm import tqdm
 
+from ..internals import split_everywhere
 from .examine import TypeResult, examine
-from .player import read_by
 
 
-def run_all(names: list[str], num_processes: int, attention: str = "contiguous") -> list[TypeResult]:
-    """All types, spread over processes, with caches that read as `read_by` says."""
+def run_all(names: list[str], num_processes: int, *, splits: bool = False) -> list[TypeResult]:
+    """All types, spread over processes. `splits`: see `start_worker`."""
     if num_processes == 1:
-        start_worker(attention)
+        start_worker(splits)
         return [examine(name) for name in tqdm(names)]
     results = []
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        num_processes, mp_context=context, initializer=start_worker, initargs=(attention,)
-    ) as pool:
+    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=start_worker, initargs=(splits,)) as pool:
         futures = [pool.submit(examine, name) for name in names]
         with tqdm(total=len(names)) as progress:
             for future in as_completed(futures):
@@ -34,12 +33,13 @@ def run_all(names: list[str], num_processes: int, attention: str = "contiguous")
     return results
 
 
-def start_worker(attention: str) -> None:
-    """One thread, and nothing on the terminal but the progress."""
+def start_worker(splits: bool) -> None:
+    """One thread, and nothing on the terminal but the progress. `splits`: rows that share a block read it once."""
     import torch
     import transformers
 
-    read_by(attention)
+    if splits:
+        split_everywhere(pytest.MonkeyPatch())  # for the rest of this process
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

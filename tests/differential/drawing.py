@@ -37,8 +37,8 @@ def draw_case(kind: str, seed: int, attentions: Sequence[str]) -> tuple[Case, ra
     salts = rng.random() < 0.2
     for _ in range(rng.choice([1, 1, 1, 2, 2, 3])):
         more = []
-        if (attention := rng.choice(["contiguous", "contiguous", "paged", "gather"])) != "contiguous":
-            more.append(f"attention={attention!r}")
+        if rng.random() < 0.25:
+            more.append("attention='gather'")
         if salts and rng.random() < 0.7:
             more.append(f"cache_salt={rng.choice(['one', 'two'])!r}")
         if rng.random() < 0.25:

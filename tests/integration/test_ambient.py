@@ -184,7 +184,7 @@ def test_a_nested_call_without_a_cache_runs_on_another_cache_of_the_same_salt(mo
     assert output.past_key_values is cache
     stand_in = inner[0].past_key_values
     assert stand_in is not cache
-    assert (stand_in.store, stand_in.cache_salt, stand_in.attention) == (cache.store, b"a", "contiguous")
+    assert (stand_in.store, stand_in.cache_salt, stand_in.attention) == (cache.store, b"a", "paged")
 
 
 def test_a_call_refused_in_the_block_leaves_the_cache_free_for_the_next(

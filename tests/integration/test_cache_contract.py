@@ -18,7 +18,7 @@ from hf_paged_cache.integration.layers import PagedIndexedLayer, PagedLayer
 
 from ..conformance.zoo import build as build_type
 
-ATTENTION = pytest.mark.parametrize("attention", ["contiguous", "gather"])
+ATTENTION = pytest.mark.parametrize("attention", ["paged", "gather"])
 IDS = torch.arange(1, 41).view(2, 20)
 NEXT = torch.tensor([[50, 51, 52], [60, 61, 62]])
 

@@ -47,7 +47,7 @@ def of_prompts(shapes: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [shape for shape in shapes if shape[1] > 1]
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_common_prompt_is_computed_once(name: str, attention: str) -> None:
     model = tiny(name)

@@ -175,7 +175,7 @@ def test_the_cache_of_a_job_is_of_the_sizes_that_are_given(
         result = run(model, tokenizer, **options)
     assert result.completions == [alone(model, tokenizer, prompt) for prompt in PROMPTS]
     cache = made[0]
-    assert cache.attention == options.get("attention", "contiguous")
+    assert cache.attention == options.get("attention", "paged")
     assert cache.store.blocks.block_size == options.get("block_size", 16)
     if "num_blocks" in options:
         assert cache.stats().num_blocks == 60
@@ -570,7 +570,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (["a"], {"max_bytes": 0}, "max_bytes is 0"),
     (["a"], {"num_blocks": 1}, "num_blocks is 1"),
     (["a"], {"block_size": 0}, "block_size is 0"),
-    (["a"], {"attention": "fast"}, "attention is 'fast'; give 'contiguous' or 'paged' or 'gather'"),
+    (["a"], {"attention": "fast"}, "attention is 'fast'; give 'paged' or 'gather'"),
     (["a"], {"disk_bytes": "1GB"}, "disk_bytes is 1GB without disk_folder"),
     (["a"], {"overwrite": "no"}, "overwrite is 'no'; give True or False"),
     (["a"], {"progress": "yes"}, "progress is 'yes'; give True or False"),

@@ -268,7 +268,7 @@ CASES = (
 def test_the_pool_holds_the_keys_and_values_of_a_plain_forward(
     built: PreTrainedModel, case: Callable[[PagedPrefixCache, PreTrainedModel], None]
 ) -> None:
-    for attention in ("contiguous", "gather"):
+    for attention in ("paged", "gather"):
         cache = PagedPrefixCache(PrefixStore(built), attention=attention)
         case(cache, built)
         assert_rows_hold_what_a_plain_forward_gives(cache)

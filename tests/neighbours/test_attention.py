@@ -79,7 +79,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 }
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("order", list(permutations(MODES)), ids=" then ".join)
 def test_gradient_modes_mixed_between_calls(model: PreTrainedModel, order: tuple[str, ...], attention: str) -> None:
     cache = PagedPrefixCache(model, attention=attention)

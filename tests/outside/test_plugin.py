@@ -178,7 +178,7 @@ def test_keys_and_values_that_are_wrong_are_found_beside_a_dynamic_cache(
     assert "logits[0]: Tensor-likes are not close" in played.texts["test_all_outputs_and_beams_and_samples"]
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 def test_blocks_that_are_wrong_are_found_when_a_call_is_made_twice(
     attention: str, play: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

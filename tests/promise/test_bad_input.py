@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = row((1, 50))
 
 
-@pytest.fixture(params=["contiguous", "gather"])
+@pytest.fixture(params=["paged", "gather"])
 def cache(request: pytest.FixtureRequest) -> PagedPrefixCache:
     """A cache of the tiny Llama that knows the prompt."""
     warm = PagedPrefixCache(tiny("llama"), attention=request.param)
@@ -450,7 +450,7 @@ def test_a_call_on_what_is_no_cache_is_refused_by_name(kind: str) -> None:
 
 @pytest.mark.parametrize("value", ["page", True, None, ["gather"]])
 def test_attention_is_one_of_the_kinds_there_are(value: Any) -> None:
-    message = f"attention is {value!r}; give 'contiguous' or 'paged' or 'gather'"
+    message = f"attention is {value!r}; give 'paged' or 'gather'"
     with pytest.raises(CacheArgumentError, match=re.escape(message)):
         PagedPrefixCache(tiny("llama"), attention=value)
 

@@ -60,7 +60,7 @@ def model() -> WithCodes:
     return model
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_codes_are_computed_as_with_a_dynamic_cache_and_prompts_are_reused(
     attention: Any, num_beams: int, model: WithCodes

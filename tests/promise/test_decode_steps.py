@@ -25,7 +25,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return count_writes(monkeypatch)
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize(
     ("before", "num_rows", "options"),
     [
@@ -48,13 +48,13 @@ def test_a_layer_is_written_once_in_a_step(
     given = batch(*[row((10 + number, 20)) for number in range(num_rows)])
     run(model, cache, **given, max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, **options)
     num_apart = "num_return_sequences" in options  # samples part in their first step, which is no step yet
-    if attention == "contiguous" and "num_beams" not in options:  # the pool gets all steps at the end of the call
+    if attention == "paged" and "num_beams" not in options:  # the pool gets all steps at the end of the call
         assert writes == {"write": (1 + num_apart) * num_layers, "write_blocks": 1}
     else:
         assert writes == {"write": NUM_NEW * num_layers}
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_what_follows_a_known_prefix_is_written_once(attention: str, kind: str, writes: Counter[str]) -> None:
     model = tiny(kind)

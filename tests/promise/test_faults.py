@@ -83,7 +83,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, number: int
     return calls
 
 
-POINTS = [*FAULT_POINTS, (LlamaMLP, "__call__", "contiguous")]  # not its forward: another one is another root
+POINTS = [*FAULT_POINTS, (LlamaMLP, "__call__", "paged")]  # not its forward: another one is another root
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -109,7 +109,7 @@ def test_a_fault_in_a_call_leaves_nothing_wrong_behind(
         assert_sound(cache)
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_fault_in_a_layer_of_a_plain_forward_takes_that_forward_back(
@@ -170,7 +170,7 @@ class FailingStreamer:
         pass
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("step", [1, 2, 6])
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 5}])
 def test_a_fault_in_a_logits_processor(way: dict[str, Any], step: int, attention: str) -> None:
@@ -183,7 +183,7 @@ def test_a_fault_in_a_logits_processor(way: dict[str, Any], step: int, attention
     assert_sound(cache)
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("step", [1, 2, 3, 7])
 def test_ctrl_c_in_a_streamer(step: int, attention: str) -> None:
     cache = new_cache(attention)
@@ -199,7 +199,7 @@ def test_ctrl_c_in_a_streamer(step: int, attention: str) -> None:
 
 
 def test_what_was_confirmed_before_a_fault_is_reused() -> None:
-    cache = new_cache(attention="contiguous")
+    cache = new_cache(attention="paged")
     with pytest.raises(BoomError):
         run(tiny("llama"), cache, **batch(PROMPT), streamer=FailingStreamer(4, BoomError()), max_new_tokens=12)
     cache.reset()
@@ -223,7 +223,7 @@ def test_blocks_of_a_prefill_that_failed_are_not_reused(monkeypatch: pytest.Monk
 
 def test_a_forward_that_goes_round_the_hooks_is_refused() -> None:
     model = tiny("llama")
-    cache = new_cache(attention="contiguous")
+    cache = new_cache(attention="paged")
     with pytest.raises(ForwardMismatchError), torch.no_grad():
         model.model(torch.tensor([PROMPT]), past_key_values=cache)
     assert_sound(cache)
@@ -261,7 +261,7 @@ def test_a_cache_built_in_the_call_gives_its_blocks_back_when_the_call_is_over()
         gc.collect()
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize(
     ("refused", "error"),
     [

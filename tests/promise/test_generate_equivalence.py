@@ -266,7 +266,7 @@ def test_generate_gives_what_it_gives_with_dynamic_cache(scene: Callable[[Player
     play(scene, tiny(name))
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("how", [{"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}, {}])
 def test_equal_rows_of_a_prompt_are_computed_once(how: dict[str, Any], attention: str) -> None:
     model = build("llama")
@@ -278,7 +278,7 @@ def test_equal_rows_of_a_prompt_are_computed_once(how: dict[str, Any], attention
     assert_same(run(model, **batch(*rows), **how), output)
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 def test_beams_share_blocks_and_copy_the_one_they_write(attention: str) -> None:
     model = build("llama")
     cache = PagedPrefixCache(model, attention=attention)

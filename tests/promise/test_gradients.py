@@ -18,7 +18,7 @@ from ..tiny_models import build
 IDS = torch.tensor([row((1, 40)), row((2, 40))])
 
 
-@pytest.fixture(params=["contiguous", "gather"])
+@pytest.fixture(params=["paged", "gather"])
 def attention(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

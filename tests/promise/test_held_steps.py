@@ -42,7 +42,7 @@ def _ids_are_held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def caches() -> list[PagedPrefixCache]:
     """One of each attention, with blocks in which NaN lies."""
     made = []
-    for attention in ("contiguous", "gather"):
+    for attention in ("paged", "gather"):
         store = PrefixStore(tiny("llama"), block_size=SIZE, num_blocks=200)
         cache = PagedPrefixCache(store, attention=attention)
         run(store.model, cache, **batch(row((9, 5))))
@@ -131,12 +131,12 @@ def test_the_pool_holds_what_a_plain_forward_gives_however_steps_end(
 def test_without_the_flush_the_pool_holds_poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """The aid itself works."""
     never_flush(monkeypatch)
-    contiguous, gather = caches()
+    paged, gather = caches()
     generate(gather, THREE, 6)
     assert_rows_hold_what_a_plain_forward_gives(gather)
-    generate(contiguous, THREE, 6)
+    generate(paged, THREE, 6)
     with pytest.raises(AssertionError, match="layer 0, key"):
-        assert_rows_hold_what_a_plain_forward_gives(contiguous)
+        assert_rows_hold_what_a_plain_forward_gives(paged)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_block_is_found_by_others_with_the_token_behind_it() -> None:
 def test_steps_before_one_that_dies_are_stored(layer: int) -> None:
     """Some layers of the view have its column then, and some have not."""
     model = build("llama")
-    for cache in [PagedPrefixCache(model, block_size=SIZE, attention=kind) for kind in ("contiguous", "gather")]:  # type: ignore[arg-type]
+    for cache in [PagedPrefixCache(model, block_size=SIZE, attention=kind) for kind in ("paged", "gather")]:  # type: ignore[arg-type]
         run(model, cache, **batch(row((9, 5))))
         cache.reset_prefix_cache()
         forwards, broken = [], model.model.layers[layer].mlp

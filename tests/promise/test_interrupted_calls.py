@@ -146,7 +146,7 @@ def pin_and_unpin(cache: PagedPrefixCache) -> None:
 def test_pins_are_there_or_not_and_no_block_is_lost_wherever_pinning_is_interrupted(
     references: dict[str, Any],
 ) -> None:
-    cache = prepared(attention="contiguous")
+    cache = prepared(attention="paged")
     held = cache.stats().num_blocks_in_use  # by rows
     with Interrupter() as counter:
         pin_and_unpin(cache)
@@ -165,7 +165,7 @@ def test_pins_are_there_or_not_and_no_block_is_lost_wherever_pinning_is_interrup
 def interrupted_trial(seed: int, references: dict[str, Any], num_lines: dict[Any, int]) -> str:
     """One call that is interrupted somewhere, and those after it. Returns where."""
     rng = random.Random(seed)
-    model, attention, name = tiny("llama"), "contiguous" if rng.random() < 0.6 else "gather", rng.choice(list(CALLS))
+    model, attention, name = tiny("llama"), "paged" if rng.random() < 0.6 else "gather", rng.choice(list(CALLS))
     if (attention, name) not in num_lines:
         cache = prepared(attention)
         with Interrupter() as counter:
@@ -226,7 +226,7 @@ def test_plain_forwards_interrupted_at_any_line_can_be_repeated(num_blocks: int)
         rng = random.Random(seed)
         cache = PagedPrefixCache(
             PrefixStore(model, block_size=4, num_blocks=num_blocks),
-            attention="contiguous" if rng.random() < 0.5 else "gather",
+            attention="paged" if rng.random() < 0.5 else "gather",
             on_full="bypass",
         )
         with torch.no_grad():
@@ -300,12 +300,12 @@ def test_what_a_user_does_between_calls_may_be_interrupted(deed: str, references
         "reset_prefix_cache": lambda cache: cache.reset_prefix_cache(),
         "with": ambient,
     }
-    cache = prepared(attention="contiguous")
+    cache = prepared(attention="paged")
     with Interrupter() as counter:
         deeds[deed](cache)
     step = max(1, counter.num_lines // 12)
     for at_line in range(1, counter.num_lines + 1, step):
-        cache = prepared("gather" if at_line % 2 else "contiguous")
+        cache = prepared("gather" if at_line % 2 else "paged")
         with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             deeds[deed](cache)
         model = tiny("llama")
@@ -335,7 +335,7 @@ def stop() -> None:
 def test_a_generator_of_tokens_dropped_half_way_frees_the_cache(references: dict[str, Any]) -> None:
     """A streamer read in this thread while `generate` runs in another one, which its reader gives up."""
     model = tiny("llama")
-    cache = prepared(attention="contiguous")
+    cache = prepared(attention="paged")
     given_up = threading.Event()
 
     class Streamer(TextIteratorStreamer):
@@ -455,7 +455,7 @@ class OutOfMemoryAt:
     [
         (place, attention)
         for place in [*MEMORY_PLACES, "model"]
-        for attention in ("contiguous", "gather")
+        for attention in ("paged", "gather")
         if (place, attention) != ("pool.write_blocks", "gather")  # a gather holds no steps
     ],
 )

@@ -35,7 +35,7 @@ def test_a_generate_whose_end_was_skipped_does_nothing_when_it_is_found_inside_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The collector may find it in any line: here between the two by which the next one begins its rows."""
-    model, cache = tiny("llama"), prepared("contiguous")
+    model, cache = tiny("llama"), prepared("paged")
     given = read_generate(model, (), {**CALLS["greedy"], "max_new_tokens": 4})
     left = [cache.generating(model, given, ref(Bracket()))]
     left[0].__enter__()
@@ -53,7 +53,7 @@ def test_a_generate_whose_end_was_skipped_does_nothing_when_it_is_found_inside_a
 
 
 def test_what_it_had_reserved_is_given_back() -> None:
-    model, cache = tiny("llama"), prepared("contiguous")
+    model, cache = tiny("llama"), prepared("paged")
     given = read_generate(model, (), {**CALLS["greedy"], "max_new_tokens": 4})
     bracket = Bracket()
     left = [cache.generating(model, given, ref(bracket))]
@@ -77,13 +77,13 @@ class ConfirmInterrupter(Interrupter):
 def test_wherever_the_confirming_of_a_hit_is_interrupted_the_next_call_on_the_cache_is_right() -> None:
     """Its forward started after column 0, which the next call must not take for columns of its own."""
     model, wanted = tiny("llama"), {name: run(tiny("llama"), max_new_tokens=2, **CALLS[name]) for name in CALLS}
-    cache = prepared("contiguous")
+    cache = prepared("paged")
     with ConfirmInterrupter() as counter:
         run(model, cache, max_new_tokens=2, **CALLS["greedy"])
     assert cache.last_call.reused_tokens
     for at_line in range(1, counter.num_lines + 1):
         name = ("greedy", "chunks")[at_line % 2]
-        cache = prepared("contiguous")
+        cache = prepared("paged")
         with ConfirmInterrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             run(model, cache, max_new_tokens=2, **CALLS["greedy"])
         try:
@@ -104,10 +104,10 @@ class EndInterrupter(Interrupter):
 def test_wherever_the_end_of_generate_is_interrupted_the_store_can_be_reset() -> None:
     model = tiny("llama")
     with EndInterrupter() as counter:
-        run(model, prepared("contiguous"), max_new_tokens=2, **CALLS["greedy"])
+        run(model, prepared("paged"), max_new_tokens=2, **CALLS["greedy"])
     assert counter.num_lines > 10
     for at_line in range(1, counter.num_lines + 1):
-        cache = prepared("contiguous")
+        cache = prepared("paged")
         with EndInterrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             run(model, cache, max_new_tokens=2, **CALLS["greedy"])
         assert not cache.is_generating, interrupter.place

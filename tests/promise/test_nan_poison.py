@@ -32,7 +32,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_poison_in_what_was_never_written_changes_nothing(
     scene: Callable[[Player], None], attention: str, name: str, poisoned: list[int]
@@ -41,7 +41,7 @@ def test_poison_in_what_was_never_written_changes_nothing(
     assert max(poisoned) > 0
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 def test_poison_in_one_slot_that_is_read_is_seen(attention: str) -> None:
     """The aid itself works: one reused slot that holds NaN makes NaN of the logits."""
     model = tiny("llama")
@@ -55,7 +55,7 @@ def test_poison_in_one_slot_that_is_read_is_seen(attention: str) -> None:
     assert output.logits[0].isnan().any()
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 def test_a_call_that_gave_nan_leaves_none_to_calls_behind_it(attention: str) -> None:
     """A row has padding where a row of the call before had tokens, whose keys and values were not finite."""
     model = build("llama")

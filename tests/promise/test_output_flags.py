@@ -35,7 +35,7 @@ def store_of(model: PreTrainedModel) -> PrefixStore:
 
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["empty", "used"])
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("asks", [(1, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, 0, 1), (1, 1, 1, 1, 1), (0, 0, 0, 0, 1)])
 def test_plain_forwards_with_the_flag_and_without_go_on_from_each_other(
     falcon: PreTrainedModel, asks: tuple[int, ...], attention: Any, is_used: bool
@@ -72,7 +72,7 @@ def test_rows_stop_to_be_kept_where_the_flag_comes(falcon: PreTrainedModel) -> N
 
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["empty", "used"])
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 def test_the_flag_sees_padding_so_padded_rows_have_it_from_their_first_forward_on_or_it_is_refused(
     falcon: PreTrainedModel, attention: Any, is_used: bool
 ) -> None:

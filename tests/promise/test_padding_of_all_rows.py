@@ -30,7 +30,7 @@ def _settings() -> dict[str, dict[str, Any]]:
 
 
 MODELS = pytest.mark.parametrize("kinds", _settings())
-WAYS = pytest.mark.parametrize("attention", ["contiguous", "gather"])
+WAYS = pytest.mark.parametrize("attention", ["paged", "gather"])
 ROWS = pytest.mark.parametrize("rows", PROMPTS)
 
 

@@ -135,7 +135,7 @@ def test_two_threads_on_two_caches_of_one_store_are_both_right(model: PreTrained
     prompts = [torch.tensor([row((1, 40), (seed, 10))]) for seed in range(2, 6)]
     references = [run(model, input_ids=ids) for ids in prompts]
     outputs: dict[int, list[Any]] = {0: [], 1: []}
-    attention = ("contiguous", "gather")
+    attention = ("paged", "gather")
 
     def work(number: int) -> None:
         mine = PagedPrefixCache(store, attention=attention[number])

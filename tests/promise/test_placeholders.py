@@ -111,7 +111,7 @@ def shows_pixels(model: PreTrainedModel, outputs: list[Any]) -> bool:
 
 @pytest.mark.parametrize(
     ("attention", "is_used"),
-    [("contiguous", False), ("contiguous", True), ("gather", True)],
+    [("paged", False), ("paged", True), ("gather", True)],
     ids=["an empty store", "a used store", "a used store, gathered"],
 )
 @pytest.mark.parametrize("name", NAMES)

@@ -71,7 +71,7 @@ def distance(reference: Any, output: Any) -> float:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "mixtral"])
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 def test_a_hit_is_as_near_as_dynamic_cache_continued(
     name: str, attention: str, precision: tuple[torch.dtype, torch.dtype]
 ) -> None:
@@ -181,7 +181,7 @@ def test_rows_that_went_on_under_autocast_leave_nothing_behind_for_calls_without
     assert_same(reference, output)
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 def test_rows_go_on_after_autocast_with_what_they_held_before_it(attention: str) -> None:
     model = build("llama")
     outputs = []

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FIRST, SECOND, THIRD = row((1, 50)), row((1, 31), (2, 20)), row((1, 31), (2, 5), (3, 14))
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_each_of_them_is_found_to_its_last_full_block_and_gives_the_same(name: str, attention: Any) -> None:
     """Blocks have 16 tokens: the second block of each is its own from token 31 on, or from token 36 on."""

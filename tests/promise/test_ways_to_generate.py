@@ -458,7 +458,7 @@ def test_forwards_by_hand_give_what_they_give_with_dynamic_cache(
     model = tiny(name)
     asked = {"logits_to_keep": logits_to_keep, "positions": positions}
     wanted = by_hand(model, DynamicCache(config=model.config), **asked)
-    for attention in ("contiguous", "gather"):
+    for attention in ("paged", "gather"):
         kept = PagedPrefixCache(model, attention=attention)
         with Forwards(model) as shapes:
             for _ in range(2):
@@ -468,10 +468,8 @@ def test_forwards_by_hand_give_what_they_give_with_dynamic_cache(
         # Known are 48 and 32 of the rows' 50 and 42 tokens, so columns 0 to 39; without `logits_to_keep` all are computed.
         assert shapes == [(2, length) for length in (50, 7, 1, 1, 1, 50 - 40 if logits_to_keep else 50, 7, 1, 1, 1)]
         zero_blocks(kept)
-        # where all tokens are computed, a contiguous copy needs none of the blocks
-        assert are_close(by_hand(model, kept, **asked), wanted) == (
-            attention == "contiguous" and logits_to_keep is None
-        )
+        # where all tokens are computed, a copy of the rows needs none of the blocks
+        assert are_close(by_hand(model, kept, **asked), wanted) == (attention == "paged" and logits_to_keep is None)
 
 
 # Compiled models.
@@ -658,7 +656,7 @@ def test_no_mode_of_generate_is_forgotten() -> None:
     assert {mode.value for mode in GenerationMode} == played | moved
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 def test_gradients_where_only_the_queries_are_trained(attention: str) -> None:
     """LoRA on the queries of one layer: keys and values need no gradient, but the attention's backward pass keeps them."""
     model = build("llama", num_hidden_layers=1)

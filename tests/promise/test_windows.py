@@ -23,7 +23,7 @@ from ..tiny_models import WINDOW, build, tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODELS = ("mistral", "gemma3")  # each layer has a window, or every other
-WAYS = pytest.mark.parametrize("attention", ["contiguous", "gather"])
+WAYS = pytest.mark.parametrize("attention", ["paged", "gather"])
 NAMES = pytest.mark.parametrize("name", MODELS)
 IDS = torch.tensor([row((1, 150))])
 
@@ -284,7 +284,7 @@ def test_a_row_holds_what_a_dynamic_cache_does_and_two_blocks_a_window_at_most(w
     model = build(name, sliding_window=window)
     layers, prompt = cache_layers(model), row((1, 150))
     token_bytes = measure_bytes_per_token(model) / len(layers)
-    for attention in ("gather", "contiguous"):
+    for attention in ("gather", "paged"):
         cache = PagedPrefixCache(model, attention=attention)
         in_blocks = EachStep(lambda cache=cache: cache.stats().kv_bytes - cache.view.num_bytes)  # type: ignore[misc]
         in_all = EachStep(lambda cache=cache: cache.stats().kv_bytes)  # type: ignore[misc]
@@ -299,14 +299,14 @@ def test_a_row_holds_what_a_dynamic_cache_does_and_two_blocks_a_window_at_most(w
             )
             for num_tokens, held in in_blocks.seen.items():
                 assert held <= allowed(num_tokens, window) * token_bytes, num_tokens
-            if attention == "contiguous":  # a copy of all layers' columns is made for as many as there will be
+            if attention == "paged":  # a copy of all layers' columns is made for as many as there will be
                 assert all(held <= 2 * allowed(250, window) * token_bytes for held in in_all.seen.values())
 
 
 def test_a_pool_of_a_few_windows_serves_a_long_generation() -> None:
     model = build("mistral", sliding_window=64, max_position_embeddings=8192)
     prompt = row((1, 300))
-    for attention, num_new in (("contiguous", 4000), ("gather", 500)):
+    for attention, num_new in (("paged", 4000), ("gather", 500)):
         cache = PagedPrefixCache(model, num_blocks=12, attention=attention)
         wanted = run(model, **batch(prompt), max_new_tokens=num_new, min_new_tokens=num_new)
         assert_same(wanted, run(model, cache, **batch(prompt), max_new_tokens=num_new, min_new_tokens=num_new))

@@ -57,7 +57,7 @@ def flood(cache: PagedPrefixCache, num_prompts: int = 6) -> None:
     assert cache.stats().num_evictions > evicted + 2 * NUM_BLOCKS
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("is_pinned", [True, False])
 def test_a_flood_evicts_everything_but_what_is_pinned(store: PrefixStore, is_pinned: bool, attention: str) -> None:
     cache, other_prefix = PagedPrefixCache(store, attention=attention), row((2, 32))

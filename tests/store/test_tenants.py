@@ -139,7 +139,7 @@ def is_collected(cache: PagedPrefixCache) -> None:
     ask(cache.sibling(), SECRET)
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize(
     "others",
     [asks, asks_otherwise, asks_much_and_pins, goes_on_by_plain_forwards, is_collected],
@@ -232,7 +232,7 @@ def test_a_tenant_counts_its_own_blocks_and_calls_and_the_store_counts_all(store
     store.check()
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 def test_every_block_of_a_tenants_calls_is_its_own_and_is_found_again(
     attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -500,7 +500,7 @@ def test_a_reset_is_refused_with_nothing_changed_while_blocks_are_held_for_a_cal
 # Keys and values.
 
 
-@pytest.mark.parametrize("attention", ["contiguous", "gather"])
+@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("leaves", ["is evicted", "resets"])
 def test_what_a_tenant_left_in_a_block_never_reaches_another(leaves: str, attention: str) -> None:
     """NaN in what one tenant wrote: a single read of it by another's attention would show in all logits."""

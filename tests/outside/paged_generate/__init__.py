@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("paged_generate")
     modes = "; ".join(f"{name}: {' '.join((mode.__doc__ or '').split())}" for name, mode in MODES.items())
     group.addoption("--paged-mode", choices=[*MODES], help=f"run calls of generate on a PagedPrefixCache. {modes}")
-    group.addoption("--paged-attention", choices=["contiguous", "gather"], default="contiguous")
+    group.addoption("--paged-attention", choices=["paged", "gather"], default="paged")
 
 
 def pytest_configure(config: pytest.Config) -> None:
