@@ -56,6 +56,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "cli.doctor",
     "cli.generate",
     "cli.loading",
+    "integration.image_inputs",
     "integration.layers",
     "integration.own_layers",
     "model.cache_adapters",

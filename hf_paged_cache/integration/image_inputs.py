@@ -54,13 +54,13 @@ class _Content(NamedTuple):
     Attributes:
         arguments: of the encoder, as they were passed.
         bounds: name -> where each entry begins in that tensor, and where the last ends.
-        counts: of each entry, the placeholders that it fills; None: not known of each.
+        counts: of each entry, the placeholders that it fills; empty where that is not known.
         is_nested: the tensors' first two dimensions count entries.
     """
 
     arguments: Mapping[str, Any]
     bounds: Mapping[str, Sequence[int]]
-    counts: Sequence[int] | None
+    counts: Sequence[int] = ()
     is_nested: bool = False
 
     def part(self, name: str) -> Tensor:
@@ -200,7 +200,7 @@ class ImageInputs:
             if ENCODED in parameters and hasattr(model, "_expand_multimodal_outputs")
         }
         self._encoders = {kind: encoder for kind, encoder in found.items() if encoder is not None}
-        self._expand = getattr(model, "_expand_multimodal_outputs", None)
+        self._expand: Any = getattr(model, "_expand_multimodal_outputs", None)
         self._names = {
             kind: [name for name in inspect.signature(encoder).parameters if name not in ("kwargs", "return_dict")]
             for kind, encoder in self._encoders.items()
@@ -230,24 +230,13 @@ class ImageInputs:
         pixels = {name for kind in passed for name in self._pixels[kind]}
         rows = [array("q", row) for row in ids.tolist()]
         runs = {kind: _runs(rows, self._tokens[kind]) for kind in passed}
-        contents = {kind: _content(given, runs[kind], len(rows)) for kind, given in passed.items()}
-        if None not in contents.values():
-            known: dict[str, _Content] = {kind: content for kind, content in contents.items() if content is not None}
-            spans = self._by_run(known, runs, len(rows))
-            if spans is not None:
-                return PromptImages(self._encoders, self._expand, pixels, known, spans, rows)
-        if len(rows) > 1:
-            return "entries of pixel_values and placeholders of several rows do not add up"
-        whole = {kind: _whole(given) for kind, given in passed.items()}
-        if None in whole.values():
-            return "pixel_values is no tensor"
-        every = sorted(run for of_kind in runs.values() for run in of_kind)
-        if not all(runs.values()):
-            return "images were passed, and the prompt has no placeholder of theirs"
-        content = {kind: each for kind, each in whole.items() if each is not None}
-        digest = hashlib.sha256(b"".join(self._digest(each, 0) for each in content.values())).digest()
-        image = Image(every[0][1], max(run[2] for run in every), {kind: [0] for kind in content}, digest)
-        return PromptImages(self._encoders, self._expand, pixels, content, [[image]], rows)
+        found = self._by_run(
+            {kind: _content(given, runs[kind], len(rows)) for kind, given in passed.items()}, runs, len(rows)
+        )
+        found = found or self._by_row({kind: _whole(given) for kind, given in passed.items()}, runs, len(rows), pixels)
+        if found is None:
+            return "entries of pixel_values and placeholders do not add up"
+        return PromptImages(self._encoders, self._expand, pixels, *found, rows)
 
     def of_generate(self, model: Any, passed: Mapping[str, Any]) -> PromptImages | None:
         """The images that a `generate` is not to be passed, for it would run the towers before anybody can say which of them are known.
@@ -291,11 +280,11 @@ class ImageInputs:
         placed = _placed(plain.get("position_ids"), plain.get("attention_mask"), spans, [row.shift for row in running])
         if placed is None:
             return Seen(plain, images, why_whole=why or (_NOT_PLACED if images is not None else None))
-        if self._has_index and any(placed[1]):
-            return Seen(plain, images, why_whole=_INDEXED)
         positions, shifts, places = placed
         if positions is not None:
             plain["position_ids"] = positions
+        if self._has_index and any(shifts):
+            return Seen(plain, images, why_whole=_INDEXED)
         details = [
             [place + b"".join(held[number][at] for held in types) for at, place in enumerate(of_row)]
             for number, of_row in enumerate(places)
@@ -351,14 +340,15 @@ class ImageInputs:
         return found
 
     def _by_run(
-        self, contents: Mapping[str, _Content], runs: Mapping[str, list[tuple[int, int, int]]], num_rows: int
-    ) -> list[list[Image]] | None:
+        self, contents: Mapping[str, _Content | None], runs: Mapping[str, list[tuple[int, int, int]]], num_rows: int
+    ) -> tuple[Mapping[str, _Content], list[list[Image]]] | None:
         """The images of each row, a run of placeholders each; None where entries do not end with runs."""
         rows: list[list[Image]] = [[] for _ in range(num_rows)]
+        known = {}
         for kind, content in contents.items():
-            if content.counts is None:
+            if content is None:
                 return None
-            entry, ends = 0, [*accumulate(content.counts)]
+            known[kind], entry, ends = content, 0, [*accumulate(content.counts)]
             for row, start, stop in runs[kind]:
                 first, wanted = entry, (ends[entry - 1] if entry else 0) + stop - start
                 while entry < len(ends) and ends[entry] <= wanted:
@@ -370,7 +360,43 @@ class ImageInputs:
                 rows[row].append(Image(start, stop, entries, hashlib.sha256(digests).digest()))
             if entry != len(ends):
                 return None
-        return [sorted(row) for row in rows]
+        return known, [sorted(row) for row in rows]
+
+    def _by_row(
+        self,
+        contents: Mapping[str, _Content | None],
+        runs: Mapping[str, list[tuple[int, int, int]]],
+        num_rows: int,
+        pixels: Collection[str],
+    ) -> tuple[Mapping[str, _Content], list[list[Image]]] | None:
+        """All images of a row as one; None where it is not known which entries are a row's.
+
+        Of several rows, each has an entry of its own, which is zeros where it has no image: with fewer entries in one row, another would
+        have more than one.
+        """
+        known, held = {}, [set[str]() for _ in range(num_rows)]
+        for kind, content in contents.items():
+            if content is None or not runs[kind]:
+                return None
+            for row, _, _ in runs[kind]:
+                held[row].add(kind)
+            known[kind] = content
+            if num_rows > 1:
+                if any(bounds[-1] != num_rows for bounds in content.bounds.values()):
+                    return None
+                known[kind] = content._replace(bounds={name: range(num_rows + 1) for name in content.bounds})
+                drawn = [content.arguments[name] for name in content.bounds if name in pixels]
+                if any(bool(value[row].any()) for row in range(num_rows) if kind not in held[row] for value in drawn):
+                    return None
+        rows: list[list[Image]] = [[] for _ in range(num_rows)]
+        for number, kinds in enumerate(held):
+            spans = [(start, stop) for kind in kinds for row, start, stop in runs[kind] if row == number]
+            if spans:
+                entries = {kind: [number] for kind in known if kind in kinds}
+                digests = b"".join(self._digest(known[kind], number) for kind in entries)
+                start, stop = min(spans)[0], max(stop for _, stop in spans)
+                rows[number].append(Image(start, stop, entries, hashlib.sha256(digests).digest()))
+        return known, rows
 
     def _digest(self, content: _Content, entry: int) -> bytes:
         """Of an entry, in all tensors, and of what is said of all entries."""
@@ -414,7 +440,7 @@ def _whole(given: Mapping[str, Any]) -> _Content | None:
         return None
     if any(not value.dim() for value in tensors.values()):
         return None
-    return _Content(given, {name: (0, len(value)) for name, value in tensors.items()}, None)
+    return _Content(given, {name: (0, len(value)) for name, value in tensors.items()})
 
 
 def _content(given: Mapping[str, Any], runs: Sequence[tuple[int, int, int]], num_rows: int) -> _Content | None:
@@ -443,16 +469,10 @@ def _content(given: Mapping[str, Any], runs: Sequence[tuple[int, int, int]], num
             else:
                 return None
         return _Content(given, bounds, [size // per_token for size in sizes])
-    is_nested = (
-        main.dim() == 5
-        and all(value.dim() >= 3 and value.shape[:2] == main.shape[:2] for value in tensors.values())
-        and len(main) == num_rows
-    )
-    if is_nested:
-        flat = main.flatten(0, 1)
-        real = (flat != 0).flatten(1).any(dim=1)
-        if not bool(real.all()):
-            is_nested = False  # padding among them, that the model leaves out
+    nested = main.dim() == 5 and len(main) == num_rows
+    is_nested = nested and all(value.dim() >= 3 and value.shape[:2] == main.shape[:2] for value in tensors.values())
+    if is_nested and not bool((main != 0).flatten(2).any(dim=2).all()):
+        return None  # padding among them, which the model leaves out
     num_entries = main.shape[0] * main.shape[1] if is_nested else len(main)
     if any(
         (len(value) if not is_nested else value.shape[0] * value.shape[1]) != num_entries for value in tensors.values()

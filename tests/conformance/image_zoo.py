@@ -187,6 +187,12 @@ def prompt(layout: Layout, *rows: Sequence[list[int] | int]) -> dict[str, Tensor
     for name in (*layout.shapes, *layout.beside):
         dim = layout.joined if name in layout.shapes or layout.joined > 0 else 0
         joined = [torch.cat([image[name] for image in images], dim) for images in of_rows if images]
+        if joined and dim > 0:  # each row has as many, padded with zeros
+            most = max(value.shape[1] for value in joined)
+            rest = iter(joined)
+            joined = [next(rest) if images else torch.zeros_like(joined[0][:, :0]) for images in of_rows]
+            padding = [joined[0].new_zeros((1, most - value.shape[1], *value.shape[2:])) for value in joined]
+            joined = [torch.cat(pair, 1) for pair in zip(joined, padding, strict=True)]
         if joined:
             given[name] = torch.cat(joined, min(dim, 0))  # patches of all rows may stand side by side
     return given

@@ -40,7 +40,7 @@ def tiny(name: str) -> tuple[PreTrainedModel, Layout]:
 
 def play(name: str, seed: int, num_calls: int = 8) -> int:
     """One random program; the tokens that it reused. Raises AssertionError where a result is another one."""
-    chance = random.Random(f"{name} {seed}")  # noqa: S311
+    chance = random.Random(f"{name} {seed}")
     model, layout = tiny(name)
     size = chance.choice((7, 8, 16, 16))
     most = 6 * (layout.num_tokens + 40) // size
@@ -58,7 +58,10 @@ def play(name: str, seed: int, num_calls: int = 8) -> int:
             given, how, held = prompt(layout, *rows), chance.choice(_WAYS), chance.choice(caches)
             if len(rows) > 1 and "prompt_lookup_num_tokens" in how:
                 how = {}
-            reference = run(model, seed=number, **given, **how)
+            try:
+                reference = run(model, seed=number, **given, **how)
+            except ValueError:  # a draft that was looked up in the prompt may have an image's placeholders
+                continue
             output = run(model, held, seed=number, **given, **how)
             try:
                 assert_same(reference, output)
@@ -76,7 +79,13 @@ def _grown(chance: random.Random, conversations: list[list[list[int] | int]]) ->
     """A conversation that goes on from one that was had, or from its middle."""
     before = chance.choice(conversations)
     row = [*before[: chance.randint(0, len(before))], *_parts(chance)]
-    row = [part for at, part in enumerate(row) if not isinstance(part, int) or _images(row[:at]) < 3]
+    kept: list[list[int] | int] = []
+    for part in row:
+        if not isinstance(part, int):
+            kept.append(part)
+        elif _images(kept) < 3:  # some models take images side by side for one
+            kept += [part, tokens(9, 2)]
+    row = kept
     row.append(tokens(chance.randint(1, 3), chance.randint(1, 20)))
     conversations.append(row)
     return row
