@@ -111,8 +111,10 @@ def shown_id(token: int) -> int:
 
 
 def shown_ids(tokens: TokenIds) -> TokenIds:
-    """The model's ids of tokens; themselves where there is no image."""
-    return array("q", map(shown_id, tokens)) if hold_images(tokens) else tokens
+    """The model's ids of tokens, without fillers; themselves where there is no image."""
+    if not hold_images(tokens):
+        return tokens
+    return array("q", (shown_id(token) for token in tokens if token != _FILLER))
 
 
 def _is_named(token: int) -> bool:

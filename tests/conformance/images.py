@@ -88,6 +88,10 @@ class Player:
         """Raises AssertionError where a result is another one than with `DynamicCache`."""
         first, second, third, fourth = (tokens(seed, 21) for seed in (2, 3, 4, 5))
         self._pair("text alone", [_TEXT * 3], [_TEXT * 3 + first], len(_TEXT) * 3, holds_image=False)
+        together = [[_TEXT * 6 + first], [_TEXT * 6 + second]], [[_TEXT * 6 + third], [_TEXT * 6 + fourth]]
+        self._pair(
+            "text alone", *map(tuple, together), 1, holds_image=False
+        )  # a part runs ahead, in a forward of its own
         self.is_text = False
         self._pair("one image", [_TEXT, _FIRST, first], [_TEXT, _FIRST, second])
         self._other([_TEXT, _FIRST, first], [_TEXT, _SECOND, first])

@@ -266,6 +266,16 @@ def test_salts_keep_images_apart_and_a_look_at_blocks_leaves_them_out() -> None:
     assert one.verify().num_blocks < one.stats().num_cached_blocks
 
 
+def test_explain_shows_an_image_by_its_placeholders() -> None:
+    model, _ = tiny("idefics3")
+    held = PagedPrefixCache(model, block_size=8)
+    run(model, held, **ask("idefics3", [TEXT, 1, FIRST]))
+    held.reset()
+    said = str(held.explain([*TEXT, *FIRST]))
+    assert "24 of 54 tokens are known" in said
+    assert " -" not in said.replace(" - ", ""), "no number of ours"
+
+
 def test_rows_resume_where_the_next_turn_leaves_the_image_out() -> None:
     model, _ = tiny("qwen2_vl")
     held = PagedPrefixCache(model, block_size=8)
