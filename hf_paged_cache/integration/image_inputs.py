@@ -123,6 +123,7 @@ class PromptImages:
         Args:
             numbers: the rows that run, in order.
             num_rows: of the forward as it was passed.
+            start: the first column that runs, of those that were passed.
         """
         copies = num_rows // len(self.rows)
         if copies > 1 and start == 0 and [*numbers] == [*range(num_rows)]:  # each image runs once, as in `generate`

@@ -313,7 +313,7 @@ class Session:
         changed = arguments if is_whole else for_scheduled(arguments, forward, before, self._image_inputs.whole)
         if seen.images is None or (is_whole and self._images is None):
             return changed
-        encoded = seen.images.encode(forward.sources, len(request.rows), forward.start)
+        encoded = seen.images.encode(forward.sources, len(request.rows), forward.start - before)
         changed = {name: value for name, value in changed.items() if name not in (*seen.images.arguments, ENCODED)}
         return {**changed, ENCODED: encoded} if encoded else changed
 

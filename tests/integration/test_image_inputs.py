@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.integration import image_inputs
@@ -264,6 +265,20 @@ def test_salts_keep_images_apart_and_a_look_at_blocks_leaves_them_out() -> None:
         assert not reused(held)
     one.reset()
     assert one.verify().num_blocks < one.stats().num_cached_blocks
+
+
+def test_a_new_image_after_rows_that_resume_is_computed_and_not_kept() -> None:
+    model, _ = tiny("idefics3")
+    first, second = ask("idefics3", [TEXT, 1, FIRST]), ask("idefics3", [SECOND, 2, THIRD])
+    outputs: list[Any] = []
+    for held in (DynamicCache(config=model.config), PagedPrefixCache(model, block_size=8)):
+        output = run(model, held, **first)
+        mask = torch.ones((1, output.sequences.shape[1] - 1 + second["input_ids"].shape[1]), dtype=torch.int64)
+        outputs.append(run(model, held, **{**second, "attention_mask": mask}))
+    assert_same(*outputs)
+    held.reset()
+    given = ask("idefics3", [TEXT, 1, FIRST])
+    assert_same(run(model, **given), run(model, held, **given))
 
 
 def test_explain_shows_an_image_by_its_placeholders() -> None:
