@@ -51,15 +51,15 @@ class SharedReads:
     def drop(self) -> None:
         """Forget plan and copies."""
         if getattr(self, "_copies", None):
-            self._pool.release(tensor for layer in self._copies.values() for held in layer.values() for tensor in held)
+            self._pool.release(copy for copies in self._copies.values() for copy in copies.values())
         self.plan: Plan | None = None
         self.num_bytes = 0
         self._is_planned = False  # for the rows as they are
         self._planned_at = 0  # the column before which they were looked at
-        self._sources: list[ReadSource] = []  # segment -> where in the pool it is
-        self._copies: dict[
-            int, dict[str, list[Tensor]]
-        ] = {}  # layer index -> name -> of each segment [1, H, tokens, D]
+        self._sources: list[
+            int | ReadSource
+        ] = []  # segment -> its first block, where they follow one another; or its blocks
+        self._copies: dict[tuple[int, str], dict[int, Tensor]] = {}  # layer index, name -> segment -> [1, H, tokens, D]
         self._forward: _Forward | None = None
 
     @property
@@ -166,38 +166,36 @@ class SharedReads:
     def _may_share(self, num_rows: int) -> bool:
         return num_rows > 1 and not self.model_looks and not self.call_looks and not torch.is_grad_enabled()
 
-    def _source(self, segment: Segment, transfer: Transfer) -> ReadSource:
+    def _source(self, segment: Segment, transfer: Transfer) -> int | ReadSource:
+        first, num = segment.block_ids[0], len(segment.block_ids)
+        # With more groups a block may give way to an equal one later than before the next forward.
+        if len(self._pool.groups) == 1 and segment.block_ids == (*range(first, first + num),):
+            return first
         size, layout = self._pool.block_size, RowLayout(b"", 0, array("q"), segment.block_ids)
         return read_source([layout], 0, len(segment.block_ids) * size, size, transfer)
 
-    def _held(self, layer_idx: int, name: str, new: Tensor, memory: RecycledMemory | None) -> Sequence[Tensor]:
-        """Of each segment [1, H, tokens, D], in the dtype of `new`: a part of the pool where that is possible, else a copy."""
-        assert self.plan is not None
-        kept = self._copies.get(layer_idx, {}).get(name, [])
-        if kept and kept[0].dtype == new.dtype:
-            return kept
-        held, num_bytes = [], 0
-        for segment, source in zip(self.plan.segments, self._sources, strict=True):
-            states = self._in_place(layer_idx, name, segment, new.dtype)
-            if states is None:
-                states = self._pool.gather(layer_idx, source, [name], memory)[name].to(new.dtype)
-                num_bytes += states.nbytes
-            held.append(states)
-        if memory is None:
-            self._copies.setdefault(layer_idx, {})[name] = held
-            self.num_bytes += num_bytes
-        return held
+    def _held(self, layer_idx: int, name: str, new: Tensor, memory: RecycledMemory | None) -> list[Tensor]:
+        """Of each segment [1, H, tokens, D], in the dtype of `new`: where it lies in the pool, or else a copy.
 
-    def _in_place(self, layer_idx: int, name: str, segment: Segment, dtype: torch.dtype) -> Tensor | None:
-        """A segment where it lies: a layer of one head, whose blocks follow one another, holds its tokens so."""
-        states, first, num = self._pool.layer(layer_idx)[name], segment.block_ids[0], len(segment.block_ids)
-        if states.dtype != dtype or (num > 1 and states.shape[1] > 1):
-            return None
-        if len(self._pool.groups) > 1:  # there a block may give way to an equal one later than before the next forward
-            return None
-        if segment.block_ids != (*range(first, first + num),):
-            return None
-        return states[first : first + num].transpose(0, 1).reshape(1, states.shape[1], -1, states.shape[3])
+        What is read in the pool is asked for at each read: a pool that grows lets go of its old memory.
+        """
+        assert self.plan is not None
+        copies = self._copies.setdefault((layer_idx, name), {})
+        held = []
+        for number, (segment, source) in enumerate(zip(self.plan.segments, self._sources, strict=True)):
+            states = copy = copies.get(number)
+            if states is None or states.dtype != new.dtype:
+                if isinstance(source, int):
+                    states = self._pool.run_of(layer_idx, name, source, len(segment.block_ids))
+                else:
+                    states = self._pool.gather(layer_idx, source, [name], memory)[name]
+                if not isinstance(source, int) or states.dtype != new.dtype:
+                    states = states.to(new.dtype)
+                    if memory is None:
+                        copies[number] = states
+                        self.num_bytes += states.nbytes - (0 if copy is None else copy.nbytes)
+            held.append(states)
+        return held
 
 
 class _Forward:

@@ -5,7 +5,6 @@ holds a block. Block ids and slots are trusted: a range check would synchronise 
 """
 
 import contextlib
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -25,7 +24,7 @@ _WITHOUT_STREAMS = ("cpu", "meta")
 
 
 class GroupTensors:
-    """Layer index -> name -> `[capacity, num_heads, block_size, head_dim]`, on that layer's device.
+    """Layer index -> name -> `[capacity, num_heads, block_size, head_dim]`, on that layer's device; see `_zeroed`.
 
     Args:
         streams: asked to wait for what is released.
@@ -93,7 +92,7 @@ class GroupTensors:
 
     def resized(self, tensor: Tensor, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Another tensor with the content of a layer's, which is released."""
-        resized = zeros((num_blocks, *tensor.shape[1:]), dtype, device)
+        resized = _zeroed(num_blocks, tensor.shape[1], tensor.shape[2], tensor.shape[3], dtype, device)
         resized[: self.num_blocks_used].copy_(tensor[: self.num_blocks_used])
         self._streams.release(tensor)
         return resized
@@ -139,8 +138,8 @@ class GroupTensors:
 class BlockPool:
     """Named tensors per layer, `[num_blocks, num_heads, block_size, head_dim]`, on that layer's device.
 
-    The slots of a head lie side by side in a block, so that whole blocks of a head are read at once, in the order of
-    attention. Shapes, dtypes and devices are those of a layer's first write, not of a config: key and value may differ
+    In memory the heads come first, so the slots of a head lie side by side over blocks that follow one another: attention
+    reads a run of blocks where it lies (`run_of`). Shapes, dtypes and devices are those of a layer's first write, not of a config: key and value may differ
     in head size, layers in anything. New tensors are zeroed: masked attention multiplies an unwritten slot by zero, and
     it must not be a NaN.
 
@@ -285,14 +284,14 @@ class BlockPool:
             if new.requires_grad:
                 new = new.detach()
             if slot_mapping.is_run and new.shape[0] == 1:
-                self._write_run(held, new, slot_mapping.slots[0])
+                _by_head(held).narrow(1, slot_mapping.slots[0], new.shape[2]).copy_(new[0])
                 continue
             heads = held.shape[1]
             tokens, sources = new.transpose(1, 2), slot_mapping.sources_on(held.device)
             if sources is not None:
                 tokens = tokens.flatten(0, 1).index_select(0, sources)
-            index = slot_mapping.index_for(heads, self.block_size, held.device)
-            held.flatten(0, 2).index_copy_(0, index, tokens.flatten(0, -2).to(held.dtype))
+            index = slot_mapping.index_for(heads, held.shape[0] * self.block_size, held.device)
+            _by_head(held).flatten(0, 1).index_copy_(0, index, tokens.flatten(0, -2).to(held.dtype))
 
     def lay_out(self, layer_idx: int, name: str, heads: int, head_dim: int, dtype: torch.dtype) -> None:
         """Make a layer's tensor before anything is written, where the first keys and values will be; a write may move it."""
@@ -362,12 +361,10 @@ class BlockPool:
         num_rows, num_columns, num_slots = source.num_rows, source.num_columns, source.num_slots(self.block_size)
         for name in layer if names is None else names:
             held = layer[name]
-            _, heads, size, head_dim = held.shape
-            chosen = source.index_for(heads, size, held.device)
-            units = (
-                held.flatten(2) if source.by_block else held
-            )  # keys of no numbers, too: some layers have only values
-            units = units.reshape(math.prod(units.shape[:-1]), units.shape[-1])
+            capacity, heads, size, head_dim = held.shape
+            num_units, unit = (capacity, size * head_dim) if source.by_block else (capacity * size, head_dim)
+            chosen = source.index_for(heads, num_units, held.device)
+            units = held.transpose(0, 1).view(heads * num_units, unit)  # some layers have keys of no numbers
             if memory is not None and held.is_cpu:
                 copied = memory.take((chosen.shape[0], units.shape[1]), held.dtype)
                 torch.index_select(units, 0, chosen, out=copied)
@@ -378,20 +375,10 @@ class BlockPool:
             gathered[name] = copied.as_strided(shape, strides, source.skipped * head_dim)
         return gathered
 
-    def _write_run(self, held: Tensor, new: Tensor, first_slot: int) -> None:
-        """Store `new`, [1, H, T, D], in slots side by side: the rest of a block, then whole blocks, then part of a block."""
-        size, done, num_tokens = self.block_size, 0, new.shape[2]
-        while done < num_tokens:
-            block, offset = divmod(first_slot + done, size)
-            num_whole = 0 if offset else (num_tokens - done) // size
-            taken = num_whole * size if num_whole else min(size - offset, num_tokens - done)
-            part = new.narrow(2, done, taken)
-            if num_whole > 1:
-                _, heads, _, head_dim = part.shape
-                held.narrow(0, block, num_whole).copy_(part.view(heads, num_whole, size, head_dim).transpose(0, 1))
-            else:
-                held.narrow(0, block, 1).narrow(2, offset, taken).copy_(part)
-            done += taken
+    def run_of(self, layer_idx: int, name: str, first_block: int, num_blocks: int) -> Tensor:
+        """[1, H, tokens, D]: what blocks hold whose ids follow one another, where it lies. Not of a layer with a window."""
+        held, size = self.all.layers[layer_idx][name], self.block_size
+        return _by_head(held).narrow(1, first_block * size, num_blocks * size).unsqueeze(0)
 
     def tensor_for(self, layer_idx: int, name: str, new: Tensor) -> Tensor:
         """The tensor that takes `new`; made, widened or moved where needed.
@@ -407,7 +394,7 @@ class BlockPool:
         held = group.layers.get(layer_idx, {}).get(name)
         heads, head_dim = new.shape[1], new.shape[3]
         if held is None:
-            tensor = zeros((group.capacity, heads, self.block_size, head_dim), new.dtype, new.device)
+            tensor = _zeroed(group.capacity, heads, self.block_size, head_dim, new.dtype, new.device)
         elif (held.shape[1], held.shape[3]) != (heads, head_dim):
             raise PoolArgumentError(
                 f"layer {layer_idx} {name}: this store holds {held.shape[1]} heads of {held.shape[3]}, "
@@ -425,6 +412,18 @@ class BlockPool:
         group.layers.setdefault(layer_idx, {})[name] = tensor
         self.num_layouts += 1
         return tensor
+
+
+def _zeroed(
+    num_blocks: int, num_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A layer's tensor, `[num_blocks, num_heads, block_size, head_dim]`, whose heads come first in memory."""
+    return zeros((num_heads, num_blocks, block_size, head_dim), dtype, device).transpose(0, 1)
+
+
+def _by_head(held: Tensor) -> Tensor:
+    """A layer's tensor as [num_heads, slots, head_dim]."""
+    return held.transpose(0, 1).flatten(1, 2)
 
 
 def reorder_rows(tensors: Iterable[Tensor], sources: Sequence[int], index: Tensor | None = None) -> None:

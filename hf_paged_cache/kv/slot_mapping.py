@@ -52,7 +52,7 @@ class SlotMapping:
         self.slots = slots
         self.sources = sources
         self.num_slots = len(slots)
-        self._index: dict[tuple[int, int, torch.device], Tensor] = {}  # heads, block size, device -> see `index_for`
+        self._index: dict[tuple[int, int, torch.device], Tensor] = {}  # see `index_for`
         self._placed: dict[int, SlotMapping] = {}  # window -> see `of_group`
         self._transfer = transfer
         self._added: tuple[int, int] | None = None  # lists in the transfer: slots, and sources
@@ -94,13 +94,14 @@ class SlotMapping:
             self._placed[placing.window] = mapping
         return mapping
 
-    def index_for(self, num_heads: int, block_size: int, device: torch.device) -> Tensor:
-        """[num_slots * H] int64 on `device`: the vectors of a layer's tensor that are written, see `vectors_of`."""
-        found = self._index.get((num_heads, block_size, device))
+    def index_for(self, num_heads: int, num_slots: int, device: torch.device) -> Tensor:
+        """[slots written * H] int64 on `device`: where they are in a tensor of H heads with `num_slots` slots each."""
+        found = self._index.get((num_heads, num_slots, device))
         if found is None:
-            slots = self._on(device, 0)
-            found = vectors_of(slots[:, None], torch.arange(num_heads, device=device), num_heads, block_size).flatten()
-            self._index[num_heads, block_size, device] = found
+            heads = torch.arange(num_heads, device=device)
+            found = self._index[num_heads, num_slots, device] = (
+                self._on(device, 0)[:, None] + heads * num_slots
+            ).flatten()
         return found
 
     def sources_on(self, device: torch.device) -> Tensor | None:
@@ -148,19 +149,14 @@ class ReadSource:
         """Slots of a row that are copied; by block, more than it has columns."""
         return self._num_ids * (block_size if self.by_block else 1)
 
-    def index_for(self, num_heads: int, block_size: int, device: torch.device) -> Tensor:
-        """[R * H * C] int64 on `device`: the vectors of a layer's tensor that are read, see `vectors_of`.
+    def index_for(self, num_heads: int, num_units: int, device: torch.device) -> Tensor:
+        """[R * H * C] int64 on `device`: where what is read is in a tensor of H heads with `num_units` slots each.
 
-        By block [R * H * N]: the runs of block_size vectors.
+        By block [R * H * N]: with so many blocks each.
         """
-        found = self._index.get((num_heads, block_size, device))
+        found = self._index.get((num_heads, num_units, device))
         if found is None:
-            ids, heads = self._ids_on(device)[:, None], torch.arange(num_heads, device=device)[:, None]
-            index = ids * num_heads + heads if self.by_block else vectors_of(ids, heads, num_heads, block_size)
-            found = self._index[num_heads, block_size, device] = index.flatten()
+            heads = torch.arange(num_heads, device=device)[:, None]
+            index = self._ids_on(device)[:, None] + heads * num_units
+            found = self._index[num_heads, num_units, device] = index.flatten()
         return found
-
-
-def vectors_of(slots: Tensor, heads: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """Where a slot's vector of a head lies in a layer's tensor [num_blocks * H * block_size, D]."""
-    return (slots // block_size * num_heads + heads) * block_size + slots % block_size

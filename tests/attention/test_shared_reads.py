@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
+from weakref import ref
 
 import pytest
 import torch
@@ -35,10 +36,10 @@ class Row(NamedTuple):
 class Bench:
     """A pool in which equal prefixes lie in the same blocks, a view that reads once, and rows that a forward appends to."""
 
-    def __init__(self, seed: int, *, lone_head: bool = False, keeps_copies: bool = True) -> None:
+    def __init__(self, seed: int, *, keeps_copies: bool = True) -> None:
         self.random = random.Random(seed)
         self.size = self.random.choice([2, 4, 8])
-        self.heads = 1 if lone_head else self.random.choice([1, 2, 3])
+        self.heads = self.random.choice([1, 2, 3])
         self.groups = self.random.choice([1, 2, 3, 5])
         self.head_dim = self.random.choice([8, 16, 24])
         self.dtype = self.random.choice([torch.float32] * 3 + [torch.float64, torch.float16, torch.bfloat16])
@@ -380,13 +381,18 @@ def test_with_gradients_on_what_is_read_is_dense() -> None:
     torch.testing.assert_close(read["key"], key)
 
 
-def test_a_segment_of_one_head_whose_blocks_follow_one_another_is_read_where_it_lies() -> None:
-    bench = Bench(2, lone_head=True)
+def test_a_segment_whose_blocks_follow_one_another_is_read_where_it_lies_also_after_the_pool_has_grown() -> None:
+    bench = Bench(2)
     bench.dtype = torch.float32
     prefix = bench.words(40)
     bench.start([Row(0, (*prefix, *bench.words(5))) for _ in range(4)])
     bench.forward(42)
-    assert bench.num_read_once > 0
+    before = ref(bench.pool.layer(0)["key"])
+    bench.pool.all.ensure_capacity(5000)
+    assert before() is None
+    bench.append(1)
+    bench.forward(45)
+    assert bench.num_read_once == 2 * len(LAYERS)
     assert bench.view._shared.num_bytes == 0
 
 

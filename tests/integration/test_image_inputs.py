@@ -281,6 +281,17 @@ def test_a_new_image_after_rows_that_resume_is_computed_and_not_kept() -> None:
     assert_same(run(model, **given), run(model, held, **given))
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_whose_images_have_no_name_are_not_taken_for_equal(name: str) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=4)
+    given = ask(name, [TEXT, 1, FIRST], [TEXT, 2, FIRST])
+    assert_same(run(model, **given), run(model, held, **given))
+    assert held.last_call.rows[0].stopped.startswith("an image at the beginning of a block has too few tokens")
+    given = ask(name, [TEXT, 1, FIRST])
+    assert_same(run(model, **given, num_beams=2), run(model, held, **given, num_beams=2))
+
+
 def test_explain_shows_an_image_by_its_placeholders() -> None:
     model, _ = tiny("idefics3")
     held = PagedPrefixCache(model, block_size=8)
