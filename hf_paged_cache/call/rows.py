@@ -50,10 +50,12 @@ class Row:
         "table",
     )
 
-    def __init__(self, table: BlockTable, pad: int, root: bytes, first_position: int = 0, shift: int = 0) -> None:
+    def __init__(
+        self, table: BlockTable, pad: int, root: bytes, first_position: int = 0, shift: int | None = 0
+    ) -> None:
         self.table = table
         self.first_position = first_position
-        self.shift = shift  # how far images have moved the positions of what follows them
+        self.shift = shift  # how far images have moved the positions of what follows them; None: not known
         self.pad = pad  # columns of left padding
         self.root = root
         self.num_known = table.num_tokens

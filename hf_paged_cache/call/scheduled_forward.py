@@ -19,7 +19,7 @@ class RowInput(NamedTuple):
     root: bytes = b""  # parent of the first block: all that conditions keys and values besides tokens
     num_hidden: int = 0  # new tokens that the mask hides, as right padding does
     salt: bytes = b""  # namespace of the row's blocks
-    shift: int = 0  # how far images have moved the positions of the text after them
+    shift: int | None = 0  # how far images have moved the positions of the text after them; None: not known
 
 
 @dataclass(frozen=True, slots=True)

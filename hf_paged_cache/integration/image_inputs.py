@@ -152,34 +152,37 @@ class Seen(NamedTuple):
     Attributes:
         plain: the arguments without images, types of text, and positions of three numbers.
         images: that begin with this forward.
-        shifts: of each row, how far its images have moved the positions of the text after them.
+        shifts: of each row, how far its images have moved the positions of the text after them; None: not known.
         details: of each row and each of its images, what else shapes what it fills: where it stands, and types of its tokens.
         why_whole: why nothing may be reused or kept.
     """
 
     plain: Mapping[str, Any]
     images: PromptImages | None = None
-    shifts: Sequence[int] = ()
+    shifts: Sequence[int | None] = ()
     details: Sequence[Sequence[bytes]] = ()
     why_whole: str | None = None
 
     def named(self, request: ForwardRequest, block_size: int) -> tuple[Sequence[RowInput], str | None]:
         """The request's rows with the names of their images; or as they are, and why they are computed whole."""
+        given = request.rows
+        if len(self.shifts) == len(given):
+            given = tuple(row._replace(shift=shift) for row, shift in zip(given, self.shifts, strict=True))
         if self.images is None or self.why_whole is not None or request.bypass is not None:
-            return request.rows, self.why_whole
+            return given, self.why_whole
         if not self.images.fit(request):
-            return request.rows, _OTHER_IDS
-        rows, num_rows = [], len(request.rows)
-        for number, row in enumerate(request.rows):
+            return given, _OTHER_IDS
+        rows, num_rows = [], len(given)
+        for number, row in enumerate(given):
             tokens = row.token_ids[:]
             for image, detail in zip(self.images.of_row(number, num_rows), self.details[number], strict=True):
                 digest = hashlib.sha256(image.digest + detail).digest()
                 start, stop = image.start - row.pad, image.stop - row.pad
                 if start < 0 or stop >= len(tokens):
-                    return request.rows, _NO_END
+                    return given, _NO_END
                 if not name_image(tokens, start, stop, digest, block_size):
-                    return request.rows, _NO_NAME
-            rows.append(row._replace(token_ids=tokens, shift=self.shifts[number]))
+                    return given, _NO_NAME
+            rows.append(row._replace(token_ids=tokens))
         return rows, None
 
 
@@ -280,12 +283,13 @@ class ImageInputs:
         types = self._types(plain, spans)
         placed = _placed(plain.get("position_ids"), plain.get("attention_mask"), spans, [row.shift for row in running])
         if placed is None:
-            return Seen(plain, images, why_whole=why or (_NOT_PLACED if images is not None else None))
+            unknown = [None] * num_rows
+            return Seen(plain, images, unknown, why_whole=why or (_NOT_PLACED if images is not None else None))
         positions, shifts, places = placed
         if positions is not None:
             plain["position_ids"] = positions
         if self._has_index and any(shifts):
-            return Seen(plain, images, why_whole=_INDEXED)
+            return Seen(plain, images, shifts, why_whole=_INDEXED)
         details = [
             [place + b"".join(held[number][at] for held in types) for at, place in enumerate(of_row)]
             for number, of_row in enumerate(places)
@@ -490,8 +494,8 @@ def _content(given: Mapping[str, Any], runs: Sequence[tuple[int, int, int]], num
 
 
 def _placed(
-    positions: Any, mask: Any, spans: Sequence[Sequence[Image]], shifts: Sequence[int]
-) -> tuple[Tensor | None, list[int], list[list[bytes]]] | None:
+    positions: Any, mask: Any, spans: Sequence[Sequence[Image]], shifts: Sequence[int | None]
+) -> tuple[Tensor | None, Sequence[int | None], list[list[bytes]]] | None:
     """Positions of one number that count up by one where those passed do, but for images; how far these move what follows; and where each
     image stands. None where they do not.
 
@@ -500,19 +504,22 @@ def _placed(
         shifts: of rows that resume.
     """
     num_rows = len(spans)
+    known = [shift for shift in shifts if shift is not None]
     nowhere = None, [*shifts] or [0] * num_rows, [[b""] * len(of_row) for of_row in spans]
-    if not isinstance(positions, Tensor) or (positions.dim() == 2 and not any(shifts)):
+    if not isinstance(positions, Tensor) or (positions.dim() == 2 and (not any(known) or len(known) < len(shifts))):
         return nowhere
+    if len(known) < len(shifts):
+        return None
     if positions.dim() == 2:
-        return positions - torch.tensor(shifts, device=positions.device)[:, None], nowhere[1], nowhere[2]
+        return positions - torch.tensor(known, device=positions.device)[:, None], nowhere[1], nowhere[2]
     if positions.dim() != 3 or positions.shape[0] not in (1, 3, 4) or positions.shape[1] not in (1, num_rows):
         return None
     rope = positions[1:] if positions.shape[0] == 4 else positions
     counted = positions[0] if positions.shape[0] == 4 else None  # masks alone look at it
     if not any(spans):
         text = rope[-1]
-        if any(shifts):
-            text = text - torch.tensor(shifts, device=text.device)[:, None]
+        if any(known):
+            text = text - torch.tensor(known, device=text.device)[:, None]
         are_equal = (rope == rope[-1:]).all()
         if counted is not None:
             are_equal = are_equal & (counted == text).all()
