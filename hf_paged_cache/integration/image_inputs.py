@@ -506,6 +506,8 @@ def _placed(
     num_rows = len(spans)
     known = [shift for shift in shifts if shift is not None]
     nowhere = None, [*shifts] or [0] * num_rows, [[b""] * len(of_row) for of_row in spans]
+    if not isinstance(positions, Tensor) and any(spans):
+        return None, [None] * num_rows, nowhere[2]
     if not isinstance(positions, Tensor) or (positions.dim() == 2 and (not any(known) or len(known) < len(shifts))):
         return nowhere
     if len(known) < len(shifts):
