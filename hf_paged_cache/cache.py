@@ -263,7 +263,9 @@ class PagedPrefixCache(Cache):
         with blocks.lock:
             blocks.settle()
             copied_bytes = self.view.num_bytes + self._own_layers.num_bytes
-            return stats_of(blocks, call.counters.totals, self.cache_salt, copied_bytes, call.peak_kv_bytes)
+            return stats_of(
+                blocks, call.counters.totals, self.cache_salt, copied_bytes, call.peak_kv_bytes, self.view.backend
+            )
 
     @property
     def last_call(self) -> CallStats:
@@ -271,7 +273,7 @@ class PagedPrefixCache(Cache):
 
         The last `generate`, plain forward, `score` or `prefill` that computed something: `last_call.kind` says which.
         """
-        return self.call.counters.of_call(self.call.peak_kv_bytes)
+        return self.call.stats()
 
     def reset_prefix_cache(self) -> None:
         """Forget the cached blocks and pins of this cache's salt, and the ended rows of all caches of this salt.

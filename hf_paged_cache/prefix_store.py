@@ -269,7 +269,7 @@ class PrefixStore:
         with blocks.lock:
             blocks.settle()
             copied_bytes = sum(call.view.num_bytes for call in blocks.holders())
-            return stats_of(blocks, blocks.call_totals, b"", copied_bytes, None)
+            return stats_of(blocks, blocks.call_totals, b"", copied_bytes, None, None)
 
     def check(self) -> None:
         """Prove the invariants of the blocks, or raise BlockStateError with the whole state."""

@@ -33,6 +33,7 @@ class CacheStats:
         num_snapshots: of what layers with a state carry, at the ends of blocks; 0 where no layer does.
         snapshot_bytes: of these; not in the pool. What running rows carry is not counted.
         tiers: below the pool, from the nearest; empty where there are none.
+        backend: what computes attention over what rows share. None of a store.
 
     Examples:
         >>> _ = model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
@@ -62,6 +63,7 @@ class CacheStats:
     num_snapshots: int = 0
     snapshot_bytes: int = 0
     tiers: "tuple[TierStats, ...]" = ()
+    backend: str | None = None
 
     def __str__(self) -> str:
         return "\n".join([_table(self), *map(str, self.tiers)])
@@ -162,6 +164,9 @@ class CallStats:
         kind: what the call was: "generate", "forward" (plain forwards), "score" or "prefill"; "none" before the first one.
         rows: each row by itself, in the order of the batch; of a `score` its continuations, each with the context; of a
             `prefill` its prompts.
+        read_once_tokens, read_once_rows: of the tokens that rows have in common, the most that attention read once at a time, and
+            for how many rows; 0 where it read each row by itself.
+        dense: why it did so although there were several rows that may have shared, all the time or at the end; "" where it did not.
 
     Examples:
         >>> for _ in range(2):
@@ -178,13 +183,17 @@ class CallStats:
     hit_rate: float
     peak_kv_bytes: int
     rows: tuple[RowStats, ...]
+    read_once_tokens: int = 0
+    read_once_rows: int = 0
+    dense: str = ""
 
     def __str__(self) -> str:
         lines = [
             f"row {i}: {row.reused_tokens} of {row.prompt_tokens} prompt tokens reused; {_of_others(row)}{_from_tiers(row)}{row.stopped}"
             for i, row in enumerate(self.rows)
         ]
-        return "\n".join([_table(self), *lines])
+        dense = [f"each row was read by itself: {self.dense}"] * bool(self.dense)
+        return "\n".join([_table(self), *dense, *lines])
 
 
 def _of_others(row: RowStats) -> str:
@@ -200,7 +209,7 @@ def _from_tiers(row: RowStats) -> str:
 
 def _table(stats: CacheStats | CallStats) -> str:
     """A line for each number: its name, its value, and what must be said of it."""
-    shown = [each for each in fields(stats) if each.name not in ("rows", "tiers")]
+    shown = [each for each in fields(stats) if each.name not in ("rows", "tiers", "dense")]
     of_a_salt = isinstance(stats, CacheStats) and stats.pool_bytes is None
     values = [_readable(each.name, getattr(stats, each.name), of_a_salt=of_a_salt) for each in shown]
     names_width, values_width = max(len(each.name) for each in shown), max(map(len, values))
@@ -214,7 +223,9 @@ def _readable(name: str, value: float | str | None, *, of_a_salt: bool) -> str:
     if isinstance(value, str):
         return value
     if value is None:
-        return "the store's" if of_a_salt else "each cache's" if name == "peak_kv_bytes" else "not known yet"
+        return (
+            "the store's" if of_a_salt else "each cache's" if name in ("peak_kv_bytes", "backend") else "not known yet"
+        )
     if name.endswith("_bytes"):
         return f"{value / 2**20:,.1f} MiB"
     return f"{value:.1%}" if name.endswith("hit_rate") else f"{value:,}"

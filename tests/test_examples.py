@@ -52,7 +52,7 @@ def test_every_example_is_run_here() -> None:
     assert all(path.name in text for path in EXAMPLES.glob("*.py") if path.name not in elsewhere)
 
 
-@pytest.mark.parametrize("name", ["adapters", "beam_search", "best_of_n", "chat", "few_shot_eval", "grpo_rollouts", "multi_gpu", "ray_batch", "score_choices", "speculative"])  # fmt: skip
+@pytest.mark.parametrize("name", ["adapters", "beam_search", "best_of_n", "chat", "few_shot_eval", "grpo_rollouts", "multi_gpu", "ray_batch", "recommend", "score_choices", "speculative"])  # fmt: skip
 def test_a_model_that_is_not_there_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in {"adapters": ["peft"], "grpo_rollouts": ["trl", "datasets"], "ray_batch": ["ray"]}.get(name, []):
         pytest.importorskip(package)
@@ -114,6 +114,13 @@ def test_beam_search_gives_the_same_tokens_in_less_memory(run_example: Run) -> N
     assert same.endswith("True")
     ours, plain = map(float, re.findall(r"([\d.]+) MiB", memory))
     assert ours < plain  # of two layers one is copied for its attention
+
+
+def test_recommend_ranks_items_of_its_catalogue_and_computes_the_history_once(run_example: Run) -> None:
+    first, _, _, items, computed = run_example("recommend.py", "They buy a", "--beams", "128")
+    assert len(first.split()) == 4
+    assert items == "128 different items of 144 by 128 beams"
+    assert computed == "computed 10 tokens of 1280 in the prompts of all beams"
 
 
 def test_score_choices_computes_a_question_once(run_example: Run) -> None:

@@ -14,8 +14,9 @@ from hf_paged_cache import CacheStats, CallStats, PagedPrefixCache, PrefixStore,
 from hf_paged_cache.call.counters import PromptCounters
 from hf_paged_cache.stats import RowCount
 
+from .internals import split_everywhere
 from .reference import assert_same, batch, row, run
-from .tiny_models import tiny
+from .tiny_models import build, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,6 +42,7 @@ STATS = CacheStats(
     kv_bytes=3 * 2**19,
     peak_kv_bytes=2**31,
     pool_bytes=0,
+    backend="flash_of_cpu",
 )
 
 
@@ -84,11 +86,58 @@ def test_a_call_prints_its_table_and_then_a_line_for_each_row() -> None:
         "shared_tokens",
         "hit_rate",
         "peak_kv_bytes",
+        "read_once_tokens",
+        "read_once_rows",
     ]
     assert tail == [
         "row 0: 32 of 40 prompt tokens reused; no cached block resumes",
         "row 1: 0 of 10 prompt tokens reused; 4 were computed for another row; nothing known",
     ]
+
+
+def test_a_call_says_what_was_dense_and_why() -> None:
+    call = CallStats("generate", 0, 0, 0, 0, 0.0, 0, (), 512, 128, "gradients were on")
+    assert str(call).splitlines()[-1] == "each row was read by itself: gradients were on"
+
+
+def test_a_call_says_how_many_tokens_were_read_once_for_how_many_rows_and_why_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    split_everywhere(monkeypatch)
+    model, prompt = tiny("llama"), torch.tensor([row((1, 120))])
+    several = torch.cat([torch.cat((prompt, torch.tensor([[new, 7]])), 1) for new in (3, 4, 5)])
+    cache = PagedPrefixCache(model)
+    assert cache.stats().backend == "not known yet"
+    for _ in range(2):
+        run(model, cache, input_ids=prompt)
+        assert read_once_of(cache) == (0, 0, "")
+        run(model, cache, input_ids=several)
+        assert read_once_of(cache) == (112, 3, "")
+        with torch.no_grad():
+            model(several, past_key_values=PagedPrefixCache(cache.store))
+    assert cache.stats().backend == "flash_of_cpu"
+    cache.reset()
+    model(several, past_key_values=cache)
+    assert read_once_of(cache) == (0, 0, "gradients were on")
+    cache.prefill(several[:1, 60:100])
+    assert read_once_of(cache) == (0, 0, "")
+
+
+def test_a_model_that_looks_itself_says_so_in_each_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    split_everywhere(monkeypatch)
+    model = build("llama", attn_implementation="eager")
+    several = torch.tensor([[*row((1, 120)), new] for new in (3, 4, 5)])
+    cache = PagedPrefixCache(model)
+    for _ in range(2):
+        run(model, cache, input_ids=several)
+        num_tokens, _, dense = read_once_of(cache)
+        assert not num_tokens
+        assert dense.startswith("the model looks at keys and values itself")
+
+
+def read_once_of(cache: PagedPrefixCache) -> tuple[int, int, str]:
+    call = cache.last_call
+    return call.read_once_tokens, call.read_once_rows, call.dense
 
 
 def test_what_of_a_row_was_neither_computed_nor_reused_is_shared() -> None:

@@ -51,6 +51,16 @@ def attend(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tenso
     return (of_device if same_sizes else by_operators)(query, part, scale)
 
 
+def name_of(device_type: str) -> str:
+    """What `attend` runs on a device, where keys and values are of one size.
+
+    Examples:
+        >>> name_of("cpu"), name_of("cuda")
+        ('flash_of_cpu', 'operators')
+    """
+    return _OF_DEVICE.get(device_type, by_operators).__name__.removeprefix("by_")
+
+
 def by_flash_of_cpu(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """`attend` by torch's fused kernel for CPUs."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

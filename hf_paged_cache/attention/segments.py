@@ -45,16 +45,13 @@ class Plan(NamedTuple):
     ends: tuple[int, ...]
     first_own: int
 
-    def follows(self, sources: Sequence[int]) -> bool:
-        """Whether each row `i` has the segments, and the padding, of row `sources[i]`."""
-        paths: list[tuple[int, ...]] = [()] * len(self.pads)
+    def kinds(self) -> list[tuple[int, ...]]:
+        """Row -> its padding and the numbers of its segments: rows of a kind differ in their tails alone."""
+        kinds: list[tuple[int, ...]] = [(pad,) for pad in self.pads]
         for number, segment in enumerate(self.segments):
             for row in segment.rows:
-                paths[row] += (number,)
-        alike = ((self.pads[row], paths[row]) for row in range(len(paths)))
-        return len(sources) == len(paths) and all(
-            (self.pads[source], paths[source]) == own for source, own in zip(sources, alike, strict=True)
-        )
+                kinds[row] += (number,)
+        return kinds
 
 
 def find_segments(rows: Sequence[RowLayout], start: int, block_size: int, launch_tokens: float) -> Plan | None:

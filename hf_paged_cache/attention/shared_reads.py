@@ -10,6 +10,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from ..kv.block_tables import read_source
 from ..kv.recycled_memory import RecycledMemory
 from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer, to_device
-from .backends import Part, attend, merge
+from .backends import Part, attend, merge, name_of
 from .lazy import LazyStates
 from .segments import Plan, Segment, find_segments
 
@@ -29,6 +30,24 @@ from .segments import Plan, Segment, find_segments
 # ten launches of a part, at 8 us each with what Python does for them, last as long as 3 TB/s take for 240 MB.
 LAUNCH_BYTES: Mapping[str, int] = MappingProxyType({"cpu": 3 * 2**19})
 _OTHER_LAUNCH_BYTES = 2**28
+MODEL_LOOKS = "the model looks at keys and values itself, and does not leave all of attention to torch"
+CALL_LOOKS = (
+    "attention was asked for what cannot be read once: dropout, is_causal, or a mask that hides more than padding"
+)
+GRADIENTS = "gradients were on"
+
+
+class ReadOnce(NamedTuple):
+    """What attention read once for several rows of a call.
+
+    Attributes:
+        num_tokens, num_rows: the most at a time.
+        dense: why what rows share was read for each of them, all the time or at the end; "": it was not.
+    """
+
+    num_tokens: int = 0
+    num_rows: int = 0
+    dense: str = ""
 
 
 class SharedReads:
@@ -39,6 +58,7 @@ class SharedReads:
 
     Attributes:
         plan: of the running rows; None: each row is read by itself.
+        read_once: of the running call, or of the last one.
         num_bytes: of the copies of segments.
     """
 
@@ -46,6 +66,8 @@ class SharedReads:
         self._pool = pool
         self.model_looks = False  # at what it reads, otherwise than by attention
         self.call_looks = False  # attention was asked for something that cannot be served
+        self.read_once = ReadOnce()
+        self.weighs_launches = True  # else whatever is shared is read once, whether it pays or not
         self.drop()
 
     def drop(self) -> None:
@@ -53,6 +75,7 @@ class SharedReads:
         if getattr(self, "_copies", None):
             self._pool.release(copy for copies in self._copies.values() for copy in copies.values())
         self.plan: Plan | None = None
+        self._kinds: list[tuple[int, ...]] = []  # of the plan's rows
         self.num_bytes = 0
         self._is_planned = False  # for the rows as they are
         self._planned_at = 0  # the column before which they were looked at
@@ -67,13 +90,19 @@ class SharedReads:
         """Whether the model leaves attention to torch, as far as it is known."""
         return not self.model_looks
 
+    @property
+    def backend(self) -> str:
+        """What computes attention on the device of the pool's first layer."""
+        layers = (self._pool.layer(index) for index in self._pool.layer_indices)
+        return next((name_of(each.device.type) for layer in layers for each in layer.values()), "not known yet")
+
     def start_rows(self) -> None:
         """Other rows run from here on."""
         self.call_looks = self._is_planned = False
 
     def reorder(self, sources: Sequence[int]) -> bool:
         """Row `i` continues as row `sources[i]`. Returns whether what is held is of these rows as well, tails apart."""
-        return self.plan is None or self.plan.follows(sources)
+        return self.plan is None or [self._kinds[source] for source in sources] == self._kinds
 
     def require_of(self, rows: Sequence[RowLayout]) -> None:
         """Drop the plan if it is not of these rows, as they are now: where nothing is kept, nobody says that they changed."""
@@ -91,6 +120,9 @@ class SharedReads:
     def must_plan(self, num_rows: int, start: int, stop: int) -> bool:
         """Whether the rows of a forward of the columns `[start, stop)` must be looked at; steps only resume."""
         if not self._may_share(num_rows):
+            if num_rows > 1:
+                why = MODEL_LOOKS if self.model_looks else CALL_LOOKS if self.call_looks else GRADIENTS
+                self.read_once = self.read_once._replace(dense=why)
             return self.plan is not None
         plan = self.plan
         is_other = plan is not None and (num_rows != len(plan.pads) or start < max(plan.ends))
@@ -106,7 +138,8 @@ class SharedReads:
             return None
         device = next(iter(layers[0].values())).device.type
         bytes_per_token = sum(num_bytes) / len(num_bytes) / pool.block_size
-        launch_tokens = LAUNCH_BYTES.get(device, _OTHER_LAUNCH_BYTES) / bytes_per_token
+        launch_bytes = LAUNCH_BYTES.get(device, _OTHER_LAUNCH_BYTES) if self.weighs_launches else 0
+        launch_tokens = launch_bytes / bytes_per_token
         return find_segments(rows, start, pool.block_size, launch_tokens)
 
     def may_stay(self, plan: Plan | None, start: int) -> bool:
@@ -124,6 +157,7 @@ class SharedReads:
     def follow(self, plan: Plan | None, start: int, transfer: Transfer) -> None:
         """The rows share this before a column; nothing is held."""
         self.plan, self._is_planned, self._planned_at = plan, True, start
+        self._kinds = [] if plan is None else plan.kinds()
         self._sources = [] if plan is None else [self._source(segment, transfer) for segment in plan.segments]
 
     def start_forward(self, start: int, stop: int) -> int:
@@ -162,6 +196,13 @@ class SharedReads:
             )
             for name, states in tails.items()
         }
+
+    def count(self, plan: Plan) -> None:
+        """Attention has read the plan's segments once."""
+        shared = [segment for segment in plan.segments if len(segment.rows) > 1]
+        num_tokens = sum(len(segment.block_ids) for segment in shared) * self._pool.block_size
+        num_rows, dense = max(len(segment.rows) for segment in shared), self.read_once.dense
+        self.read_once = max(self.read_once, ReadOnce(num_tokens, num_rows, dense))
 
     def _may_share(self, num_rows: int) -> bool:
         return num_rows > 1 and not self.model_looks and not self.call_looks and not torch.is_grad_enabled()
@@ -203,6 +244,7 @@ class _Forward:
 
     def __init__(self, plan: Plan, start: int, stop: int) -> None:
         self.plan, self.start, self.stop = plan, start, stop
+        self.is_counted = False
         self._masks: list[tuple[Tensor | None, torch.dtype, torch.device, tuple[bool, Tensor | None]]] = []
 
     def mask_of_tails(
@@ -279,10 +321,11 @@ class _LayerReads:
 
     def dense(self, name: str) -> Tensor:
         """`LazyReads.dense`: somebody looks."""
+        shared = self._shared
         if self._is_refused:
-            self._shared.call_looks = True
+            shared.call_looks, shared.read_once = True, shared.read_once._replace(dense=CALL_LOOKS)
         else:
-            self._shared.model_looks = True
+            shared.model_looks, shared.read_once = True, shared.read_once._replace(dense=MODEL_LOOKS)
         if name not in self._dense:
             self._dense[name] = self.gather(name)
         return self._dense[name]
@@ -314,6 +357,9 @@ class _LayerReads:
         if not fits or size != keys.shape[3]:
             self.refuse()
             return None
+        if not forward.is_counted:
+            forward.is_counted = True
+            self._shared.count(plan)
         result = attend(query, Part(keys, values, of_tails), scale)
         heads = keys.shape[1]
         for segment, key, value in zip(plan.segments, self._segments["key"], self._segments["value"], strict=True):

@@ -21,7 +21,7 @@ from ..kv.block_tables import BlockTables, read_source
 from ..kv.recycled_memory import RecycledMemory, zeros
 from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer
-from .shared_reads import SharedReads
+from .shared_reads import ReadOnce, SharedReads
 
 MIN_SPARE_COLUMNS = 128  # that a buffer has at least when it grows: few decode steps have to grow it
 
@@ -112,6 +112,8 @@ class View:
 
     def __init__(self, pool: BlockPool, window_of: Mapping[int, int], *, keeps_copies: bool = True) -> None:
         self.most_copies = int(keeps_copies)
+        self._may_keep = keeps_copies  # not where memory has run out
+        self._change_places = False  # of rows that do, with a plan, the pool has the tails alone
         self.keeps_columns = keeps_copies
         self._pool = pool
         self._memory = RecycledMemory()  # for what is gathered
@@ -159,6 +161,24 @@ class View:
         """Bytes held besides the pool."""
         return self._buffer_bytes + self._memory.num_bytes + self._shared.num_bytes
 
+    @property
+    def backend(self) -> str:
+        """What computes attention over what rows share."""
+        return self._shared.backend
+
+    @property
+    def read_once(self) -> ReadOnce:
+        """Of the running call, or of the last one."""
+        return self._shared.read_once
+
+    def start_call(self) -> None:
+        """Another call is counted from here on."""
+        self._shared.read_once = ReadOnce()
+
+    def read_once_whatever_it_costs(self) -> None:
+        """What rows share is read once even where that does not pay, to see whether it can be."""
+        self._shared.weighs_launches = False
+
     # A forward.
 
     def start_rows(self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float) -> None:
@@ -169,7 +189,8 @@ class View:
             max_rows, max_columns: the most there will be, as far as the call says; else infinite.
         """
         self._max_rows, self._max_columns = max(max_rows, len(rows)), max_columns
-        self.keeps_columns = self.most_copies > 0
+        self.keeps_columns = self._may_keep = self.most_copies > 0
+        self._change_places = False
         self._shared.start_rows()
         most = num_columns if math.isinf(max_columns) else max(num_columns, max_columns)
         for layer_idx, layer in self._buffers.items():
@@ -205,6 +226,9 @@ class View:
                 layouts = rows() if layouts is None else layouts
                 transfer = Transfer() if transfer is None else transfer
                 self._follow(layouts, start, transfer)
+            if self._change_places and self._may_keep and self.keeps_columns != (self._shared.plan is None):
+                self._leave_buffers()
+                self.keeps_columns = self._shared.plan is None
             first_own = self._shared.start_forward(start, stop)
         self._layouts, valid = rows, self._valid
         valid += [0] * (num_rows - len(valid))  # rows taken over from another cache, or multiplied
@@ -232,6 +256,10 @@ class View:
             group.base, group.next_base, group.room = base, next_base, room
         if self.keeps_columns:
             valid[:num_rows] = [stop] * num_rows
+
+    def change_places(self) -> None:
+        """Rows fork and change places at each step, so the pool has each step's columns: tails are read there, and not kept twice."""
+        self._change_places = True
 
     def _follow(self, layouts: Sequence[RowLayout], start: int, transfer: Transfer) -> None:
         """Let the forward's rows read once what they share. The pool has all of them before its first column."""
@@ -285,7 +313,8 @@ class View:
         shares = self._shared.plan is not None and group is self._all
         if not self.keeps_columns:
             gathered = self._gathered(group, layer_idx, new)
-            return self._shared.read(layer_idx, new, gathered, self._memory) if shares else gathered
+            memory = None if self._may_keep else self._memory
+            return self._shared.read(layer_idx, new, gathered, memory) if shares else gathered
         num_rows, start, stop = self._num_rows, self._start, self._stop
         first, base, room, num_new = group.first, group.base, group.room, stop - start
         buffers, is_ready, read = self._buffers.setdefault(layer_idx, {}), False, {}
@@ -385,7 +414,7 @@ class View:
 
     def _go_without(self) -> None:
         self.drop()
-        self.keeps_columns = False
+        self.keeps_columns = self._may_keep = False
 
     # Between two forwards.
 
@@ -460,9 +489,13 @@ class View:
 
     def drop(self) -> None:
         """Forget all copies."""
+        self._leave_buffers()
+        self._shared.drop()
+
+    def _leave_buffers(self) -> None:
+        """Forget all copies but those of what rows share."""
         self._pool.release(held.states for layer in self._buffers.values() for held in layer.values())
         self._buffers, self._buffer_bytes, self._kept, self._valid, self._layouts = {}, 0, [], [], list
-        self._shared.drop()
         for group in self._groups:
             group.reset()
         self._memory.drop()

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from weakref import ReferenceType
 
 from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
@@ -350,6 +352,54 @@ class PrefixCachingBlockAllocator:
         self._states.hold(block_ids)
         return self._registered(allocation.of_blocks(block_ids))
 
+    @contextmanager
+    def exchanging(
+        self, forked: Sequence[tuple[Allocation, int]], freed: Sequence[Allocation]
+    ) -> Iterator[list[Allocation]]:
+        """Forks in place of other holders: on leaving, `freed` have given their blocks back.
+
+        Inside, nothing may be asked of the allocator; left by an exception, `freed` are as they were. Interrupted on leaving, some
+        of them are. Cost: what a fork and the freed one in its place do not have in common. Takes no fresh block.
+
+        Args:
+            forked: what is forked, and how many of its blocks; none of `freed`.
+
+        Examples:
+            >>> allocator = PrefixCachingBlockAllocator(num_blocks=4, block_size=16)
+            >>> prompt = allocator.allocate([], num_mutable_blocks=2)
+            >>> other = allocator.fork(prompt, 1)
+            >>> with allocator.exchanging([(prompt, 2)], [other]) as (forked,):
+            ...     pass
+            >>> forked.block_ids, allocator.holds(other)
+            ([1, 2], False)
+        """
+        lists = [self._list_of(allocation)[:num_blocks] for allocation, num_blocks in forked]
+        for allocation in freed:
+            self._list_of(allocation)
+        self._dirty = True
+        made = [source.of_blocks(block_ids) for (source, _), block_ids in zip(forked, lists, strict=True)]
+        for allocation in made:
+            self._held[allocation.key] = allocation.block_ids
+        yield made
+        held: list[int] = []
+        dropped: list[int] = []
+        for new, old in zip_longest(lists, freed, fillvalue=None):
+            own = [] if new is None else new
+            others = [] if old is None else old.block_ids
+            num = min(len(own), len(others))
+            while num and own[num - 1] != others[num - 1]:
+                num -= 1
+            if own[:num] != others[:num]:
+                num = 0
+            held += own[num:]
+            dropped += others[: num - 1 if num else None : -1]
+            if old is not None:
+                del self._held[old.key]
+                old.block_ids.clear()
+        self._states.hold(held)
+        self._states.drop(dropped)
+        self._dirty = False
+
     def truncate(self, allocation: Allocation, num_blocks: int) -> None:
         """Keep the first `num_blocks` blocks, free the last one first. Raises CacheArgumentError if fewer are held."""
         block_ids = self._list_of(allocation)
@@ -467,6 +517,48 @@ class PrefixCachingBlockAllocator:
         self.num_copies_on_write += 1
         self._copies.append((source, destination))  # before the list: a copy too many does no harm, one too few does
         block_ids[block_index] = destination
+        self._dirty = False
+
+    def make_each_writable(self, wanted: Sequence[tuple[Allocation, int]]) -> None:
+        """Have one block in each of some allocations that may be written: that of an index, a copy of it, or a fresh one.
+
+        The same as `make_writable`, or `allocate_mutable` of one block, for one after the other. Interrupted, some have theirs.
+
+        Args:
+            wanted: of one namespace, none twice, and the index of a block of each, or the one after its last.
+
+        Raises:
+            OutOfBlocksError: nothing has changed.
+        """
+        if not wanted:
+            return
+        lists = [self._list_of(allocation) for allocation, _ in wanted]
+        counts, digests, namespace = self._states.ref_counts, self._states.index.digests, wanted[0][0].namespace
+        left: dict[int, int] = {}  # block -> how many of these have let go of it
+        sources: list[int | None] = []
+        for block_ids, (_, index) in zip(lists, wanted, strict=True):
+            source = block_ids[index] if index < len(block_ids) else None
+            if source is not None:
+                gone = left.get(source, 0)
+                if counts[source] - gone == 1 and digests[source] is None:
+                    sources.append(-1)
+                    continue
+                left[source] = gone + 1
+            sources.append(source)
+        num_fresh = len(sources) - sources.count(-1)
+        self.require(num_fresh, (), namespace)
+        self._dirty = True
+        fresh = iter(self._states.take(num_fresh, namespace))
+        copied = [source for source in sources if source is not None and source > 0]
+        self._states.drop(copied)
+        self.num_copies_on_write += len(copied)
+        for block_ids, (_, index), source in zip(lists, wanted, sources, strict=True):
+            if source is None:
+                block_ids.append(next(fresh))
+            elif source > 0:
+                destination = next(fresh)
+                self._copies.append((source, destination))  # before the list, see `make_writable`
+                block_ids[index] = destination
         self._dirty = False
 
     def take_copies(self) -> list[tuple[int, int]]:

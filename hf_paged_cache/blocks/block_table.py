@@ -10,7 +10,8 @@ In a group of layers with the window W: `[0, n - W + 1)` passed, may have window
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple
 
@@ -309,6 +310,12 @@ class BlockTable:
         check_not_negative("num_empty_slots", num_empty_slots)
         self.append_tokens((), num_empty_slots)
 
+    @property
+    def is_copied_next(self) -> bool:
+        """Whether the block in which the tokens end is copied before more is written into it."""
+        block_index, offset = divmod(len(self._chain.token_ids), self._block_size)
+        return offset > 0 and not self._allocator.is_writable(self._allocation.block_ids[block_index])
+
     def num_new_blocks_for_append(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` more tokens would take: fresh ones and copies on write.  Effects: none."""
         check_not_negative("num_tokens", num_tokens)
@@ -433,12 +440,19 @@ class BlockTable:
 
     def fork(self) -> BlockTable:
         """A second table with the same tokens in the same blocks; blocks without tokens are not shared."""
+        return self._forked(self._allocator.fork(self._allocation, self._num_blocks_of_tokens))
+
+    @property
+    def _num_blocks_of_tokens(self) -> int:
+        return -(-len(self._chain.token_ids) // self._block_size)
+
+    def _forked(self, allocation: Allocation) -> BlockTable:
+        """A table of the same tokens, whose blocks `allocation` holds."""
         forked = object.__new__(type(self))
         forked._allocator = self._allocator
         forked._block_size = self._block_size
         forked._chain = self._chain.copy()
-        num_blocks = -(-len(self._chain.token_ids) // self._block_size)
-        forked._allocation = self._allocator.fork(self._allocation, num_blocks)
+        forked._allocation = allocation
         forked._num_committed, forked.groups, forked._end = self._num_committed, self.groups, self._end
         forked._num_hit, forked._num_matched = self._num_hit, self._num_matched
         forked._allocation.resumption = self._allocation.resumption
@@ -602,3 +616,55 @@ class BlockTable:
             if found and found[0] != self.block_ids[index]:
                 equal[index] = found[0]
         return equal
+
+
+@contextmanager
+def forks_in_place_of(sources: Sequence[BlockTable], freed: Sequence[BlockTable]) -> Iterator[list[BlockTable]]:
+    """A fork of each of `sources`; on leaving, the tables `freed` have given their blocks back.
+
+    Inside, only say who has the forks. Cost: what a fork and the freed table in its place do not have in common, so little
+    where both are of one prompt.
+
+    Examples:
+        >>> from . import PrefixCachingBlockAllocator, root_hash
+        >>> tables = [BlockTable(PrefixCachingBlockAllocator(num_blocks=8, block_size=2), root_hash(b"model"))]
+        >>> _ = tables[0].allocate([1, 2, 3])
+        >>> tables.append(tables[0].fork())
+        >>> with forks_in_place_of(tables[:1], tables[1:]) as forks:
+        ...     tables[1:] = forks
+        >>> tables[1].block_ids
+        [1, 2]
+    """
+    if not sources and not freed:
+        yield []
+        return
+    one = [*sources, *freed][0]
+    wanted = [(table._allocation, table._num_blocks_of_tokens) for table in sources]
+    with Changing(one.groups):
+        held = [list(table.block_ids) for table in freed] if one.groups else []
+        with one._allocator.exchanging(wanted, [table._allocation for table in freed]) as allocations:
+            yield [table._forked(each) for table, each in zip(sources, allocations, strict=True)]
+        for table, block_ids in zip(freed, held, strict=False):
+            for group in table.groups:
+                group.leave(block_ids, table._resumption)
+    for table in freed:
+        table._num_committed = 0
+        table._chain.truncate(0)
+
+
+def append_to_each(tables: Sequence[BlockTable], token_ids: Sequence[int]) -> list[int]:
+    """`append_token` of each table, in one pass; returns the slots.
+
+    Raises:
+        OutOfBlocksError: with windows, tables may have grown; without, nothing has changed.
+    """
+    if not tables or tables[0].groups:
+        return [table.append_token(token_id) for table, token_id in zip(tables, token_ids, strict=True)]
+    places = [divmod(len(table._chain.token_ids), table._block_size) for table in tables]
+    wanted = [(table._allocation, index) for table, (index, _) in zip(tables, places, strict=True)]
+    tables[0]._allocator.make_each_writable(wanted)
+    slots = []
+    for table, token_id, (index, offset) in zip(tables, token_ids, places, strict=True):
+        table._chain.token_ids.append(token_id)
+        slots.append(table._allocation.block_ids[index] * table._block_size + offset)
+    return slots

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from operator import eq
 from typing import Protocol
 
-from ..blocks import BlockTable
 from ..errors import OutOfBlocksError
 from ..store.block_store import BlockStore
 from ..store.holder import Demand, Holder
@@ -67,26 +66,19 @@ def demand_of(call: CallToAdmit, num_columns: int, *, num_prefixes: int = 0) -> 
     windows: tuple[int, ...] = ()
     if store.windows:
         in_chunks = num_prefixes > 0 or num_columns < limits.num_prompt_columns < math.inf
-        to_come = _rows_to_come(call.rows, num_columns, max_columns, store.block_size, is_in_chunks=in_chunks)
+        to_come = _rows_to_come(call.rows, num_columns, max_columns, is_in_chunks=in_chunks)
         windows = store.windows.of_call(to_come, keeps_past=call.keeps_past, num_ahead=num_prefixes)
     released = num_blocks_held_only_by(call.previous.distinct, store)
     return Demand(num_blocks_to_take(call.rows, num_columns, max_columns, store.block_size), released, windows)
 
 
-def _rows_to_come(
-    rows: Rows, num_columns: int, max_columns: int, block_size: int, *, is_in_chunks: bool
-) -> Iterator[RowToCome]:
+def _rows_to_come(rows: Rows, num_columns: int, max_columns: int, *, is_in_chunks: bool) -> Iterator[RowToCome]:
     uses, most_known = Counter(rows.alias), max((row.table.num_tokens for row in rows.distinct), default=0)
     # Several rows start where the one does that knows least, which may be anywhere in what another one knows.
     num_known = most_known if len(rows.distinct) == 1 or not most_known else None
     for number, row in enumerate(rows.distinct):
         num_prompt, most = max(0, num_columns - row.pad), max(0, max_columns - row.pad)
-        yield RowToCome(num_prompt, most, uses[number], is_in_chunks, is_copied(row.table, block_size), num_known)
-
-
-def is_copied(table: BlockTable, block_size: int) -> bool:
-    """Whether the block in which a table ends is copied before more is written into it."""
-    return table.num_tokens % block_size > 0 and table.num_new_blocks_for_append(1) > 0
+        yield RowToCome(num_prompt, most, uses[number], is_in_chunks, row.table.is_copied_next, num_known)
 
 
 def num_blocks_to_take(rows: Rows, num_columns: int, max_columns: int, block_size: int) -> int:
@@ -104,7 +96,7 @@ def num_blocks_to_take(rows: Rows, num_columns: int, max_columns: int, block_siz
         if uses is not None:
             num_shared = max(0, min(num_columns, max_columns) - row.pad) // block_size
             total += (uses[index] - 1) * (num_blocks - num_shared)
-        total += is_copied(table, block_size)
+        total += table.is_copied_next
     return total
 
 

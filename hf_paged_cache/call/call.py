@@ -28,7 +28,7 @@ from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
 from ..kv.states import LiveStates, States
 from ..kv.stopwatch import Stopwatch
 from ..kv.transfers import Transfer
-from ..stats import RowCount
+from ..stats import CallStats, RowCount
 from ..store.block_store import BlockStore
 from ..store.holder import Demand
 from ..store.tier_load import Wanted
@@ -161,7 +161,12 @@ class Call:
             self._held.begin()
             self._num_columns_before = self.rows.num_columns
             self.counters.start_call("generate")
+            self.view.start_call()
             self.peak_kv_bytes = 0
+
+    def stats(self) -> CallStats:
+        """What was confirmed of the running call, or of the last one."""
+        return self.counters.of_call(self.peak_kv_bytes, *self.view.read_once)
 
     def count_elsewhere(self, kind: str, rows: Sequence[RowCount], peak_kv_bytes: int) -> None:
         """Count a call that ran on sibling caches; it is the last one, unless a call is running on this cache."""
@@ -274,6 +279,7 @@ class Call:
                 if self._is_first:
                     if not self.brackets:
                         self.counters.start_call("forward")
+                        self.view.start_call()
                     found = begin_rows_that_fit(self, request)
                     if self.states is not None:
                         found = self.states.find(self.rows, request, found)
@@ -699,6 +705,7 @@ class Call:
                 raise CacheArgumentError(f"rows {list(sources)} asked for; the cache has rows 0 to {len(rows) - 1}")
             self._commit()
             self._held.write_at_once()
+            self.view.change_places()
             index = None if rows.is_aliased else index
             try:
                 origins, shared_columns = rows.select(sources)

@@ -155,9 +155,13 @@ class PromptCounters:
         for totals in (self.totals, self._of_all):
             totals.record(num_tokens, num_computed, num_reused, num_calls=num_calls)
 
-    def of_call(self, peak_kv_bytes: int) -> CallStats:
-        """What was confirmed of the running call, or of the last one."""
+    def of_call(
+        self, peak_kv_bytes: int, read_once_tokens: int = 0, read_once_rows: int = 0, dense: str = ""
+    ) -> CallStats:
+        """What was confirmed of the running call, or of the last one; of attention what is given, if it ran here."""
         kind, counted = (self.kind, self.rows) if self._elsewhere is None else self._elsewhere
+        if self._elsewhere is not None:
+            read_once_tokens, read_once_rows, dense = 0, 0, ""
         rows = tuple(row.frozen() for row in counted)
         prompt, reused = sum(row.prompt_tokens for row in rows), sum(row.reused_tokens for row in rows)
         return CallStats(
@@ -169,4 +173,7 @@ class PromptCounters:
             hit_rate=reused / prompt if prompt else 0.0,
             peak_kv_bytes=peak_kv_bytes,
             rows=rows,
+            read_once_tokens=read_once_tokens,
+            read_once_rows=read_once_rows,
+            dense=dense,
         )

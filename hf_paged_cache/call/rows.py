@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..blocks import Allocation, BlockHash, BlockTable
+from ..blocks.block_table import forks_in_place_of
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError
 from ..kv.block_tables import read_source
@@ -70,7 +71,11 @@ class Row:
 
     def fork(self) -> "Row":
         """A row with the same tokens in the same blocks."""
-        forked = Row(self.table.fork(), self.pad, self.root, self.first_position, self.shift)
+        return self.forked(self.table.fork())
+
+    def forked(self, table: BlockTable) -> "Row":
+        """A row like this, with a fork of its table."""
+        forked = Row(table, self.pad, self.root, self.first_position, self.shift)
         forked.num_known, forked.num_confirmed, forked.commit_end = self.num_known, self.num_confirmed, self.commit_end
         forked.num_matched = self.num_matched
         forked._num_judged, forked.held_from, forked.origin = self._num_judged, self.held_from, self.origin
@@ -231,15 +236,18 @@ class Rows:
         chosen = range(len(self.alias)) if alias is not None else sources
         group = [self.group[source] for source in chosen]
         origins, old, taken = [self.alias[source] for source in sources], self.distinct, set[int]()
-        distinct = []
-        for origin in origins:
-            distinct.append(old[origin].fork() if origin in taken else old[origin])
+        distinct, repeated = [old[origin] for origin in origins], []
+        for number, origin in enumerate(origins):
+            if origin in taken:
+                repeated.append(number)
             taken.add(origin)
+        freed = [row.table for number, row in enumerate(old) if number not in taken]
         shared_columns = self.shared_columns if group == self.group else 0
-        self.distinct, self.alias, self.group = distinct, list(range(len(sources)) if alias is None else alias), group
-        for number, row in enumerate(old):
-            if number not in taken:
-                row.table.free()
+        new_alias = list(range(len(sources)) if alias is None else alias)
+        with forks_in_place_of([distinct[number].table for number in repeated], freed) as tables:
+            for number, table in zip(repeated, tables, strict=True):
+                distinct[number] = distinct[number].forked(table)
+            self.distinct, self.alias, self.group = distinct, new_alias, group
         return origins, shared_columns
 
     def crop(self, num_columns: int) -> None:
@@ -285,7 +293,7 @@ class Rows:
         for row in self.distinct:
             num_tokens = row.num_true_tokens
             hashes = row.table.commit_full_blocks(num_tokens)
-            if row.num_trusted < num_tokens:
+            if hashes and row.num_trusted < num_tokens:
                 self.committed += hashes
 
     @property

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from ..blocks.block_table import append_to_each
 from ..blocks.tokens import TokenIds
 from ..errors import ForwardMismatchError
 from ..kv.slot_mapping import SlotMapping
 from ..kv.transfers import Transfer
 from ..store.block_store import BlockStore
 from ..store.holder import Demand
-from .admission import CallLimits, CallToAdmit, admit, grow_anew_for, is_copied, require, rows_in_words
+from .admission import CallLimits, CallToAdmit, admit, grow_anew_for, require, rows_in_words
 from .rows import Row, Rows
 from .scheduled_forward import ForwardRequest
 
@@ -42,7 +43,7 @@ def _windows_of(call: CallToAdmit, request: ForwardRequest, *, keeps_past: bool)
         return ()
     for row, member in zip(rows.distinct, rows.members(), strict=True):
         stop = row.num_confirmed + len(request.rows[member].token_ids)
-        spans.append((row.table.num_tokens, stop, is_copied(row.table, store.block_size)))
+        spans.append((row.table.num_tokens, stop, row.table.is_copied_next))
     return store.windows.of_forward(spans, keeps_past=keeps_past)
 
 
@@ -144,9 +145,10 @@ def take_step(
         flush()
         call.rows.commit()
         _make_room(call, num_taken)
-        for number, slot in enumerate(slots):
-            if slot is None:
-                slots[number] = running[number].table.append_token(token_ids[number])
+        waiting = [number for number, slot in enumerate(slots) if slot is None]
+        taken = append_to_each([running[number].table for number in waiting], [token_ids[n] for n in waiting])
+        for number, taken_slot in zip(waiting, taken, strict=True):
+            slots[number] = taken_slot
     return num_taken, call.store.pool.map_slots(cast(list[int], slots), transfer=transfer)
 
 

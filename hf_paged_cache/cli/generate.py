@@ -44,7 +44,10 @@ def generate(
         str, typer.Option(help="Where the prompt is: a text, or a chat as a list of messages.")
     ] = "prompt",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest completion.")] = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that run at once, at most.")] = 8,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompts that run at once, at most; by default as many as pay.", show_default=False),
+    ] = None,
     order: Annotated[
         Literal["given", "done"], typer.Option(help="Rows as they are given, or as they are done.")
     ] = "given",

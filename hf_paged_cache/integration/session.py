@@ -564,7 +564,7 @@ class Session:
 
     def _log(self) -> None:
         if logger.isEnabledFor(logging.INFO):
-            call = self._call.counters.of_call(self._call.peak_kv_bytes)
+            call = self._call.stats()
             reasons = "; ".join(f"row {number}: {row.stopped}" for number, row in enumerate(call.rows))
             shared = f", shared {call.shared_tokens}" if call.shared_tokens else ""
             what = "reused %d of %d prompt tokens, computed %d%s: %s"

@@ -122,6 +122,21 @@ class BatchCalls:
                 said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 raise CacheArgumentError(f"generate cannot run so: {shorten(said, 300, placeholder=' ...')}") from error
 
+    def reads_once(self, one: int, other: int) -> bool:
+        """Whether the model's attention reads once what rows share, as two short rows show, in a store of their own.
+
+        Args:
+            one, other: two token ids.
+        """
+        cache = PagedPrefixCache(self._model, block_size=4, num_blocks=64)
+        cache.view.read_once_whatever_it_costs()
+        cache.prefill([one] * 8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # as in `try_out`
+            self._generate([0], *_padded([[one] * 9, [one] * 8 + [other]]), cache, max_new_tokens=1)
+        call = cache.last_call
+        return call.read_once_tokens > 0 and not call.dense
+
     def run(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], done: frozenset[int] = frozenset()
     ) -> Iterator[Record]:

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache import PagedPrefixCache
 from ..errors import CacheArgumentError
@@ -36,7 +36,7 @@ from .journal import (
     require_writable,
 )
 from .options import NO_OPTIONS, How, tokens_seen
-from .order import batches, build_prefix_tree, ordered, partition
+from .order import NUM_UNSHARED, Limits, batches, build_prefix_tree, limits_that_pay, ordered, partition
 from .progress import progress_bar, warn_of_bypassed
 from .prompts import require_positions, require_text, tokenized
 from .rows import Row, digest_of, opened, require_room
@@ -86,7 +86,7 @@ def generate_all(
     out: "str | PathLike[str] | None" = None,
     column: str = "prompt",
     order: Literal["given", "done"] = "given",
-    batch_size: int = 8,
+    batch_size: int | None = None,
     max_new_tokens: int = 128,
     cache: PagedPrefixCache | PrefixStore | None = None,
     attention: Literal["paged", "gather"] = "paged",
@@ -115,7 +115,8 @@ def generate_all(
         out: a file of JSON lines: each row with its `completion`. It grows while the job runs.
         column: where the prompt is, in a row.
         order: of the rows in `out`: as they were given, or as they are done.
-        batch_size: rows of a `generate` at most.
+        batch_size: prompts of a `generate` at most; None: as many as pay. That is 8 that share nothing; of prompts behind a common
+            prefix, where the model reads that once, up to 64 in the same memory.
         cache: to run on, or a store to make one of; None: a new one for this job.
         overwrite: remove an `out`, a journal and a record that are there; without it an `out` of another job is refused, and this
             job's is resumed.
@@ -190,7 +191,7 @@ class Crew:
 def run_job(crew: Crew, prompts: _Prompts, how: How) -> BatchResult:
     """A job on whatever runs its batches; see `generate_all` for what is refused."""
     described: Described = crew.ask("describe")
-    if described.generation_config.prompt_lookup_num_tokens and how.batch_size > 1:
+    if described.generation_config.prompt_lookup_num_tokens and (how.batch_size or 1) > 1:
         alone = f"give batch_size=1, not {how.batch_size}"
         raise CacheArgumentError(f"prompt_lookup_num_tokens runs one row at a time; {alone}")
     path = None if how.out is None else Path(how.out)
@@ -218,8 +219,12 @@ def run_job(crew: Crew, prompts: _Prompts, how: How) -> BatchResult:
             if finished is not None:
                 require_same(path, finished, {**job, "order": how.order})
                 return BatchResult(None, finished.summary)
+        limits = Limits(how.batch_size or 1)
         if tokens:
-            crew.ask("try_out", tokens[: min(how.batch_size, 2)])
+            runs_alone = how.batch_size == 1 or described.generation_config.prompt_lookup_num_tokens
+            crew.ask("try_out", tokens[: 1 if runs_alone else 2])
+            if how.batch_size is None and not runs_alone:
+                limits = _limits(crew, described.generation_config, tokens, how.max_new_tokens)
         beside = None if path is None else journal_of(path)
         journal = stack.enter_context(Journal(beside, job, len(rows), anew=how.overwrite))
         output = None
@@ -230,7 +235,7 @@ def run_job(crew: Crew, prompts: _Prompts, how: How) -> BatchResult:
         for record in journal.records():
             tally.add(record.rows, record.counts)
         num_done_before = tally.num_rows
-        queues = _planned(described, crew.num_workers, tokens, how, journal)
+        queues = _planned(described, crew.num_workers, tokens, how, limits, journal)
         with progress_bar(len(rows), num_done_before, how.progress) as bar:
             for record in crew.run(queues):
                 journal.add(record)
@@ -261,8 +266,23 @@ def _options_of_results(described: Described, how: How, num_workers: int) -> dic
     return options
 
 
+def _limits(crew: Crew, config: GenerationConfig, tokens: "Sequence[array[int]]", num_new_tokens: int) -> Limits:
+    """As many prompts in a batch as pay."""
+    one, reads_once = tokens[0][0], False
+    other = next((each for of_prompt in tokens for each in of_prompt if each != one), None)
+    if len(tokens) > NUM_UNSHARED and other is not None:
+        reads_once = crew.ask("reads_once", one, other)
+    num_sequences = max(config.num_beams or 1, config.num_return_sequences or 1)
+    return limits_that_pay([*map(len, tokens)], num_new_tokens, num_sequences, read_once=reads_once)
+
+
 def _planned(
-    described: Described, num_workers: int, tokens: "Sequence[array[int]]", how: How, done: Journal
+    described: Described,
+    num_workers: int,
+    tokens: "Sequence[array[int]]",
+    how: How,
+    limits: Limits,
+    done: Journal,
 ) -> list[list[Batch]]:
     """Of each worker, the batches that it is to run, without those that are done."""
     tree, lengths = build_prefix_tree(tokens, block_size=described.block_size), [*map(len, tokens)]
@@ -271,7 +291,7 @@ def _planned(
     for own in partition([*ordered(tree, lengths)], num_workers, how.max_new_tokens):
         planned = (
             Batch(numbers, [tokens[number] for number in numbers], frozenset(n for n in numbers if n in done))
-            for numbers in batches(own, how.batch_size, how.max_new_tokens, least_padded)
+            for numbers in batches(own, limits, how.max_new_tokens, least_padded)
         )
         queues.append([batch for batch in planned if len(batch.done) < len(batch.rows)])
     return queues

@@ -79,7 +79,7 @@ class How:
     out: "str | PathLike[str] | None" = None
     column: str = "prompt"
     order: Literal["given", "done"] = "given"
-    batch_size: int = 8
+    batch_size: int | None = None
     max_new_tokens: int = 128
     attention: Literal["paged", "gather"] = "paged"
     seed: int = 0
@@ -88,7 +88,8 @@ class How:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        int_of_at_least("batch_size", self.batch_size, 1, "rows of a batch")
+        if self.batch_size is not None:
+            int_of_at_least("batch_size", self.batch_size, 1, "prompts of a batch, or None")
         int_of_at_least("max_new_tokens", self.max_new_tokens, 1, "tokens")
         int_of_at_least("seed", self.seed, 0, "as a seed")
         for name, value in (("overwrite", self.overwrite), ("progress", self.progress)):

@@ -8,6 +8,7 @@ to the longest, and what takes most memory is known at the beginning.
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 TOKEN_BYTES = 4
 BATCH_COST = 64  # of a forward, in tokens
+NUM_UNSHARED = 8  # prompts that share nothing, whose keys and values are always let into memory together
 
 
 @dataclass(eq=False)
@@ -200,36 +202,77 @@ def partition(order: Sequence[OrderedPrompt], num_workers: int, num_new_tokens: 
     return workers
 
 
+class Limits(NamedTuple):
+    """What a batch is cut at.
+
+    Attributes:
+        num_prompts: of a batch at most.
+        num_tokens: whose keys and values are in memory for it at most, what prompts share counted once, unless it is one prompt.
+        num_sequences: of each prompt: beams, or samples.
+    """
+
+    num_prompts: int
+    num_tokens: float = math.inf
+    num_sequences: int = 1
+
+
+def limits_that_pay(lengths: Sequence[int], num_new_tokens: int, num_sequences: int = 1, *, read_once: bool) -> Limits:
+    """As many prompts as make a forward's own cost small beside that of its rows, in the memory of `NUM_UNSHARED` that share nothing.
+
+    One row more takes what it does not share with the others: behind a common prefix its own tokens, and where each
+    row is read by itself all of them.
+
+    Args:
+        read_once: whether keys and values that rows share are in memory, and read, once.
+
+    Examples:
+        >>> limits_that_pay([1040] * 100, 16, read_once=True)
+        Limits(num_prompts=64, num_tokens=8448, num_sequences=1)
+        >>> limits_that_pay([1040] * 100, 16, read_once=False).num_prompts
+        8
+    """
+    most = max(NUM_UNSHARED, BATCH_COST // num_sequences) if read_once else NUM_UNSHARED
+    longest = max(lengths, default=0) + num_sequences * num_new_tokens
+    return Limits(most, NUM_UNSHARED * longest, num_sequences)
+
+
 def batches(
-    order: Sequence[OrderedPrompt], batch_size: int, num_new_tokens: int = 1, least_padded: int = 0
+    order: Sequence[OrderedPrompt], limits: Limits, num_new_tokens: int = 1, least_padded: int = 0
 ) -> list[list[int]]:
     """Numbers of the prompts of each batch: runs of the order, so cut that the least is computed.
 
     A batch computes the longest remainder of its rows in every row, and costs `BATCH_COST` tokens a step besides; of all ways to
-    cut, one that costs the least is taken. Cost: `batch_size` steps a prompt.
+    cut, one that costs the least is taken. Cost: `limits.num_prompts` steps a prompt.
 
     Args:
         least_padded: prompts of fewer tokens are not padded: the rows of their batch are as long as they are.
 
     Examples:
         >>> order = [OrderedPrompt(n, length, length, length) for n, length in enumerate([500, 490, 10, 9, 9])]
-        >>> batches(order, batch_size=5), batches(order, batch_size=5, num_new_tokens=100)
+        >>> batches(order, Limits(5)), batches(order, Limits(5), num_new_tokens=100)
         ([[0, 1], [2, 3, 4]], [[0, 1, 2, 3, 4]])
-        >>> batches(order, batch_size=5, least_padded=10)
+        >>> batches(order, Limits(5), least_padded=10)
         [[0, 1], [2], [3, 4]]
+        >>> batches(order, Limits(5, num_tokens=600), num_new_tokens=100)
+        [[0], [1], [2, 3, 4]]
     """
-    fixed = BATCH_COST * num_new_tokens
+    fixed, num_new = BATCH_COST * num_new_tokens, limits.num_sequences * num_new_tokens
     costs, starts = [0], [0]  # of the first n prompts: the least cost, and where the last batch begins
     for stop in range(1, len(order) + 1):
         best, best_start, longest = -1, stop - 1, 0
         most = least = order[stop - 1].num_tokens
-        for start in range(stop - 1, max(-1, stop - 1 - batch_size), -1):
+        num_behind = 0  # tokens in memory of the prompts after the first one
+        for start in range(stop - 1, max(-1, stop - 1 - limits.num_prompts), -1):
             most, least = max(most, order[start].num_tokens), min(least, order[start].num_tokens)
             if least < min(most, least_padded):
                 break
+            num_held = order[start].num_tokens + num_new + num_behind
+            num_behind += order[start].num_computed + num_new
             longest = max(longest, order[start].remainder)
+            if start < stop - 1 and num_held > limits.num_tokens:
+                continue
             cost = costs[start] + fixed + longest * (stop - start)
-            if best < 0 or cost < best or (cost == best and stop - start == batch_size):
+            if best < 0 or cost < best or (cost == best and stop - start == limits.num_prompts):
                 best, best_start = cost, start
         costs.append(best)
         starts.append(best_start)

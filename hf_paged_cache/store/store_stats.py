@@ -6,7 +6,12 @@ from .call_totals import CallTotals
 
 
 def stats_of(
-    store: BlockStore, totals: CallTotals, salt: bytes, copied_bytes: int, peak_kv_bytes: int | None
+    store: BlockStore,
+    totals: CallTotals,
+    salt: bytes,
+    copied_bytes: int,
+    peak_kv_bytes: int | None,
+    backend: str | None,
 ) -> CacheStats:
     """The calls of `totals`, and the blocks now: all, or given a salt, its own; what others might show in is None."""
     allocator, metrics, windows = store.allocator, totals.metrics, store.windows
@@ -42,4 +47,5 @@ def stats_of(
         num_snapshots=num_snapshots,
         snapshot_bytes=num_snapshots * store.states.rules.num_bytes,
         tiers=store.tiers.stats(salt),
+        backend=backend,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, WindowBlocks, root_hash
+from hf_paged_cache.blocks.block_table import forks_in_place_of
 from hf_paged_cache.errors import CacheArgumentError, OutOfBlocksError
 
 from .test_interrupts import interrupt
@@ -286,7 +287,13 @@ class Content:
         )
 
 
+def fork_again(world):
+    with forks_in_place_of([world.table], [world.equal]) as (forked,):
+        world.equal = forked
+
+
 OPERATIONS = {
+    "fork in place of another": fork_again,
     "append": lambda w: w.kept.append_tokens([1, 2, 3, 4, 5]),
     "append to a fork": lambda w: w.forked.append_tokens([1, 2, 3]),
     "append a token": lambda w: w.equal.append_token(1),

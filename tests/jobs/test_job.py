@@ -52,7 +52,9 @@ def written(path: Path) -> list[dict[str, Any]]:
 
 
 def run(model: Any, tokenizer: Any, prompts: Any = PROMPTS, **options: Any) -> BatchResult:
-    return generate_all(model, tokenizer, prompts, **{"max_new_tokens": NEW, "progress": False, **options})
+    return generate_all(
+        model, tokenizer, prompts, **{"max_new_tokens": NEW, "progress": False, "batch_size": 8, **options}
+    )
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -447,6 +449,19 @@ def test_an_output_that_is_no_file_stays(tokenizer: Any, tmp_path: Path) -> None
     with pytest.raises(CacheArgumentError, match="is no regular file"):
         run(tiny("llama"), tokenizer, out=tmp_path / "pipe", overwrite=True)
     assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize(("attention", "num_batches"), [("sdpa", 1), ("eager", 3)])
+def test_batches_are_larger_behind_a_prefix_where_the_model_reads_it_once(
+    attention: str, num_batches: int, tokenizer: Any
+) -> None:
+    model = build("llama", attn_implementation=attention)
+    prompts = ["x" * 200 + f"{number:02}" for number in range(20)]
+    result = run(model, tokenizer, prompts, batch_size=None)
+    assert result.summary.num_batches == num_batches
+    assert result.completions == run(model, tokenizer, prompts, batch_size=4).completions
+    apart = [f"{number:02}" + "x" * 200 for number in range(20)]
+    assert run(model, tokenizer, apart, batch_size=None).summary.num_batches == 3
 
 
 def test_samples_of_a_batch_that_runs_in_parts_are_the_same_after_an_interruption(

@@ -120,7 +120,7 @@ def test_what_a_model_has_saved_is_heeded_as_in_a_call_of_one_row(what: str, tok
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"prompt_lookup_num_tokens": 3}, "runs one row at a time; give batch_size=1, not 8"),
+    ({"prompt_lookup_num_tokens": 3, "batch_size": 8}, "runs one row at a time; give batch_size=1, not 8"),
     ({"repetition_penalty": 0}, "strictly positive"),
     ({"stop_strings": []}, r"stop_strings is \[\]; give a text"),
     ({"stop_strings": 5}, "stop_strings is 5; give a text"),
@@ -172,7 +172,7 @@ def test_drafts_from_the_prompt_run_a_row_at_a_time(tokenizer: Any) -> None:
     model = repeater()
     options = {"prompt_lookup_num_tokens": 3}
     expected = [alone(model, tokenizer, prompt, **options) for prompt in PROMPTS]
-    assert together(model, tokenizer, batch_size=1, **options) == expected
+    assert together(model, tokenizer, **options) == expected
 
 
 def test_an_error_of_the_models_own_keeps_its_kind(tokenizer: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -9,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged_cache.jobs.order import Branch, OrderedPrompt, batches, build_prefix_tree, ordered
+from hf_paged_cache.jobs.order import (
+    Branch,
+    Limits,
+    OrderedPrompt,
+    batches,
+    build_prefix_tree,
+    limits_that_pay,
+    ordered,
+)
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=24)
 
@@ -92,19 +101,33 @@ def is_padded_too_short(rows: Sequence[OrderedPrompt], least_padded: int) -> boo
     return any(each.num_tokens < min(longest, least_padded) for each in rows)
 
 
+def is_too_large(rows: Sequence[OrderedPrompt], num_tokens: float, num_new: int) -> bool:
+    first, *others = rows
+    return (
+        bool(others) and first.num_tokens + sum(each.num_computed for each in others) + len(rows) * num_new > num_tokens
+    )
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 300), st.integers(1, 4)), max_size=9),
     st.integers(1, 4),
     st.integers(1, 3),
     st.integers(0, 6),
+    st.sampled_from([0, 3, 100, 500, math.inf]),
+    st.integers(1, 2),
 )
 def test_batches_are_cut_so_that_the_least_is_computed(
-    sizes: list[tuple[int, int]], batch_size: int, num_new: int, least_padded: int
+    sizes: list[tuple[int, int]],
+    batch_size: int,
+    num_new: int,
+    least_padded: int,
+    num_tokens: float,
+    num_sequences: int,
 ) -> None:
     order = [
         OrderedPrompt(number, num_tokens, remainder, remainder) for number, (remainder, num_tokens) in enumerate(sizes)
     ]
-    cut = batches(order, batch_size, num_new, least_padded)
+    cut = batches(order, Limits(batch_size, num_tokens, num_sequences), num_new, least_padded)
     assert [number for rows in cut for number in rows] == [*range(len(order))]
     assert all(1 <= len(rows) <= batch_size for rows in cut)
     ways: list[list[list[OrderedPrompt]]] = [[]]  # all ways to cut, one placed after the other
@@ -113,8 +136,24 @@ def test_batches_are_cut_so_that_the_least_is_computed(
             [*way[:-1], [*way[-1], each]] for way in ways if way and len(way[-1]) < batch_size
         ]
     ways = [way for way in ways if not any(is_padded_too_short(rows, least_padded) for rows in way)]
+    most = num_tokens, num_sequences * num_new
+    assert not any(is_too_large([order[number] for number in rows], *most) for rows in cut)
+    ways = [way for way in ways if not any(is_too_large(rows, *most) for rows in way)]
     assert not any(is_padded_too_short([order[number] for number in rows], least_padded) for rows in cut)
     assert cost([[order[number] for number in rows] for rows in cut], num_new) == min(cost(w, num_new) for w in ways)
+
+
+@pytest.mark.parametrize(
+    ("num_shared", "num_sequences", "num_batches"), [(1024, 1, 2), (0, 1, 13), (1024, 8, 13), (64, 1, 5)]
+)
+def test_batches_grow_with_what_their_prompts_share(num_shared: int, num_sequences: int, num_batches: int) -> None:
+    prompts = [[1] * num_shared + [2 + number] * (16 if num_shared else 1040) for number in range(100)]
+    lengths = [*map(len, prompts)]
+    order = [*ordered(build_prefix_tree(prompts), lengths)]
+    limits = limits_that_pay(lengths, 16, num_sequences, read_once=True)
+    assert len(batches(order, limits, 16)) == num_batches
+    apart = limits_that_pay(lengths, 16, num_sequences, read_once=False)
+    assert len(batches(order, apart, 16)) == 13
 
 
 def reused(order: Sequence[int], prompts: Sequence[Sequence[int]], num_prefixes: int) -> int:
