@@ -21,6 +21,8 @@ class CacheStats:
         hit_rate: `reused_tokens / prompt_tokens`; 0.0 before the first call.
         recent_hit_rate: the same of the last 100 forwards of prompts.
         num_bypassed_calls: of the calls, those that did not fit, or not to their end, and ran without the store.
+        saved_seconds: that the tokens reused and shared would have taken, at what a token took in the last forwards of 128
+            tokens or more (of 8 blocks); None before there was one, on an accelerator after the first forward.
         num_blocks: the most there can be. None, too, before the first forward, where neither `num_blocks` nor `max_bytes`
             is given.
         num_free_blocks: hold nothing that could be reused. None where `num_blocks` is.
@@ -33,6 +35,8 @@ class CacheStats:
         num_snapshots: of what layers with a state carry, at the ends of blocks; 0 where no layer does.
         snapshot_bytes: of these; not in the pool. What running rows carry is not counted.
         tiers: below the pool, from the nearest; empty where there are none.
+        computed_because: why rows were known no further, with "…" for its numbers, and how many tokens were computed after
+            that; the most tokens first.
         backend: what computes attention over what rows share. None of a store.
 
     Examples:
@@ -62,7 +66,9 @@ class CacheStats:
     pool_bytes: int | None
     num_snapshots: int = 0
     snapshot_bytes: int = 0
+    saved_seconds: float | None = None
     tiers: "tuple[TierStats, ...]" = ()
+    computed_because: tuple[tuple[str, int], ...] = ()
     backend: str | None = None
 
     def __str__(self) -> str:
@@ -209,7 +215,7 @@ def _from_tiers(row: RowStats) -> str:
 
 def _table(stats: CacheStats | CallStats) -> str:
     """A line for each number: its name, its value, and what must be said of it."""
-    shown = [each for each in fields(stats) if each.name not in ("rows", "tiers", "dense")]
+    shown = [each for each in fields(stats) if each.name not in ("rows", "tiers", "dense", "computed_because")]
     of_a_salt = isinstance(stats, CacheStats) and stats.pool_bytes is None
     values = [_readable(each.name, getattr(stats, each.name), of_a_salt=of_a_salt) for each in shown]
     names_width, values_width = max(len(each.name) for each in shown), max(map(len, values))
@@ -228,6 +234,8 @@ def _readable(name: str, value: float | str | None, *, of_a_salt: bool) -> str:
         )
     if name.endswith("_bytes"):
         return f"{value / 2**20:,.1f} MiB"
+    if name.endswith("_seconds"):
+        return f"{value:,.1f}"
     return f"{value:.1%}" if name.endswith("hit_rate") else f"{value:,}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     import torch
     from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -48,8 +50,19 @@ def make_tiny_llama(num_layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(torch.float32).eval()
 
 
-def pytest_runtest_setup() -> None:
-    """Locks are guarded wherever torch is used at all; tests of `blocks/` alone import none."""
+_frozen = ""  # the file before whose first test all was frozen
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before the first test of a file: what was imported is left out of collections, which took a fifth of a second each.
+
+    Locks are guarded wherever torch is used at all; tests of `blocks/` alone import none.
+    """
+    global _frozen
+    if _frozen != str(item.path):
+        _frozen = str(item.path)
+        gc.collect()
+        gc.freeze()
     if "torch" in sys.modules:
         from . import lock_guard
 
@@ -91,6 +104,15 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
     from .tiny_models import CHARACTERS, character_tokenizer
 
     return character_tokenizer(CHARACTERS)
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path, tiny_llama: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase) -> str:
+    """A model and its tokenizer in a folder, as users have them."""
+    folder = tmp_path / "model"
+    tiny_llama.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ class RankPool:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         build("llama").save_pretrained(folder)
-        context = torch.multiprocessing.get_context("spawn")
+        context = torch.multiprocessing.get_context("fork")  # which has imported everything
         self._tasks = [context.Queue() for _ in range(num_ranks)]
         self._results = context.Queue()
         self._processes = [

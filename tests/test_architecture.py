@@ -36,6 +36,8 @@ LEVELS = [
         "store_options",
     ],
     ["jobs", "__init__"],
+    ["run"],
+    ["lm_eval", "trainer"],
     ["cli"],
     ["__main__"],
 ]
@@ -45,6 +47,7 @@ SIDE_BY_SIDE = {LEVEL["cache"], LEVEL["__init__"]}
 IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "cache",
     "prefix_store",
+    "trainer",
     "ask.model_check",
     "jobs.calls",
     "jobs.job",
@@ -69,6 +72,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
 WITHOUT_TORCH = {
     *("errors", "stats", "locks", "wording", "blocks", "__init__", "__main__"),
     *("jobs.rows", "jobs.order", "jobs.journal", "jobs.summary", "jobs.progress"),
+    *("run.options", "run.startup", "run.program"),
 }
 
 FILES = {  # name inside the package -> file; a folder's own name is its __init__.py
@@ -150,7 +154,7 @@ def test_torch_is_not_imported_where_integers_are_enough() -> None:
 
 def test_the_command_uses_only_public_names_of_the_package_and_what_looks_at_arguments() -> None:
     commands = [module for module in FILES if unit(module) == "cli"]
-    others = {"cli", "jobs", "store_options", "wording"}
+    others = {"cli", "jobs", "run", "store_options", "wording"}
     used = {
         name
         for module in commands

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,14 +17,6 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 Run = Callable[..., list[str]]
 
 pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="the examples are not beside the tests")
-
-
-@pytest.fixture
-def model_folder(tmp_path: Path, tiny_llama: Any, tiny_tokenizer: Any) -> str:
-    folder = tmp_path / "model"
-    tiny_llama.save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture
@@ -48,7 +39,7 @@ def numbers(line: str) -> list[int]:
 
 def test_every_example_is_run_here() -> None:
     text = Path(__file__).read_text("utf-8")
-    elsewhere = {"execute.py", "lm_eval_few_shot.py"}  # test_notebook.py, neighbours/test_lm_eval.py
+    elsewhere = {"execute.py", "lm_eval_few_shot.py"}  # test_notebook.py; its model is the demo's
     assert all(path.name in text for path in EXAMPLES.glob("*.py") if path.name not in elsewhere)
 
 
@@ -154,14 +145,15 @@ def test_multi_gpu_runs_on_what_there_is(run_example: Run) -> None:
     assert devices.startswith("layers on ")
 
 
-@pytest.fixture
-def ray_with_two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def ray_with_two_cores() -> Iterator[None]:
     import ray
 
-    monkeypatch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # this machine may be busy
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # this machine may be busy
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+        yield
+        ray.shutdown()
 
 
 @pytest.mark.usefixtures("ray_with_two_cores")

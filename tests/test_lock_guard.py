@@ -315,9 +315,10 @@ def roll_back(bench: Bench) -> None:
     bench.call.roll_back()
 
 
-SCENES = [
-    save_and_load,
+SCENES = [ask_a_call(deed) for deed in (run_and_end, admit, release, roll_back)]  # first those that run no model
+SCENES += [
     generate_and_ask,
+    save_and_load,
     build_in_the_call,
     begin_with_a_long_call,
     pin_where_rope_depends_on_length,
@@ -329,7 +330,6 @@ SCENES = [
     hold_token_ids,
     fail_in_a_layer,
 ]
-SCENES += [ask_a_call(deed) for deed in (run_and_end, admit, release, roll_back)]
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 import pkgutil
 import re
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -33,6 +33,7 @@ PAGES = [
             "save_and_load",
             "security",
             "neighbours",
+            "run",
             "tiers",
         )
     ),
@@ -117,6 +118,7 @@ def make_allocator() -> Any:
     return PrefixCachingBlockAllocator(num_blocks=16, block_size=16)
 
 
+@cache
 def docstring_examples() -> list[doctest.DocTest]:
     finder = doctest.DocTestFinder(exclude_empty=True)
     found = [test for name in MODULES for test in finder.find(import_module(name), name)]

@@ -42,13 +42,16 @@ STATS = CacheStats(
     kv_bytes=3 * 2**19,
     peak_kv_bytes=2**31,
     pool_bytes=0,
+    saved_seconds=1.25,
     backend="flash_of_cpu",
 )
 
 
 def test_stats_print_a_line_for_every_number_in_two_aligned_columns() -> None:
     lines = str(STATS).splitlines()
-    assert [line.split()[0] for line in lines] == [field.name for field in fields(STATS) if field.name != "tiers"]
+    assert [line.split()[0] for line in lines] == [
+        field.name for field in fields(STATS) if field.name not in ("tiers", "computed_because")
+    ]
     width = len(lines[0])
     assert all(line[width - 1].strip() for line in lines)
     assert {line[:width].split()[0]: line[width:].strip() for line in lines if len(line) > width} == {
@@ -323,3 +326,20 @@ def test_what_a_collected_cache_held_is_not_in_use(tiny_llama: LlamaForCausalLM)
     stats = kept.stats()
     assert stats.num_blocks_in_use == 0
     assert stats.num_cached_blocks == 2
+
+
+def test_seconds_saved_and_reasons_follow_from_what_was_computed() -> None:
+    model = tiny("llama")
+    cache = PagedPrefixCache(model)
+    assert cache.stats().saved_seconds is None
+    for seed in (1, 2, 1):  # of at least 128 tokens, which show what one costs
+        run(model, cache, input_ids=torch.tensor([row((seed, 150))]))
+    stats = cache.stats()
+    price = cache.store.blocks.tiers.seconds_of_a_token
+    assert price is not None
+    assert stats.saved_seconds == pytest.approx(price * stats.reused_tokens)
+    assert stats.saved_seconds > 0
+    reasons = dict(stats.computed_because)
+    assert sum(reasons.values()) == stats.computed_tokens
+    assert reasons["no cached block has these first … tokens under the same conditions"] == 150
+    assert not any(letter.isdigit() for reason in reasons for letter in reason)

@@ -1,4 +1,4 @@
-"""Log-probabilities of continuations of one context: the context runs once, and so does what continuations share.
+"""Log-probabilities of continuations of contexts: each context runs once, and so does what its continuations share.
 
 Owns which tokens run in which forward; every forward runs on a sibling cache, so no cache's rows are
 touched. How many forwards there are follows from the arguments alone, never from what is cached: processes that share a
@@ -7,10 +7,10 @@ model's weights stay in step.
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from .asked import AskedCache
 _MAX_LOGITS = 2**27  # numbers that the logits of one forward may have, where no batch_size is given
 
 Tokens = tuple[int, ...]
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +73,15 @@ class Branches(NamedTuple):
 
     rows: list[Tokens]
     readings: list[Reading]
+    stems: list[int]  # row -> the row of contexts that it follows
 
 
 class Plan(NamedTuple):
-    """What runs: `trunk` after the context in one row, then the branches after that, each in a row of its own."""
+    """What runs: a row for each context, with what all of its continuations begin with, then the branches after that, each in
+    a row of its own.
+    """
 
-    trunk: Tokens
+    trunks: list[Tokens]  # of each context, the tokens that run with it
     readings: list[Reading]
     branches: list[Branches]
 
@@ -118,9 +122,7 @@ def score(
         >>> [score.num_tokens for score in scores], all(score.total < 0 for score in scores)
         ([4, 6], True)
     """
-    cache.store.conditioning.digest()  # reads what rope the model has now
-    side, rope, placeholders = cache._side, cache.store.conditioning.rope, cache.store.placeholders
-    vocabulary_size = side.model.config.get_text_config(decoder=True).vocab_size
+    vocabulary_size, placeholders = _vocabulary_size(cache), cache.store.placeholders
     prompt = in_vocabulary("the context", context, vocabulary_size)
     placeholders.require_text("the context", prompt)
     if isinstance(continuations, str | bytes) or not isinstance(continuations, Iterable):
@@ -134,64 +136,148 @@ def score(
         int_of_at_least("batch_size", batch_size, 1, "rows of a forward, or None")
     if not wanted:
         return []
-    max_tokens = max(1, _MAX_LOGITS // vocabulary_size)
-    # what runs whole, where frequencies depend on its length, runs its last token, too, and shares nothing
-    scorer = _Scorer(side, [len(prompt) + len(tokens) - (not rope.depends_on_length) for tokens in wanted])
-    if rope.depends_on_length:
-        for rows, readings in plan_by_length(wanted, batch_size=batch_size, max_tokens=max_tokens):
-            with side.sibling() as whole, rope.put_back():
-                scorer.run(whole, [prompt + row for row in rows], readings, num_logits=1 + len(rows[0]))
-    else:
-        can_keep = takes(side.model, "logits_to_keep")
-        trunk, of_trunk, branches = plan(wanted, batch_size=batch_size, max_tokens=max_tokens, share_trunk=can_keep)
-        with side.sibling() as stem:
-            scorer.run(stem, [prompt + trunk], of_trunk, num_logits=1 + len(trunk))
-            for rows, readings in branches:
-                with side.sibling(stem.call.fork_rows()) as branch:
-                    branch.batch_repeat_interleave(len(rows))
-                    scorer.run(branch, rows, readings, num_logits=max(map(len, rows)))
-    cache.call.count_elsewhere("score", scorer.counts, scorer.peak_kv_bytes)
-    return scorer.scores()
+    return score_contexts(cache, [(prompt, wanted)], batch_size=batch_size)[0]
 
 
-def plan(continuations: Sequence[Tokens], *, batch_size: int | None, max_tokens: int, share_trunk: bool = True) -> Plan:
-    """Which tokens run where, so that each prefix that continuations share runs as seldom as few forwards allow.
+def may_score_together(cache: AskedCache) -> bool:
+    """Whether contexts of several lengths run in one batch: padding on their left is to show nowhere."""
+    return (
+        cache._side.takes_positions
+        and not cache.store.conditioning.rope.depends_on_length
+        and not cache.store.blocks.states
+    )
 
-    The last token of a continuation is not run. One that is the beginning of another needs no row of its own, and
-    what all have in common goes with the context.
+
+def score_contexts(
+    cache: AskedCache,
+    wanted: Sequence[tuple[Tokens, Sequence[Tokens]]],
+    *,
+    batch_size: int | None,
+    dtype: torch.dtype | None = torch.float32,
+) -> list[list[Score]]:
+    """`score` of several contexts, each with continuations of its own, as one call: the contexts run in one batch.
 
     Args:
+        wanted: contexts, and of each its continuations, at least one; token ids of the vocabulary. More than one context only
+            where `may_score_together`.
+        dtype: in which logits become log-probabilities; None: in their own.
+    """
+    cache.store.conditioning.digest()  # reads what rope the model has now
+    side, rope = cache._side, cache.store.conditioning.rope
+    max_tokens = max(1, _MAX_LOGITS // _vocabulary_size(cache))
+    lengths = [[len(prompt) + len(tokens) for tokens in continuations] for prompt, continuations in wanted]
+    # what runs whole, where frequencies depend on its length, runs its last token, too, and shares nothing
+    scorer = _Scorer(side, [length - (not rope.depends_on_length) for of_one in lengths for length in of_one], dtype)
+    if rope.depends_on_length:
+        ((prompt, continuations),) = wanted
+        for rows, readings, _ in plan_by_length(continuations, batch_size=batch_size, max_tokens=max_tokens):
+            with side.sibling() as whole, rope.put_back():
+                whole_rows = [RowInput(array("q", prompt + row), 0, 0) for row in rows]
+                scorer.run(whole, whole_rows, readings, [0] * len(rows), num_logits=1 + len(rows[0]))
+    else:
+        can_keep = takes(side.model, "logits_to_keep")
+        trunks, of_trunks, branches = plan(
+            [continuations for _, continuations in wanted],
+            batch_size=batch_size,
+            max_tokens=max_tokens,
+            share_trunk=can_keep,
+        )
+        stems = [prompt + trunk for (prompt, _), trunk in zip(wanted, trunks, strict=True)]
+        pads = [max(map(len, stems)) - len(stem) for stem in stems]
+        with side.sibling() as running:
+            rows_of_stems = [RowInput(array("q", stem), pad, 0) for stem, pad in zip(stems, pads, strict=True)]
+            contexts = range(len(stems))
+            scorer.run(running, rows_of_stems, of_trunks, contexts, num_logits=1 + max(map(len, trunks)))
+            for rows, readings, of_stems in branches:
+                with side.sibling(running.call.fork_rows()) as branch:
+                    branch.batch_select_indices(torch.tensor(of_stems))
+                    tails = [RowInput(array("q", row), pads[stem], 0) for row, stem in zip(rows, of_stems, strict=True)]
+                    scorer.run(branch, tails, readings, of_stems, num_logits=max(map(len, rows)))
+    cache.call.count_elsewhere("score", scorer.counts, scorer.peak_kv_bytes)
+    scores = iter(scorer.scores())
+    return [[next(scores) for _ in of_one] for of_one in lengths]
+
+
+def _vocabulary_size(cache: AskedCache) -> int:
+    size: int = cache._side.model.config.get_text_config(decoder=True).vocab_size
+    return size
+
+
+def plan(
+    wanted: Sequence[Sequence[Tokens]], *, batch_size: int | None, max_tokens: int, share_trunk: bool = True
+) -> Plan:
+    """Which tokens run where, so that each prefix that continuations of a context share runs as seldom as few forwards allow.
+
+    The last token of a continuation is not run. One that is the beginning of another needs no row of its own, and
+    what all of a context have in common goes with the context. Continuations are numbered through all contexts.
+
+    Args:
+        wanted: of each context its continuations.
         batch_size: rows of a forward at most; None: as many as have `max_tokens` tokens, or one.
-        share_trunk: False: with the context runs nothing else.
+        share_trunk: False: with the contexts runs nothing else.
 
     Examples:
-        >>> plan([(1, 2, 3), (1, 2, 4), (1, 5, 6)], batch_size=None, max_tokens=100).trunk
-        (1,)
-        >>> plan([(1, 2, 3), (1, 2, 4), (1, 5, 6)], batch_size=None, max_tokens=100).branches[0].rows
+        >>> plan([[(1, 2, 3), (1, 2, 4), (1, 5, 6)]], batch_size=None, max_tokens=100).trunks
+        [(1,)]
+        >>> plan([[(1, 2, 3), (1, 2, 4), (1, 5, 6)]], batch_size=None, max_tokens=100).branches[0].rows
         [(5,), (2,)]
     """
-    rows: list[Tokens] = []
-    members: dict[Tokens, list[int]] = {}
+    trunks, tails, first = [], [], 0
+    for stem, continuations in enumerate(wanted):
+        rows = _rows(continuations, first)
+        in_common = takewhile(lambda pair: pair[0] == pair[1], zip(rows[0].tokens, rows[-1].tokens, strict=False))
+        num_shared = len(list(in_common)) if share_trunk else 0
+        trunks.append(rows[0].tokens[:num_shared])
+        tails += [
+            _Tail(stem, row.tokens[num_shared:], num_shared, row.members)
+            for row in rows
+            if len(row.tokens) > num_shared
+        ]
+        first += len(continuations)
+    width = max(map(len, trunks))  # the last columns of all contexts are one column
+    tokens_of = [tokens for continuations in wanted for tokens in continuations]
+    stem_of = [stem for stem, continuations in enumerate(wanted) for _ in continuations]
+    readings = [
+        Reading(stem, width - len(trunks[stem]) + column, i, token)
+        for i, (stem, tokens) in enumerate(zip(stem_of, tokens_of, strict=True))
+        for column, token in enumerate(tokens[: len(trunks[stem]) + 1])
+    ]
+    tails.sort(key=lambda tail: len(tail.tokens), reverse=True)
+    branches = [
+        Branches(
+            [tail.tokens for tail in some],
+            [
+                Reading(number, column, i, token)
+                for number, tail in enumerate(some)
+                for i in tail.members
+                for column, token in enumerate(tokens_of[i][tail.start + 1 :])
+            ],
+            [tail.stem for tail in some],
+        )
+        for some in _batches(tails, lambda tail: len(tail.tokens), batch_size, max_tokens)
+    ]
+    return Plan(trunks, readings, branches)
+
+
+class _Tail(NamedTuple):
+    """A row that follows a context: the tokens of its continuations from `start` on."""
+
+    stem: int
+    tokens: Tokens
+    start: int
+    members: list[int]  # continuations
+
+
+def _rows(continuations: Sequence[Tokens], first: int) -> list[_Tail]:
+    """A row for each continuation that is not the beginning of another; they are numbered from `first` on."""
+    rows: list[_Tail] = []
     for run in sorted(range(len(continuations)), key=lambda i: continuations[i][:-1], reverse=True):
         tokens = continuations[run][:-1]
         # in this order, a sequence comes straight after those that it is the beginning of
-        if not rows or rows[-1][: len(tokens)] != tokens:
-            rows.append(tokens)
-            members[tokens] = []
-        members[rows[-1]].append(run)
-    in_common = takewhile(lambda pair: pair[0] == pair[1], zip(rows[0], rows[-1], strict=False)) if share_trunk else ()
-    num_shared = len(list(in_common))
-    readings = [
-        Reading(0, column, i, token)
-        for i, tokens in enumerate(continuations)
-        for column, token in enumerate(tokens[: num_shared + 1])
-    ]
-    tails = sorted((row for row in rows if len(row) > num_shared), key=len, reverse=True)
-    branches = [
-        Branches([row[num_shared:] for row in some], _readings(some, members, continuations, num_shared + 1))
-        for some in _batches(tails, lambda row: len(row) - num_shared, batch_size, max_tokens)
-    ]
-    return Plan(rows[0][:num_shared], readings, branches)
+        if not rows or rows[-1].tokens[: len(tokens)] != tokens:
+            rows.append(_Tail(0, tokens, 0, []))
+        rows[-1].members.append(first + run)
+    return rows
 
 
 def plan_by_length(continuations: Sequence[Tokens], *, batch_size: int | None, max_tokens: int) -> list[Branches]:
@@ -205,54 +291,63 @@ def plan_by_length(continuations: Sequence[Tokens], *, batch_size: int | None, m
     for i, tokens in enumerate(continuations):
         members.setdefault(rows.setdefault(tokens[:-1], tokens), []).append(i)
     return [
-        Branches(some, _readings(some, members, continuations, 0))
+        Branches(
+            some,
+            [
+                Reading(number, column, i, token)
+                for number, row in enumerate(some)
+                for i in members[row]
+                for column, token in enumerate(continuations[i])
+            ],
+            [0] * len(some),
+        )
         for _, alike in groupby(sorted(members, key=len), key=len)
         for some in _batches(list(alike), lambda row: len(row) + 1, batch_size, max_tokens)
     ]
 
 
-def _readings(
-    rows: Sequence[Tokens], members: Mapping[Tokens, Sequence[int]], continuations: Sequence[Tokens], start: int
-) -> list[Reading]:
-    """The tokens from `start` on of all continuations that the rows of a forward are run for."""
-    return [
-        Reading(number, column, i, token)
-        for number, row in enumerate(rows)
-        for i in members[row]
-        for column, token in enumerate(continuations[i][start:])
-    ]
-
-
 class _Scorer:
-    """Runs forwards and collects what is read of their logits."""
+    """Runs forwards and collects what is read of their logits.
 
-    def __init__(self, side: SideForwards, num_tokens: Sequence[int]) -> None:
-        self._side = side
+    Args:
+        num_tokens: of each continuation, with its context.
+        dtype: see `score_contexts`.
+    """
+
+    def __init__(self, side: SideForwards, num_tokens: Sequence[int], dtype: torch.dtype | None) -> None:
+        self._side, self._dtype = side, dtype
         self.counts = [RowCount(number, stopped="") for number in num_tokens]  # of each continuation, with the context
         self.peak_kv_bytes = 0
-        self._found: dict[bytes, int] = {}  # root -> most tokens that its first forward found
+        self._found: dict[tuple[int, bytes], int] = {}  # context and root -> most tokens that their first forward found
         self._log_probs: list[list[float]] = [[] for _ in num_tokens]
         self._is_greedy = [True] * len(num_tokens)
 
     def scores(self) -> list[Score]:
         return [Score(tuple(log_probs), best) for log_probs, best in zip(self._log_probs, self._is_greedy, strict=True)]
 
-    def run(self, cache: Any, rows: list[Tokens], readings: list[Reading], *, num_logits: int) -> None:
-        """Run rows after what the cache holds, and read the logits of the last columns."""
-        num_held = cache.call.num_columns
-        logits = self._side.run(cache, [RowInput(array("q", row), 0, 0) for row in rows], num_logits=num_logits)
+    def run(
+        self, cache: Any, rows: list[RowInput], readings: list[Reading], contexts: Sequence[int], *, num_logits: int
+    ) -> None:
+        """Run rows after what the cache holds, each of one of the contexts, and read the logits of the last columns."""
+        num_columns = cache.call.num_columns
+        logits = self._side.run(cache, rows, num_logits=num_logits)
         self.peak_kv_bytes = max(self.peak_kv_bytes, cache.call.peak_kv_bytes)
         members: list[dict[int, None]] = [{} for _ in rows]
         for read in readings:
             members[read.row][read.continuation] = None
-        counts, root = cache.call.counters.rows, cache.call.rows.distinct[0].root
-        most = self._found.setdefault(root, max(count.matched_tokens for count in counts))
-        for count, tokens, of_row in zip(counts, rows, members, strict=True):
-            self._count(count, most, num_held, len(tokens), [*of_row])
+        counts = cache.call.counters.rows
+        keys = [(context, row.root) for context, row in zip(contexts, cache.call.rows.in_batch(), strict=True)]
+        found = {
+            key: max(count.matched_tokens for other, count in zip(keys, counts, strict=True) if other == key)
+            for key in keys
+        }
+        self._found = found | self._found
+        for key, count, row, of_row in zip(keys, counts, rows, members, strict=True):
+            self._count(count, self._found[key], max(0, num_columns - row.pad), len(row.token_ids), [*of_row])
         index = torch.tensor([(read.row, read.column, read.token) for read in readings], device=logits.device)
-        row, column, token = index.unbind(1)
-        chosen = logits[row, column, token].float() - logits.float().logsumexp(dim=-1)[row, column]
-        is_best = logits.argmax(dim=-1)[row, column] == token
+        row_of, column, token = index.unbind(1)
+        chosen = logits.log_softmax(dim=-1, dtype=self._dtype)[row_of, column, token].float()
+        is_best = logits.argmax(dim=-1)[row_of, column] == token
         for read, log_prob, best in zip(readings, chosen.tolist(), is_best.tolist(), strict=True):
             self._log_probs[read.continuation].append(log_prob)
             self._is_greedy[read.continuation] &= best
@@ -277,10 +372,10 @@ class _Scorer:
 
 
 def _batches(
-    rows: Sequence[Tokens], length: Callable[[Tokens], int], batch_size: int | None, max_tokens: int
-) -> list[list[Tokens]]:
+    rows: Sequence[_Row], length: Callable[[_Row], int], batch_size: int | None, max_tokens: int
+) -> list[list[_Row]]:
     """Runs of rows, the longest first, that fit into one forward."""
-    batches: list[list[Tokens]] = []
+    batches: list[list[_Row]] = []
     for row in rows:
         limit = max(1, max_tokens // length(batches[-1][0])) if batches and batch_size is None else batch_size
         if not batches or limit is None or len(batches[-1]) >= limit:

@@ -133,7 +133,7 @@ class Call:
         ] = {}  # layer -> its columns' in the last forward, [3, R, columns]
         self.demand: Demand | None = None  # of rows that begin, as long as nothing has changed
         self._brought: Mapping[int, str] = {}  # block -> the tier that it has come from for the next forward
-        self._stopwatch: Stopwatch | None = None  # of a forward of a prompt, where lower tiers ask
+        self._stopwatch: Stopwatch | None = None  # of a long forward of a prompt
         self._is_larger = False  # the scheduled forward has taken blocks
         self._must_commit = False  # the last forward had several columns, and may have filled blocks
         store.add_holder(self)
@@ -445,6 +445,8 @@ class Call:
         forward, store = self.forward, self.store
         if forward is None:
             raise ForwardMismatchError(f"nothing to confirm: the call {self.state.value}")
+        if self._stopwatch is not None:
+            self._stopwatch.stop()
         if not store.writing_layers:
             store.read_budget()
         with store.lock:
@@ -455,7 +457,8 @@ class Call:
                 except ForwardMismatchError:
                     self.roll_back()
                     raise
-            if not store.writing_layers:
+            warms_up = not store.writing_layers
+            if warms_up:
                 store.settle_budget(most_blocks)
                 store.writing_layers = frozenset(written)
             self._num_columns_before = self.rows.num_columns
@@ -466,7 +469,7 @@ class Call:
                 self.rows.release_passed()
             if self._stopwatch is not None:
                 num_tokens = (forward.stop - forward.start) * len(self.rows.distinct)
-                store.tiers.record_computed(self._stopwatch, num_tokens)
+                store.tiers.record_computed(self._stopwatch, num_tokens, warms_up=warms_up)
                 self._stopwatch = None
             self._is_open = False
             self.forward = None
@@ -549,7 +552,8 @@ class Call:
         self._may_step = limits.are_known and request.bypass is None and self._runs_as_asked(request)
         self._must_commit = self._is_larger = True
         self.num_scheduled += 1
-        if store.tiers and store.tiers.is_telling(stop - start) and store.writing_layers:  # the first forward warms up
+        # the first forward warms up, which takes long on an accelerator
+        if store.tiers.is_telling(stop - start) and (store.writing_layers or not store.pool.accelerators):
             self._stopwatch = Stopwatch(store.pool.accelerators)
         return self.forward
 

@@ -136,7 +136,8 @@ class PromptCounters:
             row.reused_tokens += new.reused_tokens
             row.stopped += new.stopped
         self._elsewhere = None
-        self._record(self._pending, num_calls=int(is_new))
+        reasons = [row.stopped for row in self.rows]
+        self._record(self._pending, reasons, num_calls=int(is_new))
         self._pending, self._found = [], ()
 
     def add_call(self, kind: str, rows: Sequence[RowCount], *, is_last: bool) -> None:
@@ -145,15 +146,16 @@ class PromptCounters:
         Args:
             is_last: it is the last one, until there is another.
         """
-        self._record(rows, num_calls=1)
+        self._record(rows, [row.stopped for row in rows], num_calls=1)
         if is_last:
             self._elsewhere = kind, [*rows]
 
-    def _record(self, rows: Sequence[RowCount], *, num_calls: int) -> None:
+    def _record(self, rows: Sequence[RowCount], reasons: Sequence[str], *, num_calls: int) -> None:
         num_tokens = sum(row.prompt_tokens for row in rows)
         num_computed, num_reused = sum(row.computed_tokens for row in rows), sum(row.reused_tokens for row in rows)
         for totals in (self.totals, self._of_all):
             totals.record(num_tokens, num_computed, num_reused, num_calls=num_calls)
+            totals.record_reasons((why, row.computed_tokens) for why, row in zip(reasons, rows, strict=True))
 
     def of_call(
         self, peak_kv_bytes: int, read_once_tokens: int = 0, read_once_rows: int = 0, dense: str = ""

@@ -18,6 +18,9 @@ def main() -> None:
             file=sys.stderr,
         )
         raise SystemExit(2)
-    from .commands import app
+    if sys.argv[1:2] == ["run"]:
+        from .run import app
+    else:
+        from .commands import app
 
     app(prog_name="hf-paged-cache")

@@ -11,12 +11,14 @@ from .command import Command
 from .demo import demo
 from .doctor import doctor
 from .generate import ANY_OPTION, generate
+from .run import TAKES_A_PROGRAM, run
 from .saved import load, save
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for each in (demo, doctor, bench, save, load):
     app.command(cls=Command)(each)
 app.command(cls=Command, context_settings=ANY_OPTION)(generate)
+app.command(cls=Command, context_settings=TAKES_A_PROGRAM)(run)
 
 
 def _print_version(wanted: bool) -> None:

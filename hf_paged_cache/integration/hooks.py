@@ -6,7 +6,7 @@ Knows a cache by protocol only, and holds none: it finds the cache in `past_key_
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from ..call.running import Bracket
-from ..errors import CacheArgumentError, CacheBusyError
+from ..errors import CacheArgumentError, CacheBusyError, PagedCacheError
 from ..locks import new_lock
 from ..model.cache_adapters import cache_argument, present_cache, take_back_cache
 from .ambient import ambient_cache
 from .generate_arguments import read_generate
 
-_CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # what forwards call it
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # what forwards call it
 _attaching = new_lock()  # held while bracket and hooks come or go: two caches of a model may be built at once
 _spans: WeakKeyDictionary[nn.Module, int] = (
     WeakKeyDictionary()
@@ -33,10 +33,15 @@ class GenerateBracket:
     """Stands in a model's `__dict__` for `generate`, and opens the bracket of the cache that a call brings.
 
     A `generate` that somebody else had put on the instance is wrapped, and put back by `detach`.
+
+    Attributes:
+        new_cache: makes the cache of a call that brings none and is in no block; None: such a call runs as ever. It lives
+            as long as the model, whose copies do not get it.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.new_cache: Callable[[], Any] | None = None
         self.replaced = model.__dict__.get("generate")  # None: the class's own was used
         model.register_forward_pre_hook(before_forward, with_kwargs=True)
         model.register_forward_hook(after_forward, with_kwargs=True)
@@ -44,12 +49,14 @@ class GenerateBracket:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         brought = _paged(kwargs)
-        cache = brought
-        if all(kwargs.get(name) is None for name in _CACHE_ARGUMENTS):
+        cache, is_new = brought, False
+        if all(kwargs.get(name) is None for name in CACHE_ARGUMENTS):
             cache = ambient_cache(self.model)
+            if cache is None and self.new_cache is not None:
+                cache, is_new = self.new_cache(), True
         if cache is None:
             return self._generate()(*args, **kwargs)
-        kwargs = {name: value for name, value in kwargs.items() if name not in _CACHE_ARGUMENTS}
+        kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_ARGUMENTS}
         given = read_generate(self.model, args, kwargs)
         why_not = "use_cache=False:" if given.use_cache is False else ""
         if given.cross_input is not None and not why_not:
@@ -70,17 +77,25 @@ class GenerateBracket:
         bracket = Bracket()
         try:
             with ExitStack() as stack:
+                refused = False
                 try:
                     stack.enter_context(cache.generating(self.model, given, ref(bracket)))
-                except CacheBusyError:
-                    if brought is not None:
+                except PagedCacheError as error:
+                    if not is_new and (brought is not None or not isinstance(error, CacheBusyError)):
                         raise
+                    refused = True
+                if refused and is_new:  # nobody has asked for it
+                    return self._generate()(*args, **kwargs)
+                if refused:
                     # one that runs but has no rows yet is busy, too: its rows would continue those of this call
                     cache = cache.sibling()
                     stack.enter_context(cache.generating(self.model, given, ref(bracket)))
                 return self._generate()(*args, **kwargs, **{cache_argument(self.model): cache})
         finally:
             del bracket
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "new_cache": None}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -101,8 +116,8 @@ def attach(model: Any) -> None:
 def detach(model: Any) -> None:
     """Take bracket and hooks away and put back what was there before; for every cache of the model."""
     with _attaching:
-        bracket = model.__dict__.get("generate")
-        if not isinstance(bracket, GenerateBracket):
+        bracket = bracket_of(model)
+        if bracket is None:
             return
         if bracket.replaced is None:
             del model.generate
@@ -124,7 +139,7 @@ def _remove_hooks(model: nn.Module) -> None:
 
 def is_attached(model: nn.Module) -> bool:
     """Whether bracket and hooks are there."""
-    return isinstance(model.__dict__.get("generate"), GenerateBracket)
+    return bracket_of(model) is not None
 
 
 @contextmanager
@@ -167,6 +182,12 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Forward hook: confirm the forward, and give its caller a row for each it passed."""
     cache = _paged(kwargs)
     return None if cache is None else take_back_cache(cache.after_forward(output))
+
+
+def bracket_of(model: nn.Module) -> GenerateBracket | None:
+    """What is attached to a model."""
+    bracket = model.__dict__.get("generate")
+    return bracket if isinstance(bracket, GenerateBracket) else None
 
 
 def _paged(arguments: Mapping[str, Any]) -> Any:

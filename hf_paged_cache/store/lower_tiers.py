@@ -236,10 +236,16 @@ class LowerTiers:
         """Whether a forward of so many columns shows what a block costs; that of fewer costs more than its tokens."""
         return num_columns >= _LEAST_BLOCKS * self._allocator.block_size
 
-    def record_computed(self, stopwatch: Stopwatch, num_tokens: int) -> None:
-        """A forward of so many tokens has returned."""
-        stopwatch.stop()
-        self.compute.add(stopwatch, num_tokens / self._allocator.block_size)
+    def record_computed(self, stopwatch: Stopwatch, num_tokens: int, *, warms_up: bool) -> None:
+        """A forward of so many tokens has returned, and is measured; the first of a store `warms_up`."""
+        self.compute.add(stopwatch, num_tokens / self._allocator.block_size, is_rough=warms_up)
+
+    @property
+    def seconds_of_a_token(self) -> float | None:
+        """What computing a token takes in a long forward of a prompt; None: not measured yet."""
+        self.compute.settle()
+        seconds = self.compute.rough_seconds
+        return None if seconds is None else seconds / self._allocator.block_size
 
     def forget(self, block_hashes: Iterable[BlockHash], namespace: bytes) -> None:
         """Nobody finds these contents any more."""

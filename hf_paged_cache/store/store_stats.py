@@ -18,6 +18,7 @@ def stats_of(
     num_cached = allocator.num_cached_blocks_of(salt) if salt else allocator.num_cached_blocks
     num_in_use = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
     num_pinned, num_evictions = len(store.pins.block_ids(salt or None)), allocator.num_evictions
+    num_saved = metrics.num_hit_tokens + metrics.num_shared_tokens
     num_snapshots = store.states.kept.num_of(salt) if salt else len(store.states.kept)
     if windows.are_all:
         group = windows.groups[0]
@@ -27,7 +28,7 @@ def stats_of(
         num_evictions += group.num_evictions
     return CacheStats(
         prompt_tokens=metrics.num_queried_tokens,
-        computed_tokens=metrics.num_queried_tokens - metrics.num_hit_tokens - metrics.num_shared_tokens,
+        computed_tokens=metrics.num_queried_tokens - num_saved,
         reused_tokens=metrics.num_hit_tokens,
         shared_tokens=metrics.num_shared_tokens,
         hit_rate=metrics.hit_rate,
@@ -46,6 +47,8 @@ def stats_of(
         pool_bytes=None if salt else store.pool.pool_bytes,
         num_snapshots=num_snapshots,
         snapshot_bytes=num_snapshots * store.states.rules.num_bytes,
+        saved_seconds=None if salt or (price := store.tiers.seconds_of_a_token) is None else num_saved * price,
         tiers=store.tiers.stats(salt),
+        computed_because=tuple(totals.computed_because.most_common()),
         backend=backend,
     )

@@ -17,24 +17,31 @@ class Rate:
 
     def __init__(self) -> None:
         self.seconds: float | None = None  # None: not measured yet
-        self._running: deque[tuple[Stopwatch, float, float]] = deque(maxlen=_MOST_RUNNING)
+        self.rough_seconds: float | None = None  # what is known, however roughly
+        self._running: deque[tuple[Stopwatch, float, float, bool]] = deque(maxlen=_MOST_RUNNING)
 
-    def add(self, stopwatch: Stopwatch, number: float, before: float = 0.0) -> None:
-        """A stopped measurement of so many, and the seconds that they had taken before it."""
+    def add(self, stopwatch: Stopwatch, number: float, before: float = 0.0, *, is_rough: bool = False) -> None:
+        """A stopped measurement of so many, and the seconds that they had taken before it.
+
+        Args:
+            is_rough: it took longer than later ones will; it stands only until there is another.
+        """
         if number > 0:
-            self._running.append((stopwatch, number, before))
+            self._running.append((stopwatch, number, before, is_rough))
             self.settle()
 
     def settle(self) -> None:
         """Take in what is done by now."""
         while self._running:
-            stopwatch, number, before = self._running[0]
+            stopwatch, number, before, is_rough = self._running[0]
             seconds = stopwatch.seconds()
             if seconds is None:
                 return
             self._running.popleft()
             each = (before + seconds) / number
-            self.seconds = each if self.seconds is None else self.seconds + _WEIGHT * (each - self.seconds)
+            if not is_rough:
+                self.seconds = each if self.seconds is None else self.seconds + _WEIGHT * (each - self.seconds)
+            self.rough_seconds = each if self.seconds is None else self.seconds
 
 
 class Worth:

@@ -377,16 +377,6 @@ def test_a_view_with_copies_keeps_nothing_for_a_row_of_another_root_or_padding(o
     assert bench.num_gathered() == 11  # the padding, too: what lay there may not be finite
 
 
-def test_a_view_with_copies_keeps_only_the_tokens_it_was_told() -> None:
-    bench = Bench(WITH_COPIES)
-    bench.start([row_of(9)])
-    bench.forward(0)
-    bench.view.keep(bench.layouts([row_of(4)]))
-    bench.start([row_of(12)])
-    bench.forward(11)
-    assert bench.num_gathered() == 11 - 4
-
-
 @pytest.mark.parametrize("when", ["before keep", "after keep"])
 def test_a_view_with_copies_keeps_nothing_that_was_dropped(when: str) -> None:
     """Rows that were rolled back or chosen among live on in the pool alone."""
@@ -412,40 +402,6 @@ def test_a_view_with_copies_keeps_no_columns_that_were_taken_back() -> None:
     bench.start([NaiveRow(b"root", 0, (0, 1, 2, 3, 70, 71, 72))])
     bench.forward(6)
     assert bench.num_gathered() == 2
-
-
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_view_that_never_saw_its_rows_begin_gathers_them(num_rows: int) -> None:
-    """A copied cache takes over rows in the middle of their life."""
-    for make_view in (WITH_COPIES, GATHER):
-        bench = Bench(make_view)
-        bench.rows = [row_of(9, first=10 * i) for i in range(num_rows)]
-        bench.forward(8)
-
-
-def test_a_view_with_copies_that_was_dropped_can_take_more_rows_than_it_had() -> None:
-    """Rows multiplied by `batch_repeat_interleave`."""
-    bench = Bench(WITH_COPIES)
-    bench.start([row_of(9)])
-    bench.forward(0)
-    bench.view.drop()
-    bench.rows = [bench.rows[0]] * 3
-    bench.extend([[1], [2], [3]])
-    bench.forward(9)
-
-
-def test_a_view_with_copies_that_was_dropped_is_gathered_again_for_rows_that_part() -> None:
-    """A later chunk of equal rows was rolled back, and then the rows part."""
-    bench = Bench(WITH_COPIES)
-    bench.start([row_of(9)])
-    bench.forward(0)
-    bench.extend([[1, 2, 3]])
-    bench.forward(9, layers=[0])
-    bench.view.drop()
-    bench.view.select([0, 0])
-    bench.rows = [row_of(9), row_of(9)]
-    bench.extend([[5], [6]])
-    bench.forward(9)
 
 
 def test_a_view_with_copies_gathers_once_for_all_layers_what_a_column_lacks_and_never_again() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -15,10 +15,8 @@ import pytest
 import torch
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, ForwardMismatchError, OutOfBlocksError
-from hf_paged_cache.attention.view import View
 from hf_paged_cache.call.admission import UNLIMITED, num_blocks_to_take
 from hf_paged_cache.call.call import Call, CallState
-from hf_paged_cache.call.rows import Rows
 from hf_paged_cache.call.running import Bracket
 from hf_paged_cache.call.scheduled_forward import RowInput
 from hf_paged_cache.kv.block_pool import BlockPool
@@ -30,13 +28,10 @@ from .bench import (
     OTHER_ROOT,
     Bench,
     in_forward,
-    is_forward,
     limits,
-    make_rows,
     new_row,
     request,
     schedule,
-    tokens_in_batch,
     value_of,
 )
 
@@ -418,21 +413,6 @@ def test_no_more_tokens_than_there_are_can_be_taken_back(bench: Bench) -> None:
 # What is computed
 
 
-@BOTH_VIEWS
-@pytest.mark.parametrize("num_tokens", [7, 8, 9])
-def test_the_next_call_computes_what_no_call_before_it_did(num_tokens: int, *, keeps_copies: bool) -> None:
-    bench = Bench(keeps_copies=keeps_copies)
-    bench.forward(list(range(num_tokens)))
-    bench.begin()
-    same = bench.forward(list(range(num_tokens)))
-    assert same.stop - same.start == 1  # the last token's logits
-    bench.begin()
-    longer = bench.forward([*range(num_tokens), 50, 51])
-    assert (longer.start, longer.stop) == (num_tokens, num_tokens + 2)
-    other = Bench(bench.store, keeps_copies=keeps_copies)
-    assert other.forward([*range(num_tokens), 60]).start == num_tokens // BLOCK_SIZE * BLOCK_SIZE
-
-
 def test_equal_rows_run_once_until_they_part(bench: Bench) -> None:
     first = bench.forward([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 6])
     assert (first.sources, first.copies) == ((0, 2), (0, 0, 1))
@@ -459,18 +439,6 @@ def test_beams_keep_their_own_tokens_through_reorders_drops_and_repeats(*, keeps
 
 
 @BOTH_VIEWS
-def test_rows_multiplied_chosen_and_ended_are_found_right_by_the_next_call(*, keeps_copies: bool) -> None:
-    """The view of rows that were multiplied or chosen among is gone; nothing of it may be taken for kept."""
-    bench = Bench(keeps_copies=keeps_copies)
-    bench.forward([1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
-    bench.call.reorder([1])
-    bench.begin()
-    assert bench.forward([6, 7, 8, 9, 10, 11]).start == 5
-    bench.call.reorder([0, 0, 0])
-    bench.forward([1], [2], [3])
-
-
-@BOTH_VIEWS
 def test_after_a_forward_that_failed_half_way_the_next_call_reads_what_is_true(*, keeps_copies: bool) -> None:
     bench = Bench(keeps_copies=keeps_copies)
     bench.begin()
@@ -479,95 +447,6 @@ def test_after_a_forward_that_failed_half_way_the_next_call_reads_what_is_true(*
     bench.end(failed=True)
     bench.begin()
     assert bench.forward([1, 2, 3, 4, 5, 7]).start > 0
-
-
-def test_prompts_of_chunks_are_one_call(bench: Bench) -> None:
-    bench.begin(limits(20, num_prompt=9))
-    for chunk in ([0, 1, 2, 3], [4, 5, 6, 7], [8]):
-        bench.forward(chunk, chunk)
-    assert bench.tokens() == [list(range(9))] * 2
-    assert bench.call.num_scheduled == 3
-
-
-# Tables and view move by the same rows; where one of the two did not, the view is empty
-
-
-class RecordingView(View):
-    """Holds no tensors, only what its rows would read: the tokens of each; a row that must be read again is empty."""
-
-    def __init__(self, store: BlockStore, rows: Rows, fails: bool = False) -> None:
-        super().__init__(store.pool, {}, keeps_copies=False)
-        self.rows = [list(row.table.token_ids) for row in rows.distinct]
-        self.fails = fails  # interrupted after it moved its first row
-        self.shared_columns = -1  # told by the last reorder
-        self.error: BaseException | None = None  # that the reorder ended in
-
-    def select(self, sources: Sequence[int], shared_columns: int = 0, index: torch.Tensor | None = None) -> None:
-        old, self.shared_columns = self.rows, shared_columns
-        if self.fails:
-            self.rows = [old[sources[0]], *old[1:]]
-            raise KeyboardInterrupt
-        self.rows = [old[source] for source in sources]
-
-    def drop(self) -> None:
-        self.rows = []
-
-
-def reordered(alias: list[int], sources: list[int], fails: bool = False) -> tuple[Call, RecordingView, list[list[int]]]:
-    """A call, its view, and the tokens that its rows had; rows that name the same number in `alias` are equal."""
-    store = BlockStore(BLOCK_SIZE, 100)
-    rows = make_rows(store, *(range(100 * number, 100 * number + 6) for number in range(1 + max(alias))), alias=alias)
-    view, before = RecordingView(store, rows, fails), tokens_in_batch(rows)
-    call = Call(store, view, is_forward)
-    call.take_over(rows)
-    try:
-        call.reorder(sources)
-    except (CacheArgumentError, KeyboardInterrupt) as error:
-        view.error = error
-    return call, view, before
-
-
-def give_back(call: Call) -> None:
-    call.drop_rows()
-    assert call.store.allocator.num_blocks_in_use == 0
-    call.store.allocator.check()
-
-
-@pytest.mark.parametrize("alias", [[0, 1, 2], [0, 0, 0], [0, 0, 1]])
-@pytest.mark.parametrize("sources", [[0, 1, 2], [2, 0, 1], [1, 1, 1], [2, 2, 0], [1], [0, 0, 1, 1]])
-def test_rows_move_alike_in_tables_and_view(alias: list[int], sources: list[int]) -> None:
-    call, view, before = reordered(alias, sources)
-    assert tokens_in_batch(call.rows) == view.rows == [before[source] for source in sources]
-    assert view.error is None
-    assert not call.rows.is_aliased
-    give_back(call)
-
-
-@pytest.mark.parametrize(("alias", "shared"), [([0, 0, 0], 6), ([0, 0, 1], 0)])
-def test_the_view_is_told_which_columns_the_rows_share_with_those_they_go_on_from(
-    alias: list[int], shared: int
-) -> None:
-    call, view, _ = reordered(alias, [2, 1, 0])  # in the second case a row leaves its prompt
-    assert view.shared_columns == shared
-    give_back(call)
-
-
-@pytest.mark.parametrize("sources", [[], [0, 2], [-1, 0]])
-def test_a_row_that_is_not_there_is_refused_and_nothing_moves(sources: list[int]) -> None:
-    call, view, before = reordered([0, 0], sources)
-    assert "the cache has rows 0 to 1" in str(view.error)
-    assert tokens_in_batch(call.rows) == before
-    assert view.rows == before[:1]
-    assert call.rows.is_aliased
-    give_back(call)
-
-
-def test_a_view_that_was_interrupted_is_empty_and_no_block_is_lost() -> None:
-    call, view, _ = reordered([0, 0], [1, 0], fails=True)
-    assert isinstance(view.error, KeyboardInterrupt)
-    assert view.rows == []
-    assert tokens_in_batch(call.rows) == [list(range(6))] * 2
-    give_back(call)
 
 
 # What is committed, and when

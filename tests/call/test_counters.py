@@ -10,7 +10,6 @@ from hf_paged_cache.blocks import PrefixCachingBlockAllocator
 from hf_paged_cache.call.counters import PromptCounters
 from hf_paged_cache.call.prefix_match import Found
 from hf_paged_cache.call.rows import Row
-from hf_paged_cache.stats import RowCount
 
 from .bench import BLOCK_SIZE, make_row, new_row, request
 
@@ -138,17 +137,6 @@ def test_a_row_that_another_ran_for_reuses_as_much_and_shares_the_rest(known: in
     )
 
 
-def test_generated_tokens_are_not_counted() -> None:
-    counters = PromptCounters()
-    schedule(counters, [0], start=0, stop=10, end=10)
-    counters.confirm()
-    for column in range(10, 14):
-        schedule(counters, [0], before=column, start=column, stop=column + 1, end=10)
-        counters.confirm()
-    assert numbers(counters) == [(10, 10, 0)]
-    assert counters.totals.num_calls == 1
-
-
 def test_chunks_of_a_prompt_add_up() -> None:
     counters = PromptCounters()
     schedule(counters, [0, 2], start=0, stop=4, end=10)
@@ -166,22 +154,6 @@ def test_a_forward_that_is_not_confirmed_does_not_count() -> None:
     counters.confirm()
     counters.confirm()
     assert numbers(counters) == [(5, 5, 0)]
-
-
-def test_another_call_counts_its_own_rows_and_all_calls_together() -> None:
-    counters = PromptCounters()
-    schedule(counters, [0], start=0, stop=10)
-    counters.confirm()
-    counters.start_call("generate")
-    assert counters.rows == []
-    schedule(counters, [0], start=8, stop=10, known=[8])
-    counters.confirm()
-    assert numbers(counters) == [(10, 2, 8)]
-    assert (
-        counters.totals.metrics.num_queried_tokens,
-        counters.totals.metrics.num_hit_tokens,
-        counters.totals.num_calls,
-    ) == (20, 8, 2)
 
 
 @pytest.mark.parametrize(
@@ -217,38 +189,3 @@ def test_what_was_computed_ahead_counts_for_its_row_and_once() -> None:
     counters.confirm()  # two of these four were computed in the forward before: they fill a block
     assert numbers(counters) == [(13, 13, 0), (13, 3, 10), (13, 3, 10)]
     assert (counters.totals.metrics.num_hit_tokens, counters.totals.metrics.num_shared_tokens) == (0, 20)
-
-
-def test_all_numbers_of_a_call_are_those_of_its_rows() -> None:
-    counters = PromptCounters()
-    schedule(counters, [0, 3], start=6, stop=10, known=[6, 3])
-    counters.confirm()
-    call = counters.of_call(77)
-    assert (call.prompt_tokens, call.computed_tokens, call.reused_tokens, call.shared_tokens) == (17, 8, 9, 0)
-    assert (call.hit_rate, call.peak_kv_bytes) == (9 / 17, 77)
-    assert call.rows == tuple(row.frozen() for row in counters.rows)
-
-
-def test_a_call_that_ran_elsewhere_leaves_the_rows_of_this_one() -> None:
-    counters = PromptCounters()
-    schedule(counters, [0], start=0, stop=10)
-    counters.confirm()
-    counters.add_call("score", [RowCount(20, 5, 9)], is_last=False)
-    assert numbers(counters) == [(10, 10, 0)]
-    assert counters.of_call(0).rows == tuple(row.frozen() for row in counters.rows)
-    metrics = counters.totals.metrics
-    assert (metrics.num_queried_tokens, metrics.num_hit_tokens, metrics.num_shared_tokens) == (30, 9, 6)
-    assert counters.totals.num_calls == 2
-
-
-def test_a_call_that_ran_elsewhere_is_the_last_until_another_forward_is_confirmed() -> None:
-    counters = PromptCounters()
-    schedule(counters, [0], start=0, stop=10)
-    counters.confirm()
-    counters.add_call("score", [RowCount(20, 5, 9), RowCount(20, 0, 9)], is_last=True)
-    said = counters.of_call(7)
-    assert (said.kind, said.prompt_tokens, said.computed_tokens, said.reused_tokens) == ("score", 40, 5, 18)
-    assert (said.shared_tokens, len(said.rows)) == (17, 2)
-    schedule(counters, [0], before=10, start=10, stop=12)
-    counters.confirm()
-    assert (counters.of_call(7).prompt_tokens, len(counters.of_call(7).rows)) == (12, 1)

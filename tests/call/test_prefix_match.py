@@ -24,33 +24,6 @@ def state_of(store: BlockStore) -> tuple[int, int, int]:
     return allocator.num_free_blocks, allocator.num_cached_blocks, allocator.num_blocks_in_use
 
 
-@pytest.mark.parametrize("num_tokens", [0, 3, 4, 5, 7, 8, 9, 12])  # scenario 30
-def test_the_store_is_matched_in_full_blocks(store: BlockStore, num_tokens: int) -> None:
-    put_in_store(store, list(range(10)))
-    table, found = match_row(store, new_row(list(range(num_tokens))), PreviousRows([]))
-    assert table.num_tokens == found.num_tokens == min(8, num_tokens // BLOCK_SIZE * BLOCK_SIZE)
-    assert list(table.token_ids) == list(range(table.num_tokens))
-
-
-@pytest.mark.parametrize("common", [0, 1, 3, 4, 5, 9, 10])
-def test_a_previous_row_is_matched_token_by_token(store: BlockStore, common: int) -> None:
-    previous = make_row(store, list(range(10)))
-    table, found = match_row(store, new_row([*range(common), 77, 78]), PreviousRows([previous]))
-    assert list(table.token_ids) == list(range(common))
-    assert found.num_tokens == common
-    assert table.block_ids == previous.table.block_ids[: -(-common // BLOCK_SIZE)]
-    table.free()
-    assert list(previous.table.token_ids) == list(range(10))  # the previous row is as it was
-
-
-def test_the_longer_of_both_is_held(store: BlockStore) -> None:
-    put_in_store(store, list(range(12)))
-    short, long = make_row(store, list(range(5))), make_row(store, [*range(14)])
-    assert match_row(store, new_row([*range(16)]), PreviousRows([short]))[0].num_tokens == 12
-    assert match_row(store, new_row([*range(16)]), PreviousRows([short, long]))[0].num_tokens == 14
-    assert match_row(store, new_row([*range(16)]), PreviousRows([long, short]))[0].num_tokens == 14
-
-
 def test_nothing_of_another_root_is_matched(store: BlockStore) -> None:
     put_in_store(store, list(range(12)), OTHER_ROOT)
     previous = make_row(store, list(range(12)), root=OTHER_ROOT)

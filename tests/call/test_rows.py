@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
-from hf_paged_cache.call.rows import Row, Rows, group_equal
+from hf_paged_cache.blocks import PrefixCachingBlockAllocator
+from hf_paged_cache.call.rows import Rows, group_equal
 
-from .bench import BLOCK_SIZE, ROOT, commit, make_row, make_rows, num_hit, tokens_in_batch
+from .bench import BLOCK_SIZE, commit, make_row, make_rows, num_hit, tokens_in_batch
 
 
 @pytest.fixture
@@ -45,16 +45,6 @@ def test_a_groups_first_row_is_never_left_of_its_number(keys: list[int]) -> None
 
 
 # One row
-
-
-def test_a_row_begins_with_what_its_table_holds_known_and_nothing_confirmed(
-    allocator: PrefixCachingBlockAllocator,
-) -> None:
-    commit(make_row(allocator, range(8)))
-    table = BlockTable(allocator, ROOT)
-    table.hold_prefix(range(8))
-    row = Row(table, 2, ROOT, first_position=5)
-    assert (row.num_known, row.num_confirmed, row.pad, row.first_position, row.commit_end) == (8, 0, 2, 5, None)
 
 
 def test_only_confirmed_tokens_are_committed(allocator: PrefixCachingBlockAllocator) -> None:
@@ -159,16 +149,6 @@ def test_a_fork_is_the_same_row_in_the_same_blocks_and_goes_its_own_way(
 # Aliases
 
 
-def test_aliases_stand_for_one_row(allocator: PrefixCachingBlockAllocator) -> None:
-    rows = Rows([make_row(allocator, range(6)), make_row(allocator, range(50, 56))], [0, 0, 1, 0], 6)
-    assert rows.is_aliased
-    assert len(rows) == 4
-    assert rows.members() == [0, 2]
-    assert len(rows.layouts()) == 2
-    assert rows.in_batch() == [rows.distinct[0], rows.distinct[0], rows.distinct[1], rows.distinct[0]]
-    assert allocator.num_blocks_in_use == 4
-
-
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.data())
 def test_rows_part_into_groups_that_keep_their_tokens_and_share_their_blocks(
     alias: list[int], data: st.DataObject
@@ -197,28 +177,6 @@ def test_rows_part_into_groups_that_keep_their_tokens_and_share_their_blocks(
 
 
 # Beams
-
-
-def naive_select(tokens: list[list[int]], sources: list[int]) -> list[list[int]]:
-    return [tokens[source] for source in sources]
-
-
-@pytest.mark.parametrize(
-    "sources",
-    [[0, 1, 2], [2, 1, 0], [1, 2, 0], [0, 0, 0], [2, 2, 1], [1], [2, 0], [0, 0, 1, 1, 2, 2], [0, 2]],
-)  # scenario 54
-def test_rows_go_on_as_the_rows_they_were_told_and_what_nobody_goes_on_from_is_freed(
-    allocator: PrefixCachingBlockAllocator, sources: list[int]
-) -> None:
-    rows = rows_that_differ(allocator, 3)
-    before = tokens_in_batch(rows)
-    rows.select(sources)
-    assert tokens_in_batch(rows) == naive_select(before, sources)
-    assert len({id(row.table) for row in rows.distinct}) == len(sources)
-    assert allocator.num_blocks_in_use == 2 * len(set(sources))
-    assert len(rows) == len(sources)
-    rows.free()
-    assert allocator.num_blocks_in_use == 0
 
 
 def test_beams_that_stay_within_their_prompt_share_its_columns_and_others_nothing(
@@ -289,15 +247,6 @@ def test_a_crop_takes_columns_of_every_row_whatever_its_padding(allocator: Prefi
     assert (rows.num_columns, [row.pad for row in rows.distinct]) == (2, [0, 2])
 
 
-def test_rolling_back_takes_scheduled_tokens_and_leaves_confirmed_ones(allocator: PrefixCachingBlockAllocator) -> None:
-    rows = Rows([make_row(allocator, range(8)), make_row(allocator, range(5), pad=3)], [0, 1], 8)
-    for row in rows.distinct:
-        row.table.append_tokens([1, 2, 3])
-    rows.roll_back()
-    assert [row.table.num_tokens for row in rows.distinct] == [8, 5]
-    assert [row.num_confirmed for row in rows.distinct] == [8, 5]
-
-
 # The end
 
 
@@ -313,11 +262,6 @@ def test_forked_rows_hold_the_same_blocks_and_live_on_alone(allocator: PrefixCac
     twin.select([2, 2, 0])
     twin.free()
     assert allocator.num_blocks_in_use == 0
-
-
-def test_aliases_are_forked_as_aliases(allocator: PrefixCachingBlockAllocator) -> None:
-    twin = Rows([make_row(allocator, range(6))], [0, 0, 0], 6).fork()
-    assert (len(twin.distinct), twin.alias) == (1, [0, 0, 0])
 
 
 def test_rows_that_are_ended_leave_their_confirmed_blocks_to_be_hit_and_nothing_else(

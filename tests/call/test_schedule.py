@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
@@ -18,7 +17,6 @@ from .bench import (
     BLOCK_SIZE,
     ROOT,
     Prepared,
-    commit,
     limits,
     make_row,
     make_rows,
@@ -35,21 +33,6 @@ def store() -> BlockStore:
 
 
 # Blocks
-
-
-def test_each_row_takes_its_new_tokens_and_the_blocks_for_them(store: BlockStore) -> None:
-    rows = make_rows(store, [1, 2, 3], [4, 5, 6])
-    taken = take_blocks(Prepared(store, rows), request([7, 8], [9, 9]))
-    assert taken == 2
-    assert tokens_in_batch(rows) == [[1, 2, 3, 7, 8], [4, 5, 6, 9, 9]]
-    assert [row.num_confirmed for row in rows.distinct] == [3, 3]
-
-
-def test_tokens_that_a_match_holds_already_are_not_appended_again(store: BlockStore) -> None:
-    put_in_store(store, list(range(8)))
-    rows, _ = begin_rows(store, request(range(10)), [])
-    take_blocks(Prepared(store, rows), request(range(10)))
-    assert list(rows.distinct[0].table.token_ids) == list(range(10))
 
 
 @pytest.mark.parametrize(("held", "num_confirmed"), [(0, 0), (3, 0), (3, 3), (5, 3)])
@@ -141,34 +124,6 @@ def test_every_unknown_token_is_written_once_to_its_own_slot(seed: int) -> None:
 
 
 # A decode step
-
-
-def test_a_step_does_what_any_forward_does() -> None:
-    """Rows of all lengths, forked rows and ends of sequences: the same tables, slots and commits as the long way."""
-    shuffler = random.Random(0)
-    for _ in range(60):
-        tokens = [[shuffler.randrange(1, 9) for _ in range(length)] for length in shuffler.sample(range(1, 12), 3)]
-        new = [shuffler.randrange(1, 9) for _ in range(4)]
-        given = limits(shuffler.choice([math.inf, 30]), num_prompt=shuffler.choice([0, 12]), end=(7,))
-        outcomes = []
-        for take in (take_step, take_blocks):
-            store = BlockStore(BLOCK_SIZE, 64)
-            made = [make_row(store, ids, 12 - len(ids)) for ids in tokens]
-            commit(*made)
-            made.append(made[0].fork())
-            rows = Rows(made, list(range(4)), 12)
-            known = rows.known_columns()
-            assert known == [12] * 4
-            if take is take_step:
-                num_taken, mapping = take_step(Prepared(store, rows, given), new, lambda: None)
-            else:
-                num_taken = take_blocks(Prepared(store, rows, given), request(*([token] for token in new)))
-                mapping = map_slots(store, rows, known, 12, 13)
-            store.allocator.check()
-            outcomes.append(
-                (num_taken, mapping.slots, mapping.sources, [(row.layout(), row.commit_end) for row in rows.distinct])
-            )
-        assert outcomes[0] == outcomes[1]
 
 
 def test_a_step_that_has_no_room_is_refused_and_can_be_taken_back() -> None:

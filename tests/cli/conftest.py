@@ -1,21 +1,12 @@
-"""A model and its tokenizer in a folder, as users have them."""
+"""For commands without a network."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hf_paged_cache.cli import demo_model, hub
-
-
-@pytest.fixture
-def model_folder(tmp_path: Path, tiny_llama: Any, tiny_tokenizer: Any) -> str:
-    folder = tmp_path / "model"
-    tiny_llama.save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture

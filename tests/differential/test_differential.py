@@ -12,6 +12,8 @@ from tests.differential.kinds import attentions_of, build
 from tests.differential.playing import Player, play_drawn, replay, shrink
 from tests.differential.tools import tokenizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PLAYED = [
     "llama",
     "gemma3_text",
@@ -52,14 +54,6 @@ def spoil(player: Player) -> None:
 
 def place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("kind", PLAYED)

@@ -119,37 +119,6 @@ def test_without_a_mask_nothing_is_padding() -> None:
     assert tokens(given) == IDS.tolist()
 
 
-@pytest.mark.parametrize(
-    ("mask", "num_hidden", "why"),
-    [
-        ([[1, 1, 0, 0], [1, 1, 1, 1]], [2, 0], "row 0 has zeros after its first one (right padding or holes)"),
-        ([[1, 1, 1, 1], [0, 1, 0, 1]], [0, 2], "row 1 has zeros after its first one (right padding or holes)"),
-    ],
-)
-def test_a_mask_with_holes_or_padding_on_the_right_is_not_reused(
-    mask: list[list[int]], num_hidden: list[int], why: str
-) -> None:
-    given = read({"input_ids": IDS, "attention_mask": torch.tensor(mask)})
-    assert given.bypass is not None
-    assert why in given.bypass
-    assert (pads(given), given.may_alias) == ([0, 0], False)
-    assert [row.num_hidden for row in given.rows] == num_hidden
-    assert tokens(given) == IDS.tolist()
-
-
-@pytest.mark.parametrize(("mask", "kind"), [(torch.ones(2, 1, 4, 4), "4-D tensor"), ({"full_attention": None}, "dict")])
-def test_a_mask_of_another_form_is_not_reused(mask: Any, kind: str) -> None:
-    assert f"the attention mask is a {kind}" in str(read({"input_ids": IDS, "attention_mask": mask}).bypass)
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (2, 5), (1, 4)])
-def test_a_mask_that_fits_neither_rows_nor_columns_is_refused(shape: tuple[int, int]) -> None:
-    with pytest.raises(
-        CacheArgumentError, match=r"it must be \(2, 4\): pass ids that continue exactly where the rows stopped"
-    ):
-        read({"input_ids": IDS, "attention_mask": torch.ones(shape)})
-
-
 def test_a_mask_covers_the_columns_before_as_well() -> None:
     rows = running((2, 4), (0, 6))
     mask = torch.cat(
@@ -181,14 +150,6 @@ def test_only_a_row_of_nothing_but_padding_may_get_more_of_it(num_tokens: int, p
     else:
         given = read(arguments, rows)
         assert (pads(given), tokens(given)) == ([8], [[5, 6]])
-
-
-def test_embeddings_are_computed_without_reuse() -> None:
-    given = read({"inputs_embeds": torch.zeros(2, 3, 8)})
-    assert given.bypass == "embeddings were passed instead of token ids"
-    assert tokens(given) == [[-1] * 3] * 2
-    assert not given.may_alias
-    assert [row.num_hidden for row in given.rows] == [0, 0]
 
 
 def test_what_the_mask_hides_of_embeddings_is_no_padding_of_theirs_but_counted() -> None:
@@ -296,21 +257,6 @@ def test_an_output_that_the_config_asks_for_and_the_call_does_not_is_not_given()
     config = SimpleNamespace(output_hidden_states=True)
     given = read({"input_ids": IDS, "logits_to_keep": 1, "output_hidden_states": False}, config=config)
     assert given.keep_columns is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "config", "why"),
-    [
-        ({"labels": IDS}, None, "labels were passed"),
-        ({"return_dict": False}, None, "a tuple was asked for"),
-        ({}, SimpleNamespace(return_dict=False), "a tuple was asked for"),
-    ],
-)
-def test_a_loss_and_a_tuple_need_all_columns(arguments: dict[str, Any], config: Any, why: str) -> None:
-    given = read({"input_ids": IDS, "logits_to_keep": 1, **arguments}, config=config)
-    assert why in str(given.keep_columns)
-    assert given.bypass is None
-    assert not given.may_alias
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,8 @@ QUESTIONS = [[*FEW_SHOT, *row((seed, length))] for seed, length in ((2, 9), (3, 
 
 
 @pytest.fixture(autouse=True)
-def cheap_forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def cheap_forwards(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     make_forwards_cheap(monkeypatch)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def compare(model: PreTrainedModel, cache: PagedPrefixCache, **arguments: Any) -> list[tuple[int, int]]:

@@ -58,23 +58,6 @@ def test_attaching_twice_and_detaching_leaves_no_trace(tiny_llama: Any) -> None:
     assert tiny_llama.generate is mine
 
 
-def test_a_generate_that_somebody_else_put_there_is_wrapped_and_put_back(tiny_llama: Any) -> None:
-    calls = []
-
-    def mine(*args: Any, **kwargs: Any) -> Any:
-        calls.append(kwargs)
-        return type(tiny_llama).generate(tiny_llama, *args, **kwargs)
-
-    tiny_llama.generate = mine
-    cache = PagedPrefixCache(tiny_llama)
-    generate(tiny_llama, cache)
-    generate(tiny_llama, cache)
-    assert cache.last_call.reused_tokens == 39
-    assert len(calls) == 2
-    cache.detach()
-    assert tiny_llama.generate is mine
-
-
 def test_hooks_of_others_stay_where_they_are(tiny_llama: Any) -> None:
     handle = tiny_llama.register_forward_hook(lambda module, args, output: None)
     before = hooks_of(tiny_llama)
@@ -105,7 +88,7 @@ def test_threads_that_attach_a_model_at_once_attach_it_once(tiny_llama: Any) -> 
     with torch.no_grad():
         expected = tiny_llama(IDS, logits_to_keep=1).logits
         with ThreadPoolExecutor(8) as pool:
-            for _ in range(10_000 // 8):
+            for _ in range(300):
                 for built in [pool.submit(build) for _ in range(8)]:
                     built.result(timeout=60)
                 assert hooks_of(tiny_llama) == ([before_forward], [after_forward])

@@ -63,14 +63,6 @@ def local_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture
-def model_folder(tmp_path: Path, tiny_llama: Any, tiny_tokenizer: Any) -> str:
-    folder = tmp_path / "model"
-    tiny_llama.save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.mark.usefixtures("local_ray")
 def test_workers_give_the_same_results_also_where_one_is_killed(model_folder: str, tmp_path: Path) -> None:
     alone = generate_all(*load(model_folder), PROMPTS, max_new_tokens=4, batch_size=2).completions

@@ -72,33 +72,6 @@ def test_what_is_gathered_is_what_was_written_bit_for_bit(
     assert_holds(pool, 0, slots, new)
 
 
-@pytest.mark.parametrize("slots", [RUN, SCATTERED], ids=["run", "scattered"])
-@pytest.mark.parametrize("sources", [None, [5, 0, 3, 1, 2, 4]], ids=["all", "some"])
-def test_a_write_changes_its_slots_and_no_other(
-    slots: list[int], sources: list[int] | None, rng: torch.Generator
-) -> None:
-    pool = make_pool()
-    everything = states(rng, 1, pool.all.capacity * BLOCK_SIZE)
-    pool.write(0, everything, SlotMapping(range(pool.all.capacity * BLOCK_SIZE)))
-    pool.write(0, states(rng, 2, 3), SlotMapping(slots, sources))
-    others = [slot for slot in range(pool.all.capacity * BLOCK_SIZE) if slot not in slots]
-    assert_holds(pool, 0, others, {name: tensor[:, :, others] for name, tensor in everything.items()})
-
-
-@pytest.mark.parametrize("slots", [[8, 9, 10], [10, 3, 30]], ids=["run", "scattered"])
-def test_only_the_tokens_named_as_sources_are_written(slots: list[int], rng: torch.Generator) -> None:
-    pool = make_pool()
-    new = states(rng, 2, 4)
-    sources = [1, 3, 6]  # tokens 1 and 3 of row 0, token 2 of row 1
-    pool.write(0, new, SlotMapping(slots, sources))
-    for name in ("key", "value"):
-        found = pool.gather(0, of_slots(torch.tensor([slots])))[name][0]
-        expected = torch.stack((new[name][0, :, 1], new[name][0, :, 3], new[name][1, :, 2]), dim=1)
-        assert found.equal(expected)
-    untouched = pool.gather(0, of_slots(all_slots(pool)))["key"][0].abs().sum(dim=(0, 2)) == 0
-    assert untouched.sum() == untouched.numel() - 3
-
-
 def test_layers_do_not_touch_each_other_and_may_differ_in_shape(rng: torch.Generator) -> None:
     pool = make_pool()
     first = states(rng, 1, 6)
@@ -263,19 +236,6 @@ def test_blocks_are_copied_whole_in_all_layers_in_the_order_given(rng: torch.Gen
             assert all(found[name].equal(before[layer_idx][name]) for name in ("key", "value"))
 
 
-def test_a_copied_block_survives_growth() -> None:
-    pool = BlockPool(BLOCK_SIZE)
-    pool.all.ensure_capacity(4)
-    pool.write(0, {"key": torch.ones(1, 1, 4, 1)}, SlotMapping([4, 5, 6, 7]))
-    pool.all.copy_blocks([(1, 3)])
-    pool.all.ensure_capacity(40)
-    assert pool.gather(0, of_slots(torch.tensor([[4, 12, 15, 8]])))["key"].flatten().tolist() == [1, 1, 1, 0]
-
-
-def test_no_copies_are_no_work() -> None:
-    BlockPool(BLOCK_SIZE).all.copy_blocks([])
-
-
 # Memory
 
 
@@ -299,22 +259,6 @@ def test_growth_keeps_what_was_written(rng: torch.Generator) -> None:
     late = states(rng, 1, 1)
     pool.write(0, late, SlotMapping([63 * BLOCK_SIZE]))
     assert_holds(pool, 0, [63 * BLOCK_SIZE], late)
-
-
-def test_what_was_written_survives_growth_without_being_marked(rng: torch.Generator) -> None:
-    """`num_blocks_used` says it is one more than the highest block id written so far."""
-    pool = BlockPool(BLOCK_SIZE)
-    pool.all.ensure_capacity(4)
-    new = states(rng, 2, 3)
-    pool.write(0, new, SlotMapping(RUN))
-    pool.all.ensure_capacity(8)
-    assert_holds(pool, 0, RUN, new)
-
-
-def test_capacity_never_shrinks_by_asking_for_less() -> None:
-    pool = make_pool(8)
-    pool.all.ensure_capacity(3)
-    assert pool.all.capacity == 8
 
 
 @pytest.mark.parametrize("made_in", [True, False])
@@ -351,10 +295,6 @@ def test_new_memory_is_zero_and_no_inference_tensor(dtype: torch.dtype, device: 
     assert (made.shape, made.dtype, made.device.type) == ((2, 3, 1, 5), dtype, device.type)
     assert not made.any()
     assert not made.is_inference()
-
-
-def test_memory_of_no_elements_can_be_made() -> None:
-    assert zeros((0, 4, 2, 3), torch.float32, torch.device("cpu")).shape == (0, 4, 2, 3)
 
 
 def test_bytes_are_counted_by_block_over_all_layers(rng: torch.Generator) -> None:

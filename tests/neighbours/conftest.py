@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from hf_paged_cache import PagedPrefixCache
 
@@ -18,11 +16,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _in_one_thread(one_thread: None) -> None:
+    """Every test does."""
 
 
 @pytest.fixture(autouse=True)

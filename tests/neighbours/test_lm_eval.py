@@ -5,7 +5,6 @@ The model is the example's `PagedHFLM`, and for generation also the harness's ow
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -16,26 +15,16 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel
 
-from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache
+from hf_paged_cache.lm_eval import PagedHFLM
 
 from ..reference import TOLERANCE, zero_blocks
+from ..tiny_models import build
 from .recorder import Recorder, are_same_steps, assert_same_steps
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "lm_eval_few_shot.py"
 NUM_SHOTS = 4
 CHOICES = ["a dog", "a bird", "no idea", "x"]
 ANIMALS = ["barks loudly", "sings in trees", "flies away", "fetches sticks", "wags its tail", "lays eggs", "has wings"]
-
-pytestmark = pytest.mark.skipif(not EXAMPLE.exists(), reason="the examples are not beside the tests")
-
-
-def paged_hflm() -> type[HFLM]:
-    spec = importlib.util.spec_from_file_location("lm_eval_few_shot", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.PagedHFLM
 
 
 def task(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -86,13 +75,12 @@ def evaluate(lm: HFLM, folder: Path, settings: dict[str, Any]) -> tuple[dict[str
     return scores, [sample["resps"] for sample in result["samples"]["animals"]]
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
-@pytest.mark.parametrize("way", ["with cache", "PagedHFLM"])
+@pytest.mark.parametrize(("way", "batch_size"), [("with cache", 1), ("PagedHFLM", 2)])
 def test_a_few_shot_generation_task(
     model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path, way: str, batch_size: int
 ) -> None:
     lm = HFLM(model, tokenizer=tiny_tokenizer, batch_size=batch_size)
-    ours = paged_hflm()(model, tokenizer=tiny_tokenizer, batch_size=batch_size)
+    ours = PagedHFLM(model, tokenizer=tiny_tokenizer, batch_size=batch_size)
     cache = ours.cache
     recorder = Recorder(model)
     (wanted, answers), steps = recorder.during(evaluate, lm, tmp_path, ASKED)
@@ -127,21 +115,21 @@ def test_a_generation_task_is_scored_right_where_the_model_is(
             said[ANIMALS.index(doc["what"]) - NUM_SHOTS] if doc["what"] in ANIMALS[NUM_SHOTS + 1 :] else doc["answer"]
         ),
     }
-    scores, _ = evaluate(paged_hflm()(model, tokenizer=tiny_tokenizer), tmp_path / "after", targets)
+    scores, _ = evaluate(PagedHFLM(model, tokenizer=tiny_tokenizer), tmp_path / "after", targets)
     assert scores["exact_match,none"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_multiple_choice_task(model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path, batch_size: int) -> None:
     wanted, answers = evaluate(HFLM(model, tokenizer=tiny_tokenizer, batch_size=batch_size), tmp_path, CHOSEN)
-    ours = paged_hflm()(model, tokenizer=tiny_tokenizer, batch_size=batch_size)
+    ours = PagedHFLM(model, tokenizer=tiny_tokenizer, batch_size=batch_size)
     scores, given = evaluate(ours, tmp_path, CHOSEN)
     assert scores == wanted
     assert {"acc,none", "acc_norm,none"} <= scores.keys()
     assert len(answers) == len(ANIMALS) - NUM_SHOTS
     assert same_log_probabilities(answers, given)
     stats = ours.cache.stats()
-    assert stats.num_calls == len(answers) * len(CHOICES)
+    assert stats.num_calls == -(-len(answers) // batch_size)  # contexts of a batch are one call
     assert stats.computed_tokens < 0.25 * stats.prompt_tokens
     zero_blocks(ours.cache)
     assert not same_log_probabilities(answers, evaluate(ours, tmp_path, CHOSEN)[1])
@@ -166,7 +154,7 @@ def test_rolling_log_likelihoods(model: PreTrainedModel, tiny_tokenizer: Any, tm
     }
     metrics = {"metric_list": [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}]}
     wanted, _ = evaluate(HFLM(model, tokenizer=tiny_tokenizer), tmp_path, rolling | metrics)
-    ours = paged_hflm()(model, tokenizer=tiny_tokenizer)
+    ours = PagedHFLM(model, tokenizer=tiny_tokenizer)
     scores, _ = evaluate(ours, tmp_path, rolling | metrics)
     assert scores == pytest.approx(wanted, rel=1e-4)
     assert scores["byte_perplexity,none"] > 1
@@ -181,3 +169,49 @@ def test_the_harness_s_own_multiple_choice_does_not_use_the_cache_of_a_block(
     with cache:
         assert evaluate(lm, tmp_path, CHOSEN) == wanted
     assert cache.stats().prompt_tokens == 0
+
+
+def test_batch_size_auto_and_requests_that_do_not_fit(
+    model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    wanted = evaluate(HFLM(model, tokenizer=tiny_tokenizer), tmp_path, CHOSEN)
+    ours = PagedHFLM(model, tokenizer=tiny_tokenizer, batch_size="auto")
+    scores, given = evaluate(ours, tmp_path, CHOSEN)
+    assert scores == wanted[0]
+    assert same_log_probabilities(wanted[1], given)
+    assert ours.cache.stats().num_calls == 1  # all contexts in a batch
+    for num_blocks in (3, 40):  # not one context, and one at a time
+        ours.cache = PagedPrefixCache(model, num_blocks=num_blocks)
+        assert same_log_probabilities(wanted[1], evaluate(ours, tmp_path, CHOSEN)[1])
+        assert (ours.cache.stats().num_calls > 0) == (num_blocks == 40)
+
+
+def test_the_harness_s_own_store_of_answers_is_filled(
+    model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    ours = PagedHFLM(model, tokenizer=tiny_tokenizer)
+    for _ in range(2):
+        simple_evaluate(
+            ours,
+            tasks=[task(tmp_path, **CHOSEN)],
+            task_manager=TaskManager(include_defaults=False),
+            bootstrap_iters=0,
+            use_cache=str(tmp_path / "answers"),
+        )
+        assert ours.cache.stats().num_calls == len(ANIMALS) - NUM_SHOTS
+
+
+def test_a_model_that_is_not_causal_is_refused_by_name(tiny_tokenizer: Any) -> None:
+    with pytest.raises(CacheArgumentError, match=r"the backend is seq2seq; use --model hf"):
+        PagedHFLM(build("t5"), tokenizer=tiny_tokenizer, backend="seq2seq")
+
+
+def test_it_is_said_where_prompts_begin_otherwise(
+    model: PreTrainedModel, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = PagedHFLM(model, tokenizer=tiny_tokenizer)
+    alike = sorted((*range(70), number) for number in range(9))
+    ours._advise(alike)
+    assert "fewshot_config" not in caplog.text
+    ours._advise(sorted((number, *range(70)) for number in range(9)))
+    assert "fewshot_config: {sampler: first_n}" in caplog.text

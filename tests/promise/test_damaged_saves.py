@@ -88,8 +88,11 @@ def there_again(model: Any, folder: Path, num_blocks: int) -> None:
         assert_same(run(model, **prompt), run(model, fresh, **prompt))
 
 
-@pytest.mark.parametrize("saver", ["the same process", "another store", "another order"])
-@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize(
+    ("how", "saver"),
+    [(how, "the same process") for how in DAMAGES]
+    + [(how, saver) for how in ("brace of the header", "last row") for saver in ("another store", "another order")],
+)
 def test_what_is_damaged_is_replaced_when_it_is_saved_again(how: str, saver: str, tmp_path: Path) -> None:
     model = tiny("llama")
     cache = computed(model, 2, 3)

@@ -45,7 +45,7 @@ def next_calls() -> list[tuple[dict[str, Any], Any]]:
     calls: list[dict[str, Any]] = [
         batch(PROMPT),
         batch(row((1, 18), (3, 3)), row((1, 12))),
-        {**batch(PROMPT), "num_beams": 3, "max_new_tokens": 12},
+        {**batch(PROMPT), "num_beams": 3},
         batch(row((1, 10), (2, 4))),
     ]
     return [(arguments, run(tiny("llama"), **arguments)) for arguments in calls]
@@ -92,7 +92,7 @@ def test_a_fault_in_a_call_leaves_nothing_wrong_behind(
     owner: type, name: str, attention: str, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama")
-    victim = {**batch(PROMPT), "num_beams": 3, "max_new_tokens": 12}
+    victim = {**batch(PROMPT), "num_beams": 3, "max_new_tokens": 8}  # from the third on, they fill a block
     if name == "write_blocks":
         victim["num_beams"] = 1  # with beams, each step is in the pool at once
     with monkeypatch.context() as patch:
@@ -100,7 +100,7 @@ def test_a_fault_in_a_call_leaves_nothing_wrong_behind(
         calls = fail_at(patch, owner, name, 0, after)
         run(model, cache, **victim)
     assert calls, "the call never comes here"
-    for number in sorted({1, min(2, len(calls)), (len(calls) + 1) // 2, len(calls)}):
+    for number in sorted({1, (len(calls) + 1) // 2, len(calls)}):
         cache = new_cache(attention)
         with monkeypatch.context() as patch:
             fail_at(patch, owner, name, number, after)

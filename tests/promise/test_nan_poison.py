@@ -31,7 +31,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_poison_in_what_was_never_written_changes_nothing(

@@ -30,7 +30,6 @@ def _settings() -> dict[str, dict[str, Any]]:
 
 
 MODELS = pytest.mark.parametrize("kinds", _settings())
-WAYS = pytest.mark.parametrize("attention", ["paged", "gather"])
 ROWS = pytest.mark.parametrize("rows", PROMPTS)
 
 
@@ -52,7 +51,16 @@ def _used(cache: PagedPrefixCache) -> None:
     run(cache.store.model, cache, input_ids=torch.tensor([row((3, 30))]))
 
 
-STORES = pytest.mark.parametrize("before", [_nothing, _reset, _prefilled_with_less_than_a_block, _used])
+STORES = pytest.mark.parametrize(
+    ("before", "attention"),
+    [
+        (_nothing, "paged"),
+        (_nothing, "gather"),
+        (_reset, "gather"),
+        (_prefilled_with_less_than_a_block, "paged"),
+        (_used, "gather"),
+    ],
+)
 
 
 def padded(prompts: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -64,7 +72,6 @@ def padded(prompts: list[list[int]]) -> dict[str, torch.Tensor]:
 
 @STORES
 @ROWS
-@WAYS
 @MODELS
 def test_generate_gives_the_same_and_so_does_the_bare_prompt_afterwards(
     kinds: str, attention: Any, rows: str, before: Any
@@ -98,7 +105,6 @@ def logits_of(model: PreTrainedModel, cache: Any, stops: list[int], given: dict[
 
 @pytest.mark.parametrize("stops", [[79], [PADDED, 79], [PADDED - 2, PADDED + 3, 79], [PADDED + 1, 78, 79]])
 @STORES
-@WAYS
 @MODELS
 def test_plain_forwards_give_the_same_in_whatever_chunks(kinds: str, attention: Any, before: Any, stops: Any) -> None:
     model = build("gemma3", **_settings()[kinds])

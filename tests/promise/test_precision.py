@@ -70,7 +70,7 @@ def distance(reference: Any, output: Any) -> float:
 # What is computed below fp32.
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("attention", ["paged", "gather"])
 def test_a_hit_is_as_near_as_dynamic_cache_continued(
     name: str, attention: str, precision: tuple[torch.dtype, torch.dtype]

@@ -51,24 +51,25 @@ def lose_snapshots(cache: PagedPrefixCache) -> None:
 
 
 @NAMES
-@pytest.mark.parametrize("length", [256, 261])
-def test_states_that_known_tokens_left_under_other_conditions_are_not_kept(name: str, length: int) -> None:
+@pytest.mark.parametrize(("length", "way"), [(256, {}), (261, {"prefill_chunk_size": 64})], ids=["whole", "in chunks"])
+def test_states_that_known_tokens_left_under_other_conditions_are_not_kept(
+    name: str, length: int, way: dict[str, int]
+) -> None:
     """All blocks of the prompt are known and stay so; what is computed again is their states alone."""
     model = zoo.build(name)
     changed, cache = ChangedForward(model), PagedPrefixCache(model)
     prompt = row((1, length))
     run(model, cache, **batch(prompt), max_new_tokens=1)
     reference = {stop: run(model, **batch(prompt[:stop] + row((4, 5)))) for stop in (64, 128, 192, 256)}
-    for way in ({}, {"prefill_chunk_size": 64}):
-        for number in range(1, 6):
-            lose_snapshots(cache)
-            changed.begin_at(number)
-            run(model, cache, **batch(prompt), max_new_tokens=2, **way)
-            changed.end()
-            for stop, wanted in reference.items():
-                cache.reset()
-                assert_same(wanted, run(model, cache, **batch(prompt[:stop] + row((4, 5)))))
-            cache.check()
+    for number in range(1, 6):
+        lose_snapshots(cache)
+        changed.begin_at(number)
+        run(model, cache, **batch(prompt), max_new_tokens=2, **way)
+        changed.end()
+        for stop, wanted in reference.items():
+            cache.reset()
+            assert_same(wanted, run(model, cache, **batch(prompt[:stop] + row((4, 5)))))
+        cache.check()
 
 
 @NAMES

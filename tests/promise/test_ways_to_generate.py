@@ -519,20 +519,24 @@ def test_a_compiled_model_meets_nothing_of_ours_but_the_writes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "how", "backend"),
-    [
-        ("llama", "torch.compile(model.forward)", "inductor"),
-        ("gpt2", "torch.compile(model.forward)", "eager"),
-        ("gemma3", "model.compile()", "eager"),
+    ("name", "how", "backend", "changes"),
+    [  # compiling takes as long as there are layers
+        ("llama", "torch.compile(model.forward)", "inductor", {"num_hidden_layers": 1}),
+        (
+            "gemma3",
+            "model.compile()",
+            "eager",
+            {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+        ),
     ],
 )
-def test_compiled_models_are_right_and_reuse(name: str, how: str, backend: str) -> None:
-    run_compiled(name, how, backend)
+def test_compiled_models_are_right_and_reuse(name: str, how: str, backend: str, changes: dict[str, Any]) -> None:
+    run_compiled(name, how, backend, **changes)
 
 
 def test_what_torch_compile_returns_is_run_as_the_model_inside() -> None:
     """Its `generate` is the model's; its own calls run compiled, with our hooks."""
-    model, plain = build("llama"), build("llama")
+    model, plain = (build("llama", num_hidden_layers=1) for _ in range(2))
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", dynamic=True)
     cache = PagedPrefixCache(compiled)

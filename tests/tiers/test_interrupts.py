@@ -27,7 +27,7 @@ from ..tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NUM_TRIALS = 60
+NUM_TRIALS = 30
 OF_TIERS = ("/tiers/", "lower_tiers.py", "tier_load.py", "content_layout.py", "contents.py")
 
 

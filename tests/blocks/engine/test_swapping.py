@@ -66,102 +66,6 @@ def test_what_a_table_was_hit_with_it_still_counts_as_hit(device, host, swapper)
     assert table.num_cached_tokens == 4
 
 
-def test_full_blocks_with_a_hash_are_cached_on_both_sides(device, host, swapper):
-    table = table_of(device, [1, 2, 3, 4, 5])
-    swapper.swap_out(table)
-    assert (device.num_cached_blocks, host.num_cached_blocks) == (2, 0)
-    table.free()
-    assert host.num_cached_blocks == 2
-    for allocator in (device, host):
-        assert BlockTable(allocator, ROOT).allocate([1, 2, 3, 4, 9]) == 4
-
-
-def test_what_the_other_side_has_is_found_and_not_copied(device, host, swapper):
-    on_host = table_of(host, [1, 2, 3, 4])
-    cached_there = table_of(host, [5, 6])
-    cached_there.free()
-    tables = [table_of(device, [1, 2, 3, 4, 7]), table_of(device, [5, 6, 8])]
-    assert [swapper.num_full_blocks_touched(table) for table in tables] == [0, 0]
-    assert len(swapper.swap_out(*tables)) == 2  # the partial ones
-    assert tables[0].block_ids[:2] == on_host.block_ids
-    assert host.ref_count(on_host.block_ids[0]) == 2
-    assert tables[1].block_ids[0] == 3
-
-
-def test_a_block_whose_hash_follows_one_that_is_missing_is_found_too(device, host, swapper):
-    table_of(host, [1, 2, 3, 4]).free()
-    host.forget([hash_of([1, 2])])
-    assert len(swapper.swap_out(table_of(device, [1, 2, 3, 4]))) == 1
-
-
-def test_full_blocks_without_a_hash_are_copied_and_get_none(device, host, swapper):
-    table = table_of(device, [1, 2, 3, 4], is_committed=False)
-    assert swapper.num_full_blocks_touched(table) == 2
-    assert len(swapper.swap_out(table)) == 2
-    assert not any(host.block_hash_of(block_id) for block_id in table.block_ids)
-    table.commit_full_blocks(4)
-    assert host.block_hash_of(table.block_ids[1]) == hash_of([1, 2, 3, 4])
-
-
-def test_what_forks_share_is_copied_once_and_shared_again(device, host, swapper):
-    table = table_of(device, [1, 2, 3])
-    forks = [table.fork(), table.fork()]
-    forks[1].append_tokens([4])
-    device.take_copies()
-    assert swapper.num_full_blocks_touched(table, *forks) == 2
-    assert len(swapper.swap_out(table, *forks)) == 3
-    assert table.block_ids == forks[0].block_ids
-    assert [host.ref_count(block_id) for block_id in table.block_ids] == [3, 2]
-    table.append_tokens([5])  # a block that is shared is copied on write there, too
-    assert host.take_copies()
-    assert len(set(table.block_ids) & set(forks[0].block_ids)) == 1
-
-
-def test_what_another_holds_stays_with_it(device, host, swapper):
-    table = table_of(device, [1, 2, 3])
-    fork = table.fork()
-    before = list(fork.block_ids)
-    swapper.swap_out(table)
-    assert fork.block_ids == before
-    assert [device.ref_count(block_id) for block_id in before] == [1, 1]
-    assert len(swapper.swap_out(fork)) == 1  # its full block is found, the partial one is its own from here on
-    assert [host.ref_count(block_id) for block_id in table.block_ids] == [2, 1]
-
-
-def test_blocks_without_tokens_stay_behind(device, host, swapper):
-    table = BlockTable(device, ROOT)
-    table.allocate([1, 2, 3], 6)
-    swapper.swap_out(table)
-    assert (len(table.block_ids), device.num_blocks_in_use) == (2, 0)
-
-
-def test_nothing_of_another_namespace_is_found(device, host, swapper):
-    table_of(host, [1, 2], namespace=b"tenant")
-    table = table_of(device, [1, 2])
-    assert len(swapper.swap_out(table)) == 1
-    assert host.block_hash_of(table.block_ids[0]) is None  # a digest has one block
-    assert table.namespace == b""
-
-
-def test_a_block_whose_content_is_awaited_is_not_found(device, host, swapper):
-    awaiting = host.allocate()
-    host.allocate_immutable(awaiting, [hash_of([1, 2])])
-    assert len(swapper.swap_out(table_of(device, [1, 2]))) == 1
-
-
-def test_what_is_found_is_not_evicted_for_what_is_copied(device, host, swapper):
-    for tokens in ([1, 1], [2, 2]):
-        table_of(host, tokens).free()
-    tables = [
-        table_of(device, [3, 3] * 3),
-        table_of(device, [4, 4] * 3),
-        table_of(device, [1, 1]),
-        table_of(device, [2, 2]),
-    ]
-    assert swapper.can_swap_out(*tables) is AllocStatus.OK
-    assert len(swapper.swap_out(*tables)) == 6  # of 8 blocks, two of which are found
-
-
 def test_it_is_said_before_whether_tables_fit_now_later_or_never(device, host, swapper):
     small, large = table_of(device, [1, 2] * 3), table_of(device, [3] * 18)
     held = host.allocate(num_mutable_blocks=6)
@@ -177,16 +81,6 @@ def test_it_is_said_before_whether_tables_fit_now_later_or_never(device, host, s
     assert swapper.can_swap_out(small) is AllocStatus.OK
     swapper.swap_out(small)
     assert swapper.can_swap_in(small) is AllocStatus.OK
-
-
-def test_tables_that_do_not_fit_together_evict_nothing(device, host, swapper):
-    for tokens in ([1, 1], [2, 2]):
-        table_of(host, tokens).free()
-    tables = [table_of(device, [3] * 16), table_of(device, [4, 4, 4])]  # the first of them alone would fit
-    before = host.snapshot()
-    with pytest.raises(OutOfBlocksError):
-        swapper.swap_out(*tables)
-    assert host.snapshot() == before
 
 
 def test_what_cannot_be_swapped_is_refused_before_anything_changes(device, host, swapper):
@@ -273,7 +167,7 @@ class World:
                 assert block_hash is None or block_hash == hash_of(content[block_id])
 
 
-STRIDE = 3  # of the instructions that are interrupted
+STRIDE = 7  # of the instructions that are interrupted
 
 
 class WorldOut(World):
@@ -310,7 +204,7 @@ def test_a_swap_interrupted_anywhere_has_happened_or_has_not(kind, operation):
             operation(world)  # it can be done again
             world.assert_whole()
         instruction += STRIDE
-    assert instruction / STRIDE > num_undone > 100
+    assert instruction / STRIDE > num_undone > 40
 
 
 def test_a_table_that_is_freed_before_an_interrupted_swap_is_finished_leaves_nothing():
@@ -329,4 +223,4 @@ def test_a_table_that_is_freed_before_an_interrupted_swap_is_finished_leaves_not
         world.swapper.check()
         assert world.device.num_blocks_in_use == world.host.num_blocks_in_use == 0
         instruction += STRIDE
-    assert num_unfinished > 20
+    assert num_unfinished > 8

@@ -1,0 +1,108 @@
+"""`run`: becomes a program whose models have prefix caches, without a changed line of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ..errors import CacheArgumentError
+from ..run.options import RunOptions
+from ..store_options import store_options
+from .command import Command
+
+TAKES_A_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+def run(
+    program: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PROGRAM [ARGS]...",
+            show_default=False,
+            help="A Python script, an installed command (lm_eval, accelerate, trl, transformers), or -m MODULE.",
+        ),
+    ] = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="The most memory of keys and values of a model, such as 4GB or 4GiB; half of what is free, if not given.",
+            show_default=False,
+        ),
+    ] = None,
+    attention: Annotated[
+        Literal["paged", "gather"],
+        typer.Option(help="How keys and values are read; gather needs less memory."),
+    ] = "paged",
+    disk_folder: Annotated[
+        Path | None, typer.Option(help="Where evicted blocks go, to be read back.", show_default=False)
+    ] = None,
+    salt: Annotated[
+        str | None, typer.Option(help="Of all blocks: a run with another one finds none of them.", show_default=False)
+    ] = None,
+    stats: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write counts there, a line of JSON for each process.", show_default=False),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing at the end.")] = False,
+) -> None:
+    """Run a program as ever, but with a prefix cache for each of its models.
+
+    Options of this command come before PROGRAM. Each generate that brings no cache gets one, in this process and in every Python
+    that it starts. What was reused, and why no more, is said on stderr at the end.
+
+    Exits as the program does; with 2 where it cannot be run.
+    """
+    given: dict[str, Any] = {}
+    if max_bytes is not None:
+        given["max_bytes"] = max_bytes
+    if disk_folder is not None:
+        given["disk_folder"] = str(disk_folder.absolute())
+    store_options(**given)
+    if salt == "":
+        raise CacheArgumentError("--salt is empty; leave it out")
+    command = _command_line(program or [])
+    if stats is not None:
+        stats.write_text("", encoding="utf-8")
+    given |= {"attention": attention} | ({} if salt is None else {"cache_salt": salt})
+    options = RunOptions(given, None if stats is None else str(stats.absolute()), quiet, os.getpid())
+    sys.stdout.flush()
+    os.execvpe(command[0], command, options.environment(os.environ))
+
+
+def _command_line(given: list[str]) -> list[str]:
+    """The command line of a program: scripts and modules are of this Python, and so are commands that it has.
+
+    Raises:
+        CacheArgumentError: there is no such program.
+    """
+    name, others = (given[0], given[1:]) if given else ("-m", [])
+    if name == "-m" and others:
+        return [sys.executable, *given]
+    if name.startswith("-"):
+        wrong = "" if name == "-m" else f"there is no option {name}; "
+        raise CacheArgumentError(f"{wrong}give a program to run: a Python script, an installed command, or -m MODULE")
+    if Path(name).suffix == ".py" or Path(name).is_dir():
+        if not Path(name).exists():
+            raise CacheArgumentError(f"there is no file {name}")
+        return [sys.executable, name, *others]
+    found = shutil.which(name, path=Path(sys.executable).parent) or shutil.which(name)
+    if found is None:
+        raise CacheArgumentError(f"there is no command {name}; a Python script has a name in .py")
+    return [found, *others]
+
+
+app = typer.Typer(
+    add_completion=False, pretty_exceptions_enable=False
+)  # alone: programs do not wait for other commands
+app.command(cls=Command, context_settings=TAKES_A_PROGRAM)(run)
+
+
+@app.callback()
+def _alone() -> None:
+    """Makes it a subcommand."""

@@ -1,0 +1,148 @@
+"""lm-evaluation-harness on a prefix cache: the model `hf-paged`, which gives what `hf` gives. Importing this module registers it.
+
+Owns the order and the batches of requests; tasks, texts, metrics and all arguments are the harness's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
+
+from .ask.scoring import Tokens, may_score_together, score_contexts
+from .cache import PagedPrefixCache
+from .errors import CacheArgumentError, OutOfBlocksError
+from .run.program import running_program
+
+logger = logging.getLogger("lm_eval")
+
+_NUM_BATCHES = 8  # of generation, which the harness orders by length
+_NUM_ALIKE = 64  # tokens, or characters, that prompts with the same examples have in common at least
+_BEGIN_OTHERWISE = (
+    "lm_eval: hardly any two prompts begin alike; if they have few-shot examples, give the task fewshot_config: "
+    "{sampler: first_n}, so that all questions have the same"
+)
+_Item = TypeVar("_Item")
+
+Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, or None; context and continuation
+
+
+@register_model("hf-paged")
+class PagedHFLM(HFLM):  # type: ignore[misc]
+    """The harness's HF model on a prefix cache: what requests have in common is computed once.
+
+    Under `hf-paged-cache run` it is on the program's store of its model; else on one of its own, with the default memory. Batch
+    size "auto" means as many rows as `max_batch_size` and the memory of keys and values allow, without trying.
+
+    Args:
+        pretrained, options: as of `HFLM`. `backend="seq2seq"` is refused, and so are processes that share the weights of
+            one model and get requests of their own (FSDP): they would run different numbers of forwards.
+
+    Raises:
+        UnsupportedModelError: the model's keys and values cannot be reused; `--model hf` runs it.
+        CacheArgumentError: see above.
+    """
+
+    def __init__(self, pretrained: Any, **options: Any) -> None:
+        super().__init__(pretrained, **options)
+        if self.backend != "causal":
+            raise CacheArgumentError(
+                f"hf-paged is for causal models, and the backend is {self.backend}; use --model hf"
+            )
+        program = running_program()
+        cache = None if program is None else program.cache_of(self.model)
+        self.cache = PagedPrefixCache(self.model, on_full="bypass") if cache is None else cache
+        if self.world_size > 1 and self.cache.store.conditioning.rank_groups:
+            raise CacheArgumentError(
+                "processes share this model's weights and get requests of their own, so each would run another number of "
+                "forwards; use --model hf, or accelerate without FSDP"
+            )
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """As the harness does, with prompts that begin alike one after the other."""
+        order = sorted(range(len(requests)), key=lambda i: requests[i].args[0])
+        self._advise([requests[i].args[0] for i in order])
+        answers = [""] * len(requests)
+        with self.cache:
+            for some in _runs(order, _NUM_BATCHES * self._num_rows()):
+                given = super().generate_until([requests[i] for i in some], disable_tqdm=disable_tqdm)
+                for i, answer in zip(some, given, strict=True):
+                    answers[i] = answer
+        return answers
+
+    def _loglikelihood_tokens(
+        self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Each context once, and its continuations after it; several contexts in a batch."""
+        of_context: dict[Tokens, list[int]] = {}  # context, as it is cut for a continuation -> requests
+        for number, (_, context, continuation) in enumerate(requests):
+            if not 0 < len(continuation) <= self.max_length:
+                raise CacheArgumentError(
+                    f"a continuation has {len(continuation)} tokens; the model takes 1 to {self.max_length}"
+                )
+            first = max(0, len(context) + len(continuation) - self.max_length - 1)  # the last token is not run
+            of_context.setdefault(tuple(context[first:]), []).append(number)
+        contexts = sorted(of_context)
+        self._advise(contexts)
+        answers = [(0.0, False)] * len(requests)
+        size = override_bs or self._num_rows()
+        bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
+        for some in _runs(contexts, size if may_score_together(self.cache) else 1):
+            wanted = [(context, [tuple(requests[i][2]) for i in of_context[context]]) for context in some]
+            for asked, given in zip(some, self._scores(wanted, size), strict=True):
+                for i, answer in zip(of_context[asked], given, strict=True):
+                    answers[i] = answer
+                    if (texts := requests[i][0]) is not None:
+                        self.cache_hook.add_partial("loglikelihood", texts, answer)
+                bar.update(len(given))
+        bar.close()
+        return answers
+
+    def _scores(self, wanted: list[tuple[Tokens, list[Tokens]]], size: int) -> list[list[tuple[float, bool]]]:
+        """Of each context its continuations' scores. What does not fit runs in smaller batches, and at last without the cache."""
+        try:
+            with torch.autocast(
+                self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
+            ):
+                scores = score_contexts(self.cache, wanted, batch_size=size, dtype=self.softmax_dtype)
+            return [[(score.total, score.is_greedy) for score in of_one] for of_one in scores]
+        except OutOfBlocksError:
+            half = len(wanted) // 2
+            if half:
+                return self._scores(wanted[:half], size) + self._scores(wanted[half:], size)
+            if size > 1:
+                return self._scores(wanted, 1)
+        ((context, continuations),) = wanted
+        alone = [(None, [*context], [*continuation]) for continuation in continuations]
+        return [super()._loglikelihood_tokens(alone, disable_tqdm=True, override_bs=1)]
+
+    def _num_rows(self) -> int:
+        return int(self._detect_batch_size() if self.batch_size == "auto" else self.batch_size)
+
+    def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
+        """Rows of the longest prompt that the blocks hold, up to `max_batch_size`; nothing is tried."""
+        stats = self.cache.store.stats()
+        most: int = self.max_batch_size
+        if stats.num_blocks is not None:
+            most = min(most, (stats.num_blocks - 1) * self.cache.store.blocks.block_size // self.max_length)
+        return max(1, most)
+
+    def _advise(self, contexts: Sequence[str | Tokens]) -> None:
+        """Say what a task could do, where most of many long contexts, which are sorted, begin otherwise than the next."""
+        long = [context[:_NUM_ALIKE] for context in contexts if len(context) > _NUM_ALIKE]
+        if len(long) < 8 or 2 * sum(one == next_one for one, next_one in pairwise(long)) >= len(long) - 1:
+            return
+        logger.warning(_BEGIN_OTHERWISE)
+        if (program := running_program()) is not None:
+            program.advise(_BEGIN_OTHERWISE)
+
+
+def _runs(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+    return (items[first : first + size] for first in range(0, len(items), size))

@@ -1,0 +1,70 @@
+"""A callback for trainers that generate (TRL's GRPO, RLOO, online DPO): what the prefix cache did, in the trainer's own logs."""
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .cache import PagedPrefixCache
+from .errors import UnsupportedModelError
+from .integration.hooks import bracket_of
+from .model.support import unwrapped
+from .prefix_store import PrefixStore
+from .stats import CacheStats
+
+
+class PrefixCacheCallback(TrainerCallback):
+    """Adds to each entry of a trainer's log what was reused since the one before.
+
+    `prefix_cache/hit_rate`, the share of prompt tokens that were there before their call; `prefix_cache/shared_rate`, the share
+    that was computed once for several rows, such as the samples of a prompt; `prefix_cache/saved_seconds`, once it is known what
+    a token takes (see `CacheStats`).
+
+    `trainer.add_callback(...)` puts them into `trainer.state.log_history` and into what is printed. Callbacks that report
+    elsewhere (to wandb, for example) run before; to be read by these, it must come first:
+    `trainer.callback_handler.callbacks.insert(0, PrefixCacheCallback())`.
+
+    Args:
+        cache: of the trainer's model, or its store; None: the one of `hf-paged-cache run`. Without either nothing is added.
+    """
+
+    def __init__(self, cache: PagedPrefixCache | PrefixStore | None = None) -> None:
+        self._store = cache.store if isinstance(cache, PagedPrefixCache) else cache
+        self._before: CacheStats | None = None
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """The trainer logs."""
+        store = self._store or _store_of_run(kwargs.get("model"))
+        if store is None or logs is None:
+            return
+        now, before = store.stats(), self._before
+        self._before = now
+        if num_tokens := now.prompt_tokens - (before.prompt_tokens if before else 0):
+            num_reused = now.reused_tokens - (before.reused_tokens if before else 0)
+            num_shared = now.shared_tokens - (before.shared_tokens if before else 0)
+            added = {
+                "prefix_cache/hit_rate": num_reused / num_tokens,
+                "prefix_cache/shared_rate": num_shared / num_tokens,
+            }
+            if now.saved_seconds is not None:
+                share = (num_reused + num_shared) / max(1, now.reused_tokens + now.shared_tokens)
+                added["prefix_cache/saved_seconds"] = now.saved_seconds * share
+            logs.update(added)
+            if state.log_history:
+                state.log_history[-1].update(added)
+
+
+def _store_of_run(model: Any) -> PrefixStore | None:
+    """The store that a running program has given to a model, wrapped or not."""
+    try:
+        bracket = None if model is None else bracket_of(unwrapped(getattr(model, "module", model)))
+    except UnsupportedModelError:  # an adapter that does more than change layers
+        return None
+    cache = None if bracket is None or bracket.new_cache is None else bracket.new_cache()
+    return None if cache is None else cache.store

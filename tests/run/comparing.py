@@ -1,0 +1,63 @@
+"""Programs of others, run with and without `hf-paged-cache run`: what they print must not differ by a byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PROGRAMS = Path(__file__).parent / "programs"
+NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem != "shared")
+LAUNCH = (
+    "-m",
+    "accelerate.commands.launch",
+    "--cpu",
+    "--num_processes",
+    "2",
+    "--num_machines",
+    "1",
+    "--mixed_precision",
+)
+COMMAND = (sys.executable, "-c", "from hf_paged_cache.cli import main; main()", "run")
+WITHOUT_CALLS = {"raises", "notebook", "spawned", "starts_another", "launched"}  # in the first process
+
+
+class Ran(NamedTuple):
+    exit_code: int
+    stdout: bytes
+    stderr: str
+    models: list[dict[str, Any]]  # of all processes
+
+
+def save_model(folder: Path) -> Path:
+    """A tiny model and its tokenizer."""
+    from ..tiny_models import CHARACTERS, build, character_tokenizer
+
+    build("llama", max_position_embeddings=2048).save_pretrained(folder)
+    character_tokenizer(CHARACTERS).save_pretrained(folder)
+    return folder
+
+
+def arguments_of(name: str, folder: Path) -> list[str]:
+    """What a program is started with, after `python` or after the command."""
+    before = [*LAUNCH, "no"] if name == "launched" else []
+    return [*before, str(PROGRAMS / f"{name}.py"), str(folder)]
+
+
+def run_program(arguments: list[str], *, stats: Path | None = None, options: tuple[str, ...] = ()) -> Ran:
+    """Run one; with `stats` under the command."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable] if stats is None else [*COMMAND, "--stats", str(stats), *options]
+    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, timeout=600, check=False)
+    lines = [] if stats is None or not stats.exists() else stats.read_text("utf-8").splitlines()
+    models = [model for line in lines for model in json.loads(line)["models"]]
+    return Ran(done.returncode, done.stdout, done.stderr.decode(), models)
+
+
+def compared(name: str, folder: Path, stats: Path) -> tuple[Ran, Ran]:
+    """A program without and with the command."""
+    arguments = arguments_of(name, folder)
+    return run_program(arguments), run_program(arguments, stats=stats)

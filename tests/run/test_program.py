@@ -1,0 +1,140 @@
+"""Models of a program: each gets a store with its first `generate`, each call a cache of its own, and nothing else differs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.run.program import Program
+
+from ..reference import IDS, AtStep, assert_same, batch, row, run
+from ..tiny_models import build
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NEXT = [torch.tensor([row((1, 50), (seed, 9))]) for seed in range(2, 6)]
+
+
+def counts(program: Program) -> list[dict[str, Any]]:
+    return [each.as_dict() for each in program._models]
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {"input_ids": IDS},
+    "samples": {"input_ids": IDS, "do_sample": True, "num_return_sequences": 3},
+    "beams": {"input_ids": IDS, "num_beams": 3},
+    "a padded batch": batch(row((1, 50), (2, 9)), row((1, 50)), row((3, 20))),
+    "prompt lookup": {"input_ids": IDS, "prompt_lookup_num_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_gives_what_it_gives_without(program: Program, call: str) -> None:
+    model = build("llama")
+    plain = run(model, **CALLS[call], past_key_values=DynamicCache(config=model.config))
+    for _ in range(2):  # an empty store, and a used one
+        assert_same(plain, run(model, **CALLS[call]))
+    found = counts(program)[0]
+    assert found["num_calls"] == 2
+    assert found["reused_tokens"] > 0
+    assert found["calls_without_cache"] == {"it brought a DynamicCache": 1}
+
+
+def test_what_is_returned_as_cache_is_the_call_s_own(program: Program) -> None:
+    model = build("llama")
+    first, second = run(model, input_ids=IDS), run(model, input_ids=NEXT[0])
+    assert first.past_key_values is not second.past_key_values
+    assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
+    both = {"input_ids": torch.cat([first.sequences, NEXT[0][:, -3:]], dim=1)}
+    again = run(model, **both, past_key_values=first.past_key_values)
+    assert_same(run(model, **both, past_key_values=DynamicCache(config=model.config)), again)
+
+
+def test_calls_that_ask_for_another_cache_run_as_ever_and_are_counted(program: Program) -> None:
+    model = build("llama")
+    for how in ({"use_cache": False}, {"cache_implementation": "static", "disable_compile": True}):
+        run(model, input_ids=IDS, **how)
+    found = counts(program)[0]
+    assert found["num_calls"] == 0
+    assert found["calls_without_cache"] == {"use_cache is False": 1, "cache_implementation is 'static'": 1}
+    with PagedPrefixCache(model) as cache:  # a block of the program's own comes first
+        run(model, input_ids=IDS)
+    assert cache.stats().num_calls == 1
+    assert counts(program)[0]["num_calls"] == 0
+
+
+@pytest.mark.parametrize("kind", ["mamba", "t5"])
+def test_a_model_that_is_refused_runs_as_ever_and_is_named_once(
+    program: Program, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program._options = program._options._replace(is_quiet=False)
+    model = build(kind)
+    for _ in range(2):
+        assert run(model, input_ids=IDS, max_new_tokens=2, decoder_start_token_id=0).sequences.shape[0] == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("runs without a cache") == 1
+    assert counts(program)[0]["calls_without_cache"] == {"the model was refused": 2}
+
+
+def test_a_generate_that_was_looked_up_before_and_the_class_s_own_get_caches_too(program: Program) -> None:
+    model = build("llama")
+    early = model.generate
+    plain = run(model, input_ids=IDS, past_key_values=DynamicCache(config=model.config)).sequences
+    mask = torch.ones_like(IDS)
+    for generate in (early, early, lambda **given: type(model).generate(model, **given)):
+        assert generate(input_ids=IDS, attention_mask=mask, max_new_tokens=6, do_sample=False).equal(plain)
+    found = counts(program)[0]
+    assert (found["num_calls"], found["reused_tokens"]) == (3, 2 * 48)  # a cache of its own finds whole blocks
+
+
+def test_a_generate_inside_of_one_and_calls_of_several_threads_at_once(program: Program) -> None:
+    model = build("llama")
+    inner: list[Any] = []
+    plain = [run(model, input_ids=ids, past_key_values=DynamicCache(config=model.config)) for ids in (IDS, *NEXT)]
+    outer = run(model, input_ids=IDS, logits_processor=[AtStep(2, lambda: inner.append(run(model, input_ids=NEXT[0])))])
+    assert_same(plain[0], outer)
+    assert_same(plain[1], inner[0])
+    with ThreadPoolExecutor(4) as pool:
+        for wanted, got in zip(plain[1:], pool.map(lambda ids: run(model, input_ids=ids), NEXT), strict=True):
+            assert_same(wanted, got)
+
+
+def test_a_model_goes_with_its_store_and_copies_get_stores_of_their_own(program: Program) -> None:
+    model = build("llama")
+    plain = run(model, input_ids=IDS)
+    copies: list[PreTrainedModel] = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for each in copies:
+        assert_same(plain, run(each, input_ids=IDS))
+    assert [found["reused_tokens"] for found in counts(program)] == [0, 0, 0]
+    gone = weakref.ref(model)
+    del model, plain
+    gc.collect()
+    assert gone() is None
+    assert [found["num_calls"] for found in counts(program)] == [1, 1, 1]  # counts stay
+
+
+def test_a_call_that_does_not_fit_runs_all_the_same(program: Program) -> None:
+    program._options = program._options._replace(cache={"num_blocks": 3})
+    model = build("llama")
+    plain = run(model, input_ids=IDS, past_key_values=DynamicCache(config=model.config))
+    assert_same(plain, run(model, input_ids=IDS))
+    assert counts(program)[0]["num_bypassed_calls"] == 1
+
+
+def test_the_store_for_a_model_is_the_one_of_its_calls(program: Program) -> None:
+    model = build("llama")
+    run(model, input_ids=IDS)
+    cache = program.cache_of(model)
+    assert cache is not None
+    assert cache.lookup(IDS).num_tokens == 48
+    assert program.cache_of(build("mamba")) is None

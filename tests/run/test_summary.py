@@ -1,0 +1,63 @@
+"""What is said at the end, and written for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from hf_paged_cache.run.options import RunOptions
+from hf_paged_cache.run.summary import Account, ModelRun, report
+from hf_paged_cache.store.call_totals import CallTotals
+from hf_paged_cache.tiers.worth import Rate
+
+
+def model_run() -> ModelRun:
+    totals, compute = CallTotals(), Rate()
+    totals.record(1_000, 300, 600, num_calls=2)
+    reasons = [("no cached block continues with tokens 16 to 31", 290), ("a; b", 6), ("c", 3), ("d", 1), ("e", 0)]
+    totals.record_reasons(reasons)
+    compute.rough_seconds = 0.8
+    return ModelRun(
+        "Model (folder)", without=Counter({"use_cache is False": 2}), accounts=[Account(totals, compute, 16)]
+    )
+
+
+def test_the_lines_have_counts_seconds_and_the_three_most_frequent_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    report(RunOptions({}, None, False, os.getpid()), [model_run()], ["say this"])
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [
+        "hf-paged-cache run: " + line
+        for line in (
+            "Model (folder): 2 calls, 1,000 prompt tokens: 600 reused, 100 computed once for several rows, 300 computed; "
+            "about 35.0 s saved",
+            "  290 tokens computed: no cached block continues with tokens … to …",
+            "  6 tokens computed: a",
+            "  3 tokens computed: c",
+            "Model (folder): 2 calls without the cache: use_cache is False",
+            "say this",
+        )
+    ]
+
+
+def test_seconds_are_not_said_where_nothing_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    run = model_run()
+    run.accounts[0].compute.rough_seconds = None
+    report(RunOptions({}, None, False, 0), [run], [])
+    assert "saved" not in capsys.readouterr().err
+
+
+def test_each_process_adds_a_line_of_json_and_says_nothing_when_it_is_quiet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "stats.jsonl"
+    for _ in range(2):
+        report(RunOptions({}, str(file), True, 0), [model_run()], [])
+    report(RunOptions({}, str(file), True, 0), [], [])  # a child without a call
+    lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    assert [line["models"][0]["reused_tokens"] for line in lines] == [600, 600]
+    assert capsys.readouterr() == ("", "")
