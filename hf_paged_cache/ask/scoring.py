@@ -92,6 +92,7 @@ def score(
     continuations: Iterable[Tensor | Iterable[int]],
     *,
     batch_size: int | None = None,
+    prefill_chunk_size: int | None = None,
 ) -> list[Score]:
     """The log-probabilities of many continuations of one context: multiple choice, reranking, rewards.
 
@@ -108,6 +109,8 @@ def score(
         context: token ids, [T] or [1, T], at least one.
         continuations: each of at least one token id, [N] or [1, N]; they follow the context as they are.
         batch_size: rows of a forward at most; None: as many as keep its logits below 2**27 numbers.
+        prefill_chunk_size: each continuation runs in a row of its own, after the context, in forwards of so many tokens from the
+            context's start. So its numbers are the same bits whatever is cached, those of the same forwards on a `DynamicCache`.
 
     Returns:
         a `Score` for each continuation, in order.
@@ -134,9 +137,21 @@ def score(
         placeholders.require_text(f"continuation {number}", tokens)
     if batch_size is not None:
         int_of_at_least("batch_size", batch_size, 1, "rows of a forward, or None")
+    if prefill_chunk_size is not None:
+        int_of_at_least("prefill_chunk_size", prefill_chunk_size, 1, "tokens of a forward, or None")
     if not wanted:
         return []
-    return score_contexts(cache, [(prompt, wanted)], batch_size=batch_size)[0]
+    if prefill_chunk_size is None:
+        return score_contexts(cache, [(prompt, wanted)], batch_size=batch_size)[0]
+    cache.store.conditioning.digest()  # reads what rope the model has now
+    side, rope = cache._side, cache.store.conditioning.rope
+    num_tokens = [len(prompt) + len(tokens) - (not rope.depends_on_length) for tokens in wanted]
+    scorer = _Scorer(side, num_tokens, torch.float32)
+    for number, tokens in enumerate(wanted):
+        with side.sibling() as row, rope.put_back():
+            scorer.run_chunks(row, number, prompt, tokens, prefill_chunk_size)
+    cache.call.count_elsewhere("score", scorer.counts, scorer.peak_kv_bytes)
+    return scorer.scores()
 
 
 def may_score_together(cache: AskedCache) -> bool:
@@ -332,6 +347,7 @@ class _Scorer:
         num_columns = cache.call.num_columns
         logits = self._side.run(cache, rows, num_logits=num_logits)
         self.peak_kv_bytes = max(self.peak_kv_bytes, cache.call.peak_kv_bytes)
+        self._read(logits, readings)
         members: list[dict[int, None]] = [{} for _ in rows]
         for read in readings:
             members[read.row][read.continuation] = None
@@ -344,6 +360,16 @@ class _Scorer:
         self._found = found | self._found
         for key, count, row, of_row in zip(keys, counts, rows, members, strict=True):
             self._count(count, self._found[key], max(0, num_columns - row.pad), len(row.token_ids), [*of_row])
+
+    def run_chunks(self, cache: Any, number: int, prompt: Tokens, tokens: Tokens, size: int) -> None:
+        """Run one continuation after its context, in chunks from the context's start, and read its logits."""
+        row = RowInput(array("q", prompt + tokens[:-1]), 0, 0)
+        logits = self._side.run_chunks(cache, row, size, len(tokens))
+        self.peak_kv_bytes = max(self.peak_kv_bytes, cache.call.peak_kv_bytes)
+        self._read(logits, [Reading(0, column, number, token) for column, token in enumerate(tokens)])
+        (self.counts[number],) = cache.call.counters.rows
+
+    def _read(self, logits: Tensor, readings: Sequence[Reading]) -> None:
         index = torch.tensor([(read.row, read.column, read.token) for read in readings], device=logits.device)
         row_of, column, token = index.unbind(1)
         chosen = logits.log_softmax(dim=-1, dtype=self._dtype)[row_of, column, token].float()

@@ -96,9 +96,13 @@ class SharedReads:
         layers = (self._pool.layer(index) for index in self._pool.layer_indices)
         return next((name_of(each.device.type) for layer in layers for each in layer.values()), "not known yet")
 
-    def start_rows(self) -> None:
-        """Other rows run from here on."""
-        self.call_looks = self._is_planned = False
+    def start_rows(self, *, may_share: bool = True) -> None:
+        """Other rows run from here on.
+
+        Args:
+            may_share: else each is read by itself.
+        """
+        self.call_looks, self._is_planned = not may_share, False
 
     def reorder(self, sources: Sequence[int]) -> bool:
         """Row `i` continues as row `sources[i]`. Returns whether what is held is of these rows as well, tails apart."""

@@ -181,17 +181,26 @@ class View:
 
     # A forward.
 
-    def start_rows(self, rows: Sequence[RowLayout], num_columns: int, *, max_rows: int, max_columns: float) -> None:
+    def start_rows(
+        self,
+        rows: Sequence[RowLayout],
+        num_columns: int,
+        *,
+        max_rows: int,
+        max_columns: float,
+        reads_each: bool = False,
+    ) -> None:
         """Other rows run from here on.
 
         Args:
             num_columns: where their first forward stops.
             max_rows, max_columns: the most there will be, as far as the call says; else infinite.
+            reads_each: whatever they share, each is read by itself: parts that are merged round otherwise.
         """
         self._max_rows, self._max_columns = max(max_rows, len(rows)), max_columns
         self.keeps_columns = self._may_keep = self.most_copies > 0
         self._change_places = False
-        self._shared.start_rows()
+        self._shared.start_rows(may_share=not reads_each)
         most = num_columns if math.isinf(max_columns) else max(num_columns, max_columns)
         for layer_idx, layer in self._buffers.items():
             needed = min(most, self._group_of.get(layer_idx, self._all).capacity) + MIN_SPARE_COLUMNS

@@ -19,7 +19,7 @@ class RootFacts(NamedTuple):
     Attributes:
         digest: of the model, as of its last look.
         salt: of the cache.
-        regime: rotary frequencies that depend on length.
+        regime: of its forwards: rotary frequencies that depend on length, and the shapes that they keep to.
         adapter: that the row was given by name.
         counted_from: columns of padding, where these show in keys and values.
         first_position: of the row's first token.

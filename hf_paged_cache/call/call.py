@@ -39,11 +39,11 @@ from .held_steps import HeldSteps, PassedStep
 from .image_ends import keep_image_ends
 from .layer_writes import LayerWrites
 from .prefix_match import Found, PreviousRows, continuation, found_below, look_up_row
-from .prepare import begin_rows_that_fit, continue_rows
+from .prepare import begin_chunks_that_fit, begin_rows_that_fit, continue_rows, cut_to_column
 from .rows import Row, Rows, gather_rows
 from .running import Bracket, Brackets, is_on_a_stack
 from .schedule import hold_windows, map_slots, reserve_forward, take_blocks, take_step
-from .scheduled_forward import ForwardRequest, RowInput, ScheduledForward
+from .scheduled_forward import Chunks, ForwardRequest, RowInput, ScheduledForward
 
 
 class CallState(Enum):
@@ -125,6 +125,7 @@ class Call:
         self._is_first = False  # the scheduled forward is the first of its rows
         self._may_step = False  # rows resume under the conditions that they have run under
         self._num_columns_before = 0  # columns before the last confirmed forward
+        self._began_known = False  # the rows of this call have begun, see `begin_known`
         self.counters = PromptCounters(store.call_totals)
         self.peak_kv_bytes = 0
         self.keeps_past = False  # drafts will be verified, and taken back by `crop`
@@ -135,6 +136,7 @@ class Call:
         self._brought: Mapping[int, str] = {}  # block -> the tier that it has come from for the next forward
         self._stopwatch: Stopwatch | None = None  # of a long forward of a prompt
         self._is_larger = False  # the scheduled forward has taken blocks
+        self._found: list[Found] = []  # of rows that begin with whole chunks
         self._must_commit = False  # the last forward had several columns, and may have filled blocks
         store.add_holder(self)
 
@@ -155,7 +157,7 @@ class Call:
             self.limits = limits
             self.store.give_back_reservation(self)
             self.num_scheduled = 0
-            self.keeps_past = self._may_step = False
+            self.keeps_past = self._may_step = self._began_known = False
             if self.states is not None:
                 self.states.live.record_past(records=False)
             self._held.begin()
@@ -305,6 +307,63 @@ class Call:
         size, rows = self.store.block_size, self.rows
         held = [Counter(brought[i] for i in row.table.block_ids if i in brought) for row in rows.distinct]
         self.counters.bring([{name: size * held[index][name] for name in held[index]} for index in rows.alias])
+
+    def find_known(self, request: ForwardRequest, chunks: Chunks) -> int:
+        """Before the first forward of a `generate` that computes its prompt in chunks: hold what is known of all rows in whole
+        chunks. `begin_known` comes next.
+
+        Args:
+            request: of the whole prompt, as `begin_chunks_that_fit` takes it.
+
+        Returns:
+            the columns that rows may begin with.
+        """
+        with self.store.lock:
+            self.store.settle()
+            self._began_known = True
+            column, self._found = begin_chunks_that_fit(self, request, chunks)
+            return column
+
+    def begin_known(self, request: ForwardRequest, column: int) -> None:
+        """Let the rows stand after their first `column` columns, as if these had just run; with none, they begin with a forward.
+
+        So `generate` passes what follows, in the chunks that it would pass without a cache.
+
+        Args:
+            request: of these columns.
+        """
+        rows = self.rows
+        with self.store.lock:
+            if not column:
+                rows.free()
+                return
+            cut_to_column(rows, column)
+            self.counters.prepare(rows.distinct, self._found, carry_states=False)
+            if self.store.tiers:
+                self._count_brought()
+            self.counters.schedule(
+                request,
+                list(zip(rows.members(), rows.distinct, strict=True)),
+                rows.alias,
+                before=0,
+                start=column,
+                end=self.limits.num_prompt_columns,
+                computed_ahead={},
+            )
+            self.counters.confirm()
+            rows.confirm(column)
+            self._num_columns_before = column
+            self._thread = threading.get_ident()
+            self._writes.gradients.drop()
+            if self.states is not None:
+                self.states.put(rows)
+            self.view.start_rows(
+                rows.layouts(),
+                column,
+                max_rows=max(len(rows), self.limits.num_rows),
+                max_columns=self.limits.max_columns,
+                reads_each=True,
+            )
 
     def admit(self, request: ForwardRequest) -> None:
         """Reserve, ahead of `schedule`, what the prepared forward or its call may take, so that it is not refused there.
@@ -539,7 +598,11 @@ class Call:
         if self._is_first:
             self._writes.gradients.drop()
             self.view.start_rows(
-                rows.layouts(), stop, max_rows=max(len(rows), limits.num_rows), max_columns=limits.max_columns
+                rows.layouts(),
+                stop,
+                max_rows=max(len(rows), limits.num_rows),
+                max_columns=limits.max_columns,
+                reads_each=request.chunks is not None,
             )
         transfer = Transfer()
         self.view.start_forward(rows.layouts, len(rows.distinct), start, stop, transfer)
@@ -799,6 +862,9 @@ class Call:
             self._measure()  # what attention reads may have grown since
             self.judge(conditions_held=conditions_held)
             if failed:
+                if self._began_known and not self.num_scheduled:
+                    self.rows.free()
+                    self.rows = Rows([], [], 0)
                 for row in self.rows.distinct:
                     row.stop_commits(max(0, self._num_columns_before - row.pad))
                 self._restore_previous()

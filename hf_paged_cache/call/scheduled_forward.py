@@ -22,6 +22,22 @@ class RowInput(NamedTuple):
     shift: int | None = 0  # how far images have moved the positions of the text after them; None: not known
 
 
+class Chunks(NamedTuple):
+    """How `generate` cuts a prompt into forwards, the same ones whatever is known: so each gives the same bits.
+
+    Columns: `[0, stop)` whole chunks, kept under a root of their own | `[stop, ..)` the rest of the prompt and what is generated,
+    in forwards of other shapes, which are not.
+    """
+
+    size: int  # columns of a chunk
+    stop: int = 0
+
+    def commit_end(self, before: int, num_new_columns: int) -> int:
+        """The column from which on nothing is committed, where a forward begins at `before`."""
+        is_whole = before % self.size == 0 and num_new_columns == self.size
+        return self.stop if is_whole else min(before, self.stop)
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardRequest:
     """A forward as it was called.
@@ -35,6 +51,7 @@ class ForwardRequest:
         may_alias: whether equal rows may be computed once.
         max_position: the largest position passed, of padding, too; None where none were.
         has_images: ids of some rows do not say what runs, see `image_tokens`.
+        chunks: of the prompt, where each forward must be one of the shapes that they say.
     """
 
     rows: tuple[RowInput, ...]
@@ -45,6 +62,7 @@ class ForwardRequest:
     may_alias: bool = True
     max_position: int | None = None
     has_images: bool = False
+    chunks: Chunks | None = None
 
     def latest_start(self, before: int, num_needed: int) -> int:
         """The column at which it starts at the latest, of rows of `before` columns: what is asked of it is computed in it."""

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..call.admission import UNLIMITED, CallLimits
+from ..model.output_flags import OUTPUT_FLAGS
 from .forward_arguments import KnownInputs
 from .image_inputs import PromptImages
 
@@ -14,7 +15,9 @@ _UNSET_IMPLEMENTATION = "hybrid"  # in older generation configs; transformers re
 _OPTIONS = (
     *("cache_implementation", "use_cache", "is_assistant"),
     *("max_new_tokens", "max_length", "num_beams", "num_return_sequences", "eos_token_id", "prompt_lookup_num_tokens"),
+    *("prefill_chunk_size", "pad_token_id", "assistant_early_exit", "use_mtp", *OUTPUT_FLAGS),
 )
+_OF_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 _DEFAULT_NEW_TOKENS = 20  # transformers' own, where neither max_length nor max_new_tokens is set
 
 
@@ -29,6 +32,11 @@ class GenerateArguments:
         is_assistant: it drafts for another model's `generate`.
         cross_input: the argument that a cross attention reads, whose keys and values are no tokens'; None without one.
         synced_gpus: it was told that several processes run as many forwards.
+        chunk_size: columns of the forwards in which the prompt is computed; None: all in one.
+        num_logits: last columns of the prompt whose logits are asked for.
+        pad_token_id: where no mask is passed, a prompt without it has none.
+        verifies_drafts: then transformers runs the whole prompt in one forward, whatever `chunk_size` is.
+        outputs: asked for beside logits, by flag.
         inputs: of its first forward, where they are known.
         passed: tensors and all else, by name, the ids among them as "input_ids"; empty for a call of ours.
         is_ambient: the call does not bring the cache that it runs on.
@@ -45,6 +53,11 @@ class GenerateArguments:
     is_assistant: bool = False
     cross_input: str | None = None
     synced_gpus: bool = False
+    chunk_size: int | None = None
+    num_logits: int = 1
+    pad_token_id: Any = None
+    verifies_drafts: bool = False
+    outputs: Mapping[str, bool] = field(default_factory=dict)
     inputs: KnownInputs | None = None
     passed: Mapping[str, Any] = field(default_factory=dict)
     is_ambient: bool = False
@@ -77,6 +90,10 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         is_assistant=bool(options["is_assistant"]),
         cross_input=crossed[0] if crossed else None,
         synced_gpus=bool(args[5] if len(args) > 5 else kwargs.get("synced_gpus")),
+        chunk_size=options["prefill_chunk_size"],
+        pad_token_id=options["pad_token_id"],
+        verifies_drafts=kwargs.get("assistant_model") is not None or any(options[name] for name in _OF_DRAFTS),
+        outputs={name: True for name in OUTPUT_FLAGS if options[name]},
         passed={**kwargs, "input_ids": ids},
     )
 

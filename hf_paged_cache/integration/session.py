@@ -22,6 +22,7 @@ from ..kv.transfers import to_device
 from ..model.conditioning import Conditioning
 from ..model.placeholders import Placeholders
 from ..model.support import require_layer_adapters
+from .chunked_prompt import IN_CHUNKS, ChunkedPrompt, chunked_prompt
 from .forward_arguments import ArgumentReader, KnownInputs, for_scheduled
 from .forwards_ahead import Ahead, ForwardsAhead
 from .generate_arguments import GenerateArguments
@@ -96,6 +97,7 @@ class Session:
         self._adapters: list[str] | None = None
         self._may_step = False  # as of the last look at the model
         self._was_overtaken = False  # another generate has left rows where this one was to begin its own
+        self._chunked: ChunkedPrompt | None = None  # of the running `generate`
 
     @property
     def is_open(self) -> bool:
@@ -139,6 +141,8 @@ class Session:
             look = self.resumption.look(given)
             with self._store.lock:
                 self._open(model, given, bracket, look)
+            if self._chunked is not None:
+                self._begin_known_chunks(self._chunked, given)
             yield
             call.catch_up()
             failed = False
@@ -168,7 +172,8 @@ class Session:
             return
         held = call.rows.are_trusted or self._conditions_hold()
         with self._store.lock:  # ended and closed in one: no other thread begins in between
-            self._digest, self._synced_gpus, self._images = b"", False, None
+            self._digest, self._synced_gpus = b"", False
+            self._images = self._chunked = None
             call.end(failed=failed, conditions_held=held)
             if no_memory:
                 call.drop_rows()
@@ -186,6 +191,7 @@ class Session:
         self.records_drafts, self._synced_gpus = False, given.synced_gpus
         self._digest, self._inputs, self._was_alone, self._may_step = given.digest, given.inputs, False, False
         self._images = given.images
+        self._chunked = None if resumes else chunked_prompt(model, given)
         self._ranks.is_settled = False
 
     def open_unseen(self) -> None:
@@ -271,14 +277,8 @@ class Session:
             self._read_conditions()
         before, view, on_ranks = call.rows.num_columns, call.view, self._ranks.are_several
         windows = view.window_of
-        if not before:
-            windows_now = self._conditioning.windows()
-            with self._store.lock:
-                view.follow(windows_now)
-                # Ranks settle what each knows in tokens, without a look at windows.
-                can_run = self._store.follow_windows({} if on_ranks else view.window_of, call)
-            if not can_run:
-                return self._run_without_store(arguments, _OTHER_WINDOWS, _OTHER_WINDOWS)
+        if not before and not self._follow_windows(on_ranks=on_ranks):
+            return self._run_without_store(arguments, _OTHER_WINDOWS, _OTHER_WINDOWS)
         known, self._inputs = self._inputs, None
         seen = self._image_inputs.see(arguments, call.rows, self._images)
         request = self._conditioned(
@@ -289,7 +289,9 @@ class Session:
             before,
             on_ranks=on_ranks,
         )
-        if self._store.tiers:
+        if self._chunked is not None and before:
+            self._chunked.require(request, before)
+        elif self._store.tiers:
             call.load_known(request)
         if not on_ranks:  # several run as many forwards each, and settle their budgets after the first
             limits = call.limits
@@ -316,6 +318,38 @@ class Session:
         encoded = seen.images.encode(forward.sources, len(request.rows), forward.start - before)
         changed = {name: value for name, value in changed.items() if name not in (*seen.images.arguments, ENCODED)}
         return {**changed, ENCODED: encoded} if encoded else changed
+
+    def _begin_known_chunks(self, chunked: ChunkedPrompt, given: GenerateArguments) -> None:
+        """Let the rows begin with what is known of the prompt in whole chunks, so that `generate` passes the chunks after it."""
+        call, ranks = self._call, self._ranks
+        on_ranks = ranks.are_several
+        arguments = chunked.arguments(self._conditioning.model, given, takes_positions=self._reader.takes_positions)
+        if arguments is None or self._conditioning.rope.depends_on_length or (on_ranks and not ranks.start_together):
+            return
+        self._read_conditions()
+        if not self._follow_windows(on_ranks=on_ranks):
+            return
+        read = self._reader.read(arguments, call.rows, in_generate=True, records_drafts=False)
+        request = self._conditioned(read, Seen(arguments), 0, on_ranks=on_ranks)
+        request = chunked.request_of_prompt(request)
+        if request.bypass is not None or not request.num_new_columns > request.num_logits_needed:
+            return
+        if self._store.tiers:
+            call.load_known(request)
+        column = call.find_known(request, chunked.chunks)
+        if on_ranks:
+            same = {"the token ids": tokens_as_bytes([row.token_ids for row in request.rows])}
+            (column,) = ranks.agree("a prompt in chunks", same, [column])
+        chunked.known = column
+        call.begin_known(chunked.request_of_columns(column), column)
+
+    def _follow_windows(self, *, on_ranks: bool) -> bool:
+        """Rows begin: layers may have other windows than before. Returns whether they can run on the store."""
+        windows_now = self._conditioning.windows()
+        with self._store.lock:
+            self._call.view.follow(windows_now)
+            # Ranks settle what each knows in tokens, without a look at windows.
+            return self._store.follow_windows({} if on_ranks else self._call.view.window_of, self._call)
 
     def after_forward(self, output: Any) -> Any:
         """Confirm the forward; returns what its caller is to get, a row for each that it passed."""
@@ -495,12 +529,20 @@ class Session:
             last_column, last = before + request.num_new_columns - 1, request.max_position
             regime = rope.at(last_column if last is None else last)
         self._regime = regime
+        chunked, chunks = self._chunked, None
+        if chunked is not None:
+            bypass, keep, chunks = (
+                bypass or chunked.why_bypassed(request, self._store.block_size),
+                keep or IN_CHUNKS,
+                chunked.chunks,
+            )
         rows, traits = [], self._conditioning.state_traits
         for number, row in enumerate(inputs):
             # without positions the model numbers its columns
             counted_from = traits.root_padding(row.pad) if self._reader.takes_positions else row.pad
             adapter = adapters[number] if adapters is not None and number < len(adapters) else ""
-            facts = RootFacts(self._digest, self._salt, regime, adapter, counted_from, row.first_position)
+            of_row = regime if chunked is None else regime + chunked.shape_of(number, request)
+            facts = RootFacts(self._digest, self._salt, of_row, adapter, counted_from, row.first_position)
             rows.append(row._replace(root=self._conditioning.roots.of(facts), salt=self._salt))
         if regime and keep is None and request.max_position is not None:
             largest = max(row.first_position + before + request.num_new_columns - 1 - row.pad for row in rows)
@@ -511,6 +553,8 @@ class Session:
         return replace(
             request, rows=tuple(rows), bypass=bypass, keep_columns=keep, may_alias=may_alias, has_images=has_images
         )
+        may_alias = request.may_alias and adapters is None and self._bypass is None and chunked is None
+        return replace(request, rows=tuple(rows), bypass=bypass, keep_columns=keep, may_alias=may_alias, chunks=chunks)
 
     def _require_may_begin(self, model: Any, given: GenerateArguments) -> None:
         self._require_model(model)

@@ -123,6 +123,43 @@ class SideForwards:
         logits: Tensor = output.logits[:, -num_logits:]
         return logits
 
+    def run_chunks(self, cache: Any, row: RowInput, size: int, num_logits: int) -> Tensor:
+        """Run a row of tokens in forwards of `size` columns, as `generate` does with `prefill_chunk_size`: the same bits, whatever
+        is known. All logits of a forward are computed where one of them is wanted.
+
+        Returns:
+            logits of the last columns, [1, num_logits, vocabulary].
+
+        Raises:
+            OutOfBlocksError: the row does not fit; nothing was computed.
+        """
+        call: Call = cache.call
+        num_tokens = len(row.token_ids)
+        arguments, _ = self._passed([row], 0, 0, num_tokens)
+        given = GenerateArguments(
+            limits=CallLimits(num_prompt_columns=num_tokens, max_columns=num_tokens, num_rows=1),
+            num_masked=num_tokens,
+            num_given=num_tokens,
+            passed=arguments,
+            chunk_size=size,
+            num_logits=num_logits,
+        )
+        always = {cache_argument(self.model): cache, "use_cache": True, "return_dict": True}
+        found, first, bracket = [], num_tokens - num_logits, Bracket()
+        try:
+            with torch.no_grad(), cache.generating(self.model, given, ref(bracket)):
+                for start in range(call.num_columns, num_tokens, size):
+                    stop = min(num_tokens, start + size)
+                    passed, _ = self._passed([row], 0, start, stop)
+                    if self._reader.takes_logits_to_keep:
+                        always["logits_to_keep"] = 1 if stop <= first else 0
+                    logits = self.model(**always, **passed).logits
+                    if stop > first:
+                        found.append(logits[:, max(0, first - start) :])
+        finally:
+            del bracket
+        return torch.cat(found, dim=1)
+
     def _passed(
         self, rows: Sequence[RowInput], held: int, start: int, stop: int
     ) -> tuple[dict[str, Tensor], KnownInputs]:

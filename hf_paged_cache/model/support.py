@@ -152,17 +152,23 @@ def leaves_doubt(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config(decoder=True)
     names = [*vars(model.config), *vars(config)]
     names_images = any("token" in name and ("image" in name or "img" in name or "vision" in name) for name in names)
-    num_experts = [value for name, value in vars(config).items() if "num" in name and "experts" in name]
     layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
     return (
         not takes(model, "position_ids")
         or is_no_decoder(model)
         or (takes(model, "pixel_values") and not names_images)  # images may become columns that have no token
-        or any(isinstance(number, int) and number > 1 for number in num_experts)  # a router may look at later tokens
+        or has_experts(model)  # a router may look at later tokens
         or any(getattr(layer, "is_causal", None) is False for layer in layers)
         or len({(type(layer), layer.layer_idx) for layer in layers}) < len(layers)  # stacks may share one cache
         or any(map(has_state, cache_layers(model)))  # a scan may start from zeros, whatever the state
     )
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether tokens are routed to one of several experts, so which are computed together follows from all of a forward."""
+    settings = vars(model.config.get_text_config(decoder=True)).items()
+    numbers = [value for name, value in settings if "num" in name and "experts" in name]
+    return any(isinstance(number, int) and number > 1 for number in numbers)
 
 
 def cache_layers(model: PreTrainedModel) -> Sequence[Any]:

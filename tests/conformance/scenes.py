@@ -89,8 +89,8 @@ def prompt_lookup(play: Player) -> None:
 
 
 def chunked_prefill(play: Player) -> None:
-    play.fill(**batch(PROMPT))
-    play.hit(**batch(row((1, 45), (2, 7))), prefill_chunk_size=16, at_least=30)
+    play.fill(**batch(PROMPT), prefill_chunk_size=16)
+    play.hit(**batch(row((1, 45), (2, 7))), prefill_chunk_size=16, at_least=0)
 
 
 def going_on(play: Player) -> None:

@@ -53,6 +53,8 @@ class Case:
     num_blocks: int | None = None
     block_size: int = 16
     is_small: bool = False
+    dtype: str = "float32"
+    is_exact: bool = False  # results are the same bits
 
     def slots(self) -> list[Slot]:
         salts = [re.search(r"cache_salt='(\w+)'", options) for options in self.caches]
@@ -63,7 +65,7 @@ class Case:
 
     def setup(self) -> list[str]:
         lines = [
-            f"model = build({self.kind!r}, seed={self.seed}, attention={self.attention!r})",
+            f"model = build({self.kind!r}, seed={self.seed}, attention={self.attention!r}).to(torch.{self.dtype})",
             *(["small = make_small()"] if self.is_small else []),
             f"store = PrefixStore(model, {self.store})",
             "always_worth_it(store)",
@@ -75,12 +77,13 @@ class Case:
 
     def script(self) -> str:
         """A program that plays the case, and compares after each action."""
+        compare = "compare_bits" if self.is_exact else "compare"
         lines = [
             "import copy, gc, tempfile, torch",
             "from torch import tensor",
             "from transformers import DynamicCache",
             "from hf_paged_cache import PagedPrefixCache, PrefixStore",
-            "from tests.differential.comparing import compare",
+            f"from tests.differential.comparing import {compare}",
             "from tests.differential.kinds import build",
             "from tests.differential.tools import *",
             "",
@@ -91,7 +94,7 @@ class Case:
             lines += ["", f"# {action.name}"]
             lines += [text for text in (action.both, action.reference, action.ours) if text]
             if "ours =" in action.ours:
-                lines.append(f"compare(ours, reference, mask={action.mask})")
+                lines.append(f"{compare}(ours, reference, mask={action.mask})")
         return "\n".join([*lines, "store.check()"])
 
     def with_actions(self, actions: list[Action]) -> "Case":

@@ -1,6 +1,6 @@
 """Results beside each other: tokens are equal, numbers agree to a part of their scale."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,21 @@ def compare(ours: Any, reference: Any, mask: list[list[int]] | None = None) -> f
     if isinstance(reference, list):
         return max(_compare_values(f"[{i}]", *pair, None) for i, pair in enumerate(_zip("list", ours, reference)))
     return _compare_output(ours, reference, columns, prompt_only="sequences" in reference)
+
+
+def compare_bits(ours: Any, reference: Any, mask: list[list[int]] | None = None) -> float:
+    """Raise `DifferenceError` unless tokens, logits and scores of a `generate` are the same bits."""
+    for name in ("sequences", "logits", "scores", "sequences_scores", "beam_indices"):
+        pair = [_flat(output, name) for output in (ours, reference)]
+        for i, (our, their) in enumerate(_zip(name, *pair)):
+            if our.shape != their.shape or not torch.equal(our.nan_to_num(), their.nan_to_num()):
+                raise DifferenceError(f"{name}[{i}] has other bits than the reference's")
+    return 0.0
+
+
+def _flat(output: Any, name: str) -> Sequence[torch.Tensor]:
+    found = output.get(name)
+    return [found] if isinstance(found, torch.Tensor) else found or ()
 
 
 def _compare_output(ours: Any, reference: Any, columns: torch.Tensor | None, *, prompt_only: bool) -> float:

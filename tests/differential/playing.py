@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from hf_paged_cache import OutOfBlocksError, PagedCacheError, PagedPrefixCache, PrefixStore
 from tests.differential import tools
 from tests.differential.cases import Action, Case, Rows, Slot
-from tests.differential.comparing import DifferenceError, TokenError, compare
+from tests.differential.comparing import DifferenceError, TokenError, compare, compare_bits
 from tests.differential.drawing import Draw
 from tests.differential.kinds import build
 from tests.internals import before_each_write
@@ -116,7 +116,8 @@ class Player:
             return self._fail(action, type(error).__name__, str(error))
         if "ours" in self.names and not refused:
             try:
-                distance = compare(self.names["ours"], self.names["reference"], action.mask)
+                same = compare_bits if self.case.is_exact else compare
+                distance = same(self.names["ours"], self.names["reference"], action.mask)
             except DifferenceError as error:
                 if not isinstance(error, TokenError) or not self._is_tie(action):
                     return self._fail(action, "difference", str(error))
@@ -266,12 +267,16 @@ def _short(error: Exception) -> str:
 
 
 def play_drawn(
-    case: Case, rng: random.Random, attentions: Sequence[str], mutate: Callable[[Player], None] | None = None
+    case: Case,
+    rng: random.Random,
+    attentions: Sequence[str],
+    mutate: Callable[[Player], None] | None = None,
+    draws: type[Draw] = Draw,
 ) -> Played:
     """Draw actions and play them, until one fails or there are enough."""
     player = Player(case)
     try:
-        draw = Draw(case, rng, player.slots, player.model, attentions)
+        draw = draws(case, rng, player.slots, player.model, attentions)
         for _ in range(rng.randint(3, 12)):
             action = draw.action()
             if mutate:

@@ -116,14 +116,13 @@ def test_a_new_row_among_known_ones_is_computed_alone() -> None:
     assert compare(model, PagedPrefixCache(cache.store), **batch(*known, new)) == [(1, 64), (4, 8)]
 
 
-def test_what_chunks_of_a_prompt_share_is_computed_first_of_each() -> None:
+def test_nothing_runs_ahead_of_chunks() -> None:
     model = build("llama")
     cache = PagedPrefixCache(model)
     rows = [[*row((1, 48)), *row((seed, 41))] for seed in (2, 3, 3)]
     forwards = compare(model, cache, **batch(*rows), prefill_chunk_size=32)
-    # equal rows run once; of the second chunk 16 columns are shared, of the third none
-    assert forwards == [(1, 32), (1, 16), (2, 16), (2, 25)]
-    assert cache.last_call.computed_tokens == 48 + 2 * 41
+    assert forwards == [(3, 32), (3, 32), (3, 25)]
+    assert cache.last_call.computed_tokens == 3 * 89
 
 
 def test_beams_of_rows_that_share_are_computed_once() -> None:

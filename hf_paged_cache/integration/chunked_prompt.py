@@ -1,0 +1,148 @@
+"""A prompt that `generate` computes in chunks (`prefill_chunk_size`): what must be the same for the same bits.
+
+A forward gives the same bits if its shapes, its inputs and the machine's settings are the same. So keys and values of chunks live under
+a root that names chunk size, rows and padding of the batch, and settings; and what is known is used in whole chunks alone.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from inspect import signature
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin
+
+from ..blocks.hashing import root_hash
+from ..call.scheduled_forward import Chunks, ForwardRequest
+from ..errors import ForwardMismatchError
+from ..model.support import has_experts
+from .generate_arguments import GenerateArguments
+
+IN_CHUNKS = "prefill_chunk_size was given, and known tokens are used in whole chunks alone"
+_VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+_SLICES_CHUNKS = _VERSION >= (5, 23)  # `generate` passes only chunks after the cache's rows
+
+
+@dataclass
+class ChunkedPrompt:
+    """The prompt of one `generate`, in chunks.
+
+    Attributes:
+        chunks: how it is cut.
+        has_experts: see `model.support`.
+        num_logits: see `GenerateArguments`.
+        known: columns that the rows have begun with.
+    """
+
+    chunks: Chunks
+    has_experts: bool
+    num_logits: int
+    known: int = 0
+    _shape: bytes = b""  # of its forwards
+    _prompt: ForwardRequest | None = None
+
+    def arguments(self, model: Any, given: GenerateArguments, *, takes_positions: bool) -> dict[str, Any] | None:
+        """What a forward of the whole prompt would be passed; None where that is not known before `generate` says it."""
+        passed = given.passed
+        ids, mask = passed.get("input_ids"), passed.get("attention_mask")
+        own = getattr(type(model), "_prepare_position_ids_for_generation", None)
+        if given.verifies_drafts or passed.get("custom_generate") is not None:
+            return None
+        if not _SLICES_CHUNKS or own is not GenerationMixin._prepare_position_ids_for_generation:
+            return None
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or passed.get("inputs_embeds") is not None:
+            return None
+        if mask is None and given.pad_token_id is not None and bool((ids == given.pad_token_id).any()):
+            return None  # `generate` may take them for padding
+        mask = torch.ones_like(ids) if mask is None else mask
+        if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+            return None
+        others = {name: value for name, value in passed.items() if name not in _names_of_generate()}
+        if takes_positions and others.get("position_ids") is None:
+            others["position_ids"] = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+        arguments = {**others, **given.outputs, "input_ids": ids, "attention_mask": mask}
+        copies = max(1, given.limits.num_rows // max(1, ids.shape[0]))
+        if copies > 1:
+            of_rows = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+            arguments |= {name: value.repeat_interleave(copies, dim=0) for name, value in of_rows.items()}
+        return arguments
+
+    def request_of_prompt(self, request: ForwardRequest) -> ForwardRequest:
+        """The request of the whole prompt, of which the chunks whose logits are asked for are computed."""
+        latest = (request.num_new_columns - self.num_logits) // self.chunks.size * self.chunks.size
+        self._prompt = replace(request, keep_columns=None, num_logits_needed=request.num_new_columns - latest)
+        return self._prompt
+
+    def request_of_columns(self, stop: int) -> ForwardRequest:
+        """The request of its first columns alone."""
+        assert self._prompt is not None
+        rows = tuple(row._replace(token_ids=row.token_ids[: max(0, stop - row.pad)]) for row in self._prompt.rows)
+        return replace(self._prompt, rows=rows, num_new_columns=stop, num_logits_needed=1)
+
+    def require(self, request: ForwardRequest, before: int) -> None:
+        """Refuse a forward that does not continue what the rows have begun with.
+
+        Raises:
+            ForwardMismatchError: it has other tokens, padding or conditions.
+        """
+        if before != self.known or self._prompt is None:
+            return
+        stop = before + request.num_new_columns
+        for new, whole in zip(request.rows, self._prompt.rows, strict=True):
+            tokens = whole.token_ids[max(0, before - whole.pad) : max(0, stop - whole.pad)]
+            is_other = new.token_ids != tokens or new.pad != min(whole.pad, stop)
+            if is_other or (tokens and new.root != whole.root) or request.bypass:
+                raise ForwardMismatchError(
+                    f"generate was to continue its prompt after {before} cached columns, and runs something else; leave out "
+                    "prefill_chunk_size, or pass input_ids and attention_mask of the prompt alone"
+                )
+
+    def why_bypassed(self, request: ForwardRequest, block_size: int) -> str | None:
+        """Why nothing may be reused: a token's bits follow from more than the tokens before it."""
+        if not self.has_experts:
+            return None
+        if any(row.token_ids != request.rows[0].token_ids for row in request.rows):
+            return "experts compute all rows of a batch together, so its rows have other bits than beside other rows"
+        if block_size % self.chunks.size:
+            return (
+                "experts compute all tokens of a chunk together, so a block must hold whole chunks: build the store with a "
+                f"block_size that is a multiple of prefill_chunk_size={self.chunks.size}"
+            )
+        return None
+
+    def shape_of(self, number: int, request: ForwardRequest) -> bytes:
+        """What a row's bits follow from besides tokens and model: 32 bytes."""
+        if not self._shape:  # at the first forward; `request` is of the whole prompt, or of its first chunk
+            pads = ",".join(str(row.pad) for row in request.rows)
+            self._shape = root_hash(str(self.chunks.size).encode(), pads.encode(), *_settings())
+        return root_hash(self._shape, str(number).encode())
+
+
+def chunked_prompt(model: Any, given: GenerateArguments) -> ChunkedPrompt | None:
+    """The chunks of a `generate` that begins; None where it computes its prompt in one forward."""
+    size, num_columns = given.chunk_size, given.limits.num_prompt_columns
+    if not isinstance(size, int) or size < 1:
+        return None
+    stop = int(num_columns) // size * size if given.limits.are_known else 0
+    return ChunkedPrompt(Chunks(size, stop), has_experts(model), given.num_logits)
+
+
+@cache
+def _names_of_generate() -> frozenset[str]:
+    """The arguments of `generate` that are not passed on to the model."""
+    options = GenerationConfig()  # type: ignore[no-untyped-call]
+    return frozenset({*vars(options), *signature(GenerationMixin.generate).parameters})
+
+
+def _settings() -> list[bytes]:
+    """Of the process and its device: kernels round otherwise under others."""
+    on_device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    backends: Any = torch.backends.cuda
+    attention = [backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled()]
+    settings = [
+        *(torch.__version__, torch.get_num_threads(), torch.get_float32_matmul_precision()),
+        *(torch.backends.cpu.get_cpu_capability(), on_device, attention),
+    ]
+    return [str(setting).encode() for setting in settings]
