@@ -548,13 +548,17 @@ class Session:
             largest = max(row.first_position + before + request.num_new_columns - 1 - row.pad for row in rows)
             keep = _POSITIONS_OF_PADDING if request.max_position > largest else None
         # rows without the names of their images may have equal ids and other images
-        may_alias = request.may_alias and adapters is None and self._bypass is None and why_whole is None
-        has_images = seen.images is not None and bypass is None
+        is_plain = self._bypass is None and why_whole is None
+        may_alias = request.may_alias and adapters is None and is_plain and chunked is None
         return replace(
-            request, rows=tuple(rows), bypass=bypass, keep_columns=keep, may_alias=may_alias, has_images=has_images
+            request,
+            rows=tuple(rows),
+            bypass=bypass,
+            keep_columns=keep,
+            may_alias=may_alias,
+            has_images=seen.images is not None and bypass is None,
+            chunks=chunks,
         )
-        may_alias = request.may_alias and adapters is None and self._bypass is None and chunked is None
-        return replace(request, rows=tuple(rows), bypass=bypass, keep_columns=keep, may_alias=may_alias, chunks=chunks)
 
     def _require_may_begin(self, model: Any, given: GenerateArguments) -> None:
         self._require_model(model)
