@@ -112,12 +112,14 @@ class PagedPrefixCache(Cache):
             conditioning,
             reader,
             self.store.placeholders,
+            self.store.image_inputs,
             self.cache_salt,
             ForwardsAhead(blocks, side),
             ranks,
             bypasses=on_full == "bypass",
         )
         self._own_layers = session.own_layers
+        self.images_of_generate = self.store.image_inputs.of_generate
         self.generating, self.before_forward = session.generating, session.before_forward  # what the hooks ask
         self.after_forward, self.why_unscheduled = session.after_forward, session.why_unscheduled
         super().__init__(layers=layers)

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from .blocks.arguments import file_mode
 from .errors import CacheArgumentError
-from .integration.forward_arguments import ArgumentReader
+from .integration.forward_arguments import TOKEN_TYPES, ArgumentReader
 from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
+from .integration.image_inputs import ImageInputs
 from .integration.token_input import one_sequence
 from .model.conditioning import Conditioning
 from .model.placeholders import Placeholders
@@ -35,7 +36,7 @@ from .model.support import (
     takes,
     unwrapped,
 )
-from .model.trial import default_numbering, require_continuable, state_traits
+from .model.trial import default_numbering, require_continuable, state_traits, text_types
 from .stats import CacheStats
 from .store.block_store import BlockStore
 from .store.loading import Loaded, load_blocks
@@ -129,6 +130,7 @@ class PrefixStore:
             tiers=tiers,
         )
         self.placeholders = Placeholders(model)
+        self.image_inputs = ImageInputs(model, self.placeholders, text_types(model, TOKEN_TYPES))
         takes_positions = takes(model, "position_ids")
         self.argument_reader = ArgumentReader(
             model.config,

@@ -60,6 +60,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "cli.generate",
     "cli.loading",
     "integration.chunked_prompt",
+    "integration.image_inputs",
     "integration.layers",
     "integration.own_layers",
     "model.cache_adapters",

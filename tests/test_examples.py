@@ -54,6 +54,17 @@ def test_a_model_that_is_not_there_is_one_line(name: str, monkeypatch: pytest.Mo
     assert "\n" not in str(ended.value)
 
 
+def test_chat_about_an_image_computes_the_image_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["chat_about_an_image.py", "--questions", "2", "--crops", "1"])
+    runpy.run_path(str(EXAMPLES / "chat_about_an_image.py"), run_name="__main__")
+    first, second, _, same = capsys.readouterr().out.splitlines()
+    assert numbers(first)[0] == 0
+    assert numbers(second)[0] == 8 + 64
+    assert same == "the same tokens: True"
+
+
 def test_save_and_load_computes_in_its_first_run_alone(run_example: Run, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     runs = [run_example("save_and_load.py", folder) for _ in range(2)]

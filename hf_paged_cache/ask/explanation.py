@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..blocks.image_tokens import shown_ids
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..call.prefix_match import Found
 from ..call.scheduled_forward import RowInput
@@ -204,7 +205,8 @@ def _explanation(
 
 
 def _shown(tokens: "array[int]", tokenizer: Any) -> str:
-    """Text; without a tokenizer, ids."""
+    """Text; without a tokenizer, ids. An image is shown by its placeholders."""
+    tokens = shown_ids(tokens)
     if tokenizer is None:
         return " ".join(map(str, tokens))
     return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False))

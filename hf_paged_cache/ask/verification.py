@@ -13,6 +13,7 @@ from torch import Tensor
 from ..blocks import BlockHash, resumable
 from ..blocks.arguments import int_of_at_least
 from ..blocks.hashing import digest_behind, tokens_of
+from ..blocks.image_tokens import hold_images
 from ..blocks.roots import RootFacts
 from ..call.rows import Row, Rows, gather_rows
 from ..errors import UnsupportedModelError
@@ -146,7 +147,8 @@ def _known_blocks(store: PrefixStore, digest: bytes, salt: bytes) -> tuple[dict[
             parent, of_parent = waiting.pop()
             for block_hash in children.get(of_parent, ()):
                 name = b""
-                if parent and digest_behind(of_parent, block_hash.token_bytes) == block_hash.digest:
+                is_text = not hold_images(tokens_of(block_hash.token_bytes))
+                if parent and is_text and digest_behind(of_parent, block_hash.token_bytes) == block_hash.digest:
                     name = digest_behind(parent, block_hash.token_bytes)
                     known[name] = _Known(block_hash, parent, root, facts.first_position)
                 else:

@@ -21,6 +21,7 @@ from .allocator import PrefixCachingBlockAllocator
 from .arguments import check_not_negative
 from .groups import resumable
 from .hashing import BlockHash, HashChain, token_array
+from .image_tokens import WholeImages
 from .window_blocks import Changing, WindowBlocks
 
 
@@ -195,10 +196,11 @@ class BlockTable:
 
     def match_prefix(self, token_ids: Iterable[int]) -> PrefixMatch:
         """What `hold_prefix` would hold now.  Effects: none; the order of eviction stays as it is."""
-        matched = self._allocator.match_prefix(self._chain_of(token_ids).hashes(), self.namespace)
+        chain = self._chain_of(token_ids)
+        matched = self._allocator.match_prefix(chain.hashes(), self.namespace)
         num_matched = len(matched) * self._block_size
-        num_tokens = resumable(self.groups, matched, num_matched)
-        return PrefixMatch(matched[: num_tokens // self._block_size], num_tokens, num_matched)
+        num_tokens = resumable((*self.groups, WholeImages(chain.token_ids)), matched, num_matched)
+        return PrefixMatch(matched[: -(-num_tokens // self._block_size)], num_tokens, num_matched)
 
     def _chain_of(self, token_ids: Iterable[int]) -> HashChain:
         chain = HashChain(self._chain.root, self._block_size, self._chain.extra_keys)
@@ -386,9 +388,14 @@ class BlockTable:
         self._num_committed = stop
         return hashes
 
-    def num_resumable_tokens(self, num_tokens: int) -> int:
-        """The most tokens, up to `num_tokens`, after which each window has all blocks that it sees; all without windows."""
-        return resumable(self.groups, self._allocation.block_ids, num_tokens) if self.groups else num_tokens
+    def num_resumable_tokens(self, num_tokens: int, token_ids: array[int] | None = None) -> int:
+        """The most tokens, up to `num_tokens`, after which no image is cut, and each window has all blocks that it sees.
+
+        Args:
+            token_ids: more of the sequence than the table has; an image may go on in them.
+        """
+        images = WholeImages(self._chain.token_ids if token_ids is None else token_ids)
+        return resumable((*self.groups, images), self._allocation.block_ids, num_tokens)
 
     def hold_window(self, num_tokens: int) -> None:
         """The next forward reads what is before `num_tokens` tokens, and what follows. For layers with a window."""

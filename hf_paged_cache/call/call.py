@@ -22,6 +22,7 @@ from weakref import ref
 from torch import Tensor
 
 from ..attention.view import View
+from ..blocks.image_tokens import end_of_image, filled_up
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
 from ..kv.states import LiveStates, States
@@ -35,6 +36,7 @@ from .admission import UNLIMITED, CallLimits, admit_call, num_blocks_held_only_b
 from .call_states import CallStates
 from .counters import PromptCounters
 from .held_steps import HeldSteps, PassedStep
+from .image_ends import keep_image_ends
 from .layer_writes import LayerWrites
 from .prefix_match import Found, PreviousRows, continuation, found_below, look_up_row
 from .prepare import begin_chunks_that_fit, begin_rows_that_fit, continue_rows, cut_to_column
@@ -240,6 +242,9 @@ class Call:
                     most = len(tokens) - self.num_needed(request)
                     if most > 0 and (row is None or row.commit_end is None):  # not so of a row that is padding so far
                         wanted.append(Wanted(new.root, new.salt, tokens, most))
+                        if request.has_images and (end := end_of_image(tokens, 0, len(tokens))) is not None:
+                            filled = filled_up(tokens, end, self.store.block_size)
+                            wanted.append(Wanted(new.root, new.salt, filled, len(filled)))
         brought = self.store.tiers.load(wanted, self)
         with self.store.lock:
             self._brought = brought
@@ -568,7 +573,7 @@ class Call:
         if self.states is not None and column is not None:
             start, held_back_by = column, "state"
             self.states.stop_commits(rows, request)
-        if store.windows:
+        if store.windows or request.has_images:
             start = hold_windows(rows, before, start)
             if column is not None and start != column:
                 raise ForwardMismatchError(
@@ -931,6 +936,7 @@ class Call:
         """The pool catches up, full blocks are committed, and what layers carry at their ends is kept."""
         self._held.flush(self.rows)
         self.rows.commit()
+        keep_image_ends(self.store, self.rows)
         if self.states is not None:
             self.states.keep_snapshots(self.rows)
 

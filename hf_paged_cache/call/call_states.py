@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
+from ..blocks.image_tokens import hold_images
 from ..errors import ForwardMismatchError
 from ..kv.states import LiveStates, StateKey, States, copied, row_of, select_rows, stacked
 from ..store.block_store import BlockStore
@@ -147,7 +148,7 @@ class CallStates:
             ForwardMismatchError: there are such.
         """
         for row in rows.distinct:
-            if row.num_true_tokens < row.num_confirmed:
+            if row.num_true_tokens < row.num_confirmed or hold_images(row.table.token_ids):
                 raise ForwardMismatchError(_LOST)
 
     def start_forward(self, rows: Rows, column: int, stop: int) -> None:

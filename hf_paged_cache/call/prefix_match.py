@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..blocks import BlockTable, HashChain, resumable
+from ..blocks import BlockTable, Group, HashChain, resumable
+from ..blocks.image_tokens import WholeImages, filled_up, hold_images, next_image, whole_images
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..store.block_store import BlockStore
 from ..wording import counted
+from .image_ends import end_after
 from .rows import Origin, Row
 from .scheduled_forward import RowInput
 
@@ -75,6 +77,11 @@ def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple
     """
     table = store.new_table(new.root, new.salt)
     num_hit = table.hold_prefix(new.token_ids)
+    if hold_images(new.token_ids):
+        table, num_hit = _with_image_end(store, new, table, num_hit)
+    if (num_whole := table.num_resumable_tokens(num_hit, new.token_ids)) < num_hit:
+        table.truncate(num_whole)
+        num_hit = num_whole
     choice = _choose(store, new, previous, num_hit, table.num_matched_tokens, _num_at_origin)
     if choice.closest is not None:
         table.free()
@@ -82,6 +89,19 @@ def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple
         table.truncate(choice.num_tokens)
     origin = None if choice.ended is None else choice.ended.origin
     return table, Found(choice.num_tokens, choice.stopped, origin)
+
+
+def _with_image_end(store: BlockStore, new: RowInput, table: BlockTable, num_hit: int) -> tuple[BlockTable, int]:
+    """A table that holds the end of the image in the block after the hit, too, where that was kept."""
+    with store.new_table(new.root, new.salt) as probe:
+        end = end_after(probe, new.token_ids, num_hit, store.block_size)
+    if end == num_hit:
+        return table, num_hit
+    table.free()
+    table = store.new_table(new.root, new.salt)
+    num_held = table.hold_prefix(filled_up(new.token_ids, end, store.block_size))
+    table.truncate(min(num_held, end))
+    return table, table.num_tokens
 
 
 def look_up_row(
@@ -95,13 +115,17 @@ def look_up_row(
     """
     with store.new_table(new.root, new.salt) as table:
         hit = table.match_prefix(new.token_ids)
+        if hold_images(new.token_ids):
+            ended = end_after(table, new.token_ids, hit.num_matched_tokens, store.block_size)
+            hit = hit._replace(num_tokens=max(hit.num_tokens, ended if ended > hit.num_matched_tokens else 0))
         choice = _choose(store, new, previous, hit.num_tokens, hit.num_matched_tokens, num_at_end)
         found = Found(choice.num_tokens, choice.stopped)
         if not store.states:
             return found
         known = 0 if choice.ended is None else num_at_end(choice.ended) or 0
         known = known if known <= most else 0
-        known = max(known, resumable(store.groups, hit.block_ids, min(found.num_tokens, most)))
+        groups: tuple[Group, ...] = (*store.groups, WholeImages(new.token_ids))
+        known = max(known, resumable(groups, hit.block_ids, min(found.num_tokens, most)))
         why = _why_no_state(store, found.num_tokens, known, most)
         return Found(known, why) if why else found
 
@@ -150,8 +174,8 @@ def _choose(
             ended = closest
         else:
             closest, num_common = None, 0
-    num_known = 0 if closest is None else closest.table.num_resumable_tokens(num_common)
-    longest = max(num_common, num_matched)
+    num_known = 0 if closest is None else closest.table.num_resumable_tokens(num_common, new.token_ids)
+    longest = whole_images(new.token_ids, max(num_common, num_matched))
     if closest is None or num_known <= num_hit:
         num_known, closest = num_hit, None
     if num_known < longest:
@@ -180,7 +204,8 @@ def match_states(store: BlockStore, row: Row, most: int) -> str:
     if row.origin is not None and row.origin.num_tokens > most:
         row.origin = None
     known = 0 if row.origin is None else row.origin.num_tokens
-    num_tokens = resumable(store.groups, table.block_ids, min(table.num_tokens, most))
+    groups: tuple[Group, ...] = (*store.groups, WholeImages(table.token_ids))
+    num_tokens = resumable(groups, table.block_ids, min(table.num_tokens, most))
     if num_tokens > known:
         row.origin, known = Origin(num_tokens, store.states.use(table.block_ids, num_tokens)), num_tokens
     why = _why_no_state(store, table.num_tokens, known, most)
@@ -218,6 +243,8 @@ def _why_stopped(num_known: int, token_ids: TokenIds, block_size: int, previous:
             return f"the last call's row ends at token {num_known}, and the prompt continues"
         return f"the prompt differs from the last call's tokens at token {num_known}"
     end = (num_known // block_size + 1) * block_size
+    if (image := next_image(token_ids, num_known, end)) is not None:
+        return f"no cached block has the image at token {image} after these tokens"
     if end > len(token_ids):
         num_left = len(token_ids) - num_known
         do = "does" if num_left == 1 else "do"

@@ -6,6 +6,7 @@ Takes no fresh block.
 from collections.abc import Sequence
 
 from ..blocks import resumable
+from ..blocks.image_tokens import end_of_image
 from ..errors import CacheArgumentError
 from ..store.block_store import BlockStore
 from .admission import CallToAdmit, demand_of
@@ -38,8 +39,10 @@ def begin_rows(store: BlockStore, request: ForwardRequest, previous: Sequence[Ro
             table, match = match_row(store, new, kept)
         else:
             table, match = store.new_table(new.root, new.salt), Found(0, why_none)
-        row = Row(table, new.pad, new.root, new.first_position)
+        row = Row(table, new.pad, new.root, new.first_position, new.shift)
         row.origin = match.origin
+        if request.has_images and not store.states:
+            row.image_end = end_of_image(new.token_ids, 0, len(new.token_ids))
         if request.bypass is not None:
             row.stop_commits(0)
         _stop_after_chunks(row, request, 0)
@@ -95,7 +98,7 @@ def continue_rows(store: BlockStore, request: ForwardRequest, rows: Rows) -> lis
         new = inputs[member]
         if not row.table.num_tokens:  # nothing but padding so far; there may be more now
             row.table = store.new_table(new.root, new.salt)
-            row.pad, row.root, row.first_position = new.pad, new.root, new.first_position
+            row.pad, row.root, row.first_position, row.shift = new.pad, new.root, new.first_position, new.shift
         _stop_after_chunks(row, request, rows.num_columns)
         if request.bypass is not None or new.root != row.root or new.pad != row.pad:
             row.stop_commits(row.num_confirmed)

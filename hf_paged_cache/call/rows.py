@@ -39,6 +39,7 @@ class Row:
         "commit_end",
         "first_position",
         "held_from",
+        "image_end",
         "last_kept",
         "num_confirmed",
         "num_known",
@@ -46,12 +47,16 @@ class Row:
         "origin",
         "pad",
         "root",
+        "shift",
         "table",
     )
 
-    def __init__(self, table: BlockTable, pad: int, root: bytes, first_position: int = 0) -> None:
+    def __init__(
+        self, table: BlockTable, pad: int, root: bytes, first_position: int = 0, shift: int | None = 0
+    ) -> None:
         self.table = table
         self.first_position = first_position
+        self.shift = shift  # how far images have moved the positions of what follows them; None: not known
         self.pad = pad  # columns of left padding
         self.root = root
         self.num_known = table.num_tokens
@@ -60,6 +65,7 @@ class Row:
         self.commit_end: int | None = None  # tokens from here on are never committed; None: all may be
         self.held_from: int | None = None  # tokens from here on are held, and not committed meanwhile, see `HeldSteps`
         self._num_judged = 0
+        self.image_end: int | None = None  # tokens up to the end of its last image, as long as that is not kept
         self.last_kept = 0  # tokens after which it got a snapshot, token by token
         self.origin: Origin | None = None  # of a row that does not run: where it may resume, if layers carry states
 
@@ -69,7 +75,7 @@ class Row:
 
     def forked(self, table: BlockTable) -> "Row":
         """A row like this, with a fork of its table."""
-        forked = Row(table, self.pad, self.root, self.first_position)
+        forked = Row(table, self.pad, self.root, self.first_position, self.shift)
         forked.num_known, forked.num_confirmed, forked.commit_end = self.num_known, self.num_confirmed, self.commit_end
         forked.num_matched = self.num_matched
         forked._num_judged, forked.held_from, forked.origin = self._num_judged, self.held_from, self.origin
@@ -100,6 +106,8 @@ class Row:
             self.commit_end = None
         if self.held_from is not None and self.held_from >= num_tokens:
             self.held_from = None
+        if self.image_end is not None and self.image_end > num_tokens:
+            self.image_end = None
 
     def stop_commits(self, position: int) -> None:
         """Tokens from `position` on will not be committed."""

@@ -66,7 +66,8 @@ def resumable_column(rows: Rows, before: int, start: int) -> int | None:
 
 
 def hold_windows(rows: Rows, before: int, start: int) -> int:
-    """Say from which column each row's layers read on: from `start`, or from the last one before it that all windows allow.
+    """Say from which column each row's layers read on: from `start`, or from the last one before it that all windows allow, and no image goes
+    over.
 
     Args:
         before: columns at which the rows stand.

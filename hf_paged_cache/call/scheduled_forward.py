@@ -19,6 +19,7 @@ class RowInput(NamedTuple):
     root: bytes = b""  # parent of the first block: all that conditions keys and values besides tokens
     num_hidden: int = 0  # new tokens that the mask hides, as right padding does
     salt: bytes = b""  # namespace of the row's blocks
+    shift: int | None = 0  # how far images have moved the positions of the text after them; None: not known
 
 
 class Chunks(NamedTuple):
@@ -49,6 +50,7 @@ class ForwardRequest:
         keep_columns: why no known column may be left out; None when they may.
         may_alias: whether equal rows may be computed once.
         max_position: the largest position passed, of padding, too; None where none were.
+        has_images: ids of some rows do not say what runs, see `image_tokens`.
         chunks: of the prompt, where each forward must be one of the shapes that they say.
     """
 
@@ -59,6 +61,7 @@ class ForwardRequest:
     keep_columns: str | None = None
     may_alias: bool = True
     max_position: int | None = None
+    has_images: bool = False
     chunks: Chunks | None = None
 
     def latest_start(self, before: int, num_needed: int) -> int:

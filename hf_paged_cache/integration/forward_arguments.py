@@ -5,7 +5,7 @@ is named as the reason why the forward is computed without reuse. Inputs are sho
 """
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +22,7 @@ from ..kv.transfers import read_together, to_device
 from ..model.output_flags import OUTPUT_FLAGS, outputs_of
 from ..model.trial import Numbering
 
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # [R, T], of text: 0
 _Numbers = TypeVar("_Numbers", list[int], "array[int]")
 # Read here, or without influence on keys and values. Any other argument makes the forward one without reuse, unless it is what
 # the model's forward takes where it is left out.
@@ -330,20 +331,30 @@ class ArgumentReader:
         return None, 1
 
 
-def for_scheduled(arguments: Mapping[str, Any], forward: ScheduledForward, num_columns_before: int) -> dict[str, Any]:
-    """The arguments for the rows and columns that run; the mask keeps all its columns."""
+def for_scheduled(
+    arguments: Mapping[str, Any],
+    forward: ScheduledForward,
+    num_columns_before: int,
+    whole: Collection[str] = ("attention_mask",),
+) -> dict[str, Any]:
+    """The arguments for the rows and columns that run.
+
+    Args:
+        whole: those that keep all their columns.
+    """
     changed = dict(arguments)
     skipped = forward.start - num_columns_before
     ids, rows = changed.get("input_ids"), None
     if forward.copies is not None and ids is not None:
         rows = to_device(forward.sources, ids.device)
-    for name in ("input_ids", "position_ids", "attention_mask"):
+    for name in ("input_ids", "position_ids", "attention_mask", *TOKEN_TYPES):
         value = changed.get(name)
         if not isinstance(value, Tensor):
             continue
-        if rows is not None and value.shape[0] > 1:  # a single row of positions stands for all
-            value = value.index_select(0, rows.to(value.device))
-        if skipped and name != "attention_mask":
+        dim = value.dim() - 2  # positions of several numbers are [N, rows, columns]
+        if rows is not None and value.shape[dim] > 1:  # a single row of positions stands for all
+            value = value.index_select(dim, rows.to(value.device))
+        if skipped and name not in whole:
             value = value[..., skipped:]
         changed[name] = value
     if skipped and isinstance(changed.get("cache_position"), Tensor):

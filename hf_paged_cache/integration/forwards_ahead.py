@@ -52,7 +52,7 @@ class ForwardsAhead:
 
     def may_run(self, request: ForwardRequest, call: Call) -> bool:
         """Whether there may be any: there is something to share, to bring together or to cut."""
-        if not call.plans_ahead:
+        if not call.plans_ahead or request.has_images or any(row.shift for row in call.rows.distinct):
             return False
         if call.states is not None:
             is_lost = call.states.are_lost(call.rows)

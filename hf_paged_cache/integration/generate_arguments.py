@@ -9,6 +9,7 @@ from torch import Tensor
 from ..call.admission import UNLIMITED, CallLimits
 from ..model.output_flags import OUTPUT_FLAGS
 from .forward_arguments import KnownInputs
+from .image_inputs import PromptImages
 
 _UNSET_IMPLEMENTATION = "hybrid"  # in older generation configs; transformers reads it as none
 _OPTIONS = (
@@ -39,6 +40,7 @@ class GenerateArguments:
         inputs: of its first forward, where they are known.
         passed: tensors and all else, by name, the ids among them as "input_ids"; empty for a call of ours.
         is_ambient: the call does not bring the cache that it runs on.
+        images: that its first forward is to run, taken from its arguments.
         digest: the model's, where it has just been read, and the model needs no bypass and has no adapters by row; b"": unread.
     """
 
@@ -60,6 +62,7 @@ class GenerateArguments:
     passed: Mapping[str, Any] = field(default_factory=dict)
     is_ambient: bool = False
     digest: bytes = b""
+    images: PromptImages | None = None
 
 
 def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateArguments:

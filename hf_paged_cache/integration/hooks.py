@@ -69,6 +69,11 @@ class GenerateBracket:
             given = replace(given, is_ambient=True)
             if cache.is_generating:
                 cache = cache.sibling()
+        if self.replaced is None:
+            images = cache.images_of_generate(self.model, given.passed)
+            if images is not None:
+                given = replace(given, images=images)
+                kwargs = {name: value for name, value in kwargs.items() if name not in images.pixels}
         bracket = Bracket()
         try:
             with ExitStack() as stack:

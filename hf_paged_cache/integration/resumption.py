@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..blocks.image_tokens import shown_ids
 from ..blocks.tokens import common_prefix_length
 from ..call.call import Call
 from ..errors import CacheArgumentError
@@ -159,7 +160,7 @@ class Resumption:
             most, best = 0, 0
             for index, row in enumerate(rows.in_batch()):
                 if row.pad <= look.first_shown[number]:  # padding that is skipped has no keys and values
-                    shared = row.pad + common_prefix_length(row.table.token_ids, tokens[row.pad :])
+                    shared = row.pad + common_prefix_length(shown_ids(row.table.token_ids), tokens[row.pad :])
                     shared = min(shared, rows.num_columns, len(tokens) - 1)
                     most, best = (shared, index) if shared > most else (most, best)
             if most < end:

@@ -26,6 +26,7 @@ from .chunked_prompt import IN_CHUNKS, ChunkedPrompt, chunked_prompt
 from .forward_arguments import ArgumentReader, KnownInputs, for_scheduled
 from .forwards_ahead import Ahead, ForwardsAhead
 from .generate_arguments import GenerateArguments
+from .image_inputs import ENCODED, ImageInputs, PromptImages, Seen
 from .own_layers import OwnLayers, why_full
 from .ranks import Ranks, of_all_ranks, tokens_as_bytes
 from .resumption import Look, Resumption
@@ -54,6 +55,7 @@ class Session:
         conditioning: the model, and what its keys and values depend on.
         reader: of the forwards' arguments.
         placeholders: token ids of the model that are no text.
+        image_inputs: reads what fills them.
         salt: part of every root.
         ahead: runs first what rows of a forward share, and what brings them together.
         ranks: other processes that run the same forwards.
@@ -66,6 +68,7 @@ class Session:
         conditioning: Conditioning,
         reader: ArgumentReader,
         placeholders: Placeholders,
+        image_inputs: ImageInputs,
         salt: bytes,
         ahead: ForwardsAhead,
         ranks: Ranks,
@@ -80,6 +83,8 @@ class Session:
         self._store = call.store
         self._conditioning = conditioning
         self._reader = reader
+        self._image_inputs = image_inputs
+        self._images: PromptImages | None = None  # that `generate` was passed, for its first forward
         self._salt = salt
         self._ahead = ahead
         self._ranks = ranks
@@ -167,7 +172,8 @@ class Session:
             return
         held = call.rows.are_trusted or self._conditions_hold()
         with self._store.lock:  # ended and closed in one: no other thread begins in between
-            self._digest, self._synced_gpus, self._chunked = b"", False, None
+            self._digest, self._synced_gpus = b"", False
+            self._images = self._chunked = None
             call.end(failed=failed, conditions_held=held)
             if no_memory:
                 call.drop_rows()
@@ -184,6 +190,7 @@ class Session:
         self._call.begin(bracket, given.limits, keep_rows=resumes)
         self.records_drafts, self._synced_gpus = False, given.synced_gpus
         self._digest, self._inputs, self._was_alone, self._may_step = given.digest, given.inputs, False, False
+        self._images = given.images
         self._chunked = None if resumes else chunked_prompt(model, given)
         self._ranks.is_settled = False
 
@@ -222,7 +229,8 @@ class Session:
         call = self._call
         try:
             if self._may_step and model is self._conditioning.model and call.may_step:
-                passed = self._reader.read_step(arguments, call.rows)
+                step = self._image_inputs.see_step(arguments, call.rows)
+                passed = None if step is None else self._reader.read_step(step, call.rows)
                 if passed is not None:
                     call.schedule_step(passed)
                     return arguments
@@ -240,6 +248,9 @@ class Session:
         Args:
             why, said: it does not run on the store; for `last_call`, and for the log.
         """
+        if self._images is not None:
+            num_rows = len(arguments["input_ids"])
+            arguments = {**arguments, ENCODED: self._images.encode(range(num_rows), num_rows)}
         self.own_layers.start_forward(arguments, why, records_past=self.records_drafts)
         self._ranks.is_settled = True
         if said:
@@ -269,10 +280,12 @@ class Session:
         if not before and not self._follow_windows(on_ranks=on_ranks):
             return self._run_without_store(arguments, _OTHER_WINDOWS, _OTHER_WINDOWS)
         known, self._inputs = self._inputs, None
+        seen = self._image_inputs.see(arguments, call.rows, self._images)
         request = self._conditioned(
             self._reader.read(
-                arguments, call.rows, in_generate=is_open, records_drafts=self.records_drafts, known=known
+                seen.plain, call.rows, in_generate=is_open, records_drafts=self.records_drafts, known=known
             ),
+            seen,
             before,
             on_ranks=on_ranks,
         )
@@ -298,9 +311,13 @@ class Session:
         self._ranks.is_settled = is_open and (
             forward.stop >= call.limits.num_prompt_columns or not self._ranks.start_together
         )
-        if forward.start == before and forward.copies is None:
-            return arguments
-        return for_scheduled(arguments, forward, before)
+        is_whole = forward.start == before and forward.copies is None
+        changed = arguments if is_whole else for_scheduled(arguments, forward, before, self._image_inputs.whole)
+        if seen.images is None or (is_whole and self._images is None):
+            return changed
+        encoded = seen.images.encode(forward.sources, len(request.rows), forward.start - before)
+        changed = {name: value for name, value in changed.items() if name not in (*seen.images.arguments, ENCODED)}
+        return {**changed, ENCODED: encoded} if encoded else changed
 
     def _begin_known_chunks(self, chunked: ChunkedPrompt, given: GenerateArguments) -> None:
         """Let the rows begin with what is known of the prompt in whole chunks, so that `generate` passes the chunks after it."""
@@ -313,7 +330,7 @@ class Session:
         if not self._follow_windows(on_ranks=on_ranks):
             return
         read = self._reader.read(arguments, call.rows, in_generate=True, records_drafts=False)
-        request = self._conditioned(read, 0, on_ranks=on_ranks)
+        request = self._conditioned(read, Seen(arguments), 0, on_ranks=on_ranks)
         request = chunked.request_of_prompt(request)
         if request.bypass is not None or not request.num_new_columns > request.num_logits_needed:
             return
@@ -336,7 +353,7 @@ class Session:
 
     def after_forward(self, output: Any) -> Any:
         """Confirm the forward; returns what its caller is to get, a row for each that it passed."""
-        call, held = self._call, None
+        call, held, self._images = self._call, None, None
         if call.forward is not None and call.forward.is_step:
             call.confirm(conditions_held=None)
             return output
@@ -493,13 +510,14 @@ class Session:
         """Whether the model is still as it was when its conditions were read; False where they were not."""
         return self._conditioning.digest() == self._digest
 
-    def _conditioned(self, request: ForwardRequest, before: int, *, on_ranks: bool) -> ForwardRequest:
-        """The request under the model's conditions: why it is computed without reuse, and each row with its root.
+    def _conditioned(self, request: ForwardRequest, seen: Seen, before: int, *, on_ranks: bool) -> ForwardRequest:
+        """The request under the model's conditions: why it is computed without reuse, and each row with its root and its images.
 
         A root is what conditions the model, this cache, and where the row's positions start.
         """
         rope, regime, adapters = self._conditioning.rope, b"", self._adapters
-        bypass, keep = request.bypass or self._bypass, request.keep_columns
+        inputs, why_whole = seen.named(request, self._store.block_size)
+        bypass, keep = request.bypass or why_whole or self._bypass, request.keep_columns
         if adapters is not None and len(adapters) != len(request.rows):
             many = f"{len(adapters)} adapter names were given for {len(request.rows)} rows; pass one for each row"
             bypass = bypass or many
@@ -519,7 +537,7 @@ class Session:
                 chunked.chunks,
             )
         rows, traits = [], self._conditioning.state_traits
-        for number, row in enumerate(request.rows):
+        for number, row in enumerate(inputs):
             # without positions the model numbers its columns
             counted_from = traits.root_padding(row.pad) if self._reader.takes_positions else row.pad
             adapter = adapters[number] if adapters is not None and number < len(adapters) else ""
@@ -529,8 +547,18 @@ class Session:
         if regime and keep is None and request.max_position is not None:
             largest = max(row.first_position + before + request.num_new_columns - 1 - row.pad for row in rows)
             keep = _POSITIONS_OF_PADDING if request.max_position > largest else None
-        may_alias = request.may_alias and adapters is None and self._bypass is None and chunked is None
-        return replace(request, rows=tuple(rows), bypass=bypass, keep_columns=keep, may_alias=may_alias, chunks=chunks)
+        # rows without the names of their images may have equal ids and other images
+        is_plain = self._bypass is None and why_whole is None
+        may_alias = request.may_alias and adapters is None and is_plain and chunked is None
+        return replace(
+            request,
+            rows=tuple(rows),
+            bypass=bypass,
+            keep_columns=keep,
+            may_alias=may_alias,
+            has_images=seen.images is not None and bypass is None,
+            chunks=chunks,
+        )
 
     def _require_may_begin(self, model: Any, given: GenerateArguments) -> None:
         self._require_model(model)

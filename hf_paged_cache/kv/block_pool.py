@@ -286,12 +286,12 @@ class BlockPool:
             if slot_mapping.is_run and new.shape[0] == 1:
                 _by_head(held).narrow(1, slot_mapping.slots[0], new.shape[2]).copy_(new[0])
                 continue
-            _, heads, _, head_dim = held.shape
+            heads = held.shape[1]
             tokens, sources = new.transpose(1, 2), slot_mapping.sources_on(held.device)
             if sources is not None:
                 tokens = tokens.flatten(0, 1).index_select(0, sources)
             index = slot_mapping.index_for(heads, held.shape[0] * self.block_size, held.device)
-            _by_head(held).flatten(0, 1).index_copy_(0, index, tokens.reshape(-1, head_dim).to(held.dtype))
+            _by_head(held).flatten(0, 1).index_copy_(0, index, tokens.flatten(0, -2).to(held.dtype))
 
     def lay_out(self, layer_idx: int, name: str, heads: int, head_dim: int, dtype: torch.dtype) -> None:
         """Make a layer's tensor before anything is written, where the first keys and values will be; a write may move it."""
@@ -362,8 +362,9 @@ class BlockPool:
         for name in layer if names is None else names:
             held = layer[name]
             capacity, heads, size, head_dim = held.shape
-            chosen = source.index_for(heads, capacity if source.by_block else capacity * size, held.device)
-            units = held.transpose(0, 1).view(-1, size * head_dim if source.by_block else head_dim)
+            num_units, unit = (capacity, size * head_dim) if source.by_block else (capacity * size, head_dim)
+            chosen = source.index_for(heads, num_units, held.device)
+            units = held.transpose(0, 1).view(heads * num_units, unit)  # some layers have keys of no numbers
             if memory is not None and held.is_cpu:
                 copied = memory.take((chosen.shape[0], units.shape[1]), held.dtype)
                 torch.index_select(units, 0, chosen, out=copied)

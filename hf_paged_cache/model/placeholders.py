@@ -54,7 +54,7 @@ class Placeholders:
 
     def __init__(self, model: Any) -> None:
         arguments = inspect.signature(model.forward).parameters
-        self._content = {name: kind for name in arguments if (kind := _kind_of(name)) is not None}
+        self._content = {name: kind for name in arguments if (kind := kind_of(name)) is not None}
         self.kinds: dict[int, frozenset[str]] = {}
         if self._content:
             for token, kind in _named(model.config):
@@ -80,7 +80,7 @@ class Placeholders:
             return None
         if any(arguments.get(name) is not None for name in _CONTENT_OF_ALL):
             return None
-        passed = {_kind_of(name) for name, value in arguments.items() if value is not None} - {None}
+        passed = {kind_of(name) for name, value in arguments.items() if value is not None} - {None}
         asked = {token for token, kinds in self.kinds.items() if not kinds & passed}
         if not asked:
             return None
@@ -128,7 +128,7 @@ class Placeholders:
         return " or ".join(_THINGS[kind] for kind in sorted(self.kinds[token]))
 
 
-def _kind_of(name: str) -> str | None:
+def kind_of(name: str) -> str | None:
     """The kind of content that an argument brings, by its name."""
     if name.endswith(_BESIDE_CONTENT):
         return None

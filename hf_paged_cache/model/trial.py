@@ -7,6 +7,8 @@ tokens', masks that are wrong with a cache. Where layers carry a state, also wha
 
 import copy
 import inspect
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -38,7 +40,7 @@ from .probing import (
     undisturbed,
 )
 from .state_traits import EVERY_PAD, StateTraits, read_state_traits
-from .support import cache_layers, has_state, is_no_decoder, names_of, quoted, states_of
+from .support import cache_layers, has_state, is_no_decoder, names_of, quoted, states_of, takes
 
 Numbering = Literal["columns", "tokens"]
 _STATE_TOLERANCE_IN_EPS = 4  # of the first layer's state, rounded a few times
@@ -259,3 +261,21 @@ def _seen_numbering(model: PreTrainedModel) -> Numbering | None:
             if distance(whole, continued) <= tolerance(model, seen):
                 return numbering
     return None
+
+
+def text_types(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:
+    """Of arguments that give each token a type, those that the forward takes, and that condition nothing where they are 0.
+
+    Cost: nothing for a model that takes none; else a short forward, and one more for each.
+    """
+    taken = [name for name in names if takes(model, name)]
+    if not taken:
+        return frozenset()
+    inputs = trial_inputs(model)
+
+    def is_none(name: str) -> bool:
+        typed = logits_at_once(model, {**inputs, name: torch.zeros_like(inputs["input_ids"])})
+        return distance(logits_at_once(model, inputs), typed) <= MIN_TOLERANCE / 10
+
+    with undisturbed(model), TiesByPosition():
+        return frozenset(name for name in taken if attempt(partial(is_none, name), lambda _: False))

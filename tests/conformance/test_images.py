@@ -1,8 +1,4 @@
-"""Image-text models: the right result with and without an image, and nothing of an image is ever reused.
-
-An image's placeholders are the same ids whatever it shows, so a block of them that was committed would be another
-image's.
-"""
+"""Image-text models: text hits through what their processors pass, and images are reused by content, or nothing of them ever is."""
 
 from __future__ import annotations
 
@@ -16,22 +12,16 @@ import torch
 from hf_paged_cache import PagedPrefixCache, UnsupportedModelError
 
 from ..reference import assert_same, is_same, run, zero_blocks
+from .images import SCENES, examine
 from .multimodal import IMAGE_TEXT, build_image_text, example_inputs, image_inputs
+from .random_images import play
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Their processors pass token types, which may condition keys and values, or positions of three numbers a token.
-NOT_REUSED = {
-    "qwen2_vl": "the argument mm_token_type_ids may condition keys and values",
-    "qwen2_5_vl": "the argument mm_token_type_ids may condition keys and values",
-    "qwen3_vl": "the argument mm_token_type_ids may condition keys and values",
-    "qwen3_5": "the argument mm_token_type_ids may condition keys and values",
-    "cohere_compass": "the argument mm_token_type_ids may condition keys and values",
-    "gemma4": "the argument mm_token_type_ids may condition keys and values",
-    "gemma3": "the argument token_type_ids may condition keys and values",
-}
 PREFIX_LM = "paligemma"  # a prompt's tokens attend to each other in both directions
+WITH_STATE = "qwen3_5"  # resumes at multiples of 64 tokens alone
+WHOLE = ("qwen2_audio", "mllama")  # sounds, and an image that a cross attention reads
 HELD = [name for name in IMAGE_TEXT if name != PREFIX_LM]
 
 
@@ -57,17 +47,23 @@ def test_text_alone_gives_what_it_gives_with_dynamic_cache(name: str) -> None:
     reference, held = run(model, **text), PagedPrefixCache(model, block_size=8)
     assert_same(reference, run(model, held, **text))
     assert_same(reference, run(model, held, **text))
-    if name in NOT_REUSED:
-        assert held.last_call.reused_tokens == 0
-        assert held.last_call.rows[0].stopped.startswith(NOT_REUSED[name])
-    else:
+    if name != WITH_STATE:
         assert held.last_call.reused_tokens == 39
         zero_blocks(held)
         assert not is_same(reference, run(model, held, **text))
 
 
-@pytest.mark.parametrize("name", HELD)
-def test_an_image_gives_what_it_gives_with_dynamic_cache_and_leaves_nothing_to_be_found(name: str) -> None:
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3", "llava_next", "lfm2_vl"])
+def test_images_are_reused_in_every_scene(name: str) -> None:
+    """The other types: `python -m tests.conformance.images`."""
+    seen = examine(name)
+    assert seen.outcome == "identical", seen.why
+    if name != "lfm2_vl":  # carries a state, which is kept at the ends of blocks alone
+        assert seen.scenes == SCENES[1:]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_not_understood_leaves_nothing_to_be_found(name: str) -> None:
     model, held = tiny(name), PagedPrefixCache(tiny(name), block_size=8)
     text, image = example_inputs(name)
     before, after = image["input_ids"][0, :24].tolist(), image["input_ids"][0, -12:].tolist()
@@ -85,6 +81,12 @@ def test_an_image_gives_what_it_gives_with_dynamic_cache_and_leaves_nothing_to_b
     assert not is_same(outputs[0], outputs[1]), "the model does not look at the image"
 
 
+def test_a_model_that_weighs_index_keys_by_all_positions_runs_images_whole() -> None:
+    seen = examine("qwen4_exp")
+    assert seen.outcome == "computed whole"
+    assert "by the positions of all columns" in seen.why
+
+
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
 def test_positions_that_a_model_remembers_from_an_image_are_not_used_for_the_next_prompt(name: str) -> None:
     """Without `position_ids`, its plain forward counts on from the last call's image once the cache has columns."""
@@ -99,3 +101,8 @@ def test_positions_that_a_model_remembers_from_an_image_are_not_used_for_the_nex
         logits = model(input_ids=ids, past_key_values=held, logits_to_keep=1).logits
     torch.testing.assert_close(logits, reference, atol=1e-4 * float(reference.abs().max()), rtol=0)
     assert held.last_call.rows[0].stopped.startswith("without position_ids it is not known")
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3", "idefics3"])
+def test_random_calls_with_images_are_right(name: str) -> None:
+    assert play(name, seed=1) > 0

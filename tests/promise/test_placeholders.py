@@ -149,7 +149,7 @@ def test_another_chat_in_between_does_not_move_positions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_image_that_is_passed_again_is_computed_whole(name: str) -> None:
+def test_an_image_that_is_passed_again_gives_what_resuming_gave(name: str) -> None:
     model, image = tiny(name), example_inputs(name)[1]
     held = PagedPrefixCache(model, block_size=8)
     outputs = chat(model, held, image, num_turns=2)
@@ -158,7 +158,6 @@ def test_an_image_that_is_passed_again_is_computed_whole(name: str) -> None:
     }
     reference = run(model, **again, **PLAIN)
     assert_same(reference, run(model, held, **again, **PLAIN))
-    assert held.last_call.reused_tokens == 0
     assert_same(reference, outputs[1])  # and resuming was right
 
 

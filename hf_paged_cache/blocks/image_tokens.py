@@ -1,0 +1,131 @@
+"""Owns the ids that tokens of an image have in rows and hashes: each holds a part of the image's digest, and where the image begins.
+
+A model's id of a placeholder is the same whatever image fills it. An *image token* stands in its place, as a negative number, so that
+whatever compares or hashes tokens tells images apart by their content, in every process:
+
+    ~(42 bits of the digest | kind, 2 bits | the model's id, 19 bits)
+
+Seven of them hold 294 bits, more than the digest's 256. So that each block with tokens of an image has as many before its end, tokens
+before an image in its first block are named with it where it has fewer there.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+from hashlib import shake_256
+
+from .tokens import TokenIds
+
+NO_TOKEN = -1  # of an embedding that was passed without ids
+_FILLER = -2  # after an image, in place of other text; no image token is as small a number
+_MOST_IDS = 1 << 19
+_NAMED = 7  # image tokens that hold a digest
+_BYTES, _MASK = 6, (1 << 42) - 1
+_BEFORE, _BEGINS, _GOES_ON = 1, 2, 3  # kinds: of the text before an image, and of the image
+
+
+def name_image(tokens: TokenIds, start: int, stop: int, digest: bytes, block_size: int) -> bool:
+    """Put image tokens in the place of `tokens[start:stop]`, which an image fills.
+
+    Args:
+        tokens: of a whole row, from its first token on; images before this one have their names.
+        digest: 32 bytes, of all that shapes what the image fills, and where the text after it stands.
+
+    Returns:
+        Whether it has a name; False, with nothing changed, where too few tokens of its first block come before its end, or ids are
+        too large.
+    """
+    num_first = min(stop, (start // block_size + 1) * block_size) - start
+    lead = max(0, _NAMED - num_first)
+    if start % block_size < lead or not all(
+        _is_named(id_) or 0 <= id_ < _MOST_IDS for id_ in tokens[start - lead : stop]
+    ):
+        return False
+    before = tokens[start - lead : start]
+    for at, bits in enumerate(_bits(digest + before.tobytes(), lead), start - lead):
+        kind = _kind(tokens[at]) or _BEFORE
+        tokens[at] = ~(bits << 21 | kind << 19 | shown_id(tokens[at]))
+    for at, bits in enumerate(_bits(digest, stop - start), start):
+        kind = _BEGINS if at == start else _GOES_ON
+        tokens[at] = ~(bits << 21 | kind << 19 | tokens[at])
+    return True
+
+
+def whole_images(tokens: Sequence[int], num_tokens: int) -> int:
+    """The most tokens, up to `num_tokens`, after which no image is cut.
+
+    Examples:
+        >>> tokens = array("q", range(20))
+        >>> name_image(tokens, 4, 14, bytes(32), block_size=16)
+        True
+        >>> [whole_images(tokens, num_tokens) for num_tokens in (3, 4, 5, 13, 14)]
+        [3, 4, 4, 4, 14]
+    """
+    while 0 < num_tokens < len(tokens) and _kind(tokens[num_tokens]) == _GOES_ON:
+        num_tokens -= 1
+    return num_tokens
+
+
+def next_image(tokens: Sequence[int], start: int, stop: int) -> int | None:
+    """Where the first image begins of those that begin in `tokens[start:stop]`."""
+    return next((at for at in range(start, min(stop, len(tokens))) if _kind(tokens[at]) == _BEGINS), None)
+
+
+def end_of_image(tokens: Sequence[int], start: int, stop: int) -> int | None:
+    """The last place in `(start, stop)` at which an image ends and text follows."""
+    for at in range(min(stop, len(tokens)) - 1, start, -1):
+        if _kind(tokens[at - 1]) >= _BEGINS and _kind(tokens[at]) != _GOES_ON:
+            return at
+    return None
+
+
+def filled_up(tokens: TokenIds, end: int, block_size: int) -> TokenIds:
+    """The first `end` tokens, with fillers up to the end of a block."""
+    return tokens[:end] + array("q", [_FILLER]) * (-end % block_size)
+
+
+class WholeImages:
+    """A `Group` of no layers: a sequence resumes nowhere inside an image, whose tokens may see each other."""
+
+    name: int | str = "images"
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+
+    def has(self, block_id: int) -> bool:
+        """True: it needs nothing of a block."""
+        return True
+
+    def resumable(self, num_tokens: int, has: Callable[[int], bool]) -> int:
+        """See `whole_images`."""
+        return whole_images(self._tokens, num_tokens)
+
+
+def hold_images(tokens: Sequence[int]) -> bool:
+    """Whether there are image tokens among them: ids alone do not say what ran there."""
+    return bool(tokens) and min(tokens) < NO_TOKEN
+
+
+def shown_id(token: int) -> int:
+    """The model's id of a token."""
+    return ~token & (_MOST_IDS - 1) if _is_named(token) else token
+
+
+def shown_ids(tokens: TokenIds) -> TokenIds:
+    """The model's ids of tokens, without fillers; themselves where there is no image."""
+    if not hold_images(tokens):
+        return tokens
+    return array("q", (shown_id(token) for token in tokens if token != _FILLER))
+
+
+def _is_named(token: int) -> bool:
+    return token < NO_TOKEN
+
+
+def _kind(token: int) -> int:
+    return ~token >> 19 & 3 if _is_named(token) else 0
+
+
+def _bits(digest: bytes, num_tokens: int) -> list[int]:
+    """As many times 42 bits that follow from a digest."""
+    held = shake_256(digest).digest(_BYTES * num_tokens)
+    return [int.from_bytes(held[at : at + _BYTES], "little") & _MASK for at in range(0, len(held), _BYTES)]

@@ -1,0 +1,315 @@
+"""Prompts with images: named by what is passed, run once, and right in every way of calling."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.integration import image_inputs
+
+from ..conformance.image_zoo import Layout, build, layout_of, prompt, tokens
+from ..conformance.images import Towers
+from ..reference import assert_same, is_same, run, zero_blocks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+TEXT, FIRST, SECOND, THIRD = (tokens(seed, 27) for seed in (1, 2, 3, 4))
+START = len(TEXT)  # of the image in most prompts
+KINDS = ("qwen2_vl", "idefics3")  # a grid and positions of three numbers; images nested in rows
+
+
+@cache
+def tiny(name: str) -> tuple[PreTrainedModel, Layout]:
+    model = build(name)
+    layout = layout_of(model)
+    assert layout is not None
+    return model, layout
+
+
+def ask(name: str, *rows: Any) -> dict[str, Tensor]:
+    return prompt(tiny(name)[1], *rows)
+
+
+def reused(held: PagedPrefixCache) -> int:
+    return held.last_call.reused_tokens
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_images_that_differ_in_one_value_of_one_pixel_share_nothing(name: str) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=8)
+    given = ask(name, [TEXT, 1, FIRST])
+    run(model, held, **given)
+    other = {**given, "pixel_values": given["pixel_values"].clone()}
+    other["pixel_values"].view(-1)[-1] += 1e-3
+    assert_same(run(model, **other), run(model, held, **other))
+    assert reused(held) <= START
+
+
+def test_the_same_pixels_under_another_grid_are_another_image() -> None:
+    model, _ = tiny("qwen2_vl")
+    held = PagedPrefixCache(model, block_size=8)
+    given = ask("qwen2_vl", [TEXT, 1, FIRST])
+    other = {**given, "image_grid_thw": torch.tensor([[1, 4, 16]])}
+    outputs = [run(model, held, **each) for each in (given, other)]
+    assert not is_same(*outputs), "the grid does not matter"
+    assert_same(run(model, **other), outputs[1])
+    assert reused(held) <= START
+
+
+def test_the_same_values_in_another_dtype_are_another_image() -> None:
+    model, _ = tiny("idefics3")
+    held = PagedPrefixCache(model, block_size=8)
+    given = ask("idefics3", [TEXT, 1, FIRST])
+    run(model, held, **given)
+    other = {**given, "pixel_values": given["pixel_values"].double()}
+    assert_same(run(model, **other), run(model, held, **other))
+    assert reused(held) <= START
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_images_are_told_apart_by_their_place(name: str) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=8)
+    for pair in ((1, 2), (2, 1), (2, 2), (1, 2)):
+        given = ask(name, [TEXT, pair[0], FIRST, pair[1], SECOND])
+        assert_same(run(model, **given), run(model, held, **given))
+        held.reset()
+    assert reused(held) > 2 * START
+
+
+PLANTS: dict[str, tuple[str, Any]] = {
+    "without pixels": ("_digest_of", lambda tensor: b""),
+    "without grid": ("_digest_of", lambda tensor: b"" if tensor.dtype is torch.int64 else _own_digest(tensor)),
+}
+_own_digest = image_inputs._digest_of
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_digest_that_leaves_something_out_is_seen(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above would see it: another image's answer comes out."""
+    monkeypatch.setattr(image_inputs, *PLANTS[plant])
+    monkeypatch.setattr(image_inputs, "_place", _without_places(image_inputs._place))
+    model, _ = tiny("qwen2_vl")
+    held = PagedPrefixCache(model, block_size=8)
+    given = ask("qwen2_vl", [TEXT, 1, FIRST])
+    other = ask("qwen2_vl", [TEXT, 2, FIRST])
+    if plant == "without grid":
+        other = {**given, "image_grid_thw": torch.tensor([[1, 4, 16]])}
+    run(model, held, **given)
+    assert not is_same(run(model, **other), run(model, held, **other))
+
+
+def _without_places(place: Any) -> Any:
+    def placed(*args: Any) -> Any:
+        found = place(*args)
+        return found if found is None else (*found[:2], [b""] * len(found[2]))
+
+    return placed
+
+
+def test_what_the_model_remembers_of_positions_is_as_after_a_whole_prompt() -> None:
+    model, _ = tiny("qwen2_vl")
+    held = PagedPrefixCache(model, block_size=8)
+    given, text = ask("qwen2_vl", [TEXT, 1, FIRST]), ask("qwen2_vl", [TEXT])
+    run(model, **given)
+    wanted = model.model.rope_deltas.clone()
+    run(model, held, **given)
+    run(model, held, **given)
+    assert reused(held) > START
+    assert model.model.rope_deltas.equal(wanted)
+    mask = torch.ones((1, given["input_ids"].shape[1] + 8), dtype=torch.int64)
+    with torch.no_grad():  # the call after that, without the cache
+        logits = model(**text, use_cache=False).logits
+        held.reset()
+        torch.testing.assert_close(model(**text, use_cache=False).logits, logits)
+    assert mask.shape[1] > 8
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_towers_run_for_the_images_that_are_not_known_alone(name: str) -> None:
+    model, _ = tiny(name)
+    with Towers(model) as towers:
+        held = PagedPrefixCache(model, block_size=8)
+        chat = [TEXT, 1, FIRST]
+        for part, num_runs in (([], 1), ([SECOND], 1), ([2, THIRD], 2), ([TEXT], 2)):
+            chat = [*chat, *part]
+            given = ask(name, chat)
+            output = run(model, held, **given)
+            assert towers.num_runs == num_runs
+            towers_before = towers.num_runs
+            assert_same(run(model, **given), output)
+            towers.num_runs = towers_before
+            held.reset()
+        assert reused(held) > 2 * START
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"num_return_sequences": 3, "do_sample": True},
+        {"prompt_lookup_num_tokens": 3},
+        {"output_hidden_states": True, "num_beams": 2},
+        {"prefill_chunk_size": 32},
+    ],
+    ids=str,
+)
+def test_every_way_of_generating_is_right_with_images(name: str, how: dict[str, Any]) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=8)
+    for after in (FIRST, SECOND):
+        given = ask(name, [TEXT, 1, after])
+        assert_same(run(model, **given, **how), run(model, held, **given, **how))
+        held.reset()
+    if "prefill_chunk_size" not in how and "output_hidden_states" not in how:
+        assert reused(held) > START
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_of_a_batch_start_before_or_after_their_images(name: str) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=8)
+    run(model, held, **ask(name, [TEXT, 1, FIRST]))
+    held.reset()
+    rows = [[TEXT, 1, SECOND], [TEXT[:11], 2, SECOND], [FIRST]]
+    for _ in range(2):
+        given = ask(name, *rows)
+        assert_same(run(model, **given), run(model, held, **given))
+        held.reset()
+        rows = [[*row, THIRD] for row in rows]
+    assert reused(held) > 0
+    held.check()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_plain_forward_hits_an_image(name: str) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=8)
+    positions = {}
+    for after in (FIRST, SECOND):
+        given = ask(name, [TEXT, 1, after])
+        if name == "qwen2_vl":  # without positions it is not known which ones the model gives its tokens
+            found, _ = model.model.get_rope_index(
+                given["input_ids"], mm_token_type_ids=given["mm_token_type_ids"], image_grid_thw=given["image_grid_thw"]
+            )
+            positions = {"position_ids": found}
+        with torch.no_grad():
+            wanted = model(**given, **positions, use_cache=False).logits[:, -1:]
+            held.reset()
+            logits = model(**given, **positions, past_key_values=held, logits_to_keep=1).logits
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+    assert reused(held) > START
+
+
+def test_an_image_has_a_name_that_another_process_has_for_it(tmp_path: Path) -> None:
+    model, _ = tiny("idefics3")
+    first, second = PagedPrefixCache(model, block_size=8), PagedPrefixCache(model, block_size=8)
+    run(model, first, **ask("idefics3", [TEXT, 1, FIRST]))
+    first.reset()
+    saved = first.store.save(tmp_path)
+    assert saved.num_blocks
+    assert not saved.not_saved
+    second.store.load(tmp_path)
+    given = ask("idefics3", [TEXT, 1, SECOND])
+    with Towers(model) as towers:
+        output = run(model, second, **given)
+        assert not towers.num_runs
+    assert_same(run(model, **given), output)
+    assert reused(second) > START
+    zero_blocks(second)
+    second.reset()
+    assert not is_same(run(model, **given), run(model, second, **given))
+
+
+def test_images_come_back_from_a_lower_tier(tmp_path: Path) -> None:
+    model, _ = tiny("idefics3")
+    held = PagedPrefixCache(model, block_size=8, num_blocks=14, disk_folder=tmp_path)
+    for after in (FIRST, SECOND):
+        for image in (1, 2):
+            given = ask("idefics3", [TEXT, image, after])
+            assert_same(run(model, **given), run(model, held, **given))
+            held.reset()
+    held.check()
+
+
+def test_a_pool_that_is_full_of_images_stays_right_and_a_bypassed_call_is_right() -> None:
+    model, _ = tiny("qwen2_vl")
+    held = PagedPrefixCache(model, block_size=8, num_blocks=12, on_full="bypass")
+    for seed in (1, 2, 1, 3, 1):
+        given = ask("qwen2_vl", [TEXT, seed, FIRST])
+        assert_same(run(model, **given), run(model, held, **given))
+        held.check()
+    given = ask("qwen2_vl", [TEXT, 1, FIRST, 2, SECOND])
+    assert_same(run(model, **given, num_beams=2), run(model, held, **given, num_beams=2))
+    assert "without the store" in held.last_call.rows[0].stopped
+
+
+def test_salts_keep_images_apart_and_a_look_at_blocks_leaves_them_out() -> None:
+    model, _ = tiny("idefics3")
+    store = PrefixStore(model, block_size=8)
+    one, other = (PagedPrefixCache(store, cache_salt=salt) for salt in ("one", "other"))
+    given = ask("idefics3", [TEXT, 1, FIRST])
+    for held in (one, other):
+        assert_same(run(model, **given), run(model, held, **given))
+        assert not reused(held)
+    one.reset()
+    assert one.verify().num_blocks < one.stats().num_cached_blocks
+
+
+def test_a_new_image_after_rows_that_resume_is_computed_and_not_kept() -> None:
+    model, _ = tiny("idefics3")
+    first, second = ask("idefics3", [TEXT, 1, FIRST]), ask("idefics3", [SECOND, 2, THIRD])
+    outputs: list[Any] = []
+    for held in (DynamicCache(config=model.config), PagedPrefixCache(model, block_size=8)):
+        output = run(model, held, **first)
+        mask = torch.ones((1, output.sequences.shape[1] - 1 + second["input_ids"].shape[1]), dtype=torch.int64)
+        outputs.append(run(model, held, **{**second, "attention_mask": mask}))
+    assert_same(*outputs)
+    held.reset()
+    given = ask("idefics3", [TEXT, 1, FIRST])
+    assert_same(run(model, **given), run(model, held, **given))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_whose_images_have_no_name_are_not_taken_for_equal(name: str) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=4)
+    given = ask(name, [TEXT, 1, FIRST], [TEXT, 2, FIRST])
+    assert_same(run(model, **given), run(model, held, **given))
+    assert held.last_call.rows[0].stopped.startswith("an image at the beginning of a block has too few tokens")
+    given = ask(name, [TEXT, 1, FIRST])
+    assert_same(run(model, **given, num_beams=2), run(model, held, **given, num_beams=2))
+
+
+def test_explain_shows_an_image_by_its_placeholders() -> None:
+    model, _ = tiny("idefics3")
+    held = PagedPrefixCache(model, block_size=8)
+    run(model, held, **ask("idefics3", [TEXT, 1, FIRST]))
+    held.reset()
+    said = str(held.explain([*TEXT, *FIRST]))
+    assert "24 of 54 tokens are known" in said
+    assert " -" not in said.replace(" - ", ""), "no number of ours"
+
+
+def test_rows_resume_where_the_next_turn_leaves_the_image_out() -> None:
+    model, _ = tiny("qwen2_vl")
+    held = PagedPrefixCache(model, block_size=8)
+    given = ask("qwen2_vl", [TEXT, 1, FIRST])
+    output = run(model, held, **given)
+    longer = torch.cat([output.sequences, torch.tensor([SECOND])], dim=1)
+    types = torch.nn.functional.pad(given["mm_token_type_ids"], (0, longer.shape[1] - given["input_ids"].shape[1]))
+    whole = {**given, "input_ids": longer, "mm_token_type_ids": types, "attention_mask": torch.ones_like(longer)}
+    reference = run(model, **whole)
+    text = {name: whole[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
+    assert_same(reference, run(model, held, **text))
