@@ -27,7 +27,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "a tree, and a row that shares nothing": batch(
         row((1, 32), (2, 20), (3, 4)), row((1, 32), (2, 20)), row((1, 32), (5, 9)), row((8, 60))
     ),
-    "chunks": {**batch(*QUESTIONS), "prefill_chunk_size": 16},
 }
 SERVED = (
     "llama",
