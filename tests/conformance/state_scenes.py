@@ -105,8 +105,6 @@ def chunked_prefill(play: Player) -> None:
     play.reference(**batch(PROMPT), prefill_chunk_size=2 * U)  # or transformers itself refuses it
     play.fill(**batch(PROMPT), prefill_chunk_size=2 * U)
     play.hit(**batch(row((1, 5 * U + 5), (2, 7))), prefill_chunk_size=2 * U, at_least=0)
-    play.cache.reset()
-    play.hit(**batch(row((1, 5 * U + 5), (3, 7))), at_least=4 * U)
 
 
 def going_on(play: Player) -> None:
