@@ -216,7 +216,6 @@ BATCHES: dict[str, dict[str, Any]] = {
     "equal rows": batch(*[row((1, 150))] * 4),
     "beams": {**batch(row((1, 150))), "num_beams": 4},
     "a prefix that rows share": batch(*[SHARED + row((2 + number, 9)) for number in range(4)]),
-    "padded rows in chunks": {**batch(*[SHARED, SHARED[:90]] * 2), "prefill_chunk_size": 16},
 }
 
 
@@ -233,14 +232,14 @@ def test_what_rows_of_one_call_share_is_no_reuse_of_earlier_calls(name: str, kin
             assert each.computed_tokens + each.reused_tokens + each.shared_tokens == each.prompt_tokens
             assert min(each.computed_tokens, each.reused_tokens, each.shared_tokens) >= 0
         assert call.hit_rate == call.reused_tokens / call.prompt_tokens
-        assert all(each.reused_tokens <= each.matched_tokens or "chunk" in kind for each in call.rows)
+        assert all(each.reused_tokens <= each.matched_tokens for each in call.rows)
         calls.append(call)
         cache.reset()
         reset()
     empty, used, _ = calls
     assert (empty.kind, empty.reused_tokens, empty.hit_rate) == ("generate", 0, 0.0)
     assert empty.shared_tokens > 0
-    assert used.reused_tokens > 0 or (name, kind) == ("qwen3_next", "padded rows in chunks")  # too short for a snapshot
+    assert used.reused_tokens > 0
     run(model, cache, **given)  # emptied
     assert (cache.last_call.reused_tokens, cache.last_call.shared_tokens) == (0, empty.shared_tokens)
     stats, every = cache.stats(), [*calls, cache.last_call]

@@ -277,7 +277,7 @@ def test_rows_that_are_copied_selected_and_reordered_go_on_as_themselves(name: s
 @NAMES
 def test_a_chunked_prefill_leaves_snapshots_and_finds_them(name: str) -> None:
     model = tiny(name)
-    cache = PagedPrefixCache(model)
+    cache = PagedPrefixCache(model, block_size=SHARED)  # for experts a block must hold whole chunks
     prompt = batch(row((1, 2 * SHARED), (2, 9)))
     play(model, cache, **prompt, prefill_chunk_size=SHARED)
     for given in (batch(row((1, 2 * SHARED), (3, 9))), batch(row((1, SHARED), (3, 9))), prompt):
