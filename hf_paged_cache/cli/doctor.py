@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _NAMES = 13  # columns of the names of what is told
+_PROMPT, _CHUNKS = 512, (64, 128, 256, 512)  # tokens
+_PATIENCE = 5.0  # seconds that the prompt may take
 
 
 def doctor(
@@ -25,8 +28,8 @@ def doctor(
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
-    """Say what is installed and what memory there is; of a model, whether it is supported, and why not, what a token costs, and
-    how many tokens fit.
+    """Say what is installed and what memory there is; of a model, whether it is supported, and why not, what a token costs,
+    how many tokens fit, and what a new prompt takes whole and in chunks (`prefill_chunk_size`).
 
     Exits with 1 if the model is not supported.
     """
@@ -50,6 +53,7 @@ def doctor(
         _tell("" if at else "support", line)
     if report.is_supported:
         _tell_of_memory(loaded)
+        _tell_of_chunks(loaded)
     raise typer.Exit(0 if report.is_supported else 1)
 
 
@@ -93,3 +97,28 @@ def _tell_of_memory(model: PreTrainedModel) -> None:
         num_blocks -= 1  # one is reserved
         room = f"{num_blocks * size:,} tokens, in {num_blocks:,} blocks of {size}"
         _tell("room for", f"{room}, with the default num_blocks")
+
+
+def _tell_of_chunks(model: PreTrainedModel) -> None:
+    """What a new prompt takes, whole and in chunks, which give the same bits whatever is cached."""
+    import torch
+
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or _PROMPT + 1
+    ids = torch.ones((1, min(_PROMPT, most - 1)), dtype=torch.int64, device=model.device)
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 1, "do_sample": False}
+
+    def seconds(**chunk: int) -> float:
+        start = perf_counter()
+        model.generate(ids, **given, **chunk)
+        return perf_counter() - start
+
+    seconds()  # the first one is slower
+    whole, name = seconds(), f"{ids.shape[1]} new"
+    if whole > _PATIENCE:
+        _tell(name, f"{whole:.1f} s; too long to try chunks")
+        return
+    try:
+        parts = [f"{size}: {seconds(prefill_chunk_size=size):.2f} s" for size in _CHUNKS if size <= ids.shape[1]]
+    except (NotImplementedError, ValueError) as error:  # transformers' own refusal
+        parts = [f"not with this model ({str(error).splitlines()[0]})"]
+    _tell(name, f"whole {whole:.2f} s; in chunks of {', '.join(parts)}")

@@ -45,6 +45,15 @@ def test_of_a_supported_model_it_says_what_a_token_costs_and_how_many_fit(model_
     assert int(tokens.replace(",", "")) == 16 * int(blocks.replace(",", "")) > 0
 
 
+def test_of_a_supported_model_it_says_what_a_new_prompt_takes_in_chunks(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (sizes,) = re.findall(r"^\d+ new +whole [\d.]+ s; in chunks of (.*)$", doctor(model_folder).output, re.MULTILINE)
+    assert re.findall(r"(\d+): [\d.]+ s", sizes)[:2] == ["64", "128"]
+    monkeypatch.setattr("hf_paged_cache.cli.doctor._PATIENCE", 0.0)
+    assert re.search(r"^\d+ new +[\d.]+ s; too long to try chunks$", doctor(model_folder).output, re.MULTILINE)
+
+
 def test_of_states_it_says_what_a_snapshot_takes(tmp_path: Path, tiny_tokenizer: Any) -> None:
     model = build("lfm2")
     model.save_pretrained(tmp_path)
