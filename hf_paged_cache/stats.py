@@ -37,7 +37,7 @@ class CacheStats:
         tiers: below the pool, from the nearest; empty where there are none.
         computed_because: why rows were known no further, with "…" for its numbers, and how many tokens were computed after
             that; the most tokens first.
-        backend: what computes attention over what rows share. None of a store.
+        backend: what computes attention over what rows share. None of a store, and to a cache with a salt: it tells of others.
 
     Examples:
         >>> _ = model.generate(**inputs, past_key_values=cache, max_new_tokens=1)

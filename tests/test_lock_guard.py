@@ -210,6 +210,13 @@ def share_a_prefix() -> None:
         run(cache.store.model, cache, **batch(row((1, 20), (2, 4)), row((1, 20), (3, 4))))
 
 
+def compute_in_chunks() -> None:
+    cache = fresh()
+    for _ in range(2):
+        run(cache.store.model, cache, **batch(row((1, 20))), prefill_chunk_size=8)
+        cache.reset()
+
+
 def come_back_from_a_tier() -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         cache = PagedPrefixCache(build("llama"), block_size=4, num_blocks=20, disk_folder=folder)
@@ -324,6 +331,7 @@ SCENES += [
     pin_where_rope_depends_on_length,
     bypass,
     share_a_prefix,
+    compute_in_chunks,
     come_back_from_a_tier,
     verify,
     carry_states,

@@ -50,5 +50,5 @@ def stats_of(
         saved_seconds=None if salt or (price := store.tiers.seconds_of_a_token) is None else num_saved * price,
         tiers=store.tiers.stats(salt),
         computed_because=tuple(totals.computed_because.most_common()),
-        backend=backend,
+        backend=None if salt else backend,
     )

@@ -97,7 +97,7 @@ def test_what_kills_one_worker_after_another_ends_the_job_and_what_is_done_is_ke
     out, deadly = tmp_path / "out.jsonl", str(tmp_path / "dead")
     loads = partial(load_and_die, deadly) if "before" in at else partial(load, model_folder, deadly, 9)
     with pytest.raises(WorkersLostError, match=rf"^{times} workers died one after another {at} \(") as raised:
-        generate_all_on_ray(loads, PROMPTS, num_workers=1, out=out, max_new_tokens=4)
+        generate_all_on_ray(loads, PROMPTS, num_workers=1, out=out, max_new_tokens=4, batch_size=8)
     assert "\n" not in str(raised.value)
     assert Path(deadly).read_bytes() == b"x" * times
     assert journal_of(out).exists() is ("before" not in at)

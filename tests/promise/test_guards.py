@@ -149,19 +149,6 @@ def cheap_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     make_forwards_cheap(monkeypatch)
 
 
-@pytest.mark.usefixtures("cheap_forwards")
-def test_a_pool_that_has_room_for_rows_but_not_for_what_they_share_serves_them() -> None:
-    """After the first chunk, of equal rows, all that is left is kept for the call, and nothing for a forward beside it."""
-    model = tiny("llama")
-    given = {**QUESTIONS, "prefill_chunk_size": 48}
-    cache = PagedPrefixCache(model, num_blocks=1 + 3 + 4 * 2)  # three blocks in common, then each row its own
-    with Forwards(model) as shapes:
-        output = run(model, cache, **given)
-    assert_same(run(model, **given), output)
-    assert shapes[:2] == [(1, 48), (4, 25)]  # not the 16 more that they share for one row alone
-    cache.check()
-
-
 def test_nothing_runs_ahead_of_a_short_row_that_is_padding_where_the_others_are_known() -> None:
     model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"))
     run(model, cache, **batch(row((1, 128))))

@@ -77,7 +77,7 @@ CASES: dict[str, Call] = {
     "a mask with holes or right padding": generate(attention_mask=HOLES),
     "a mask of another form than rows and columns": forward(attention_mask=CAUSAL),
     "positions that do not count up": forward(position_ids=2 * torch.arange(LENGTH)[None]),
-    "a tensor that is not read here, such as token types": forward(token_type_ids=torch.zeros_like(IDS)),
+    "a tensor that is not read here, such as other token types": forward(token_type_ids=torch.ones_like(IDS)),
     "a flag, number or word that is not read here, unless the forward takes just that where it is left out": generate(
         is_causal=False
     ),

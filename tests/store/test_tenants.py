@@ -36,7 +36,15 @@ BLOCK_SIZE = 4
 MODEL = tiny("llama")
 SECRET = row((1, 41))
 OTHER = row((2, 41))
-STORES_OWN = ("num_blocks", "num_free_blocks", "num_evictions", "num_copies_on_write", "pool_bytes")
+STORES_OWN = (
+    "num_blocks",
+    "num_free_blocks",
+    "num_evictions",
+    "num_copies_on_write",
+    "pool_bytes",
+    "saved_seconds",
+    "backend",
+)
 
 
 @pytest.fixture
@@ -210,7 +218,7 @@ def test_a_tenant_counts_its_own_blocks_and_calls_and_the_store_counts_all(store
     assert (own.prompt_tokens, own.num_calls, own.num_cached_blocks) == (22, 1, 0)
     assert own.num_blocks_in_use == -(-(22 + 5) // BLOCK_SIZE) + 1  # of both caches; what is not full each has alone
     assert again.stats().num_blocks_in_use == own.num_blocks_in_use
-    assert [getattr(own, name) for name in STORES_OWN] == [None] * 5
+    assert [getattr(own, name) for name in STORES_OWN] == [None] * len(STORES_OWN)
     assert bob.pin(row((3, 22))) == 20
     bob.reset()
     again.reset()
