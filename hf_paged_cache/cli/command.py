@@ -8,14 +8,19 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from textwrap import shorten
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
 
 from ..errors import PagedCacheError, UnsupportedModelError
 
+Attention = Annotated[
+    Literal["paged", "gather"], typer.Option(help="How keys and values are read; gather needs less memory.")
+]
+DiskFolder = Annotated[Path | None, typer.Option(help="Where evicted blocks go, to be read back.", show_default=False)]
 Mode = Annotated[
     str | None,
     typer.Option(

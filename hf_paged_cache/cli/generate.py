@@ -22,7 +22,7 @@ from ..jobs.rows import digest_of, opened, require_prompts
 from ..jobs.summary import BatchSummary
 from ..store_options import StoreOptions, store_options
 from . import loading
-from .command import Mode, terminated_as_interrupted
+from .command import Attention, DiskFolder, Mode, terminated_as_interrupted
 from .hub import known_folder
 from .loading import Device, Dtype, Revision
 
@@ -67,17 +67,12 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    attention: Annotated[
-        Literal["paged", "gather"],
-        typer.Option(help="How keys and values are read; gather needs less memory."),
-    ] = "paged",
+    attention: Attention = "paged",
     host_bytes: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Of host memory for evicted blocks, on an accelerator.", show_default=False),
     ] = None,
-    disk_folder: Annotated[
-        Path | None, typer.Option(help="Where evicted blocks go, to be read back.", show_default=False)
-    ] = None,
+    disk_folder: DiskFolder = None,
     disk_bytes: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="The most there; half of what is free, if not given.", show_default=False),

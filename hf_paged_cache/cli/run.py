@@ -6,14 +6,14 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import CacheArgumentError
 from ..run.options import RunOptions
 from ..store_options import store_options
-from .command import Command
+from .command import Attention, Command, DiskFolder
 
 TAKES_A_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -35,13 +35,8 @@ def run(
             show_default=False,
         ),
     ] = None,
-    attention: Annotated[
-        Literal["paged", "gather"],
-        typer.Option(help="How keys and values are read; gather needs less memory."),
-    ] = "paged",
-    disk_folder: Annotated[
-        Path | None, typer.Option(help="Where evicted blocks go, to be read back.", show_default=False)
-    ] = None,
+    attention: Attention = "paged",
+    disk_folder: DiskFolder = None,
     salt: Annotated[
         str | None, typer.Option(help="Of all blocks: a run with another one finds none of them.", show_default=False)
     ] = None,

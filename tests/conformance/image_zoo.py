@@ -167,6 +167,15 @@ def layout_of(model: PreTrainedModel) -> Layout | None:
     raise RuntimeError(errors[0])
 
 
+@cache
+def tiny(name: str) -> tuple[PreTrainedModel, Layout]:
+    """A tiny model with images, and where they are in its prompts."""
+    model = build(name)
+    layout = layout_of(model)
+    assert layout is not None
+    return model, layout
+
+
 def prompt(layout: Layout, *rows: Sequence[list[int] | int]) -> dict[str, Tensor]:
     """What `generate` takes for rows of text and images, padded on the left.
 

@@ -9,16 +9,15 @@ import argparse
 import random
 import sys
 import tempfile
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 
 from ..reference import assert_same, is_tie, run
-from .image_zoo import Layout, build, layout_of, prompt, tokens
+from .image_zoo import prompt, tiny, tokens
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 TYPES = ("llava", "qwen2_vl", "gemma3", "idefics3", "qwen3_vl", "llava_next")
 _WAYS: tuple[dict[str, Any], ...] = (
@@ -28,14 +27,6 @@ _WAYS: tuple[dict[str, Any], ...] = (
     {"prompt_lookup_num_tokens": 2},
     {"output_hidden_states": True},
 )
-
-
-@cache
-def tiny(name: str) -> tuple[PreTrainedModel, Layout]:
-    model = build(name)
-    layout = layout_of(model)
-    assert layout is not None
-    return model, layout
 
 
 def play(name: str, seed: int, num_calls: int = 8) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,26 +12,17 @@ from transformers import DynamicCache
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.integration import image_inputs
 
-from ..conformance.image_zoo import Layout, build, layout_of, prompt, tokens
+from ..conformance.image_zoo import prompt, tiny, tokens
 from ..conformance.images import Towers
 from ..reference import assert_same, is_same, run, zero_blocks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from transformers import PreTrainedModel
 
 TEXT, FIRST, SECOND, THIRD = (tokens(seed, 27) for seed in (1, 2, 3, 4))
 START = len(TEXT)  # of the image in most prompts
 KINDS = ("qwen2_vl", "idefics3")  # a grid and positions of three numbers; images nested in rows
-
-
-@cache
-def tiny(name: str) -> tuple[PreTrainedModel, Layout]:
-    model = build(name)
-    layout = layout_of(model)
-    assert layout is not None
-    return model, layout
 
 
 def ask(name: str, *rows: Any) -> dict[str, Tensor]:
