@@ -15,6 +15,8 @@ from .loading import Device, Dtype, Revision
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from .comparing import Model
+
 _NAMES = 13  # columns of the names of what is told
 _PROMPT, _CHUNKS = 512, (64, 128, 256, 512)  # tokens
 _PATIENCE = 5.0  # seconds that the prompt may take
@@ -99,7 +101,7 @@ def _tell_of_memory(model: PreTrainedModel) -> None:
         _tell("room for", f"{room}, with the default num_blocks")
 
 
-def _tell_of_chunks(model: PreTrainedModel) -> None:
+def _tell_of_chunks(model: Model) -> None:
     """What a new prompt takes, whole and in chunks, which give the same bits whatever is cached."""
     import torch
 
