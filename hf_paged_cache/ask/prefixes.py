@@ -88,7 +88,7 @@ def pin(cache: AskedCache, token_ids: "list[int] | Tensor") -> int:
 
     Returns:
         The number of tokens pinned: a multiple of the block size, at least one block; fewer than were given where the
-        rest is not cached, or fills no block.
+        rest is not cached, or fills no block, or where layers with a state have none after it.
 
     Raises:
         CacheArgumentError: nothing of it is cached, it is shorter than a block, or these are not the token ids of one

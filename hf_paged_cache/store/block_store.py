@@ -95,7 +95,7 @@ class BlockStore:
         self._budget_bytes: dict[torch.device, int] = {}  # of keys and values and copies of them, by what was free
         self._copies = 0  # of a running row's columns, beside the pool
         self._reserved: WeakKeyDictionary[Holder, int] = WeakKeyDictionary()  # call -> blocks that it may still take
-        self.pins = Pins(self.allocator, self.windows, self.new_table)
+        self.pins = Pins(self.allocator, self.windows, self.new_table, lambda: self.groups)
         self.tiers = LowerTiers(self, tiers)
         self.call_totals = CallTotals()
         self._must_give_back = False  # not even one forward had the memory that it needed

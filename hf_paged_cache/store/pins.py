@@ -7,10 +7,10 @@ and outlive the cache that asked for them. The caller holds the store's lock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
-from ..blocks import Allocation, BlockTable, HashChain, PrefixCachingBlockAllocator
+from ..blocks import Allocation, BlockTable, Group, HashChain, PrefixCachingBlockAllocator, resumable
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, OutOfBlocksError
 from ..wording import counted
@@ -23,6 +23,7 @@ class Pins:
     Args:
         windows: say whether pins leave calls the window blocks that these have reserved.
         new_table: an empty one of a root and a salt.
+        groups: of layers that need more to resume than blocks.
     """
 
     def __init__(
@@ -30,10 +31,12 @@ class Pins:
         allocator: PrefixCachingBlockAllocator,
         windows: WindowGroups,
         new_table: Callable[[bytes, bytes], BlockTable],
+        groups: Callable[[], Sequence[Group]],
     ) -> None:
         self._allocator = allocator
         self._windows = windows
         self._new_table = new_table
+        self._groups = groups
         self._tables: dict[tuple[bytes, bytes], BlockTable] = {}  # (salt, token ids) -> table that holds their blocks
 
     def __repr__(self) -> str:
@@ -60,7 +63,7 @@ class Pins:
         return sum(ref_count(block_id) == count for block_id, count in self._counts().items())
 
     def pin(self, salt: bytes, root: bytes, token_ids: TokenIds, num_obtainable: float) -> int:
-        """Hold the longest cached prefix of `token_ids`, in place of what was pinned for these tokens and this salt.
+        """Hold the longest cached prefix of `token_ids` that a prompt can resume from, in place of what was pinned for these tokens and this salt.
 
         Args:
             root: of the blocks' hashes.
@@ -70,7 +73,7 @@ class Pins:
             The number of tokens pinned, a multiple of the block size, at least one block.
 
         Raises:
-            CacheArgumentError: nothing of them is cached; nothing has changed.
+            CacheArgumentError: nothing of them is cached so; nothing has changed.
             OutOfBlocksError: the pin would take blocks that running calls have reserved; nothing has changed.
         """
         allocator, hashes = self._allocator, HashChain(root, self._allocator.block_size)
@@ -89,7 +92,9 @@ class Pins:
                 "ended, or build the cache with a larger num_blocks or max_bytes"
             )
         table = self._new_table(root, salt)
-        num_tokens = table.hold_prefix(token_ids)
+        num_cached = table.hold_prefix(token_ids)
+        num_tokens = resumable(self._groups(), table.block_ids, num_cached)
+        table.truncate(num_tokens)
         if not self._windows.is_kept_to:
             table.free()
             raise OutOfBlocksError(

@@ -480,6 +480,23 @@ def test_prefixes_of_other_kinds_of_models_are_pinned(name: str) -> None:
 # Rotary frequencies that depend on length.
 
 
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_of_layers_with_a_state_only_what_a_prompt_can_resume_from_is_pinned(name: str) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model, block_size=BLOCK_SIZE)
+    prompt = row((1, 150))
+    run(model, cache, input_ids=torch.tensor([prompt]))
+    cache.reset()
+    for length in (150, 147, 70, 66, 20, 5):
+        known = cache.lookup([*prompt[:length], 3]).num_tokens
+        if known:
+            assert cache.pin(prompt[:length]) == known
+        else:
+            with pytest.raises(CacheArgumentError, match="nothing of this prefix"):
+                cache.pin(prompt[:length])
+            cache.check()
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_a_pin_leaves_frequencies_that_depend_on_length_as_they_are(kind: str) -> None:
     model = build("llama", rope_parameters=ROPES[kind], max_position_embeddings=64 if kind == "dynamic" else 256)
