@@ -117,7 +117,9 @@ class Draw:
         deed = self.rng.choice(["reset()", "crop(-2)", f"pin({self._known()})", "unpin()", "reset_prefix_cache()"])
         line = f"interrupted(lambda: c{slot}.{deed}, {int(2 ** self.rng.uniform(2, 9))})\nc{slot}.reset()"
         refusals = ("CacheBusyError", "CacheArgumentError")
-        return Action("between", line, f"r{slot} = DynamicCache(config=model.config)", slot=slot, refusals=refusals)
+        same = f"r{slot}.{deed}\n" if deed.startswith("crop") else ""  # where transformers refuses it, it is left out
+        reference = f"{same}r{slot} = DynamicCache(config=model.config)"
+        return Action("between", line, reference, slot=slot, refusals=refusals)
 
     def _forward(self, slot: int) -> Action:
         return self.calls.forward(slot, None)
