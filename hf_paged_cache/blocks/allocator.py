@@ -17,13 +17,13 @@ from weakref import ReferenceType
 
 from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 from .allocation import Allocation
-from .arguments import check_not_negative
+from .arguments import check_eviction, check_not_negative
 from .block_states import BlockStates, OnEvict
 from .hashing import BlockHash, bytes_of, tokens_of
 
 
 class PrefixCachingBlockAllocator:
-    """Hands out block ids, shares them by hash, and evicts the least recently used. Knows nothing of their content.
+    """Hands out block ids, shares them by hash, and evicts what nobody holds. Knows nothing of their content.
 
     Every operation finishes or changes nothing. Each settles first: it repairs what was interrupted and takes back what
     collected allocations held. Block 0 is the null block: never handed out, in no state. Not thread-safe: use one lock for the
@@ -32,9 +32,10 @@ class PrefixCachingBlockAllocator:
     Args:
         num_blocks: at least 2, with the null block.
         block_size: tokens of a block, at least 1.
+        eviction: "reuse": what is seldom used again goes first; "lru": always the least recently used one.
 
     Raises:
-        CacheArgumentError: a size below that.
+        CacheArgumentError: a size below that, or another eviction.
 
     Examples:
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=4, block_size=16)
@@ -43,13 +44,15 @@ class PrefixCachingBlockAllocator:
         ([1, 2], 1)
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, eviction: str = "reuse") -> None:
+        check_eviction(eviction)
         if block_size < 1:
             raise CacheArgumentError(f"block_size is {block_size}; it must be at least 1 token")
-        self.block_size = block_size
+        self.block_size, self.eviction = block_size, eviction
         self.collected: deque[ReferenceType[Allocation]] = deque()  # collected, blocks not yet taken back
         self._held: dict[ReferenceType[Allocation], list[int]] = {}  # live allocation -> its block ids
-        self._states = BlockStates(num_blocks)
+        self._states = BlockStates(num_blocks, eviction)
+        self._num_before = (0, 0)  # evictions and missed blocks before the last reset
         self.num_lapses = 0  # how often blocks went without their holder's doing: collected, or forgotten
         self.num_copies_on_write = 0
         self._copies: list[tuple[int, int]] = []  # (source, destination) in the order in which they must be made
@@ -104,7 +107,15 @@ class PrefixCachingBlockAllocator:
     @property
     def num_evictions(self) -> int:
         """Cached blocks that were handed out so far."""
-        return self._states.num_evictions
+        return self._num_before[0] + self._states.num_evictions
+
+    @property
+    def num_missed_blocks(self) -> int:
+        """Of the blocks that were given hashes, those that a pool twice as large would still have had.
+
+        That is, as many of the evicted hashes as there are blocks: an estimate, a little low.
+        """
+        return self._num_before[1] + self._states.num_missed
 
     def holds(self, allocation: Allocation) -> bool:
         """Whether `allocation` is one of this allocator's and has not been freed."""
@@ -225,7 +236,7 @@ class PrefixCachingBlockAllocator:
         lists = [list(block_ids) for block_ids in self._held.values()]
         counts, queue = states.ref_counts[:], list(states.queue)
         namespaces = dict(states.num_in_use_of), dict(states.num_cached_of)
-        return counts, queue, times, states.num_evictions, hashes, set(index.uncomputed), lists, namespaces
+        return counts, queue, times, self.num_evictions, hashes, set(index.uncomputed), lists, namespaces
 
     @property
     def pending_copies(self) -> tuple[tuple[int, int], ...]:
@@ -238,7 +249,7 @@ class PrefixCachingBlockAllocator:
         1. each block but the null block is in exactly one state, and the counts sum to num_blocks - 1;
         2. a block's ref_count is the number of live allocations that hold it;
         3. no allocation holds a block twice;
-        4. index and hashes are inverse; cached blocks are computed and queued after the free ones, oldest first;
+        4. index and hashes are inverse; cached blocks are computed and queued after the free ones, of each kind the oldest first;
         5. all blocks of an allocation are of its namespace, and what is counted of each namespace is what there is.
 
         Raises:
@@ -341,6 +352,7 @@ class PrefixCachingBlockAllocator:
             added.append(block_id)
             if isinstance(each, BlockHash) and each.digest not in index.blocks:
                 index.insert(block_id, each, computed=False)
+                self._states.remember((block_id,))
         block_ids.extend(added)
         self._dirty = False
 
@@ -476,6 +488,7 @@ class PrefixCachingBlockAllocator:
                 uncomputed.discard(own)
             token_bytes[own], parents[own] = tokens, parent
             digests[own] = digest
+        states.remember(own_ids)
         if replaced:
             states.hold(replaced.values())
             states.drop([block_ids[block_index] for block_index in reversed(replaced)])
@@ -601,6 +614,8 @@ class PrefixCachingBlockAllocator:
     def forget_cached_blocks(self, namespace: bytes | None = None) -> None:
         """Make every cached block free, or every one of `namespace`; blocks in use keep their hashes."""
         self._settle()
+        if namespace is None:
+            self._states.evicted.clear()
         self._forget(self._states.cached_blocks(namespace))
 
     def _forget(self, block_ids: list[int]) -> None:
@@ -618,8 +633,10 @@ class PrefixCachingBlockAllocator:
         """
         if self.num_blocks_in_use:
             raise BlockStateError(f"cannot reset: {self.num_blocks_in_use} blocks are in use; free their holders first")
-        states = BlockStates(self.num_blocks if num_blocks is None else num_blocks, self._states.on_evict)
-        states.num_evictions = self.num_evictions
+        states = BlockStates(
+            self.num_blocks if num_blocks is None else num_blocks, self.eviction, self._states.on_evict
+        )
+        self._num_before = self.num_evictions, self.num_missed_blocks
         self._copies.clear()
         self._states = states
 

@@ -8,79 +8,142 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import chain, islice
+from itertools import chain, groupby
 
 from ..errors import BlockStateError, CacheArgumentError
+from .evicted import EvictedHashes
 from .free_queue import FreeBlockQueue
 from .hashing import BlockHash
 from .prefix_index import PrefixIndex
+from .reuse import END, NEXT, NUM_KINDS, ONCE, Reuse
 
 OnEvict = Callable[[int, BlockHash, bytes], None]
 """Told of a cached block that is handed out: its id, its hash, its namespace. Asks nothing of the allocator, and does not raise."""
+
+_FREE = 0  # line of the queue; of cached blocks: their kind
+_MARGIN = 0.9  # less dense than this share of the least recently used one, a block goes before it
+_KIND_BITS, _TIME_BITS = (
+    4,
+    60,
+)  # of what is remembered of evicted blocks: evictions before them | their last use | their kind
 
 
 class BlockStates:
     """Ref counts, the queue of allocatable blocks and the prefix index, changed together.
 
-    The queue holds free blocks, the last freed first, so that memory once touched is used again; then cached blocks,
-    the least recently used first. Time is a counter: it advances by one for each block dropped or touched.
+    The queue holds free blocks in line 0, the last freed first, so that memory once touched is used again; then cached blocks, a
+    line for each kind (see `Reuse`), the least recently used first. Time is a counter: it advances by one for each block dropped
+    or touched. The next to be evicted is the least recently used one of all, unless the first of another line is less dense.
+    Until a block is evicted, nothing is counted and all are of one kind; until as many were as there are, it is LRU.
 
     Blocks that are held or dropped together are of one namespace: `drop` and `hold` read it off the first one.
 
     Args:
         num_blocks: with the null block 0. Ids 1 to num_blocks - 1 are handed out, at first the lowest first.
+        eviction: "reuse", or "lru": all are of one kind.
         on_evict: told of each cached block that is handed out, just before it loses its hash; None: nobody is.
     """
 
     __slots__ = (
         "clock",
+        "evicted",
         "index",
+        "kinds",
         "last_access",
         "num_blocks",
         "num_cached",
         "num_cached_of",
         "num_evictions",
         "num_in_use_of",
+        "num_missed",
         "on_evict",
         "queue",
         "ref_counts",
+        "reuse",
     )
 
-    def __init__(self, num_blocks: int, on_evict: OnEvict | None = None) -> None:
+    def __init__(self, num_blocks: int, eviction: str = "reuse", on_evict: OnEvict | None = None) -> None:
         if num_blocks < 2:
             raise CacheArgumentError(f"num_blocks is {num_blocks}; give at least 2, as block 0 is never handed out")
         self.num_blocks = num_blocks
         self.on_evict = on_evict
         self.ref_counts = [0] * num_blocks  # block id -> number of holders
         self.index = PrefixIndex(num_blocks)
-        self.queue = FreeBlockQueue(num_blocks, range(1, num_blocks))
+        self.queue = FreeBlockQueue(num_blocks, range(1, num_blocks), num_lines=NUM_KINDS)
+        self.kinds = bytearray((ONCE,)) * num_blocks  # block id -> kind; of one without a hash: ONCE
+        self.reuse = Reuse(num_blocks) if eviction == "reuse" else None
+        self.evicted = EvictedHashes(num_blocks)
         self.last_access = [0] * num_blocks  # block id -> time of its last drop or touch
         self.clock = 0
         self.num_cached = 0
         self.num_cached_of: dict[bytes, int] = {}  # namespace -> cached blocks; none without any
         self.num_in_use_of: dict[bytes, int] = {}  # namespace -> blocks in use; none without any
         self.num_evictions = 0
+        self.num_missed = 0  # hashes that came again before as many blocks were evicted after them as there are
 
     def take(self, num_blocks: int, namespace: bytes = b"") -> list[int]:
         """Hand out blocks without a hash, ref_count 1: free ones, then cached ones of any namespace, which lose their hash.
 
         The caller has checked that the queue holds that many.
         """
-        num_free = self.queue.length - self.num_cached
-        taken = self.queue.popleft_many(num_blocks)
+        taken = self.queue.popleft_until(_FREE, num_blocks)
+        if len(taken) < num_blocks:
+            self._evict(num_blocks - len(taken), taken)
         ref_counts, namespaces = self.ref_counts, self.index.namespaces
-        for block_id in taken[num_free:]:
-            if self.on_evict is not None and (block_hash := self.index.hash_of(block_id)) is not None:
-                self.on_evict(block_id, block_hash, namespaces[block_id])
-            self.index.remove(block_id)
-            self.num_cached -= 1
-            self.num_evictions += 1
-            _add(self.num_cached_of, namespaces[block_id], -1)
         for block_id in taken:
             ref_counts[block_id] = 1
             namespaces[block_id] = namespace
         _add(self.num_in_use_of, namespace, len(taken))
         return taken
+
+    def _evict(self, num_blocks: int, taken: list[int]) -> None:
+        """Append so many cached blocks, which lose their hashes."""
+        index, kinds, namespaces, times = self.index, self.kinds, self.index.namespaces, self.last_access
+        while num_blocks:
+            kind, latest = self._first_to_go()
+            run = self.queue.popleft_until(kind, min(num_blocks, self.evicted.num_room), times, latest)
+            number = (self.num_evictions << _TIME_BITS | times[run[0]]) << _KIND_BITS | kind
+            if self.on_evict is not None:
+                for block_id in run:
+                    if (block_hash := index.hash_of(block_id)) is not None:
+                        self.on_evict(block_id, block_hash, namespaces[block_id])
+            self.evicted.put(index.remove_computed(run), number)
+            if kind != ONCE:
+                for block_id in run:
+                    kinds[block_id] = ONCE
+            for namespace, same in groupby(run, namespaces.__getitem__):
+                _add(self.num_cached_of, namespace, -len([*same]))
+            self.num_cached -= len(run)
+            self.num_evictions += len(run)
+            num_blocks -= len(run)
+            taken += run
+
+    def _first_to_go(self) -> tuple[int, int]:
+        """The kind of which the next block is evicted, and those after it, as long as their last use was no later than this time."""
+        times, clock, reuse = self.last_access, self.clock, self.reuse
+        heads = [(times[block_id], kind) for kind, block_id in enumerate(self.queue.firsts()) if block_id > 0]
+        if reuse is None or len(heads) == 1:
+            return heads[0][1], clock
+        heads.sort()
+        time, chosen = heads[0]
+        latest = heads[1][0]
+        of_class = reuse.class_of(clock - time)
+        least = _MARGIN * reuse.densities[chosen][of_class]
+        if least:
+            for time, kind in heads:
+                age_class = reuse.class_of(clock - time)
+                if (density := reuse.densities[kind][age_class]) < least:
+                    least, chosen, latest, of_class = density, kind, clock, age_class
+        return chosen, min(latest, clock - reuse.least_age(of_class))
+
+    def remember(self, block_ids: Iterable[int]) -> None:
+        """Blocks that follow one another were given hashes: they are as often used as they were when they were evicted."""
+        for block_id, number in self.evicted.take(block_ids, self.index.digests):
+            self.num_missed += self.num_evictions - (number >> _KIND_BITS + _TIME_BITS) <= self.num_blocks
+            if self.reuse is not None:
+                kind, time = number & (1 << _KIND_BITS) - 1, number >> _KIND_BITS & (1 << _TIME_BITS) - 1
+                self.kinds[block_id] = NEXT[kind]
+                self.reuse.used_again(kind, self.clock - time)
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """Add one holder to each block; a cached one leaves the queue."""
@@ -93,6 +156,8 @@ class BlockStates:
             ref_counts[block_id] = count + 1
         if idle:
             self.queue.remove_many(idle)
+            if self.num_evictions and self.reuse is not None:
+                self._use_again(idle, self.reuse)
             self.num_cached -= len(idle)
             namespace = self.index.namespaces[idle[0]]
             _add(self.num_cached_of, namespace, -len(idle))
@@ -121,6 +186,7 @@ class BlockStates:
                 free.append(block_id)
             elif block_id in uncomputed:
                 self.index.remove(block_id)
+                self.kinds[block_id] = ONCE
                 free.append(block_id)
             else:
                 cached.append(block_id)
@@ -132,22 +198,48 @@ class BlockStates:
         if free:
             self.queue.appendleft_many(free)
         if cached:
-            self.queue.append_many(cached)
+            if self.num_evictions and self.reuse is not None:
+                self._line_up(cached, self.reuse)
+            else:
+                self.queue.append_many(cached, ONCE)
             self.num_cached += len(cached)
             _add(self.num_cached_of, namespace, len(cached))
+
+    def _use_again(self, block_ids: list[int], reuse: Reuse) -> None:
+        """Cached blocks are held. Those of one kind that follow one another count as given back together."""
+        kinds, times = self.kinds, self.last_access
+        for kind, same in groupby(block_ids, kinds.__getitem__):
+            run, after = [*same], NEXT[kind]
+            reuse.used_again(kind, self.clock - times[run[0]], len(run))
+            for block_id in run:
+                kinds[block_id] = after
+
+    def _line_up(self, block_ids: list[int], reuse: Reuse) -> None:
+        """Put blocks with a hash into the lines of their kinds; the first one ended a sequence."""
+        kinds = self.kinds
+        if kinds[block_ids[0]] == ONCE:
+            kinds[block_ids[0]] = END
+        for kind, same in groupby(block_ids, kinds.__getitem__):
+            run = [*same]
+            self.queue.append_many(run, kind)
+            reuse.given_back(kind, len(run))
+        if self.clock >= reuse.next_time and self.num_evictions >= self.num_blocks:
+            reuse.compute(self.clock)
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Make cached blocks the last to be evicted, in the order given; blocks in use are evicted after them anyway."""
         for block_id in block_ids:
             if not self.ref_counts[block_id] and self.index.digests[block_id] is not None:
                 self.queue.remove(block_id)
-                self.queue.append(block_id)
+                self.queue.append(block_id, self.kinds[block_id])
                 self.clock = self.last_access[block_id] = self.clock + 1
 
     def cached_blocks(self, namespace: bytes | None = None) -> list[int]:
         """The cached blocks, of one namespace or of all, the least recently used first."""
-        cached, namespaces = islice(self.queue, self.queue.length - self.num_cached, None), self.index.namespaces
-        return [block_id for block_id in cached if namespace is None or namespaces[block_id] == namespace]
+        cached = chain.from_iterable(map(self.queue.line, range(_FREE + 1, NUM_KINDS)))
+        namespaces = self.index.namespaces
+        found = [block_id for block_id in cached if namespace is None or namespaces[block_id] == namespace]
+        return sorted(found, key=self.last_access.__getitem__)
 
     def forget(self, block_ids: list[int]) -> None:
         """Take the hashes of these blocks away. Those that nobody holds become free; the first is handed out first."""
@@ -155,6 +247,8 @@ class BlockStates:
             self.index.remove(block_id)
         idle = [block_id for block_id in block_ids if not self.ref_counts[block_id]]
         self.queue.remove_many(idle)
+        for block_id in idle:
+            self.kinds[block_id] = ONCE
         self.queue.appendleft_many(reversed(idle))
         self.num_cached -= len(idle)
         for block_id in idle:
@@ -165,24 +259,32 @@ class BlockStates:
         added = num_blocks - self.num_blocks
         self.ref_counts.extend([0] * added)
         self.last_access.extend([0] * added)
+        self.kinds.extend((ONCE,) * added)
         self.index.grow(num_blocks)
         self.queue.grow(num_blocks)
         self.queue.appendleft_many(reversed(range(self.num_blocks, num_blocks)))
+        self.evicted.num_blocks = num_blocks
+        if self.reuse is not None:
+            self.reuse = Reuse(num_blocks)  # ages are told by the size of the pool
         self.num_blocks = num_blocks  # last: until here, `rebuild` cuts all of them to the old number
 
     def rebuild(self, holders: Iterable[list[int]]) -> None:
-        """Derive the state again from `holders`, the blocks' digests and their times.  Cost: O(num_blocks log num_blocks)."""
+        """Derive the state again from `holders`, the blocks' digests, kinds and times.  Cost: O(num_blocks log num_blocks)."""
         counts = Counter(chain.from_iterable(holders))
         self.ref_counts = ref_counts = [counts[block_id] for block_id in range(self.num_blocks)]
         self.index.rebuild(ref_counts)
-        del self.last_access[self.num_blocks :]
+        del self.last_access[self.num_blocks :], self.kinds[self.num_blocks :]
         digests, times, namespaces = self.index.digests, self.last_access, self.index.namespaces
         idle = [block_id for block_id in range(1, self.num_blocks) if not ref_counts[block_id]]
         free = [block_id for block_id in idle if digests[block_id] is None]
         cached = [block_id for block_id in idle if digests[block_id] is not None]
         free.sort(key=lambda block_id: -times[block_id])
         cached.sort(key=times.__getitem__)
-        self.queue = FreeBlockQueue(self.num_blocks, free + cached)
+        self.queue = FreeBlockQueue(self.num_blocks, free, num_lines=NUM_KINDS)
+        for block_id in free:
+            self.kinds[block_id] = ONCE
+        for block_id in cached:
+            self.queue.append(block_id, self.kinds[block_id])
         self.num_cached = len(cached)
         self.num_cached_of = dict(Counter(namespaces[block_id] for block_id in cached))
         self.num_in_use_of = dict(Counter(namespaces[block_id] for block_id, count in enumerate(ref_counts) if count))
@@ -208,9 +310,13 @@ class BlockStates:
         hashed = [self.index.digests[block_id] is not None for block_id in queued]
         if hashed != [False] * num_free + [True] * self.num_cached:
             raise BlockStateError(f"the queue must hold {num_free} free, then {self.num_cached} cached: {queued}")
-        times = [self.last_access[block_id] for block_id in queued[num_free:]]
-        if times != sorted(times):
-            raise BlockStateError(f"cached blocks {queued[num_free:]} are not in the order of their times {times}")
+        for line in range(NUM_KINDS):
+            of_line = [*self.queue.line(line)]
+            times = [self.last_access[block_id] for block_id in of_line]
+            if line != _FREE and times != sorted(times):
+                raise BlockStateError(f"cached blocks {of_line} are not in the order of their times {times}")
+            if {self.kinds[block_id] for block_id in of_line} - {line or ONCE}:
+                raise BlockStateError(f"blocks {of_line} of other kinds wait in line {line}")
         self.index.check(in_use)
         namespaces = self.index.namespaces
         in_use_of = Counter(namespaces[block_id] for block_id in in_use)

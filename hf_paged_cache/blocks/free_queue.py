@@ -1,26 +1,27 @@
-"""Owns the order in which blocks are handed out. Refuses to hold a block twice or to give up one that it does not hold.
+"""Owns the lines in which blocks wait to be handed out. Refuses to hold a block twice or to give up one that it does not hold.
 
-A doubly linked list in two lists of ids, without objects. Block 0 is never handed out: its links are the two ends.
+Doubly linked lists in two lists of ids, without objects. What follows the ids, from the end, are the two ends of each line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import BlockStateError
 
-_ABSENT = -1
+_ABSENT = 0  # block 0 is never handed out
 
 
 class FreeBlockQueue:
-    """Ids of allocatable blocks in eviction order; every operation on one id is O(1), in the middle too.
+    """Ids of allocatable blocks in one line or several; every operation on one id is O(1), in the middle too.
 
     Attributes:
-        length: number of blocks held; read only.
+        length: number of blocks held, in all lines; read only.
 
     Args:
-        num_blocks: ids are 1 to num_blocks - 1; id 0 is the sentinel.
-        block_ids: what the queue holds at first, the next to be handed out first.
+        num_blocks: ids are 1 to num_blocks - 1.
+        block_ids: what line 0 holds at first, the next to be handed out first.
+        num_lines: they are 0 to num_lines - 1.
 
     Examples:
         >>> queue = FreeBlockQueue(4, [1, 2, 3])
@@ -29,12 +30,13 @@ class FreeBlockQueue:
         (1, [3])
     """
 
-    __slots__ = ("_next", "_previous", "length")
+    __slots__ = ("_next", "_num_blocks", "_num_lines", "_previous", "length")
 
-    def __init__(self, num_blocks: int, block_ids: Iterable[int] = ()) -> None:
-        self._next = [_ABSENT] * num_blocks  # block id -> the one handed out after it; of 0: the first
-        self._previous = [_ABSENT] * num_blocks  # block id -> the one handed out before it; of 0: the last
-        self._next[0] = self._previous[0] = 0
+    def __init__(self, num_blocks: int, block_ids: Iterable[int] = (), num_lines: int = 1) -> None:
+        self._num_blocks, self._num_lines = num_blocks, num_lines
+        ends = range(-num_lines, 0)  # of line n: -1 - n, an index from the end
+        self._next = [_ABSENT] * num_blocks + [*ends]  # block id -> the one handed out after it; of an end: the first
+        self._previous = [_ABSENT] * num_blocks + [*ends]  # block id -> the one before it; of an end: the last
         self.length = 0
         self.append_many(block_ids)
 
@@ -44,48 +46,57 @@ class FreeBlockQueue:
 
     def __contains__(self, block_id: int) -> bool:
         """Whether `block_id` is held; O(1)."""
-        return 0 < block_id < len(self._next) and self._next[block_id] != _ABSENT
+        return 0 < block_id < self._num_blocks and self._next[block_id] != _ABSENT
 
     def __iter__(self) -> Iterator[int]:
-        """Ids in the order in which `popleft` would give them; the queue must not change meanwhile."""
-        block_id = self._next[0]
-        while block_id:
+        """Ids of line 0 in the order in which `popleft` would give them, then those of line 1, and so on."""
+        for line in range(self._num_lines):
+            yield from self.line(line)
+
+    def __repr__(self) -> str:
+        return f"FreeBlockQueue(length={self.length}, num_blocks={self._num_blocks})"
+
+    def line(self, line: int) -> Iterator[int]:
+        """Ids of one line, the first one first; the queue must not change meanwhile."""
+        block_id = self._next[-1 - line]
+        while block_id > 0:
             yield block_id
             block_id = self._next[block_id]
 
-    def __repr__(self) -> str:
-        return f"FreeBlockQueue(length={self.length}, num_blocks={len(self._next)})"
+    def firsts(self) -> list[int]:
+        """Line -> its first id; without any, a number below 0."""
+        return self._next[: -1 - self._num_lines : -1]
 
-    def append(self, block_id: int) -> None:
+    def append(self, block_id: int, line: int = 0) -> None:
         """`append_many` of one block."""
-        self.append_many((block_id,))
+        self.append_many((block_id,), line)
 
-    def append_many(self, block_ids: Iterable[int]) -> None:
-        """Put blocks at the end. Raises BlockStateError, with those before it put, if one is held or is no block."""
-        self._put(block_ids, self._next, self._previous)
+    def append_many(self, block_ids: Iterable[int], line: int = 0) -> None:
+        """Put blocks at the end of a line. Raises BlockStateError, with those before it put, if one is held or is no block."""
+        self._put(block_ids, self._next, self._previous, -1 - line)
 
     def appendleft(self, block_id: int) -> None:
         """`appendleft_many` of one block."""
         self.appendleft_many((block_id,))
 
     def appendleft_many(self, block_ids: Iterable[int]) -> None:
-        """Put blocks in front one after the other: the last one is handed out next. Raises as `append_many`."""
-        self._put(block_ids, self._previous, self._next)
+        """Put blocks in front of line 0 one after the other: the last one is handed out next. Raises as `append_many`."""
+        self._put(block_ids, self._previous, self._next, -1)
 
-    def _put(self, block_ids: Iterable[int], following: list[int], previous: list[int]) -> None:
-        """Put blocks at the end that `following` leads to."""
-        last, length = previous[0], self.length
+    def _put(self, block_ids: Iterable[int], following: list[int], previous: list[int], end: int) -> None:
+        """Put blocks at the end of a line that `following` leads to."""
+        last, length, num_blocks = previous[end], self.length, self._num_blocks
         try:
             for block_id in block_ids:
-                if not 0 < block_id < len(following) or following[block_id] != _ABSENT:
+                if not 0 < block_id < num_blocks or following[block_id] != _ABSENT:
                     raise self._refusal(block_id, "queued twice")
                 following[last] = block_id
                 previous[block_id] = last
-                following[block_id] = 0
+                following[block_id] = end
                 last = block_id
                 length += 1
         finally:
-            previous[0], self.length = last, length
+            previous[end], self.length = last, length
 
     def remove(self, block_id: int) -> None:
         """`remove_many` of one block."""
@@ -93,9 +104,9 @@ class FreeBlockQueue:
 
     def remove_many(self, block_ids: Iterable[int]) -> None:
         """Take blocks out of anywhere. Raises BlockStateError, with those before it taken out, if one is not held."""
-        following, previous = self._next, self._previous
+        following, previous, num_blocks = self._next, self._previous, self._num_blocks
         for block_id in block_ids:
-            if not 0 < block_id < len(following) or following[block_id] == _ABSENT:
+            if not 0 < block_id < num_blocks or following[block_id] == _ABSENT:
                 raise self._refusal(block_id, "removed from a queue that does not hold it")
             before, after = previous[block_id], following[block_id]
             following[before] = after
@@ -108,39 +119,51 @@ class FreeBlockQueue:
         return self.popleft_many(1)[0]
 
     def popleft_many(self, num_blocks: int) -> list[int]:
-        """Take out and return the first `num_blocks` blocks, in order. Raises BlockStateError if there are fewer."""
-        if not 0 <= num_blocks <= self.length:
+        """Take out and return the first `num_blocks` blocks of line 0, in order. Raises BlockStateError if there are fewer."""
+        taken = self.popleft_until(0, num_blocks) if num_blocks > 0 else []
+        if len(taken) != num_blocks:
+            self.appendleft_many(reversed(taken))
             raise BlockStateError(f"{num_blocks} blocks taken from a queue that holds {self.length}")
-        following, previous = self._next, self._previous
+        return taken
+
+    def popleft_until(self, line: int, most: int, times: Sequence[int] | None = None, latest: int = 0) -> list[int]:
+        """Take out and return the first blocks of a line, in order: at most so many.
+
+        Args:
+            times: block id -> a number; a block with one above `latest`, and what is behind it, stays.
+        """
+        following, previous, end = self._next, self._previous, -1 - line
         taken: list[int] = []
-        block_id = following[0]
-        for _ in range(num_blocks):
+        block_id = following[end]
+        while block_id > 0 and len(taken) < most and (times is None or times[block_id] <= latest):
             taken.append(block_id)
             after = following[block_id]
             following[block_id] = previous[block_id] = _ABSENT
             block_id = after
-        following[0] = block_id
-        previous[block_id] = 0
-        self.length -= num_blocks
+        following[end] = block_id
+        previous[block_id] = end
+        self.length -= len(taken)
         return taken
 
     def grow(self, num_blocks: int) -> None:
         """Allow ids below `num_blocks`; none of the new ones is held yet."""
-        added = [_ABSENT] * (num_blocks - len(self._next))
-        self._next.extend(added)
-        self._previous.extend(added)
+        before, added = self._num_blocks, [_ABSENT] * (num_blocks - self._num_blocks)
+        self._next[before:before] = added
+        self._previous[before:before] = added
+        self._num_blocks = num_blocks
 
     def check(self) -> None:
         """Follow all links both ways. Raises BlockStateError if they disagree.  Cost: O(num_blocks)."""
         forward = list(self)
         backward = []
-        block_id = self._previous[0]
-        while block_id:
-            backward.append(block_id)
-            block_id = self._previous[block_id]
-        linked = sum(link != _ABSENT for link in self._next) - 1
+        for end in range(-self._num_lines, 0):
+            block_id = self._previous[end]
+            while block_id > 0:
+                backward.append(block_id)
+                block_id = self._previous[block_id]
+        linked = sum(link != _ABSENT for link in self._next) - self._num_lines
         if forward != backward[::-1] or not len(forward) == linked == self.length:
             raise BlockStateError(f"queue links disagree: {forward} forward, {backward} backward, {self.length} long")
 
     def _refusal(self, block_id: int, what: str) -> BlockStateError:
-        return BlockStateError(f"block {block_id} {what}; blocks are 1 to {len(self._next) - 1}")
+        return BlockStateError(f"block {block_id} {what}; blocks are 1 to {self._num_blocks - 1}")

@@ -1,0 +1,114 @@
+"""Owns what is known of when blocks were used again: by their kind, and by how long ago they were used last. Knows no block.
+
+A block's *kind* is how often it was used, up to 8 times, but for the last one of a sequence that was used once. Its *age* is the
+number of blocks that were given back since it was. Of each kind is counted how many blocks of it were used again at which age, the
+evicted ones that are remembered among them: so it is known whether keeping them would have been worth it.
+
+The *density* of a kind at an age is the most hits, for each block and unit of time, that keeping such a block until some later age
+has brought (hit density, Beckmann et al., NSDI 2018; the best such end is Gittins' index). It never rises with age, and a kind that
+was used more often never has less of it than one that was used less: no block goes before those that continue it.
+"""
+
+from __future__ import annotations
+
+END, ONCE = 1, 2  # kinds: used once, as the last of its sequence; used once
+NEXT = (0, 3, 3, 4, 5, 6, 7, 8, 9, 9)  # kind -> kind after one more use, in the order in which they are worth keeping
+NUM_KINDS = len(NEXT)
+INTERVAL = 4096  # densities are computed no more often than when so many blocks were given back
+
+_NUM_AGES = 15  # classes of age, up to 32 times the pool's size: two below an eighth of it or a bit more, then two for each doubling
+_WIDTHS = [1, 1, *(1 << n // 2 - 1 for n in range(2, _NUM_AGES))]
+_FORGETTING = 4  # counts lose the 2^-4th part of what they are, each time that densities are computed
+_ONE = 1 << _FORGETTING  # what a block counts
+_PRIOR = 32 * _ONE  # blocks of each kind that are taken never to be used again
+
+
+class Reuse:
+    """Counts, and the densities that follow from them.
+
+    Args:
+        num_blocks: of the pool.
+
+    Attributes:
+        densities: kind -> class of age -> density, hits for each block and `2 ** shift` blocks given back; 0 before `compute`.
+        shift: an age of so many bits less is what classes are told by.
+        next_time: when densities are to be computed again.
+
+    Examples:
+        >>> reuse = Reuse(num_blocks=100)
+        >>> reuse.given_back(ONCE, 500)
+        >>> reuse.given_back(3, 500)
+        >>> reuse.used_again(3, age=40, num_blocks=400)
+        >>> reuse.compute(1000)
+        >>> reuse.density(3, age=20) > reuse.density(ONCE, age=20)
+        True
+    """
+
+    __slots__ = ("_again", "_interval", "_num", "densities", "next_time", "shift")
+
+    def __init__(self, num_blocks: int) -> None:
+        self.shift = max(0, num_blocks.bit_length() - 3)
+        self._interval = max(INTERVAL, num_blocks // 2)
+        self.next_time = 0
+        self._num = [0] * NUM_KINDS  # kind -> blocks that were given back
+        self._again = [[0] * (_NUM_AGES + 1) for _ in range(NUM_KINDS)]  # kind -> class -> those that were used again
+        self.densities = [[0.0] * (_NUM_AGES + 1) for _ in range(NUM_KINDS)]  # the last class has no end, and none
+
+    def class_of(self, age: int) -> int:
+        """The class of an age."""
+        age >>= self.shift
+        if age < 2:
+            return age
+        num_bits = age.bit_length()
+        return min(2 * num_bits - 2 + (age >> (num_bits - 2) & 1), _NUM_AGES)
+
+    def least_age(self, age_class: int) -> int:
+        """The least age of a class."""
+        if age_class < 2:
+            return age_class << self.shift
+        return (2 + age_class % 2) << (age_class // 2 - 1) << self.shift
+
+    def density(self, kind: int, age: int) -> float:
+        """That of a block of this kind and age."""
+        return self.densities[kind][self.class_of(age)]
+
+    def given_back(self, kind: int, num_blocks: int) -> None:
+        """Blocks of a kind are cached from here on."""
+        self._num[kind] += num_blocks * _ONE
+
+    def used_again(self, kind: int, age: int, num_blocks: int = 1) -> None:
+        """Blocks of one kind and age were used again, or would have been."""
+        self._again[kind][self.class_of(age)] += num_blocks * _ONE
+
+    def compute(self, time: int) -> None:
+        """Compute the densities, from what has been counted until now.  Cost: O(kinds * classes of age ** 2)."""
+        self.next_time = time + self._interval
+        less = [0.0] * (_NUM_AGES + 1)
+        for kind in range(END, NUM_KINDS):
+            less = [*map(max, less, _densities(self._num[kind], self._again[kind]))]
+            self.densities[kind] = less
+            self._num[kind] -= self._num[kind] >> _FORGETTING
+            self._again[kind] = [number - (number >> _FORGETTING) for number in self._again[kind]]
+
+
+def _densities(num: int, again: list[int]) -> list[float]:
+    """Class of age -> the most hits for the time kept, over all later ages at which keeping may end."""
+    found, points = [0.0] * (_NUM_AGES + 1), [(0.0, 0.0)]
+    time = hits = 0.0
+    alive = 1.0  # share of the blocks that came to this age without having been used again
+    for number, width in zip(again, _WIDTHS, strict=False):
+        chance = number / (max(num, number) + _PRIOR)
+        num -= number
+        hits += alive * chance
+        time += alive * (1 - chance / 2) * width
+        alive *= 1 - chance
+        points.append((time, hits))
+    while len(points) > 1 and points[-2][1] == points[-1][1]:
+        points.pop()
+    most = 0.0
+    for age_class in range(len(points) - 2, -1, -1):
+        time, hits = points[age_class]
+        for later, more in points[age_class + 1 :]:
+            most = max(most, (more - hits) / (later - time))
+        found[age_class] = most
+    return found
