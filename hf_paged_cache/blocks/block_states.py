@@ -7,7 +7,7 @@ Knows nothing of who holds what: `PrefixCachingBlockAllocator` does, and it alon
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, groupby
 
 from ..errors import BlockStateError, CacheArgumentError
@@ -15,13 +15,18 @@ from .evicted import EvictedHashes
 from .free_queue import FreeBlockQueue
 from .hashing import BlockHash
 from .prefix_index import PrefixIndex
-from .reuse import END, NEXT, NUM_KINDS, ONCE, Reuse
+from .reuse import END, NEXT, NUM_LINES, ONCE, Reuse
 
 OnEvict = Callable[[int, BlockHash, bytes], None]
 """Told of a cached block that is handed out: its id, its hash, its namespace. Asks nothing of the allocator, and does not raise."""
 
 _FREE = 0  # line of the queue; of cached blocks: their kind
 _MARGIN = 0.9  # less dense than this share of the least recently used one, a block goes before it
+_NEVER = 1 << 63  # later than any time, denser than any block
+_KIND_BITS, _TIME_BITS = (
+    4,
+    60,
+)  # of what is remembered of evicted blocks: evictions before them | their last use | their kind
 _KIND_BITS, _TIME_BITS = (
     4,
     60,
@@ -69,9 +74,9 @@ class BlockStates:
         self.on_evict = on_evict
         self.ref_counts = [0] * num_blocks  # block id -> number of holders
         self.index = PrefixIndex(num_blocks)
-        self.queue = FreeBlockQueue(num_blocks, range(1, num_blocks), num_lines=NUM_KINDS)
-        self.kinds = bytearray((ONCE,)) * num_blocks  # block id -> kind; of one without a hash: ONCE
-        self.reuse = Reuse(num_blocks) if eviction == "reuse" else None
+        self.queue = FreeBlockQueue(num_blocks, range(1, num_blocks), num_lines=NUM_LINES)
+        self.kinds = bytearray((ONCE,)) * num_blocks  # block id -> kind; of a free block, anything
+        self.reuse = Reuse(num_blocks, learns=eviction == "reuse")
         self.evicted = EvictedHashes(num_blocks)
         self.last_access = [0] * num_blocks  # block id -> time of its last drop or touch
         self.clock = 0
@@ -88,62 +93,84 @@ class BlockStates:
         """
         taken = self.queue.popleft_until(_FREE, num_blocks)
         if len(taken) < num_blocks:
-            self._evict(num_blocks - len(taken), taken)
-        ref_counts, namespaces = self.ref_counts, self.index.namespaces
+            taken += self._evict(num_blocks - len(taken))
+        ref_counts, namespaces, kinds = self.ref_counts, self.index.namespaces, self.kinds
         for block_id in taken:
             ref_counts[block_id] = 1
             namespaces[block_id] = namespace
+            kinds[block_id] = ONCE
         _add(self.num_in_use_of, namespace, len(taken))
         return taken
 
-    def _evict(self, num_blocks: int, taken: list[int]) -> None:
-        """Append so many cached blocks, which lose their hashes."""
-        index, kinds, namespaces, times = self.index, self.kinds, self.index.namespaces, self.last_access
-        while num_blocks:
-            kind, latest = self._first_to_go()
-            run = self.queue.popleft_until(kind, min(num_blocks, self.evicted.num_room), times, latest)
-            number = (self.num_evictions << _TIME_BITS | times[run[0]]) << _KIND_BITS | kind
-            if self.on_evict is not None:
-                for block_id in run:
-                    if (block_hash := index.hash_of(block_id)) is not None:
-                        self.on_evict(block_id, block_hash, namespaces[block_id])
-            self.evicted.put(index.remove_computed(run), number)
-            if kind != ONCE:
-                for block_id in run:
-                    kinds[block_id] = ONCE
-            for namespace, same in groupby(run, namespaces.__getitem__):
+    def _evict(self, num_blocks: int) -> list[int]:
+        """Take so many cached blocks out of the queue and their hashes away."""
+        index, namespaces = self.index, self.index.namespaces
+        taken, remembered = self._choose(num_blocks)
+        if self.on_evict is not None:
+            for block_id in taken:
+                if (block_hash := index.hash_of(block_id)) is not None:
+                    self.on_evict(block_id, block_hash, namespaces[block_id])
+        self.evicted.put(index.remove_computed(taken), remembered)
+        if len(self.num_cached_of) == 1:
+            _add(self.num_cached_of, namespaces[taken[0]], -num_blocks)
+        else:
+            for namespace, same in groupby(taken, namespaces.__getitem__):
                 _add(self.num_cached_of, namespace, -len([*same]))
-            self.num_cached -= len(run)
-            self.num_evictions += len(run)
-            num_blocks -= len(run)
+        self.num_cached -= num_blocks
+        self.num_evictions += num_blocks
+        return taken
+
+    def _choose(self, num_blocks: int) -> tuple[list[int], list[int]]:
+        """Take so many cached blocks out of the queue; what is to be remembered of each.
+
+        From one line as many are taken as are less recently used than the first of any other, or of one class of age.
+        """
+        times, kinds, clock, queue, reuse = self.last_access, self.kinds, self.clock, self.queue, self.reuse
+        used, densities = [_NEVER] * NUM_LINES, [float(_NEVER)] * NUM_LINES
+
+        def look_at(line: int, block_id: int) -> None:
+            used[line] = times[block_id]
+            densities[line] = reuse.density(kinds[block_id], clock - times[block_id])
+
+        for line, block_id in enumerate(queue.firsts()):
+            if line != _FREE and block_id > 0:
+                look_at(line, block_id)
+        taken: list[int] = []
+        remembered: list[int] = []
+        while (num_missing := num_blocks - len(taken)) > 0:
+            time = min(used)
+            line = used.index(time)
+            if (least := min(densities)) < _MARGIN * densities[line]:
+                line = densities.index(least)
+                time = used[line]
+                latest = reuse.latest_of(time, clock)
+                used[line] = _NEVER
+            else:
+                used[line] = _NEVER
+                latest = min(used)
+            run = queue.popleft_until(line, num_missing, times, latest)
+            number = (self.num_evictions << _TIME_BITS | time) << _KIND_BITS
+            numbers = [number + kind for kind in range(NUM_LINES)]
+            remembered += map(numbers.__getitem__, map(kinds.__getitem__, run))
             taken += run
+            densities[line] = _NEVER
+            if (block_id := queue.first(line)) > 0:
+                look_at(line, block_id)
+        return taken, remembered
 
-    def _first_to_go(self) -> tuple[int, int]:
-        """The kind of which the next block is evicted, and those after it, as long as their last use was no later than this time."""
-        times, clock, reuse = self.last_access, self.clock, self.reuse
-        heads = [(times[block_id], kind) for kind, block_id in enumerate(self.queue.firsts()) if block_id > 0]
-        if reuse is None or len(heads) == 1:
-            return heads[0][1], clock
-        heads.sort()
-        time, chosen = heads[0]
-        latest = heads[1][0]
-        of_class = reuse.class_of(clock - time)
-        least = _MARGIN * reuse.densities[chosen][of_class]
-        if least:
-            for time, kind in heads:
-                age_class = reuse.class_of(clock - time)
-                if (density := reuse.densities[kind][age_class]) < least:
-                    least, chosen, latest, of_class = density, kind, clock, age_class
-        return chosen, min(latest, clock - reuse.least_age(of_class))
-
-    def remember(self, block_ids: Iterable[int]) -> None:
+    def remember(self, block_ids: Sequence[int]) -> None:
         """Blocks that follow one another were given hashes: they are as often used as they were when they were evicted."""
-        for block_id, number in self.evicted.take(block_ids, self.index.digests):
-            self.num_missed += self.num_evictions - (number >> _KIND_BITS + _TIME_BITS) <= self.num_blocks
-            if self.reuse is not None:
+        if found := self.evicted.take(map(self.index.digests.__getitem__, block_ids)):
+            kinds, start = self.kinds, 0
+            for number, same in groupby(found):
                 kind, time = number & (1 << _KIND_BITS) - 1, number >> _KIND_BITS & (1 << _TIME_BITS) - 1
-                self.kinds[block_id] = NEXT[kind]
-                self.reuse.used_again(kind, self.clock - time)
+                stop = start + len([*same])
+                for block_id in block_ids[start:stop]:
+                    kinds[block_id] = NEXT[kind]
+                if self.num_evictions - (number >> _KIND_BITS + _TIME_BITS) <= self.num_blocks:
+                    self.num_missed += stop - start
+                self.reuse.used_again(kind, self.clock - time, stop - start)
+                start = stop
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """Add one holder to each block; a cached one leaves the queue."""
@@ -156,8 +183,8 @@ class BlockStates:
             ref_counts[block_id] = count + 1
         if idle:
             self.queue.remove_many(idle)
-            if self.num_evictions and self.reuse is not None:
-                self._use_again(idle, self.reuse)
+            if self.num_evictions:
+                self._use_again(idle)
             self.num_cached -= len(idle)
             namespace = self.index.namespaces[idle[0]]
             _add(self.num_cached_of, namespace, -len(idle))
@@ -186,7 +213,6 @@ class BlockStates:
                 free.append(block_id)
             elif block_id in uncomputed:
                 self.index.remove(block_id)
-                self.kinds[block_id] = ONCE
                 free.append(block_id)
             else:
                 cached.append(block_id)
@@ -198,31 +224,35 @@ class BlockStates:
         if free:
             self.queue.appendleft_many(free)
         if cached:
-            if self.num_evictions and self.reuse is not None:
-                self._line_up(cached, self.reuse)
+            if self.num_evictions:
+                self._line_up(cached)
             else:
-                self.queue.append_many(cached, ONCE)
+                self.queue.append_many(cached, self.reuse.lines[ONCE])
             self.num_cached += len(cached)
             _add(self.num_cached_of, namespace, len(cached))
 
-    def _use_again(self, block_ids: list[int], reuse: Reuse) -> None:
+    def _use_again(self, block_ids: list[int]) -> None:
         """Cached blocks are held. Those of one kind that follow one another count as given back together."""
         kinds, times = self.kinds, self.last_access
         for kind, same in groupby(block_ids, kinds.__getitem__):
             run, after = [*same], NEXT[kind]
-            reuse.used_again(kind, self.clock - times[run[0]], len(run))
+            self.reuse.used_again(kind, self.clock - times[run[0]], len(run))
             for block_id in run:
                 kinds[block_id] = after
 
-    def _line_up(self, block_ids: list[int], reuse: Reuse) -> None:
+    def _line_up(self, block_ids: list[int]) -> None:
         """Put blocks with a hash into the lines of their kinds; the first one ended a sequence."""
-        kinds = self.kinds
+        kinds, reuse = self.kinds, self.reuse
         if kinds[block_ids[0]] == ONCE:
             kinds[block_ids[0]] = END
-        for kind, same in groupby(block_ids, kinds.__getitem__):
-            run = [*same]
-            self.queue.append_many(run, kind)
-            reuse.given_back(kind, len(run))
+        of_blocks = bytes(map(kinds.__getitem__, block_ids))
+        for kind in {*of_blocks}:
+            reuse.given_back(kind, of_blocks.count(kind))
+        lines, start = of_blocks.translate(reuse.lines), 0
+        for line, same in groupby(lines):
+            stop = start + len([*same])
+            self.queue.append_many(block_ids[start:stop], line)
+            start = stop
         if self.clock >= reuse.next_time and self.num_evictions >= self.num_blocks:
             reuse.compute(self.clock)
 
@@ -231,12 +261,12 @@ class BlockStates:
         for block_id in block_ids:
             if not self.ref_counts[block_id] and self.index.digests[block_id] is not None:
                 self.queue.remove(block_id)
-                self.queue.append(block_id, self.kinds[block_id])
+                self.queue.append(block_id, self.reuse.lines[self.kinds[block_id]])
                 self.clock = self.last_access[block_id] = self.clock + 1
 
     def cached_blocks(self, namespace: bytes | None = None) -> list[int]:
         """The cached blocks, of one namespace or of all, the least recently used first."""
-        cached = chain.from_iterable(map(self.queue.line, range(_FREE + 1, NUM_KINDS)))
+        cached = chain.from_iterable(map(self.queue.line, range(_FREE + 1, NUM_LINES)))
         namespaces = self.index.namespaces
         found = [block_id for block_id in cached if namespace is None or namespaces[block_id] == namespace]
         return sorted(found, key=self.last_access.__getitem__)
@@ -247,8 +277,6 @@ class BlockStates:
             self.index.remove(block_id)
         idle = [block_id for block_id in block_ids if not self.ref_counts[block_id]]
         self.queue.remove_many(idle)
-        for block_id in idle:
-            self.kinds[block_id] = ONCE
         self.queue.appendleft_many(reversed(idle))
         self.num_cached -= len(idle)
         for block_id in idle:
@@ -264,8 +292,7 @@ class BlockStates:
         self.queue.grow(num_blocks)
         self.queue.appendleft_many(reversed(range(self.num_blocks, num_blocks)))
         self.evicted.num_blocks = num_blocks
-        if self.reuse is not None:
-            self.reuse = Reuse(num_blocks)  # ages are told by the size of the pool
+        self.reuse = Reuse(num_blocks, self.reuse.learns)  # ages are told by the size of the pool
         self.num_blocks = num_blocks  # last: until here, `rebuild` cuts all of them to the old number
 
     def rebuild(self, holders: Iterable[list[int]]) -> None:
@@ -280,11 +307,9 @@ class BlockStates:
         cached = [block_id for block_id in idle if digests[block_id] is not None]
         free.sort(key=lambda block_id: -times[block_id])
         cached.sort(key=times.__getitem__)
-        self.queue = FreeBlockQueue(self.num_blocks, free, num_lines=NUM_KINDS)
-        for block_id in free:
-            self.kinds[block_id] = ONCE
+        self.queue = FreeBlockQueue(self.num_blocks, free, num_lines=NUM_LINES)
         for block_id in cached:
-            self.queue.append(block_id, self.kinds[block_id])
+            self.queue.append(block_id, self.reuse.lines[self.kinds[block_id]])
         self.num_cached = len(cached)
         self.num_cached_of = dict(Counter(namespaces[block_id] for block_id in cached))
         self.num_in_use_of = dict(Counter(namespaces[block_id] for block_id, count in enumerate(ref_counts) if count))
@@ -310,13 +335,11 @@ class BlockStates:
         hashed = [self.index.digests[block_id] is not None for block_id in queued]
         if hashed != [False] * num_free + [True] * self.num_cached:
             raise BlockStateError(f"the queue must hold {num_free} free, then {self.num_cached} cached: {queued}")
-        for line in range(NUM_KINDS):
+        for line in range(_FREE + 1, NUM_LINES):
             of_line = [*self.queue.line(line)]
             times = [self.last_access[block_id] for block_id in of_line]
-            if line != _FREE and times != sorted(times):
+            if times != sorted(times):
                 raise BlockStateError(f"cached blocks {of_line} are not in the order of their times {times}")
-            if {self.kinds[block_id] for block_id in of_line} - {line or ONCE}:
-                raise BlockStateError(f"blocks {of_line} of other kinds wait in line {line}")
         self.index.check(in_use)
         namespaces = self.index.namespaces
         in_use_of = Counter(namespaces[block_id] for block_id in in_use)

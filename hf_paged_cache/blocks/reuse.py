@@ -11,15 +11,32 @@ was used more often never has less of it than one that was used less: no block g
 
 from __future__ import annotations
 
+from operator import gt
+
 END, ONCE = 1, 2  # kinds: used once, as the last of its sequence; used once
-NEXT = (0, 3, 3, 4, 5, 6, 7, 8, 9, 9)  # kind -> kind after one more use, in the order in which they are worth keeping
-NUM_KINDS = len(NEXT)
+NEXT = (
+    0,
+    3,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    9,
+    10,
+    11,
+    11,
+)  # kind -> kind after one more use, in the order in which they are worth keeping
+NUM_LINES = len(NEXT)  # of the queue: 0 is that of free blocks, others have the number of the first kind in them
 INTERVAL = 4096  # densities are computed no more often than when so many blocks were given back
 
 _NUM_AGES = 15  # classes of age, up to 32 times the pool's size: two below an eighth of it or a bit more, then two for each doubling
 _WIDTHS = [1, 1, *(1 << n // 2 - 1 for n in range(2, _NUM_AGES))]
 _FORGETTING = 4  # counts lose the 2^-4th part of what they are, each time that densities are computed
 _ONE = 1 << _FORGETTING  # what a block counts
+_TOLD_APART = 0.9  # kinds whose densities are within this share wait in one line
+_ONE_LINE = bytes([END]) * 256  # kind -> line
 _PRIOR = 32 * _ONE  # blocks of each kind that are taken never to be used again
 
 
@@ -44,15 +61,17 @@ class Reuse:
         True
     """
 
-    __slots__ = ("_again", "_interval", "_num", "densities", "next_time", "shift")
+    __slots__ = ("_again", "_interval", "_num", "densities", "learns", "lines", "next_time", "shift")
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, learns: bool = True) -> None:
+        self.learns = learns
+        self.lines = _ONE_LINE
         self.shift = max(0, num_blocks.bit_length() - 3)
         self._interval = max(INTERVAL, num_blocks // 2)
         self.next_time = 0
-        self._num = [0] * NUM_KINDS  # kind -> blocks that were given back
-        self._again = [[0] * (_NUM_AGES + 1) for _ in range(NUM_KINDS)]  # kind -> class -> those that were used again
-        self.densities = [[0.0] * (_NUM_AGES + 1) for _ in range(NUM_KINDS)]  # the last class has no end, and none
+        self._num = [0] * NUM_LINES  # kind -> blocks that were given back
+        self._again = [[0] * (_NUM_AGES + 1) for _ in range(NUM_LINES)]  # kind -> class -> those that were used again
+        self.densities = [[0.0] * (_NUM_AGES + 1) for _ in range(NUM_LINES)]  # the last class has no end, and none
 
     def class_of(self, age: int) -> int:
         """The class of an age."""
@@ -62,11 +81,11 @@ class Reuse:
         num_bits = age.bit_length()
         return min(2 * num_bits - 2 + (age >> (num_bits - 2) & 1), _NUM_AGES)
 
-    def least_age(self, age_class: int) -> int:
-        """The least age of a class."""
-        if age_class < 2:
-            return age_class << self.shift
-        return (2 + age_class % 2) << (age_class // 2 - 1) << self.shift
+    def latest_of(self, time: int, now: int) -> int:
+        """The latest time at which what is then as old, by class, as what was used last at `time` was used."""
+        age_class = self.class_of(now - time)
+        least = age_class if age_class < 2 else (2 + age_class % 2) << (age_class // 2 - 1)
+        return now - (least << self.shift)
 
     def density(self, kind: int, age: int) -> float:
         """That of a block of this kind and age."""
@@ -83,12 +102,19 @@ class Reuse:
     def compute(self, time: int) -> None:
         """Compute the densities, from what has been counted until now.  Cost: O(kinds * classes of age ** 2)."""
         self.next_time = time + self._interval
+        if not self.learns:
+            return
         less = [0.0] * (_NUM_AGES + 1)
-        for kind in range(END, NUM_KINDS):
+        lines, line = bytearray(_ONE_LINE), END
+        for kind in range(END, NUM_LINES):
             less = [*map(max, less, _densities(self._num[kind], self._again[kind]))]
             self.densities[kind] = less
+            if any(map(gt, [_TOLD_APART * each for each in less], self.densities[line])):
+                line = kind
+            lines[kind] = line
             self._num[kind] -= self._num[kind] >> _FORGETTING
             self._again[kind] = [number - (number >> _FORGETTING) for number in self._again[kind]]
+        self.lines = bytes(lines)
 
 
 def _densities(num: int, again: list[int]) -> list[float]:
