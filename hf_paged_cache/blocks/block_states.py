@@ -126,36 +126,38 @@ class BlockStates:
         From one line as many are taken as are less recently used than the first of any other, or of one class of age.
         """
         times, kinds, clock, queue, reuse = self.last_access, self.kinds, self.clock, self.queue, self.reuse
-        used, densities = [_NEVER] * NUM_LINES, [float(_NEVER)] * NUM_LINES
-
-        def look_at(line: int, block_id: int) -> None:
-            used[line] = times[block_id]
-            densities[line] = reuse.density(kinds[block_id], clock - times[block_id])
-
-        for line, block_id in enumerate(queue.firsts()):
-            if line != _FREE and block_id > 0:
-                look_at(line, block_id)
+        heads = queue.firsts()
+        used = [times[block_id] if block_id > 0 else _NEVER for block_id in heads]
+        used[_FREE] = _NEVER
+        densities: list[float] = [_NEVER] * NUM_LINES
+        if is_one := used.count(_NEVER) == NUM_LINES - 1:
+            latest = clock
+        else:
+            for line, time in enumerate(used):
+                if time < _NEVER:
+                    densities[line] = reuse.density(kinds[heads[line]], clock - time)
         taken: list[int] = []
         remembered: list[int] = []
         while (num_missing := num_blocks - len(taken)) > 0:
             time = min(used)
             line = used.index(time)
-            if (least := min(densities)) < _MARGIN * densities[line]:
-                line = densities.index(least)
-                time = used[line]
-                latest = reuse.latest_of(time, clock)
-                used[line] = _NEVER
-            else:
-                used[line] = _NEVER
-                latest = min(used)
+            if not is_one:
+                if (least := min(densities)) < _MARGIN * densities[line]:
+                    line = densities.index(least)
+                    time = used[line]
+                    latest = reuse.latest_of(time, clock)
+                else:
+                    used[line] = _NEVER
+                    latest = min(used)
             run = queue.popleft_until(line, num_missing, times, latest)
             number = (self.num_evictions << _TIME_BITS | time) << _KIND_BITS
             numbers = [number + kind for kind in range(NUM_LINES)]
             remembered += map(numbers.__getitem__, map(kinds.__getitem__, run))
             taken += run
-            densities[line] = _NEVER
+            used[line] = densities[line] = _NEVER
             if (block_id := queue.first(line)) > 0:
-                look_at(line, block_id)
+                used[line] = times[block_id]
+                densities[line] = reuse.density(kinds[block_id], clock - used[line])
         return taken, remembered
 
     def remember(self, block_ids: Sequence[int]) -> None:
