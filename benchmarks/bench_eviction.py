@@ -5,8 +5,8 @@ after a pause, mostly short and sometimes long, behind one of a few system promp
 and conversations that go on from an earlier turn (branches); and, in one of the two traces, bursts of long documents
 that nobody asks for again (floods). One request runs at a time, as on one `PagedPrefixCache`.
 
-`lru` is replayed through the allocator and block tables that the cache itself uses. The others are simulated over the
-same prefix tree. `clairvoyant` evicts the leaf that is asked for again last: Belady's rule, and as a block is asked for
+`reuse`, what the cache does, and `lru` are replayed through the allocator and block tables that the cache itself uses. The others are
+simulated over the same prefix tree. `clairvoyant` evicts the leaf that is asked for again last: Belady's rule, and as a block is asked for
 no later than its descendants, never at the cost of a better victim. `fifo` evicts what was computed first, whatever
 hangs on it; were it to spare blocks with descendants, it would do what `lru` does, for each turn adds the leaf it ends
 in. `segmented` resists floods: what was never hit goes before all that was, either side least recently used first
@@ -16,29 +16,36 @@ tokens in every request as the real allocator, or the run fails.
 The working set is the number of distinct full blocks of a whole trace, the floods' own among them; a third row of
 results shows the floods in pools that are shares of the working set without floods. Hit rate: prompt tokens found in
 whole blocks over all prompt tokens. `unbounded` never evicts: the most that any policy could hit.
+
+`--trace FILE` replays others' requests in the order of the file: JSON lines, of each the `hash_ids` of its blocks, which name a block and all
+before it (the traces that Mooncake published are such). Beside are LFU, ARC and S3-FIFO, for which each block of a request is an object
+that is asked for, the last one first.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import json
 import random
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import harness
 
-from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, root_hash
+from hf_paged_cache.blocks import BlockHash, BlockTable, PrefixCachingBlockAllocator, root_hash
+from hf_paged_cache.blocks.arguments import EVICTIONS
 
 BLOCK_SIZE = 16
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)  # size of the pool / working set
-POLICIES = ("fifo", "segmented", "lru", "clairvoyant")
+POLICIES = ("fifo", "segmented", "lru", "reuse", "clairvoyant")
 TRACES = ("no floods", "floods", "floods, small pools")
 GAP = 0.10  # LRU this far behind on the first two traces at one share would be worth another policy
 NEVER = sys.maxsize
@@ -140,17 +147,32 @@ class Tree:
     """
 
     def __init__(self, trace: Sequence[Request]) -> None:
-        nodes: dict[tuple[int, bytes], int] = {}
-        self.parents: list[int] = []
-        self.paths: list[list[int]] = []
         self.num_asked = [len(request.prompt) // BLOCK_SIZE for request in trace]
         self.num_blocks = [-(-len(request.computed) // BLOCK_SIZE) for request in trace]
+        size = BLOCK_SIZE
+        self._grow(
+            [computed[start : start + size].tobytes() for start in range(0, len(computed) // size * size, size)]
+            for _, computed in trace
+        )
+
+    @classmethod
+    def of_blocks(cls, requests: Sequence[Sequence[Hashable]]) -> Tree:
+        """Of requests that are given as their blocks, all of which can be hit."""
+        tree = cls(())
+        tree.num_asked = tree.num_blocks = [*map(len, requests)]
+        tree._grow(requests)
+        return tree
+
+    def _grow(self, requests: Iterable[Sequence[Hashable]]) -> None:
+        nodes: dict[tuple[int, Hashable], int] = {}
+        self.parents: list[int] = []
+        self.paths: list[list[int]] = []
         self.asked_at: list[list[int]] = []
-        for number, request in enumerate(trace):
+        for number, blocks in enumerate(requests):
             path: list[int] = []
             node = -1
-            for start in range(0, len(request.computed) // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE):
-                key = (node, request.computed[start : start + BLOCK_SIZE].tobytes())
+            for block in blocks:
+                key = (node, block)
                 node = nodes.setdefault(key, len(self.parents))
                 if node == len(self.parents):
                     self.parents.append(key[0])
@@ -226,9 +248,190 @@ def simulate(tree: Tree, policy: Policy, num_blocks: int) -> list[int]:
     return hits
 
 
-def replay(trace: Sequence[Request], num_blocks: int) -> tuple[list[int], int]:
+class ObjectCache(Protocol):
+    """A policy that knows nothing of prefixes."""
+
+    def __contains__(self, key: int) -> bool: ...
+
+    def ask(self, key: int) -> None:
+        """Ask for an object, which is there afterwards."""
+
+
+class Lfu:
+    """Of what was asked for least often since it came, the least recently used goes first."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.counts: dict[int, int] = {}
+        self.lists: dict[int, OrderedDict[int, None]] = {}
+        self.least = 1
+
+    def __contains__(self, key: int) -> bool:
+        return key in self.counts
+
+    def ask(self, key: int) -> None:
+        count = self.counts.get(key, 0)
+        if count:
+            del self.lists[count][key]
+            if count == self.least and not self.lists[count]:
+                self.least = count + 1
+        else:
+            if len(self.counts) >= self.size:
+                gone, _ = self.lists[self.least].popitem(last=False)
+                del self.counts[gone]
+            self.least = 1
+        self.counts[key] = count + 1
+        self.lists.setdefault(count + 1, OrderedDict())[key] = None
+
+
+class Arc:
+    """Megiddo and Modha, FAST 2003."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.wanted = size, 0.0  # of `recent`
+        self.recent, self.frequent, self.recent_ghosts, self.frequent_ghosts = (
+            OrderedDict[int, None]() for _ in range(4)
+        )
+
+    def __contains__(self, key: int) -> bool:
+        return key in self.recent or key in self.frequent
+
+    def _replace(self, was_frequent: bool) -> None:
+        if self.recent and (len(self.recent) > self.wanted or (was_frequent and len(self.recent) == self.wanted)):
+            self.recent_ghosts[self.recent.popitem(last=False)[0]] = None
+        else:
+            self.frequent_ghosts[self.frequent.popitem(last=False)[0]] = None
+
+    def ask(self, key: int) -> None:
+        recent, frequent, ghosts, others = self.recent, self.frequent, self.recent_ghosts, self.frequent_ghosts
+        if key in self:
+            recent.pop(key, None)
+            frequent.pop(key, None)
+            frequent[key] = None
+        elif key in ghosts or key in others:
+            if key in ghosts:
+                self.wanted = min(self.size, self.wanted + max(1.0, len(others) / len(ghosts)))
+            else:
+                self.wanted = max(0.0, self.wanted - max(1.0, len(ghosts) / len(others)))
+            self._replace(key in others)
+            ghosts.pop(key, None)
+            others.pop(key, None)
+            frequent[key] = None
+        else:
+            if len(recent) + len(ghosts) == self.size:
+                if len(recent) < self.size:
+                    ghosts.popitem(last=False)
+                    self._replace(False)
+                else:
+                    recent.popitem(last=False)
+            elif (total := len(recent) + len(frequent) + len(ghosts) + len(others)) >= self.size:
+                if total == 2 * self.size:
+                    others.popitem(last=False)
+                self._replace(False)
+            recent[key] = None
+
+
+class S3Fifo:
+    """Yang et al., SOSP 2023: a tenth for what is new, and what was asked for again moves on."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.small, self.main, self.ghosts = (OrderedDict[int, None]() for _ in range(3))
+        self.counts: dict[int, int] = {}
+
+    def __contains__(self, key: int) -> bool:
+        return key in self.counts
+
+    def ask(self, key: int) -> None:
+        if key in self.counts:
+            self.counts[key] = min(3, self.counts[key] + 1)
+            return
+        while len(self.counts) >= self.size:
+            self._evict()
+        self.counts[key] = 0
+        if key in self.ghosts:
+            del self.ghosts[key]
+            self.main[key] = None
+        else:
+            self.small[key] = None
+
+    def _evict(self) -> None:
+        if self.small and (len(self.small) >= self.size / 10 or not self.main):
+            key, _ = self.small.popitem(last=False)
+            if self.counts[key] > 1:
+                self.main[key] = None
+                return
+            self.ghosts[key] = None
+            if len(self.ghosts) > self.size:
+                self.ghosts.popitem(last=False)
+        else:
+            key, _ = self.main.popitem(last=False)
+            if self.counts[key]:
+                self.counts[key] -= 1
+                self.main[key] = None
+                return
+        del self.counts[key]
+
+
+def simulate_objects(tree: Tree, cache: ObjectCache) -> int:
+    """Blocks hit by all requests."""
+    num_hits = 0
+    for path in tree.paths:
+        num_hits += next((index for index, node in enumerate(path) if node not in cache), len(path))
+        for node in reversed(path):
+            cache.ask(node)
+    return num_hits
+
+
+def replay_blocks(requests: Sequence[Sequence[int]], num_blocks: int, eviction: str) -> tuple[int, int]:
+    """Blocks hit by all requests, and those that a pool twice as large would have hit, too, as the allocator estimates it."""
+    allocator = PrefixCachingBlockAllocator(num_blocks + 1, 1, eviction)
+    num_hits = 0
+    for request in requests:
+        hashes = [BlockHash(number.to_bytes(32, "little"), b"") for number in request]
+        with allocator.allocate(hashes, num_blocks=len(hashes)) as allocation:
+            num_found = allocation.num_prefix_blocks
+            allocator.commit_many(allocation, num_found, hashes[num_found:])
+        num_hits += num_found
+    allocator.check()
+    return num_hits, allocator.num_missed_blocks
+
+
+def run_file(path: Path, sizes: Sequence[int]) -> None:
+    """Print the share of the blocks of a file of requests that each policy hits."""
+    requests = [json.loads(line)["hash_ids"] for line in path.read_text("utf-8").splitlines()]
+    tree, total = Tree.of_blocks(requests), sum(map(len, requests))
+    columns = (
+        "blocks",
+        "lru",
+        "lfu",
+        "arc",
+        "s3-fifo",
+        "reuse",
+        "clairvoyant",
+        "twice lru",
+        "estimated",
+        "twice reuse",
+        "estimated",
+    )
+    print(f"{path.name}: {len(requests):,} requests, {total:,} blocks, {len(tree.parents):,} distinct")
+    print("".join(f"{column:>12}" for column in columns))
+    for size in sizes:
+        if size < max(map(len, requests)):
+            print(f"{size:>12,} are too few for the longest request")
+            continue
+        hits = {eviction: replay_blocks(requests, size, eviction) for eviction in EVICTIONS}
+        twice = {eviction: replay_blocks(requests, 2 * size, eviction)[0] for eviction in EVICTIONS}
+        numbers = [hits["lru"][0], *(simulate_objects(tree, of(size)) for of in (Lfu, Arc, S3Fifo)), hits["reuse"][0]]
+        numbers.append(sum(simulate(tree, SIMULATED["clairvoyant"], size)))
+        for eviction in ("lru", "reuse"):
+            numbers += [twice[eviction], sum(hits[eviction])]
+        print(f"{size:>12,}" + "".join(f"{number / total:>12.4f}" for number in numbers))
+
+
+def replay(trace: Sequence[Request], num_blocks: int, eviction: str = "lru") -> tuple[list[int], int]:
     """Blocks hit by each request, and evictions, of the allocator and the block tables that the cache uses."""
-    allocator = PrefixCachingBlockAllocator(num_blocks + 1, BLOCK_SIZE)  # and the null block
+    allocator = PrefixCachingBlockAllocator(num_blocks + 1, BLOCK_SIZE, eviction)  # and the null block
     root = root_hash(b"eviction")
     hits: list[int] = []
     for request in trace:
@@ -274,6 +477,7 @@ def run_trace(trace: Sequence[Request], tree: Tree, working_set: int) -> dict[st
             raise AssertionError(
                 f"simulated LRU hits other tokens than the real one ({len(trace)} requests, {num_blocks} blocks)"
             )
+        simulated["reuse"], _ = replay(trace, num_blocks, "reuse")
         for name, hits in simulated.items():
             rates[name].append(rate(hits))
     return {
@@ -321,7 +525,7 @@ def plot(traces: dict[str, dict], path: Path) -> None:
     """Hit rate against the size of the pool, a panel a trace."""
     import matplotlib.pyplot as plt
 
-    styles = {"clairvoyant": ("tab:green", "^"), "lru": ("tab:blue", "o")}
+    styles = {"clairvoyant": ("tab:green", "^"), "reuse": ("tab:red", "D"), "lru": ("tab:blue", "o")}
     styles |= {"segmented": ("tab:purple", "v"), "fifo": ("tab:orange", "s")}
     figure, axes = plt.subplots(1, len(traces), figsize=(10, 3.2), sharey=True, layout="constrained")
     for panel, (name, of) in zip(axes, traces.items(), strict=True):
@@ -352,10 +556,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5, help="traces of each kind; the means are shown")
     parser.add_argument("--long-pauses", type=float, default=None, help="share of pauses that are long; writes nothing")
+    parser.add_argument("--trace", type=Path, default=None, help="replay this file of requests instead; writes nothing")
+    parser.add_argument("--sizes", default="1000,3000,10000,30000", help="of the pool, in blocks, for --trace")
     parser.add_argument("--json", type=Path, default=None, help="where to write; default results/eviction.json")
     parser.add_argument("--plot", type=Path, default=harness.RESULTS / "eviction.png", help="where to draw")
     options = parser.parse_args()
 
+    if options.trace is not None:
+        run_file(options.trace, [*map(int, options.sizes.split(","))])
+        return 0
     habits = Habits() if options.long_pauses is None else Habits(long_pauses=options.long_pauses)
     traces: dict[str, dict] = {}
     seeds = [run_seed(habits, seed) for seed in range(options.seeds)]

@@ -73,10 +73,12 @@ class PrefixStore:
         disk_bytes: of files there; None: half of what is free when the store is made.
         disk_mode: permissions of files there that other processes find, whatever the umask is, and of the folder if it is made:
             0o660 for a group, each of whose members is to give it; None: 0o600, the user's own processes.
+        eviction: what goes where there is not room for all. "lru": what was not used for the longest time; "reuse": first
+            blocks of a kind that was seldom used again, by what was seen of the store's own calls. See docs/use.md.
 
     Raises:
         UnsupportedModelError: the model's cache cannot be held right; the message names what is in the way.
-        CacheArgumentError: a size is none, or out of range, or both sizes are given.
+        CacheArgumentError: a size is none, or out of range, or both sizes are given; no such eviction.
 
     Examples:
         >>> store = PrefixStore(model, num_blocks=64)
@@ -128,6 +130,7 @@ class PrefixStore:
             has_budget=options.max_bytes is not None,
             measure_layers=lambda: measure_layers(model),
             tiers=tiers,
+            eviction=options.eviction,
         )
         self.placeholders = Placeholders(model)
         self.image_inputs = ImageInputs(model, self.placeholders, text_types(model, TOKEN_TYPES))

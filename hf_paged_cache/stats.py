@@ -20,6 +20,9 @@ class CacheStats:
         shared_tokens: all others, which ran once for several rows of their call: equal rows, and prefixes that rows share.
         hit_rate: `reused_tokens / prompt_tokens`; 0.0 before the first call.
         recent_hit_rate: the same of the last 100 forwards of prompts.
+        hit_rate_with_twice: an estimate of `hit_rate` with twice as many blocks, a little low: blocks that were evicted and came
+            again before as many others were evicted as there are blocks count as hit. Of all calls of the store; generated
+            blocks that came again count, too. None to a cache with a salt.
         num_bypassed_calls: of the calls, those that did not fit, or not to their end, and ran without the store.
         saved_seconds: that the tokens reused and shared would have taken, at what a token took in the last forwards of 128
             tokens or more (of 8 blocks); None before there was one, on an accelerator after the first forward.
@@ -68,6 +71,7 @@ class CacheStats:
     snapshot_bytes: int = 0
     saved_seconds: float | None = None
     tiers: "tuple[TierStats, ...]" = ()
+    hit_rate_with_twice: float | None = None
     computed_because: tuple[tuple[str, int], ...] = ()
     backend: str | None = None
 
@@ -236,7 +240,7 @@ def _readable(name: str, value: float | str | None, *, of_a_salt: bool) -> str:
         return f"{value / 2**20:,.1f} MiB"
     if name.endswith("_seconds"):
         return f"{value:,.1f}"
-    return f"{value:.1%}" if name.endswith("hit_rate") else f"{value:,}"
+    return f"{value:.1%}" if "hit_rate" in name else f"{value:,}"
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from os import PathLike, fspath
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
-from .blocks.arguments import file_mode, int_of_at_least, num_bytes_of
+from .blocks.arguments import check_eviction, file_mode, int_of_at_least, num_bytes_of
 from .errors import CacheArgumentError
 
 ATTENTIONS = ("paged", "gather")
@@ -22,6 +22,7 @@ class StoreSizes(TypedDict, total=False):
     disk_folder: str | PathLike[str] | None
     disk_bytes: int | str | None
     disk_mode: int | None
+    eviction: str
 
 
 _DEFAULTS: StoreSizes = {
@@ -32,6 +33,7 @@ _DEFAULTS: StoreSizes = {
     "disk_folder": None,
     "disk_bytes": None,
     "disk_mode": None,
+    "eviction": "lru",
 }
 
 
@@ -45,6 +47,7 @@ class StoreOptions(NamedTuple):
     disk_folder: str | PathLike[str] | None
     disk_bytes: int | None
     disk_mode: int
+    eviction: str
 
 
 def shows_store_options(function: _Function) -> _Function:
@@ -83,6 +86,7 @@ def store_options(**sizes: Unpack[StoreSizes]) -> StoreOptions:
     given: Any = {**_DEFAULTS, **given_sizes(sizes)}
     num_blocks, max_bytes, disk_folder = given["num_blocks"], given["max_bytes"], given["disk_folder"]
     disk_bytes, disk_mode = given["disk_bytes"], given["disk_mode"]
+    check_eviction(given["eviction"])
     int_of_at_least("block_size", given["block_size"], 1, "tokens; 16 suits most models")
     if num_blocks is not None and max_bytes is not None:
         raise CacheArgumentError(f"give num_blocks or max_bytes, not both (got {num_blocks} and {max_bytes})")
@@ -98,6 +102,7 @@ def store_options(**sizes: Unpack[StoreSizes]) -> StoreOptions:
         disk_folder,
         None if disk_bytes is None else num_bytes_of("disk_bytes", disk_bytes, 1),
         file_mode("disk_mode", disk_mode),
+        given["eviction"],
     )
     if disk_folder is None and disk_bytes is not None:
         raise CacheArgumentError(f"disk_bytes is {disk_bytes} without disk_folder; say in which folder they are")

@@ -29,6 +29,7 @@ def test_a_way_to_read_that_there_is_not_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"eviction": "fifo"}, "eviction is 'fifo'; give 'reuse' or 'lru'"),
         ({"block_size": 0}, "block_size is 0"),
         ({"num_blocks": 1}, "num_blocks is 1"),
         ({"num_blocks": 8, "max_bytes": "4GB"}, "give num_blocks or max_bytes, not both"),

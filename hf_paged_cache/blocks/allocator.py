@@ -18,7 +18,7 @@ from weakref import ReferenceType
 from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 from .allocation import Allocation
 from .arguments import check_eviction, check_not_negative
-from .block_states import BlockStates, OnEvict
+from .block_states import NEVER, BlockStates, OnEvict
 from .hashing import BlockHash, bytes_of, tokens_of
 
 
@@ -526,6 +526,7 @@ class PrefixCachingBlockAllocator:
         self.require(1, (), allocation.namespace)
         self._dirty = True
         (destination,) = self._states.take(1, allocation.namespace)
+        self._states.spare_from_now()
         self._states.drop((source,))
         self.num_copies_on_write += 1
         self._copies.append((source, destination))  # before the list: a copy too many does no harm, one too few does
@@ -563,6 +564,7 @@ class PrefixCachingBlockAllocator:
         self._dirty = True
         fresh = iter(self._states.take(num_fresh, namespace))
         copied = [source for source in sources if source is not None and source > 0]
+        self._states.spare_from_now()
         self._states.drop(copied)
         self.num_copies_on_write += len(copied)
         for block_ids, (_, index), source in zip(lists, wanted, sources, strict=True):
@@ -580,11 +582,14 @@ class PrefixCachingBlockAllocator:
         Make them in this order: a source may be an earlier destination, and a destination may come twice.
         """
         copies, self._copies = self._copies, []
+        self._states.spared_from = NEVER
         return copies
 
     def drop_copies(self, num_copies: int) -> None:
         """Forget the first `num_copies` of `pending_copies`: they were made."""
         del self._copies[:num_copies]
+        if not self._copies:
+            self._states.spared_from = NEVER
 
     def watch_evictions(self, on_evict: OnEvict) -> None:
         """From here on, tell of each cached block that is handed out for something else, just before it loses its hash.

@@ -20,17 +20,10 @@ from .reuse import END, NEXT, NUM_LINES, ONCE, Reuse
 OnEvict = Callable[[int, BlockHash, bytes], None]
 """Told of a cached block that is handed out: its id, its hash, its namespace. Asks nothing of the allocator, and does not raise."""
 
-_FREE = 0  # line of the queue; of cached blocks: their kind
+_FREE = 0  # line of the queue
 _MARGIN = 0.9  # less dense than this share of the least recently used one, a block goes before it
-_NEVER = 1 << 63  # later than any time, denser than any block
-_KIND_BITS, _TIME_BITS = (
-    4,
-    60,
-)  # of what is remembered of evicted blocks: evictions before them | their last use | their kind
-_KIND_BITS, _TIME_BITS = (
-    4,
-    60,
-)  # of what is remembered of evicted blocks: evictions before them | their last use | their kind
+NEVER = 1 << 63  # later than any time, denser than any block
+_KIND_BITS, _TIME_BITS = 4, 60  # what is remembered of an evicted block: evictions before it | its last use | its kind
 
 
 class BlockStates:
@@ -65,6 +58,7 @@ class BlockStates:
         "queue",
         "ref_counts",
         "reuse",
+        "spared_from",
     )
 
     def __init__(self, num_blocks: int, eviction: str = "reuse", on_evict: OnEvict | None = None) -> None:
@@ -80,6 +74,7 @@ class BlockStates:
         self.evicted = EvictedHashes(num_blocks)
         self.last_access = [0] * num_blocks  # block id -> time of its last drop or touch
         self.clock = 0
+        self.spared_from = NEVER  # blocks given back later go only where they are the least recently used
         self.num_cached = 0
         self.num_cached_of: dict[bytes, int] = {}  # namespace -> cached blocks; none without any
         self.num_in_use_of: dict[bytes, int] = {}  # namespace -> blocks in use; none without any
@@ -89,8 +84,10 @@ class BlockStates:
     def take(self, num_blocks: int, namespace: bytes = b"") -> list[int]:
         """Hand out blocks without a hash, ref_count 1: free ones, then cached ones of any namespace, which lose their hash.
 
-        The caller has checked that the queue holds that many.
+        Raises BlockStateError if there are fewer.
         """
+        if num_blocks > self.queue.length:
+            raise BlockStateError(f"{num_blocks} blocks taken from a queue that holds {self.queue.length}")
         taken = self.queue.popleft_until(_FREE, num_blocks)
         if len(taken) < num_blocks:
             taken += self._evict(num_blocks - len(taken))
@@ -123,18 +120,19 @@ class BlockStates:
     def _choose(self, num_blocks: int) -> tuple[list[int], list[int]]:
         """Take so many cached blocks out of the queue; what is to be remembered of each.
 
-        From one line as many are taken as are less recently used than the first of any other, or of one class of age.
+        From one line as many are taken as are less recently used than the first of any other, or of one class of age. What a copy to
+        be made reads is spared.
         """
         times, kinds, clock, queue, reuse = self.last_access, self.kinds, self.clock, self.queue, self.reuse
         heads = queue.firsts()
-        used = [times[block_id] if block_id > 0 else _NEVER for block_id in heads]
-        used[_FREE] = _NEVER
-        densities: list[float] = [_NEVER] * NUM_LINES
-        if is_one := used.count(_NEVER) == NUM_LINES - 1:
+        used = [times[block_id] if block_id > 0 else NEVER for block_id in heads]
+        used[_FREE] = NEVER
+        densities: list[float] = [NEVER] * NUM_LINES
+        if is_one := used.count(NEVER) == NUM_LINES - 1:
             latest = clock
         else:
             for line, time in enumerate(used):
-                if time < _NEVER:
+                if time <= self.spared_from and time < NEVER:
                     densities[line] = reuse.density(kinds[heads[line]], clock - time)
         taken: list[int] = []
         remembered: list[int] = []
@@ -145,20 +143,25 @@ class BlockStates:
                 if (least := min(densities)) < _MARGIN * densities[line]:
                     line = densities.index(least)
                     time = used[line]
-                    latest = reuse.latest_of(time, clock)
+                    latest = min(reuse.latest_of(time, clock), self.spared_from)
                 else:
-                    used[line] = _NEVER
+                    used[line] = NEVER
                     latest = min(used)
             run = queue.popleft_until(line, num_missing, times, latest)
             number = (self.num_evictions << _TIME_BITS | time) << _KIND_BITS
             numbers = [number + kind for kind in range(NUM_LINES)]
             remembered += map(numbers.__getitem__, map(kinds.__getitem__, run))
             taken += run
-            used[line] = densities[line] = _NEVER
+            used[line] = densities[line] = NEVER
             if (block_id := queue.first(line)) > 0:
-                used[line] = times[block_id]
-                densities[line] = reuse.density(kinds[block_id], clock - used[line])
+                used[line] = time = times[block_id]
+                if time <= self.spared_from:
+                    densities[line] = reuse.density(kinds[block_id], clock - time)
         return taken, remembered
+
+    def spare_from_now(self) -> None:
+        """What is given back from here on is to be copied: until `spared_from` is set back, it goes only where it is the oldest."""
+        self.spared_from = min(self.spared_from, self.clock)
 
     def remember(self, block_ids: Sequence[int]) -> None:
         """Blocks that follow one another were given hashes: they are as often used as they were when they were evicted."""

@@ -78,6 +78,10 @@ def generate(
         typer.Option(metavar="SIZE", help="The most there; half of what is free, if not given.", show_default=False),
     ] = None,
     disk_mode: Mode = None,
+    eviction: Annotated[
+        Literal["lru", "reuse"],
+        typer.Option(help="Which blocks go first: those seldom used again, or the least recently used ones."),
+    ] = "lru",
     workers: Annotated[
         int | None, typer.Option(min=1, help="Run on so many workers of Ray, each with a model.", show_default=False)
     ] = None,

@@ -73,6 +73,7 @@ class BlockStore:
         has_budget: bool = False,
         measure_layers: Callable[[], Mapping[int, tuple[torch.device, int]]] = dict,
         tiers: Sequence[Tier] = (),
+        eviction: str = "lru",
     ) -> None:
         if num_blocks is not None and num_blocks < 2:
             raise CacheArgumentError(
@@ -83,7 +84,7 @@ class BlockStore:
         self.max_num_blocks = num_blocks
         self.ran_out_of_memory = False
         self._promised_num_blocks = num_blocks  # given, or settled
-        self.allocator = PrefixCachingBlockAllocator(self._first_num_blocks, block_size)
+        self.allocator = PrefixCachingBlockAllocator(self._first_num_blocks, block_size, eviction)
         self.windows = WindowGroups(self.allocator, window_of, layers, window_share, num_blocks)
         has_least = num_blocks is not None and not has_budget
         self.states = StateSnapshots(self.allocator, states, bytes_per_block, has_least=has_least)

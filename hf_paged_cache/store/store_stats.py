@@ -26,6 +26,8 @@ def stats_of(
         num_in_use = windows.num_needed(salt or None)[0]
         num_pinned = len(group.needed_by(store.pins.allocations(salt or None)))
         num_evictions += group.num_evictions
+    of_all = store.call_totals.metrics
+    num_hit = min(of_all.num_hit_tokens + allocator.num_missed_blocks * store.block_size, of_all.num_queried_tokens)
     return CacheStats(
         prompt_tokens=metrics.num_queried_tokens,
         computed_tokens=metrics.num_queried_tokens - num_saved,
@@ -49,6 +51,7 @@ def stats_of(
         snapshot_bytes=num_snapshots * store.states.rules.num_bytes,
         saved_seconds=None if salt or (price := store.tiers.seconds_of_a_token) is None else num_saved * price,
         tiers=store.tiers.stats(salt),
+        hit_rate_with_twice=None if salt else num_hit / max(1, of_all.num_queried_tokens),
         computed_because=tuple(totals.computed_because.most_common()),
         backend=None if salt else backend,
     )

@@ -15,18 +15,30 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import random
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
+from itertools import cycle, islice, takewhile
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 
-from hf_paged_cache.blocks import Allocation, BlockTable, HashChain, Snapshots, WindowBlocks, resumable, root_hash
+from hf_paged_cache.blocks import (
+    Allocation,
+    BlockTable,
+    HashChain,
+    Snapshots,
+    WindowBlocks,
+    resumable,
+    reuse,
+    root_hash,
+)
 from hf_paged_cache.blocks.engine import EngineAllocator
+from hf_paged_cache.blocks.reuse import END, ONCE, Reuse
 from hf_paged_cache.errors import BlockStateError, OutOfBlocksError
 
 NAMESPACES = (b"", b"tenant")
@@ -44,16 +56,18 @@ class World(NamedTuple):
     windows: dict[int, int] = {}  # noqa: RUF012  # window -> window blocks
     num_snapshots: int = 0
     has_engine: bool = False  # rings, and blocks whose content comes later
+    eviction: str = "reuse"
     is_checked: bool = True  # `check` after each operation; it derives anew what an operation may have left wrong
 
     def __str__(self) -> str:
         how = [name for name in ("engine", "checked") if getattr(self, f"{'has' if name == 'engine' else 'is'}_{name}")]
-        return f"{self.num_blocks}x{self.block_size} {self.windows} {self.num_snapshots} snapshots {' '.join(how)}"
+        return f"{self.eviction} {self.num_blocks}x{self.block_size} {self.windows} {self.num_snapshots} snapshots {' '.join(how)}"
 
 
 WORLDS = (
     World(2, 9, 12, has_engine=True),
     World(2, 17, 24, {7: 9}),
+    World(2, 9, 12, eviction="lru", has_engine=True),
     World(1, 25, 20, {1: 5, 2: 7, 7: 17}, num_snapshots=40),
     World(2, 17, 14, has_engine=True, num_snapshots=4),
     World(4, 15, 44, {2: 6, 16: 13}),
@@ -104,15 +118,24 @@ class Prefixes:
 class Model:
     """What allocator and tables must do, by search; a block's hash is the number of the prefix that ends with it."""
 
-    def __init__(self, num_blocks: int, size: int, prefixes: Prefixes) -> None:
+    def __init__(self, num_blocks: int, size: int, prefixes: Prefixes, eviction: str) -> None:
         self.size, self.prefixes, self.num_blocks = size, prefixes, num_blocks
         self.free = list(range(1, num_blocks))  # next handed out first
-        self.cached: list[int] = []  # next evicted first
+        self.cached: list[int] = []  # the least recently used first
+        self.clock = 0
+        self.used: dict[int, int] = {}  # block -> when it was given back last
+        self.kind: dict[int, int] = {}
+        self.line: dict[int, int] = {}  # cached block -> line
+        self.newer: dict[int, tuple[int, int, int]] = {}  # evicted hash -> kind, time, evictions before
+        self.older: dict[int, tuple[int, int, int]] = {}
+        self.missed = 0
+        self.spared_from: float = math.inf  # what was given back later goes only where it is the least recently used
+        self.reuse = Reuse(num_blocks, learns=eviction == "reuse")  # told of one block after the other
         self.hash: dict[int, int] = {}
         self.namespace: dict[int, bytes] = {}  # of every block that was ever taken
         self.uncomputed: set[int] = set()
         self.holders: list[Sequence] = []
-        self.evictions = 0
+        self.evictions = self.evictions_before = 0  # since the last reset, and before
         self.copies: list[tuple[int, int]] = []
         self.content: dict[int, list[int]] = {}
 
@@ -140,34 +163,93 @@ class Model:
             raise NaiveOutOfBlocksError
 
     def take(self, number: int, namespace: bytes) -> list[int]:
-        taken = []
-        for _ in range(number):
-            if self.free:
-                block = self.free.pop(0)
-            else:
-                block = self.cached.pop(0)
-                del self.hash[block]
-                self.evictions += 1
+        taken, self.free = self.free[:number], self.free[number:]
+        evicted: dict[int, tuple[int, int, int]] = {}
+        while len(taken) + len(evicted) < number:
+            run = self.victims()[: number - len(taken) - len(evicted)]
+            for block in run:
+                self.cached.remove(block)
+                evicted[block] = self.kind[block], self.used[run[0]], self.evictions
+        self.newer |= {self.hash.pop(block): what for block, what in evicted.items()}
+        if len(self.newer) >= 3 * self.num_blocks:
+            self.older, self.newer = self.newer, {}
+        self.evictions += len(evicted)
+        for block in (*taken, *evicted):
+            self.kind[block] = ONCE
             self.content[block] = [DIED] * self.size
             self.namespace[block] = namespace
-            taken.append(block)
-        return taken
+        return [*taken, *evicted]
+
+    def victims(self) -> list[int]:
+        """The least recently used blocks of one line, unless the first of another is clearly less often used again."""
+
+        def density(block: int) -> float:
+            return self.reuse.density(self.kind[block], self.clock - self.used[block])
+
+        def age_class(block: int) -> int:
+            return self.reuse.class_of(self.clock - self.used[block])
+
+        oldest, others = self.cached[0], [block for block in self.cached if self.used[block] <= self.spared_from]
+        firsts = {self.line[block]: block for block in reversed(others or self.cached[:1])}
+        least = min(sorted(firsts.items()), key=lambda first: density(first[1]))[1]
+        if density(least) < 0.9 * density(oldest):
+            return [
+                block
+                for block in others
+                if self.line[block] == self.line[least] and age_class(block) == age_class(least)
+            ]
+        return [*takewhile(lambda block: self.line[block] == self.line[oldest], self.cached)]
+
+    def recall(self, blocks: list[int]) -> None:
+        """These have hashes from here on, one behind the other."""
+        for block in blocks:
+            end = self.hash.get(block)
+            if end not in self.newer and end not in self.older:
+                break
+            kind, time, evictions = self.newer.pop(end) if end in self.newer else self.older.pop(end)
+            self.missed += self.evictions - evictions <= self.num_blocks
+            self.use_again(block, kind, time)
+
+    def use_again(self, block: int, kind: int, time: int) -> None:
+        self.reuse.used_again(kind, self.clock - time)
+        self.kind[block] = min(11, max(kind, ONCE) + 1)
+
+    def queue(self) -> list[int]:
+        return [*self.free, *sorted(self.cached, key=self.line.__getitem__)]
 
     def hold(self, blocks: list[int]) -> None:
+        last: tuple[int, int] = (0, 0)  # kind, time
+        for block in (block for block in blocks if block in self.cached):
+            last = last if last[0] == self.kind[block] else (self.kind[block], self.used[block])
+            if self.evictions:
+                self.use_again(block, *last)
         self.cached = [block for block in self.cached if block not in blocks]
 
     def settle(self, dropped: list[int]) -> None:
         """Put each block of `dropped` that nobody holds any more where it belongs."""
+        given_back: list[int] = []
         for block in dropped:
             if self.refs(block):
                 continue
+            self.clock += 1
+            self.used[block] = self.clock
             if block in self.uncomputed:
                 self.uncomputed.discard(block)
                 del self.hash[block]
             if block in self.hash:
                 self.cached.append(block)
+                given_back.append(block)
             else:
                 self.free.insert(0, block)
+        if given_back and self.evictions:
+            if self.kind[given_back[0]] == ONCE:
+                self.kind[given_back[0]] = END
+            for block in given_back:
+                self.reuse.given_back(self.kind[block], 1)
+        for block in given_back:
+            self.line[block] = self.reuse.lines[self.kind[block]]
+        if given_back and self.evictions >= self.num_blocks and self.clock >= self.reuse.next_time:
+            self.reuse.compute(self.clock)
 
     def drop(self, holder: Sequence) -> None:
         self.holders = [other for other in self.holders if other is not holder]
@@ -196,12 +278,14 @@ class Model:
     def copy(self, holder: Sequence, index: int) -> None:
         (block,) = self.take(1, holder.namespace)
         source, holder.blocks[index] = holder.blocks[index], block
+        self.spared_from = min(self.spared_from, self.clock)
         self.settle([source])
         self.copies.append((source, block))
 
     def commit(self, holder: Sequence, stop: int) -> None:
         """Blocks up to `stop`, the last ones of which may wait."""
         replaced, ends = [], self.ends(holder.namespace, holder.tokens)
+        fresh = holder.blocks[holder.num_committed : stop]
         for index in range(holder.num_committed, stop):
             own, other = holder.blocks[index], self.find(ends[index])
             if other not in (None, own) and other not in self.uncomputed:
@@ -212,8 +296,9 @@ class Model:
                 self.uncomputed.discard(other)
             self.hash[own] = ends[index]
             self.uncomputed.discard(own)
+        self.recall(fresh)
+        self.hold([other for _, _, other in replaced])
         for index, _, other in replaced:
-            self.hold([other])
             holder.blocks[index] = other
         self.settle([own for _, own, _ in reversed(replaced)])
         holder.num_committed = max(holder.num_committed, stop)
@@ -250,6 +335,7 @@ class Model:
                 block = fresh.pop(0)
                 self.hash[block] = end
                 self.uncomputed.add(block)
+                self.recall([block])
             made.blocks.append(block)
         self.holders.append(made)
         return made
@@ -268,10 +354,10 @@ class Driver:
     def __init__(self, world: World, prefixes: Prefixes | None = None, max_tables: int = 5) -> None:
         self.world, self.size, self.max_tables = world, world.block_size, max_tables
         self.prefixes = Prefixes() if prefixes is None else prefixes
-        self.allocator = EngineAllocator(world.num_blocks, self.size)
+        self.allocator = EngineAllocator(world.num_blocks, self.size, world.eviction)
         self.groups = [WindowBlocks(self.allocator, window, number) for window, number in world.windows.items()]
         self.snapshots: Snapshots[int] = Snapshots(self.allocator, world.num_snapshots)
-        self.model = Model(world.num_blocks, self.size, self.prefixes)
+        self.model = Model(world.num_blocks, self.size, self.prefixes, world.eviction)
         self.tables: list[tuple[BlockTable, Sequence]] = []
         self.awaiting: list[tuple[Allocation, Sequence]] = []  # of allocate_immutable
         self.rings: list[tuple[Allocation, Sequence]] = []
@@ -475,6 +561,7 @@ class Driver:
 
     def make_copies(self) -> None:
         content, expected, self.model.copies = self.model.content, self.model.copies, []
+        self.model.spared_from = math.inf
         assert self.allocator.take_copies() == expected
         self.counts["copies"] += len(expected)
         for source, destination in expected:
@@ -628,6 +715,9 @@ class Driver:
             block = self.model.cached.pop(which % len(self.model.cached))
             self.allocator.mark_accessed([block])
             self.model.cached.append(block)
+            self.model.clock += 1
+            self.model.used[block] = self.model.clock
+            self.model.line[block] = self.model.reuse.lines[self.model.kind[block]]
 
     # Operations on snapshots.
 
@@ -675,6 +765,7 @@ class Driver:
             self.allocator.grow(self.model.num_blocks + 1)
             self.model.free.insert(0, self.model.num_blocks)
             self.model.num_blocks += 1
+            self.model.reuse = Reuse(self.model.num_blocks, learns=self.model.reuse.learns)
 
     def forget(self, tokens: list[int], namespace: bytes) -> None:
         chain = HashChain(ROOTS[namespace], self.size)
@@ -685,6 +776,8 @@ class Driver:
 
     def forget_cached(self, namespace: bytes | None) -> None:
         self.allocator.forget_cached_blocks(namespace)
+        if namespace is None:
+            self.model.newer, self.model.older = {}, {}
         self.model.forget([i for i in self.model.cached if namespace in (None, self.model.namespace[i])])
 
     def reset(self) -> None:
@@ -697,9 +790,10 @@ class Driver:
         for group in self.groups:
             group.reset(self.world.windows[group.window])
             group.most = group.num_blocks
-        evictions, holders = self.model.evictions, self.model.holders
-        self.model = Model(self.world.num_blocks, self.size, self.prefixes)
-        self.model.evictions, self.model.holders = evictions, holders
+        evictions = self.model.evictions_before + self.model.evictions
+        missed, holders = self.model.missed, self.model.holders
+        self.model = Model(self.world.num_blocks, self.size, self.prefixes, self.world.eviction)
+        self.model.evictions_before, self.model.missed, self.model.holders = evictions, missed, holders
         self.snapshots.reset()
         self.kept = []
 
@@ -735,10 +829,13 @@ class Driver:
                 assert model.content[slots[position] // size][slots[position] % size] == prefixes[position]
         assert allocator.snapshot()[:2] == (
             [0, *map(model.refs, range(1, model.num_blocks))],
-            [*model.free, *model.cached],
+            model.queue(),
         )
         assert (allocator.num_free_blocks, allocator.num_cached_blocks) == (len(model.free), len(model.cached))
-        assert allocator.num_evictions == model.evictions
+        assert (allocator.num_evictions, allocator.num_missed_blocks) == (
+            model.evictions_before + model.evictions,
+            model.missed,
+        )
         in_use = {block for holder in model.holders for block in holder.blocks}
         for namespace in NAMESPACES:
             cached = sum(model.namespace[block] == namespace for block in model.cached)
@@ -898,6 +995,7 @@ def random_step(driver: Driver, rng: random.Random) -> None:
             driver.drop_snapshot(which, rng.randrange(length // driver.size + 1))
 
 
+@patch.object(reuse, "INTERVAL", 30)
 def run_operations(world: World, num_operations: int, seed: str) -> Driver:
     """Make that many in one world, and give every block back at the end.
 
@@ -933,7 +1031,7 @@ def main() -> None:
         turn = number // OPERATIONS_EACH
         world = WORLDS[turn % len(WORLDS)]._replace(is_checked=turn // len(WORLDS) % 2 == 0)
         driver = run_operations(world, min(OPERATIONS_EACH, given.operations - number), f"{given.seed} {number}")
-        counts += driver.counts + Counter(evictions=driver.model.evictions)
+        counts += driver.counts + Counter(evictions=driver.allocator.num_evictions)
     seconds = time.perf_counter() - begun
     print(f"{given.operations:,} operations agree with the naive model: {dict(counts)}, {seconds:.0f} s")  # noqa: T201  # a command prints
 

@@ -1,0 +1,86 @@
+"""When blocks of a kind were used again, and what the allocator makes of it."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from hf_paged_cache.blocks import BlockHash, PrefixCachingBlockAllocator
+from hf_paged_cache.blocks.reuse import END, NUM_LINES, Reuse
+from hf_paged_cache.errors import CacheArgumentError
+
+
+def hits_of(requests: list[list[int]], num_blocks: int, eviction: str) -> tuple[int, int]:
+    """Blocks hit, and those that came again after they were evicted lately."""
+    allocator, num_hits = PrefixCachingBlockAllocator(num_blocks + 1, 1, eviction), 0
+    for request in requests:
+        hashes = [BlockHash(number.to_bytes(32, "little"), b"") for number in request]
+        with allocator.allocate(hashes, num_blocks=len(hashes)) as allocation:
+            found = allocation.num_prefix_blocks
+            allocator.commit_many(allocation, found, hashes[found:])
+        num_hits += found
+    allocator.check()
+    return num_hits, allocator.num_missed_blocks
+
+
+def test_blocks_of_one_class_of_age_are_those_used_no_later_than_is_said() -> None:
+    for num_blocks in (2, 33, 1000, 30_000):
+        reuse, now = Reuse(num_blocks), 50 * num_blocks
+        for time in range(0, now, max(1, num_blocks // 20)):
+            latest = reuse.latest_of(time, now)
+            assert time <= latest
+            assert reuse.class_of(now - latest) == reuse.class_of(now - time)
+            assert latest == now or reuse.class_of(now - latest - 1) < reuse.class_of(now - time)
+
+
+def test_densities_fall_with_age_and_rise_with_use() -> None:
+    rng, reuse = random.Random(0), Reuse(64)
+    for time in range(0, 3200, 32):
+        for kind in range(END, NUM_LINES):
+            reuse.given_back(kind, 40)
+            for _ in range(rng.randrange(40)):
+                reuse.used_again(kind, rng.randrange(400))
+        reuse.compute(time)
+        for of_kind in reuse.densities:
+            assert of_kind == sorted(of_kind, reverse=True)
+        for fewer, more in pairwise(reuse.densities):
+            assert all(map(float.__le__, fewer, more))
+
+
+def test_kinds_that_do_not_differ_wait_in_one_line() -> None:
+    reuse = Reuse(64)
+    for kind in range(END, NUM_LINES):
+        reuse.given_back(kind, 1000)
+        reuse.used_again(kind, age=40, num_blocks=500 if kind < 5 else 900)
+    reuse.compute(1)
+    assert list(reuse.lines[END:NUM_LINES]) == [END] * 4 + [5] * (NUM_LINES - 5)
+
+
+def test_what_a_flood_brings_goes_before_what_is_used_again() -> None:
+    rng, requests = random.Random(0), []
+    for number in range(2000):
+        requests.append([1_000_000 + 10 * rng.randrange(30) + index for index in range(10)])
+        if number % 100 > 60:
+            requests.append([100 * number + index for index in range(60)])
+    (lru, _), (reuse, _) = (hits_of(requests, 400, eviction) for eviction in ("lru", "reuse"))
+    assert reuse > 1.1 * lru
+
+
+@pytest.mark.parametrize("size", [100, 101, 130])
+def test_a_loop_hits_as_with_lru(size: int) -> None:
+    requests = [[number] for number in range(size)] * 20
+    assert hits_of(requests, 100, "reuse")[0] >= hits_of(requests, 100, "lru")[0]
+
+
+def test_what_twice_the_pool_would_have_hit_is_told() -> None:
+    rng = random.Random(0)
+    requests = [[int(rng.paretovariate(0.5)) % 5000] for _ in range(20_000)]
+    (hits, missed), (truth, _) = hits_of(requests, 100, "lru"), hits_of(requests, 200, "lru")
+    assert 0.9 * truth <= hits + missed <= 1.01 * truth
+
+
+def test_an_eviction_that_there_is_not_is_refused() -> None:
+    with pytest.raises(CacheArgumentError, match=r"^eviction is 'fifo'; give 'reuse' or 'lru'$"):
+        PrefixCachingBlockAllocator(4, 16, "fifo")
