@@ -73,8 +73,8 @@ class PrefixStore:
         disk_bytes: of files there; None: half of what is free when the store is made.
         disk_mode: permissions of files there that other processes find, whatever the umask is, and of the folder if it is made:
             0o660 for a group, each of whose members is to give it; None: 0o600, the user's own processes.
-        eviction: what goes where there is not room for all. "lru": what was not used for the longest time; "reuse": first
-            blocks of a kind that was seldom used again, by what was seen of the store's own calls. See docs/use.md.
+        eviction: what goes first where there is not room for all. "reuse": what is seldom used again, by what the store has seen of
+            its own calls; "lru": what was not used for the longest time. See docs/use.md.
 
     Raises:
         UnsupportedModelError: the model's cache cannot be held right; the message names what is in the way.

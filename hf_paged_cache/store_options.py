@@ -33,7 +33,7 @@ _DEFAULTS: StoreSizes = {
     "disk_folder": None,
     "disk_bytes": None,
     "disk_mode": None,
-    "eviction": "lru",
+    "eviction": "reuse",
 }
 
 

@@ -167,12 +167,13 @@ class BlockStates:
         """Blocks that follow one another were given hashes: they are as often used as they were when they were evicted."""
         if found := self.evicted.take(map(self.index.digests.__getitem__, block_ids)):
             kinds, start = self.kinds, 0
+            before = self.num_evictions - len(block_ids)  # in a larger pool these would not have evicted others
             for number, same in groupby(found):
                 kind, time = number & (1 << _KIND_BITS) - 1, number >> _KIND_BITS & (1 << _TIME_BITS) - 1
                 stop = start + len([*same])
                 for block_id in block_ids[start:stop]:
                     kinds[block_id] = NEXT[kind]
-                if self.num_evictions - (number >> _KIND_BITS + _TIME_BITS) <= self.num_blocks:
+                if before - (number >> _KIND_BITS + _TIME_BITS) <= self.num_blocks:
                     self.num_missed += stop - start
                 self.reuse.used_again(kind, self.clock - time, stop - start)
                 start = stop

@@ -79,9 +79,9 @@ def generate(
     ] = None,
     disk_mode: Mode = None,
     eviction: Annotated[
-        Literal["lru", "reuse"],
-        typer.Option(help="Which blocks go first: those seldom used again, or the least recently used ones."),
-    ] = "lru",
+        Literal["reuse", "lru"],
+        typer.Option(help="What is evicted first: what is seldom used again, or what is least recently used."),
+    ] = "reuse",
     workers: Annotated[
         int | None, typer.Option(min=1, help="Run on so many workers of Ray, each with a model.", show_default=False)
     ] = None,

@@ -123,7 +123,7 @@ def generate_all(
         progress: a bar on stderr, or where that is no terminal a line every 30 seconds and 5 % of the prompts, whichever is later;
             False: neither.
         attention: of the new cache, see `PagedPrefixCache`; as are `block_size`, `num_blocks`, `max_bytes`, `host_bytes`,
-            `disk_folder`, `disk_bytes` and `disk_mode`.
+            `disk_folder`, `disk_bytes`, `disk_mode` and `eviction`.
         options: of `generate` by name, such as `do_sample=True`, `num_beams=4`, `stop_strings=["\\n"]`.
 
     Raises:

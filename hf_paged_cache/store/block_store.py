@@ -73,7 +73,7 @@ class BlockStore:
         has_budget: bool = False,
         measure_layers: Callable[[], Mapping[int, tuple[torch.device, int]]] = dict,
         tiers: Sequence[Tier] = (),
-        eviction: str = "lru",
+        eviction: str = "reuse",
     ) -> None:
         if num_blocks is not None and num_blocks < 2:
             raise CacheArgumentError(

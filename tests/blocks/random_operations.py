@@ -207,7 +207,7 @@ class Model:
             if end not in self.newer and end not in self.older:
                 break
             kind, time, evictions = self.newer.pop(end) if end in self.newer else self.older.pop(end)
-            self.missed += self.evictions - evictions <= self.num_blocks
+            self.missed += self.evictions - len(blocks) - evictions <= self.num_blocks
             self.use_again(block, kind, time)
 
     def use_again(self, block: int, kind: int, time: int) -> None:
