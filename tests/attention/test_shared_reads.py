@@ -298,7 +298,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "queries of the wrong rows": (
         shared_reads,
         "_take",
-        lambda made: lambda states, rows: made(states, [0] * len(rows)),
+        lambda made: lambda states, rows, _: made(states, rows, torch.zeros(len(rows), dtype=torch.int64)),
     ),
 }
 
