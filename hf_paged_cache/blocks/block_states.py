@@ -147,7 +147,7 @@ class BlockStates:
                 else:
                     used[line] = NEVER
                     latest = min(used)
-            run = queue.popleft_until(line, num_missing, times, latest)
+            run = queue.popleft_until(line, num_missing, None if is_one else times, latest)
             number = (self.num_evictions << _TIME_BITS | time) << _KIND_BITS
             numbers = [number + kind for kind in range(NUM_LINES)]
             remembered += map(numbers.__getitem__, map(kinds.__getitem__, run))
@@ -255,10 +255,11 @@ class BlockStates:
         for kind in {*of_blocks}:
             reuse.given_back(kind, of_blocks.count(kind))
         lines, start = of_blocks.translate(reuse.lines), 0
-        for line, same in groupby(lines):
-            stop = start + len([*same])
-            self.queue.append_many(block_ids[start:stop], line)
-            start = stop
+        while lines:
+            rest = lines.lstrip(lines[:1])
+            stop = start + len(lines) - len(rest)
+            self.queue.append_many(block_ids[start:stop], lines[0])
+            lines, start = rest, stop
         if self.clock >= reuse.next_time and self.num_evictions >= self.num_blocks:
             reuse.compute(self.clock)
 

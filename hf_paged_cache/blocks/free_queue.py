@@ -35,7 +35,9 @@ class FreeBlockQueue:
     def __init__(self, num_blocks: int, block_ids: Iterable[int] = (), num_lines: int = 1) -> None:
         self._num_blocks, self._num_lines = num_blocks, num_lines
         ends = range(-num_lines, 0)  # of line n: -1 - n, an index from the end
-        self._next: list[int] = [_ABSENT] * num_blocks + [*ends]  # block id -> the one handed out after it; of an end: the first
+        self._next: list[int] = [_ABSENT] * num_blocks + [
+            *ends
+        ]  # block id -> the one handed out after it; of an end: the first
         self._previous = [_ABSENT] * num_blocks + [*ends]  # block id -> the one before it; of an end: the last
         self.length = 0
         self.append_many(block_ids)

@@ -119,6 +119,8 @@ class Reuse:
 
 def _densities(num: int, again: list[int]) -> list[float]:
     """Class of age -> the most hits for the time kept, over all later ages at which keeping may end."""
+    if not any(again):
+        return [0.0] * (_NUM_AGES + 1)
     found, points = [0.0] * (_NUM_AGES + 1), [(0.0, 0.0)]
     time = hits = 0.0
     alive = 1.0  # share of the blocks that came to this age without having been used again

@@ -43,6 +43,7 @@ STORES_OWN = (
     "num_copies_on_write",
     "pool_bytes",
     "saved_seconds",
+    "hit_rate_with_twice",
     "backend",
 )
 
