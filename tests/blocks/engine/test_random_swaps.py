@@ -35,19 +35,20 @@ def found_in_place(tables: list[Sequence], source: Model, destination: Model) ->
 
 
 def naive_swap(tables: list[Sequence], source: Model, destination: Model) -> list[tuple[int, int]]:
-    """By search: blocks one after the other, found or taken and copied."""
+    """By search: blocks of one table after the other, found, or taken and copied."""
     found, copies = found_in_place(tables, source, destination), []
     placed = {block: other for block, other in found.items() if other is not None}
     destination.hold([*placed.values()])
     for table in tables:
-        for block in with_tokens(table):
-            if block not in placed:
-                (placed[block],) = destination.take(1, table.namespace)
-                copies.append((block, placed[block]))
-                destination.content[placed[block]] = list(source.content[block])
-                end = end_of(block, source)
-                if end is not None and destination.find(end) is None:
-                    destination.hash[placed[block]] = end
+        missing = [block for block in with_tokens(table) if block not in placed]
+        for block, taken in zip(missing, destination.take(len(missing), table.namespace), strict=True):
+            placed[block] = taken
+            copies.append((block, taken))
+            destination.content[taken] = list(source.content[block])
+            end = end_of(block, source)
+            if end is not None and destination.find(end) is None:
+                destination.hash[taken] = end
+                destination.recall([taken])
     for table in tables:
         left, blocks = table.blocks, [placed[block] for block in with_tokens(table)]
         source.holders = [other for other in source.holders if other is not table]
