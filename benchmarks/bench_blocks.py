@@ -24,6 +24,7 @@ import harness
 
 from hf_paged_cache.blocks import BlockHash, BlockTable, HashChain, PrefixCachingBlockAllocator, root_hash
 from hf_paged_cache.blocks.free_queue import FreeBlockQueue
+from hf_paged_cache.blocks.reuse import NUM_LINES
 
 BLOCK_SIZE = 16
 BLOCKS_PER_SEQUENCE = 64
@@ -77,7 +78,7 @@ def our_round(num_blocks: int, rng: random.Random, gc_enabled: bool) -> dict[str
     probe_dict(watch, stored, asked_of, order())
     allocator = PrefixCachingBlockAllocator(num_blocks + 1, BLOCK_SIZE)
     ids = rng.sample(range(1, num_blocks + 1), num_blocks)
-    allocator._states.queue = FreeBlockQueue(num_blocks + 1, ids)  # as after a long life: in no order
+    allocator._states.queue = FreeBlockQueue(num_blocks + 1, ids, NUM_LINES)  # as after a long life: in no order
     held = watch.run("allocate", lambda _: allocator.allocate((), per_sequence), order())
     watch.run("commit", lambda i: allocator.commit_many(held[i], 0, stored_of[i]), order())
     forks = watch.run("fork", lambda i: allocator.fork(held[i]), order())
