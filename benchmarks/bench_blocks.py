@@ -51,7 +51,7 @@ class Stopwatch:
 def random_hashes(num_blocks: int, rng: random.Random) -> tuple[list[BlockHash], list[BlockHash]]:
     """The same hashes twice, as different objects, both in one order that is not that of memory."""
     stored = [BlockHash(rng.randbytes(32), rng.randbytes(TOKEN_BYTES)) for _ in range(num_blocks)]
-    asked = [BlockHash(bytes(bytearray(digest)), bytes(bytearray(tokens))) for digest, tokens in stored]
+    asked = [BlockHash(bytes(bytearray(digest)), bytes(bytearray(tokens))) for digest, tokens, _ in stored]
     order = rng.sample(range(num_blocks), num_blocks)
     return [stored[i] for i in order], [asked[i] for i in order]
 
