@@ -129,9 +129,8 @@ class Call:
         self.counters = PromptCounters(store.call_totals)
         self.peak_kv_bytes = 0
         self.keeps_past = False  # drafts will be verified, and taken back by `crop`
-        self.index_positions: dict[
-            int, Tensor | None
-        ] = {}  # layer -> its columns' in the last forward, [3, R, columns]
+        # layer -> its columns' in the last forward, [3, R, columns]
+        self.index_positions: dict[int, Tensor | None] = {}
         self.demand: Demand | None = None  # of rows that begin, as long as nothing has changed
         self._brought: Mapping[int, str] = {}  # block -> the tier that it has come from for the next forward
         self._stopwatch: Stopwatch | None = None  # of a long forward of a prompt
@@ -341,29 +340,14 @@ class Call:
             self.counters.prepare(rows.distinct, self._found, carry_states=False)
             if self.store.tiers:
                 self._count_brought()
-            self.counters.schedule(
-                request,
-                list(zip(rows.members(), rows.distinct, strict=True)),
-                rows.alias,
-                before=0,
-                start=column,
-                end=self.limits.num_prompt_columns,
-                computed_ahead={},
-            )
+            self.counters.schedule(request, rows, start=column, end=self.limits.num_prompt_columns, computed_ahead={})
             self.counters.confirm()
             rows.confirm(column)
             self._num_columns_before = column
             self._thread = threading.get_ident()
-            self._writes.gradients.drop()
             if self.states is not None:
                 self.states.put(rows)
-            self.view.start_rows(
-                rows.layouts(),
-                column,
-                max_rows=max(len(rows), self.limits.num_rows),
-                max_columns=self.limits.max_columns,
-                reads_each=True,
-            )
+            self._start_rows(column, in_chunks=True)
 
     def admit(self, request: ForwardRequest) -> None:
         """Reserve, ahead of `schedule`, what the prepared forward or its call may take, so that it is not refused there.
@@ -465,9 +449,8 @@ class Call:
                         states.keep_last(rows)
                     self._is_larger = True
                     renew_reservation(self, before + 1)
-                    self.store.make_copies(
-                        transfer, may_wait=False
-                    )  # last: with their ids goes all that the step needs
+                    # last: with their ids goes all that the step needs
+                    self.store.make_copies(transfer, may_wait=False)
                 self.forward = ScheduledForward(
                     before, before + 1, tuple(range(num_rows)), None, slot_mapping, is_step=True
                 )
@@ -558,7 +541,7 @@ class Call:
         column: int | None,
     ) -> ScheduledForward:
         store, rows, limits, before = self.store, self.rows, self.limits, self.rows.num_columns
-        stop, members = before + request.num_new_columns, rows.members()
+        stop = before + request.num_new_columns
         if self.num_scheduled == 0 and limits.are_known:
             admit_call(self, stop)
         if self.states is not None and column is None:
@@ -582,9 +565,7 @@ class Call:
                 )
         self.counters.schedule(
             request,
-            list(zip(members, rows.distinct, strict=True)),
-            rows.alias,
-            before=before,
+            rows,
             start=start,
             end=limits.num_prompt_columns,
             computed_ahead=computed_ahead,
@@ -596,14 +577,7 @@ class Call:
         if not limits.are_known:
             store.give_back_reservation(self)
         if self._is_first:
-            self._writes.gradients.drop()
-            self.view.start_rows(
-                rows.layouts(),
-                stop,
-                max_rows=max(len(rows), limits.num_rows),
-                max_columns=limits.max_columns,
-                reads_each=request.chunks is not None,
-            )
+            self._start_rows(stop, in_chunks=request.chunks is not None)
         transfer = Transfer()
         self.view.start_forward(rows.layouts, len(rows.distinct), start, stop, transfer)
         slot_mapping = map_slots(store, rows, known, start, stop, transfer)
@@ -611,7 +585,7 @@ class Call:
         copies = tuple(rows.alias) if rows.is_aliased else None
         if self.states is not None:
             self.states.start_forward(rows, start, stop)
-        self.forward = ScheduledForward(start, stop, tuple(members), copies, slot_mapping)
+        self.forward = ScheduledForward(start, stop, tuple(rows.members()), copies, slot_mapping)
         self._may_step = limits.are_known and request.bypass is None and self._runs_as_asked(request)
         self._must_commit = self._is_larger = True
         self.num_scheduled += 1
@@ -619,6 +593,18 @@ class Call:
         if store.tiers.is_telling(stop - start) and (store.writing_layers or not store.pool.accelerators):
             self._stopwatch = Stopwatch(store.pool.accelerators)
         return self.forward
+
+    def _start_rows(self, num_columns: int, *, in_chunks: bool) -> None:
+        """Other rows run from here on, whose first forward stops after so many columns."""
+        rows, limits = self.rows, self.limits
+        self._writes.gradients.drop()
+        self.view.start_rows(
+            rows.layouts(),
+            num_columns,
+            max_rows=max(len(rows), limits.num_rows),
+            max_columns=limits.max_columns,
+            in_chunks=in_chunks,
+        )
 
     def _runs_as_asked(self, request: ForwardRequest) -> bool:
         """Whether each row runs under the conditions of the request, so that it may resume token by token without a look."""
