@@ -92,9 +92,8 @@ def _command_line(given: list[str]) -> list[str]:
     return [found, *others]
 
 
-app = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False
-)  # alone: programs do not wait for other commands
+# alone: programs do not wait for other commands
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command(cls=Command, context_settings=TAKES_A_PROGRAM)(run)
 
 
