@@ -92,9 +92,8 @@ class PromptCounters:
             count = self._pending[member]  # what is computed twice, to fill a block, counts once
             count.computed_tokens = min(count.prompt_tokens, count.computed_tokens + num_ahead)
             count.stopped = f"; {num_ahead} of its tokens were computed first, alone{count.stopped}"
-        for count, index in zip(
-            self._pending, rows.alias, strict=True
-        ):  # an equal row computes nothing, and reuses as much
+        # an equal row computes nothing, and reuses as much
+        for count, index in zip(self._pending, rows.alias, strict=True):
             running = self._pending[members[index]]
             count.reused_tokens = min(self._num_found[index], running.prompt_tokens - running.computed_tokens)
 

@@ -514,9 +514,8 @@ def test_a_pin_leaves_frequencies_that_depend_on_length_as_they_are(kind: str) -
         ask(row((1, length)))
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         for tokens in (PREFIX, row((1, 100)), row((1, 120)), PREFIX):
-            with contextlib.suppress(
-                CacheArgumentError
-            ):  # nothing of it is cached under the frequencies that it would have
+            # nothing of it is cached under the frequencies that it would have
+            with contextlib.suppress(CacheArgumentError):
                 cache.pin(tokens)
             assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
         ask(row((1, 95)))
