@@ -39,7 +39,7 @@ class PrefixCacheCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """The trainer logs."""
+        """Adds to `logs`, and to the last entry of `state.log_history`."""
         store = self._store or _store_of_run(kwargs.get("model"))
         if store is None or logs is None:
             return
