@@ -135,7 +135,6 @@ class Call:
         self._brought: Mapping[int, str] = {}  # block -> the tier that it has come from for the next forward
         self._stopwatch: Stopwatch | None = None  # of a long forward of a prompt
         self._is_larger = False  # the scheduled forward has taken blocks
-        self._found: list[Found] = []  # of rows that begin with whole chunks
         self._must_commit = False  # the last forward had several columns, and may have filled blocks
         store.add_holder(self)
 
@@ -307,7 +306,7 @@ class Call:
         held = [Counter(brought[i] for i in row.table.block_ids if i in brought) for row in rows.distinct]
         self.counters.bring([{name: size * held[index][name] for name in held[index]} for index in rows.alias])
 
-    def find_known(self, request: ForwardRequest, chunks: Chunks) -> int:
+    def find_known(self, request: ForwardRequest, chunks: Chunks) -> tuple[int, list[Found]]:
         """Before the first forward of a `generate` that computes its prompt in chunks: hold what is known of all rows in whole
         chunks. `begin_known` comes next.
 
@@ -315,21 +314,21 @@ class Call:
             request: of the whole prompt, as `begin_chunks_that_fit` takes it.
 
         Returns:
-            the columns that rows may begin with.
+            the columns that rows may begin with; and what was found of each row of the batch.
         """
         with self.store.lock:
             self.store.settle()
             self._began_known = True
-            column, self._found = begin_chunks_that_fit(self, request, chunks)
-            return column
+            return begin_chunks_that_fit(self, request, chunks)
 
-    def begin_known(self, request: ForwardRequest, column: int) -> None:
+    def begin_known(self, request: ForwardRequest, column: int, found: list[Found]) -> None:
         """Let the rows stand after their first `column` columns, as if these had just run; with none, they begin with a forward.
 
         So `generate` passes what follows, in the chunks that it would pass without a cache.
 
         Args:
             request: of these columns.
+            found: see `find_known`.
         """
         rows = self.rows
         with self.store.lock:
@@ -337,7 +336,7 @@ class Call:
                 rows.free()
                 return
             cut_to_column(rows, column)
-            self.counters.prepare(rows.distinct, self._found, carry_states=False)
+            self.counters.prepare(rows.distinct, found, carry_states=False)
             if self.store.tiers:
                 self._count_brought()
             self.counters.schedule(request, rows, start=column, end=self.limits.num_prompt_columns, computed_ahead={})

@@ -336,12 +336,12 @@ class Session:
             return
         if self._store.tiers:
             call.load_known(request)
-        column = call.find_known(request, chunked.chunks)
+        column, found = call.find_known(request, chunked.chunks)
         if on_ranks:
             same = {"the token ids": tokens_as_bytes([row.token_ids for row in request.rows])}
             (column,) = ranks.agree("a prompt in chunks", same, [column])
         chunked.known = column
-        call.begin_known(chunked.request_of_columns(column), column)
+        call.begin_known(chunked.request_of_columns(column), column, found)
 
     def _follow_windows(self, *, on_ranks: bool) -> bool:
         """Rows begin: layers may have other windows than before. Returns whether they can run on the store."""
