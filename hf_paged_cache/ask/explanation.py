@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..blocks.image_tokens import shown_ids
 from ..blocks.tokens import TokenIds, common_prefix_length
+from ..call.look_up import continuation, look_up
 from ..call.prefix_match import Found
 from ..call.scheduled_forward import RowInput
 from ..errors import CacheArgumentError
@@ -126,7 +127,7 @@ def lookup(cache: AskedCache, token_ids: "list[int] | Tensor") -> Lookup:
     with blocks.lock:
         blocks.settle()
         found, below = (
-            (Found(0, why), None) if why else cache.call.look_up(RowInput(tokens, 0, 0, root, salt=cache.cache_salt))
+            (Found(0, why), None) if why else look_up(cache.call, RowInput(tokens, 0, 0, root, salt=cache.cache_salt))
         )
     num_blocks, tier = found.num_tokens // blocks.block_size, below or (_DEVICE if found.num_tokens else None)
     return Lookup(found.num_tokens, num_blocks, found.stopped, tier)
@@ -166,7 +167,7 @@ def explain(cache: AskedCache, token_ids: "list[int] | Tensor", tokenizer: Any =
     row = RowInput(tokens, 0, 0, cache._session.root_of_prefix(len(tokens)), salt=cache.cache_salt)
     with blocks.lock:
         blocks.settle()
-        goes_on = cache.call.continuation(row, found.num_tokens)
+        goes_on = continuation(cache.call, row, found.num_tokens)
         first = tokens[: blocks.block_size]
         is_elsewhere = not found.num_tokens and blocks.allocator.has_tokens(first, cache.cache_salt)
     return _explanation(tokens, found, goes_on, tokenizer, is_elsewhere=is_elsewhere)

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ..attention.view import View
 from ..blocks.image_tokens import end_of_image, filled_up
-from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
 from ..kv.states import LiveStates, States
 from ..kv.stopwatch import Stopwatch
@@ -38,12 +37,12 @@ from .counters import PromptCounters
 from .held_steps import HeldSteps, PassedStep
 from .image_ends import keep_image_ends
 from .layer_writes import LayerWrites
-from .prefix_match import Found, PreviousRows, continuation, found_below, look_up_row
+from .prefix_match import Found
 from .prepare import begin_chunks_that_fit, begin_rows_that_fit, continue_rows, cut_to_column
-from .rows import Row, Rows, gather_rows
+from .rows import Rows, gather_rows
 from .running import Bracket, Brackets, is_on_a_stack
 from .schedule import hold_windows, map_slots, reserve_forward, take_blocks, take_step
-from .scheduled_forward import Chunks, ForwardRequest, RowInput, ScheduledForward
+from .scheduled_forward import Chunks, ForwardRequest, ScheduledForward
 
 
 class CallState(Enum):
@@ -183,29 +182,6 @@ class Call:
             if self.states is not None:
                 self.states.live.record_past(records=True)
 
-    def look_up(self, new: RowInput) -> tuple[Found, str | None]:
-        """What a call of one row would find that began now, and had room; and the furthest lower tier that some of it would come
-        up from, if any.  Effects: none. The store's lock is held.
-
-        While a call runs, its own rows are nobody's previous ones: of what it computes only committed blocks are found.
-        """
-        rows = self.rows if self.rows.alias else self.previous
-        are_running_ones = rows is self.rows and self.states is not None and self.states.stands(rows)
-
-        def num_at_end(row: Row) -> int | None:
-            if are_running_ones:
-                return row.num_confirmed
-            return None if row.origin is None else row.origin.num_tokens
-
-        previous = PreviousRows(() if self.is_in_use else rows.distinct)
-        num_tokens = len(new.token_ids)
-        most = max(0, num_tokens - self.num_needed_of(num_tokens))
-        found = look_up_row(self.store, new, previous, most, num_at_end)
-        below = self.store.tiers.look_up(Wanted(new.root, new.salt, new.token_ids, most))
-        if below is None or below[0] <= found.num_tokens:
-            return found, None
-        return found_below(self.store, new, below[0]), below[1]
-
     def num_needed(self, request: ForwardRequest) -> int:
         """So many of a prompt's last columns run in the forward over all rows."""
         return request.num_logits_needed if self.states is None else self.states.num_needed(request)
@@ -213,13 +189,6 @@ class Call:
     def num_needed_of(self, num_columns: int) -> int:
         """The same of a prompt of so many columns of which the last logits alone are asked for."""
         return 1 if self.states is None else self.states.num_needed_of(num_columns)
-
-    def continuation(self, new: RowInput, num_tokens: int) -> TokenIds:
-        """How the closest of what a call would find continues after a row's first `num_tokens` tokens.  Effects: none. The store's
-        lock is held.
-        """
-        rows = self.rows if self.rows.alias else self.previous
-        return continuation(self.store, new, PreviousRows(() if self.is_in_use else rows.distinct), num_tokens)
 
     def load_known(self, request: ForwardRequest) -> None:
         """Have what lower tiers know of a prompt cached, before `prepare` looks for it. No lock is held while files are read."""
