@@ -135,31 +135,33 @@ def test_what_cannot_be_served_is_dense(what: str, served: list[bool]) -> None:
     assert not any(served)
 
 
-def test_with_dropout_what_rows_share_is_dense(served: list[bool]) -> None:
-    model = build("llama")
-    cache, outputs = used(model, served), []
+def test_with_dropout_on_what_rows_share_is_dense(served: list[bool]) -> None:
+    model, outputs = build("llama"), []
+    cache, mask = used(model, served), torch.ones(8, 49, dtype=torch.int64)
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    model.train()
     for each in (cache, DynamicCache(config=model.config)):
         torch.manual_seed(1)
         with torch.no_grad():
-            outputs.append(model(**CALLS["8 rows"], past_key_values=each).logits)
+            model.eval()(torch.tensor([row((1, 48))] * 8), attention_mask=mask[:, :48], past_key_values=each)
+            outputs.append(model.train()(torch.arange(1, 9)[:, None], attention_mask=mask, past_key_values=each).logits)
     torch.testing.assert_close(*outputs)
+    assert cache.last_call.dense == shared_reads.CALL_LOOKS
     assert not any(served)
 
 
 def test_with_gradients_on_what_rows_share_is_dense(served: list[bool]) -> None:
-    model = build("llama")
-    mask, gradients = torch.ones(8, 49, dtype=torch.int64), []
-    for cache in (used(model, served), DynamicCache(config=model.config)):
+    model, gradients = build("llama"), []
+    cache, mask = used(model, served), torch.ones(8, 49, dtype=torch.int64)
+    for each in (cache, DynamicCache(config=model.config)):
         with torch.no_grad():
-            model(torch.tensor([row((1, 48))] * 8), attention_mask=mask[:, :48], past_key_values=cache)
+            model(torch.tensor([row((1, 48))] * 8), attention_mask=mask[:, :48], past_key_values=each)
         model.zero_grad()
-        model(torch.arange(1, 9)[:, None], attention_mask=mask, past_key_values=cache).logits.sum().backward()
+        model(torch.arange(1, 9)[:, None], attention_mask=mask, past_key_values=each).logits.sum().backward()
         gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad)
     ours, theirs = gradients
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
+    assert cache.last_call.dense == shared_reads.GRADIENTS
     assert not any(served)
 
 
