@@ -126,6 +126,7 @@ class PrefixStore:
             states,
             bytes_per_block,
             has_budget=options.max_bytes is not None,
+            dtype=model.dtype,
             measure_layers=lambda: measure_layers(model),
             tiers=tiers,
         )
