@@ -6,7 +6,7 @@ part: kernels disagree about its lse.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ Attend: TypeAlias = Callable[[Tensor, Part, float | None], tuple[Tensor, Tensor]
 
 
 def attend(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """What queries get of a part, and its lse.
+    """What queries get of a part, and its lse: by the kernel of the device, unless torch is told to use none.
 
     Args:
         query: [B, G * H, T, D]: G heads of queries to each of the part.
@@ -46,19 +46,27 @@ def attend(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tenso
         >>> out.shape, lse.shape
         (torch.Size([1, 4, 1, 8]), torch.Size([1, 4, 1]))
     """
-    of_device = _OF_DEVICE.get(query.device.type, by_operators)
     same_sizes = query.shape[3] == part.key.shape[3] == part.value.shape[3]
-    return (of_device if same_sizes else by_operators)(query, part, scale)
+    return (_of_device(query.device.type) if same_sizes else by_operators)(query, part, scale)
 
 
 def name_of(device_type: str) -> str:
-    """What `attend` runs on a device, where keys and values are of one size.
+    """What `attend` runs on a device as torch is set now, where keys and values are of one size.
 
     Examples:
         >>> name_of("cpu"), name_of("cuda")
         ('flash_of_cpu', 'operators')
+        >>> from torch.nn.attention import SDPBackend, sdpa_kernel
+        >>> with sdpa_kernel(SDPBackend.MATH):
+        ...     name_of("cpu")
+        'operators'
     """
-    return _OF_DEVICE.get(device_type, by_operators).__name__.removeprefix("by_")
+    return _of_device(device_type).__name__.removeprefix("by_")
+
+
+def _of_device(device_type: str) -> Attend:
+    settings: Any = torch.backends.cuda  # of all devices, whatever the name says
+    return _OF_DEVICE.get(device_type, by_operators) if settings.flash_sdp_enabled() else by_operators
 
 
 def by_flash_of_cpu(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from ..kv.block_pool import BlockPool
 from ..kv.block_tables import read_source
 from ..kv.recycled_memory import RecycledMemory
 from ..kv.slot_mapping import ReadSource, RowLayout
-from ..kv.transfers import Transfer, to_device
+from ..kv.transfers import Transfer
 from .backends import Part, attend, merge, name_of
 from .lazy import LazyStates
 from .segments import Plan, Segment, find_segments
@@ -79,9 +79,9 @@ class SharedReads:
         self.num_bytes = 0
         self._is_planned = False  # for the rows as they are
         self._planned_at = 0  # the column before which they were looked at
-        self._sources: list[
-            int | ReadSource
-        ] = []  # segment -> its first block, where they follow one another; or its blocks
+        self._rows: _Rows | None = None  # the plan's, on devices
+        # segment -> its first block, where they follow one another; or its blocks
+        self._sources: list[int | ReadSource] = []
         self._copies: dict[tuple[int, str], dict[int, Tensor]] = {}  # layer index, name -> segment -> [1, H, tokens, D]
         self._forward: _Forward | None = None
 
@@ -162,13 +162,14 @@ class SharedReads:
         """The rows share this before a column; nothing is held."""
         self.plan, self._is_planned, self._planned_at = plan, True, start
         self._kinds = [] if plan is None else plan.kinds()
+        self._rows = None if plan is None else _Rows(plan, transfer)
         self._sources = [] if plan is None else [self._source(segment, transfer) for segment in plan.segments]
 
     def start_forward(self, start: int, stop: int) -> int:
         """A forward of the columns `[start, stop)` begins. Returns the first column of the tails."""
-        if self.plan is None:
+        if self.plan is None or self._rows is None:
             return 0
-        self._forward = _Forward(self.plan, start, stop)
+        self._forward = _Forward(self.plan, self._rows, start, stop)
         return self.plan.first_own
 
     def read(
@@ -243,11 +244,31 @@ class SharedReads:
         return held
 
 
+class _Rows:
+    """The rows of a plan on the devices that ask for them, sent once: while it lasts, no forward sends anything more."""
+
+    def __init__(self, plan: Plan, transfer: Transfer) -> None:
+        self._transfer = transfer
+        self._bounds = transfer.add([*plan.pads, *plan.ends])
+        self._segments = [
+            None if rows[-1] - rows[0] == len(rows) - 1 else transfer.add(rows) for rows, *_ in plan.segments
+        ]
+
+    def bounds(self, device: torch.device) -> Tensor:
+        """[2, R]: the padding of each row, and the column at which its tail begins."""
+        return self._transfer.on(device, self._bounds).view(2, -1)
+
+    def of_segment(self, number: int, device: torch.device) -> Tensor | None:
+        """[N]: which rows have it; None: they follow one another."""
+        added = self._segments[number]
+        return None if added is None else self._transfer.on(device, added)
+
+
 class _Forward:
     """One forward of rows that share segments: what its layers have in common."""
 
-    def __init__(self, plan: Plan, start: int, stop: int) -> None:
-        self.plan, self.start, self.stop = plan, start, stop
+    def __init__(self, plan: Plan, rows: _Rows, start: int, stop: int) -> None:
+        self.plan, self.rows, self.start, self.stop = plan, rows, start, stop
         self.is_counted = False
         self._masks: list[tuple[Tensor | None, torch.dtype, torch.device, tuple[bool, Tensor | None]]] = []
 
@@ -279,8 +300,7 @@ class _Forward:
                 return True, None
         elif mask.dim() != 4 or mask.shape[0] not in (1, num_rows) or mask.shape[1:] != (1, length, stop):
             return False, None
-        bounds = to_device([*plan.pads, *plan.ends], device).view(2, num_rows, 1, 1, 1)
-        pads, ends = bounds[0], bounds[1]  # [R, 1, 1, 1]
+        pads, ends = self.rows.bounds(device).view(2, num_rows, 1, 1, 1)
         columns = torch.arange(stop, device=device)
         queries = torch.arange(start, stop, device=device)[:, None]
         seen = columns >= ends
@@ -365,10 +385,11 @@ class _LayerReads:
             forward.is_counted = True
             self._shared.count(plan)
         result = attend(query, Part(keys, values, of_tails), scale)
-        heads = keys.shape[1]
-        for segment, key, value in zip(plan.segments, self._segments["key"], self._segments["value"], strict=True):
+        heads, parts = keys.shape[1], zip(self._segments["key"], self._segments["value"], strict=True)
+        for number, (segment, (key, value)) in enumerate(zip(plan.segments, parts, strict=True)):
             rows, is_all = segment.rows, len(segment.rows) == num_rows
-            chosen = query if is_all else _take(query, rows)
+            index = forward.rows.of_segment(number, query.device)
+            chosen = query if is_all else _take(query, rows, index)
             stacked = chosen.reshape(len(rows), heads, -1, size).transpose(0, 1).reshape(1, heads, -1, size)
             out, lse = attend(stacked, Part(key, value), scale)
             out = out.view(heads, len(rows), -1, value.shape[3]).transpose(0, 1)
@@ -376,22 +397,25 @@ class _LayerReads:
                 out.reshape(len(rows), num_heads, num_queries, value.shape[3]),
                 lse.reshape(heads, len(rows), -1).transpose(0, 1).reshape(len(rows), num_heads, num_queries),
             )
-            result = merge(result, part) if is_all else _merge_rows(result, rows, part)
+            result = merge(result, part) if is_all else _merge_rows(result, rows, index, part)
         return result[0].to(query.dtype)
 
 
-def _take(states: Tensor, rows: Sequence[int]) -> Tensor:
+def _take(states: Tensor, rows: Sequence[int], index: Tensor | None) -> Tensor:
     """Some rows; a view of them where they follow one another."""
-    if rows[-1] - rows[0] == len(rows) - 1:
-        return states.narrow(0, rows[0], len(rows))
-    return states.index_select(0, to_device(rows, states.device))
+    return states.narrow(0, rows[0], len(rows)) if index is None else states.index_select(0, index)
 
 
 def _merge_rows(
-    whole: tuple[Tensor, Tensor], rows: Sequence[int], part: tuple[Tensor, Tensor]
+    whole: tuple[Tensor, Tensor], rows: Sequence[int], index: Tensor | None, part: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """`merge` of some rows, those of the part."""
+    """`merge` of some rows, those of the part, in place where it can be."""
     out, lse = whole
-    merged, merged_lse = merge((_take(out, rows), _take(lse, rows)), part)
-    index = to_device(rows, lse.device)
-    return out.to(merged.dtype).index_copy(0, index, merged), lse.index_copy(0, index, merged_lse)
+    merged, merged_lse = merge((_take(out, rows, index), _take(lse, rows, index)), part)
+    out = out.to(merged.dtype)
+    for states, of_rows in ((out, merged), (lse, merged_lse)):
+        if index is None:
+            states.narrow(0, rows[0], len(rows)).copy_(of_rows)
+        else:
+            states.index_copy_(0, index, of_rows)
+    return out, lse

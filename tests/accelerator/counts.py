@@ -65,12 +65,25 @@ PLACES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def prompt(num_rows: int = 1, num_tokens: int = NUM_TOKENS) -> dict[str, torch.Tensor]:
-    """Rows of random tokens; of several, each but the first is padded on the left by one token more."""
-    ids = torch.randint(1, 128, (num_rows, num_tokens), generator=torch.Generator().manual_seed(num_rows))
+def prompt(num_rows: int = 1, num_tokens: int = NUM_TOKENS, *, shares: str = "") -> dict[str, torch.Tensor]:
+    """Rows of random tokens; of several, each but the first is padded on the left by one token more.
+
+    Args:
+        shares: in place of that, the first 32 tokens of each row are those of the others, without padding ("bare") or
+            behind it ("padded"), or of every second row ("every second").
+    """
+    made = torch.Generator().manual_seed(num_rows)
+    ids = torch.randint(1, 128, (num_rows, num_tokens), generator=made)
     mask = torch.ones_like(ids)
-    for row in range(num_rows):
-        mask[row, : row % num_tokens] = 0
+    if shares != "bare":
+        for row in range(num_rows):
+            mask[row, : row % num_tokens] = 0
+    if shares:
+        known = torch.randint(1, 128, (2, 32), generator=made)
+        first = known[[row % 2 if shares == "every second" else 0 for row in range(num_rows)]]
+        ids, mask = torch.cat([first, ids], 1), torch.cat([torch.ones_like(first), mask], 1)
+        order = torch.argsort(mask, dim=1, stable=True)  # padding is on the left
+        ids, mask = ids.gather(1, order), mask.gather(1, order)
     return {"input_ids": (ids * mask).to("sim"), "attention_mask": mask.to("sim")}
 
 
@@ -91,17 +104,27 @@ class Steps(LogitsProcessor):
         return [Log(self._log.entries[start:end]) for start, end in itertools.pairwise(ends)]
 
 
-def decode_steps(model: PreTrainedModel, cache: Any, num_rows: int = 1, **arguments: Any) -> list[Log]:
-    """What each decode step of a call did. The call before it filled the cache and digested the weights."""
-    inputs = prompt(num_rows)
+def decode_steps(
+    model: PreTrainedModel, cache: Any, num_rows: int = 1, shares: str = "", **arguments: Any
+) -> list[Log]:
+    """What each decode step of a call did. The call before it filled the cache and digested the weights.
+
+    Args:
+        shares: see `prompt`; it is read once, though it is short.
+    """
+    inputs = prompt(num_rows, shares=shares)
     arguments = {"do_sample": False, **arguments}
     if isinstance(cache, PagedPrefixCache):
+        if shares:
+            cache.view.read_once_whatever_it_costs()
         model.generate(**inputs, past_key_values=cache, max_new_tokens=2, **arguments)
     with recorded() as log:
         steps = Steps(log)
         model.generate(
             **inputs, past_key_values=cache, max_new_tokens=NUM_STEPS + 1, logits_processor=[steps], **arguments
         )
+    if shares and isinstance(cache, PagedPrefixCache):
+        assert cache.last_call.read_once_tokens >= 32
     return steps.logs()
 
 
@@ -257,6 +280,17 @@ COUNTS = [
     _both("transfers, decode step, 4 padded rows", 1, _steps("transfer", num_rows=4)),
     _both("transfers, decode step, 4 beams", 1, _steps("transfer", **_BEAMS)),
     _both("transfers, decode step, 4 beams on two devices", 2, _steps("transfer", make_model=split_model, **_BEAMS)),
+    *(
+        _both(f"{kind}s, decode step, 4 rows that share a prefix, {how}", limit, _steps(kind, num_rows=4, shares=how))
+        for kind, how, limit in (
+            ("wait", "bare", 1),
+            ("wait", "padded", 3),  # one more than without: whether a mask hides what is shared
+            ("wait", "every second", 3),
+            ("transfer", "bare", 1),
+            ("transfer", "padded", 1),
+            ("transfer", "every second", 1),
+        )
+    ),
     _both("waits, decode step, windows", 1, _steps("wait", make_model=windowed_model)),
     _both(
         "transfers, decode step, 4 padded rows, windows", 1, _steps("transfer", num_rows=4, make_model=windowed_model)

@@ -13,6 +13,7 @@ from weakref import ref
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_paged_cache.attention import backends, shared_reads
@@ -298,7 +299,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "queries of the wrong rows": (
         shared_reads,
         "_take",
-        lambda made: lambda states, rows: made(states, [0] * len(rows)),
+        lambda made: lambda states, rows, _: made(states, rows, torch.zeros(len(rows), dtype=torch.int64)),
     ),
 }
 
@@ -435,6 +436,27 @@ def test_parts_are_the_same_by_every_backend(monkeypatch: pytest.MonkeyPatch) ->
             whole = backends.attend(query, part._replace(mask=None), scale)
             merged = backends.merge(backends.attend(query, left, scale), backends.attend(query, right, scale))
             torch.testing.assert_close(merged, whole)
+
+
+def test_where_torch_is_told_to_use_no_fused_kernel_none_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for name in ("by_flash_of_cpu", "by_operators"):
+        compute = getattr(backends, name)
+
+        def note(*args: Any, name: str = name, compute: Any = compute) -> Any:
+            asked.append(name)
+            return compute(*args)
+
+        note.__name__ = name
+        monkeypatch.setattr(backends, name, note)
+    monkeypatch.setattr(backends, "_OF_DEVICE", {"cpu": backends.by_flash_of_cpu})
+    query, part = torch.randn(1, 4, 1, 8), backends.Part(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))
+    fused = backends.attend(query, part)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert backends.name_of("cpu") == "operators"
+        torch.testing.assert_close(backends.attend(query, part), fused)
+    assert asked == ["by_flash_of_cpu", "by_operators"]
+    assert backends.name_of("cpu") == "flash_of_cpu"
 
 
 def test_what_gets_past_the_functions_of_torch_becomes_dense_as_well() -> None:

@@ -27,6 +27,7 @@ KINDS = (
     *("deepseek_v3", "gpt_oss", "qwen3_moe"),
 )
 SIZES = (1, 2, 3, 4, 5, 8, 16, 20)
+LONGER = 20  # tokens by which prompts are longer than of other cases: of several chunks
 FEW = (4, 8, 16, 5)  # that most calls of a case have, so that they find something
 
 
@@ -35,12 +36,13 @@ class ChunkDraw(Draw):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.prompts.longer = max(self.prompts.longer, LONGER)
         self._asked: list[Action] = []  # calls that may be made again
 
     def action(self) -> Action:
         slot = self.rng.randrange(len(self.slots))
         few = FEW[self.case.seed % len(FEW)]
-        if self._asked and self.rng.random() < 0.25:
+        if self._asked and self.rng.random() < 0.4:
             return self.rng.choice(self._asked)
         if self.rng.random() < 0.6:
             self._asked.append(_in_chunks(self._generate(slot), few))

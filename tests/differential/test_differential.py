@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from hf_paged_cache.call import prepare
+from tests.differential import same_bits
 from tests.differential.comparing import DifferenceError, compare
 from tests.differential.drawing import draw_case
 from tests.differential.images import play_images
@@ -69,6 +71,28 @@ def test_random_programs_with_images_give_what_a_fresh_dynamic_cache_gives(name:
     played = play_images(f"images:{name}", SEED)
     assert not played.failure, played.failure
     assert played.reused
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "lfm2", "falcon_h1", "deepseek_v3"])
+def test_random_calls_in_chunks_give_the_same_bits(kind: str) -> None:
+    num_reused = 0
+    for seed in range(SEED, SEED + 4):
+        played = same_bits.play(kind, seed)
+        assert played is not None
+        assert not played.failure, f"{played.failure.message}\n{played.failure.case.script()}"
+        num_reused += played.reused
+    assert num_reused
+
+
+def test_hits_inside_a_chunk_are_seen_in_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = prepare._end_of_known_chunks
+    anywhere = lambda store, rows, size, column: cut(store, rows, 1, column)  # noqa: E731
+    monkeypatch.setattr(prepare, "_end_of_known_chunks", anywhere)
+    for seed in range(SEED, SEED + 20):
+        played = same_bits.play("llama", seed)
+        if played is not None and played.failure:
+            return
+    pytest.fail("20 programs with hits anywhere, and all bits were the same")
 
 
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])
