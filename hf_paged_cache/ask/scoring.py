@@ -133,7 +133,7 @@ def score(
         prompt = in_vocabulary("the context", context, vocabulary_size)
         placeholders.require_text("the context", prompt)
     else:
-        prompt = tuple(asked_prompt(cache, "the context", inputs).token_ids)
+        prompt = _prompt_of(cache, inputs, prefill_chunk_size)
     if isinstance(continuations, str | bytes) or not isinstance(continuations, Iterable):
         raise CacheArgumentError(
             f"continuations is of type {type(continuations).__name__}; give a list of token id sequences"
@@ -145,11 +145,6 @@ def score(
         int_of_at_least("batch_size", batch_size, 1, "rows of a forward, or None")
     if prefill_chunk_size is not None:
         int_of_at_least("prefill_chunk_size", prefill_chunk_size, 1, "tokens of a forward, or None")
-    if inputs is not None and (prefill_chunk_size is not None or cache.store.conditioning.rope.depends_on_length):
-        why = "has rotary frequencies that depend on length" if prefill_chunk_size is None else "runs in one forward"
-        raise CacheArgumentError(
-            f"the context {why}, and so is scored by its token ids alone; leave prefill_chunk_size out, or give text"
-        )
     if not wanted:
         return []
     if prefill_chunk_size is None:
@@ -163,6 +158,26 @@ def score(
             scorer.run_chunks(row, number, prompt, tokens, prefill_chunk_size)
     cache.call.count_elsewhere("score", scorer.counts, scorer.peak_kv_bytes)
     return scorer.scores()
+
+
+def _prompt_of(cache: AskedCache, inputs: Mapping[str, Any], prefill_chunk_size: int | None) -> Tokens:
+    """The tokens of a context with more than token ids.
+
+    Raises:
+        CacheArgumentError: it cannot be scored so; naming why.
+    """
+    if prefill_chunk_size is not None:
+        raise CacheArgumentError(
+            "a context as a processor returns it runs in one forward; leave prefill_chunk_size out"
+        )
+    if cache.store.conditioning.rope.depends_on_length:
+        raise CacheArgumentError(
+            "rotary frequencies of this model depend on length; give the context's token ids alone"
+        )
+    asked = asked_prompt(cache, "the context", inputs)
+    if asked.row.shift is None:
+        raise CacheArgumentError(f"at which positions tokens follow the context is not known: {asked.why_whole}")
+    return tuple(asked.token_ids)
 
 
 def may_score_together(cache: AskedCache) -> bool:

@@ -135,6 +135,10 @@ def test_what_cannot_be_asked_is_said() -> None:
         held.lookup({**given, "input_ids": given["input_ids"].tolist()})
     with pytest.raises(CacheArgumentError, match="leave prefill_chunk_size out"):
         held.score(given, [FIRST], prefill_chunk_size=8)
+    with pytest.raises(
+        CacheArgumentError, match="tokens follow the context is not known: the prompt ends with an image"
+    ):
+        held.score(ask("qwen2_vl", [TEXT, 1]), [FIRST])
     with pytest.raises(CacheArgumentError, match="the placeholder of an image"):
         held.prefill(given["input_ids"])
     assert held.stats().num_cached_blocks == 0
