@@ -3,6 +3,7 @@
 Owns what their arguments may be. Changes no rows of the cache that is asked.
 """
 
+from array import array
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -14,7 +15,7 @@ from ..blocks.image_tokens import end_of_image, filled_up
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, OutOfBlocksError, UnsupportedModelError
 from ..integration.prefill import Prefill, Prefilled, Prompt
-from ..integration.token_input import are_several, in_vocabulary
+from ..integration.token_input import are_several, in_vocabulary, one_sequence
 from .asked import AskedCache
 from .prompts import asked_prompt
 
@@ -136,7 +137,11 @@ def unpin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any] 
     Raises:
         CacheArgumentError: not one prompt as `pin` takes it.
     """
-    tokens = None if token_ids is None else asked_prompt(cache, "the prefix", token_ids).token_ids
+    tokens: TokenIds | None = None
+    if isinstance(token_ids, Mapping):
+        tokens = asked_prompt(cache, "the prefix", token_ids).token_ids
+    elif token_ids is not None:  # under whatever conditions
+        tokens = array("q", one_sequence("the prefix", token_ids))
     pins = cache.store.blocks.pins
     with cache.store.blocks.lock:
         if tokens is not None and (ended := _up_to_an_image(cache, tokens)):
