@@ -18,6 +18,7 @@ from torch import Tensor
 from .rows import Messages, Prompt
 
 FIRST_NAME = 1 << 31  # no token id is as large
+_KINDS = ("image", "image_url", "video", "video_url")  # of parts of a message
 _OF_TEXT = ("input_ids", "attention_mask")
 
 
@@ -32,9 +33,9 @@ class ChatTokens(array):  # type: ignore[type-arg]  # of int
 
 
 def has_images(prompt: Prompt) -> bool:
-    """Whether there is more than text in the messages of a chat."""
+    """Whether there are images or videos in the messages of a chat."""
     return not isinstance(prompt, str) and any(
-        isinstance(part, dict) and part.get("type") != "text"
+        isinstance(part, dict) and part.get("type") in _KINDS
         for message in prompt
         if isinstance(message.get("content"), list)
         for part in message["content"]
