@@ -334,7 +334,7 @@ def _content(given: Mapping[str, Any], runs: Sequence[tuple[int, int, int]], num
         return _Content(given, bounds, [size // per_token for size in sizes])
     nested = main.dim() == 5 and len(main) == num_rows
     is_nested = nested and all(value.dim() >= 3 and value.shape[:2] == main.shape[:2] for value in tensors.values())
-    if is_nested and not bool((main != 0).flatten(2).any(dim=2).all()):
+    if is_nested and not bool(main.flatten(2).any(dim=2).all()):
         return None  # padding among them, which the model leaves out
     num_entries = main.shape[0] * main.shape[1] if is_nested else len(main)
     if any(
