@@ -27,6 +27,7 @@ from .integration.layers import PagedLayer, live_states, make_layer
 from .integration.ranks import Ranks
 from .integration.session import Session
 from .integration.side_forward import SideForwards
+from .model.probing import hold_as
 from .model.support import cache_layers
 from .prefix_store import PrefixStore, store_of
 from .stats import CacheStats, CallStats
@@ -163,6 +164,8 @@ class PagedPrefixCache(Cache):
             return states["key"], states["value"]
         if not is_scheduled and not self._own_layers.is_running:
             raise self.why_unscheduled(layer_idx)
+        if self._own_layers.is_running and layer_idx < len(self.layers):
+            hold_as(self.layers[layer_idx], key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:

@@ -113,6 +113,8 @@ class ForwardsAhead:
             on_ranks: other processes run as many forwards, whatever becomes of them here.
         """
         rows, column = call.rows, found.column if call.states is not None else None
+        with self._blocks.lock:
+            call.previous.free()  # the call fits beside no rows of before: what runs ahead needs their blocks now
         if call.states is not None and call.states.are_lost(rows):
             call.states.require_known(rows)
         options = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}

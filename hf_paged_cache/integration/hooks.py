@@ -45,7 +45,8 @@ class GenerateBracket:
         self.replaced = model.__dict__.get("generate")  # None: the class's own was used
         model.register_forward_pre_hook(before_forward, with_kwargs=True)
         model.register_forward_hook(after_forward, with_kwargs=True)
-        self.__doc__ = type(model).generate.__doc__
+        generate = type(model).generate
+        self.__name__, self.__qualname__, self.__doc__ = generate.__name__, generate.__qualname__, generate.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         brought = _paged(kwargs)

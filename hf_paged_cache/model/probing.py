@@ -159,9 +159,29 @@ def behind_padding(row: dict[str, Tensor], num_pads: int) -> dict[str, Tensor]:
     return {name: torch.nn.functional.pad(value, (num_pads, 0)) for name, value in row.items()}
 
 
+class _OfAnyDtype(DynamicCache):
+    """transformers' cache, whose layers may be given rows in a finer dtype than the model computes in."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As transformers does, in the dtypes of what is new."""
+        if layer_idx < len(self.layers):
+            hold_as(self.layers[layer_idx], key_states, value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def hold_as(layer: Any, key_states: Tensor, value_states: Tensor) -> None:
+    """Let a layer of transformers hold what it has in the dtypes of what it is about to get; a pool may have held it in finer ones."""
+    for name, new in (("keys", key_states), ("values", value_states)):
+        held = getattr(layer, name, None)
+        if held is not None and held.dtype != new.dtype:
+            setattr(layer, name, held.to(new.dtype))
+
+
 def dynamic_cache(model: PreTrainedModel) -> DynamicCache:
     """The cache that transformers makes; it grows where the model has more layers than its config names."""
-    cache = DynamicCache(config=model.config)
+    cache = _OfAnyDtype(config=model.config)
     cache.layer_class_to_replicate = DynamicLayer
     return cache
 

@@ -215,6 +215,19 @@ def test_positions_that_do_not_begin_at_0_are_those_that_are_recomputed(model: P
     assert cache.verify() == ALL_EQUAL
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "lfm2"])
+def test_blocks_held_in_a_finer_dtype_than_the_model_has_now_are_recomputed_in_its_own(name: str) -> None:
+    model = copy.deepcopy(zoo.build(name))
+    cache = PagedPrefixCache(model)
+    prompt = batch(row((1, 50)))
+    run(model.double(), cache, **prompt, max_new_tokens=2)
+    run(model.float(), cache, **prompt, max_new_tokens=2)
+    for _ in range(3):
+        found = cache.verify(1)  # the later ones after those that are held
+        assert found.num_blocks
+        assert not found.differing
+
+
 def test_no_graph_is_kept_and_no_mode_changed(model: PreTrainedModel) -> None:
     model.train()
     cache = PagedPrefixCache(model)

@@ -139,16 +139,23 @@ def test_beams_of_rows_that_share_are_computed_once() -> None:
     assert len(cache.last_call.rows) == 6
 
 
-def test_a_pool_with_no_room_for_what_rows_share_computes_them_as_they_are() -> None:
+def test_rows_of_the_call_before_make_room_for_what_rows_share() -> None:
     model = build("llama")
     cache = PagedPrefixCache(model, num_blocks=1 + 4 * 5)  # without sharing: 78 columns a row
     others = batch(*(row((seed, 73)) for seed in (11, 12, 13, 14)))
     compare(model, cache, **others)
     assert cache.stats().num_blocks_in_use == 4 * 5  # until the next call begins, the rows of this one keep them
-    assert compare(model, cache, **batch(*QUESTIONS)) == [(4, 73)]
-    compare(model, cache, **others)
-    cache.reset()
     assert compare(model, cache, **batch(*QUESTIONS)) == [(1, 64), (4, 9)]
+    cache.check()
+
+
+def test_a_pool_that_rows_fit_into_because_they_share_serves_others_like_them() -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model, num_blocks=1 + 4 + 4)  # the prompt once, and a block a row
+    others = [[*row((8, 64)), *row((seed, 9))] for seed in range(4)]
+    for rows in (QUESTIONS, others, QUESTIONS):
+        assert compare(model, cache, **batch(*rows)) == [(1, 64), (4, 9)]
+    cache.check()
 
 
 def test_a_call_that_cannot_fit_is_refused_before_anything_is_computed() -> None:

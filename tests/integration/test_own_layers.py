@@ -70,6 +70,18 @@ def test_rows_move_out_of_the_pool_where_they_stop_fitting(name: str, num_blocks
                 assert_close(mine.values, other.values)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_rows_that_the_pool_holds_in_a_finer_dtype_move_out_in_their_own(name: str) -> None:
+    model = copy.deepcopy(tiny(name))
+    ours = PagedPrefixCache(model, num_blocks=4, on_full="bypass")
+    forward(model.double(), ours, 0, 20)
+    ours.reset()
+    theirs = DynamicCache(config=model.float().config)
+    for start, stop in PIECES:
+        assert_close(forward(model, ours, start, stop), forward(model, theirs, start, stop))
+    assert ours.layers[0].keys.dtype == torch.float32
+
+
 @FROM_5_23
 def test_padded_rows_take_the_positions_along_by_which_a_model_weighs_index_keys() -> None:
     """Two of them are equal, and ran once."""
