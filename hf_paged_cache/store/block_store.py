@@ -50,6 +50,7 @@ class BlockStore:
         window_share: of the blocks, how many window blocks there can be; see `WindowGroups`.
         states, bytes_per_block: see `StateSnapshots`.
         has_budget: `num_blocks` is what a budget in bytes holds, beside as many bytes of snapshots.
+        dtype: of the model, with which that was reckoned; see `follow_dtype`.
         measure_layers: layer index -> where its keys and values lie, and their bytes for one token; runs a forward.
         tiers: see `LowerTiers`.
 
@@ -71,6 +72,7 @@ class BlockStore:
         bytes_per_block: int = 0,
         *,
         has_budget: bool = False,
+        dtype: torch.dtype = torch.float32,
         measure_layers: Callable[[], Mapping[int, tuple[torch.device, int]]] = dict,
         tiers: Sequence[Tier] = (),
     ) -> None:
@@ -83,6 +85,8 @@ class BlockStore:
         self.max_num_blocks = num_blocks
         self.ran_out_of_memory = False
         self._promised_num_blocks = num_blocks  # given, or settled
+        self._dtype = dtype  # that a budget in bytes counts with
+        self._has_budget = has_budget or num_blocks is None
         self.allocator = PrefixCachingBlockAllocator(self._first_num_blocks, block_size)
         self.windows = WindowGroups(self.allocator, window_of, layers, window_share, num_blocks)
         has_least = num_blocks is not None and not has_budget
@@ -359,6 +363,35 @@ class BlockStore:
         """
         if not self.windows.may_change or self.windows.window_of == window_of:
             return True
+        if not self._forget_all(holder):
+            return False
+        self.windows.regroup(window_of)
+        self.pool.regroup(window_of, self.windows.groups)
+        self.tiers.watch_windows()
+        self.windows.window_of = {**window_of}  # last: interrupted above, the next call begins again
+        return True
+
+    def follow_dtype(self, dtype: torch.dtype, holder: Holder) -> bool:
+        """Rows of `holder` begin on a model of this dtype: where that takes more bytes than the budget has counted with, what is
+        cached is forgotten, and there can be fewer blocks.
+
+        Returns:
+            Whether they can run: not while other calls hold blocks.
+        """
+        before, promised = self._dtype.itemsize, self._promised_num_blocks
+        if not self._has_budget or dtype.itemsize <= before:
+            return True
+        if promised is not None:
+            self._promised_num_blocks = max(2, promised * before // dtype.itemsize)
+        if not self._forget_all(holder, keep_tiers=True):
+            self._promised_num_blocks = promised
+            return False
+        self.states.limit(self._promised_num_blocks)
+        self._measured, self._dtype = {}, dtype
+        return True
+
+    def _forget_all(self, holder: Holder, *, keep_tiers: bool = False) -> bool:
+        """`reset_prefix_cache` where no call but `holder`'s holds blocks; rows of calls that are over go. Returns whether it could be."""
         others = [call for call in self.holders() if call is not holder]
         ended = [holder.previous, *(rows for call in others for rows in (call.rows, call.previous))]
         held = self.pins.block_ids().union(*(rows.block_ids() for rows in ended))
@@ -367,11 +400,7 @@ class BlockStore:
         for call in others:
             call.drop_rows()
         holder.previous.free()
-        self.reset_prefix_cache()
-        self.windows.regroup(window_of)
-        self.pool.regroup(window_of, self.windows.groups)
-        self.tiers.watch_windows()
-        self.windows.window_of = {**window_of}  # last: interrupted above, the next call begins again
+        self.reset_prefix_cache(keep_tiers=keep_tiers)
         return True
 
     def make_way(self) -> None:

@@ -99,15 +99,21 @@ def test_prefixes_by_their_tokens_pins_and_all(tmp_path: Path) -> None:
     cache.pin(BASE[:32])
     number = {
         name: cache.store.save(tmp_path / name, prefixes).num_blocks
-        for name, prefixes in (("all", None), ("pinned", "pinned"), ("some", [BASE[:40], torch.tensor([BASE[:20]])]))
+        for name, prefixes in (
+            ("all", None),
+            ("pinned", "pinned"),
+            ("some", [BASE[:40], torch.tensor([BASE[:20]])]),
+            ("one", BASE[:40]),
+            ("a tensor", torch.tensor(BASE[:40])),
+        )
     }
-    assert number == {"all": 20, "pinned": 8, "some": 10}
+    assert number == {"all": 20, "pinned": 8, "some": 10, "one": 10, "a tensor": 10}
     unknown = cache.store.save(tmp_path / "none", [row((77, 20))])
     assert (unknown.num_blocks, [*unknown.not_saved.values()]) == (0, [0])
     assert "compute it first" in next(iter(unknown.not_saved))
     cache.unpin()
     assert cache.store.save(tmp_path / "none", "pinned").not_saved == {"nothing is pinned": 0}
-    with pytest.raises(CacheArgumentError, match="give token ids of prefixes, 'pinned', or None"):
+    with pytest.raises(CacheArgumentError, match="such as tokenizer.*, 'pinned', or None"):
         cache.store.save(tmp_path, "pins")
     with pytest.raises(CacheArgumentError, match="prefix 0"):
         cache.store.save(tmp_path, [torch.ones(2, 3)])

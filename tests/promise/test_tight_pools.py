@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from hf_paged_cache import OutOfBlocksError, PagedPrefixCache
 from hf_paged_cache.store import memory_budget
 
-from ..reference import Forwards, assert_same, batch, row, run
+from ..reference import AtStep, Forwards, assert_same, batch, row, run
 from ..tiny_models import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -110,3 +110,46 @@ def test_a_first_call_of_a_few_tokens_measures_nothing() -> None:
     with Forwards(model) as forwards:
         run(model, PagedPrefixCache(model), input_ids=torch.tensor([row((1, 20))]), max_new_tokens=3)
     assert forwards == [(1, 20), (1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("how", ["max_bytes", "what is free"])
+def test_a_budget_in_bytes_is_kept_when_the_model_takes_a_wider_dtype(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda _: 2 * 400_000)
+    model = build("llama").bfloat16()
+    cache = PagedPrefixCache(model, **({"max_bytes": 400_000} if how == "max_bytes" else {}))
+    other = PagedPrefixCache(cache.store)
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+        model.to(dtype)
+        for number in range(30):
+            given = {"input_ids": torch.tensor([row((number, 60))]), "max_new_tokens": 2}
+            output = run(model, (cache, other)[number % 2], **given)
+            stats = cache.store.stats()
+            assert stats.pool_bytes is not None
+            assert stats.pool_bytes <= 400_000
+            if dtype == torch.float32:
+                assert_same(run(model, **given), output)
+        cache.check()
+        cache.reset()
+        run(model, cache, **given)
+        assert cache.last_call.reused_tokens == 48
+        other.reset()
+
+
+def test_a_wider_dtype_waits_for_calls_that_hold_blocks_of_before() -> None:
+    model = build("llama").bfloat16()
+    cache = PagedPrefixCache(model, max_bytes=400_000)
+    ids = torch.tensor([row((1, 60))])
+
+    def widen() -> None:
+        model.float()
+        guest = PagedPrefixCache(cache.store)
+        assert_same(run(model, input_ids=ids), run(model, guest, input_ids=ids))
+        assert "wider dtype" in str(guest.last_call)
+        model.bfloat16()
+
+    run(model, cache, input_ids=ids, logits_processor=[AtStep(2, widen)])
+    model.float()
+    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
+    cache.check()
