@@ -228,7 +228,7 @@ def test_tokens_are_given_as_a_tokenizer_returns_them(cache: PagedPrefixCache, g
 NO_PREFIXES: dict[str, tuple[Any, str]] = {
     "a text": ("text", "the prefix is of type str; give a sequence of token ids"),
     "bytes": (b"8 bytes.", "the prefix is of type bytes; give a sequence of token ids"),
-    "what a tokenizer returns": ({"input_ids": PREFIX}, "the prefix is of type dict; give its input_ids"),
+    "no ids": ({"text": "a"}, "the prefix has text; give it with its input_ids"),
     "a number": (5, "the prefix is of type int; give a sequence of token ids"),
     "nothing": (None, "the prefix is of type NoneType; give a sequence of token ids"),
     "a fraction": ([1.5], "the prefix has 1.5 among its token ids, which is of type float"),
