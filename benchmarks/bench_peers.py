@@ -179,9 +179,8 @@ class Vllm:
         model.save_pretrained(self._folder.name)
         tokenizer.save_pretrained(self._folder.name)
         environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "HF_HUB_OFFLINE": "1"}
-        openmp = (
-            Path(python).parents[1] / "lib" / "libiomp5.so"
-        )  # comes with the package, which asks for it to be loaded first
+        # comes with the package, which asks for it to be loaded first
+        openmp = Path(python).parents[1] / "lib" / "libiomp5.so"
         if openmp.exists():
             environment["LD_PRELOAD"] = str(openmp)
         self._process = subprocess.Popen(

@@ -1,11 +1,12 @@
 """A callback for trainers that generate (TRL's GRPO, RLOO, online DPO): what the prefix cache did, in the trainer's own logs."""
 
+import warnings
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .cache import PagedPrefixCache
-from .errors import UnsupportedModelError
+from .errors import CacheArgumentError, UnsupportedModelError
 from .integration.hooks import bracket_of
 from .model.support import unwrapped
 from .prefix_store import PrefixStore
@@ -24,12 +25,21 @@ class PrefixCacheCallback(TrainerCallback):
     `trainer.callback_handler.callbacks.insert(0, PrefixCacheCallback())`.
 
     Args:
-        cache: of the trainer's model, or its store; None: the one of `hf-paged-cache run`. Without either nothing is added.
+        cache: of the trainer's model, or its store; None: the one of `hf-paged-cache run`. Without either nothing is added, and a
+            warning says so.
+
+    Raises:
+        CacheArgumentError: it is something else.
     """
 
     def __init__(self, cache: PagedPrefixCache | PrefixStore | None = None) -> None:
+        if not isinstance(cache, PagedPrefixCache | PrefixStore | None):
+            raise CacheArgumentError(
+                f"cache is a {type(cache).__name__}; give a PagedPrefixCache or a PrefixStore, or nothing under hf-paged-cache run"
+            )
         self._store = cache.store if isinstance(cache, PagedPrefixCache) else cache
         self._before: CacheStats | None = None
+        self._has_warned = False
 
     def on_log(
         self,
@@ -39,8 +49,15 @@ class PrefixCacheCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """The trainer logs."""
+        """Adds to `logs`, and to the last entry of `state.log_history`."""
         store = self._store or _store_of_run(kwargs.get("model"))
+        if store is None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "PrefixCacheCallback: no cache, so nothing is logged of one; start the program by hf-paged-cache run, or give the "
+                "callback the cache",
+                stacklevel=2,
+            )
         if store is None or logs is None:
             return
         now, before = store.stats(), self._before

@@ -31,16 +31,11 @@ from .reference import assert_same, run
 from .tiny_models import tiny
 
 NUM_THREADS = 4
-CALLS = {
-    name: given for name, given in ALL_CALLS.items() if "do_sample" not in given
-}  # threads share torch's generator
+# threads share torch's generator
+CALLS = {name: given for name, given in ALL_CALLS.items() if "do_sample" not in given}
 NUM_NEW = 3
-OUTCOMES = {
-    0: "right",
-    1: "refused by an error of ours",
-    2: "WRONG",
-    3: "FAILED",
-}  # exit status of a child -> what it says
+# exit status of a child -> what it says
+OUTCOMES = {0: "right", 1: "refused by an error of ours", 2: "WRONG", 3: "FAILED"}
 MAY_REFUSE = ("the cache of a thread",)
 
 

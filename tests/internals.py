@@ -200,15 +200,6 @@ def num_reserved_blocks(cache: PagedPrefixCache) -> int:
     return _blocks(cache).num_reserved_blocks(None)
 
 
-def blocks_of_rows(cache: PagedPrefixCache) -> set[int]:
-    """Ids of the blocks that this cache's rows hold, those of the call before among them."""
-    return {
-        block_id
-        for row in [*cache.call.rows.distinct, *cache.call.previous.distinct]
-        for block_id in row.table.block_ids
-    }
-
-
 def lock_of(store: PrefixStore) -> AbstractContextManager[Any]:
     """What whoever changes blocks holds."""
     return store.blocks.lock
@@ -390,18 +381,6 @@ def lend_snapshots_themselves(patch: pytest.MonkeyPatch) -> None:
 def keep_no_copies(patch: pytest.MonkeyPatch) -> None:
     """A snapshot is what the layers hold."""
     patch.setattr(state_snapshots, "copied", dict)
-
-
-def zero_what_rows_share(patch: pytest.MonkeyPatch, cache: PagedPrefixCache) -> None:
-    """Put zeros in place of what is computed ahead of a forward of several rows, before they read it."""
-    schedule = cache.call.schedule
-
-    def zeroed(request: Any, computed_ahead: Any = None) -> Any:
-        if computed_ahead:
-            zero_blocks(cache)
-        return schedule(request, computed_ahead)
-
-    patch.setattr(cache.call, "schedule", zeroed)
 
 
 def never_flush(patch: pytest.MonkeyPatch) -> None:

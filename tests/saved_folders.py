@@ -17,8 +17,9 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tqdm import tqdm
 
@@ -30,6 +31,7 @@ from .tiny_models import tiny
 
 KINDS = ("llama", "gemma3", "lfm2")
 NUM_PROCESSES = 4
+Play: TypeAlias = Callable[[int, int, Path, Callable[[int], object]], Counter[str]]  # times, seed, folder, progress
 _NUM_NEW = 2
 
 
@@ -54,6 +56,13 @@ def in_child(work: Callable[[], None]) -> int:
     except BaseException:  # noqa: BLE001  # its exit status says so
         traceback.print_exc()
         os._exit(1)
+
+
+def in_children(work: Callable[[int], None], processes: int) -> Counter[str]:
+    """Run something in several forked processes at once, each with its number; how many of them found all right."""
+    children = [in_child(partial(work, number)) for number in range(processes)]
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return Counter(right=statuses.count(0), wrong=len(statuses) - statuses.count(0))
 
 
 def require_whole(folder: Path) -> int:
@@ -173,13 +182,12 @@ def share(calls: int, seed: int, folder: Path, processes: int = NUM_PROCESSES) -
             assert_same(run(model, **given, max_new_tokens=1), run(model, cache, **given, max_new_tokens=1))
             cache.check()
 
-    children = [in_child(lambda number=number: work(number)) for number in range(processes)]  # type: ignore[misc]
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    return Counter(right=statuses.count(0), wrong=len(statuses) - statuses.count(0))
+    return in_children(work, processes)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def main(about: str, killed: str, kill: Play, flip: Play, share: Callable[[int, int, Path], Counter[str]]) -> int:
+    """Play as often as the arguments of the process say, and print what was found."""
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--flips", type=int, default=200)
     parser.add_argument("--calls", type=int, default=2000, help="of all processes")
@@ -190,7 +198,7 @@ def main() -> int:
         for folder in folders:
             folder.mkdir()
         with tqdm(total=given.kills, desc="kills") as bar:
-            bar.write(f"killed while saving: {dict(kill(given.kills, given.seed, folders[0], bar.update))}")
+            bar.write(f"killed while {killed}: {dict(kill(given.kills, given.seed, folders[0], bar.update))}")
         with tqdm(total=given.flips, desc="flips") as bar:
             bar.write(f"a bit flipped: {dict(flip(given.flips, given.seed, folders[1], bar.update))}")
         shared = share(given.calls, given.seed, folders[2])
@@ -199,4 +207,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(str(__doc__), "saving", kill, flip, share))

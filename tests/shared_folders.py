@@ -5,7 +5,6 @@ Run it with `python -m tests.shared_folders --kills 200 --flips 200 --calls 2000
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import random
@@ -19,15 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.tiers.disk import DiskTier
 from hf_paged_cache.tiers.saved_file import saved_paths
 
 from .internals import always_worth_it
 from .reference import assert_same, run
-from .saved_folders import KINDS, NUM_PROCESSES, in_child, prompt, require_whole
+from .saved_folders import KINDS, NUM_PROCESSES, in_child, in_children, main, prompt, require_whole
 from .tiny_models import tiny
 
 NUM_BLOCKS = 40  # fewer than three prompts need
@@ -145,30 +142,8 @@ def share(calls: int, seed: int, folder: Path, processes: int = NUM_PROCESSES) -
             cache.store.check()
         assert num_tokens > 0
 
-    children = [in_child(lambda number=number: work(number)) for number in range(processes)]  # type: ignore[misc]
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    return Counter(right=statuses.count(0), wrong=len(statuses) - statuses.count(0))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--flips", type=int, default=200)
-    parser.add_argument("--calls", type=int, default=2000, help="of all processes")
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folders = [Path(name, part) for part in ("killed", "flipped", "shared")]
-        for folder in folders:
-            folder.mkdir()
-        with tqdm(total=given.kills, desc="kills") as bar:
-            bar.write(f"killed while it evicts: {dict(kill(given.kills, given.seed, folders[0], bar.update))}")
-        with tqdm(total=given.flips, desc="flips") as bar:
-            bar.write(f"a bit flipped: {dict(flip(given.flips, given.seed, folders[1], bar.update))}")
-        shared = share(given.calls, given.seed, folders[2])
-        tqdm.write(f"{given.calls} calls of {NUM_PROCESSES} processes: {dict(shared)}")
-    return 1 if shared["wrong"] else 0
+    return in_children(work, processes)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(str(__doc__), "it evicts", kill, flip, share))

@@ -64,9 +64,8 @@ def _warm(bench: Bench, shape: str, repeat: Repeat, at_least: float | None) -> L
     """16 tokens behind a prompt that is known."""
     length = bench.sizes.shared
     knowing, ready = bench.knowing(length), _ready(bench, bench.text(length))
-    copies = deque(
-        [copy.deepcopy(ready)]
-    )  # made a round before its turn: not in the processor's caches more than ours is
+    # made a round before its turn: not in the processor's caches more than ours is
+    copies = deque([copy.deepcopy(ready)])
 
     def known() -> dict[str, Way]:
         ids = bench.behind(bench.text(length), 1)

@@ -14,10 +14,11 @@ import torch
 from transformers import LogitsProcessor
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, OutOfBlocksError, PagedPrefixCache, PrefixStore
-from tests.reference import TOLERANCE, assert_same, batch, is_tie, run
+from tests.conformance.image_zoo import prompt, tiny, tokens
+from tests.reference import TOLERANCE, assert_same, batch, is_same, is_tie, run
 
 from .faults import FAULTS, IN_GENERATE, IN_MODEL, Criteria, FaultError, Interruptible, Processor, Streamer
-from .world import SALTS, Operation, SoakError, World
+from .world import PICTURES, SALTS, Operation, SoakError, World
 
 SHARE_OF_FAULTS = 0.6  # of the calls that may fail on purpose
 LONGEST_CALL = 0.03  # seconds within which most interrupts are sent
@@ -29,6 +30,7 @@ OPERATIONS = {
     "call": 50,
     "call_and_drop": 4,
     "call_on_a_common_cache": 6,
+    "call_about_an_image": 3,
     "go_on": 6,
     "forwards": 6,
     "score": 4,
@@ -123,6 +125,17 @@ class Worker:
 
     def call_on_a_common_cache(self, rng: random.Random) -> None:
         self._generate(rng, Held(rng.choice(self.world.common), is_common=True))
+
+    def call_about_an_image(self, rng: random.Random) -> None:
+        """Of a model of its own, on a store that all workers share."""
+        model, layout = tiny(PICTURES)
+        texts = [tokens(rng.randint(1, 3), rng.randint(1, 20)) for _ in range(2)]
+        given, how = prompt(layout, [texts[0], rng.randint(1, 3), texts[1]]), rng.choice(({}, {}, {"num_beams": 2}))
+        reference = run(model, **given, **how)
+        cache = PagedPrefixCache(self.world.pictures, on_full="bypass", cache_salt=rng.choice(SALTS))
+        output = run(model, cache, **given, **how)
+        if not is_same(reference, output) and not is_tie(model, reference, 0, {**given, **how}):
+            assert_same(reference, output)
 
     def go_on(self, rng: random.Random) -> None:
         """Only new tokens, under a mask of all; perhaps after taking some back, or moving rows."""

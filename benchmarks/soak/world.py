@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
+from tests.conformance.image_zoo import tiny
 from tests.internals import num_blocks_in_use, num_reserved_blocks
 from tests.reference import batch, run
 from tests.tiny_models import build
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 4
 MODELS = ("llama with adapters", "llama", "gpt2", "gemma3", "bloom", "llama with adapters")
+PICTURES = "llava"  # the model that is asked about images
 SALTS = (None, None, "alice", "bob")
 NUM_WEIGHTS = 3  # sets of weights that a model changes between
 
@@ -111,6 +113,7 @@ class World:
         self.plan.watch(self.model)
         self.num_blocks = rng.choice([60, 120, 250])
         self.store = PrefixStore(self.model, block_size=BLOCK_SIZE, num_blocks=self.num_blocks)
+        self.pictures = PrefixStore(tiny(PICTURES)[0], block_size=2 * BLOCK_SIZE, num_blocks=60)
         self.prompts = self._tree(rng)
         self.common = [PagedPrefixCache(self.store), PagedPrefixCache(self.store, attention="gather")]  # of all workers
         self.workers: list[Worker] = []

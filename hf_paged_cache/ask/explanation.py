@@ -4,19 +4,20 @@ Changes nothing.
 """
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..blocks.image_tokens import shown_ids
-from ..blocks.tokens import TokenIds, common_prefix_length
+from ..blocks.image_tokens import num_common, said_image, shown_ids
+from ..blocks.tokens import TokenIds
+from ..call.look_up import continuation, look_up
 from ..call.prefix_match import Found
-from ..call.scheduled_forward import RowInput
 from ..errors import CacheArgumentError
-from ..integration.token_input import one_sequence
 from ..wording import counted
 from .asked import AskedCache
+from .prompts import AskedPrompt, asked_prompt
 
 _DEVICE = "device"  # the tier where the pool is
 _NUM_SHOWN = 16  # tokens before the place, and after it
@@ -100,7 +101,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def lookup(cache: AskedCache, token_ids: "list[int] | Tensor") -> Lookup:
+def lookup(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") -> Lookup:
     """Say how much of a prompt a `generate` on this cache would find now, in the store or in the last call's rows, and why no more.
 
     Effects: none: nothing is computed, held or made more recent. It is what a call of this prompt alone finds, without
@@ -108,7 +109,8 @@ def lookup(cache: AskedCache, token_ids: "list[int] | Tensor") -> Lookup:
     call. While a call runs on this cache, of that call only committed blocks count.
 
     Args:
-        token_ids: of the whole prompt, special tokens included: a list or tensor of [T] or [1, T].
+        token_ids: of the whole prompt, special tokens included: a list or tensor of [T] or [1, T]; or what a processor returns, with
+            images.
 
     Raises:
         CacheArgumentError: not the token ids of one sequence.
@@ -120,26 +122,29 @@ def lookup(cache: AskedCache, token_ids: "list[int] | Tensor") -> Lookup:
         >>> cache.prefill(inputs["input_ids"]).num_tokens, cache.lookup(inputs["input_ids"]).num_tokens
         (80, 80)
     """
-    tokens, blocks = array("q", one_sequence("the prompt", token_ids)), cache.store.blocks
-    root = cache._session.root_of_prefix(len(tokens))
-    why = cache._session.why_bypassed()
+    return _look_up(cache, asked_prompt(cache, "the prompt", token_ids))
+
+
+def _look_up(cache: AskedCache, asked: AskedPrompt) -> Lookup:
+    blocks = cache.store.blocks
     with blocks.lock:
         blocks.settle()
-        found, below = (
-            (Found(0, why), None) if why else cache.call.look_up(RowInput(tokens, 0, 0, root, salt=cache.cache_salt))
-        )
+        found, below = (Found(0, asked.why_whole), None) if asked.why_whole else look_up(cache.call, asked.row)
     num_blocks, tier = found.num_tokens // blocks.block_size, below or (_DEVICE if found.num_tokens else None)
     return Lookup(found.num_tokens, num_blocks, found.stopped, tier)
 
 
-def explain(cache: AskedCache, token_ids: "list[int] | Tensor", tokenizer: Any = None) -> Explanation:
+def explain(
+    cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]", tokenizer: Any = None
+) -> Explanation:
     """Say how much of a prompt a `generate` on this cache would reuse now, up to which token, and why no more; `print` it.
 
     As `lookup`, with what is cached instead: how the closest cached prompt of this `cache_salt` continues there. Effects:
     none.  Cost: hashes the tokens of each cached block, 1 us a block.
 
     Args:
-        token_ids: of the whole prompt, special tokens included: a list or tensor of [T] or [1, T].
+        token_ids: of the whole prompt, special tokens included: a list or tensor of [T] or [1, T]; or what a processor returns, with
+            images.
         tokenizer: shows the place as text; None: as token ids.
 
     Raises:
@@ -157,16 +162,16 @@ def explain(cache: AskedCache, token_ids: "list[int] | Tensor", tokenizer: Any =
           what is cached with       'a f'
         blocks are shared whole, so 13 tokens from token 32 on that the two have in common are computed, too
     """
-    tokens, blocks = array("q", one_sequence("the prompt", token_ids)), cache.store.blocks
+    asked, blocks = asked_prompt(cache, "the prompt", token_ids), cache.store.blocks
+    tokens = asked.token_ids
     if not tokens:
         raise CacheArgumentError("the prompt has no tokens, so there is nothing to explain; give at least one")
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise CacheArgumentError(f"tokenizer is of type {type(tokenizer).__name__}; give the model's, or None")
-    found = lookup(cache, tokens.tolist())
-    row = RowInput(tokens, 0, 0, cache._session.root_of_prefix(len(tokens)), salt=cache.cache_salt)
+    found = _look_up(cache, asked)
     with blocks.lock:
         blocks.settle()
-        goes_on = cache.call.continuation(row, found.num_tokens)
+        goes_on = continuation(cache.call, asked.row, found.num_tokens)
         first = tokens[: blocks.block_size]
         is_elsewhere = not found.num_tokens and blocks.allocator.has_tokens(first, cache.cache_salt)
     return _explanation(tokens, found, goes_on, tokenizer, is_elsewhere=is_elsewhere)
@@ -182,7 +187,7 @@ def _explanation(
         is_elsewhere: nothing is known, and a cached block has the prompt's first tokens.
     """
     known = found.num_tokens
-    parts_at = known + common_prefix_length(goes_on, tokens[known:])
+    parts_at = known + num_common(goes_on, tokens[known:])
     num_agreed = parts_at - known
     advice = ""
     if is_elsewhere:
@@ -190,6 +195,8 @@ def _explanation(
             "its first tokens are cached, but after others, as without a special token at the beginning, or under other conditions: "
             "another adapter, other weights or settings, or padding before them where the model counts columns"
         )
+    elif image := said_image(tokens, parts_at, parts_at + 1):
+        advice = f"{image} is another one, or stands otherwise, than what is cached there"
     elif num_agreed and parts_at < len(tokens):
         advice = f"blocks are shared whole, so {counted(num_agreed, 'token')} from token {known} on that the two have in common {'is' if num_agreed == 1 else 'are'} computed, too"
     return Explanation(

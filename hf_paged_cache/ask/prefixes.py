@@ -1,23 +1,32 @@
-"""Prefixes that a user names by their token ids: `cache.prefill` computes them ahead, `cache.pin` and `cache.unpin` keep them and let go.
+"""Prefixes that a user names by their token ids, or as a processor returns them: `cache.prefill` computes them ahead, `cache.pin` and `cache.unpin` keep them and let go.
 
 Owns what their arguments may be. Changes no rows of the cache that is asked.
 """
 
 from array import array
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
 
 from torch import Tensor
 
 from ..blocks.arguments import int_of_at_least
-from ..errors import UnsupportedModelError
+from ..blocks.image_tokens import end_of_image, filled_up
+from ..blocks.tokens import TokenIds
+from ..errors import CacheArgumentError, OutOfBlocksError, UnsupportedModelError
 from ..integration.prefill import Prefill, Prefilled, Prompt
 from ..integration.token_input import are_several, in_vocabulary, one_sequence
 from .asked import AskedCache
+from .prompts import asked_prompt
 
 
 def prefill(
-    cache: AskedCache, token_ids: "list[int] | Tensor | list[list[int]] | list[Tensor]", *, chunk_size: int = 2048
+    cache: AskedCache,
+    token_ids: "list[int] | Tensor | Mapping[str, Any] | list[list[int]] | list[Tensor] | list[Mapping[str, Any]]",
+    *,
+    chunk_size: int = 2048,
 ) -> Prefilled:
-    """Compute the keys and values of a prefix, or of several, so that they are cached, without a `generate`.
+    """Compute the keys and values of a prefix, or of several, so that they are cached, before a `generate` asks for them.
 
     Whole blocks are cached, those that are known are not computed again, and layers with a window or a state keep what
     is needed to resume at the end. Any later call may evict them: `pin` keeps them. It holds under the conditions that
@@ -25,17 +34,18 @@ def prefill(
     it, unless a `generate` runs. Processes that share a model call it together, with the same lengths and `chunk_size`.
 
     Args:
-        token_ids: of the prefix as prompts begin with it, special tokens included: a list or tensor of [T] or [1, T];
-            or a list of such.
+        token_ids: of the prefix as prompts begin with it, special tokens included: a list or tensor of [T] or [1, T]; or what a
+            processor returns, with images; or a list of such.
         chunk_size: new tokens that run in one forward, so that a long prefix takes bounded memory. Where rotary
-            frequencies depend on length, each runs whole.
+            frequencies depend on length, and with images, each runs whole.
 
     Returns:
         tokens cached now, known before, and computed; see `Prefilled`.
 
     Raises:
         OutOfBlocksError: they do not fit at a time; nothing was computed.
-        UnsupportedModelError: nothing that the model computes now may be reused, such as with an active dropout.
+        UnsupportedModelError: nothing that is computed now may be reused, such as with an active dropout, or where the prompt
+            ends with an image.
         CacheArgumentError: not the token ids of sequences, or outside the vocabulary; or no `chunk_size`.
         CacheBusyError: rotary frequencies depend on length, and a call is running.
 
@@ -49,18 +59,19 @@ def prefill(
         1
     """
     int_of_at_least("chunk_size", chunk_size, 1, "tokens of a forward")
-    model, session = cache.store.model, cache._session
-    vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
+    vocabulary_size = cache.store.model.config.get_text_config(decoder=True).vocab_size
     given = list(token_ids) if are_several(token_ids) else [token_ids]
-    names = [f"prompt {number}" for number in range(len(given))] if are_several(token_ids) else ["the prefix"]
-    wanted = [array("q", in_vocabulary(name, each, vocabulary_size)) for name, each in zip(names, given, strict=True)]
-    for name, tokens in zip(names, wanted, strict=True):
-        cache.store.placeholders.require_text(name, tokens)
-    prompts = [Prompt(session.root_of_prefix(len(tokens)), cache.cache_salt, tokens) for tokens in wanted]
-    if why := session.why_bypassed():
-        raise UnsupportedModelError(
-            f"nothing that this model computes now may be reused, so nothing was prefilled: {why}"
-        )
+    prompts = []
+    for number, each in enumerate(given):
+        name = f"prompt {number}" if are_several(token_ids) else "the prefix"
+        if not isinstance(each, Mapping):
+            cache.store.placeholders.require_text(name, in_vocabulary(name, each, vocabulary_size))
+        asked = asked_prompt(cache, name, each)
+        if asked.why_whole is not None:
+            raise UnsupportedModelError(
+                f"nothing that is computed now of {name} may be reused, so nothing was prefilled: {asked.why_whole}"
+            )
+        prompts.append(Prompt(asked.row.root, cache.cache_salt, asked.token_ids, asked.inputs))
     prefill = Prefill(
         cache.store.blocks,
         cache._side,
@@ -74,7 +85,7 @@ def prefill(
     return done
 
 
-def pin(cache: AskedCache, token_ids: "list[int] | Tensor") -> int:
+def pin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") -> int:
     """Keep what is cached of this prefix until `unpin`: no other call evicts it, and no collected cache takes it along.
 
     Computes nothing: `prefill` it, or run it once, then pin it. Whole blocks are pinned; pinning the same tokens again counts
@@ -84,7 +95,8 @@ def pin(cache: AskedCache, token_ids: "list[int] | Tensor") -> int:
     are not found, as all others, but still held: `unpin` them, or `prefill` and pin again.
 
     Args:
-        token_ids: of the prefix as prompts begin with it, special tokens included: a list or tensor of [T] or [1, T].
+        token_ids: of the prefix as prompts begin with it, special tokens included: a list or tensor of [T] or [1, T]; or what a
+            processor returns, with images.
 
     Returns:
         The number of tokens pinned: a multiple of the block size, at least one block; fewer than were given where the
@@ -104,22 +116,41 @@ def pin(cache: AskedCache, token_ids: "list[int] | Tensor") -> int:
         >>> cache.unpin(inputs["input_ids"]), cache.stats().num_pinned_blocks
         (80, 0)
     """
-    tokens, blocks = array("q", one_sequence("the prefix", token_ids)), cache.store.blocks
-    root = cache._session.root_of_prefix(len(tokens))
+    asked, blocks = asked_prompt(cache, "the prefix", token_ids), cache.store.blocks
+    pins, root = blocks.pins, asked.row.root
+    ended = _up_to_an_image(cache, asked.token_ids)
     with blocks.lock:
         blocks.settle()
-        return blocks.pins.pin(cache.cache_salt, root, tokens, blocks.num_obtainable_blocks(None))
+        num_pinned = pins.pin(cache.cache_salt, root, asked.token_ids, blocks.num_obtainable_blocks(None))
+        if ended:
+            with suppress(CacheArgumentError, OutOfBlocksError):  # other text than pinned may then run the image again
+                pins.pin(cache.cache_salt, root, ended, blocks.num_obtainable_blocks(None))
+    return num_pinned
 
 
-def unpin(cache: AskedCache, token_ids: "list[int] | Tensor | None" = None) -> int:
+def unpin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any] | None" = None) -> int:
     """Let a pinned prefix be evicted again, whatever has changed since; without tokens, all of this `cache_salt`.
 
     Returns:
         The number of tokens that were pinned; 0 when none were.
 
     Raises:
-        CacheArgumentError: not the token ids of one sequence.
+        CacheArgumentError: not one prompt as `pin` takes it.
     """
-    tokens = None if token_ids is None else array("q", one_sequence("the prefix", token_ids))
+    tokens: TokenIds | None = None
+    if isinstance(token_ids, Mapping):
+        tokens = asked_prompt(cache, "the prefix", token_ids).token_ids
+    elif token_ids is not None:  # under whatever conditions
+        tokens = array("q", one_sequence("the prefix", token_ids))
+    pins = cache.store.blocks.pins
     with cache.store.blocks.lock:
-        return cache.store.blocks.pins.unpin(cache.cache_salt, tokens)
+        if tokens is not None and (ended := _up_to_an_image(cache, tokens)):
+            pins.unpin(cache.cache_salt, ended)
+        return pins.unpin(cache.cache_salt, tokens)
+
+
+def _up_to_an_image(cache: AskedCache, tokens: TokenIds) -> TokenIds:
+    """The tokens up to the end of the last image, as `keep_image_ends` keeps them; empty where it ends with a block, or there is none."""
+    end = end_of_image(tokens, 0, len(tokens)) or 0
+    size = cache.store.blocks.block_size
+    return filled_up(tokens, end, size) if end % size else tokens[:0]

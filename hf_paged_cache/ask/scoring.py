@@ -7,7 +7,7 @@ model's weights stay in step.
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +23,7 @@ from ..integration.token_input import in_vocabulary
 from ..model.support import takes
 from ..stats import RowCount
 from .asked import AskedCache
+from .prompts import asked_prompt
 
 _MAX_LOGITS = 2**27  # numbers that the logits of one forward may have, where no batch_size is given
 
@@ -88,7 +89,7 @@ class Plan(NamedTuple):
 
 def score(
     cache: AskedCache,
-    context: Tensor | Iterable[int],
+    context: Tensor | Iterable[int] | Mapping[str, Any],
     continuations: Iterable[Tensor | Iterable[int]],
     *,
     batch_size: int | None = None,
@@ -106,7 +107,8 @@ def score(
     forwards follows from the arguments alone.
 
     Args:
-        context: token ids, [T] or [1, T], at least one.
+        context: token ids, [T] or [1, T], at least one; or what a processor returns, with images: then it runs as `generate` runs it,
+            and continuations after it.
         continuations: each of at least one token id, [N] or [1, N]; they follow the context as they are.
         batch_size: rows of a forward at most; None: as many as keep its logits below 2**27 numbers.
         prefill_chunk_size: each continuation runs in a row of its own, after the context, in forwards of so many tokens from the
@@ -126,8 +128,12 @@ def score(
         ([4, 6], True)
     """
     vocabulary_size, placeholders = _vocabulary_size(cache), cache.store.placeholders
-    prompt = in_vocabulary("the context", context, vocabulary_size)
-    placeholders.require_text("the context", prompt)
+    inputs = context if isinstance(context, Mapping) else None
+    if inputs is None:
+        prompt = in_vocabulary("the context", context, vocabulary_size)
+        placeholders.require_text("the context", prompt)
+    else:
+        prompt = _prompt_of(cache, inputs, prefill_chunk_size)
     if isinstance(continuations, str | bytes) or not isinstance(continuations, Iterable):
         raise CacheArgumentError(
             f"continuations is of type {type(continuations).__name__}; give a list of token id sequences"
@@ -142,7 +148,7 @@ def score(
     if not wanted:
         return []
     if prefill_chunk_size is None:
-        return score_contexts(cache, [(prompt, wanted)], batch_size=batch_size)[0]
+        return score_contexts(cache, [(prompt, wanted)], batch_size=batch_size, inputs=inputs)[0]
     cache.store.conditioning.digest()  # reads what rope the model has now
     side, rope = cache._side, cache.store.conditioning.rope
     num_tokens = [len(prompt) + len(tokens) - (not rope.depends_on_length) for tokens in wanted]
@@ -152,6 +158,26 @@ def score(
             scorer.run_chunks(row, number, prompt, tokens, prefill_chunk_size)
     cache.call.count_elsewhere("score", scorer.counts, scorer.peak_kv_bytes)
     return scorer.scores()
+
+
+def _prompt_of(cache: AskedCache, inputs: Mapping[str, Any], prefill_chunk_size: int | None) -> Tokens:
+    """The tokens of a context with more than token ids.
+
+    Raises:
+        CacheArgumentError: it cannot be scored so; naming why.
+    """
+    if prefill_chunk_size is not None:
+        raise CacheArgumentError(
+            "a context as a processor returns it runs in one forward; leave prefill_chunk_size out"
+        )
+    if cache.store.conditioning.rope.depends_on_length:
+        raise CacheArgumentError(
+            "rotary frequencies of this model depend on length; give the context's token ids alone"
+        )
+    asked = asked_prompt(cache, "the context", inputs)
+    if asked.row.shift is None:
+        raise CacheArgumentError(f"at which positions tokens follow the context is not known: {asked.why_whole}")
+    return tuple(asked.token_ids)
 
 
 def may_score_together(cache: AskedCache) -> bool:
@@ -169,6 +195,7 @@ def score_contexts(
     *,
     batch_size: int | None,
     dtype: torch.dtype | None = torch.float32,
+    inputs: Mapping[str, Any] | None = None,
 ) -> list[list[Score]]:
     """`score` of several contexts, each with continuations of its own, as one call: the contexts run in one batch.
 
@@ -176,6 +203,7 @@ def score_contexts(
         wanted: contexts, and of each its continuations, at least one; token ids of the vocabulary. More than one context only
             where `may_score_together`.
         dtype: in which logits become log-probabilities; None: in their own.
+        inputs: of the one context, where it has more than token ids.
     """
     cache.store.conditioning.digest()  # reads what rope the model has now
     side, rope = cache._side, cache.store.conditioning.rope
@@ -190,7 +218,7 @@ def score_contexts(
                 whole_rows = [RowInput(array("q", prompt + row), 0, 0) for row in rows]
                 scorer.run(whole, whole_rows, readings, [0] * len(rows), num_logits=1 + len(rows[0]))
     else:
-        can_keep = takes(side.model, "logits_to_keep")
+        can_keep = takes(side.model, "logits_to_keep") and inputs is None
         trunks, of_trunks, branches = plan(
             [continuations for _, continuations in wanted],
             batch_size=batch_size,
@@ -202,11 +230,15 @@ def score_contexts(
         with side.sibling() as running:
             rows_of_stems = [RowInput(array("q", stem), pad, 0) for stem, pad in zip(stems, pads, strict=True)]
             contexts = range(len(stems))
-            scorer.run(running, rows_of_stems, of_trunks, contexts, num_logits=1 + max(map(len, trunks)))
+            scorer.run(running, rows_of_stems, of_trunks, contexts, num_logits=1 + max(map(len, trunks)), inputs=inputs)
+            shifts = [row.shift for row in running.call.rows.in_batch()]
             for rows, readings, of_stems in branches:
                 with side.sibling(running.call.fork_rows()) as branch:
                     branch.batch_select_indices(torch.tensor(of_stems))
-                    tails = [RowInput(array("q", row), pads[stem], 0) for row, stem in zip(rows, of_stems, strict=True)]
+                    tails = [
+                        RowInput(array("q", row), pads[stem], 0, shift=shifts[stem])
+                        for row, stem in zip(rows, of_stems, strict=True)
+                    ]
                     scorer.run(branch, tails, readings, of_stems, num_logits=max(map(len, rows)))
     cache.call.count_elsewhere("score", scorer.counts, scorer.peak_kv_bytes)
     scores = iter(scorer.scores())
@@ -341,11 +373,25 @@ class _Scorer:
         return [Score(tuple(log_probs), best) for log_probs, best in zip(self._log_probs, self._is_greedy, strict=True)]
 
     def run(
-        self, cache: Any, rows: list[RowInput], readings: list[Reading], contexts: Sequence[int], *, num_logits: int
+        self,
+        cache: Any,
+        rows: list[RowInput],
+        readings: list[Reading],
+        contexts: Sequence[int],
+        *,
+        num_logits: int,
+        inputs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Run rows after what the cache holds, each of one of the contexts, and read the logits of the last columns."""
+        """Run rows after what the cache holds, each of one of the contexts, and read the logits of the last columns.
+
+        Args:
+            inputs: of the one row, where it has more than token ids.
+        """
         num_columns = cache.call.num_columns
-        logits = self._side.run(cache, rows, num_logits=num_logits)
+        if inputs is None:
+            logits = self._side.run(cache, rows, num_logits=num_logits)
+        else:
+            logits = self._side.generate(cache, inputs)
         self.peak_kv_bytes = max(self.peak_kv_bytes, cache.call.peak_kv_bytes)
         self._read(logits, readings)
         members: list[dict[int, None]] = [{} for _ in rows]

@@ -35,6 +35,7 @@ CALL_LOOKS = (
     "attention was asked for what cannot be read once: dropout, is_causal, or a mask that hides more than padding"
 )
 GRADIENTS = "gradients were on"
+IN_CHUNKS = "prefill_chunk_size was given, and what is read in parts rounds otherwise"
 
 
 class ReadOnce(NamedTuple):
@@ -65,15 +66,15 @@ class SharedReads:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.model_looks = False  # at what it reads, otherwise than by attention
-        self.call_looks = False  # attention was asked for something that cannot be served
         self.read_once = ReadOnce()
         self.weighs_launches = True  # else whatever is shared is read once, whether it pays or not
+        self._each_because = ""  # why each of the running rows is read by itself; "": it need not be
+        self._copies: dict[tuple[int, str], dict[int, Tensor]] = {}  # layer index, name -> segment -> [1, H, tokens, D]
         self.drop()
 
     def drop(self) -> None:
         """Forget plan and copies."""
-        if getattr(self, "_copies", None):
-            self._pool.release(copy for copies in self._copies.values() for copy in copies.values())
+        self._pool.release(copy for copies in self._copies.values() for copy in copies.values())
         self.plan: Plan | None = None
         self._kinds: list[tuple[int, ...]] = []  # of the plan's rows
         self.num_bytes = 0
@@ -82,13 +83,8 @@ class SharedReads:
         self._rows: _Rows | None = None  # the plan's, on devices
         # segment -> its first block, where they follow one another; or its blocks
         self._sources: list[int | ReadSource] = []
-        self._copies: dict[tuple[int, str], dict[int, Tensor]] = {}  # layer index, name -> segment -> [1, H, tokens, D]
+        self._copies = {}
         self._forward: _Forward | None = None
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether the model leaves attention to torch, as far as it is known."""
-        return not self.model_looks
 
     @property
     def backend(self) -> str:
@@ -96,13 +92,17 @@ class SharedReads:
         layers = (self._pool.layer(index) for index in self._pool.layer_indices)
         return next((name_of(each.device.type) for layer in layers for each in layer.values()), "not known yet")
 
-    def start_rows(self, *, may_share: bool = True) -> None:
-        """Other rows run from here on.
+    def start_rows(self, *, in_chunks: bool = False) -> None:
+        """Other rows run from here on; `in_chunks` as in `View.start_rows`."""
+        self._each_because, self._is_planned = IN_CHUNKS if in_chunks else "", False
 
-        Args:
-            may_share: else each is read by itself.
-        """
-        self.call_looks, self._is_planned = not may_share, False
+    def look(self, *, is_call: bool) -> None:
+        """What rows share was asked for dense: by the call's attention, or else by the model, for good."""
+        if is_call:
+            self._each_because = CALL_LOOKS
+        else:
+            self.model_looks = True
+        self.read_once = self.read_once._replace(dense=CALL_LOOKS if is_call else MODEL_LOOKS)
 
     def reorder(self, sources: Sequence[int]) -> bool:
         """Row `i` continues as row `sources[i]`. Returns whether what is held is of these rows as well, tails apart."""
@@ -123,10 +123,10 @@ class SharedReads:
 
     def must_plan(self, num_rows: int, start: int, stop: int) -> bool:
         """Whether the rows of a forward of the columns `[start, stop)` must be looked at; steps only resume."""
-        if not self._may_share(num_rows):
+        why_each = self._why_each()
+        if num_rows == 1 or why_each:
             if num_rows > 1:
-                why = MODEL_LOOKS if self.model_looks else CALL_LOOKS if self.call_looks else GRADIENTS
-                self.read_once = self.read_once._replace(dense=why)
+                self.read_once = self.read_once._replace(dense=why_each)
             return self.plan is not None
         plan = self.plan
         is_other = plan is not None and (num_rows != len(plan.pads) or start < max(plan.ends))
@@ -138,7 +138,7 @@ class SharedReads:
         pool = self._pool
         layers = [layer for layer in (pool.layer(index) for index in pool.layer_indices) if layer]
         num_bytes = [sum(held[:1].nbytes for held in layer.values()) for layer in layers]
-        if not self._may_share(len(rows)) or not num_bytes or not sum(num_bytes):
+        if len(rows) == 1 or self._why_each() or not num_bytes or not sum(num_bytes):
             return None
         device = next(iter(layers[0].values())).device.type
         bytes_per_token = sum(num_bytes) / len(num_bytes) / pool.block_size
@@ -209,8 +209,11 @@ class SharedReads:
         num_rows, dense = max(len(segment.rows) for segment in shared), self.read_once.dense
         self.read_once = max(self.read_once, ReadOnce(num_tokens, num_rows, dense))
 
-    def _may_share(self, num_rows: int) -> bool:
-        return num_rows > 1 and not self.model_looks and not self.call_looks and not torch.is_grad_enabled()
+    def _why_each(self) -> str:
+        """Why each row is read by itself, though there are several; "": what they share may be read once."""
+        if self.model_looks:
+            return MODEL_LOOKS
+        return self._each_because or (GRADIENTS if torch.is_grad_enabled() else "")
 
     def _source(self, segment: Segment, transfer: Transfer) -> int | ReadSource:
         first, num = segment.block_ids[0], len(segment.block_ids)
@@ -345,11 +348,7 @@ class _LayerReads:
 
     def dense(self, name: str) -> Tensor:
         """`LazyReads.dense`: somebody looks."""
-        shared = self._shared
-        if self._is_refused:
-            shared.call_looks, shared.read_once = True, shared.read_once._replace(dense=CALL_LOOKS)
-        else:
-            shared.model_looks, shared.read_once = True, shared.read_once._replace(dense=MODEL_LOOKS)
+        self._shared.look(is_call=self._is_refused)
         if name not in self._dense:
             self._dense[name] = self.gather(name)
         return self._dense[name]

@@ -188,19 +188,20 @@ class View:
         *,
         max_rows: int,
         max_columns: float,
-        reads_each: bool = False,
+        in_chunks: bool = False,
     ) -> None:
         """Other rows run from here on.
 
         Args:
             num_columns: where their first forward stops.
             max_rows, max_columns: the most there will be, as far as the call says; else infinite.
-            reads_each: whatever they share, each is read by itself: parts that are merged round otherwise.
+            in_chunks: their prompt is computed in chunks, for the same bits. So whatever they share, each is read by itself:
+                parts that are merged round otherwise.
         """
         self._max_rows, self._max_columns = max(max_rows, len(rows)), max_columns
         self.keeps_columns = self._may_keep = self.most_copies > 0
         self._change_places = False
-        self._shared.start_rows(may_share=not reads_each)
+        self._shared.start_rows(in_chunks=in_chunks)
         most = num_columns if math.isinf(max_columns) else max(num_columns, max_columns)
         for layer_idx, layer in self._buffers.items():
             needed = min(most, self._group_of.get(layer_idx, self._all).capacity) + MIN_SPARE_COLUMNS
@@ -403,7 +404,7 @@ class View:
         most = min(group.capacity, most - group.next_base)  # they may resume after the call
         columns = max(room, int(min(room + max(MIN_SPARE_COLUMNS, room // 4), most)))
         num_rows = self._num_rows
-        if not self._shared.is_wanted:  # else rows that are multiplied are made anew
+        if self._shared.model_looks:  # else rows that are multiplied are made anew
             num_rows = max(self._max_rows, num_rows)
         shape = (num_rows, new.shape[1], columns, new.shape[3])
         return _Buffer(zeros(shape, new.dtype, new.device, huge_pages=True), group.base)
@@ -445,10 +446,10 @@ class View:
             self._valid = []
         elif not is_growing and num_rows != len(self._valid):
             self.drop()
-        elif is_growing and self._shared.is_wanted:
-            self.drop()  # more rows share more: what they read is made anew
-        elif is_growing:
+        elif is_growing and self._shared.model_looks:
             self._grow(sources, stop)
+        elif is_growing:
+            self.drop()  # more rows share more: what they read is made anew
         elif not self._shared.reorder(sources):
             self.drop()
         elif list(sources) != list(range(num_rows)) and shared_columns < stop:

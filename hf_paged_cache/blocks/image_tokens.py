@@ -12,8 +12,9 @@ before an image in its first block are named with it where it has fewer there.
 from array import array
 from collections.abc import Callable, Sequence
 from hashlib import shake_256
+from itertools import takewhile
 
-from .tokens import TokenIds
+from .tokens import TokenIds, common_prefix_length
 
 NO_TOKEN = -1  # of an embedding that was passed without ids
 _FILLER = -2  # after an image, in place of other text; no image token is as small a number
@@ -65,9 +66,35 @@ def whole_images(tokens: Sequence[int], num_tokens: int) -> int:
     return num_tokens
 
 
-def next_image(tokens: Sequence[int], start: int, stop: int) -> int | None:
-    """Where the first image begins of those that begin in `tokens[start:stop]`."""
-    return next((at for at in range(start, min(stop, len(tokens))) if _kind(tokens[at]) == _BEGINS), None)
+def said_image(tokens: Sequence[int], start: int, stop: int) -> str:
+    """Which image the first one is that begins in `tokens[start:stop]`; "" where none does.
+
+    Examples:
+        >>> tokens = array("q", range(40))
+        >>> name_image(tokens, 4, 14, bytes(32), block_size=16), name_image(tokens, 20, 30, bytes(32), block_size=16)
+        (True, True)
+        >>> said_image(tokens, 0, 16), said_image(tokens, 16, 32), said_image(tokens, 5, 16)
+        ('image 1 of 2, at token 4,', 'image 2 of 2, at token 20,', '')
+    """
+    begins = [at for at, token in enumerate(tokens) if _kind(token) == _BEGINS]
+    found = next((number for number, at in enumerate(begins) if start <= at < stop), None)
+    if found is None:
+        return ""
+    if len(begins) == 1:
+        return f"the image at token {begins[0]}"
+    return f"image {found + 1} of {len(begins)}, at token {begins[found]},"
+
+
+def num_common(tokens: TokenIds, others: TokenIds) -> int:
+    """How many tokens two sequences have in common, those included that name the image after them, where that alone differs."""
+    common = common_prefix_length(tokens, others)
+    both = zip(tokens[common:], others[common:], strict=False)
+    return common + sum(1 for _ in takewhile(_differ_in_an_image_to_come, both))
+
+
+def _differ_in_an_image_to_come(pair: tuple[int, int]) -> bool:
+    one, other = pair
+    return _BEFORE in (_kind(one), _kind(other)) and shown_id(one) == shown_id(other)
 
 
 def end_of_image(tokens: Sequence[int], start: int, stop: int) -> int | None:

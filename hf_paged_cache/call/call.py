@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ..attention.view import View
 from ..blocks.image_tokens import end_of_image, filled_up
-from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
 from ..kv.states import LiveStates, States
 from ..kv.stopwatch import Stopwatch
@@ -38,12 +37,12 @@ from .counters import PromptCounters
 from .held_steps import HeldSteps, PassedStep
 from .image_ends import keep_image_ends
 from .layer_writes import LayerWrites
-from .prefix_match import Found, PreviousRows, continuation, found_below, look_up_row
+from .prefix_match import Found
 from .prepare import begin_chunks_that_fit, begin_rows_that_fit, continue_rows, cut_to_column
-from .rows import Row, Rows, gather_rows
+from .rows import Rows, gather_rows
 from .running import Bracket, Brackets, is_on_a_stack
 from .schedule import hold_windows, map_slots, reserve_forward, take_blocks, take_step
-from .scheduled_forward import Chunks, ForwardRequest, RowInput, ScheduledForward
+from .scheduled_forward import Chunks, ForwardRequest, ScheduledForward
 
 
 class CallState(Enum):
@@ -129,14 +128,12 @@ class Call:
         self.counters = PromptCounters(store.call_totals)
         self.peak_kv_bytes = 0
         self.keeps_past = False  # drafts will be verified, and taken back by `crop`
-        self.index_positions: dict[
-            int, Tensor | None
-        ] = {}  # layer -> its columns' in the last forward, [3, R, columns]
+        # layer -> its columns' in the last forward, [3, R, columns]
+        self.index_positions: dict[int, Tensor | None] = {}
         self.demand: Demand | None = None  # of rows that begin, as long as nothing has changed
         self._brought: Mapping[int, str] = {}  # block -> the tier that it has come from for the next forward
         self._stopwatch: Stopwatch | None = None  # of a long forward of a prompt
         self._is_larger = False  # the scheduled forward has taken blocks
-        self._found: list[Found] = []  # of rows that begin with whole chunks
         self._must_commit = False  # the last forward had several columns, and may have filled blocks
         store.add_holder(self)
 
@@ -185,29 +182,6 @@ class Call:
             if self.states is not None:
                 self.states.live.record_past(records=True)
 
-    def look_up(self, new: RowInput) -> tuple[Found, str | None]:
-        """What a call of one row would find that began now, and had room; and the furthest lower tier that some of it would come
-        up from, if any.  Effects: none. The store's lock is held.
-
-        While a call runs, its own rows are nobody's previous ones: of what it computes only committed blocks are found.
-        """
-        rows = self.rows if self.rows.alias else self.previous
-        are_running_ones = rows is self.rows and self.states is not None and self.states.stands(rows)
-
-        def num_at_end(row: Row) -> int | None:
-            if are_running_ones:
-                return row.num_confirmed
-            return None if row.origin is None else row.origin.num_tokens
-
-        previous = PreviousRows(() if self.is_in_use else rows.distinct)
-        num_tokens = len(new.token_ids)
-        most = max(0, num_tokens - self.num_needed_of(num_tokens))
-        found = look_up_row(self.store, new, previous, most, num_at_end)
-        below = self.store.tiers.look_up(Wanted(new.root, new.salt, new.token_ids, most))
-        if below is None or below[0] <= found.num_tokens:
-            return found, None
-        return found_below(self.store, new, below[0]), below[1]
-
     def num_needed(self, request: ForwardRequest) -> int:
         """So many of a prompt's last columns run in the forward over all rows."""
         return request.num_logits_needed if self.states is None else self.states.num_needed(request)
@@ -215,13 +189,6 @@ class Call:
     def num_needed_of(self, num_columns: int) -> int:
         """The same of a prompt of so many columns of which the last logits alone are asked for."""
         return 1 if self.states is None else self.states.num_needed_of(num_columns)
-
-    def continuation(self, new: RowInput, num_tokens: int) -> TokenIds:
-        """How the closest of what a call would find continues after a row's first `num_tokens` tokens.  Effects: none. The store's
-        lock is held.
-        """
-        rows = self.rows if self.rows.alias else self.previous
-        return continuation(self.store, new, PreviousRows(() if self.is_in_use else rows.distinct), num_tokens)
 
     def load_known(self, request: ForwardRequest) -> None:
         """Have what lower tiers know of a prompt cached, before `prepare` looks for it. No lock is held while files are read."""
@@ -308,7 +275,7 @@ class Call:
         held = [Counter(brought[i] for i in row.table.block_ids if i in brought) for row in rows.distinct]
         self.counters.bring([{name: size * held[index][name] for name in held[index]} for index in rows.alias])
 
-    def find_known(self, request: ForwardRequest, chunks: Chunks) -> int:
+    def find_known(self, request: ForwardRequest, chunks: Chunks) -> tuple[int, list[Found]]:
         """Before the first forward of a `generate` that computes its prompt in chunks: hold what is known of all rows in whole
         chunks. `begin_known` comes next.
 
@@ -316,21 +283,21 @@ class Call:
             request: of the whole prompt, as `begin_chunks_that_fit` takes it.
 
         Returns:
-            the columns that rows may begin with.
+            the columns that rows may begin with; and what was found of each row of the batch.
         """
         with self.store.lock:
             self.store.settle()
             self._began_known = True
-            column, self._found = begin_chunks_that_fit(self, request, chunks)
-            return column
+            return begin_chunks_that_fit(self, request, chunks)
 
-    def begin_known(self, request: ForwardRequest, column: int) -> None:
+    def begin_known(self, request: ForwardRequest, column: int, found: list[Found]) -> None:
         """Let the rows stand after their first `column` columns, as if these had just run; with none, they begin with a forward.
 
         So `generate` passes what follows, in the chunks that it would pass without a cache.
 
         Args:
             request: of these columns.
+            found: see `find_known`.
         """
         rows = self.rows
         with self.store.lock:
@@ -338,32 +305,17 @@ class Call:
                 rows.free()
                 return
             cut_to_column(rows, column)
-            self.counters.prepare(rows.distinct, self._found, carry_states=False)
+            self.counters.prepare(rows.distinct, found, carry_states=False)
             if self.store.tiers:
                 self._count_brought()
-            self.counters.schedule(
-                request,
-                list(zip(rows.members(), rows.distinct, strict=True)),
-                rows.alias,
-                before=0,
-                start=column,
-                end=self.limits.num_prompt_columns,
-                computed_ahead={},
-            )
+            self.counters.schedule(request, rows, start=column, end=self.limits.num_prompt_columns, computed_ahead={})
             self.counters.confirm()
             rows.confirm(column)
             self._num_columns_before = column
             self._thread = threading.get_ident()
-            self._writes.gradients.drop()
             if self.states is not None:
                 self.states.put(rows)
-            self.view.start_rows(
-                rows.layouts(),
-                column,
-                max_rows=max(len(rows), self.limits.num_rows),
-                max_columns=self.limits.max_columns,
-                reads_each=True,
-            )
+            self._start_rows(column, in_chunks=True)
 
     def admit(self, request: ForwardRequest) -> None:
         """Reserve, ahead of `schedule`, what the prepared forward or its call may take, so that it is not refused there.
@@ -465,9 +417,8 @@ class Call:
                         states.keep_last(rows)
                     self._is_larger = True
                     renew_reservation(self, before + 1)
-                    self.store.make_copies(
-                        transfer, may_wait=False
-                    )  # last: with their ids goes all that the step needs
+                    # last: with their ids goes all that the step needs
+                    self.store.make_copies(transfer, may_wait=False)
                 self.forward = ScheduledForward(
                     before, before + 1, tuple(range(num_rows)), None, slot_mapping, is_step=True
                 )
@@ -558,7 +509,7 @@ class Call:
         column: int | None,
     ) -> ScheduledForward:
         store, rows, limits, before = self.store, self.rows, self.limits, self.rows.num_columns
-        stop, members = before + request.num_new_columns, rows.members()
+        stop = before + request.num_new_columns
         if self.num_scheduled == 0 and limits.are_known:
             admit_call(self, stop)
         if self.states is not None and column is None:
@@ -582,9 +533,7 @@ class Call:
                 )
         self.counters.schedule(
             request,
-            list(zip(members, rows.distinct, strict=True)),
-            rows.alias,
-            before=before,
+            rows,
             start=start,
             end=limits.num_prompt_columns,
             computed_ahead=computed_ahead,
@@ -596,14 +545,7 @@ class Call:
         if not limits.are_known:
             store.give_back_reservation(self)
         if self._is_first:
-            self._writes.gradients.drop()
-            self.view.start_rows(
-                rows.layouts(),
-                stop,
-                max_rows=max(len(rows), limits.num_rows),
-                max_columns=limits.max_columns,
-                reads_each=request.chunks is not None,
-            )
+            self._start_rows(stop, in_chunks=request.chunks is not None)
         transfer = Transfer()
         self.view.start_forward(rows.layouts, len(rows.distinct), start, stop, transfer)
         slot_mapping = map_slots(store, rows, known, start, stop, transfer)
@@ -611,7 +553,7 @@ class Call:
         copies = tuple(rows.alias) if rows.is_aliased else None
         if self.states is not None:
             self.states.start_forward(rows, start, stop)
-        self.forward = ScheduledForward(start, stop, tuple(members), copies, slot_mapping)
+        self.forward = ScheduledForward(start, stop, tuple(rows.members()), copies, slot_mapping)
         self._may_step = limits.are_known and request.bypass is None and self._runs_as_asked(request)
         self._must_commit = self._is_larger = True
         self.num_scheduled += 1
@@ -619,6 +561,18 @@ class Call:
         if store.tiers.is_telling(stop - start) and (store.writing_layers or not store.pool.accelerators):
             self._stopwatch = Stopwatch(store.pool.accelerators)
         return self.forward
+
+    def _start_rows(self, num_columns: int, *, in_chunks: bool) -> None:
+        """Other rows run from here on, whose first forward stops after so many columns."""
+        rows, limits = self.rows, self.limits
+        self._writes.gradients.drop()
+        self.view.start_rows(
+            rows.layouts(),
+            num_columns,
+            max_rows=max(len(rows), limits.num_rows),
+            max_columns=limits.max_columns,
+            in_chunks=in_chunks,
+        )
 
     def _runs_as_asked(self, request: ForwardRequest) -> bool:
         """Whether each row runs under the conditions of the request, so that it may resume token by token without a look."""

@@ -84,9 +84,8 @@ class CallStates:
             origin is not None and origin.num_tokens == max(0, before - row.pad)
             for row, origin in zip(rows.distinct, origins, strict=True)
         )
-        if (
-            before and go_on and len({planned.start for planned in self.as_planned(rows)}) > 1
-        ):  # together, as they stand
+        # together, as they stand
+        if before and go_on and len({planned.start for planned in self.as_planned(rows)}) > 1:
             for row, origin in zip(rows.distinct, origins, strict=True):
                 row.origin = origin
         return found

@@ -6,7 +6,7 @@ from ..stats import CallStats, RowCount
 from ..store.call_totals import CallTotals
 from .call_states import row_origin
 from .prefix_match import Found
-from .rows import Row
+from .rows import Row, Rows
 from .scheduled_forward import ForwardRequest
 
 
@@ -59,10 +59,8 @@ class PromptCounters:
     def schedule(
         self,
         request: ForwardRequest,
-        rows: Sequence[tuple[int, Row]],
-        alias: Sequence[int],
+        rows: Rows,
         *,
-        before: int,
         start: int,
         end: float,
         computed_ahead: Mapping[int, int],
@@ -71,20 +69,19 @@ class PromptCounters:
         """Count a forward that computes the columns from `start` on, in the prompt's share of it: the columns up to `end`.
 
         Args:
-            rows: row of the batch -> running row, which holds what is known, for each that runs.
-            alias: row of the batch -> index into `rows`, of that which runs for it.
-            before: columns that the rows had.
+            rows: that hold what is known of them, and stand where the forward begins.
             computed_ahead: row of the batch -> tokens computed for it, alone, just before.
             held_back_by: "row" or "rank", of which another one's hit is shorter; or "state", of which `found` says it.
         """
         self._pending, self._is_bypassed = [], False
+        before, members = rows.num_columns, rows.members()
         if before >= end:
             return
         stop = int(min(end, before + request.num_new_columns))
         for new in request.rows:
             num_tokens = max(0, stop - max(before, new.pad) - new.num_hidden)
             self._pending.append(RowCount(prompt_tokens=num_tokens, stopped=""))
-        for member, row in rows:
+        for member, row in zip(members, rows.distinct, strict=True):
             count = self._pending[member]
             num_skipped = max(0, start - row.pad)
             count.computed_tokens = min(count.prompt_tokens, max(0, stop - max(start, row.pad)))
@@ -95,8 +92,9 @@ class PromptCounters:
             count = self._pending[member]  # what is computed twice, to fill a block, counts once
             count.computed_tokens = min(count.prompt_tokens, count.computed_tokens + num_ahead)
             count.stopped = f"; {num_ahead} of its tokens were computed first, alone{count.stopped}"
-        for count, index in zip(self._pending, alias, strict=True):  # an equal row computes nothing, and reuses as much
-            running = self._pending[rows[index][0]]
+        # an equal row computes nothing, and reuses as much
+        for count, index in zip(self._pending, rows.alias, strict=True):
+            running = self._pending[members[index]]
             count.reused_tokens = min(self._num_found[index], running.prompt_tokens - running.computed_tokens)
 
     def bypass(self, num_tokens: Sequence[int], why: str, *, begins: bool) -> None:

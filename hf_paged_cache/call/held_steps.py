@@ -1,8 +1,8 @@
 """Decode steps that the host has not caught up with.
 
 Two things of a step may wait until its block is complete. On an accelerator nobody waits for what it was passed: token
-ids, what the mask shows and positions stay there, and are read for all such steps in one transfer. And where attention
-reads a contiguous view, a step writes keys and values there alone; the pool gets the columns of many steps at once.
+ids, what the mask shows and positions stay there, and are read for all such steps in one transfer. And where the view
+keeps columns, a step writes keys and values there alone; the pool gets the columns of many steps at once.
 
 columns of the rows: [0, held) in the pool, their token ids known | [held, num_columns) of held steps
 

@@ -104,9 +104,8 @@ class LayerWrites:
         """
         store = self._store
         missing = store.writing_layers - self.written
-        wrote = self.written or (
-            store.states and not store.windows.layers
-        )  # who carries states alone writes nothing here
+        # who carries states alone writes nothing here
+        wrote = self.written or (store.states and not store.windows.layers)
         if missing or not wrote:
             layers = f"layers {sorted({layer for layer, _ in missing})}" if missing else "any layer"
             raise ForwardMismatchError(

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ..blocks import BlockTable, Group, HashChain, resumable
-from ..blocks.image_tokens import WholeImages, filled_up, hold_images, next_image, whole_images
+from ..blocks.image_tokens import WholeImages, filled_up, hold_images, said_image, whole_images
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..store.block_store import BlockStore
 from ..wording import counted
@@ -77,12 +77,14 @@ def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple
     """
     table = store.new_table(new.root, new.salt)
     num_hit = table.hold_prefix(new.token_ids)
+    num_matched = table.num_matched_tokens
     if hold_images(new.token_ids):
         table, num_hit = _with_image_end(store, new, table, num_hit)
+        num_matched = max(num_matched, num_hit)
     if (num_whole := table.num_resumable_tokens(num_hit, new.token_ids)) < num_hit:
         table.truncate(num_whole)
         num_hit = num_whole
-    choice = _choose(store, new, previous, num_hit, table.num_matched_tokens, _num_at_origin)
+    choice = _choose(store, new, previous, num_hit, num_matched, _num_at_origin)
     if choice.closest is not None:
         table.free()
         table = choice.closest.table.fork()
@@ -243,8 +245,8 @@ def _why_stopped(num_known: int, token_ids: TokenIds, block_size: int, previous:
             return f"the last call's row ends at token {num_known}, and the prompt continues"
         return f"the prompt differs from the last call's tokens at token {num_known}"
     end = (num_known // block_size + 1) * block_size
-    if (image := next_image(token_ids, num_known, end)) is not None:
-        return f"no cached block has the image at token {image} after these tokens"
+    if hold_images(token_ids) and (image := said_image(token_ids, num_known, end)):
+        return f"no cached block has {image} after these tokens"
     if end > len(token_ids):
         num_left = len(token_ids) - num_known
         do = "does" if num_left == 1 else "do"

@@ -71,6 +71,18 @@ class ForwardRequest:
         return before + self.num_new_columns - num_needed
 
 
+class RequestRead(BaseException):
+    """Ends a `generate` that was begun to see what its first forward would ask of the cache.
+
+    Attributes:
+        request: that.
+    """
+
+    def __init__(self, request: ForwardRequest) -> None:
+        super().__init__()
+        self.request = request
+
+
 class ScheduledForward(NamedTuple):
     """What will be computed, and where it is written.
 

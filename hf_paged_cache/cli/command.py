@@ -20,6 +20,14 @@ from ..errors import PagedCacheError, UnsupportedModelError
 Attention = Annotated[
     Literal["paged", "gather"], typer.Option(help="How keys and values are read; gather needs less memory.")
 ]
+MaxBytes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="The most memory of a model's keys and values, such as 4GB or 4GiB; half of what is free, if not given.",
+        show_default=False,
+    ),
+]
 DiskFolder = Annotated[Path | None, typer.Option(help="Where evicted blocks go, to be read back.", show_default=False)]
 Mode = Annotated[
     str | None,

@@ -22,7 +22,7 @@ from ..jobs.rows import digest_of, opened, require_prompts
 from ..jobs.summary import BatchSummary
 from ..store_options import StoreOptions, store_options
 from . import loading
-from .command import Attention, DiskFolder, Mode, terminated_as_interrupted
+from .command import Attention, DiskFolder, MaxBytes, Mode, terminated_as_interrupted
 from .hub import known_folder
 from .loading import Device, Dtype, Revision
 
@@ -58,15 +58,10 @@ def generate(
     block_size: Annotated[
         int, typer.Option(min=1, help="Tokens of a block; prefixes are shared in whole blocks.")
     ] = 16,
-    num_blocks: Annotated[int | None, typer.Option(min=2, help="The most blocks.", show_default=False)] = None,
-    max_bytes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Instead, the most memory of keys and values, such as 4GB or 4GiB; half of what is free, if neither is given.",
-            show_default=False,
-        ),
+    num_blocks: Annotated[
+        int | None, typer.Option(min=2, help="The most blocks, in place of --max-bytes.", show_default=False)
     ] = None,
+    max_bytes: MaxBytes = None,
     attention: Attention = "paged",
     host_bytes: Annotated[
         str | None,

@@ -13,7 +13,7 @@ import typer
 from ..errors import CacheArgumentError
 from ..run.options import RunOptions
 from ..store_options import store_options
-from .command import Attention, Command, DiskFolder
+from .command import Attention, Command, DiskFolder, MaxBytes
 
 TAKES_A_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -27,14 +27,7 @@ def run(
             help="A Python script, an installed command (lm_eval, accelerate, trl, transformers), or -m MODULE.",
         ),
     ] = None,
-    max_bytes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="The most memory of keys and values of a model, such as 4GB or 4GiB; half of what is free, if not given.",
-            show_default=False,
-        ),
-    ] = None,
+    max_bytes: MaxBytes = None,
     attention: Attention = "paged",
     disk_folder: DiskFolder = None,
     salt: Annotated[
@@ -53,11 +46,8 @@ def run(
 
     Exits as the program does; with 2 where it cannot be run.
     """
-    given: dict[str, Any] = {}
-    if max_bytes is not None:
-        given["max_bytes"] = max_bytes
-    if disk_folder is not None:
-        given["disk_folder"] = str(disk_folder.absolute())
+    sizes = {"max_bytes": max_bytes, "disk_folder": disk_folder and str(disk_folder.absolute())}
+    given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
     store_options(**given)
     if salt == "":
         raise CacheArgumentError("--salt is empty; leave it out")
@@ -92,9 +82,8 @@ def _command_line(given: list[str]) -> list[str]:
     return [found, *others]
 
 
-app = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False
-)  # alone: programs do not wait for other commands
+# alone: programs do not wait for other commands
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command(cls=Command, context_settings=TAKES_A_PROGRAM)(run)
 
 

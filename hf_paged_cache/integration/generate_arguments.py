@@ -9,7 +9,7 @@ from torch import Tensor
 from ..call.admission import UNLIMITED, CallLimits
 from ..model.output_flags import OUTPUT_FLAGS
 from .forward_arguments import KnownInputs
-from .image_inputs import PromptImages
+from .prompt_images import PromptImages
 
 _UNSET_IMPLEMENTATION = "hybrid"  # in older generation configs; transformers reads it as none
 _OPTIONS = (

@@ -24,9 +24,8 @@ from .generate_arguments import read_generate
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # what forwards call it
 _attaching = new_lock()  # held while bracket and hooks come or go: two caches of a model may be built at once
-_spans: WeakKeyDictionary[nn.Module, int] = (
-    WeakKeyDictionary()
-)  # model that had no bracket -> spans of `left_as_it_was`
+# model that had no bracket -> spans of `left_as_it_was`
+_spans: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 class GenerateBracket:

@@ -4,8 +4,8 @@ Owns where their forwards end, so that memory stays bounded and layers with stat
 before anything is computed, prompts that do not fit together.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..blocks import HashChain, resumable
 from ..blocks.tokens import TokenIds
@@ -38,11 +38,12 @@ class Prefilled(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """One to be computed."""
+    """One to be computed; with `inputs`, as a `generate` of these does, in one forward."""
 
     root: bytes
     salt: bytes
     token_ids: TokenIds
+    inputs: Mapping[str, Any] | None = None
 
 
 class Prefill:
@@ -98,10 +99,13 @@ class Prefill:
             return Prefilled(end, end, 0)
         with self._side.sibling() as cache:
             stops = [num_tokens]
-            if not self._by_length:
+            if prompt.inputs is None and not self._by_length:
                 num_needed = cache.call.num_needed_of(num_tokens)
                 stops = stops_of(known, self._marks(num_tokens, end, num_needed), self._chunk_size, num_needed)
-            self._side.run(cache, [RowInput(prompt.token_ids, 0, 0)], stops)
+            if prompt.inputs is None:
+                self._side.run(cache, [RowInput(prompt.token_ids, 0, 0)], stops)
+            else:
+                self._side.generate(cache, prompt.inputs)
             (row,) = cache.call.rows.distinct
             num_kept = row.table.num_committed_blocks * self._blocks.block_size
             num_computed = sum(count.computed_tokens for count in cache.call.counters.rows)
@@ -141,17 +145,17 @@ class Prefill:
     def _require_room(self, prompts: Sequence[Prompt]) -> None:
         """Raises OutOfBlocksError unless the blocks of all prompts can be cached at a time."""
         allocator, wanted = self._blocks.allocator, set()
-        for root, salt, token_ids in prompts:
-            chain = HashChain(root, allocator.block_size)
-            chain.extend(token_ids)
-            wanted |= {(block_hash, salt) for block_hash in chain.hashes()}
+        for prompt in prompts:
+            chain = HashChain(prompt.root, allocator.block_size)
+            chain.extend(prompt.token_ids)
+            wanted |= {(block_hash, prompt.salt) for block_hash in chain.hashes()}
         found = [allocator.match_prefix((block_hash,), salt) for block_hash, salt in wanted]
         num_taken = sum(not block_ids or not allocator.ref_count(block_ids[0]) for block_ids in found)
         num_obtainable = self._blocks.num_obtainable_blocks(None)
         if num_taken <= num_obtainable:
             return
         needs = f"these prompts have {len(wanted)} blocks of {allocator.block_size} tokens, {num_taken} of which nobody holds"
-        if any(salt for _, salt, _ in prompts):  # how many others hold or have reserved is not told
+        if any(prompt.salt for prompt in prompts):  # how many others hold or have reserved is not told
             raise OutOfBlocksError(
                 f"{needs}, which cannot be had now; give fewer tokens, or ask the store's owner for more blocks"
             )

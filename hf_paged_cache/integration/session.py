@@ -16,7 +16,7 @@ import torch
 from ..blocks.roots import RootFacts
 from ..call.call import Call
 from ..call.running import Bracket
-from ..call.scheduled_forward import ForwardRequest, ScheduledForward
+from ..call.scheduled_forward import ForwardRequest, RequestRead, ScheduledForward
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, OutOfBlocksError, PagedCacheError
 from ..kv.transfers import to_device
 from ..model.conditioning import Conditioning
@@ -26,8 +26,9 @@ from .chunked_prompt import IN_CHUNKS, ChunkedPrompt, chunked_prompt
 from .forward_arguments import ArgumentReader, KnownInputs, for_scheduled
 from .forwards_ahead import Ahead, ForwardsAhead
 from .generate_arguments import GenerateArguments
-from .image_inputs import ENCODED, ImageInputs, PromptImages, Seen
+from .image_inputs import ImageInputs, Seen
 from .own_layers import OwnLayers, why_full
+from .prompt_images import ENCODED, PromptImages
 from .ranks import Ranks, of_all_ranks, tokens_as_bytes
 from .resumption import Look, Resumption
 from .running_generate import another_model, how_to_run, plant_bracket, running_elsewhere, running_generate
@@ -77,6 +78,7 @@ class Session:
         bypasses: bool = False,
     ) -> None:
         self.records_drafts = False  # drafts will be verified in this call
+        self.reads_only = False  # the next forward is read, and does not run: see `RequestRead`
         self.own_layers = OwnLayers(conditioning.model, call)
         self.resumption = Resumption(call, conditioning, placeholders)
         self._bypasses = bypasses
@@ -290,6 +292,8 @@ class Session:
             before,
             on_ranks=on_ranks,
         )
+        if self.reads_only:
+            raise RequestRead(request)
         if self._chunked is not None and before:
             self._chunked.require(request, before)
         elif self._store.tiers:
@@ -337,12 +341,12 @@ class Session:
             return
         if self._store.tiers:
             call.load_known(request)
-        column = call.find_known(request, chunked.chunks)
+        column, found = call.find_known(request, chunked.chunks)
         if on_ranks:
             same = {"the token ids": tokens_as_bytes([row.token_ids for row in request.rows])}
             (column,) = ranks.agree("a prompt in chunks", same, [column])
         chunked.known = column
-        call.begin_known(chunked.request_of_columns(column), column)
+        call.begin_known(chunked.request_of_columns(column), column, found)
 
     def _follow_model(self, *, on_ranks: bool) -> str:
         """Rows begin: layers may have other windows than before, and a wider dtype. Returns why they cannot run on the store, or ""."""
@@ -520,7 +524,7 @@ class Session:
         """
         rope, regime, adapters = self._conditioning.rope, b"", self._adapters
         inputs, why_whole = seen.named(request, self._store.block_size)
-        bypass, keep = request.bypass or why_whole or self._bypass, request.keep_columns
+        bypass, keep = why_whole or request.bypass or self._bypass, request.keep_columns
         if adapters is not None and len(adapters) != len(request.rows):
             many = f"{len(adapters)} adapter names were given for {len(request.rows)} rows; pass one for each row"
             bypass = bypass or many

@@ -19,12 +19,20 @@ from ..call.call import Call
 from ..call.counters import PromptCounters
 from ..call.rows import Rows
 from ..call.running import Bracket
-from ..call.scheduled_forward import RowInput
+from ..call.scheduled_forward import ForwardRequest, RequestRead, RowInput
 from ..kv.transfers import to_device
 from ..model.cache_adapters import cache_argument
 from ..model.probing import input_device
+from ..model.rope import RopeDeltas
 from .forward_arguments import ArgumentReader, InputValues, KnownInputs, MaskValues, PositionValues, num_pads
 from .generate_arguments import GenerateArguments
+
+# What a `generate` is passed that runs a prompt, whatever the model's generation config says.
+_FIRST_TOKEN: dict[str, Any] = {
+    **{"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1, "use_cache": True},
+    **dict.fromkeys(("prefill_chunk_size", "prompt_lookup_num_tokens", "cache_implementation", "stop_strings")),
+    **{"return_dict_in_generate": True, "output_logits": True},
+}
 
 
 class SideForwards:
@@ -41,6 +49,7 @@ class SideForwards:
         self.takes_positions = reader.takes_positions  # else the model numbers its columns
         self._reader = reader
         self._make_cache = make_cache
+        self._deltas = RopeDeltas(model)
 
     @contextmanager
     def sibling(self, rows: Rows | None = None) -> Iterator[Any]:
@@ -123,6 +132,39 @@ class SideForwards:
         logits: Tensor = output.logits[:, -num_logits:]
         return logits
 
+    def generate(self, cache: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """Run a prompt as `generate` does, whatever it has besides token ids, and commit the blocks that it fills.
+
+        Effects: what modules keep of images is as before.
+
+        Args:
+            inputs: as a processor returns them, of one prompt.
+
+        Returns:
+            logits of its last token, [1, 1, vocabulary].
+
+        Raises:
+            OutOfBlocksError: it does not fit; nothing was computed.
+        """
+        with self._deltas.unchanged(), torch.no_grad():
+            output = self.model.generate(**{**inputs, **_FIRST_TOKEN, "past_key_values": cache})
+        logits: Tensor = output.logits[0][:, None]
+        return logits
+
+    def request_of(self, inputs: Mapping[str, Any]) -> ForwardRequest:
+        """What `generate` asks of a cache for a prompt, whatever it has besides token ids. Nothing runs, nothing is changed.
+
+        Args:
+            inputs: see `generate`.
+        """
+        with self.sibling() as cache:
+            cache._session.reads_only = True
+            try:
+                self.generate(cache, inputs)
+            except RequestRead as read:
+                return read.request
+        raise AssertionError("generate ran no forward")
+
     def run_chunks(self, cache: Any, row: RowInput, size: int, num_logits: int) -> Tensor:
         """Run a row of tokens in forwards of `size` columns, as `generate` does with `prefill_chunk_size`: the same bits, whatever
         is known. All logits of a forward are computed where one of them is wanted.
@@ -177,7 +219,7 @@ class SideForwards:
         arguments, positions = {"input_ids": ids, "attention_mask": mask.to(torch.int64)}, None
         last = [row.first_position + stop - 1 - row.pad for row in rows]
         if self.takes_positions:
-            firsts = to_device([row.first_position for row in rows], device)[:, None]
+            firsts = to_device([row.first_position + (row.shift or 0) for row in rows], device)[:, None]
             columns = torch.arange(start, stop, device=device)[None] - to_device(pads, device)[:, None]
             arguments["position_ids"] = columns.clamp_(min=0) + firsts
             positions = PositionValues(last, new_pads)

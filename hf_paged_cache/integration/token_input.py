@@ -1,7 +1,7 @@
 """Token ids as users give them: one sequence, as a list or a tensor, or an error that says what is wrong with it."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -63,7 +63,7 @@ def are_several(given: object) -> bool:
     if not isinstance(given, list | tuple) or not given:
         return False
     first = given[0]
-    return isinstance(first, list | tuple) or getattr(first, "ndim", 0) > 0
+    return isinstance(first, list | tuple | Mapping) or getattr(first, "ndim", 0) > 0
 
 
 def _token_id(what: str, token: Any) -> int:

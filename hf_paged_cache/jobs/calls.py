@@ -7,7 +7,7 @@ of memory. Owns no order and no file.
 import hashlib
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ from ..model.support import unwrapped
 from ..prefix_store import PrefixStore
 from .journal import Completion, Record
 from .options import REPLACED, How, generation_config
+from .pictures import FIRST_NAME, ChatTokens, chat_inputs
 
 
 class Described(NamedTuple):
@@ -80,7 +81,8 @@ class BatchCalls:
             cache = PagedPrefixCache(model if cache is None else cache, **how.of_cache)
         self.cache = cache
         self._model: Any = self.cache.store.model
-        self._tokenizer, self._seed = tokenizer, how.seed
+        self._processor, self._seed = tokenizer, how.seed
+        self._tokenizer = tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         self._samples = bool(config.do_sample)
         self._num_returned = config.num_return_sequences or 1
         eos, pad = config.eos_token_id, config.pad_token_id
@@ -96,7 +98,7 @@ class BatchCalls:
     def describe(self) -> Described:
         """The model, as the job must know it."""
         store = self.cache.store
-        return Described(self._tokenizer, self._model.config, store.placeholders, self._config, store.blocks.block_size)
+        return Described(self._processor, self._model.config, store.placeholders, self._config, store.blocks.block_size)
 
     def digest(self) -> str:
         """Of the model; see `sampled_digest`."""
@@ -115,7 +117,7 @@ class BatchCalls:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of least lengths, which are longer than this call
             try:
-                self._generate([0], *_padded([each[:2] for each in prompts]), None, max_new_tokens=num_new)
+                self._generate([0], _padded([_first_text(each) for each in prompts]), None, max_new_tokens=num_new)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # transformers looks at options where it uses them, and raises whatever comes
@@ -133,7 +135,7 @@ class BatchCalls:
         cache.prefill([one] * 8)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # as in `try_out`
-            self._generate([0], *_padded([[one] * 9, [one] * 8 + [other]]), cache, max_new_tokens=1)
+            self._generate([0], _padded([[one] * 9, [one] * 8 + [other]]), cache, max_new_tokens=1)
         call = cache.last_call
         return call.read_once_tokens > 0 and not call.dense
 
@@ -197,23 +199,23 @@ class BatchCalls:
         Args:
             options: of `generate`, in place of the job's.
         """
-        ids, mask = _padded(prompts)
+        first = prompts[0]
+        inputs = chat_inputs(self._processor, first.chat) if isinstance(first, ChatTokens) else _padded(prompts)
         clock = _FirstTokenClock()
         started = time.perf_counter()
-        output = self._generate(rows, ids, mask, cache, logits_processor=LogitsProcessorList([clock]), **options)
-        new = [self._cut(row, ids.shape[1]) for row in output.cpu()]  # waits for the device
+        output = self._generate(rows, inputs, cache, logits_processor=LogitsProcessorList([clock]), **options)
+        new = [self._cut(row, inputs["input_ids"].shape[1]) for row in output.cpu()]  # waits for the device
         seconds = time.perf_counter() - started
         texts = [str(self._tokenizer.decode(each, skip_special_tokens=True)) for each in new]
         return Answered(new, texts, (clock.first_at or started) - started, seconds, max(0, clock.num_steps - 1))
 
     def _generate(
-        self, rows: Sequence[int], ids: Tensor, mask: Tensor, cache: PagedPrefixCache | None, **options: Any
+        self, rows: Sequence[int], inputs: Mapping[str, Any], cache: PagedPrefixCache | None, **options: Any
     ) -> Tensor:
         device = input_device(self._model)
         with self._seeded(rows):
             output: Tensor = self._model.generate(
-                input_ids=ids.to(device),
-                attention_mask=mask.to(device),
+                **{name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()},
                 past_key_values=DynamicCache(config=self._model.config) if cache is None else cache,
                 **{**self._options, **options},
             )
@@ -251,7 +253,11 @@ class BatchCalls:
             yield
 
 
-def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+def _first_text(tokens: Sequence[int]) -> list[int]:
+    return [token for token in tokens if token < FIRST_NAME][:2] or [0]
+
+
+def _padded(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """Token ids and mask, [rows, longest]: padded on the left with a row's own first token.
 
     Nothing attends to padding, but penalties on repeated tokens count it: so it is none that the row has not.
@@ -259,7 +265,7 @@ def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     longest = max(map(len, prompts))
     ids = torch.tensor([[prompt[0]] * (longest - len(prompt)) + [*prompt] for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return ids, mask
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 class _PadsWhatHasEnded(StoppingCriteria):

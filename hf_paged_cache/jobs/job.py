@@ -37,6 +37,7 @@ from .journal import (
 )
 from .options import NO_OPTIONS, How, tokens_seen
 from .order import NUM_UNSHARED, Limits, batches, build_prefix_tree, limits_that_pay, ordered, partition
+from .pictures import ChatTokens
 from .progress import progress_bar, warn_of_bypassed
 from .prompts import require_positions, require_text, tokenized
 from .rows import Row, digest_of, opened, require_room
@@ -85,6 +86,7 @@ def generate_all(
     *,
     out: "str | PathLike[str] | None" = None,
     column: str = "prompt",
+    image_column: str | None = None,
     order: Literal["given", "done"] = "given",
     batch_size: int | None = None,
     max_new_tokens: int = 128,
@@ -109,13 +111,14 @@ def generate_all(
     A prompt that does not fit into the pool alone runs without it; a line in the log (`hf_paged_cache`, WARNING) says so at once.
 
     Args:
-        tokenizer: the model's. A chat goes through its chat template, with the beginning of an answer.
+        tokenizer: the model's; for images its processor. A chat goes through the chat template, with the beginning of an answer.
         prompts: a file (JSON lines, JSON, CSV or Parquet); or a list of texts, of chats (lists of messages), or of rows with a
             `column`, such as a `datasets.Dataset`.
         out: a file of JSON lines: each row with its `completion`. It grows while the job runs.
-        column: where the prompt is, in a row.
+        column: where the prompt is, in a row. A chat's messages may have image parts, as a processor takes them.
+        image_column: where the images are that a text asks about: a path, a URL or a picture, or a list of such.
         order: of the rows in `out`: as they were given, or as they are done.
-        batch_size: prompts of a `generate` at most; None: as many as pay. That is 8 that share nothing; of prompts behind a common
+        batch_size: prompts of a `generate` at most; None: as many as pay, and 1 with images. That is 8 that share nothing; of prompts behind a common
             prefix, where the model reads that once, up to 64 in the same memory.
         cache: to run on, or a store to make one of; None: a new one for this job.
         overwrite: remove an `out`, a journal and a record that are there; without it an `out` of another job is refused, and this
@@ -142,6 +145,7 @@ def generate_all(
     how = How(
         out=out,
         column=column,
+        image_column=image_column,
         order=order,
         batch_size=batch_size,
         max_new_tokens=max_new_tokens,
@@ -203,7 +207,10 @@ def run_job(crew: Crew, prompts: _Prompts, how: How) -> BatchResult:
             stack.enter_context(claimed(path))
             finished = None if how.overwrite else finished_before(path)
         rows = stack.enter_context(opened(prompts, how.column))
-        tokens = [*tokenized(rows, how.column, described.tokenizer)]
+        kinds = described.placeholders.kinds
+        tokens = [
+            *tokenized(rows, how.column, described.tokenizer, image_column=how.image_column, placeholders=kinds.keys())
+        ]
         require_positions(described.config, tokens, how.max_new_tokens)
         require_text(described.placeholders, tokens)
         if path is not None:
@@ -219,9 +226,13 @@ def run_job(crew: Crew, prompts: _Prompts, how: How) -> BatchResult:
             if finished is not None:
                 require_same(path, finished, {**job, "order": how.order})
                 return BatchResult(None, finished.summary)
-        limits = Limits(how.batch_size or 1)
+        limits, have_images = Limits(how.batch_size or 1), any(isinstance(each, ChatTokens) for each in tokens)
+        if have_images and limits.num_prompts > 1:
+            raise CacheArgumentError(
+                f"prompts with images run one row at a time; give batch_size=1, not {how.batch_size}"
+            )
         if tokens:
-            runs_alone = how.batch_size == 1 or described.generation_config.prompt_lookup_num_tokens
+            runs_alone = how.batch_size == 1 or have_images or described.generation_config.prompt_lookup_num_tokens
             crew.ask("try_out", tokens[: 1 if runs_alone else 2])
             if how.batch_size is None and not runs_alone:
                 limits = _limits(crew, described.generation_config, tokens, how.max_new_tokens)
@@ -260,6 +271,8 @@ def _options_of_results(described: Described, how: How, num_workers: int) -> dic
     config = described.generation_config
     options = {name: each for name, each in json.loads(config.to_json_string()).items() if name not in NO_OPTIONS}
     options["column"] = how.column
+    if how.image_column is not None:
+        options["image_column"] = how.image_column
     if config.do_sample:
         options |= {"batch_size": how.batch_size, "seed": how.seed}
         options |= {"num_workers": num_workers, "block_size": described.block_size}

@@ -78,6 +78,7 @@ class How:
 
     out: "str | PathLike[str] | None" = None
     column: str = "prompt"
+    image_column: str | None = None
     order: Literal["given", "done"] = "given"
     batch_size: int | None = None
     max_new_tokens: int = 128
@@ -97,6 +98,8 @@ class How:
                 raise CacheArgumentError(f"{name} is {value!r}; give True or False")
         if not isinstance(self.column, str):
             raise CacheArgumentError(f"column is {self.column!r}; give the name of a column")
+        if not isinstance(self.image_column, str | None):
+            raise CacheArgumentError(f"image_column is {self.image_column!r}; give the name of a column, or None")
         if not isinstance(self.out, str | PathLike | None) or "\0" in fspath(self.out or "") or self.out == "":
             raise CacheArgumentError(f"out is {self.out!r}; give a file's path")
         if self.order not in ORDERS:

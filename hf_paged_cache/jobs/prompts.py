@@ -1,7 +1,7 @@
 """The prompts of a file or a list as token ids, as `generate_all` runs them."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from os import PathLike
@@ -16,6 +16,7 @@ from ..model.placeholders import Placeholders
 from ..model.support import unwrapped
 from ..wording import counted
 from .order import num_shared_tokens
+from .pictures import FIRST_NAME, ChatTokens, chat_tokens, has_images, with_images
 from .rows import Prompt, Row, RowError, opened, prompt_of
 
 _CHUNK = 1000  # prompts that are tokenized at a time
@@ -76,24 +77,64 @@ def read_prompts(
     return Prompts(token_ids, sum(map(len, token_ids)), num_shared_tokens(token_ids, block_size=block_size))
 
 
-def tokenized(rows: Sequence[Row], column: str, tokenizer: Any) -> "Iterator[array[int]]":
+def tokenized(
+    rows: Sequence[Row],
+    column: str,
+    tokenizer: Any,
+    *,
+    image_column: str | None = None,
+    placeholders: Collection[int] = (),
+) -> "Iterator[array[int]]":
     """Token ids of each row's prompt: of a text with the tokenizer's special tokens, of a chat with its template's.
 
+    Args:
+        tokenizer: or a processor, which a chat with images needs.
+        image_column: of a row, what images its text asks about.
+        placeholders: the model's; see `pictures`.
+
     Raises:
-        CacheArgumentError: a chat, and the tokenizer has no template for it.
+        CacheArgumentError: a chat, and the tokenizer has no template for it; or images, and there is no processor.
         RowError: a row has no prompt, or one that makes no tokens.
     """
+    words = getattr(tokenizer, "tokenizer", tokenizer)
+    templates = tokenizer if getattr(tokenizer, "chat_template", None) is not None else words
     for start in range(0, len(rows), _CHUNK):
         numbers = range(start, min(start + _CHUNK, len(rows)))
-        prompts = [prompt_of(rows[number], number, column) for number in numbers]
-        texts = [_text(number, prompt, tokenizer) for number, prompt in zip(numbers, prompts, strict=True)]
-        found: list[list[int]] = []
-        for is_text, same in groupby(zip(prompts, texts, strict=True), lambda pair: isinstance(pair[0], str)):
-            found += tokenizer([text for _, text in same], add_special_tokens=is_text)["input_ids"]
+        prompts = [
+            with_images(prompt_of(rows[number], number, column), image_column and rows[number].get(image_column))
+            for number in numbers
+        ]
+        texts = [
+            "" if has_images(prompt) else _text(number, prompt, templates)
+            for number, prompt in zip(numbers, prompts, strict=True)
+        ]
+        found: list[Sequence[int]] = []
+        for (is_text, are_pictures), same in groupby(zip(prompts, texts, strict=True), _kind):
+            if are_pictures:
+                first = start + len(found)
+                found += [_chat_tokens(n, tokenizer, chat, placeholders) for n, (chat, _) in enumerate(same, first)]
+            else:
+                found += words([text for _, text in same], add_special_tokens=is_text)["input_ids"]
         for number, ids in zip(numbers, found, strict=True):
             if not ids:
                 raise RowError(number, f"the tokenizer makes no token of its {column!r}; leave it out")
-            yield array("i", ids)
+            yield ids if isinstance(ids, ChatTokens) else array("i", ids)
+
+
+def _kind(pair: tuple[Prompt, str]) -> tuple[bool, bool]:
+    return isinstance(pair[0], str), has_images(pair[0])
+
+
+def _chat_tokens(number: int, processor: Any, chat: Any, placeholders: Collection[int]) -> ChatTokens:
+    if not hasattr(processor, "tokenizer"):
+        raise CacheArgumentError(
+            "there are images among the prompts: give the model's processor (AutoProcessor) in place of its tokenizer"
+        )
+    try:
+        return chat_tokens(processor, chat, placeholders)
+    except Exception as error:  # a file that is no picture, a template that knows no images
+        said = shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
+        raise RowError(number, f"the processor cannot take its images ({said})") from error
 
 
 def _text(number: int, prompt: Prompt, tokenizer: Any) -> str:
@@ -120,7 +161,7 @@ def require_positions(config: Any, tokens: Sequence[Sequence[int]], max_new_toke
         CacheArgumentError: naming the first.
     """
     config = config.get_text_config(decoder=True)
-    highest = max((max(each) for each in tokens), default=0)
+    highest = max((id_ for each in map(set, tokens) for id_ in each if id_ < FIRST_NAME), default=0)
     if highest >= config.vocab_size:
         raise CacheArgumentError(
             f"the tokenizer gives token {highest}, and the model has none: the two do not belong together"
@@ -138,7 +179,7 @@ def require_positions(config: Any, tokens: Sequence[Sequence[int]], max_new_toke
 
 
 def require_text(placeholders: Placeholders, tokens: Sequence[Sequence[int]]) -> None:
-    """Refuse prompts that stand for more than text: a job has no images to pass.
+    """Refuse placeholders that nothing fills: of chats with images they have names.
 
     Raises:
         CacheArgumentError: naming the first.

@@ -35,6 +35,9 @@ logger = logging.getLogger("hf_paged_cache")
 # Hooks and replaced forwards of these packages do not change what a layer computes: they move tensors or record. Of
 # accelerate only the hooks, since its mixed precision replaces a forward, too. What PEFT's carry is read below.
 _NEUTRAL_PACKAGES = ("accelerate.hooks.", "hf_paged_cache.", "peft.", "torch._dynamo.", "transformers.")
+_REPLACED = frozenset(
+    {"forward", "get_image_features", "get_video_features"}
+)  # what others put on a module in place of its class's
 _NOISE = ("drop", "jitter", "noise")  # in the names of rates that are attributes of modules
 # Prefixes of settings that keys and values do not depend on.
 _NO_CONDITION = ("output_", "return_", "use_cache", "_output_", "_commit_hash", "_name_or_path", "transformers_version")
@@ -292,9 +295,10 @@ def _functions(modules: list[nn.Module]) -> list[tuple[int, str, Any]]:
     for number, module in enumerate(modules):
         attributes = module.__dict__
         hooks, pre_hooks = attributes["_forward_hooks"], attributes["_forward_pre_hooks"]
-        if hooks or pre_hooks or "forward" in attributes:  # few modules have any
-            own, name = [*hooks.values(), *pre_hooks.values(), attributes.get("forward")], type(module).__name__
-            found += [(number, name, each) for each in own if each is not None and not _is_neutral(each, module)]
+        if hooks or pre_hooks or not _REPLACED.isdisjoint(attributes):  # few modules have any
+            replaced = [attributes[name] for name in sorted(_REPLACED & attributes.keys())]
+            own, name = [*hooks.values(), *pre_hooks.values(), *replaced], type(module).__name__
+            found += [(number, name, each) for each in own if not _is_neutral(each, module)]
     of_all = (*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values())
     found += [(-2, type(modules[0]).__name__, function) for function in of_all]
     kinds: dict[Any, None] = dict.fromkeys(map(type, modules))

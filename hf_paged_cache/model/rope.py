@@ -117,6 +117,16 @@ class RopeDeltas:
         self._modules: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         self.held: list[Tensor | None] = []
 
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """At the end they keep what they keep now."""
+        saved = [module.rope_deltas for module in self._modules]
+        try:
+            yield
+        finally:
+            for module, deltas in zip(self._modules, saved, strict=True):
+                module.rope_deltas = deltas
+
     def note(self) -> None:
         """A forward has run: this is what they keep now."""
         self.held = [module.rope_deltas for module in self._modules]

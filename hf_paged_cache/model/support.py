@@ -115,6 +115,12 @@ def require_supported(model: object) -> None:
                 f"{name}: layer {index} is a {type(layer).__name__}, which carries more than keys, values and states; use "
                 "transformers' DynamicCache for this model"
             )
+    kinds = {type(module) for module in model.modules()} if any(map(has_index, layers)) else ()
+    if (reader := next(filter(_reads_its_layer, kinds), None)) is not None:
+        raise UnsupportedModelError(
+            f"{name}: {reader.__name__} looks at what its layer of the cache holds in the middle of a forward, where a layer here "
+            "does not count the forward's own tokens yet; use transformers' DynamicCache for this model"
+        )
     windows = windows_of(layers).values()
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     is_reached = windows and (not isinstance(longest, int) or min(windows) < longest)
@@ -227,6 +233,11 @@ def default_arguments(model: PreTrainedModel) -> dict[str, Any]:
 def is_no_decoder(model: PreTrainedModel) -> bool:
     """Whether the config says so: a model of BERT's kind is causal only with `is_decoder=True`, and loaded without."""
     return getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is False
+
+
+def _reads_its_layer(kind: type[nn.Module]) -> bool:
+    """Whether an index takes its sizes from the keys of its layer of the cache, and not from what `update_indexer` returns."""
+    return {"update_indexer", "layers", "keys"} <= names_of(kind.forward)
 
 
 def _mask_knows_windows(model: PreTrainedModel) -> bool:

@@ -103,6 +103,7 @@ class Program:
         return False
 
     def _noted(self, model: Any) -> ModelRun:
+        """What is noted of a model; from here on the summary names it."""
         with self._making:
             run = self._run_of.get(model)
             if run is None:
@@ -137,9 +138,7 @@ class Program:
             return run
 
 
-_attached: ContextVar[Any] = ContextVar(
-    "hf_paged_cache_attached", default=None
-)  # the model whose bracket was just called
+_attached: ContextVar[Any] = ContextVar("hf_paged_cache_attached", default=None)  # whose bracket was just called
 _running: Program | None = None
 
 

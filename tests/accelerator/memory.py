@@ -91,9 +91,8 @@ class Allocation:
             self._of_device.give(self._num_bytes)
 
 
-_allocations: weakref.WeakValueDictionary[int, Allocation] = (
-    weakref.WeakValueDictionary()
-)  # address of a storage -> its bytes
+# address of a storage -> its bytes
+_allocations: weakref.WeakValueDictionary[int, Allocation] = weakref.WeakValueDictionary()
 
 
 def allocation_of(data: torch.Tensor, device: torch.device) -> Allocation:

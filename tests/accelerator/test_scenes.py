@@ -81,9 +81,8 @@ def by_hand(model: PreTrainedModel, kept: Any) -> list[torch.Tensor]:
     copied = copy.deepcopy(kept)
     forward([[9], [10], [11], [12]])
     forward([[13], [14], [15], [16]], copied)
-    kept.batch_select_indices(
-        torch.tensor([2, 0])
-    )  # of the host: `DynamicCache` indexes the layers of all devices with them
+    # of the host: `DynamicCache` indexes the layers of all devices with them
+    kept.batch_select_indices(torch.tensor([2, 0]))
     forward([row((4, 20)), row((5, 20))])
     return logits
 
@@ -117,9 +116,8 @@ def test_scores_are_the_same_on_a_device(place: str, attention: Any) -> None:
                 logits = model(ids[:, :-1], use_cache=False).logits[0, len(PROMPT) - 1 :].float()
             wanted = logits.log_softmax(dim=-1).gather(1, ids[0, len(PROMPT) :, None])[:, 0].tolist()
             assert score.log_probs == pytest.approx(wanted, rel=TOLERANCE)
-    assert (
-        cache.stats().computed_tokens == 2 * (50 + 3 + 3 + 19) - 48
-    )  # what all begin with, and the tails, once a turn
+    # what all begin with, and the tails, once a turn
+    assert cache.stats().computed_tokens == 2 * (50 + 3 + 3 + 19) - 48
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)

@@ -40,13 +40,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WITH_STATES = ("qwen3_next", "lfm2", "zamba2")
-NAMES = (
-    "llama",
-    "bloom",
-    "mistral",
-    "gemma3",
-    *WITH_STATES,
-)  # without, with windows in all or every other layer, states
+# without, with windows in all or every other layer, states
+NAMES = ("llama", "bloom", "mistral", "gemma3", *WITH_STATES)
 PREFIX = row((1, 150))
 QUESTION = row((2, 9))
 
@@ -93,9 +88,8 @@ def test_a_call_behind_a_prefill_gives_the_same_and_computes_what_is_new(name: s
     cache, wanted = PagedPrefixCache(model, block_size=4), run(model, **batch(PREFIX + QUESTION))
     assert cache.prefill(PREFIX, chunk_size=chunk_size) == Prefilled(num_tokens=148, num_known=0, num_computed=148)
     assert_same(wanted, run(model, cache, **batch(PREFIX + QUESTION)))
-    assert cache.last_call.reused_tokens == (
-        128 if name == "qwen3_next" else 148
-    )  # kernels that compute 64 tokens at once
+    # kernels that compute 64 tokens at once
+    assert cache.last_call.reused_tokens == (128 if name == "qwen3_next" else 148)
     cache.check()
     again = PagedPrefixCache(model, block_size=4)
     again.prefill(PREFIX, chunk_size=chunk_size)

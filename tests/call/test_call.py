@@ -765,9 +765,8 @@ def test_a_call_whose_memory_runs_out_as_it_begins_must_have_all_that_it_reserve
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What it takes now is there, once cached blocks are evicted; what it takes later would not be."""
-    bench = Bench(
-        BlockStore(BLOCK_SIZE, 1000, lambda: torch.device("meta"))
-    )  # so that it holds no more at first than it manages
+    # so that it holds no more at first than it manages
+    bench = Bench(BlockStore(BLOCK_SIZE, 1000, lambda: torch.device("meta")))
     bench.forward([*range(50 * BLOCK_SIZE)])
     bench.call.drop_rows()
     assert bench.store.allocator.num_free_blocks == 13

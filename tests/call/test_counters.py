@@ -9,7 +9,7 @@ import pytest
 from hf_paged_cache.blocks import PrefixCachingBlockAllocator
 from hf_paged_cache.call.counters import PromptCounters
 from hf_paged_cache.call.prefix_match import Found
-from hf_paged_cache.call.rows import Row
+from hf_paged_cache.call.rows import Rows
 
 from .bench import BLOCK_SIZE, make_row, new_row, request
 
@@ -32,20 +32,15 @@ def schedule(
     allocator = PrefixCachingBlockAllocator(100, BLOCK_SIZE)
     members = list(range(len(pads))) if members is None else members
     known = [0] * len(members) if known is None else known
-    rows: list[tuple[int, Row]] = [
-        (member, make_row(allocator, range(number), pads[member]))
-        for member, number in zip(members, known, strict=True)
-    ]
+    distinct = [make_row(allocator, range(number), pads[member]) for member, number in zip(members, known, strict=True)]
     alias = [max(index for index, first in enumerate(members) if first <= number) for number in range(len(pads))]
-    for (_, held), number in zip(rows, known, strict=True):
+    for held, number in zip(distinct, known, strict=True):
         held.num_confirmed = min(number, max(0, before - held.pad))
-    counters.prepare([held for _, held in rows], found, carry_states=False)
+    counters.prepare(distinct, found, carry_states=False)
     inputs = [new_row([], pad)._replace(num_hidden=0 if hidden is None else hidden[n]) for n, pad in enumerate(pads)]
     counters.schedule(
         request(*inputs, num_new=stop - before, keep_columns=keep_columns),
-        rows,
-        alias,
-        before=before,
+        Rows(distinct, alias, before),
         start=start,
         end=end,
         computed_ahead={} if computed_ahead is None else computed_ahead,

@@ -197,9 +197,8 @@ class Player:
     def reference(self, **arguments: Any) -> Any:
         """The same call with the cache that transformers makes."""
         arguments = self._completed(arguments)
-        if (
-            arguments.get("num_beams", 1) > 1 and own_cache_class(self.model) is not None
-        ):  # MiniMax's forgets to reorder states
+        # MiniMax's forgets to reorder states
+        if arguments.get("num_beams", 1) > 1 and own_cache_class(self.model) is not None:
             arguments["use_cache"] = False
         key = tuple((name, _hashable(value)) for name, value in sorted(arguments.items()))
         model = self.model

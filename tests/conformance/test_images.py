@@ -14,7 +14,6 @@ from hf_paged_cache import PagedPrefixCache, UnsupportedModelError
 from ..reference import assert_same, is_same, run, zero_blocks
 from .images import SCENES, examine
 from .multimodal import IMAGE_TEXT, build_image_text, example_inputs, image_inputs
-from .random_images import play
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -101,8 +100,3 @@ def test_positions_that_a_model_remembers_from_an_image_are_not_used_for_the_nex
         logits = model(input_ids=ids, past_key_values=held, logits_to_keep=1).logits
     torch.testing.assert_close(logits, reference, atol=1e-4 * float(reference.abs().max()), rtol=0)
     assert held.last_call.rows[0].stopped.startswith("without position_ids it is not known")
-
-
-@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3", "idefics3"])
-def test_random_calls_with_images_are_right(name: str) -> None:
-    assert play(name, seed=1) > 0

@@ -1,6 +1,6 @@
 """Play random programs on our cache and on `DynamicCache`, beside each other.
 
-python -m tests.differential --cases 2000 --seed 0 --kinds llama,gemma3_text
+python -m tests.differential --cases 2000 --seed 0 --kinds llama,gemma3_text,images:qwen2_vl
 """
 
 import argparse
@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from tests.differential.drawing import draw_case
+from tests.differential.images import PREFIX, TYPES, play_images
 from tests.differential.kinds import attentions_of, kinds
 from tests.differential.playing import play_drawn, shrink
 
@@ -27,7 +28,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    names = options.kinds.split(",") if options.kinds else kinds()
+    names = options.kinds.split(",") if options.kinds else [*kinds(), *(PREFIX + name for name in TYPES)]
     failures, counts, refusals, left_out = [], Counter(), Counter(), Counter()
     played_kinds: Counter[str] = Counter()
     refused: dict[str, str] = {}
@@ -36,11 +37,14 @@ def main() -> int:
         if time.monotonic() - begun > 60 * options.minutes:
             break
         kind = names[seed % len(names)]
-        attentions, why_none = attentions_of(kind)
-        if not attentions:
-            refused[kind] = why_none
-            continue
-        played = play_drawn(*draw_case(kind, seed, attentions), attentions)
+        if kind.startswith(PREFIX):
+            played = play_images(kind, seed)
+        else:
+            attentions, why_none = attentions_of(kind)
+            if not attentions:
+                refused[kind] = why_none
+                continue
+            played = play_drawn(*draw_case(kind, seed, attentions), attentions)
         played_kinds[kind] += 1
         counts.update(played.counts)
         refusals.update(played.refusals)
@@ -50,7 +54,7 @@ def main() -> int:
         if sum(played_kinds.values()) % 50 == 0:
             say(f"{sum(played_kinds.values())} cases, {len(failures)} failed, {time.monotonic() - begun:.0f} s")
         if played.failure:
-            failure = shrink(played.failure)
+            failure = played.failure if kind.startswith(PREFIX) else shrink(played.failure)
             failures.append((kind, seed, failure))
             say(f"\nFAILED: --kinds {kind} --seed {seed} --cases 1: {failure.action}: {failure.category}")
             say(failure.message[:1000])

@@ -10,6 +10,7 @@ from hf_paged_cache.call import prepare
 from tests.differential import same_bits
 from tests.differential.comparing import DifferenceError, compare
 from tests.differential.drawing import draw_case
+from tests.differential.images import play_images
 from tests.differential.kinds import attentions_of, build
 from tests.differential.playing import Player, play_drawn, replay, shrink
 from tests.differential.tools import tokenizer
@@ -63,6 +64,13 @@ def test_random_programs_give_what_a_fresh_dynamic_cache_gives(kind: str) -> Non
     attentions, _ = attentions_of(kind)
     played = play_drawn(*draw_case(kind, SEED, attentions), attentions)
     assert not played.failure, f"{played.failure.message}\n{played.failure.case.script()}"
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3", "idefics3"])
+def test_random_programs_with_images_give_what_a_fresh_dynamic_cache_gives(name: str) -> None:
+    played = play_images(f"images:{name}", SEED)
+    assert not played.failure, played.failure
+    assert played.reused
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "lfm2", "falcon_h1", "deepseek_v3"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.integration import image_inputs
 
 from ..conformance.image_zoo import prompt, tiny, tokens
 from ..conformance.images import Towers
@@ -45,25 +45,68 @@ def test_images_that_differ_in_one_value_of_one_pixel_share_nothing(name: str) -
     assert reused(held) <= START
 
 
-def test_the_same_pixels_under_another_grid_are_another_image() -> None:
-    model, _ = tiny("qwen2_vl")
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("qwen2_vl", {"image_grid_thw": torch.tensor([[1, 4, 16]])}),
+        ("video_llama_3", {"image_grid_thw": torch.tensor([[1, 4, 16]])}),  # its positions say nothing of the grid
+    ],
+)
+def test_the_same_pixels_under_another_grid_are_another_image(name: str, other: dict[str, Tensor]) -> None:
+    model, _ = tiny(name)
     held = PagedPrefixCache(model, block_size=8)
-    given = ask("qwen2_vl", [TEXT, 1, FIRST])
-    other = {**given, "image_grid_thw": torch.tensor([[1, 4, 16]])}
-    outputs = [run(model, held, **each) for each in (given, other)]
+    given = ask(name, [TEXT, 1, FIRST])
+    changed = {**given, **other}
+    outputs = [run(model, held, **each) for each in (given, changed)]
     assert not is_same(*outputs), "the grid does not matter"
+    assert_same(run(model, **changed), outputs[1])
+    assert reused(held) <= START
+
+
+def test_the_same_bytes_in_another_dtype_are_another_image() -> None:
+    model, _ = tiny("idefics3")
+    held = PagedPrefixCache(model, block_size=8)
+    given = ask("idefics3", [TEXT, 1, FIRST])
+    halves = {**given, "pixel_values": given["pixel_values"].half()}
+    other = {**given, "pixel_values": halves["pixel_values"].view(torch.bfloat16)}
+    outputs = [run(model, held, **each) for each in (halves, other)]
+    assert not is_same(*outputs), "the dtype does not matter"
     assert_same(run(model, **other), outputs[1])
     assert reused(held) <= START
 
 
-def test_the_same_values_in_another_dtype_are_another_image() -> None:
-    model, _ = tiny("idefics3")
+def test_the_same_image_at_other_positions_is_another_one() -> None:
+    model, _ = tiny("qwen2_vl")
     held = PagedPrefixCache(model, block_size=8)
-    given = ask("idefics3", [TEXT, 1, FIRST])
-    run(model, held, **given)
-    other = {**given, "pixel_values": given["pixel_values"].double()}
-    assert_same(run(model, **other), run(model, held, **other))
+    given = ask("qwen2_vl", [TEXT, 1, FIRST])
+    positions, _ = model.model.get_rope_index(
+        given["input_ids"], mm_token_type_ids=given["mm_token_type_ids"], image_grid_thw=given["image_grid_thw"]
+    )
+    moved = positions.clone()
+    moved[2, :, START : START + 16] += 9
+    found = []
+    for each in (positions, moved):
+        with torch.no_grad():
+            wanted = model(**given, position_ids=each, use_cache=False).logits[:, -1:]
+            held.reset()
+            logits = model(**given, position_ids=each, past_key_values=held, logits_to_keep=1).logits
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+        found.append(wanted)
+    assert not torch.allclose(*found, rtol=0, atol=1e-3 * float(found[0].abs().max())), "positions do not matter"
     assert reused(held) <= START
+
+
+def test_types_beside_an_image_are_said_and_nothing_is_reused() -> None:
+    model, _ = tiny("gemma3")
+    held = PagedPrefixCache(model, block_size=8)
+    given = ask("gemma3", [TEXT, 1, FIRST])
+    types = given["token_type_ids"].clone()
+    types[0, 3:9] = 1  # these see each other, too
+    for each in (given, {**given, "token_type_ids": types}):
+        assert_same(run(model, **each), run(model, held, **each))
+        held.reset()
+    assert not reused(held)
+    assert held.last_call.rows[0].stopped == "the argument token_type_ids may condition keys and values"
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -75,36 +118,6 @@ def test_images_are_told_apart_by_their_place(name: str) -> None:
         assert_same(run(model, **given), run(model, held, **given))
         held.reset()
     assert reused(held) > 2 * START
-
-
-PLANTS: dict[str, tuple[str, Any]] = {
-    "without pixels": ("_digest_of", lambda tensor: b""),
-    "without grid": ("_digest_of", lambda tensor: b"" if tensor.dtype is torch.int64 else _own_digest(tensor)),
-}
-_own_digest = image_inputs._digest_of
-
-
-@pytest.mark.parametrize("plant", PLANTS)
-def test_a_digest_that_leaves_something_out_is_seen(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above would see it: another image's answer comes out."""
-    monkeypatch.setattr(image_inputs, *PLANTS[plant])
-    monkeypatch.setattr(image_inputs, "_place", _without_places(image_inputs._place))
-    model, _ = tiny("qwen2_vl")
-    held = PagedPrefixCache(model, block_size=8)
-    given = ask("qwen2_vl", [TEXT, 1, FIRST])
-    other = ask("qwen2_vl", [TEXT, 2, FIRST])
-    if plant == "without grid":
-        other = {**given, "image_grid_thw": torch.tensor([[1, 4, 16]])}
-    run(model, held, **given)
-    assert not is_same(run(model, **other), run(model, held, **other))
-
-
-def _without_places(place: Any) -> Any:
-    def placed(*args: Any) -> Any:
-        found = place(*args)
-        return found if found is None else (*found[:2], [b""] * len(found[2]))
-
-    return placed
 
 
 def test_what_the_model_remembers_of_positions_is_as_after_a_whole_prompt() -> None:
@@ -141,6 +154,104 @@ def test_towers_run_for_the_images_that_are_not_known_alone(name: str) -> None:
             towers.num_runs = towers_before
             held.reset()
         assert reused(held) > 2 * START
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_about_one_image_run_it_once(name: str) -> None:
+    model, _ = tiny(name)
+    num_pixels = []
+    encode = model.model.get_image_features
+
+    @functools.wraps(encode)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        num_pixels.append((kwargs.get("pixel_values") if not args else args[0]).numel())
+        return encode(*args, **kwargs)
+
+    one = ask(name, [TEXT, 1, FIRST])["pixel_values"].numel()
+    given = ask(name, [TEXT, 1, FIRST], [TEXT, 1, SECOND])
+    two = ask(name, [TEXT, 1, FIRST], [TEXT, 2, SECOND])
+    references = [run(model, **given, num_beams=2), run(model, **two)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.model, "get_image_features", noting)
+        assert_same(references[0], run(model, PagedPrefixCache(model, block_size=8), **given, num_beams=2))
+        assert_same(references[1], run(model, PagedPrefixCache(model, block_size=8), **two))
+    assert num_pixels == [one, 2 * one]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_encoder_that_somebody_has_replaced_is_the_one_that_runs_and_nothing_of_before_is_found(name: str) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=8)
+    given = ask(name, [TEXT, 1, FIRST])
+    before, encode = run(model, held, **given), model.model.get_image_features
+
+    @functools.wraps(encode)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        output = encode(*args, **kwargs)
+        output.pooler_output = [features * 2 for features in output.pooler_output]
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.model, "get_image_features", changed)
+        held.reset()
+        output = run(model, held, **given)
+        assert not reused(held)
+        assert_same(run(model, **given), output)
+    assert not is_same(before, output), "the change does not matter"
+
+
+def test_a_tower_that_raises_leaves_the_cache_as_it_was() -> None:
+    model, _ = tiny("qwen2_vl")
+    held = PagedPrefixCache(model, block_size=8)
+    given = ask("qwen2_vl", [TEXT, 1, FIRST])
+    with pytest.MonkeyPatch.context() as patch:
+        broken = functools.wraps(model.model.get_image_features)(lambda *args, **kwargs: 1 // 0)
+        patch.setattr(model.model, "get_image_features", broken)
+        with pytest.raises(ZeroDivisionError):
+            run(model, held, **given)
+    held.check()
+    for _ in range(2):
+        assert_same(run(model, **given), run(model, held, **given))
+        held.reset()
+    assert reused(held) > START
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_onevision"])
+def test_videos_are_named_as_images_are(name: str) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=8)
+    outputs = []
+    for seed, seconds, after in ((1, 1.0, FIRST), (1, 1.0, SECOND), (2, 1.0, SECOND), (1, 3.0, SECOND)):
+        given = video(name, seed, seconds, after)
+        outputs.append(run(model, held, **given))
+        assert_same(run(model, **given), outputs[-1])
+        if (seed, seconds, after) == (1, 1.0, SECOND):
+            assert reused(held) > START
+        elif outputs[1:] and (seed, name) != (1, "llava_onevision"):
+            assert reused(held) <= START
+        held.reset()
+    assert not is_same(outputs[1], outputs[2])
+
+
+def video(name: str, seed: int, seconds: float, after: list[int]) -> dict[str, Tensor]:
+    """A prompt with a video of four frames; Qwen's are told how many seconds a pair of them takes."""
+    model, layout = tiny(name)
+    drawn = torch.Generator().manual_seed(seed)
+    if name == "qwen2_5_vl":
+        shape = layout.shapes["pixel_values"]
+        pixels = torch.randn(2 * shape[0], *shape[1:], generator=drawn)
+        beside = {
+            "video_grid_thw": layout.beside["image_grid_thw"] * torch.tensor([2, 1, 1]),
+            "second_per_grid_ts": torch.tensor([seconds]),
+        }
+        token, num_tokens = model.config.video_token_id, 2 * layout.num_tokens
+    else:
+        pixels, beside = torch.randn(1, 4, 3, 64, 64, generator=drawn), {}
+        (features,) = model.model.get_video_features(pixels, return_dict=True).pooler_output
+        token, num_tokens = model.config.video_token_index, len(features)
+    ids = torch.tensor([[*TEXT, *[token] * num_tokens, *after]])
+    types = dict.fromkeys(layout.types, 2 * (ids == token))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values_videos": pixels, **beside, **types}
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -254,9 +254,8 @@ def test_chats_go_through_the_template_without_what_a_table_has_filled_in(tokeni
     ]
     chats[2][1]["name"] = "Ann"
     path.write_text("\n".join(json.dumps({"prompt": chat}) for chat in chats), "utf-8")
-    texts = [
-        f"system: Be short.\nuser: {number} and one?\nassistant: " for number in range(5)
-    ]  # the template shows no name
+    # the template shows no name
+    texts = [f"system: Be short.\nuser: {number} and one?\nassistant: " for number in range(5)]
     wanted = [alone(model, tokenizer, text, max_new_tokens=3) for text in texts]
     run(model, tokenizer, path, out=tmp_path / "out.jsonl", max_new_tokens=3)
     assert [row["completion"] for row in written(tmp_path / "out.jsonl")] == wanted

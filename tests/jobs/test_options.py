@@ -17,15 +17,8 @@ from ..tiny_models import CHARACTERS, build, character_tokenizer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW = 8
-PROMPTS = [
-    "a",
-    "The quick",
-    "bbbb",
-    "xa",
-    "aaaaaaaaaaaaaaaaaaaaaaaab",
-    "ab",
-    "by",
-]  # a padded row begins with its first letter
+# a padded row begins with its first letter
+PROMPTS = ["a", "The quick", "bbbb", "xa", "aaaaaaaaaaaaaaaaaaaaaaaab", "ab", "by"]
 A, K = character_tokenizer(CHARACTERS)("ak").input_ids
 
 

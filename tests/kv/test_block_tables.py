@@ -42,9 +42,8 @@ def check(source: ReadSource, rows: Sequence[RowLayout], start: int, stop: int) 
     for found, row in zip(read(source), rows, strict=True):
         expected = slots_of(row, start, stop)
         assert [slot if slot_there >= 0 else -1 for slot, slot_there in zip(found, expected, strict=True)] == expected
-        assert all(
-            slot < BLOCK_SIZE for slot, wanted in zip(found, expected, strict=True) if wanted < 0
-        )  # the null block
+        # the null block
+        assert all(slot < BLOCK_SIZE for slot, wanted in zip(found, expected, strict=True) if wanted < 0)
 
 
 @pytest.mark.parametrize(

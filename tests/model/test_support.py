@@ -27,6 +27,7 @@ from hf_paged_cache.model.support import (
     takes,
 )
 
+from ..conformance import image_zoo
 from ..conformance.zoo import build as build_type
 
 FROM_5_23 = pytest.mark.skipif(
@@ -89,6 +90,12 @@ def test_a_layer_that_carries_more_than_keys_values_and_states_is_refused_by_num
         "DeepseekV4ForCausalLM: layer 0 is a DeepseekV4HCACache, which carries more than keys, values and states"
         in message
     )
+
+
+@FROM_5_23
+def test_an_index_that_takes_its_sizes_from_the_cache_in_the_middle_of_a_forward_is_refused_by_name() -> None:
+    message = refused(image_zoo.build("glm5_next"))
+    assert "Glm5NextTextIndexer looks at what its layer of the cache holds in the middle of a forward" in message
 
 
 def test_a_window_in_the_cache_that_the_mask_does_not_know_is_refused() -> None:

@@ -265,9 +265,8 @@ def drawn_as_new(name: str, seed: int) -> Any:
 
 
 @FROM_5_23
-@pytest.mark.parametrize(
-    "seed", [0, 17, 25, 26, 28, 36]
-)  # of all but the first, neither logits nor the last state show it
+# of all but the first, neither logits nor the last state show it
+@pytest.mark.parametrize("seed", [0, 17, 25, 26, 28, 36])
 def test_a_scan_that_forgets_is_seen_whatever_its_weights(seed: int) -> None:
     assert "scan of several tokens starts without the state" in why_it_fails(drawn_as_new("jamba", seed)).reason
 

@@ -40,7 +40,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("mutants.toml")
-AREAS = ("blocks", "windows", "snapshots", "call", "view", "states", "tiers", "jobs")
+AREAS = ("blocks", "windows", "snapshots", "call", "view", "states", "tiers", "jobs", "images")
 _PACKAGE = "hf_paged_cache"
 _AT_A_TIME = 2
 _MOST_SECONDS = 600.0

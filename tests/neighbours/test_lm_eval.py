@@ -1,6 +1,6 @@
 """lm-evaluation-harness: a few-shot generation task and a multiple choice give the same scores, and compute far less.
 
-The model is the example's `PagedHFLM`, and for generation also the harness's own inside `with cache:`.
+The model is `hf-paged`, and for generation also the harness's own inside `with cache:`.
 """
 
 from __future__ import annotations

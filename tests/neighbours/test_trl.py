@@ -18,16 +18,9 @@ from hf_paged_cache.model import fingerprint
 
 from ..internals import see_no_change_of_the_model
 from ..tiny_models import build
+from . import tiny_training
 from .recorder import Recorder, are_same_steps, assert_same_steps
-
-PREAMBLE = "A long preamble that all of the questions share, word by word. "
-QUESTIONS = ("Who?", "What?", "When?", "Where?", "Whose?", "Which?", "Why?", "Since when?")
-NUM_STEPS = 3
-
-
-def variety(completions: list[str], **_: Any) -> list[float]:
-    """The reward: how many different characters a completion has."""
-    return [float(len(set(completion))) for completion in completions]
+from .tiny_training import NUM_STEPS, PREAMBLE, data
 
 
 class Trained(NamedTuple):
@@ -46,31 +39,8 @@ def trained(
     model = build("llama", max_position_embeddings=2048)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(only in name)
-    config = GRPOConfig(
-        output_dir=str(folder),
-        **{
-            "per_device_train_batch_size": 8,
-            "num_generations": 4,
-            "max_completion_length": 6,
-            "max_steps": NUM_STEPS,
-            "learning_rate": 1e-2,
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": [],
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "seed": 5,
-            **settings,
-        },
-    )
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=variety,
-        args=config,
-        train_dataset=Dataset.from_dict({"prompt": [PREAMBLE + question for question in QUESTIONS]}),
-        processing_class=tokenizer,
-        peft_config=peft_config,
-    )
+    config = GRPOConfig(**tiny_training.settings(folder, num_generations=4, max_completion_length=6, **settings))
+    trainer = GRPOTrainer(model=model, args=config, peft_config=peft_config, **data(tokenizer))
     cache = PagedPrefixCache(trainer.model) if use_cache else None
     recorder = Recorder(model)
     with nullcontext() if cache is None else cache:

@@ -221,9 +221,8 @@ def test_a_refusal_of_ids_whose_image_is_not_there_is_no_failure_and_any_other_i
     monkeypatch.setattr(modes.Mode, "_run_on", refuse)
     played = play(SUITE, f"--paged-mode={mode}")
     assert played.outcomes["test_tokens"] == outcome
-    assert (played.runner.num_replaced <= 1) == (
-        outcome == "passed"
-    )  # one that fails without it, too, does not get so far
+    # one that fails without it, too, does not get so far
+    assert (played.runner.num_replaced <= 1) == (outcome == "passed")
     assert (played.runner.refused["ids have a placeholder that nothing fills"] > 0) == (outcome == "passed")
 
 

@@ -495,9 +495,8 @@ def test_a_view_that_memory_does_not_hold_in_the_middle_of_a_step_loses_nothing(
     expected = run(model, max_new_tokens=12, **CALLS["greedy"])
     for step in (2, 5):
         cache = PagedPrefixCache(PrefixStore(model, block_size=4))
-        reads = OutOfMemoryAt(
-            cache.view.read, 2 * (1 + step)
-        )  # the second layer of the step that follows the prompt's forward
+        # the second layer of the step that follows the prompt's forward
+        reads = OutOfMemoryAt(cache.view.read, 2 * (1 + step))
         monkeypatch.setattr(cache.view, "read", reads)
         assert_same(expected, run(model, cache, max_new_tokens=12, **CALLS["greedy"]))
         assert reads.has_struck

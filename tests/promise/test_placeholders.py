@@ -305,7 +305,7 @@ def test_where_layers_carry_a_state_a_changed_answer_is_refused() -> None:
     model, image = tiny(WITH_STATES), example_inputs(WITH_STATES)[1]
     held = PagedPrefixCache(model, block_size=8)
     run(model, held, **image, **PLAIN)
-    with pytest.raises(CacheArgumentError, match="from position 39 on, and layers carry a state"):
+    with pytest.raises(CacheArgumentError, match="from position 51 on, and layers carry a state"):
         run(model, held, **without_content(image), **PLAIN)
 
 

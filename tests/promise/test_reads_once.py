@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.attention import shared_reads
@@ -28,13 +28,8 @@ CALLS: dict[str, dict[str, Any]] = {
         row((1, 32), (2, 20), (3, 4)), row((1, 32), (2, 20)), row((1, 32), (5, 9)), row((8, 60))
     ),
 }
-SERVED = (
-    "llama",
-    "gpt2",
-    "gemma3",
-    "mixtral",
-    "lfm2",
-)  # gemma3 has windows, lfm2 states: of layers without, this is read
+# gemma3 has windows, lfm2 states: of layers without, this is read
+SERVED = ("llama", "gpt2", "gemma3", "mixtral", "lfm2")
 
 
 @pytest.fixture(autouse=True)
@@ -117,43 +112,56 @@ def test_plain_forwards_go_on_after_rows_were_cut_moved_copied_and_left_out(serv
     assert all(served)
 
 
-@pytest.mark.parametrize("what", ["eager", "output_attentions", "dropout", "gradients", "a compiled forward"])
-def test_what_cannot_be_served_is_dense(what: str, served: list[bool]) -> None:
-    changes = {"num_hidden_layers": 1} if what == "a compiled forward" else {}  # it takes as long as there are layers
-    model = build("llama", attn_implementation="eager" if what in ("eager", "output_attentions") else "sdpa", **changes)
-    call = {**CALLS["8 rows"], **({"output_attentions": True} if what == "output_attentions" else {})}
-    cache = PagedPrefixCache(model, attention="paged")
-    run(model, cache, **call)
+def used(model: PreTrainedModel, served: list[bool], **options: Any) -> PagedPrefixCache:
+    """A cache whose blocks know the 8 rows, and that has none."""
+    cache = PagedPrefixCache(model)
+    run(model, cache, **CALLS["8 rows"], **options)
     cache.reset()
-    if what == "dropout":
-        model.config.attention_dropout = 0.5
-        for layer in model.model.layers:
-            layer.self_attn.attention_dropout = 0.5
-        model.train()
+    served.clear()
+    return cache
+
+
+@pytest.mark.parametrize("what", ["eager", "output_attentions", "a compiled forward"])
+def test_what_cannot_be_served_is_dense(what: str, served: list[bool]) -> None:
+    is_compiled = what == "a compiled forward"
+    changes = {"num_hidden_layers": 1} if is_compiled else {}  # it takes as long as there are layers
+    model = build("llama", attn_implementation="sdpa" if is_compiled else "eager", **changes)
+    options = {"output_attentions": True} if what == "output_attentions" else {}
+    cache = used(model, served, **options)
+    reference = run(model, **CALLS["8 rows"], **options)
+    if is_compiled:
+        model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
+    assert_same(reference, run(model, cache, **CALLS["8 rows"], **options))
+    assert not any(served)
+
+
+def test_with_dropout_on_what_rows_share_is_dense(served: list[bool]) -> None:
+    model, outputs = build("llama"), []
+    cache, mask = used(model, served), torch.ones(8, 49, dtype=torch.int64)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    for each in (cache, DynamicCache(config=model.config)):
         torch.manual_seed(1)
         with torch.no_grad():
-            logits = model(**CALLS["8 rows"], past_key_values=cache).logits
-            torch.manual_seed(1)
-            wanted = model(**CALLS["8 rows"], past_key_values=DynamicCache(config=model.config)).logits
-        torch.testing.assert_close(logits, wanted)
-        return
-    if what == "gradients":
-        mask = torch.ones(8, 49, dtype=torch.int64)
-        for held in (cache, DynamicCache(config=model.config)):
-            with torch.no_grad():
-                model(torch.tensor([row((1, 48))] * 8), attention_mask=mask[:, :48], past_key_values=held)
-            model.zero_grad()
-            model(torch.arange(1, 9)[:, None], attention_mask=mask, past_key_values=held).logits.sum().backward()
-            gradient = model.model.layers[0].self_attn.q_proj.weight.grad
-            if held is cache:
-                ours = gradient.clone()
-        torch.testing.assert_close(ours, gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
-        return
-    reference = run(model, **call)
-    served.clear()
-    if what == "a compiled forward":
-        model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
-    assert_same(reference, run(model, cache, **call))
+            model.eval()(torch.tensor([row((1, 48))] * 8), attention_mask=mask[:, :48], past_key_values=each)
+            outputs.append(model.train()(torch.arange(1, 9)[:, None], attention_mask=mask, past_key_values=each).logits)
+    torch.testing.assert_close(*outputs)
+    assert cache.last_call.dense == shared_reads.CALL_LOOKS
+    assert not any(served)
+
+
+def test_with_gradients_on_what_rows_share_is_dense(served: list[bool]) -> None:
+    model, gradients = build("llama"), []
+    cache, mask = used(model, served), torch.ones(8, 49, dtype=torch.int64)
+    for each in (cache, DynamicCache(config=model.config)):
+        with torch.no_grad():
+            model(torch.tensor([row((1, 48))] * 8), attention_mask=mask[:, :48], past_key_values=each)
+        model.zero_grad()
+        model(torch.arange(1, 9)[:, None], attention_mask=mask, past_key_values=each).logits.sum().backward()
+        gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad)
+    ours, theirs = gradients
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
+    assert cache.last_call.dense == shared_reads.GRADIENTS
     assert not any(served)
 
 

@@ -89,6 +89,7 @@ def test_a_batch_with_the_same_padding_is_reused_and_another_one_is_not() -> Non
     for asked, num_reused in ((prompts, 0), (prompts, 64 + 44), (prompts[:1], 0), (prompts[::-1], 0)):
         assert is_same(model, cache, asked)
         assert cache.last_call.reused_tokens == num_reused
+        assert cache.last_call.dense.startswith("prefill_chunk_size was given") == (len(asked) > 1)
 
 
 def test_what_was_computed_in_other_shapes_is_not_taken() -> None:

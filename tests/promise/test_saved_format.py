@@ -24,9 +24,8 @@ from ..tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OLDER = (
-    Path(__file__).parent / "saved_earlier"
-)  # two blocks of four tokens of a tiny Llama, saved by an earlier state of this package
+# two blocks of four tokens of a tiny Llama, saved by an earlier state of this package
+OLDER = Path(__file__).parent / "saved_earlier"
 SIZE = 4
 PREFIX = row((1, 40))
 PROMPT = batch([*PREFIX, *row((2, 9))])

@@ -113,7 +113,7 @@ def test_prefixes_by_their_tokens_pins_and_all(tmp_path: Path) -> None:
     assert "compute it first" in next(iter(unknown.not_saved))
     cache.unpin()
     assert cache.store.save(tmp_path / "none", "pinned").not_saved == {"nothing is pinned": 0}
-    with pytest.raises(CacheArgumentError, match="such as tokenizer.*, 'pinned', or None"):
+    with pytest.raises(CacheArgumentError, match=r"such as tokenizer.*, 'pinned', or None"):
         cache.store.save(tmp_path, "pins")
     with pytest.raises(CacheArgumentError, match="prefix 0"):
         cache.store.save(tmp_path, [torch.ones(2, 3)])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 PROGRAMS = Path(__file__).parent / "programs"
 NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem != "shared")
-LAUNCH = (
+LAUNCH = [
     "-m",
     "accelerate.commands.launch",
     "--cpu",
@@ -20,9 +20,9 @@ LAUNCH = (
     "--num_machines",
     "1",
     "--mixed_precision",
-)
+    "no",
+]
 COMMAND = (sys.executable, "-c", "from hf_paged_cache.cli import main; main()", "run")
-WITHOUT_CALLS = {"raises", "notebook", "spawned", "starts_another", "launched"}  # in the first process
 
 
 class Ran(NamedTuple):
@@ -41,12 +41,6 @@ def save_model(folder: Path) -> Path:
     return folder
 
 
-def arguments_of(name: str, folder: Path) -> list[str]:
-    """What a program is started with, after `python` or after the command."""
-    before = [*LAUNCH, "no"] if name == "launched" else []
-    return [*before, str(PROGRAMS / f"{name}.py"), str(folder)]
-
-
 def run_program(arguments: list[str], *, stats: Path | None = None, options: tuple[str, ...] = ()) -> Ran:
     """Run one; with `stats` under the command."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_HUB_OFFLINE": "1"}
@@ -59,5 +53,5 @@ def run_program(arguments: list[str], *, stats: Path | None = None, options: tup
 
 def compared(name: str, folder: Path, stats: Path) -> tuple[Ran, Ran]:
     """A program without and with the command."""
-    arguments = arguments_of(name, folder)
+    arguments = [*(LAUNCH if name == "launched" else ()), str(PROGRAMS / f"{name}.py"), str(folder)]
     return run_program(arguments), run_program(arguments, stats=stats)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import DynamicCache, GenerationConfig, Trainer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -16,18 +15,10 @@ from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.run.program import Program
 from hf_paged_cache.trainer import PrefixCacheCallback
 
+from ..neighbours.tiny_training import NUM_STEPS, PREAMBLE, QUESTIONS, data, settings
 from ..tiny_models import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-PREAMBLE = "A long preamble that all of the questions share, word by word. "
-QUESTIONS = ("Who?", "What?", "When?", "Where?", "Whose?", "Which?", "Why?", "Since when?")
-NUM_STEPS = 3
-
-
-def variety(completions: list[str], **_: Any) -> list[float]:
-    """The reward: how many different characters a completion has."""
-    return [float(len(set(completion))) for completion in completions]
 
 
 def trained(kind: str, tokenizer: Any, folder: Path, callbacks: list[Any]) -> Trainer:
@@ -37,34 +28,15 @@ def trained(kind: str, tokenizer: Any, folder: Path, callbacks: list[Any]) -> Tr
         from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
         trainer_class, config_class = OnlineDPOTrainer, OnlineDPOConfig
-        settings = {"max_new_tokens": 6, "gradient_checkpointing": False}  # with it, it generates without any cache
+        others = {"max_new_tokens": 6, "gradient_checkpointing": False}  # with it, it generates without any cache
     else:
-        trainer_class, config_class, settings = {
+        trainer_class, config_class, others = {
             "GRPO": (GRPOTrainer, GRPOConfig, of_groups),
             "RLOO": (RLOOTrainer, RLOOConfig, {**of_groups, "beta": 0.0}),
         }[kind]
-    config = config_class(
-        output_dir=str(folder),
-        per_device_train_batch_size=8,
-        max_steps=NUM_STEPS,
-        logging_steps=1,
-        learning_rate=1e-2,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        seed=5,
-        **settings,
-    )
-    trainer = trainer_class(
-        model=build("llama", max_position_embeddings=2048),
-        reward_funcs=variety,
-        args=config,
-        train_dataset=Dataset.from_dict({"prompt": [PREAMBLE + question for question in QUESTIONS]}),
-        processing_class=tokenizer,
-        callbacks=callbacks,
-    )
+    config = config_class(**settings(folder, logging_steps=1, **others))
+    model = build("llama", max_position_embeddings=2048)
+    trainer = trainer_class(model=model, args=config, callbacks=callbacks, **data(tokenizer))
     trainer.train()
     return trainer
 

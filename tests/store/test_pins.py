@@ -228,7 +228,7 @@ def test_tokens_are_given_as_a_tokenizer_returns_them(cache: PagedPrefixCache, g
 NO_PREFIXES: dict[str, tuple[Any, str]] = {
     "a text": ("text", "the prefix is of type str; give a sequence of token ids"),
     "bytes": (b"8 bytes.", "the prefix is of type bytes; give a sequence of token ids"),
-    "what a tokenizer returns": ({"input_ids": PREFIX}, "the prefix is of type dict; give its input_ids"),
+    "no ids": ({"text": "a"}, "the prefix has text; give it with its input_ids"),
     "a number": (5, "the prefix is of type int; give a sequence of token ids"),
     "nothing": (None, "the prefix is of type NoneType; give a sequence of token ids"),
     "a fraction": ([1.5], "the prefix has 1.5 among its token ids, which is of type float"),
@@ -514,9 +514,8 @@ def test_a_pin_leaves_frequencies_that_depend_on_length_as_they_are(kind: str) -
         ask(row((1, length)))
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         for tokens in (PREFIX, row((1, 100)), row((1, 120)), PREFIX):
-            with contextlib.suppress(
-                CacheArgumentError
-            ):  # nothing of it is cached under the frequencies that it would have
+            # nothing of it is cached under the frequencies that it would have
+            with contextlib.suppress(CacheArgumentError):
                 cache.pin(tokens)
             assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
         ask(row((1, 95)))

@@ -196,10 +196,8 @@ def test_a_row_that_is_all_padding_in_the_first_chunk_has_nothing_to_bring_up(ki
 @pytest.mark.parametrize("has_tier", [True, False], ids=["with a tier", "without"])
 def test_window_blocks_that_made_room_come_back_to_blocks_that_stayed(has_tier: bool, tmp_path: Path) -> None:
     model, prompts = tiny("gemma3"), chats(8, 30)
-    sizes = {
-        "block_size": 4,
-        "max_bytes": 72 * 2048,
-    }  # blocks for all prompts, window blocks for the ends of half of them
+    # blocks for all prompts, window blocks for the ends of half of them
+    sizes = {"block_size": 4, "max_bytes": 72 * 2048}
     cache = PagedPrefixCache(model, **sizes, disk_folder=tmp_path if has_tier else None)
     if has_tier:
         always_worth_it(cache)

@@ -7,12 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TOLERANCE = {
-    torch.float32: 1e-4,
-    torch.float64: 1e-4,
-    torch.float16: 2e-2,
-    torch.bfloat16: 1e-1,
-}  # of the largest number
+# of the largest number
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 COMPARED = ("logits", "scores", "sequences_scores", "hidden_states", "attentions")
 
 

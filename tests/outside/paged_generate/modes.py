@@ -39,9 +39,8 @@ class Mode:
         self.num_replaced = self.num_prompt_tokens = self.num_reused = 0
         self.refused: Counter[str] = Counter()
         self._attention = attention
-        self._caches: OrderedDict[int, PagedPrefixCache] = (
-            OrderedDict()
-        )  # id of a model, which its cache holds -> cache
+        # id of a model, which its cache holds -> cache
+        self._caches: OrderedDict[int, PagedPrefixCache] = OrderedDict()
         self._running: list[Any] = []  # caches of ours that calls were given here
 
     def run(self, model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -186,17 +185,15 @@ class Beside(Compared):
 
     def __init__(self, attention: str) -> None:
         super().__init__(attention)
-        self._twins: WeakKeyDictionary[Any, Any] = (
-            WeakKeyDictionary()
-        )  # a cache of ours -> transformers', after the same
+        # a cache of ours -> transformers', after the same
+        self._twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def has_begun(self, cache: Any) -> bool:
         if not isinstance(cache, PagedPrefixCache) or any(cache is running for running in self._running):
             return False
         twin = self._twins.get(cache)
-        return (
-            twin is not None and twin.get_seq_length() == cache.get_seq_length()
-        )  # else the test has run forwards on it
+        # else the test has run forwards on it
+        return twin is not None and twin.get_seq_length() == cache.get_seq_length()
 
     def _first(self, call: Call, cache: PagedPrefixCache, everything: dict[str, Any]) -> Any:
         twin = self._twins.get(call.cache) if call.cache is not None else None

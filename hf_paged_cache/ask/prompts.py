@@ -1,0 +1,67 @@
+"""A prompt that a user asks about: by its token ids, or as a processor returns it, with what fills its placeholders."""
+
+from array import array
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..blocks.tokens import TokenIds
+from ..call.scheduled_forward import RowInput
+from ..errors import CacheArgumentError
+from ..integration.token_input import one_sequence
+from .asked import AskedCache
+
+
+class AskedPrompt(NamedTuple):
+    """One prompt.
+
+    Attributes:
+        row: what a call of it alone brings, with the names of its images and its root.
+        inputs: as it was given, for `generate`; None: token ids alone.
+        why_whole: why nothing of it may be reused or kept; None if it may.
+    """
+
+    row: RowInput
+    inputs: Mapping[str, Any] | None = None
+    why_whole: str | None = None
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Those of its text, and image tokens."""
+        return self.row.token_ids
+
+
+def asked_prompt(cache: AskedCache, what: str, given: object) -> AskedPrompt:
+    """Read a prompt, under the conditions of now.  Cost: with images, a SHA-256 over their pixels; nothing runs.
+
+    Args:
+        what: the argument's name, for messages.
+        given: token ids, [T] or [1, T]; or a mapping with `input_ids` and whatever else `generate` is passed for them.
+
+    Raises:
+        CacheArgumentError: it is something else, or several rows, or has padding.
+        CacheBusyError: rotary frequencies depend on length, and a call is running.
+    """
+    session = cache._session
+    if not isinstance(given, Mapping):
+        tokens = array("q", one_sequence(what, given))
+        return AskedPrompt(
+            RowInput(tokens, 0, 0, session.root_of_prefix(len(tokens)), salt=cache.cache_salt),
+            why_whole=session.why_bypassed(),
+        )
+    if "input_ids" not in given:
+        raise CacheArgumentError(f"{what} has {', '.join(map(str, given)) or 'nothing'}; give it with its input_ids")
+    tokens = array("q", one_sequence(what, given["input_ids"]))
+    mask = given.get("attention_mask")
+    if mask is not None and any(one == 0 for one in one_sequence(f"the attention_mask of {what}", mask)):
+        raise CacheArgumentError(f"{what} has padding; give one row without it")
+    root = session.root_of_prefix(len(tokens))  # refuses where asking would change frequencies
+    if not cache.store.placeholders and not given.keys() - {"input_ids", "attention_mask"}:
+        return AskedPrompt(RowInput(tokens, 0, 0, root, salt=cache.cache_salt), why_whole=session.why_bypassed())
+    if not isinstance(given["input_ids"], Tensor) or given["input_ids"].dim() != 2:
+        raise CacheArgumentError(f'{what} has input_ids that are no tensor of [1, T]; pass return_tensors="pt"')
+    with cache.store.conditioning.rope.put_back():
+        request = cache._side.request_of(given)
+    (row,) = request.rows
+    return AskedPrompt(row, given, request.bypass or session.why_bypassed())

@@ -1,0 +1,40 @@
+"""What a call would find that began now. Effects: none; the store's lock is held by whoever asks.
+
+While a call runs, its own rows are nobody's previous ones: of what it computes only committed blocks are found.
+"""
+
+from ..blocks.tokens import TokenIds
+from ..store.tier_load import Wanted
+from . import prefix_match
+from .call import Call
+from .prefix_match import Found, PreviousRows
+from .rows import Row
+from .scheduled_forward import RowInput
+
+
+def look_up(call: Call, new: RowInput) -> tuple[Found, str | None]:
+    """What a call of one row would find, if it had room; and the furthest lower tier that some of it would come up from, if any."""
+    store, num_tokens = call.store, len(new.token_ids)
+    are_running = bool(call.rows.alias) and call.states is not None and call.states.stands(call.rows)
+
+    def num_at_end(row: Row) -> int | None:
+        if are_running:
+            return row.num_confirmed
+        return None if row.origin is None else row.origin.num_tokens
+
+    most = max(0, num_tokens - call.num_needed_of(num_tokens))
+    found = prefix_match.look_up_row(store, new, _previous(call), most, num_at_end)
+    below = store.tiers.look_up(Wanted(new.root, new.salt, new.token_ids, most))
+    if below is None or below[0] <= found.num_tokens:
+        return found, None
+    return prefix_match.found_below(store, new, below[0]), below[1]
+
+
+def continuation(call: Call, new: RowInput, num_tokens: int) -> TokenIds:
+    """How the closest of what a call would find continues after a row's first `num_tokens` tokens."""
+    return prefix_match.continuation(call.store, new, _previous(call), num_tokens)
+
+
+def _previous(call: Call) -> PreviousRows:
+    rows = call.rows if call.rows.alias else call.previous
+    return PreviousRows(() if call.is_in_use else rows.distinct)
