@@ -51,7 +51,7 @@ def demo(
     if not in_json:
         print("loading the model ...", file=sys.stderr, flush=True)
     loaded, tokenizer = load_demo_model(model)
-    if not in_json:
+    if model is None and not in_json:
         print(f"the model is in {loaded.config.name_or_path}", file=sys.stderr, flush=True)
     comparisons = run_demo(loaded, tokenizer, questions=asked, num_shots=shots, max_new_tokens=max_new_tokens)
     if in_json:
