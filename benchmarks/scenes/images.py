@@ -26,6 +26,7 @@ from .ways import (
 from .workbench import NEW_TOKENS, QUESTION_TOKENS, Bench
 
 _VOCABULARY = 4096  # and the placeholder after it
+_TEXT_TOKENS = 8  # before the image
 _NUM_QUESTIONS = 20
 _PICTURE, _SMALL_PICTURE = 512, 64  # pixels of a crop's side, which is 64 tokens and 16
 
@@ -42,6 +43,7 @@ def images(bench: Bench, repeat: Repeat) -> Lines:
 
     def unknown() -> dict[str, Way]:
         ids, given = _prompt(asking, num_crops, next(seeds)), {"new_tokens": NEW_TOKENS}
+        ids["input_ids"][:, :_TEXT_TOKENS] = asking.tokens(1, _TEXT_TOKENS).clamp(max=_VOCABULARY - 1)
         return {
             BASELINE: from_scratch(asking, ids["input_ids"], **given, pixel_values=ids["pixel_values"]),
             OURS: on_ours(asking, cache, ids["input_ids"], **given, pixel_values=ids["pixel_values"]),
@@ -104,12 +106,12 @@ def _model(device: torch.device, dtype: torch.dtype, *, is_quick: bool) -> Any:
 
 
 def _prompt(bench: Bench, num_crops: int, seed: int | None) -> dict[str, torch.Tensor]:
-    """8 tokens of text, an image in so many crops, and a new question; its pixels where a seed is given."""
+    """Some tokens of text, an image in so many crops, and a new question; its pixels where a seed is given."""
     config = bench.model.config
     side = config.vision_config.image_size
     num_tokens = num_crops * (side // config.vision_config.patch_size // config.scale_factor) ** 2
     placeholders = torch.full((1, num_tokens), _VOCABULARY, device=bench.model.device)
-    text, question = bench.text(8), bench.tokens(1, QUESTION_TOKENS)
+    text, question = bench.text(_TEXT_TOKENS), bench.tokens(1, QUESTION_TOKENS)
     given = {"input_ids": torch.cat((text, placeholders, question.clamp(max=_VOCABULARY - 1)), dim=1)}
     if seed is not None:
         drawn = torch.randn(1, num_crops, 3, side, side, generator=torch.Generator().manual_seed(seed))
