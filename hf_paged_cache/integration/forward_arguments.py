@@ -243,12 +243,23 @@ class ArgumentReader:
                     f"the attention mask shows column {shown} of row {number}, which was padding and has no keys and values; "
                     "pass the mask of all columns, or cache.reset() first"
                 )
-        for flag in OUTPUT_FLAGS if running else ():
+        self.require_outputs(arguments, lacks_padding=lacks_padding(running))
+
+    def require_outputs(self, arguments: Mapping[str, Any], *, lacks_padding: bool) -> None:
+        """Refuse an output under which a model may look at padding.
+
+        Args:
+            lacks_padding: keys and values of it are not kept, of rows that have begun without such an output.
+
+        Raises:
+            CacheArgumentError: such a one is asked for.
+        """
+        for flag in OUTPUT_FLAGS if lacks_padding else ():
             if arguments.get(flag) and self.changes_with(flag):
-                _require_kept_padding(
-                    running,
-                    f"{flag} was asked for, with which attention of this model may see the rows' padding",
-                    f"ask for {flag} from the rows' first forward on, load the model with attn_implementation='eager', or leave it out",
+                raise CacheArgumentError(
+                    f"{flag} was asked for, with which attention of this model may see the rows' padding, and keys and values of that "
+                    f"padding are not kept: ask for {flag} from the rows' first forward on, load the model with "
+                    "attn_implementation='eager', or leave it out"
                 )
 
     def _why_other_padding(self, running: Sequence[Row], pads: Sequence[int], before: int, num_new: int) -> str | None:
@@ -257,12 +268,11 @@ class ArgumentReader:
             if row.pad != pad and row.table.num_tokens:
                 return "the padding of a row has changed"
         if self.carries_states and num_new == 1 and max(pads) > before:
-            if self.sees_columns:
-                _require_kept_padding(
-                    running,
+            if self.sees_columns and lacks_padding(running):
+                raise CacheArgumentError(
                     f"column {before} is padding of a row and comes alone, so layers with a state take it for a token that sees the "
-                    "padding before it",
-                    "pass the padding and the row's first token in one forward",
+                    "padding before it, and keys and values of that padding are not kept: pass the padding and the row's first token "
+                    "in one forward"
                 )
             return "layers with a state do not look at the mask of a forward of one column, which is padding here"
         return None
@@ -362,14 +372,9 @@ def for_scheduled(
     return changed
 
 
-def _require_kept_padding(running: Sequence[Row], why: str, instead: str) -> None:
-    """Refuse a forward whose attention may see padding, of rows that have begun without it.
-
-    Raises:
-        CacheArgumentError: keys and values of their padding are not kept.
-    """
-    if any(row.pad and row.commit_end != 0 for row in running):
-        raise CacheArgumentError(f"{why}, and keys and values of that padding are not kept: {instead}")
+def lacks_padding(running: Sequence[Row]) -> bool:
+    """Whether rows have padding whose keys and values are not kept."""
+    return any(row.pad and row.commit_end != 0 for row in running)
 
 
 def _shows_all(mask: Tensor, pads: Sequence[int]) -> bool:

@@ -17,7 +17,7 @@ from ..call.call import Call
 from ..errors import CacheArgumentError, OutOfBlocksError
 from ..kv.states import States
 from ..model.support import cache_layers, has_state
-from .forward_arguments import shape_of
+from .forward_arguments import lacks_padding, shape_of
 from .layers import index_positions, live_states
 
 _WITHOUT_STORE = "computed without the store"
@@ -29,11 +29,13 @@ class OwnLayers:
     Attributes:
         layers: None while the rows are the call's, in the pool.
         num_columns: of the rows here, padding included; while a forward runs, or has died, those before it.
+        lacks_padding: of rows that have moved here, keys and values of padding were not kept.
     """
 
     def __init__(self, model: Any, call: Call) -> None:
         self.layers: list[Any] | None = None
         self.num_columns = 0
+        self.lacks_padding = False
         self._model = model
         self._call = call
         self._before: list[dict[str, Any]] | None = None  # while a forward runs, of each layer `_as_it_is`
@@ -149,6 +151,7 @@ class OwnLayers:
                 "forwards in torch.no_grad()"
             )
         other.layers, other.num_columns = copy.deepcopy(self.layers, memo), self.num_columns
+        other.lacks_padding = self.lacks_padding
 
     def check_not_busy(self) -> None:
         """Raises CacheBusyError while a forward runs on the cache in another thread."""
@@ -170,7 +173,7 @@ class OwnLayers:
             if (keys := getattr(layer, "indexer_keys", None)) is not None:
                 positions = index_positions(call, index, call.rows.num_columns, keys.device)
                 layer.indexer_position_ids = None if positions is None else positions[:, call.rows.alias]
-        self.num_columns = call.rows.num_columns
+        self.num_columns, self.lacks_padding = call.rows.num_columns, lacks_padding(call.rows.distinct)
         self.layers = (
             layers  # from here on the rows are here; what an interrupt leaves to the call, its next event ends
         )

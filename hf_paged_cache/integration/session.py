@@ -273,6 +273,7 @@ class Session:
         if self._was_overtaken and is_open:
             raise CacheBusyError(f"another generate ran on this cache inside of this one; {_ANOTHER_CACHE}")
         if self.own_layers.has_rows:
+            self._reader.require_outputs(arguments, lacks_padding=self.own_layers.lacks_padding)
             return self._run_without_store(arguments)
         if not is_open:
             self._ranks.is_settled = False

@@ -5,6 +5,7 @@ All model types and all orders of calls: tests/conformance/test_output_flags.py.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -140,3 +141,29 @@ def test_a_flag_that_nobody_knows_is_computed_whole_and_not_kept(
             cache.reset()
     run(model, cache, **batch(PROMPT))
     assert cache.last_call.reused_tokens == 0
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_rows_that_left_the_store_without_their_padding_cannot_be_asked_for_what_sees_it(
+    falcon: PreTrainedModel, is_copied: bool
+) -> None:
+    cache = PagedPrefixCache(
+        falcon, block_size=4, num_blocks=7, on_full="bypass"
+    )  # the first piece fits, the second does not
+    rows = batch(row((1, 40)), row((2, 30)))
+    rows = {name: tensor[1:] for name, tensor in rows.items()}  # padded
+    with torch.no_grad():
+        for start, stop in ((0, 30), (30, 40)):
+            given = {"attention_mask": rows["attention_mask"][:, :stop], "past_key_values": cache}
+            falcon(rows["input_ids"][:, start:stop], **given)
+        assert "computed without the store" in str(cache.last_call)
+        cache = copy.deepcopy(cache) if is_copied else cache
+        whole = torch.ones(1, 41, dtype=torch.int64)
+        whole[:, :10] = 0
+        given = {"input_ids": torch.tensor([[7]]), "attention_mask": whole, "past_key_values": cache}
+        with pytest.raises(CacheArgumentError, match="output_attentions was asked for"):
+            falcon(**given, output_attentions=True)
+        got = falcon(**given).logits
+        ids = torch.cat([rows["input_ids"], given["input_ids"]], 1)
+        wanted = falcon(ids, attention_mask=whole, use_cache=False).logits[:, -1:]
+    assert (got - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
