@@ -14,20 +14,8 @@ from __future__ import annotations
 from operator import gt
 
 END, ONCE = 1, 2  # kinds: used once, as the last of its sequence; used once
-NEXT = (
-    0,
-    3,
-    3,
-    4,
-    5,
-    6,
-    7,
-    8,
-    9,
-    10,
-    11,
-    11,
-)  # kind -> kind after one more use, in the order in which they are worth keeping
+# kind -> kind after one more use; kinds are in the order in which they are worth keeping
+NEXT = (0, 3, 3, 4, 5, 6, 7, 8, 9, 10, 11, 11)
 NUM_LINES = len(NEXT)  # of the queue: 0 is that of free blocks, others have the number of the first kind in them
 INTERVAL = 4096  # densities are computed no more often than when so many blocks were given back
 
