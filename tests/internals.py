@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.attention import shared_reads
+from hf_paged_cache.attention import causal, shared_reads
 from hf_paged_cache.attention.view import View
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
 from hf_paged_cache.call import call_states
@@ -66,8 +66,10 @@ def tensor_and_block(store: BlockStore, layer_idx: int, name: str, block_id: int
 
 
 def split_everywhere(patch: pytest.MonkeyPatch) -> None:
-    """Views that read once what rows share do so wherever they share a block, whatever that costs."""
+    """Views read once what rows share, and a forward is one causal square, wherever they can, whatever that costs."""
     patch.setattr(shared_reads, "LAUNCH_BYTES", {"cpu": 0})
+    patch.setattr(causal, "MIN_COLUMNS", 0)
+    patch.setattr(causal, "MIN_NEW", 0)
 
 
 def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore, layers: Collection[int] | None = None) -> None:

@@ -21,7 +21,7 @@ class LazyReads(Protocol):
         ...
 
     def refuse(self) -> None:
-        """Attention is asked for what cannot be served."""
+        """The dense ones are asked for next, by this forward and not by its model."""
         ...
 
     def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:
@@ -100,8 +100,11 @@ def _densely(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def as_dense(states: Tensor) -> Tensor:
-    """The tensor itself, or the one that it stands for."""
-    return states.dense() if isinstance(states, LazyStates) else states
+    """The tensor itself, or the one that it stands for: for a compiled forward, whoever's model it is."""
+    if not isinstance(states, LazyStates):
+        return states
+    states._reads.refuse()
+    return states.dense()
 
 
 # What leaves them lazy; None: it was asked for something else.

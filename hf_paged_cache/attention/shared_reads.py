@@ -32,7 +32,8 @@ LAUNCH_BYTES: Mapping[str, int] = MappingProxyType({"cpu": 3 * 2**19})
 _OTHER_LAUNCH_BYTES = 2**28
 MODEL_LOOKS = "the model looks at keys and values itself, and does not leave all of attention to torch"
 CALL_LOOKS = (
-    "attention was asked for what cannot be read once: dropout, is_causal, or a mask that hides more than padding"
+    "attention was asked for what cannot be read once: dropout, is_causal, a mask that hides more than padding, "
+    "or all of it by a compiled forward"
 )
 GRADIENTS = "gradients were on"
 IN_CHUNKS = "prefill_chunk_size was given, and what is read in parts rounds otherwise"
@@ -96,13 +97,19 @@ class SharedReads:
         """Other rows run from here on; `in_chunks` as in `View.start_rows`."""
         self._each_because, self._is_planned = IN_CHUNKS if in_chunks else "", False
 
-    def look(self, *, is_call: bool) -> None:
-        """What rows share was asked for dense: by the call's attention, or else by the model, for good."""
+    @property
+    def may_be_lazy(self) -> bool:
+        """Whether what attention reads may be left to it."""
+        return not self._why_each()
+
+    def look(self, *, is_call: bool = False) -> None:
+        """What layers read was asked for dense: by the call's attention, or else by the model, for good."""
         if is_call:
             self._each_because = CALL_LOOKS
         else:
             self.model_looks = True
-        self.read_once = self.read_once._replace(dense=CALL_LOOKS if is_call else MODEL_LOOKS)
+        if self.plan is not None:
+            self.read_once = self.read_once._replace(dense=CALL_LOOKS if is_call else MODEL_LOOKS)
 
     def reorder(self, sources: Sequence[int]) -> bool:
         """Row `i` continues as row `sources[i]`. Returns whether what is held is of these rows as well, tails apart."""
@@ -366,7 +373,7 @@ class _LayerReads:
         return whole
 
     def refuse(self) -> None:
-        """`LazyReads.refuse`: the dense ones are asked for next."""
+        """`LazyReads.refuse`."""
         self._is_refused = True
 
     def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:

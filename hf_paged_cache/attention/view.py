@@ -21,6 +21,7 @@ from ..kv.block_tables import BlockTables, read_source
 from ..kv.recycled_memory import RecycledMemory, zeros
 from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer
+from .causal import CausalSquare
 from .shared_reads import ReadOnce, SharedReads
 
 MIN_SPARE_COLUMNS = 128  # that a buffer has at least when it grows: few decode steps have to grow it
@@ -120,6 +121,7 @@ class View:
         self._buffers: dict[int, dict[str, _Buffer]] = {}
         self._buffer_bytes = 0
         self._shared = SharedReads(pool)
+        self._square: CausalSquare | None = None  # the forward, if it is attended as one
         self._kept: list[RowLayout] = []  # row -> what the buffers hold of it, as of the last `keep`
         self._valid: list[int] = []  # row -> end of the columns that the buffers hold of it
         self._max_rows, self._max_columns = 0, math.inf
@@ -176,7 +178,7 @@ class View:
         self._shared.read_once = ReadOnce()
 
     def read_once_whatever_it_costs(self) -> None:
-        """What rows share is read once even where that does not pay, to see whether it can be."""
+        """Attention is asked otherwise than of all that is read even where that does not pay, to see whether it can be."""
         self._shared.weighs_launches = False
 
     # A forward.
@@ -240,6 +242,10 @@ class View:
                 self._leave_buffers()
                 self.keeps_columns = self._shared.plan is None
             first_own = self._shared.start_forward(start, stop)
+        self._square = None
+        pays = CausalSquare.pays(start, stop) or not self._shared.weighs_launches
+        if pays and start and self._shared.plan is None and self._shared.may_be_lazy:
+            self._square = CausalSquare(start, stop, self._shared.look)
         self._layouts, valid = rows, self._valid
         valid += [0] * (num_rows - len(valid))  # rows taken over from another cache, or multiplied
         lacks_columns = min(valid[:num_rows]) < start
@@ -320,11 +326,8 @@ class View:
             torch.OutOfMemoryError: `do_without_copies` may help.
         """
         group = self._group_of.get(layer_idx, self._all)
-        shares = self._shared.plan is not None and group is self._all
         if not self.keeps_columns:
-            gathered = self._gathered(group, layer_idx, new)
-            memory = None if self._may_keep else self._memory
-            return self._shared.read(layer_idx, new, gathered, memory) if shares else gathered
+            return self._lazily(group, layer_idx, new, self._gathered(group, layer_idx, new))
         num_rows, start, stop = self._num_rows, self._start, self._stop
         first, base, room, num_new = group.first, group.base, group.room, stop - start
         buffers, is_ready, read = self._buffers.setdefault(layer_idx, {}), False, {}
@@ -349,7 +352,17 @@ class View:
                 whole = read[name] = _joined(buffer.narrow(2, first - base, start - first), states)
                 held.base = group.next_base
                 held.at(slice(num_rows), held.base, stop).copy_(whole[:, :, held.base - first :])
-        return self._shared.read(layer_idx, new, read) if shares else read
+        return self._lazily(group, layer_idx, new, read)
+
+    def _lazily(
+        self, group: _Group, layer_idx: int, new: Mapping[str, Tensor], read: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """What attention reads of a layer, where it can do better than read all of it."""
+        if group is not self._all:
+            return read
+        if self._shared.plan is not None:
+            return self._shared.read(layer_idx, new, read, None if self._may_keep else self._memory)
+        return read if self._square is None else self._square.read(read)
 
     def _gathered(self, group: _Group, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`read`, where no columns are kept."""
@@ -492,6 +505,7 @@ class View:
 
     def pause(self) -> None:
         """A call has ended; its rows may resume. Gives back memory that only a running forward needs."""
+        self._square = None
         self._memory.drop()
         for group in self._groups:
             group.missing = []

@@ -1,0 +1,135 @@
+"""Many new tokens after few known ones are attended as one causal square, and give what `DynamicCache` gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.attention import causal, shared_reads
+from hf_paged_cache.attention.lazy import LazyStates
+
+from ..internals import split_everywhere
+from ..reference import assert_same, batch, is_same, row, run, zero_blocks
+from ..tiny_models import build, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KNOWN = (1, 40)
+LONG = row(KNOWN, (2, 90))
+CALLS: dict[str, dict[str, Any]] = {
+    "one row": batch(LONG),
+    "beams": {**batch(LONG), "num_beams": 3},
+    "rows of one length": batch(row(KNOWN, (2, 90)), row(KNOWN, (3, 90))),
+}
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each attention that was asked of a square, whether it was served; squares are tried wherever something is known."""
+    split_everywhere(monkeypatch)
+    asked: list[bool] = []
+    attend = causal._LayerReads.attend
+
+    def noting(*args: Any) -> Any:
+        result = attend(*args)
+        asked.append(result is not None)
+        return result
+
+    monkeypatch.setattr(causal._LayerReads, "attend", noting)
+    return asked
+
+
+@pytest.mark.parametrize("attention", ["paged", "gather"])
+@pytest.mark.parametrize("what", [*CALLS])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "mixtral", "bloom"])
+def test_a_long_rest_gives_the_same_logits(name: str, what: str, attention: str, served: list[bool]) -> None:
+    model, call = tiny(name), CALLS[what]
+    cache, reference = PagedPrefixCache(model, attention=attention), run(model, **call)
+    run(model, cache, **batch(row(KNOWN)))
+    cache.reset()
+    assert_same(reference, run(model, cache, **call))
+    # of rows that share what is known it is read once instead; bloom looks at keys and values
+    assert any(served) == (what != "rows of one length" and name != "bloom")
+    run(model, fresh := PagedPrefixCache(model, attention=attention), **batch(row(KNOWN)))
+    fresh.reset()
+    zero_blocks(fresh)
+    assert not is_same(reference, run(model, fresh, **call))
+
+
+def test_rows_that_share_too_little_to_be_read_once_are_squares(
+    served: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_reads, "LAUNCH_BYTES", {"cpu": 2**40})
+    model, call = tiny("llama"), CALLS["rows of one length"]
+    run(model, cache := PagedPrefixCache(model), **batch(row(KNOWN)))
+    assert_same(run(model, **call), run(model, cache, **call))
+    assert any(served)
+
+
+@pytest.mark.parametrize(
+    "what", ["padding", "a mask with a hole", "bidirectional", "numbers", "numbers that say how much"]
+)
+def test_only_what_is_causal_is_served(what: str, served: list[bool]) -> None:
+    model = tiny("llama")
+    ours, theirs = PagedPrefixCache(model), DynamicCache(config=model.config)
+    ids = torch.tensor([LONG[:-3]])
+    mask: torch.Tensor = torch.tril(torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool))
+    if what == "a mask with a hole":
+        mask[..., 100:, 60] = False
+    elif what == "bidirectional":
+        mask[..., 50:60, 50:60] = True
+    elif what == "padding":
+        mask[..., :3] = False
+        mask |= torch.eye(ids.shape[1], dtype=torch.bool)
+    if "numbers" in what:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    if what == "numbers that say how much":
+        mask[..., 10] = -1.0
+    outputs = []
+    for cache in (ours, theirs):
+        with torch.no_grad():
+            model(ids[:, :40], past_key_values=cache, attention_mask=mask[..., :40, :40])
+            rest = mask[..., 40:, :]
+            outputs.append(model(ids[:, 40:], past_key_values=cache, attention_mask=rest).logits)
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-4 * float(outputs[1].abs().max()))
+    assert served
+    assert {*served} == {what == "numbers"}
+
+
+def test_a_model_that_looks_at_keys_is_asked_once(served: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = build("llama", attn_implementation="eager"), []
+    new = LazyStates.__new__
+    monkeypatch.setattr(LazyStates, "__new__", lambda *args: made.append(args) or new(*args))
+    cache = PagedPrefixCache(model)
+    run(model, cache, **batch(row(KNOWN)))
+    assert made
+    made.clear()
+    call = batch(LONG)
+    assert_same(run(model, **call), run(model, cache, **call))
+    assert not made
+    assert not served
+
+
+def test_a_compiled_forward_does_not_speak_for_its_model(served: list[bool]) -> None:
+    model = build("llama", num_hidden_layers=1)
+    cache, eager = PagedPrefixCache(model), model.forward
+    run(model, cache, **batch(row(KNOWN)))
+    model.forward = torch.compile(eager, backend="eager", dynamic=True)
+    call = batch(LONG)
+    assert_same(run(model, **call), run(model, cache, **call))
+    assert not any(served)
+    model.forward = eager
+    call = batch(row(KNOWN, (3, 90)))
+    assert_same(run(model, **call), run(model, cache, **call))
+    assert any(served)
+
+
+def test_thresholds() -> None:
+    assert causal.CausalSquare.pays(16, 1024)
+    assert not causal.CausalSquare.pays(0, 1024)
+    assert not causal.CausalSquare.pays(16, 500)
+    assert not causal.CausalSquare.pays(300, 1024)
