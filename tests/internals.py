@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,6 +71,20 @@ def split_everywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(shared_reads, "LAUNCH_BYTES", {"cpu": 0})
     patch.setattr(causal, "MIN_COLUMNS", 0)
     patch.setattr(causal, "MIN_NEW", 0)
+
+
+def note_served(patch: pytest.MonkeyPatch, module: ModuleType) -> list[bool]:
+    """Of each attention that is asked of what a module of ours left lazy, whether it was served."""
+    asked: list[bool] = []
+    attend = module._LayerReads.attend
+
+    def noting(*args: Any) -> Any:
+        result = attend(*args)
+        asked.append(result is not None)
+        return result
+
+    patch.setattr(module._LayerReads, "attend", noting)
+    return asked
 
 
 def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore, layers: Collection[int] | None = None) -> None:

@@ -12,7 +12,7 @@ from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.attention import causal, shared_reads
 from hf_paged_cache.attention.lazy import LazyStates
 
-from ..internals import split_everywhere
+from ..internals import note_served, split_everywhere
 from ..reference import assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
 
@@ -31,16 +31,7 @@ CALLS: dict[str, dict[str, Any]] = {
 def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each attention that was asked of a square, whether it was served; squares are tried wherever something is known."""
     split_everywhere(monkeypatch)
-    asked: list[bool] = []
-    attend = causal._LayerReads.attend
-
-    def noting(*args: Any) -> Any:
-        result = attend(*args)
-        asked.append(result is not None)
-        return result
-
-    monkeypatch.setattr(causal._LayerReads, "attend", noting)
-    return asked
+    return note_served(monkeypatch, causal)
 
 
 @pytest.mark.parametrize("attention", ["paged", "gather"])

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.attention import shared_reads
 
-from ..internals import split_everywhere
+from ..internals import note_served, split_everywhere
 from ..reference import PROMPT, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
 
@@ -40,16 +40,7 @@ def one_block_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each attention that was asked of what rows share, whether it was served."""
-    asked: list[bool] = []
-    attend = shared_reads._LayerReads.attend
-
-    def noting(*args: Any) -> Any:
-        result = attend(*args)
-        asked.append(result is not None)
-        return result
-
-    monkeypatch.setattr(shared_reads._LayerReads, "attend", noting)
-    return asked
+    return note_served(monkeypatch, shared_reads)
 
 
 @pytest.mark.parametrize("what", [*CALLS])
