@@ -122,6 +122,7 @@ class View:
         self._buffer_bytes = 0
         self._shared = SharedReads(pool)
         self._square: CausalSquare | None = None  # the forward, if it is attended as one
+        self._is_lazy = False  # the forward is one, or its rows share what is read once
         self._kept: list[RowLayout] = []  # row -> what the buffers hold of it, as of the last `keep`
         self._valid: list[int] = []  # row -> end of the columns that the buffers hold of it
         self._max_rows, self._max_columns = 0, math.inf
@@ -243,9 +244,10 @@ class View:
                 self.keeps_columns = self._shared.plan is None
             first_own = self._shared.start_forward(start, stop)
         self._square = None
-        pays = CausalSquare.pays(start, stop) or not self._shared.weighs_launches
-        if pays and start and self._shared.plan is None and self._shared.may_be_lazy:
-            self._square = CausalSquare(start, stop, self._shared.look)
+        if start and stop - start > 1 and self._shared.plan is None and self._shared.may_be_lazy:
+            if CausalSquare.pays(start, stop) or not self._shared.weighs_launches:
+                self._square = CausalSquare(start, stop, self._shared.look)
+        self._is_lazy = self._shared.plan is not None or self._square is not None
         self._layouts, valid = rows, self._valid
         valid += [0] * (num_rows - len(valid))  # rows taken over from another cache, or multiplied
         lacks_columns = min(valid[:num_rows]) < start
@@ -327,7 +329,8 @@ class View:
         """
         group = self._group_of.get(layer_idx, self._all)
         if not self.keeps_columns:
-            return self._lazily(group, layer_idx, new, self._gathered(group, layer_idx, new))
+            read = self._gathered(group, layer_idx, new)
+            return self._lazily(layer_idx, new, read) if self._is_lazy and group is self._all else read
         num_rows, start, stop = self._num_rows, self._start, self._stop
         first, base, room, num_new = group.first, group.base, group.room, stop - start
         buffers, is_ready, read = self._buffers.setdefault(layer_idx, {}), False, {}
@@ -352,17 +355,13 @@ class View:
                 whole = read[name] = _joined(buffer.narrow(2, first - base, start - first), states)
                 held.base = group.next_base
                 held.at(slice(num_rows), held.base, stop).copy_(whole[:, :, held.base - first :])
-        return self._lazily(group, layer_idx, new, read)
+        return self._lazily(layer_idx, new, read) if self._is_lazy and group is self._all else read
 
-    def _lazily(
-        self, group: _Group, layer_idx: int, new: Mapping[str, Tensor], read: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """What attention reads of a layer, where it can do better than read all of it."""
-        if group is not self._all:
-            return read
-        if self._shared.plan is not None:
-            return self._shared.read(layer_idx, new, read, None if self._may_keep else self._memory)
-        return read if self._square is None else self._square.read(read)
+    def _lazily(self, layer_idx: int, new: Mapping[str, Tensor], read: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What attention reads of a layer, where more is known of it than a mask says."""
+        if self._square is not None:
+            return self._square.read(read)
+        return self._shared.read(layer_idx, new, read, None if self._may_keep else self._memory)
 
     def _gathered(self, group: _Group, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`read`, where no columns are kept."""
