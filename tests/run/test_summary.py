@@ -18,7 +18,11 @@ from hf_paged_cache.tiers.worth import Rate
 def model_run() -> ModelRun:
     totals, compute = CallTotals(), Rate()
     totals.record(1_000, 300, 600, num_calls=2)
-    reasons = [("no cached block continues with tokens 16 to 31", 290), ("a; b", 6), ("c", 3), ("d", 1), ("e", 0)]
+    reasons = [
+        ("no cached block continues with tokens 16 to 31", 100),
+        ("no cached block continues with tokens 16 to 47", 190),
+    ]
+    reasons += [("a {1}; b", 6), ("c", 3), ("d", 1), ("e", 0)]
     totals.record_reasons(reasons)
     compute.rough_seconds = 0.8
     return ModelRun(
@@ -34,9 +38,9 @@ def test_the_lines_have_counts_seconds_and_the_three_most_frequent_reasons(capsy
         "hf-paged-cache run: " + line
         for line in (
             "Model (folder): 2 calls, 1,000 prompt tokens: 600 reused, 100 computed once for several rows, 300 computed; "
-            "about 35.0 s saved",
-            "  290 tokens computed: no cached block continues with tokens … to …",
-            "  6 tokens computed: a",
+            "about 35.0 s saved, at 50.00 s for 1,000 tokens",
+            "  290 tokens computed: no cached block continues with tokens 16 to 31-47",
+            "  6 tokens computed: a {1}",
             "  3 tokens computed: c",
             "Model (folder): 2 calls without the cache: use_cache is False",
             "say this",
