@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PROGRAMS = Path(__file__).parent / "programs"
+EXIT_CODES = {"exits": 3, "raises": 1}  # of all others: 0
 NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem != "shared")
 LAUNCH = [
     "-m",
