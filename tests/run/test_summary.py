@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -13,6 +15,12 @@ from hf_paged_cache.run.options import RunOptions
 from hf_paged_cache.run.summary import Account, ModelRun, report
 from hf_paged_cache.store.call_totals import CallTotals
 from hf_paged_cache.tiers.worth import Rate
+
+
+@pytest.fixture(autouse=True)
+def _without_a_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lm_eval", "hf_paged_cache.lm_eval"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 def model_run() -> ModelRun:
@@ -46,6 +54,17 @@ def test_the_lines_have_counts_seconds_and_the_three_most_frequent_reasons(capsy
             "say this",
         )
     ]
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_a_harness_that_runs_the_model_of_its_own_hears_of_the_other(
+    is_ours: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
+    if is_ours:
+        monkeypatch.setitem(sys.modules, "hf_paged_cache.lm_eval", ModuleType("lm_eval"))
+    report(RunOptions({}, None, False, 0), [], [])
+    assert ("--model hf-paged in place of hf" in capsys.readouterr().err) == (not is_ours)
 
 
 def test_seconds_are_not_said_where_nothing_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
