@@ -1,6 +1,6 @@
-"""GRPO with TRL: the samples of a prompt share its blocks, and after each optimizer step nothing of before is found.
+"""GRPO with TRL: under `hf-paged-cache run` the samples of a prompt are computed as one. Without it, this trains the same.
 
-pip install trl; python examples/grpo_rollouts.py [--model FOLDER_OR_NAME] [--steps 2]
+pip install trl; hf-paged-cache run examples/grpo_rollouts.py [--model FOLDER_OR_NAME] [--steps 2]
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.cli.demo_model import load_or_exit
+from hf_paged_cache.trainer import PrefixCacheCallback
 
 PROMPTS = ["Write a word that rhymes with light: ", "Write a word that rhymes with day: "]
 
@@ -38,6 +38,7 @@ def main() -> None:
             per_device_train_batch_size=given.samples,
             num_generations=given.samples,
             max_completion_length=8,
+            logging_steps=1,
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
@@ -49,11 +50,12 @@ def main() -> None:
             reward_funcs=short_is_good,
             args=config,
             train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS * given.steps]),
+            callbacks=[PrefixCacheCallback()],  # optional: adds to what is logged
         )
-        with PagedPrefixCache(trainer.model) as cache:
-            trainer.train()
-            stats = cache.stats()
-    print(f"{stats.num_calls} calls: computed {stats.computed_tokens} of {stats.prompt_tokens} prompt tokens")
+        trainer.train()
+    for entry in trainer.state.log_history[: given.steps]:
+        share = entry.get("prefix_cache/shared_rate", 0.0)
+        print(f"reward {entry['reward']:.1f}, {share:.0%} of the prompt tokens computed once for several samples")
 
 
 if __name__ == "__main__":

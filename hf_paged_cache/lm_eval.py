@@ -1,4 +1,6 @@
-"""lm-evaluation-harness on a prefix cache: the model `hf-paged`, which gives what `hf` gives. Importing this module registers it.
+"""lm-evaluation-harness on a prefix cache: `hf-paged` gives what `hf` gives, and `hf-paged-multimodal` what `hf-multimodal` gives.
+
+Importing this module registers them.
 
 Owns the order and the batches of requests; tasks, texts, metrics and all arguments are the harness's own.
 """
@@ -13,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
+from lm_eval.models.hf_vlms import HFMultimodalLM
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
@@ -142,6 +145,14 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
         logger.warning(_BEGIN_OTHERWISE)
         if (program := running_program()) is not None:
             program.advise(_BEGIN_OTHERWISE)
+
+
+@register_model("hf-paged-multimodal")
+class PagedHFMultimodalLM(PagedHFLM, HFMultimodalLM):  # type: ignore[misc]
+    """The harness's model for prompts with images on a prefix cache: an image, and what stands before it, is computed once.
+
+    Args, Raises: as of `PagedHFLM`; options are those of `HFMultimodalLM`, which takes no batch size "auto".
+    """
 
 
 def _runs(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:

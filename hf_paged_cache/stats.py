@@ -38,8 +38,8 @@ class CacheStats:
         num_snapshots: of what layers with a state carry, at the ends of blocks; 0 where no layer does.
         snapshot_bytes: of these; not in the pool. What running rows carry is not counted.
         tiers: below the pool, from the nearest; empty where there are none.
-        computed_because: why rows were known no further, with "…" for its numbers, and how many tokens were computed after
-            that; the most tokens first.
+        computed_because: why rows were known no further, with the ranges of its numbers ("tokens 16-400 to 31-415"), and how many
+            tokens were computed after that; the most tokens first.
         backend: what computes attention over what rows share. None of a store, and to a cache with a salt: it tells of others.
 
     Examples:

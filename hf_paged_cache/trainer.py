@@ -20,9 +20,9 @@ class PrefixCacheCallback(TrainerCallback):
     that was computed once for several rows, such as the samples of a prompt; `prefix_cache/saved_seconds`, once it is known what
     a token takes (see `CacheStats`).
 
-    `trainer.add_callback(...)` puts them into `trainer.state.log_history` and into what is printed. Callbacks that report
-    elsewhere (to wandb, for example) run before; to be read by these, it must come first:
-    `trainer.callback_handler.callbacks.insert(0, PrefixCacheCallback())`.
+    `GRPOTrainer(..., callbacks=[PrefixCacheCallback()])` puts them into `trainer.state.log_history` and into what is printed;
+    `trainer.add_callback(...)` runs after the printing. Callbacks that report elsewhere (to wandb, for example) run before both; to be
+    read by these, it must come first: `trainer.callback_handler.callbacks.insert(0, PrefixCacheCallback())`.
 
     Args:
         cache: of the trainer's model, or its store; None: the one of `hf-paged-cache run`. Without either nothing is added, and a

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from .run.comparing import run_program
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 Run = Callable[..., list[str]]
 
@@ -132,10 +134,16 @@ def test_adapters_have_blocks_of_their_own(run_example: Run) -> None:
     assert min(reused[2:]) > 200
 
 
-def test_grpo_computes_the_samples_of_a_prompt_once(run_example: Run) -> None:
-    calls, computed, of = numbers(run_example("grpo_rollouts.py", "--samples", "4")[-1])
-    assert calls >= 2
-    assert computed <= of / 2
+def test_grpo_under_the_command_computes_the_samples_of_a_prompt_once(model_folder: str, tmp_path: Path) -> None:
+    command = [str(EXAMPLES / "grpo_rollouts.py"), "--samples", "4", "--model", model_folder]
+    ran = run_program(command, stats=tmp_path / "stats")
+    assert ran.exit_code == 0, ran.stderr
+    steps = [line for line in ran.stdout.decode().splitlines() if line.startswith("reward ")]
+    assert [numbers(line)[-1] for line in steps] == [75, 75]
+    assert ran.stdout.count(b"'prefix_cache/shared_rate': ") == 2  # printed by the trainer, too
+    (model,) = ran.models
+    assert (model["num_calls"], model["calls_without_cache"]) == (2, {})
+    assert model["computed_tokens"] == model["prompt_tokens"] / 4
 
 
 def test_multi_gpu_runs_on_what_there_is(run_example: Run) -> None:

@@ -269,7 +269,7 @@ def test_a_row_says_why_no_more_was_reused_and_what_another_row_has_computed(tin
     cache.reset()
     run(tiny_llama, cache, **batch(*[row((1, 140))] * 2), max_new_tokens=1)
     first, second = str(cache.last_call).splitlines()[-2:]
-    why = "the 12 tokens from token 128 on do not fill a block of 16"
+    why = "from token 128 on there is no full block: 12 of 16 tokens"
     assert first == f"row 0: 128 of 140 prompt tokens reused; {why}"
     assert second == f"row 1: 128 of 140 prompt tokens reused; 12 were computed for another row; {why}"
 
@@ -354,5 +354,9 @@ def test_seconds_saved_and_reasons_follow_from_what_was_computed() -> None:
     assert stats.saved_seconds > 0
     reasons = dict(stats.computed_because)
     assert sum(reasons.values()) == stats.computed_tokens
-    assert reasons["no cached block has these first … tokens under the same conditions"] == 150
-    assert not any(letter.isdigit() for reason in reasons for letter in reason)
+    assert reasons["no cached block has these first 16 tokens under the same conditions"] == 150
+    for num_shared in (130, 16):
+        cache.reset()
+        run(model, cache, input_ids=torch.tensor([row((1, num_shared), (3, 20))]))
+    reasons = dict(cache.stats().computed_because)
+    assert reasons["no cached block continues with tokens 16-128 to 31-143"] == 22 + 20

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache import PagedPrefixCache
-from ..errors import PagedCacheError
+from ..errors import CacheArgumentError, PagedCacheError
 from ..integration.hooks import detach, is_attached
 from ..model.probing import (
     NUM_CACHED,
@@ -89,6 +90,7 @@ def check_model(model: Any) -> ModelReport:
     Effects: none that last. An unsupported model is reported, not raised.  Cost: a dozen short forwards.
 
     Raises:
+        CacheArgumentError: it is no model at all, such as the name of one.
         torch.OutOfMemoryError: a forward of the model does not fit.
 
     Examples:
@@ -110,6 +112,8 @@ def check_model(model: Any) -> ModelReport:
             if not was_attached:
                 detach(model)
     except PagedCacheError as error:
+        if not isinstance(model, Module):
+            raise CacheArgumentError(str(error)) from None
         return ModelReport(name, False, str(error).removeprefix(f"{name}: "), layers=layers)
 
 

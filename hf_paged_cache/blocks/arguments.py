@@ -39,7 +39,7 @@ def num_bytes_of(name: str, size: object, least: int) -> int:
     """Bytes that are given as an int, or as a text with a unit: decimal (GB), or binary (GiB).
 
     Raises:
-        CacheArgumentError: it is neither, or fewer than `least`.
+        CacheArgumentError: it is neither, or fewer than `least`, or a text of fewer than 1,000 without a unit.
 
     Examples:
         >>> (
@@ -61,6 +61,8 @@ def num_bytes_of(name: str, size: object, least: int) -> int:
     num_bytes = int(Decimal(found[1]) * unit)
     if num_bytes < least:
         raise CacheArgumentError(f"{name} is {size!r}; it must be {least} or more bytes")
+    if 0 < num_bytes < 1000 and not found[2]:  # as of 4 GB, where a space ends what a shell passes on
+        raise CacheArgumentError(f"{name} is {size} without a unit; for gigabytes give {size}GB, without a space")
     return num_bytes
 
 

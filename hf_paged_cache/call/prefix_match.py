@@ -12,7 +12,6 @@ from ..blocks import BlockTable, Group, HashChain, resumable
 from ..blocks.image_tokens import WholeImages, filled_up, hold_images, said_image, whole_images
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..store.block_store import BlockStore
-from ..wording import counted
 from .image_ends import end_after
 from .rows import Origin, Row
 from .scheduled_forward import RowInput
@@ -249,8 +248,7 @@ def _why_stopped(num_known: int, token_ids: TokenIds, block_size: int, previous:
         return f"no cached block has {image} after these tokens"
     if end > len(token_ids):
         num_left = len(token_ids) - num_known
-        do = "does" if num_left == 1 else "do"
-        return f"the {counted(num_left, 'token')} from token {num_known} on {do} not fill a block of {block_size}"
+        return f"from token {num_known} on there is no full block: {num_left} of {block_size} tokens"
     if num_known == 0:
         return f"no cached block has these first {block_size} tokens under the same conditions"
     return f"no cached block continues with tokens {num_known} to {end - 1}"

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import cleandoc
 from pathlib import Path
 from textwrap import shorten
 from typing import Annotated, Any, Literal
@@ -24,7 +25,8 @@ MaxBytes = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="The most memory of a model's keys and values, such as 4GB or 4GiB; half of what is free, if not given.",
+        help="The most memory of a model's keys and values, such as 4GB or 4GiB, without a space. Half of what is free, if not "
+        "given. What a token takes: hf-paged-cache doctor MODEL.",
         show_default=False,
     ),
 ]
@@ -43,8 +45,22 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 class Command(TyperCommand):
     """A command that ends with one line where what it runs is refused, cannot be read, or finds no memory.
 
+    Its help is wrapped as the terminal is, and shows no type beside an option that takes no value.
+
     Exit codes: 2, with that line; else the command's own.
     """
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        paragraphs = cleandoc(self.help or "").split("\n\n")
+        self.help = "\n\n".join(each.replace("\n", " ") for each in paragraphs)
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)
+        for each in params:
+            if getattr(each, "is_flag", False):
+                each.metavar = ""
+        return params
 
     def invoke(self, ctx: Any) -> Any:
         cause: Exception

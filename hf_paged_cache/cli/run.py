@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,15 +24,16 @@ def run(
     program: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="PROGRAM [ARGS]...",
+            metavar="PROGRAM",
             show_default=False,
-            help="A Python script, an installed command (lm_eval, accelerate, trl, transformers), or -m MODULE.",
+            help="A Python script, an installed command (lm_eval, accelerate, trl, transformers), or -m MODULE; then its own "
+            "arguments.",
         ),
     ] = None,
     max_bytes: MaxBytes = None,
     attention: Attention = "paged",
     disk_folder: DiskFolder = None,
-    salt: Annotated[
+    cache_salt: Annotated[
         str | None, typer.Option(help="Of all blocks: a run with another one finds none of them.", show_default=False)
     ] = None,
     stats: Annotated[
@@ -49,12 +52,15 @@ def run(
     sizes = {"max_bytes": max_bytes, "disk_folder": disk_folder and str(disk_folder.absolute())}
     given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
     store_options(**given)
-    if salt == "":
-        raise CacheArgumentError("--salt is empty; leave it out")
+    if cache_salt == "":
+        raise CacheArgumentError("cache_salt is empty; leave it out")
     command = _command_line(program or [])
     if stats is not None:
-        stats.write_text("", encoding="utf-8")
-    given |= {"attention": attention} | ({} if salt is None else {"cache_salt": salt})
+        try:
+            stats.write_text("", encoding="utf-8")
+        except OSError as error:
+            raise CacheArgumentError(f"--stats {stats} cannot be written: {error.strerror}") from error
+    given |= {"attention": attention} | ({} if cache_salt is None else {"cache_salt": cache_salt})
     options = RunOptions(given, None if stats is None else str(stats.absolute()), quiet, os.getpid())
     sys.stdout.flush()
     os.execvpe(command[0], command, options.environment(os.environ))
@@ -70,8 +76,12 @@ def _command_line(given: list[str]) -> list[str]:
     if name == "-m" and others:
         return [sys.executable, *given]
     if name.startswith("-"):
-        wrong = "" if name == "-m" else f"there is no option {name}; "
-        raise CacheArgumentError(f"{wrong}give a program to run: a Python script, an installed command, or -m MODULE")
+        if name != "-m":
+            close = get_close_matches(name, [f"--{each.replace('_', '-')}" for each in signature(run).parameters], 1)
+            raise CacheArgumentError(
+                f"there is no option {name}{f'; did you mean {close[0]}?' if close else '.'} See --help"
+            )
+        raise CacheArgumentError("give a program to run: a Python script, an installed command, or -m MODULE")
     if Path(name).suffix == ".py" or Path(name).is_dir():
         if not Path(name).exists():
             raise CacheArgumentError(f"there is no file {name}")

@@ -32,10 +32,11 @@ def begin() -> None:
 
 
 def register(module: ModuleType) -> None:
-    """lm-evaluation-harness knows the model `hf-paged`, and imports it where it is asked for."""
+    """lm-evaluation-harness knows the models `hf-paged` and `hf-paged-multimodal`, and imports them where they are asked for."""
     from lm_eval.api.registry import model_registry
 
-    model_registry.register("hf-paged", target="hf_paged_cache.lm_eval:PagedHFLM")
+    for name, target in (("hf-paged", "PagedHFLM"), ("hf-paged-multimodal", "PagedHFMultimodalLM")):
+        model_registry.register(name, target=f"hf_paged_cache.lm_eval:{target}")
 
 
 class AfterImport(MetaPathFinder):

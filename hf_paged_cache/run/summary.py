@@ -57,20 +57,18 @@ class ModelRun:
             "computed_tokens": prompt - reused - shared,
             "reused_tokens": reused,
             "shared_tokens": shared,
-            "saved_seconds": self._saved_seconds(),
+            "saved_seconds": None if (seconds := self._seconds_of_a_token()) is None else (reused + shared) * seconds,
             "computed_because": dict(sum((each.totals.computed_because for each in self.accounts), Counter())),
             "calls_without_cache": dict(self.without),
         }
 
-    def _saved_seconds(self) -> float | None:
-        seconds = []
-        for totals, compute, block_size in self.accounts:
+    def _seconds_of_a_token(self) -> float | None:
+        """What one took in its last long forwards."""
+        for _, compute, block_size in reversed(self.accounts):
             compute.settle()
-            num_saved = totals.metrics.num_hit_tokens + totals.metrics.num_shared_tokens
-            if num_saved and compute.rough_seconds is None:
-                return None
-            seconds.append(num_saved * (compute.rough_seconds or 0.0) / block_size)
-        return sum(seconds)
+            if compute.rough_seconds is not None:
+                return compute.rough_seconds / block_size
+        return None
 
 
 def report(options: RunOptions, models: Sequence[ModelRun], advice: Sequence[str]) -> None:
@@ -85,6 +83,8 @@ def report(options: RunOptions, models: Sequence[ModelRun], advice: Sequence[str
             say(
                 "no generate was called in this process; generate_batch, continuous batching and vLLM have caches of their own"
             )
+        if "lm_eval" in sys.modules and "hf_paged_cache.lm_eval" not in sys.modules:
+            say("lm_eval: with --model hf-paged in place of hf, contexts of log-likelihoods are reused, too")
     if options.stats is not None and (counts or os.getpid() == options.pid):
         line = json.dumps({"pid": os.getpid(), "arguments": sys.argv, "models": counts, "advice": [*advice]})
         try:
@@ -105,7 +105,8 @@ def _say_of_model(counts: dict[str, Any]) -> None:
     if counts["num_calls"]:
         saved, shared = counts["saved_seconds"], counts["shared_tokens"]
         of_rows = f", {shared:,} computed once for several rows" if shared else ""
-        about = "" if saved is None else f"; about {saved:,.1f} s saved"
+        num_saved = counts["reused_tokens"] + shared
+        about = f"; about {saved:,.1f} s saved, at {1000 * saved / num_saved:.2f} s for 1,000 tokens" if saved else ""
         say(
             f"{name}: {counted(counts['num_calls'], 'call')}, {counts['prompt_tokens']:,} prompt tokens: "
             f"{counts['reused_tokens']:,} reused{of_rows}, {counts['computed_tokens']:,} computed{about}"

@@ -8,6 +8,7 @@ from ..blocks import PrefixCacheMetrics
 
 _WINDOW = 100  # forwards of prompts that the recent hit rate is about
 _MOST_REASONS = 64  # there are about twenty
+_NUMBER = re.compile(r"\d+")
 
 
 class CallTotals:
@@ -17,14 +18,14 @@ class CallTotals:
         metrics: prompt tokens, those reused and those shared, of all calls and of the last forwards.
         num_calls: calls that computed something.
         num_bypassed_calls: those of which a part ran without the store.
-        computed_because: why rows matched no further, without its numbers -> tokens that were computed after that.
     """
 
     def __init__(self) -> None:
         self.metrics = PrefixCacheMetrics(window=_WINDOW)
         self.num_calls = 0
         self.num_bypassed_calls = 0
-        self.computed_because: Counter[str] = Counter()
+        self._because: Counter[str] = Counter()  # why, with {} for its numbers -> tokens
+        self._numbers: dict[str, list[list[int]]] = {}  # why -> of each of its numbers the least and the most
 
     def record(self, num_tokens: int, num_computed: int, num_reused: int, *, num_calls: int) -> None:
         """Count a forward of prompts, which begins `num_calls` calls: 0 or 1."""
@@ -35,6 +36,19 @@ class CallTotals:
         """Count why each row of a forward matched no further, and how many tokens it computed."""
         for stopped, num_computed in reasons:
             if num_computed:
-                why = re.sub(r"\d+", "…", stopped.partition(";")[0])
-                if why in self.computed_because or len(self.computed_because) < _MOST_REASONS:
-                    self.computed_because[why] += num_computed
+                said = stopped.partition(";")[0]
+                numbers = [int(number) for number in _NUMBER.findall(said)]
+                why = _NUMBER.sub("{}", said.replace("{", "{{").replace("}", "}}"))
+                if why in self._because or len(self._because) < _MOST_REASONS:
+                    self._because[why] += num_computed
+                    before = self._numbers.get(why, [numbers, numbers])
+                    self._numbers[why] = [[*map(min, before[0], numbers)], [*map(max, before[1], numbers)]]
+
+    @property
+    def computed_because(self) -> Counter[str]:
+        """Why rows matched no further, with the range of each number that was not always the same -> tokens computed after that."""
+        told: Counter[str] = Counter()
+        for why, num_computed in self._because.items():
+            ranges = zip(*self._numbers[why], strict=True)
+            told[why.format(*(str(a) if a == b else f"{a}-{b}" for a, b in ranges))] += num_computed
+        return told

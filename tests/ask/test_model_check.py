@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged_cache import PagedPrefixCache, check_model
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache, check_model
 
 from ..conformance import zoo
 from ..internals import read_zeros
 from ..model.test_support import FROM_5_23
-from ..tiny_models import SETTINGS, build
+from ..tiny_models import build
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "opt", "bert_decoder"])
@@ -53,16 +53,20 @@ def test_a_model_whose_layers_carry_states_is_held_and_told_where_they_are_kept(
         ("bert", "attends in both directions"),
         ("mamba", "its scan of several tokens starts without the state before them"),
         ("t5", "is an encoder-decoder model"),
-        (None, "expected a transformers model"),
         (torch.nn.Linear(1, 1), "expected a transformers model"),
-        ("a name", "expected a transformers model"),
     ],
 )
 def test_what_is_refused_is_reported_with_the_reason(given: Any, reason: str) -> None:
-    report = check_model(build(given) if isinstance(given, str) and given in SETTINGS else given)
+    report = check_model(build(given) if isinstance(given, str) else given)
     assert not report.is_supported
     assert reason in report.reason
     assert report.distance is None
+
+
+@pytest.mark.parametrize(("given", "why"), [(None, "an object of type NoneType"), ("a name", "load it first")])
+def test_what_is_no_model_at_all_is_an_error(given: Any, why: str) -> None:
+    with pytest.raises(CacheArgumentError, match=f"expected a transformers model.*{why}"):
+        check_model(given)
 
 
 def test_what_the_trial_alone_shows_is_a_reason(tiny_llama: Any) -> None:

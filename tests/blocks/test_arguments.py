@@ -67,6 +67,13 @@ def test_a_size_that_is_too_small_or_of_another_type_is_refused(size: object) ->
         num_bytes_of("disk_bytes", size, 1)
 
 
+@pytest.mark.parametrize("size", ["8", "999", "1.5"])
+def test_a_text_of_so_few_bytes_lacks_its_unit(size: str) -> None:
+    with pytest.raises(CacheArgumentError, match=f"max_bytes is {size} without a unit; for gigabytes give {size}GB"):
+        num_bytes_of("max_bytes", size, 1)
+    assert num_bytes_of("host_bytes", "0", 0) == 0
+
+
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o660, 0o664, 0o666])
 def test_permissions_are_those_of_files(mode: int) -> None:
     assert file_mode("mode", mode) == mode

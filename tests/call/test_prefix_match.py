@@ -60,10 +60,10 @@ def test_a_match_holds_its_blocks_so_that_nothing_evicts_them(store: BlockStore)
     ("tokens", "previous", "num_known", "why"),
     [
         ([*range(8)], False, 8, "the whole prompt was known"),
-        ([*range(10)], False, 8, "the 2 tokens from token 8 on do not fill a block of 4"),
+        ([*range(10)], False, 8, "from token 8 on there is no full block: 2 of 4 tokens"),
         ([*range(4), 9, 9, 9, 9], False, 4, "no cached block continues with tokens 4 to 7"),
         ([9, 9, 9, 9], False, 0, "no cached block has these first 4 tokens under the same conditions"),
-        ([9, 9], False, 0, "the 2 tokens from token 0 on do not fill a block of 4"),
+        ([9, 9], False, 0, "from token 0 on there is no full block: 2 of 4 tokens"),
         ([*range(9), 50, 9], True, 9, "the prompt differs from the last call's tokens at token 9"),
         ([*range(10), 9], True, 10, "the last call's row ends at token 10, and the prompt continues"),
         ([*range(10)], True, 10, "the whole prompt was known"),

@@ -29,7 +29,19 @@ def test_options_before_the_program_are_the_command_s_and_all_after_it_its_own(
     script = tmp_path / "train.py"
     script.write_text("")
     stats = tmp_path / "stats.jsonl"
-    given = ["--max-bytes", "4GB", "--salt", "me", "--stats", str(stats), str(script), "--stats", "x", "--help", "-m"]
+    given = [
+        "--max-bytes",
+        "4GB",
+        "--cache-salt",
+        "me",
+        "--stats",
+        str(stats),
+        str(script),
+        "--stats",
+        "x",
+        "--help",
+        "-m",
+    ]
     assert CliRunner().invoke(command.app, ["run", *given]).exit_code == 0
     line, environment = becomes
     assert line == [sys.executable, str(script), "--stats", "x", "--help", "-m"]
@@ -59,12 +71,17 @@ def test_a_module_and_an_installed_command(becomes: list[Any], given: list[str],
     [
         ([], "give a program to run"),
         (["-m"], "give a program to run"),
-        (["--no-such-option", "train.py"], "there is no option --no-such-option"),
+        (["--no-such-option", "train.py"], "there is no option --no-such-option. See --help"),
         (["no/such.py"], "there is no file no/such.py"),
         (["no-such-command"], "there is no command no-such-command"),
         (["--max-bytes", "much", "sh"], "--max-bytes is 'much'"),
-        (["--salt", "", "sh"], "--salt is empty"),
-        (["--stats", "no/such/folder/file", "sh"], "No such file"),
+        (["--max-bytes", "4", "GB", "sh"], "--max-bytes is 4 without a unit; for gigabytes give 4GB, without a space"),
+        (["--max_bytes", "4GB", "sh"], "there is no option --max_bytes; did you mean --max-bytes? See --help"),
+        (["--cache-salt", "", "sh"], "--cache-salt is empty"),
+        (
+            ["--stats", "no/such/folder/file", "sh"],
+            "--stats no/such/folder/file cannot be written: No such file or directory",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_one_line(becomes: list[Any], given: list[str], why: str) -> None:
@@ -73,3 +90,10 @@ def test_what_cannot_be_run_is_one_line(becomes: list[Any], given: list[str], wh
     assert done.stderr.startswith("hf-paged-cache run: ")
     assert why in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_help_is_wrapped_as_the_terminal_is_and_options_without_a_value_have_no_type() -> None:
+    said = CliRunner().invoke(command.app, ["run", "--help"], env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"}).stdout
+    assert "in this process and in every Python that it starts. What was reused" in said
+    assert "--attention" in said
+    assert "bool" not in said

@@ -196,7 +196,7 @@ def test_behind_a_reset_nothing_is_said_of_the_last_call(model: PreTrainedModel,
     run(model, cache, input_ids=IDS)
     cache.reset()
     run(model, cache, input_ids=TURN)
-    assert cache.last_call.rows[0].stopped == "the 12 tokens from token 0 on do not fill a block of 16"
+    assert cache.last_call.rows[0].stopped == "from token 0 on there is no full block: 12 of 16 tokens"
 
 
 # Out of memory

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 from lm_eval import simple_evaluate
+from lm_eval.models.hf_vlms import HFMultimodalLM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache
-from hf_paged_cache.lm_eval import PagedHFLM
+from hf_paged_cache.lm_eval import PagedHFLM, PagedHFMultimodalLM
 
+from ..conformance.image_zoo import tiny
+from ..promise.test_image_pipelines import picture, processor
 from ..reference import TOLERANCE, zero_blocks
 from ..tiny_models import build
 from .recorder import Recorder, are_same_steps, assert_same_steps
@@ -199,6 +202,42 @@ def test_the_harness_s_own_store_of_answers_is_filled(
             use_cache=str(tmp_path / "answers"),
         )
         assert ours.cache.stats().num_calls == len(ANIMALS) - NUM_SHOTS
+
+
+SEEN: dict[str, Any] = {
+    "output_type": "generate_until",
+    "num_fewshot": 0,
+    "doc_to_text": "w1 w2 <image> w3 w{{label}} w{{what.__len__()}}",
+    "doc_to_image": lambda doc: [picture(doc["label"])],
+    "doc_to_target": "{{answer}}",
+    "generation_kwargs": {"until": ["~"], "max_gen_toks": 6},
+    "metric_list": [{"metric": "exact_match"}],
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_task_with_images_computes_each_image_once(tmp_path: Path, batch_size: int) -> None:
+    model, layout = tiny("llava")
+    words = processor(model)
+    words.tokenizer.eos_token = "w125"
+    for saved in (model, words):
+        saved.save_pretrained(tmp_path / "model")
+    theirs, ours = (
+        kind(str(tmp_path / "model"), batch_size=batch_size, device="cpu")
+        for kind in (HFMultimodalLM, PagedHFMultimodalLM)
+    )
+    recorders = [Recorder(each.model) for each in (theirs, ours)]
+    wanted, steps = recorders[0].during(evaluate, theirs, tmp_path, SEEN)
+    assert len({str(answer) for answer in wanted[1]}) > 1
+    num_images = len(ANIMALS) - NUM_SHOTS
+    for num_known in (num_images - 2 if batch_size == 1 else 0, num_images):  # two rows are too few to share ahead
+        before = ours.cache.stats().reused_tokens
+        got, our_steps = recorders[1].during(evaluate, ours, tmp_path, SEEN)
+        assert got == wanted
+        assert_same_steps(steps, our_steps)
+        assert ours.cache.stats().reused_tokens - before >= layout.num_tokens * num_known
+    zero_blocks(ours.cache)
+    assert not are_same_steps(steps, recorders[1].during(evaluate, ours, tmp_path, SEEN)[1])
 
 
 def test_a_model_that_is_not_causal_is_refused_by_name(tiny_tokenizer: Any) -> None:

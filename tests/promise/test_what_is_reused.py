@@ -172,7 +172,7 @@ def test_a_match_ends_in_the_words_of_the_page() -> None:
     end(torch.cat((IDS[:, :40], other[:, :20]), dim=1))  # the last call's row ends at token
     end(torch.cat((IDS[:, :20], other[:, :20]), dim=1))  # the prompt differs from the last call's tokens at token
     end(torch.cat((IDS[:, :16], other[:, :30]), dim=1), reset=True)  # no cached block continues with tokens
-    end(IDS[:, :40], reset=True)  # do not fill a block of
+    end(IDS[:, :40], reset=True)  # there is no full block
     end(pair, reset=True)  # another row's hit is shorter
     mask = torch.ones(2, cache.get_seq_length() + 2, dtype=torch.long)
     generate(input_ids=pair[:, :2], attention_mask=mask, max_new_tokens=1)(model, cache)  # the last call's rows resumed

@@ -10,18 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PROGRAMS = Path(__file__).parent / "programs"
+EXIT_CODES = {"exits": 3, "raises": 1}  # of all others: 0
 NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem != "shared")
-LAUNCH = [
-    "-m",
-    "accelerate.commands.launch",
-    "--cpu",
-    "--num_processes",
-    "2",
-    "--num_machines",
-    "1",
-    "--mixed_precision",
-    "no",
-]
+# with --cpu accelerate starts one process, however many are asked for
+LAUNCH = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
 COMMAND = (sys.executable, "-c", "from hf_paged_cache.cli import main; main()", "run")
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,10 +17,20 @@ from hf_paged_cache.store.call_totals import CallTotals
 from hf_paged_cache.tiers.worth import Rate
 
 
+@pytest.fixture(autouse=True)
+def _without_a_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lm_eval", "hf_paged_cache.lm_eval"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
 def model_run() -> ModelRun:
     totals, compute = CallTotals(), Rate()
     totals.record(1_000, 300, 600, num_calls=2)
-    reasons = [("no cached block continues with tokens 16 to 31", 290), ("a; b", 6), ("c", 3), ("d", 1), ("e", 0)]
+    reasons = [
+        ("no cached block continues with tokens 16 to 31", 100),
+        ("no cached block continues with tokens 16 to 47", 190),
+    ]
+    reasons += [("a {1}; b", 6), ("c", 3), ("d", 1), ("e", 0)]
     totals.record_reasons(reasons)
     compute.rough_seconds = 0.8
     return ModelRun(
@@ -34,14 +46,25 @@ def test_the_lines_have_counts_seconds_and_the_three_most_frequent_reasons(capsy
         "hf-paged-cache run: " + line
         for line in (
             "Model (folder): 2 calls, 1,000 prompt tokens: 600 reused, 100 computed once for several rows, 300 computed; "
-            "about 35.0 s saved",
-            "  290 tokens computed: no cached block continues with tokens … to …",
-            "  6 tokens computed: a",
+            "about 35.0 s saved, at 50.00 s for 1,000 tokens",
+            "  290 tokens computed: no cached block continues with tokens 16 to 31-47",
+            "  6 tokens computed: a {1}",
             "  3 tokens computed: c",
             "Model (folder): 2 calls without the cache: use_cache is False",
             "say this",
         )
     ]
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_a_harness_that_runs_the_model_of_its_own_hears_of_the_other(
+    is_ours: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
+    if is_ours:
+        monkeypatch.setitem(sys.modules, "hf_paged_cache.lm_eval", ModuleType("lm_eval"))
+    report(RunOptions({}, None, False, 0), [], [])
+    assert ("--model hf-paged in place of hf" in capsys.readouterr().err) == (not is_ours)
 
 
 def test_seconds_are_not_said_where_nothing_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
