@@ -23,8 +23,7 @@ OnEvict = Callable[[int, BlockHash, bytes], None]
 _FREE = 0  # line of the queue
 _MARGIN = 0.9  # less dense than this share of the least recently used one, a block goes before it
 NEVER = 1 << 63  # later than any time, denser than any block
-import os
-_SLACK, _TOGETHER = int(os.environ.get('SLACK','64')), int(os.environ.get('TOGETHER','16'))
+_TOGETHER = 16  # of the pool, a 16th is evicted from one line before another is looked at
 
 
 class BlockStates:
@@ -160,12 +159,11 @@ class BlockStates:
                 second = time
             if density < densest:
                 densest, sparsest, of_sparsest = density, each, time
-        self._num_chosen = 1 + self.num_blocks // _TOGETHER
+        self._num_chosen = together = 1 + self.num_blocks // _TOGETHER
         if densest < _MARGIN * of_oldest:
             self._line, self._latest = sparsest, min(reuse.latest_of(of_sparsest, clock), self.spared_from)
         else:
-            self._line = line
-            self._latest = max(oldest, min(second + self.num_blocks // _SLACK, self.spared_from))
+            self._line, self._latest = line, max(oldest, min(second + together, self.spared_from))
 
     def spare_from_now(self) -> None:
         """What is given back from here on is to be copied: until `spared_from` is set back, it goes only where it is the oldest."""
@@ -174,17 +172,20 @@ class BlockStates:
 
     def remember(self, block_ids: Sequence[int]) -> None:
         """Blocks that follow one another were given hashes: they are as often used as they were when they were evicted."""
-        if found := self.evicted.take(map(self.index.digests.__getitem__, block_ids)):
-            kinds, start = self.kinds, 0
-            before = self.num_evictions - len(block_ids)  # in a larger pool these would not have evicted others
-            for (kind, time, num_evictions), same in groupby(found):
-                stop = start + len([*same])
-                for block_id in block_ids[start:stop]:
-                    kinds[block_id] = NEXT[kind]
-                if before - num_evictions <= self.num_blocks:
-                    self.num_missed += stop - start
-                self.reuse.used_again(kind, self.clock - time, stop - start)
-                start = stop
+        evicted, digests = self.evicted, self.index.digests
+        if not block_ids or digests[block_ids[0]] not in evicted:
+            return
+        found = evicted.take([digests[block_id] for block_id in block_ids])
+        kinds, start = self.kinds, 0
+        before = self.num_evictions - len(block_ids)  # in a larger pool these would not have evicted others
+        for (kind, time, num_evictions), same in groupby(found):
+            stop = start + len([*same])
+            for block_id in block_ids[start:stop]:
+                kinds[block_id] = NEXT[kind]
+            if before - num_evictions <= self.num_blocks:
+                self.num_missed += stop - start
+            self.reuse.used_again(kind, self.clock - time, stop - start)
+            start = stop
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """Add one holder to each block; a cached one leaves the queue, and was used once more.
@@ -254,23 +255,23 @@ class BlockStates:
                 run = [block_id]
                 cached.append((kind, run))
         self.clock = clock
-        number = 0
+        if not free and not cached:
+            return
+        num_cached, reuse = 0, self.reuse
         for kind, run in cached:
-            self.queue.append_many(run, self.reuse.lines[kind])
+            num_cached += len(run)
+            self.queue.append_many(run, reuse.lines[kind])
             if self.num_evictions:
-                self.reuse.given_back(kind, len(run))
-            number += len(run)
-        if free:
-            self.queue.appendleft_many(free)
-        if number or free:
-            namespace = self.index.namespaces[block_id]
-            _add(self.num_in_use_of, namespace, -number - len(free))
-            if number:
-                self.num_cached += number
-                _add(self.num_cached_of, namespace, number)
-        if clock >= self.reuse.next_time and self.num_evictions >= self.num_blocks:
-            self.reuse.compute(clock)
-            self._num_chosen = 0
+                reuse.given_back(kind, len(run))
+        self.queue.appendleft_many(free)
+        namespace = self.index.namespaces[block_id]
+        _add(self.num_in_use_of, namespace, -num_cached - len(free))
+        if cached:
+            self.num_cached += num_cached
+            _add(self.num_cached_of, namespace, num_cached)
+            if clock >= reuse.next_time and self.num_evictions >= self.num_blocks:
+                reuse.compute(clock)
+                self._num_chosen = 0
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Make cached blocks the last to be evicted, in the order given; blocks in use are evicted after them anyway."""

@@ -39,6 +39,10 @@ class EvictedHashes:
         """Number of digests; one that was evicted twice may count twice."""
         return len(self.newer) + len(self._older)
 
+    def __contains__(self, digest: bytes | None) -> bool:
+        """Whether anything is remembered of a digest."""
+        return digest in self.newer or digest in self._older
+
     def turn(self) -> None:
         """Where the newer map is full, begin another one."""
         if len(self.newer) >= self._most:

@@ -11,16 +11,18 @@ was used more often never has less of it than one that was used less: no block g
 
 from __future__ import annotations
 
+from itertools import accumulate
 from operator import gt
 
 END, ONCE = 1, 2  # kinds: used once, as the last of its sequence; used once
 # kind -> kind after one more use; kinds are in the order in which they are worth keeping
 NEXT = (0, 3, 3, 4, 5, 6, 7, 8, 9, 10, 11, 11)
 NUM_LINES = len(NEXT)  # of the queue: 0 is that of free blocks, others have the number of the first kind in them
-INTERVAL = 4096  # densities are computed no more often than when so many blocks were given back
+INTERVAL = 8192  # densities are computed no more often than when so many blocks were given back
 
 _NUM_AGES = 15  # classes of age, up to 32 times the pool's size: two below an eighth of it or a bit more, then two for each doubling
 _WIDTHS = [1, 1, *(1 << n // 2 - 1 for n in range(2, _NUM_AGES))]
+_FROM = [0, *accumulate(_WIDTHS)]  # class -> least age in it, and age -> class
 _CLASSES = bytes(age_class for age_class, width in enumerate([*_WIDTHS, 1]) for _ in range(width))
 _FORGETTING = 4  # counts lose the 2^-4th part of what they are, each time that densities are computed
 _ONE = 1 << _FORGETTING  # what a block counts
@@ -68,9 +70,7 @@ class Reuse:
 
     def latest_of(self, time: int, now: int) -> int:
         """The latest time at which what is then as old, by class, as what was used last at `time` was used."""
-        age_class = self.class_of(now - time)
-        least = age_class if age_class < 2 else (2 + age_class % 2) << (age_class // 2 - 1)
-        return now - (least << self.shift)
+        return now - (_FROM[self.class_of(now - time)] << self.shift)
 
     def density(self, kind: int, age: int) -> float:
         """That of a block of this kind and age."""
