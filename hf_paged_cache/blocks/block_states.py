@@ -21,7 +21,7 @@ OnEvict = Callable[[int, BlockHash, bytes], None]
 """Told of a cached block that is handed out: its id, its hash, its namespace. Asks nothing of the allocator, and does not raise."""
 
 _FREE = 0  # line of the queue
-_MARGIN = 0.9  # less dense than this share of the least recently used one, a block goes before it
+_MARGIN = 0.7  # less dense than this share of the least recently used one, a block goes before it
 NEVER = 1 << 63  # later than any time, denser than any block
 _TOGETHER = 16  # of the pool, a 16th is evicted from one line before another is looked at
 
@@ -163,7 +163,7 @@ class BlockStates:
         if densest < _MARGIN * of_oldest:
             self._line, self._latest = sparsest, min(reuse.latest_of(of_sparsest, clock), self.spared_from)
         else:
-            self._line, self._latest = line, max(oldest, min(second + together, self.spared_from))
+            self._line, self._latest = line, max(oldest, min(second + together // 4, self.spared_from))
 
     def spare_from_now(self) -> None:
         """What is given back from here on is to be copied: until `spared_from` is set back, it goes only where it is the oldest."""

@@ -204,14 +204,14 @@ class Model:
         self.num_chosen = 1 + self.num_blocks // 16
         others = [line for line in sorted(firsts) if line not in of_copies]
         sparsest = min(others, key=lambda line: density(firsts[line]), default=self.chosen)
-        if density(firsts[sparsest]) < 0.9 * density(self.cached[0]):
+        if density(firsts[sparsest]) < 0.7 * density(self.cached[0]):
             self.chosen, time = sparsest, self.used[firsts[sparsest]]
             while age_class(time + 1) == age_class(self.used[firsts[sparsest]]) and time < self.clock:
                 time += 1
             self.latest = min(time, self.spared_from)
         else:
             second = min((self.used[block] for line, block in firsts.items() if line != self.chosen), default=math.inf)
-            latest = min(second + self.num_chosen, self.spared_from)
+            latest = min(second + self.num_chosen // 4, self.spared_from)
             self.latest = max(latest, self.used[self.cached[0]])
 
     def recall(self, blocks: list[int]) -> None:
