@@ -23,7 +23,7 @@ OnEvict = Callable[[int, BlockHash, bytes], None]
 _FREE = 0  # line of the queue
 _MARGIN = 0.7  # less dense than this share of the least recently used one, a block goes before it
 NEVER = 1 << 63  # later than any time, denser than any block
-_TOGETHER = 16  # of the pool, a 16th is evicted from one line before another is looked at
+_TOGETHER = 16  # at most this part of the pool is evicted from one line before the others are looked at
 
 
 class BlockStates:
@@ -31,7 +31,8 @@ class BlockStates:
 
     The queue holds free blocks in line 0, the last freed first, so that memory once touched is used again; then cached blocks, a
     line for each kind (see `Reuse`), the least recently used first. Time is a counter: it advances by one for each block dropped
-    or touched. The next to be evicted is the least recently used one of all, unless the first of another line is less dense.
+    or touched. The next to be evicted is the least recently used one of all, unless the first of another line is less dense. A line
+    is looked for once for many evictions (`_choose`), and blocks change state a run of one kind at a time.
     Until a block is evicted, nothing is counted and all are of one kind; until as many were as there are, it is LRU.
 
     Blocks that are held or dropped together are of one namespace: `drop` and `hold` read it off the first one.
@@ -146,8 +147,10 @@ class BlockStates:
         What a copy to be made reads is spared, unless it is the least recently used.
         """
         times, kinds, clock, reuse = self.last_access, self.kinds, self.clock, self.reuse
-        oldest = second = densest = NEVER
-        line = sparsest = of_oldest = of_sparsest = 0
+        oldest = second = NEVER  # times of the firsts of two lines
+        line = sparsest = of_sparsest = 0
+        least: float = NEVER
+        of_oldest = 0.0  # its density
         for each, block_id in enumerate(self.queue.firsts()):
             if block_id < 0 or each == _FREE:
                 continue
@@ -157,10 +160,10 @@ class BlockStates:
                 oldest, second, line, of_oldest = time, oldest, each, density
             elif time < second:
                 second = time
-            if density < densest:
-                densest, sparsest, of_sparsest = density, each, time
+            if density < least:
+                least, sparsest, of_sparsest = density, each, time
         self._num_chosen = together = 1 + self.num_blocks // _TOGETHER
-        if densest < _MARGIN * of_oldest:
+        if least < _MARGIN * of_oldest:
             self._line, self._latest = sparsest, min(reuse.latest_of(of_sparsest, clock), self.spared_from)
         else:
             self._line, self._latest = line, max(oldest, min(second + together // 4, self.spared_from))
@@ -230,6 +233,7 @@ class BlockStates:
         ref_counts, digests, uncomputed = self.ref_counts, self.index.digests, self.index.uncomputed
         last_access, clock, kinds, kind = self.last_access, self.clock, self.kinds, 0
         free: list[int] = []
+        run: list[int] = []  # the last of `cached`
         cached: list[tuple[int, list[int]]] = []  # kind, blocks of this kind that follow one another
         for block_id in block_ids:
             count = ref_counts[block_id] - 1

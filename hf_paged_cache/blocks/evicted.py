@@ -49,14 +49,14 @@ class EvictedHashes:
             self._older, self.newer = self.newer, {}
 
     def take(self, digests: Iterable[bytes | None]) -> list[Remembered]:
-        """What is remembered of digests, up to the first of which nothing is; these are forgotten.
+        """What is remembered of digests, up to the first of which nothing is; these are forgotten.  None: no digest.
 
         Of a sequence the tail is evicted, and forgotten, before the head: so nothing behind that one is remembered.
         """
         newer, older = self.newer, self._older
         found: list[Remembered] = []
         for digest in digests:
-            if (what := newer.pop(digest, None) or older.pop(digest, None)) is None:
+            if digest is None or (what := newer.pop(digest, None) or older.pop(digest, None)) is None:
                 break
             found.append(what)
         return found

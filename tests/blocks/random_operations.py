@@ -129,7 +129,11 @@ class Model:
         self.newer: dict[int, tuple[int, int, int]] = {}  # evicted hash -> kind, time, evictions before
         self.older: dict[int, tuple[int, int, int]] = {}
         self.missed = 0
-        self.chosen, self.num_chosen, self.latest = 0, 0, 0.0  # line from which so many, used no later, are evicted next
+        self.chosen, self.num_chosen, self.latest = (
+            0,
+            0,
+            0.0,
+        )  # line from which so many, used no later, are evicted next
         self.spared_from: float = math.inf  # what was given back later goes only where it is the least recently used
         self.reuse = Reuse(num_blocks, learns=eviction == "reuse")  # told of one block after the other
         self.hash: dict[int, int] = {}
