@@ -39,8 +39,9 @@ from statistics import mean
 from typing import NamedTuple, Protocol
 
 import harness
+from replay import replay_blocks
 
-from hf_paged_cache.blocks import BlockHash, BlockTable, PrefixCachingBlockAllocator, root_hash
+from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, root_hash
 from hf_paged_cache.blocks.arguments import EVICTIONS
 
 BLOCK_SIZE = 16
@@ -381,20 +382,6 @@ def simulate_objects(tree: Tree, cache: ObjectCache) -> int:
         for node in reversed(path):
             cache.ask(node)
     return num_hits
-
-
-def replay_blocks(requests: Sequence[Sequence[int]], num_blocks: int, eviction: str) -> tuple[int, int]:
-    """Blocks hit by all requests, and those that a pool twice as large would have hit, too, as the allocator estimates it."""
-    allocator = PrefixCachingBlockAllocator(num_blocks + 1, 1, eviction)
-    num_hits = 0
-    for request in requests:
-        hashes = [BlockHash(number.to_bytes(32, "little"), b"") for number in request]
-        with allocator.allocate(hashes, num_blocks=len(hashes)) as allocation:
-            num_found = allocation.num_prefix_blocks
-            allocator.commit_many(allocation, num_found, hashes[num_found:])
-        num_hits += num_found
-    allocator.check()
-    return num_hits, allocator.num_missed_blocks
 
 
 def run_file(path: Path, sizes: Sequence[int]) -> None:

@@ -216,8 +216,8 @@ class PrefixCachingBlockAllocator:
         if self._dirty or self.collected:
             self._settle()
         states = self._states
-        counts = map(states.ref_counts.__getitem__, hits)
-        num_cached_hits = [*counts].count(0)
+        counts = states.ref_counts
+        num_cached_hits = [counts[block_id] for block_id in hits].count(0)
         if num_blocks + num_cached_hits > states.queue.length:
             num_free = states.queue.length - states.num_cached
             of_all = f"{num_free} free + {states.num_cached} cached of {states.num_blocks - 1}"

@@ -21,9 +21,9 @@ OnEvict = Callable[[int, BlockHash, bytes], None]
 """Told of a cached block that is handed out: its id, its hash, its namespace. Asks nothing of the allocator, and does not raise."""
 
 _FREE = 0  # line of the queue
-_MARGIN = 0.9  # less dense than this share of the least recently used one, a block goes before it
+_MARGIN = 0.7  # less dense than this share of the least recently used one, a block goes before it
 NEVER = 1 << 63  # later than any time, denser than any block
-_KIND_BITS, _TIME_BITS = 4, 60  # what is remembered of an evicted block: evictions before it | its last use | its kind
+_TOGETHER = 16  # at most this part of the pool is evicted from one line before the others are looked at
 
 
 class BlockStates:
@@ -31,7 +31,8 @@ class BlockStates:
 
     The queue holds free blocks in line 0, the last freed first, so that memory once touched is used again; then cached blocks, a
     line for each kind (see `Reuse`), the least recently used first. Time is a counter: it advances by one for each block dropped
-    or touched. The next to be evicted is the least recently used one of all, unless the first of another line is less dense.
+    or touched. The next to be evicted is the least recently used one of all, unless the first of another line is less dense. A line
+    is looked for once for many evictions (`_choose`), and blocks change state a run of one kind at a time.
     Until a block is evicted, nothing is counted and all are of one kind; until as many were as there are, it is LRU.
 
     Blocks that are held or dropped together are of one namespace: `drop` and `hold` read it off the first one.
@@ -43,6 +44,9 @@ class BlockStates:
     """
 
     __slots__ = (
+        "_latest",
+        "_line",
+        "_num_chosen",
         "clock",
         "evicted",
         "index",
@@ -69,11 +73,12 @@ class BlockStates:
         self.ref_counts = [0] * num_blocks  # block id -> number of holders
         self.index = PrefixIndex(num_blocks)
         self.queue = FreeBlockQueue(num_blocks, range(1, num_blocks), num_lines=NUM_LINES)
-        self.kinds = bytearray((ONCE,)) * num_blocks  # block id -> kind; of a free block, anything
+        self.kinds = [ONCE] * num_blocks  # block id -> kind; of a free block, anything
         self.reuse = Reuse(num_blocks, learns=eviction == "reuse")
         self.evicted = EvictedHashes(num_blocks)
         self.last_access = [0] * num_blocks  # block id -> time of its last drop or touch
         self.clock = 0
+        self._line, self._num_chosen, self._latest = END, 0, 0  # what is evicted next, see `_choose`
         self.spared_from = NEVER  # blocks given back later go only where they are the least recently used
         self.num_cached = 0
         self.num_cached_of: dict[bytes, int] = {}  # namespace -> cached blocks; none without any
@@ -88,7 +93,8 @@ class BlockStates:
         """
         if num_blocks > self.queue.length:
             raise BlockStateError(f"{num_blocks} blocks taken from a queue that holds {self.queue.length}")
-        taken = self.queue.popleft_until(_FREE, num_blocks)
+        num_free = self.queue.length - self.num_cached
+        taken = self.queue.popleft_until(_FREE, min(num_blocks, num_free)) if num_free else []
         if len(taken) < num_blocks:
             taken += self._evict(num_blocks - len(taken))
         ref_counts, namespaces, kinds = self.ref_counts, self.index.namespaces, self.kinds
@@ -100,101 +106,124 @@ class BlockStates:
         return taken
 
     def _evict(self, num_blocks: int) -> list[int]:
-        """Take so many cached blocks out of the queue and their hashes away."""
-        index, namespaces = self.index, self.index.namespaces
-        taken, remembered = self._choose(num_blocks)
-        if self.on_evict is not None:
-            for block_id in taken:
-                if (block_hash := index.hash_of(block_id)) is not None:
-                    self.on_evict(block_id, block_hash, namespaces[block_id])
-        self.evicted.put(index.remove_computed(taken), remembered)
+        """Take so many cached blocks out of the queue and their hashes away, which are remembered."""
+        index, namespaces, kinds, times = self.index, self.index.namespaces, self.kinds, self.last_access
+        blocks, digests, evicted = index.blocks, index.digests, self.evicted.newer
+        taken: list[int] = []
+        while num_missing := num_blocks - len(taken):
+            run = self.queue.popleft_until(self._line, min(num_missing, self._num_chosen), times, self._latest)
+            if not run:
+                self._choose()
+                continue
+            self._num_chosen -= len(run)
+            taken += run
+            if self.on_evict is not None:
+                for block_id in run:
+                    if (block_hash := index.hash_of(block_id)) is not None:
+                        self.on_evict(block_id, block_hash, namespaces[block_id])
+            kind, what = 0, (0, 0, 0)
+            for block_id in run:
+                if (digest := digests[block_id]) is None:
+                    raise BlockStateError(f"block {block_id} is cached without a hash")
+                digests[block_id] = None
+                del blocks[digest]
+                if kinds[block_id] != kind:
+                    kind = kinds[block_id]
+                    what = (kind, times[run[0]], self.num_evictions)
+                evicted[digest] = what
+        self.evicted.turn()
         if len(self.num_cached_of) == 1:
             _add(self.num_cached_of, namespaces[taken[0]], -num_blocks)
         else:
-            for namespace, same in groupby(taken, namespaces.__getitem__):
-                _add(self.num_cached_of, namespace, -len([*same]))
+            for namespace, number in Counter(map(namespaces.__getitem__, taken)).items():
+                _add(self.num_cached_of, namespace, -number)
         self.num_cached -= num_blocks
         self.num_evictions += num_blocks
         return taken
 
-    def _choose(self, num_blocks: int) -> tuple[list[int], list[int]]:
-        """Take so many cached blocks out of the queue; what is to be remembered of each.
+    def _choose(self) -> None:
+        """Choose the line from which blocks are evicted next, how many of them, and the latest that they may have been used.
 
-        From one line as many are taken as are less recently used than the first of any other, or of one class of age. What a copy to
-        be made reads is spared.
+        What a copy to be made reads is spared, unless it is the least recently used.
         """
-        times, kinds, clock, queue, reuse = self.last_access, self.kinds, self.clock, self.queue, self.reuse
-        heads = queue.firsts()
-        used = [times[block_id] if block_id > 0 else NEVER for block_id in heads]
-        used[_FREE] = NEVER
-        densities: list[float] = [NEVER] * NUM_LINES
-        if is_one := used.count(NEVER) == NUM_LINES - 1:
-            latest = clock
+        times, kinds, clock, reuse = self.last_access, self.kinds, self.clock, self.reuse
+        oldest = second = NEVER  # times of the firsts of two lines
+        line = sparsest = of_sparsest = 0
+        least: float = NEVER
+        of_oldest = 0.0  # its density
+        for each, block_id in enumerate(self.queue.firsts()):
+            if block_id < 0 or each == _FREE:
+                continue
+            time = times[block_id]
+            density = reuse.density(kinds[block_id], clock - time) if time <= self.spared_from else NEVER
+            if time < oldest:
+                oldest, second, line, of_oldest = time, oldest, each, density
+            elif time < second:
+                second = time
+            if density < least:
+                least, sparsest, of_sparsest = density, each, time
+        self._num_chosen = together = 1 + self.num_blocks // _TOGETHER
+        if least < _MARGIN * of_oldest:
+            self._line, self._latest = sparsest, min(reuse.latest_of(of_sparsest, clock), self.spared_from)
         else:
-            for line, time in enumerate(used):
-                if time <= self.spared_from and time < NEVER:
-                    densities[line] = reuse.density(kinds[heads[line]], clock - time)
-        taken: list[int] = []
-        remembered: list[int] = []
-        while (num_missing := num_blocks - len(taken)) > 0:
-            time = min(used)
-            line = used.index(time)
-            if not is_one:
-                if (least := min(densities)) < _MARGIN * densities[line]:
-                    line = densities.index(least)
-                    time = used[line]
-                    latest = min(reuse.latest_of(time, clock), self.spared_from)
-                else:
-                    used[line] = NEVER
-                    latest = min(used)
-            run = queue.popleft_until(line, num_missing, None if is_one else times, latest)
-            number = (self.num_evictions << _TIME_BITS | time) << _KIND_BITS
-            numbers = [number + kind for kind in range(NUM_LINES)]
-            remembered += map(numbers.__getitem__, map(kinds.__getitem__, run))
-            taken += run
-            used[line] = densities[line] = NEVER
-            if (block_id := queue.first(line)) > 0:
-                used[line] = time = times[block_id]
-                if time <= self.spared_from:
-                    densities[line] = reuse.density(kinds[block_id], clock - time)
-        return taken, remembered
+            self._line, self._latest = line, max(oldest, min(second + together // 4, self.spared_from))
 
     def spare_from_now(self) -> None:
         """What is given back from here on is to be copied: until `spared_from` is set back, it goes only where it is the oldest."""
         self.spared_from = min(self.spared_from, self.clock)
+        self._num_chosen = 0
 
     def remember(self, block_ids: Sequence[int]) -> None:
         """Blocks that follow one another were given hashes: they are as often used as they were when they were evicted."""
-        if found := self.evicted.take(map(self.index.digests.__getitem__, block_ids)):
-            kinds, start = self.kinds, 0
-            before = self.num_evictions - len(block_ids)  # in a larger pool these would not have evicted others
-            for number, same in groupby(found):
-                kind, time = number & (1 << _KIND_BITS) - 1, number >> _KIND_BITS & (1 << _TIME_BITS) - 1
-                stop = start + len([*same])
-                for block_id in block_ids[start:stop]:
-                    kinds[block_id] = NEXT[kind]
-                if before - (number >> _KIND_BITS + _TIME_BITS) <= self.num_blocks:
-                    self.num_missed += stop - start
-                self.reuse.used_again(kind, self.clock - time, stop - start)
-                start = stop
+        evicted, digests = self.evicted, self.index.digests
+        if not block_ids or digests[block_ids[0]] not in evicted:
+            return
+        found = evicted.take([digests[block_id] for block_id in block_ids])
+        kinds, start = self.kinds, 0
+        before = self.num_evictions - len(block_ids)  # in a larger pool these would not have evicted others
+        for (kind, time, num_evictions), same in groupby(found):
+            stop = start + len([*same])
+            for block_id in block_ids[start:stop]:
+                kinds[block_id] = NEXT[kind]
+            if before - num_evictions <= self.num_blocks:
+                self.num_missed += stop - start
+            self.reuse.used_again(kind, self.clock - time, stop - start)
+            start = stop
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """Add one holder to each block; a cached one leaves the queue."""
-        ref_counts = self.ref_counts
+        """Add one holder to each block; a cached one leaves the queue, and was used once more.
+
+        Those of one kind that follow one another count as given back together.
+        """
+        ref_counts, kinds, kind = self.ref_counts, self.kinds, 0
         idle: list[int] = []
+        runs: list[tuple[int, int]] = []  # kind, number of blocks before those of this kind
         for block_id in block_ids:
-            count = ref_counts[block_id]
-            if not count:
-                idle.append(block_id)
-            ref_counts[block_id] = count + 1
+            if count := ref_counts[block_id]:
+                ref_counts[block_id] = count + 1
+                continue
+            ref_counts[block_id] = 1
+            if kinds[block_id] != kind:
+                kind = kinds[block_id]
+                runs.append((kind, len(idle)))
+            idle.append(block_id)
         if idle:
             self.queue.remove_many(idle)
             if self.num_evictions:
-                self._use_again(idle)
+                self._use_again(idle, runs)
             self.num_cached -= len(idle)
             namespace = self.index.namespaces[idle[0]]
             _add(self.num_cached_of, namespace, -len(idle))
             _add(self.num_in_use_of, namespace, len(idle))
+
+    def _use_again(self, block_ids: list[int], runs: list[tuple[int, int]]) -> None:
+        kinds, clock, stop = self.kinds, self.clock, len(block_ids)
+        for kind, start in reversed(runs):
+            self.reuse.used_again(kind, clock - self.last_access[block_ids[start]], stop - start)
+            if (after := NEXT[kind]) != kind:
+                for block_id in block_ids[start:stop]:
+                    kinds[block_id] = after
+            stop = start
 
     def drop(self, block_ids: Iterable[int]) -> None:
         """Take one holder from each block, in the order given. Without a holder a block is cached, or free without a hash.
@@ -202,9 +231,10 @@ class BlockStates:
         Raises BlockStateError if one has no holder.
         """
         ref_counts, digests, uncomputed = self.ref_counts, self.index.digests, self.index.uncomputed
-        last_access, clock = self.last_access, self.clock
+        last_access, clock, kinds, kind = self.last_access, self.clock, self.kinds, 0
         free: list[int] = []
-        cached: list[int] = []
+        run: list[int] = []  # the last of `cached`
+        cached: list[tuple[int, list[int]]] = []  # kind, blocks of this kind that follow one another
         for block_id in block_ids:
             count = ref_counts[block_id] - 1
             if count > 0:
@@ -217,51 +247,35 @@ class BlockStates:
             last_access[block_id] = clock
             if digests[block_id] is None:
                 free.append(block_id)
-            elif block_id in uncomputed:
+            elif uncomputed and block_id in uncomputed:
                 self.index.remove(block_id)
                 free.append(block_id)
+            elif kinds[block_id] == kind:
+                run.append(block_id)
             else:
-                cached.append(block_id)
+                kind = kinds[block_id]
+                if kind == ONCE and not cached and self.num_evictions:
+                    kind = kinds[block_id] = END
+                run = [block_id]
+                cached.append((kind, run))
         self.clock = clock
-        if not (idle := free or cached):
+        if not free and not cached:
             return
-        namespace = self.index.namespaces[idle[0]]
-        _add(self.num_in_use_of, namespace, -len(free) - len(cached))
-        if free:
-            self.queue.appendleft_many(free)
-        if cached:
+        num_cached, reuse = 0, self.reuse
+        for kind, run in cached:
+            num_cached += len(run)
+            self.queue.append_many(run, reuse.lines[kind])
             if self.num_evictions:
-                self._line_up(cached)
-            else:
-                self.queue.append_many(cached, self.reuse.lines[ONCE])
-            self.num_cached += len(cached)
-            _add(self.num_cached_of, namespace, len(cached))
-
-    def _use_again(self, block_ids: list[int]) -> None:
-        """Cached blocks are held. Those of one kind that follow one another count as given back together."""
-        kinds, times = self.kinds, self.last_access
-        for kind, same in groupby(block_ids, kinds.__getitem__):
-            run, after = [*same], NEXT[kind]
-            self.reuse.used_again(kind, self.clock - times[run[0]], len(run))
-            for block_id in run:
-                kinds[block_id] = after
-
-    def _line_up(self, block_ids: list[int]) -> None:
-        """Put blocks with a hash into the lines of their kinds; the first one ended a sequence."""
-        kinds, reuse = self.kinds, self.reuse
-        if kinds[block_ids[0]] == ONCE:
-            kinds[block_ids[0]] = END
-        of_blocks = bytes(map(kinds.__getitem__, block_ids))
-        for kind in {*of_blocks}:
-            reuse.given_back(kind, of_blocks.count(kind))
-        lines, start = of_blocks.translate(reuse.lines), 0
-        while lines:
-            rest = lines.lstrip(lines[:1])
-            stop = start + len(lines) - len(rest)
-            self.queue.append_many(block_ids[start:stop], lines[0])
-            lines, start = rest, stop
-        if self.clock >= reuse.next_time and self.num_evictions >= self.num_blocks:
-            reuse.compute(self.clock)
+                reuse.given_back(kind, len(run))
+        self.queue.appendleft_many(free)
+        namespace = self.index.namespaces[block_id]
+        _add(self.num_in_use_of, namespace, -num_cached - len(free))
+        if cached:
+            self.num_cached += num_cached
+            _add(self.num_cached_of, namespace, num_cached)
+            if clock >= reuse.next_time and self.num_evictions >= self.num_blocks:
+                reuse.compute(clock)
+                self._num_chosen = 0
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Make cached blocks the last to be evicted, in the order given; blocks in use are evicted after them anyway."""
@@ -294,12 +308,13 @@ class BlockStates:
         added = num_blocks - self.num_blocks
         self.ref_counts.extend([0] * added)
         self.last_access.extend([0] * added)
-        self.kinds.extend((ONCE,) * added)
+        self.kinds.extend([ONCE] * added)
         self.index.grow(num_blocks)
         self.queue.grow(num_blocks)
         self.queue.appendleft_many(reversed(range(self.num_blocks, num_blocks)))
-        self.evicted.num_blocks = num_blocks
+        self.evicted.grow(num_blocks)
         self.reuse = Reuse(num_blocks, self.reuse.learns)  # ages are told by the size of the pool
+        self._num_chosen = 0
         self.num_blocks = num_blocks  # last: until here, `rebuild` cuts all of them to the old number
 
     def rebuild(self, holders: Iterable[list[int]]) -> None:
@@ -317,6 +332,7 @@ class BlockStates:
         self.queue = FreeBlockQueue(self.num_blocks, free, num_lines=NUM_LINES)
         for block_id in cached:
             self.queue.append(block_id, self.reuse.lines[self.kinds[block_id]])
+        self._num_chosen = 0
         self.num_cached = len(cached)
         self.num_cached_of = dict(Counter(namespaces[block_id] for block_id in cached))
         self.num_in_use_of = dict(Counter(namespaces[block_id] for block_id, count in enumerate(ref_counts) if count))

@@ -1,65 +1,70 @@
-"""Owns the memory of hashes that were evicted: a number for each. Refuses to grow beyond about six for each block of the pool.
+"""Owns the memory of hashes that were evicted, and what is known of each. Refuses to grow beyond eight for each block of the pool.
 
-Two maps, of which the older one is dropped when the newer one is full: so at least three times as many evictions as the pool has blocks
-are remembered, in constant time. A key is 60 bits of a digest's hash, which two digests share once in 2^60 times.
+Two maps, of which the older one is dropped when the newer one is full: so at least twice as many evictions as the pool has blocks are
+remembered, in constant time. Full is a map that would have to grow: so a digest takes 100 bytes, 65 of them its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import repeat
-from operator import rshift
+
+Remembered = tuple[int, int, int]
+"""Of a block when it was evicted: its kind, when it was used last, evictions before it."""
 
 
 class EvictedHashes:
-    """Digest of an evicted block -> a number.
+    """Digest of an evicted block -> what is remembered.
 
     Args:
         num_blocks: of the pool.
 
+    Attributes:
+        newer: put them here, one tuple for many, and then call `turn`.
+
     Examples:
         >>> evicted = EvictedHashes(num_blocks=4)
-        >>> evicted.put([b"first", b"second"], [7, 8])
+        >>> evicted.newer |= {b"first": (2, 7, 0), b"second": (2, 8, 0)}
         >>> evicted.take([b"second", b"another", b"first"])
-        [8]
+        [(2, 8, 0)]
     """
 
-    __slots__ = ("_newer", "_older", "num_blocks")
+    __slots__ = ("_most", "_older", "newer")
 
     def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._newer: dict[int, int] = {}
-        self._older: dict[int, int] = {}
+        self.newer: dict[bytes, Remembered] = {}
+        self._older: dict[bytes, Remembered] = {}
+        self.grow(num_blocks)
 
     def __len__(self) -> int:
         """Number of digests; one that was evicted twice may count twice."""
-        return len(self._newer) + len(self._older)
+        return len(self.newer) + len(self._older)
 
-    def put(self, digests: Iterable[bytes], numbers: Iterable[int]) -> None:
-        """Remember digests that were evicted. Numbers that are one object take memory once."""
-        self._newer.update(zip(_keys(digests), numbers, strict=True))
-        if len(self._newer) >= 3 * self.num_blocks:
-            self._older, self._newer = self._newer, {}
+    def __contains__(self, digest: bytes | None) -> bool:
+        """Whether anything is remembered of a digest."""
+        return digest in self.newer or digest in self._older
 
-    def take(self, digests: Iterable[bytes | None]) -> list[int]:
-        """The numbers of digests up to the first that is not remembered; these are forgotten.
+    def turn(self) -> None:
+        """Where the newer map is full, begin another one."""
+        if len(self.newer) >= self._most:
+            self._older, self.newer = self.newer, {}
+
+    def take(self, digests: Iterable[bytes | None]) -> list[Remembered]:
+        """What is remembered of digests, up to the first of which nothing is; these are forgotten.  None: no digest.
 
         Of a sequence the tail is evicted, and forgotten, before the head: so nothing behind that one is remembered.
         """
-        newer, older = self._newer, self._older
-        found: list[int] = []
-        for key in _keys(digests):
-            number = newer.pop(key, None)
-            if number is None and (number := older.pop(key, None)) is None:
+        newer, older = self.newer, self._older
+        found: list[Remembered] = []
+        for digest in digests:
+            if digest is None or (what := newer.pop(digest, None) or older.pop(digest, None)) is None:
                 break
-            found.append(number)
+            found.append(what)
         return found
+
+    def grow(self, num_blocks: int) -> None:
+        """The pool has so many blocks."""
+        self._most = (2 << (3 * num_blocks).bit_length()) // 3  # two to four a block: two thirds of a power of two
 
     def clear(self) -> None:
         """Forget all."""
-        self._newer, self._older = {}, {}
-
-
-def _keys(digests: Iterable[bytes | None]) -> Iterable[int]:
-    """As many bits as two digits of an int hold: one more, and each takes half as much memory again."""
-    return map(rshift, map(hash, digests), repeat(4))
+        self.newer, self._older = {}, {}

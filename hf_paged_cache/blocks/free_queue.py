@@ -110,15 +110,18 @@ class FreeBlockQueue:
 
     def remove_many(self, block_ids: Iterable[int]) -> None:
         """Take blocks out of anywhere. Raises BlockStateError, with those before it taken out, if one is not held."""
-        following, previous, num_blocks = self._next, self._previous, self._num_blocks
-        for block_id in block_ids:
-            if not 0 < block_id < num_blocks or following[block_id] == _ABSENT:
-                raise self._refusal(block_id, "removed from a queue that does not hold it")
-            before, after = previous[block_id], following[block_id]
-            following[before] = after
-            previous[after] = before
-            following[block_id] = previous[block_id] = _ABSENT
-            self.length -= 1
+        following, previous, num_blocks, length = self._next, self._previous, self._num_blocks, self.length
+        try:
+            for block_id in block_ids:
+                if not 0 < block_id < num_blocks or (after := following[block_id]) == _ABSENT:
+                    raise self._refusal(block_id, "removed from a queue that does not hold it")
+                before = previous[block_id]
+                following[before] = after
+                previous[after] = before
+                following[block_id] = previous[block_id] = _ABSENT
+                length -= 1
+        finally:
+            self.length = length
 
     def popleft(self) -> int:
         """Take out and return the first block. Raises BlockStateError if there is none."""
@@ -141,7 +144,9 @@ class FreeBlockQueue:
         following, previous, end = self._next, self._previous, -1 - line
         taken: list[int] = []
         block_id = following[end]
-        while block_id > 0 and len(taken) < most and (times is None or times[block_id] <= latest):
+        for _ in range(most):
+            if block_id < 0 or (times is not None and times[block_id] > latest):
+                break
             taken.append(block_id)
             after = following[block_id]
             following[block_id] = previous[block_id] = _ABSENT

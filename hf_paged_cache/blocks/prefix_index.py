@@ -115,19 +115,6 @@ class PrefixIndex:
         del self.blocks[digest]
         self.uncomputed.discard(block_id)  # last, for the same reason
 
-    def remove_computed(self, block_ids: Iterable[int]) -> list[bytes]:
-        """Take the hashes of computed blocks away; their digests."""
-        blocks, digests = self.blocks, self.digests
-        removed: list[bytes] = []
-        for block_id in block_ids:
-            digest = digests[block_id]
-            if digest is None:
-                raise BlockStateError(f"block {block_id} has no hash to remove")
-            digests[block_id] = None
-            del blocks[digest]
-            removed.append(digest)
-        return removed
-
     def grow(self, num_blocks: int) -> None:
         """Allow ids below `num_blocks`."""
         added = num_blocks - len(self.digests)

@@ -11,16 +11,19 @@ was used more often never has less of it than one that was used less: no block g
 
 from __future__ import annotations
 
+from itertools import accumulate
 from operator import gt
 
 END, ONCE = 1, 2  # kinds: used once, as the last of its sequence; used once
 # kind -> kind after one more use; kinds are in the order in which they are worth keeping
 NEXT = (0, 3, 3, 4, 5, 6, 7, 8, 9, 10, 11, 11)
 NUM_LINES = len(NEXT)  # of the queue: 0 is that of free blocks, others have the number of the first kind in them
-INTERVAL = 4096  # densities are computed no more often than when so many blocks were given back
+INTERVAL = 8192  # densities are computed no more often than when so many blocks were given back
 
 _NUM_AGES = 15  # classes of age, up to 32 times the pool's size: two below an eighth of it or a bit more, then two for each doubling
 _WIDTHS = [1, 1, *(1 << n // 2 - 1 for n in range(2, _NUM_AGES))]
+_FROM = [0, *accumulate(_WIDTHS)]  # class -> least age in it, and age -> class
+_CLASSES = bytes(age_class for age_class, width in enumerate([*_WIDTHS, 1]) for _ in range(width))
 _FORGETTING = 4  # counts lose the 2^-4th part of what they are, each time that densities are computed
 _ONE = 1 << _FORGETTING  # what a block counts
 _TOLD_APART = 0.9  # kinds whose densities are within this share wait in one line
@@ -63,17 +66,11 @@ class Reuse:
 
     def class_of(self, age: int) -> int:
         """The class of an age."""
-        age >>= self.shift
-        if age < 2:
-            return age
-        num_bits = age.bit_length()
-        return min(2 * num_bits - 2 + (age >> (num_bits - 2) & 1), _NUM_AGES)
+        return _CLASSES[min(age >> self.shift, len(_CLASSES) - 1)]
 
     def latest_of(self, time: int, now: int) -> int:
         """The latest time at which what is then as old, by class, as what was used last at `time` was used."""
-        age_class = self.class_of(now - time)
-        least = age_class if age_class < 2 else (2 + age_class % 2) << (age_class // 2 - 1)
-        return now - (least << self.shift)
+        return now - (_FROM[self.class_of(now - time)] << self.shift)
 
     def density(self, kind: int, age: int) -> float:
         """That of a block of this kind and age."""
@@ -106,25 +103,31 @@ class Reuse:
 
 
 def _densities(num: int, again: list[int]) -> list[float]:
-    """Class of age -> the most hits for the time kept, over all later ages at which keeping may end."""
-    if not any(again):
-        return [0.0] * (_NUM_AGES + 1)
-    found, points = [0.0] * (_NUM_AGES + 1), [(0.0, 0.0)]
+    """Class of age -> the most hits for the time kept, over all later ages at which keeping may end.
+
+    That is the slope of the upper hull of (time, hits), which is built from its end.
+    """
+    found = [0.0] * (_NUM_AGES + 1)
+    stop = max((age_class for age_class, number in enumerate(again[:_NUM_AGES], 1) if number), default=0)
     time = hits = 0.0
     alive = 1.0  # share of the blocks that came to this age without having been used again
-    for number, width in zip(again, _WIDTHS, strict=False):
+    points = [(time, hits)]
+    for number, width in zip(again[:stop], _WIDTHS, strict=False):
         chance = number / (max(num, number) + _PRIOR)
         num -= number
         hits += alive * chance
         time += alive * (1 - chance / 2) * width
         alive *= 1 - chance
         points.append((time, hits))
-    while len(points) > 1 and points[-2][1] == points[-1][1]:
-        points.pop()
-    most = 0.0
-    for age_class in range(len(points) - 2, -1, -1):
+    hull = [(*points[stop], -1.0)]  # from its end: time, hits, slope to the one after it
+    for age_class in range(stop - 1, -1, -1):
         time, hits = points[age_class]
-        for later, more in points[age_class + 1 :]:
-            most = max(most, (more - hits) / (later - time))
-        found[age_class] = most
+        while True:
+            later, more, least = hull[-1]
+            slope = (more - hits) / (later - time)
+            if slope > least:
+                break
+            hull.pop()
+        hull.append((time, hits, slope))
+        found[age_class] = max(slope, found[age_class + 1])
     return found

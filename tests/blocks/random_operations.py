@@ -129,6 +129,11 @@ class Model:
         self.newer: dict[int, tuple[int, int, int]] = {}  # evicted hash -> kind, time, evictions before
         self.older: dict[int, tuple[int, int, int]] = {}
         self.missed = 0
+        self.chosen, self.num_chosen, self.latest = (
+            0,
+            0,
+            0.0,
+        )  # line from which so many, used no later, are evicted next
         self.spared_from: float = math.inf  # what was given back later goes only where it is the least recently used
         self.reuse = Reuse(num_blocks, learns=eviction == "reuse")  # told of one block after the other
         self.hash: dict[int, int] = {}
@@ -167,11 +172,14 @@ class Model:
         evicted: dict[int, tuple[int, int, int]] = {}
         while len(taken) + len(evicted) < number:
             run = self.victims()[: number - len(taken) - len(evicted)]
+            if not run:
+                self.choose()
+            self.num_chosen -= len(run)
             for block in run:
                 self.cached.remove(block)
                 evicted[block] = self.kind[block], self.used[run[0]], self.evictions
         self.newer |= {self.hash.pop(block): what for block, what in evicted.items()}
-        if len(self.newer) >= 3 * self.num_blocks:
+        if len(self.newer) >= 2 ** math.ceil(math.log2(3 * self.num_blocks + 1)) * 2 // 3:
             self.older, self.newer = self.newer, {}
         self.evictions += len(evicted)
         for block in (*taken, *evicted):
@@ -181,24 +189,34 @@ class Model:
         return [*taken, *evicted]
 
     def victims(self) -> list[int]:
-        """The least recently used blocks of one line, unless the first of another is clearly less often used again."""
+        """The least recently used of the line that was chosen, as many as were, and used no later."""
+        of_line = [block for block in self.cached if self.line[block] == self.chosen]
+        return [*takewhile(lambda block: self.used[block] <= self.latest, of_line)][: self.num_chosen]
+
+    def choose(self) -> None:
+        """The line of the least recently used block, unless the first of another is clearly less often used again."""
 
         def density(block: int) -> float:
             return self.reuse.density(self.kind[block], self.clock - self.used[block])
 
-        def age_class(block: int) -> int:
-            return self.reuse.class_of(self.clock - self.used[block])
+        def age_class(time: int) -> int:
+            return self.reuse.class_of(self.clock - time)
 
-        oldest, others = self.cached[0], [block for block in self.cached if self.used[block] <= self.spared_from]
-        firsts = {self.line[block]: block for block in reversed(others or self.cached[:1])}
-        least = min(sorted(firsts.items()), key=lambda first: density(first[1]))[1]
-        if density(least) < 0.9 * density(oldest):
-            return [
-                block
-                for block in others
-                if self.line[block] == self.line[least] and age_class(block) == age_class(least)
-            ]
-        return [*takewhile(lambda block: self.line[block] == self.line[oldest], self.cached)]
+        firsts = {self.line[block]: block for block in reversed(self.cached)}  # line -> its first block
+        of_copies = {line for line, block in firsts.items() if self.used[block] > self.spared_from}
+        self.chosen = self.line[self.cached[0]]
+        self.num_chosen = 1 + self.num_blocks // 16
+        others = [line for line in sorted(firsts) if line not in of_copies]
+        sparsest = min(others, key=lambda line: density(firsts[line]), default=self.chosen)
+        if density(firsts[sparsest]) < 0.7 * density(self.cached[0]):
+            self.chosen, time = sparsest, self.used[firsts[sparsest]]
+            while age_class(time + 1) == age_class(self.used[firsts[sparsest]]) and time < self.clock:
+                time += 1
+            self.latest = min(time, self.spared_from)
+        else:
+            second = min((self.used[block] for line, block in firsts.items() if line != self.chosen), default=math.inf)
+            latest = min(second + self.num_chosen // 4, self.spared_from)
+            self.latest = max(latest, self.used[self.cached[0]])
 
     def recall(self, blocks: list[int]) -> None:
         """These have hashes from here on, one behind the other."""
@@ -250,6 +268,7 @@ class Model:
             self.line[block] = self.reuse.lines[self.kind[block]]
         if given_back and self.evictions >= self.num_blocks and self.clock >= self.reuse.next_time:
             self.reuse.compute(self.clock)
+            self.num_chosen = 0
 
     def drop(self, holder: Sequence) -> None:
         self.holders = [other for other in self.holders if other is not holder]
@@ -279,6 +298,7 @@ class Model:
         (block,) = self.take(1, holder.namespace)
         source, holder.blocks[index] = holder.blocks[index], block
         self.spared_from = min(self.spared_from, self.clock)
+        self.num_chosen = 0
         self.settle([source])
         self.copies.append((source, block))
 
@@ -766,6 +786,7 @@ class Driver:
             self.model.free.insert(0, self.model.num_blocks)
             self.model.num_blocks += 1
             self.model.reuse = Reuse(self.model.num_blocks, learns=self.model.reuse.learns)
+            self.model.num_chosen = 0
 
     def forget(self, tokens: list[int], namespace: bytes) -> None:
         chain = HashChain(ROOTS[namespace], self.size)

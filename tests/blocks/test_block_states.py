@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hf_paged_cache.blocks import BlockHash
 from hf_paged_cache.blocks.block_states import BlockStates
+from hf_paged_cache.blocks.reuse import END, NUM_LINES, ONCE
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError
 
 
@@ -38,3 +40,20 @@ def test_rebuild_after_an_interrupted_growth_cuts_to_the_old_number():
     states.grow(5)
     states.check([])
     assert list(states.queue) == [3, 4, 1, 2]
+
+
+@pytest.mark.parametrize(("num_blocks", "density_of_ends"), [(17, 0.0), (113, 1.0)], ids=["sparsest", "oldest"])
+def test_what_a_copy_reads_is_spared_inside_a_run_that_is_evicted(num_blocks: int, density_of_ends: float) -> None:
+    """Its line is chosen for the blocks before it, and it is no older by class of age, or by little."""
+    states = BlockStates(num_blocks)
+    states.num_evictions = 1  # from the first eviction on, kinds wait in lines of their own
+    states.reuse.lines = bytes(range(NUM_LINES))
+    states.reuse.densities[END][:], states.reuse.densities[ONCE][:] = [density_of_ends] * 16, [1.0] * 16
+    first, second, third, source = taken = states.take(num_blocks - 1)[:4]
+    for block_id in taken:
+        states.index.insert(block_id, BlockHash(bytes([block_id]) * 32, b""), computed=True)
+    states.drop([first, second])
+    states.drop([third])
+    states.spare_from_now()
+    states.drop([source])
+    assert states.take(4) == [first, third, second, source]
