@@ -118,9 +118,8 @@ class Calls:
             line = f"fails(model, {self.rng.randint(0, 3 if where == 'step' else 15)}, {where!r}, {given})"
         need = len(ids) * 2 * ((len(ids[0]) + new) // self.block_size + 2)
         fresh = f"r{slot} = DynamicCache(config=model.config)"
-        reference = (
-            fresh if where != "step" else f"{line.replace('CACHE', 'DynamicCache(config=model.config)')}\n{fresh}"
-        )
+        theirs = line if where == "step" else f"model.generate({given})"
+        reference = f"{theirs.replace('CACHE', 'DynamicCache(config=model.config)')}\n{fresh}"
         both = _lines(ids=ids, mask=mask)
         return Action("fault", line.replace("CACHE", f"c{slot}"), reference, both, slot=slot, need=need)
 
