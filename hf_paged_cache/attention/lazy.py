@@ -21,7 +21,7 @@ class LazyReads(Protocol):
         ...
 
     def refuse(self) -> None:
-        """The dense ones are asked for next, by this forward and not by its model."""
+        """What comes next asks for dense tensors because of this call: it says nothing of the model."""
         ...
 
     def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:
@@ -100,7 +100,7 @@ def _densely(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def as_dense(states: Tensor) -> Tensor:
-    """The tensor itself, or the one that it stands for: for a compiled forward, whoever's model it is."""
+    """The tensor itself, or the one that it stands for, for a compiled forward: that says nothing of the model."""
     if not isinstance(states, LazyStates):
         return states
     states._reads.refuse()

@@ -122,7 +122,6 @@ class View:
         self._buffer_bytes = 0
         self._shared = SharedReads(pool)
         self._square: CausalSquare | None = None  # the forward, if it is attended as one
-        self._is_lazy = False  # the forward is one, or its rows share what is read once
         self._kept: list[RowLayout] = []  # row -> what the buffers hold of it, as of the last `keep`
         self._valid: list[int] = []  # row -> end of the columns that the buffers hold of it
         self._max_rows, self._max_columns = 0, math.inf
@@ -179,7 +178,7 @@ class View:
         self._shared.read_once = ReadOnce()
 
     def read_once_whatever_it_costs(self) -> None:
-        """Attention is asked otherwise than of all that is read even where that does not pay, to see whether it can be."""
+        """Share reads, and attend causal squares, also where that does not pay: for trials of models."""
         self._shared.weighs_launches = False
 
     # A forward.
@@ -247,7 +246,6 @@ class View:
         if start and stop - start > 1 and self._shared.plan is None and self._shared.may_be_lazy:
             if CausalSquare.pays(start, stop) or not self._shared.weighs_launches:
                 self._square = CausalSquare(start, stop, self._shared.look)
-        self._is_lazy = self._shared.plan is not None or self._square is not None
         self._layouts, valid = rows, self._valid
         valid += [0] * (num_rows - len(valid))  # rows taken over from another cache, or multiplied
         lacks_columns = min(valid[:num_rows]) < start
@@ -328,9 +326,10 @@ class View:
             torch.OutOfMemoryError: `do_without_copies` may help.
         """
         group = self._group_of.get(layer_idx, self._all)
+        is_lazy = group is self._all and (self._square is not None or self._shared.plan is not None)
         if not self.keeps_columns:
             read = self._gathered(group, layer_idx, new)
-            return self._lazily(layer_idx, new, read) if self._is_lazy and group is self._all else read
+            return self._lazily(layer_idx, new, read) if is_lazy else read
         num_rows, start, stop = self._num_rows, self._start, self._stop
         first, base, room, num_new = group.first, group.base, group.room, stop - start
         buffers, is_ready, read = self._buffers.setdefault(layer_idx, {}), False, {}
@@ -355,7 +354,7 @@ class View:
                 whole = read[name] = _joined(buffer.narrow(2, first - base, start - first), states)
                 held.base = group.next_base
                 held.at(slice(num_rows), held.base, stop).copy_(whole[:, :, held.base - first :])
-        return self._lazily(layer_idx, new, read) if self._is_lazy and group is self._all else read
+        return self._lazily(layer_idx, new, read) if is_lazy else read
 
     def _lazily(self, layer_idx: int, new: Mapping[str, Tensor], read: dict[str, Tensor]) -> dict[str, Tensor]:
         """What attention reads of a layer, where more is known of it than a mask says."""

@@ -405,11 +405,11 @@ class PrefixCachingBlockAllocator:
                 num = 0
             held += own[num:]
             dropped += others[: num - 1 if num else None : -1]
-            if old is not None:
-                del self._held[old.key]
-                old.block_ids.clear()
         self._states.hold(held)
         self._states.drop(dropped)
+        for old in freed:
+            del self._held[old.key]
+            old.block_ids.clear()
         self._dirty = False
 
     def truncate(self, allocation: Allocation, num_blocks: int) -> None:

@@ -23,7 +23,7 @@ OnEvict = Callable[[int, BlockHash, bytes], None]
 _FREE = 0  # line of the queue
 _MARGIN = 0.7  # less dense than this share of the least recently used one, a block goes before it
 NEVER = 1 << 63  # later than any time, denser than any block
-_TOGETHER = 16  # at most this part of the pool is evicted from one line before the others are looked at
+_TOGETHER = 16  # about this part of the pool at most is evicted from one line before the others are looked at
 
 
 class BlockStates:
@@ -35,7 +35,7 @@ class BlockStates:
     is looked for once for many evictions (`_choose`), and blocks change state a run of one kind at a time.
     Until a block is evicted, nothing is counted and all are of one kind; until as many were as there are, it is LRU.
 
-    Blocks that are held or dropped together are of one namespace: `drop` and `hold` read it off the first one.
+    Blocks that are held or dropped together are of one namespace: `drop` and `hold` read it off one of them.
 
     Args:
         num_blocks: with the null block 0. Ids 1 to num_blocks - 1 are handed out, at first the lowest first.
@@ -131,7 +131,7 @@ class BlockStates:
                     kind = kinds[block_id]
                     what = (kind, times[run[0]], self.num_evictions)
                 evicted[digest] = what
-        self.evicted.turn()
+            evicted = self.evicted.turn()
         if len(self.num_cached_of) == 1:
             _add(self.num_cached_of, namespaces[taken[0]], -num_blocks)
         else:

@@ -1,7 +1,7 @@
-"""Owns the memory of hashes that were evicted, and what is known of each. Refuses to grow beyond eight for each block of the pool.
+"""Owns the memory of hashes that were evicted, and what is known of each. Refuses to grow much beyond eight for each block of the pool.
 
 Two maps, of which the older one is dropped when the newer one is full: so at least twice as many evictions as the pool has blocks are
-remembered, in constant time. Full is a map that would have to grow: so a digest takes 100 bytes, 65 of them its own.
+remembered, in constant time. Full is a map that would have to grow: so in a large pool a digest takes 100 bytes, 65 of them its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class EvictedHashes:
         num_blocks: of the pool.
 
     Attributes:
-        newer: put them here, one tuple for many, and then call `turn`.
+        newer: put them here, one tuple for many, and call `turn` after a few.
 
     Examples:
         >>> evicted = EvictedHashes(num_blocks=4)
@@ -43,10 +43,11 @@ class EvictedHashes:
         """Whether anything is remembered of a digest."""
         return digest in self.newer or digest in self._older
 
-    def turn(self) -> None:
-        """Where the newer map is full, begin another one."""
+    def turn(self) -> dict[bytes, Remembered]:
+        """Where the newer map is full, begin another one. Returns the newer one."""
         if len(self.newer) >= self._most:
             self._older, self.newer = self.newer, {}
+        return self.newer
 
     def take(self, digests: Iterable[bytes | None]) -> list[Remembered]:
         """What is remembered of digests, up to the first of which nothing is; these are forgotten.  None: no digest.

@@ -69,10 +69,6 @@ class FreeBlockQueue:
         """Line -> its first id; without any, a number below 0."""
         return self._next[: -1 - self._num_lines : -1]
 
-    def first(self, line: int) -> int:
-        """The first id of a line; without any, a number below 0."""
-        return self._next[-1 - line]
-
     def append(self, block_id: int, line: int = 0) -> None:
         """`append_many` of one block."""
         self.append_many((block_id,), line)

@@ -77,7 +77,8 @@ def _command_line(given: list[str]) -> list[str]:
         return [sys.executable, *given]
     if name.startswith("-"):
         if name != "-m":
-            close = get_close_matches(name, [f"--{each.replace('_', '-')}" for each in signature(run).parameters], 1)
+            options = [f"--{each.replace('_', '-')}" for each in signature(run).parameters if each != "program"]
+            close = get_close_matches(name, options, 1, cutoff=0.8)
             raise CacheArgumentError(
                 f"there is no option {name}{f'; did you mean {close[0]}?' if close else '.'} See --help"
             )

@@ -83,7 +83,7 @@ def report(options: RunOptions, models: Sequence[ModelRun], advice: Sequence[str
             say(
                 "no generate was called in this process; generate_batch, continuous batching and vLLM have caches of their own"
             )
-        if "lm_eval" in sys.modules and "hf_paged_cache.lm_eval" not in sys.modules:
+        if counts and "lm_eval" in sys.modules and "hf_paged_cache.lm_eval" not in sys.modules:
             say("lm_eval: with --model hf-paged in place of hf, contexts of log-likelihoods are reused, too")
     if options.stats is not None and (counts or os.getpid() == options.pid):
         line = json.dumps({"pid": os.getpid(), "arguments": sys.argv, "models": counts, "advice": [*advice]})

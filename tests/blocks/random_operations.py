@@ -178,9 +178,9 @@ class Model:
             for block in run:
                 self.cached.remove(block)
                 evicted[block] = self.kind[block], self.used[run[0]], self.evictions
-        self.newer |= {self.hash.pop(block): what for block, what in evicted.items()}
-        if len(self.newer) >= 2 ** math.ceil(math.log2(3 * self.num_blocks + 1)) * 2 // 3:
-            self.older, self.newer = self.newer, {}
+            self.newer |= {self.hash.pop(block): evicted[block] for block in run}
+            if len(self.newer) >= 2 ** math.ceil(math.log2(3 * self.num_blocks + 1)) * 2 // 3:
+                self.older, self.newer = self.newer, {}
         self.evictions += len(evicted)
         for block in (*taken, *evicted):
             self.kind[block] = ONCE

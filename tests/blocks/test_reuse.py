@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import random
-import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,11 +16,14 @@ from hf_paged_cache.errors import CacheArgumentError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-if not BENCHMARKS.exists():
-    pytest.skip("the benchmarks are not beside the tests", allow_module_level=True)
-sys.path.insert(0, str(BENCHMARKS))  # as for a script that lies there
 
-from replay import replay_blocks  # noqa: E402
+@pytest.fixture
+def replay_blocks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark's, where the benchmarks are beside the tests."""
+    if not BENCHMARKS.exists():
+        pytest.skip("the benchmarks are not beside the tests")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))  # as for a script that lies there
+    return importlib.import_module("replay").replay_blocks
 
 
 def test_blocks_of_one_class_of_age_are_those_used_no_later_than_is_said() -> None:
@@ -55,7 +59,7 @@ def test_kinds_that_do_not_differ_wait_in_one_line() -> None:
     assert list(reuse.lines[END:NUM_LINES]) == [END] * 4 + [5] * (NUM_LINES - 5)
 
 
-def test_what_a_flood_brings_goes_before_what_is_used_again() -> None:
+def test_what_a_flood_brings_goes_before_what_is_used_again(replay_blocks: Any) -> None:
     rng, requests = random.Random(0), []
     for number in range(2000):
         requests.append([1_000_000 + 10 * rng.randrange(30) + index for index in range(10)])
@@ -65,7 +69,7 @@ def test_what_a_flood_brings_goes_before_what_is_used_again() -> None:
     assert reuse > 1.1 * lru
 
 
-def test_kinds_that_do_not_differ_cost_no_hits_by_chance() -> None:
+def test_kinds_that_do_not_differ_cost_no_hits_by_chance(replay_blocks: Any) -> None:
     """Documents that are asked for twice, mostly before the second use is out of LRU's reach."""
     rng, requests, pending = random.Random(0), [], []
     for number in range(6000):
@@ -79,12 +83,12 @@ def test_kinds_that_do_not_differ_cost_no_hits_by_chance() -> None:
 
 
 @pytest.mark.parametrize("size", [100, 101, 130])
-def test_a_loop_hits_as_with_lru(size: int) -> None:
+def test_a_loop_hits_as_with_lru(size: int, replay_blocks: Any) -> None:
     requests = [[number] for number in range(size)] * 20
     assert replay_blocks(requests, 100, "reuse")[0] >= replay_blocks(requests, 100, "lru")[0]
 
 
-def test_what_twice_the_pool_would_have_hit_is_told() -> None:
+def test_what_twice_the_pool_would_have_hit_is_told(replay_blocks: Any) -> None:
     rng = random.Random(0)
     requests = [[int(rng.paretovariate(0.5)) % 5000] for _ in range(20_000)]
     (hits, missed), (truth, _) = replay_blocks(requests, 100, "lru"), replay_blocks(requests, 200, "lru")

@@ -77,6 +77,8 @@ def test_a_module_and_an_installed_command(becomes: list[Any], given: list[str],
         (["--max-bytes", "much", "sh"], "--max-bytes is 'much'"),
         (["--max-bytes", "4", "GB", "sh"], "--max-bytes is 4 without a unit; for gigabytes give 4GB, without a space"),
         (["--max_bytes", "4GB", "sh"], "there is no option --max_bytes; did you mean --max-bytes? See --help"),
+        (["--programm", "sh"], "there is no option --programm. See --help"),
+        (["--version"], "there is no option --version. See --help"),
         (["--cache-salt", "", "sh"], "--cache-salt is empty"),
         (
             ["--stats", "no/such/folder/file", "sh"],

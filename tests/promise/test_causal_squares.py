@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.attention import causal, shared_reads
@@ -103,6 +105,38 @@ def test_a_model_that_looks_at_keys_is_asked_once(served: list[bool], monkeypatc
         assert_same(run(model, **call), run(model, cache, **call))
         assert bool(made) == (seed == 2)
     assert not served
+
+
+def test_where_no_fused_kernel_serves_there_is_a_mask(served: list[bool]) -> None:
+    model, call = tiny("llama"), CALLS["one row"]
+    run(model, cache := PagedPrefixCache(model), **batch(row(KNOWN)))
+    with sdpa_kernel(SDPBackend.MATH):
+        assert_same(run(model, **call), run(model, cache, **call))
+    assert not served
+    states = {"key": torch.zeros(1, 2, 40, 24), "value": torch.zeros(1, 2, 40, 16)}
+    assert causal.CausalSquare(8, 40, lambda: None).read(states) == states
+
+
+def test_what_a_model_asks_to_be_contiguous_is(served: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def flat(module: Any, query: Any, key: torch.Tensor, *args: Any, **options: Any) -> Any:
+        key.contiguous().view(key.shape[0], -1, key.shape[3])
+        return attend(module, query, key, *args, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", flat)
+    model, call = tiny("llama"), CALLS["one row"]
+    run(model, cache := PagedPrefixCache(model), **batch(row(KNOWN)))
+    assert_same(run(model, **call), run(model, cache, **call))
+
+
+def test_each_mask_is_looked_at_once_however_many_layers_it_is_for() -> None:
+    square, looked = causal.CausalSquare(8, 40, lambda: None), []
+    square._look = lambda mask: looked.append(mask) or True  # type: ignore[method-assign]
+    masks = [torch.ones(1, 1, 32, 40, dtype=torch.bool).expand(3, -1, -1, -1) for _ in range(2)]
+    for _ in range(3):
+        assert all(map(square.is_causal, masks))
+    assert len(looked) == 2
 
 
 def test_a_compiled_forward_does_not_speak_for_its_model(served: list[bool]) -> None:

@@ -64,6 +64,8 @@ def test_a_harness_that_runs_the_model_of_its_own_hears_of_the_other(
     if is_ours:
         monkeypatch.setitem(sys.modules, "hf_paged_cache.lm_eval", ModuleType("lm_eval"))
     report(RunOptions({}, None, False, 0), [], [])
+    assert "hf-paged in place" not in capsys.readouterr().err  # no model ran
+    report(RunOptions({}, None, False, 0), [model_run()], [])
     assert ("--model hf-paged in place of hf" in capsys.readouterr().err) == (not is_ours)
 
 
