@@ -92,6 +92,9 @@ class ForwardsAhead:
                 if number != prefix.row:
                     num_shared += max(0, num_tokens // size - -(-held[number] // size))
                 held[number] = max(held[number], num_tokens)
+        for number in {number for step in found.steps for number in step.rows}:  # they give up what comes after it
+            kept = max(0, found.column - call.rows.distinct[number].pad)
+            num_shared -= max(0, -(-held[number] // size) - -(-kept // size))
         stop = call.rows.num_columns + request.num_new_columns
         return would_fit(call, stop, num_shared, len(found.prefixes) + bool(found.steps))
 
