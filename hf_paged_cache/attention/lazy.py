@@ -107,6 +107,27 @@ def as_dense(states: Tensor) -> Tensor:
     return states.dense()
 
 
+class KnownMasks:
+    """What is known of the masks of one forward: most layers are given the same one."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Tensor | None, int, Any, Any]] = []
+
+    def of(self, mask: Tensor | None, key: Any, look: Callable[[], Any]) -> Any:
+        """What `look` says of a mask, which is asked once as long as nobody writes to it; where torch counts no writes, once.
+
+        Args:
+            key: what else the answer depends on.
+        """
+        version = 0 if mask is None or mask.is_inference() else mask._version
+        for known, of_version, of_key, found in self._known:
+            if known is mask and of_version == version and of_key == key:
+                return found
+        found = look()
+        self._known.append((mask, version, key, found))
+        return found
+
+
 # What leaves them lazy; None: it was asked for something else.
 
 

@@ -21,7 +21,7 @@ from ..kv.recycled_memory import RecycledMemory
 from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer
 from .backends import Part, attend, merge, name_of
-from .lazy import LazyStates
+from .lazy import KnownMasks, LazyStates
 from .segments import Plan, Segment, find_segments
 
 # Bytes of keys and values of one layer that are read in the time that one more launch, and the merge after it, take. On a CPU
@@ -67,6 +67,7 @@ class SharedReads:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.model_looks = False  # at what it reads, otherwise than by attention
+        self.is_sdpa = True  # what attention the model is set to
         self.read_once = ReadOnce()
         self.weighs_launches = True  # else whatever is shared is read once, whether it pays or not
         self._each_because = ""  # why each of the running rows is read by itself; "": it need not be
@@ -220,7 +221,8 @@ class SharedReads:
         """Why each row is read by itself, though there are several; "": what they share may be read once."""
         if self.model_looks:
             return MODEL_LOOKS
-        return self._each_because or (GRADIENTS if torch.is_grad_enabled() else "")
+        own = "" if self.is_sdpa else MODEL_LOOKS
+        return self._each_because or own or (GRADIENTS if torch.is_grad_enabled() else "")
 
     def _source(self, segment: Segment, transfer: Transfer) -> int | ReadSource:
         first, num = segment.block_ids[0], len(segment.block_ids)
@@ -280,7 +282,7 @@ class _Forward:
     def __init__(self, plan: Plan, rows: _Rows, start: int, stop: int) -> None:
         self.plan, self.rows, self.start, self.stop = plan, rows, start, stop
         self.is_counted = False
-        self._masks: list[tuple[Tensor | None, torch.dtype, torch.device, tuple[bool, Tensor | None]]] = []
+        self._masks = KnownMasks()
 
     def mask_of_tails(
         self, mask: Tensor | None, dtype: torch.dtype, device: torch.device
@@ -293,11 +295,9 @@ class _Forward:
         Returns:
             the latter [R, 1, T, columns of the tails], added to scores; None: all is seen.
         """
-        for known, of_dtype, of_device, found in self._masks:
-            if known is mask and of_dtype == dtype and of_device == device:
-                return found
-        found = self._look(mask, dtype, device)
-        self._masks.append((mask, dtype, device, found))
+        found: tuple[bool, Tensor | None] = self._masks.of(
+            mask, (dtype, device), lambda: self._look(mask, dtype, device)
+        )
         return found
 
     def _look(self, mask: Tensor | None, dtype: torch.dtype, device: torch.device) -> tuple[bool, Tensor | None]:

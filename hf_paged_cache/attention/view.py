@@ -147,6 +147,10 @@ class View:
             self.drop()
             self._group(window_of)
 
+    def follow_attention(self, implementation: str | None) -> None:
+        """Rows begin, with this attention of transformers: all but "sdpa" are given dense tensors."""
+        self._shared.is_sdpa = implementation == "sdpa"
+
     def first_column(self, layer_idx: int, start: int) -> int:
         """The first column that the layer reads in a forward from column `start` on.
 

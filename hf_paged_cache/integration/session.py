@@ -354,6 +354,7 @@ class Session:
         windows_now, dtype = self._conditioning.windows(), self._conditioning.model.dtype
         with self._store.lock:
             self._call.view.follow(windows_now)
+            self._call.view.follow_attention(self._conditioning.attention)
             # Ranks settle what each knows in tokens, without a look at windows.
             if not self._store.follow_windows({} if on_ranks else self._call.view.window_of, self._call):
                 return _OTHER_WINDOWS

@@ -28,7 +28,7 @@ from .identity import ModelIdentity, adapter_state, digest_of_weights, identify,
 from .output_flags import OutputFlags, outputs_of
 from .rope import RopeRegime
 from .state_traits import NO_TRAITS, StateTraits, read_state_traits
-from .support import cache_layers, windows_of
+from .support import attention_of, cache_layers, is_foreign, windows_of
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -80,6 +80,7 @@ class Conditioning:
         self.is_shared = False
         self.state_traits = tried or NO_TRAITS
         self._tried = tried
+        self._attention_tried = attention_of(model)
         self._lock = new_lock()  # values are fetched under it only of weights that have moved
         self._weights = WeightFingerprint(model)
         self.rank_groups = rank_groups(model)
@@ -148,6 +149,11 @@ class Conditioning:
             self._windows = settings, windows_of(cache_layers(self.model))
         return self._windows[1]
 
+    @property
+    def attention(self) -> str | None:
+        """The attention of transformers that the model is set to now, by name."""
+        return attention_of(self.model)
+
     def changes_with(self, output_flag: str) -> bool:
         """Whether keys and values may be others where a call asks for this output, as of the last `digest`."""
         flags = self._output_flags
@@ -167,6 +173,8 @@ class Conditioning:
             return "NEFTune adds noise to embeddings; call model.eval()"
         if getattr(self.model.config.get_text_config(decoder=True), "is_causal", None) is False:
             return "keys and values depend on what follows them (config.is_causal is False)"
+        if is_foreign(attention := self.attention) and attention != self._attention_tried:
+            return f"the attention {attention!r} was chosen after the cache was built, so nobody has tried it; build another cache"
         for name in self._outputs:
             if self.changes_with(name):
                 return f"keys and values of this model depend on {name}, which its config asks for"

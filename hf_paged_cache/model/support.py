@@ -28,6 +28,9 @@ _STATE_LAYERS = tuple(
 _WINDOWED_LAYERS = (DynamicSlidingWindowLayer, _STATE_LAYERS[-1])
 _HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_STATE_LAYERS)
 _STATES = ("conv_states", "recurrent_states")
+_OWN_ATTENTION = frozenset(
+    ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+)
 _MAX_QUOTED = 200
 _WHICH_ADAPTERS = "only adapters that change layers, such as LoRA, are supported"
 
@@ -164,10 +167,22 @@ def leaves_doubt(model: PreTrainedModel) -> bool:
         or is_no_decoder(model)
         or (takes(model, "pixel_values") and not names_images)  # images may become columns that have no token
         or has_experts(model)  # a router may look at later tokens
+        or is_foreign(attention_of(model))
         or any(getattr(layer, "is_causal", None) is False for layer in layers)
         or len({(type(layer), layer.layer_idx) for layer in layers}) < len(layers)  # stacks may share one cache
         or any(map(has_state, cache_layers(model)))  # a scan may start from zeros, whatever the state
     )
+
+
+def attention_of(model: PreTrainedModel) -> str | None:
+    """The name of the attention of transformers that the model's decoder is set to."""
+    name: str | None = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+    return name
+
+
+def is_foreign(attention: str | None) -> bool:
+    """Whether an attention is not transformers' own: it may come without a mask, and then sees other tokens after known ones."""
+    return attention is not None and attention not in _OWN_ATTENTION
 
 
 def has_experts(model: PreTrainedModel) -> bool:

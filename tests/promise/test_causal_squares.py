@@ -93,10 +93,25 @@ def test_only_what_is_causal_is_served(what: str, served: list[bool]) -> None:
     assert {*served} == {what == "numbers"}
 
 
-def test_a_model_that_looks_at_keys_is_asked_once(served: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, made = build("llama", attn_implementation="eager"), []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was left lazy."""
+    made: list[Any] = []
     new = LazyStates.__new__
     monkeypatch.setattr(LazyStates, "__new__", lambda *args: made.append(args) or new(*args))
+    return made
+
+
+def test_a_model_that_looks_at_keys_is_asked_once(
+    served: list[bool], made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def looking(module: Any, query: Any, key: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return attend(module, query, key * 1, *args, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", looking)
+    model = build("llama")
     cache = PagedPrefixCache(model)
     run(model, cache, **batch(row(KNOWN)))
     for seed in (2, 3):
@@ -105,6 +120,40 @@ def test_a_model_that_looks_at_keys_is_asked_once(served: list[bool], monkeypatc
         assert_same(run(model, **call), run(model, cache, **call))
         assert bool(made) == (seed == 2)
     assert not served
+
+
+@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
+def test_only_torchs_own_attention_is_asked(attention: str, served: list[bool], made: list[Any]) -> None:
+    model = build("llama", attn_implementation=attention, max_position_embeddings=1024)
+    cache, call = PagedPrefixCache(model), {**batch(row(KNOWN, (2, 90))), "num_beams": 2, "max_new_tokens": 3}
+    with torch.compiler.set_stance("force_eager"):
+        run(model, cache, **batch(row(KNOWN)))
+        assert_same(run(model, **call), run(model, cache, **call))
+    assert not made
+    model.set_attn_implementation("sdpa")
+    assert_same(run(model, **call), run(model, cache, **call))
+    assert_same(run(model, **call), run(model, cache, **call))
+    assert made
+
+
+def test_a_mask_that_is_written_between_layers_is_looked_at_again(served: list[bool]) -> None:
+    model = build("llama")
+    ours, theirs, outputs = PagedPrefixCache(model), DynamicCache(config=model.config), []
+
+    def hide(module: Any, args: Any, given: dict[str, Any]) -> None:
+        if given["attention_mask"].shape[-1] > 50:
+            given["attention_mask"][..., 60:, 50] = False
+
+    model.model.layers[1].register_forward_pre_hook(hide, with_kwargs=True)
+    ids = torch.tensor([LONG])
+    for cache in (ours, theirs):
+        mask = torch.tril(torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool))
+        with torch.no_grad():
+            model(ids[:, :40], past_key_values=cache, attention_mask=mask[..., :40, :40].clone())
+            rest = mask[..., 40:, :].clone()
+            outputs.append(model(ids[:, 40:], past_key_values=cache, attention_mask=rest).logits)
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-4 * float(outputs[1].abs().max()))
+    assert served == [True, False]
 
 
 def test_where_no_fused_kernel_serves_there_is_a_mask(served: list[bool]) -> None:

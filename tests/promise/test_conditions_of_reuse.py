@@ -16,8 +16,9 @@ from weakref import ref
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore, UnsupportedModelError
 
 from ..reference import IDS, PROMPT, TOLERANCE, assert_same, batch, is_same, row, run
 from ..tiny_models import build
@@ -569,3 +570,22 @@ def test_verify_notices_one_changed_row_of_an_embedding_when_its_block_has_its_t
     assert noticed[-1]
     assert noticed == sorted(noticed)  # from the turn of that block on, right
     cache.check()
+
+
+def test_an_attention_that_gets_no_mask_is_refused_or_if_chosen_later_reuses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "mine", attend)
+    with pytest.raises(UnsupportedModelError, match="its logits differ"):
+        PagedPrefixCache(build("llama", attn_implementation="mine"))
+    model, call = build("llama"), batch(row((1, 40), (2, 60)))
+    run(model, cache := PagedPrefixCache(model), **batch(row((1, 40))))
+    model.set_attn_implementation("mine")
+    for _ in range(2):
+        assert_same(run(model, **call), run(model, cache, **call))
+        assert cache.last_call.reused_tokens == 0
+    assert "attention 'mine' was chosen after the cache was built" in str(cache.last_call)
+    model.set_attn_implementation("sdpa")
+    assert_same(run(model, **call), run(model, cache, **call))
+    assert cache.last_call.reused_tokens > 0

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 
@@ -53,6 +54,12 @@ def with_dropout(model: PreTrainedModel, cache: PagedPrefixCache) -> Any:
     return generate()(model, cache)
 
 
+def with_another_attention(model: PreTrainedModel, cache: PagedPrefixCache) -> Any:
+    AttentionInterface.register("mine", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation("mine")
+    return generate()(model, cache)
+
+
 def with_another_weight(model: PreTrainedModel, cache: PagedPrefixCache) -> Any:
     for parameter in model.parameters():
         parameter.data.mul_(1.5)
@@ -83,6 +90,7 @@ CASES: dict[str, Call] = {
     ),
     FALCON: with_attentions,
     "a `cache_position` that does not number the new columns": forward(cache_position=torch.arange(5, 5 + LENGTH)),
+    "an attention that is not transformers' own, chosen by `set_attn_implementation` after the cache was built": with_another_attention,
     "an active dropout, jitter of a router, or NEFTune": with_dropout,
     "hidden states": generate(output_hidden_states=True, return_dict_in_generate=True),
     "attentions": with_attentions,
