@@ -14,8 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .lazy import KnownMasks, LazyStates
 
-# Measured on a CPU, and so used there alone. 9 heads of 64: of 256 columns, 16 of them known, both take as long. Of 1,024 the square takes 0.69 of the
-# time with 16 known, 0.77 with 64, 0.92 with 256, and 1.16 with 424; of 2,048 with 48 known 0.59; of 4,000 with 1,000 0.65.
+# Measured on a CPU, and so used there alone, with 9 heads of 64. Of 256 columns, 16 of them known, both take as long. Of 1,024
+# the square takes 0.69 of the time with 16 known, 0.77 with 64, 0.92 with 256 and 1.16 with 424; of 2,048 with 48 known 0.59;
+# of 4,000 with 1,000 known 0.65.
 MIN_COLUMNS = 512
 MIN_NEW = 3  # times those known
 

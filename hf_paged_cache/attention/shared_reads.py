@@ -60,6 +60,7 @@ class SharedReads:
 
     Attributes:
         plan: of the running rows; None: each row is read by itself.
+        is_sdpa: the model is set to torch's own attention; any other reads dense tensors.
         read_once: of the running call, or of the last one.
         num_bytes: of the copies of segments.
     """
@@ -67,7 +68,7 @@ class SharedReads:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.model_looks = False  # at what it reads, otherwise than by attention
-        self.is_sdpa = True  # what attention the model is set to
+        self.is_sdpa = True
         self.read_once = ReadOnce()
         self.weighs_launches = True  # else whatever is shared is read once, whether it pays or not
         self._each_because = ""  # why each of the running rows is read by itself; "": it need not be
