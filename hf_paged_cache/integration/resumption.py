@@ -155,18 +155,24 @@ class Resumption:
             return "the model has changed since"
         # a model may generate the id of a placeholder; the last token generated is not in the rows
         ends = [end - 1 if end == rows.num_columns + 1 else end for end in prompt.ends]
+        of_each = len(rows) // len(ends) if len(rows) % len(ends) == 0 else 0  # rows that a prompt was expanded to
+        held = [shown_ids(row.table.token_ids) for row in rows.in_batch()]
         found = []
         for number, (tokens, end) in enumerate(zip(prompt.tokens, ends, strict=True)):
-            most, best = 0, 0
+            shared = [0] * len(held)
             for index, row in enumerate(rows.in_batch()):
                 if row.pad <= look.first_shown[number]:  # padding that is skipped has no keys and values
-                    shared = row.pad + common_prefix_length(shown_ids(row.table.token_ids), tokens[row.pad :])
-                    shared = min(shared, rows.num_columns, len(tokens) - 1)
-                    most, best = (shared, index) if shared > most else (most, best)
+                    columns = row.pad + common_prefix_length(held[index], tokens[row.pad :])
+                    shared[index] = min(columns, rows.num_columns, len(tokens) - 1)
+            most = max(shared)
+            of_row = "" if len(ends) == 1 else f"row {number} of "
             if most < end:
-                of_row = "" if len(prompt.tokens) == 1 else f"row {number} of "
                 return f"{of_row}the prompt is another one from position {most} on"
-            found.append((most, best))
+            equal = [index for index, columns in enumerate(shared) if columns == most]
+            own = [index for index in equal if index // of_each == number] if of_each else []
+            if not own and not self._show_the_same(equal, end):
+                return f"{of_row}the prompt may be that of any of their rows {equal}, whose images may differ"
+            found.append((most, (own or equal)[0]))
         kept = min(found)[0]
         if kept < max(ends):
             return "rows of the prompt leave them at different positions, before the images of all"
@@ -179,3 +185,13 @@ class Resumption:
             except CacheArgumentError:
                 return f"{another}, and layers with a window no longer hold what is before it"
         return found
+
+    def _show_the_same(self, batch: list[int], end: int) -> bool:
+        """Whether rows of the batch hold the same images before a column: of each, it is known which one it is."""
+        rows = self._call.rows
+        first, *others = [rows.distinct[group] for group in dict.fromkeys(rows.alias[row] for row in batch)]
+        for other in others:
+            common = first.table.token_ids[: common_prefix_length(first.table.token_ids, other.table.token_ids)]
+            if len(shown_ids(common)) < end - first.pad or any(token in self._placeholders.kinds for token in common):
+                return False
+        return True

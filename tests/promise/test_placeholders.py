@@ -219,6 +219,52 @@ def test_padded_rows_go_on_each_with_its_image(name: str) -> None:
         assert_same(wanted, got)
 
 
+def same_text(name: str, image_seeds: list[int]) -> Inputs:
+    """A row for each image, all of one text."""
+    rows = [image_inputs(name, row((1, 24)), row((2, 12)), image_seed=seed) for seed in image_seeds]
+    return {key: torch.cat([inputs[key] for inputs in rows]) for key in rows[0]}
+
+
+def ask_all(model: PreTrainedModel, held: Any, images: Inputs) -> Any:
+    """A first turn in which each row says the same, so that only images tell rows apart."""
+    return run(model, held, **images, max_new_tokens=1, logits_processor=[AtStepSay(1, 5)])
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("name", [*KINDS, "gemma4", "qwen2_audio"])
+def test_rows_of_one_text_go_on_each_with_its_image(name: str, copies: int) -> None:
+    model, images = tiny(name), same_text(name, [0, 1, 2])
+    held = PagedPrefixCache(model, block_size=8)
+    second = turn(images, ask_all(model, held, images), row((1, 9)))
+    again = {key: value.repeat_interleave(copies, 0) for key, value in second.items()}
+    content = content_of(same_text(name, [seed for seed in (0, 1, 2) for _ in range(copies)]))
+    wanted = run(model, **again, **content, **PLAIN)
+    sampled = {"do_sample": True, "top_k": 1, "num_return_sequences": copies} if copies > 1 else {}
+    got = run(model, held, **second, **PLAIN, **sampled)
+    assert not torch.equal(wanted.logits[0][0], wanted.logits[0][copies])
+    assert_same(wanted, got)
+
+
+@pytest.mark.parametrize("name", [SIMPLE, "qwen2_audio"])
+def test_some_rows_of_one_text_go_on_only_where_it_is_known_which_image_each_has(name: str) -> None:
+    model, images = tiny(name), same_text(name, [0, 1, 2])
+    held = PagedPrefixCache(model, block_size=8)
+    second = turn(images, ask_all(model, held, images), row((1, 9)))
+    two = {key: value[1:] for key, value in second.items()}
+    with pytest.raises(CacheArgumentError, match=r"row 0 of the prompt may be that of any of their rows \[0, 1, 2\]"):
+        run(model, held, **two, **PLAIN)
+    held.check()
+
+
+def test_some_rows_of_one_image_go_on() -> None:
+    model, images = tiny(SIMPLE), same_text(SIMPLE, [4, 4, 4])
+    held = PagedPrefixCache(model, block_size=8)
+    second = turn(images, ask_all(model, held, images), row((1, 9)))
+    two = {key: value[1:] for key, value in second.items()}
+    wanted = run(model, **two, **{key: value[:2] for key, value in content_of(images).items()}, **PLAIN)
+    assert_same(wanted, run(model, held, **two, **PLAIN))
+
+
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
     "options",
