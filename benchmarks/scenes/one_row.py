@@ -1,6 +1,8 @@
-"""One prompt: time to the first token behind a known prefix, and a call that knows nothing."""
+"""One prompt: time to the first token behind a known prefix, and calls that know nothing, or hardly anything."""
 
 from __future__ import annotations
+
+import torch
 
 from hf_paged_cache import PagedPrefixCache
 
@@ -106,3 +108,18 @@ def nohit(bench: Bench, repeat: Repeat) -> Lines:
     yield "nohit", measured.line("nothing known, 8 new tokens", at_least=bench.bar(0.98))
     what = "the same with a full pool, which evicts instead of filling memory that nobody has used before"
     yield FULL.replace("ours", "nohit"), measured.line(what, subject=FULL, at_least=bench.bar(0.98))
+
+
+@scene(ONE_ROW, minutes=2)
+def few_known(bench: Bench, repeat: Repeat) -> Lines:
+    """A sixty-fourth, a sixteenth and a quarter of the prompt is known, the long rest is new; 1 new token."""
+    length = bench.sizes.shared
+    for known in (length // 64, length // 16, length // 4):
+        cache = bench.knowing(known)
+
+        def prepare(known=known, cache=cache) -> dict[str, Way]:
+            ids = torch.cat((bench.text(known), bench.tokens(1, length - known)), dim=1)
+            return {BASELINE: from_scratch(bench, ids), OURS: on_ours(bench, cache, ids)}
+
+        measured = measure_rounds(bench, prepare, rounds=repeat(15), baseline_warms_up=True)
+        yield f"few known {known:,}", measured.line(f"{known:,} of {length:,} tokens known", at_least=bench.bar(0.98))
