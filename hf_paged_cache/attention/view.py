@@ -127,6 +127,7 @@ class View:
         self._max_rows, self._max_columns = 0, math.inf
         self._num_rows = self._start = self._stop = 0  # of the forward
         self._layouts: Callable[[], Sequence[RowLayout]] = list
+        self._is_all = False  # the forward computes all that its call ever reads: nothing is kept of it
         self._may_change = bool(window_of)
         self._group(window_of)
 
@@ -250,6 +251,7 @@ class View:
         if start and stop - start > 1 and self._shared.plan is None and self._shared.may_be_lazy:
             if CausalSquare.pays(start, stop) or not self._shared.weighs_launches:
                 self._square = CausalSquare(start, stop, self._shared.look)
+        self._is_all = not start and stop >= self._max_columns
         self._layouts, valid = rows, self._valid
         valid += [0] * (num_rows - len(valid))  # rows taken over from another cache, or multiplied
         lacks_columns = min(valid[:num_rows]) < start
@@ -275,7 +277,7 @@ class View:
                 room = max(start - base, stop - next_base)
             group.base, group.next_base, group.room = base, next_base, room
         if self.keeps_columns:
-            valid[:num_rows] = [stop] * num_rows
+            valid[:num_rows] = [0 if self._is_all else stop] * num_rows
 
     def change_places(self) -> None:
         """Rows fork and change places at each step, so the pool has each step's columns: tails are read there, and not kept twice."""
@@ -331,7 +333,7 @@ class View:
         """
         group = self._group_of.get(layer_idx, self._all)
         is_lazy = group is self._all and (self._square is not None or self._shared.plan is not None)
-        if not self.keeps_columns:
+        if not self.keeps_columns or self._is_all:
             read = self._gathered(group, layer_idx, new)
             return self._lazily(layer_idx, new, read) if is_lazy else read
         num_rows, start, stop = self._num_rows, self._start, self._stop

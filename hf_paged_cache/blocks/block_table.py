@@ -21,7 +21,7 @@ from .allocator import PrefixCachingBlockAllocator
 from .arguments import check_not_negative
 from .groups import resumable
 from .hashing import BlockHash, HashChain, token_array
-from .image_tokens import WholeImages
+from .image_tokens import WholeImages, whole_images
 from .window_blocks import Changing, WindowBlocks
 
 
@@ -394,8 +394,10 @@ class BlockTable:
         Args:
             token_ids: more of the sequence than the table has; an image may go on in them.
         """
-        images = WholeImages(self._chain.token_ids if token_ids is None else token_ids)
-        return resumable((*self.groups, images), self._allocation.block_ids, num_tokens)
+        tokens = self._chain.token_ids if token_ids is None else token_ids
+        if not self.groups:
+            return whole_images(tokens, num_tokens)
+        return resumable((*self.groups, WholeImages(tokens)), self._allocation.block_ids, num_tokens)
 
     def hold_window(self, num_tokens: int) -> None:
         """The next forward reads what is before `num_tokens` tokens, and what follows. For layers with a window."""

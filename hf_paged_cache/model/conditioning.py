@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from ..errors import NotPortableError
 from ..kv.transfers import read_bytes
 from ..locks import new_lock
 from .distributed import rank_groups, world
-from .fingerprint import NOT_LISTED, Listing, WeightFingerprint
+from .fingerprint import NOT_LISTED, REPLACED, Listing, WeightFingerprint
 from .identity import ModelIdentity, adapter_state, digest_of_weights, identify, readable_weights
 from .output_flags import OutputFlags, outputs_of
 from .rope import RopeRegime
@@ -35,9 +35,6 @@ logger = logging.getLogger("hf_paged_cache")
 # Hooks and replaced forwards of these packages do not change what a layer computes: they move tensors or record. Of
 # accelerate only the hooks, since its mixed precision replaces a forward, too. What PEFT's carry is read below.
 _NEUTRAL_PACKAGES = ("accelerate.hooks.", "hf_paged_cache.", "peft.", "torch._dynamo.", "transformers.")
-_REPLACED = frozenset(
-    {"forward", "get_image_features", "get_video_features"}
-)  # what others put on a module in place of its class's
 _NOISE = ("drop", "jitter", "noise")  # in the names of rates that are attributes of modules
 # Prefixes of settings that keys and values do not depend on.
 _NO_CONDITION = ("output_", "return_", "use_cache", "_output_", "_commit_hash", "_name_or_path", "transformers_version")
@@ -201,12 +198,12 @@ class Conditioning:
     def _look(self) -> _Look:
         """The model as it is, counted as in this process."""
         with self._lock:
-            listing = self._weights.listing()
+            listing, changed = self._weights.listing()
             processes = world()
             if self._listing is not listing or self._processes != processes:
                 self._follow(listing, processes)
             rope, adapters = self.rope, self._adapters
-            functions = _functions(listing.modules)
+            functions = _functions(listing.modules, changed)
             hooks = self._numbered(functions)
         self._runs_foreign_code = bool(listing.files or functions[0][1])
         self._peft_hooks = _peft_hooks(self.model, adapters)
@@ -293,20 +290,22 @@ def _forget(numbers: dict[tuple[int, int], Any], key: tuple[int, int], _: object
     numbers.pop(key, None)
 
 
-def _functions(modules: list[nn.Module]) -> list[tuple[int, str, Any]]:
+def _functions(modules: list[nn.Module], changed: Iterable[int]) -> list[tuple[int, str, Any]]:
     """Every function that may change what a module computes: (number of the module, name of its class, function).
 
     Those of a module first, then hooks of all modules, of number -2 and the model's class; then the forward of each class, of
     number -1 and without a name.
+
+    Args:
+        changed: numbers of the modules that may have any.
     """
     found: list[tuple[int, str, Any]] = []
-    for number, module in enumerate(modules):
+    for number in changed:
+        module = modules[number]
         attributes = module.__dict__
-        hooks, pre_hooks = attributes["_forward_hooks"], attributes["_forward_pre_hooks"]
-        if hooks or pre_hooks or not _REPLACED.isdisjoint(attributes):  # few modules have any
-            replaced = [attributes[name] for name in sorted(_REPLACED & attributes.keys())]
-            own, name = [*hooks.values(), *pre_hooks.values(), *replaced], type(module).__name__
-            found += [(number, name, each) for each in own if not _is_neutral(each, module)]
+        replaced = [attributes[name] for name in sorted(REPLACED & attributes.keys())]
+        own = [*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values(), *replaced]
+        found += [(number, type(module).__name__, each) for each in own if not _is_neutral(each, module)]
     of_all = (*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values())
     found += [(-2, type(modules[0]).__name__, function) for function in of_all]
     kinds: dict[Any, None] = dict.fromkeys(map(type, modules))

@@ -25,6 +25,8 @@ _VALUES_PER_TENSOR = 8
 _Layout = tuple[int, int, tuple[int, ...]]  # address, number of elements, strides
 _Place = tuple[dict[str, Any], str] | str  # a mapping in host memory and the key in it, or the path of a file
 _Shape = tuple[type[nn.Module], dict[str, nn.Module | None]]  # type and children
+# What others put on a module in place of its class's.
+REPLACED = frozenset({"forward", "get_image_features", "get_video_features"})
 
 
 class _Weight(NamedTuple):
@@ -65,17 +67,25 @@ class Listing(NamedTuple):
         """How often each weight was changed, from a number on that no other listing has had for other values."""
         return [base + tensor._version for tensor, base in self.counted]
 
-    def is_true(self) -> bool:
-        """Whether the model still has these tensors in these modules.  Cost: one pass over flat lists."""
+    def changed_modules(self) -> list[int] | None:
+        """Numbers of the modules with hooks or replaced functions; None if the model no longer has these tensors in these modules.
+
+        Cost: one pass over flat lists. It is made for each call, and finds nothing of them in the processor's caches.
+        """
         for owner, key, tensor, layout, *_ in self.weights:
             if owner.get(key) is not tensor:
-                return False
+                return None
             if layout is not None and (tensor.data_ptr(), tensor.numel(), tensor.stride()) != layout:
-                return False
-        for module, shape in zip(self.modules, self.shape, strict=True):
-            if (type(module), module._modules) != shape:
-                return False
-        return True
+                return None
+        found = []
+        for number, (module, (kind, children)) in enumerate(zip(self.modules, self.shape, strict=True)):
+            attributes = module.__dict__
+            if type(module) is not kind or attributes["_modules"] != children:
+                return None
+            has_hooks = attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]
+            if has_hooks or not attributes.keys().isdisjoint(REPLACED):
+                found.append(number)
+        return found
 
 
 NOT_LISTED = Listing([], [], [], [], {}, [], [], b"", None)
@@ -92,11 +102,14 @@ class WeightFingerprint:
         _watching.append(ref(self, _watching.remove))
         _watch_optimizers()
 
-    def listing(self) -> Listing:
-        """The model as it is listed; listed again if it is not as it was."""
-        if not self._listing.modules or not self._listing.is_true():
-            self._listing = self._list()
-        return self._listing
+    def listing(self) -> tuple[Listing, list[int]]:
+        """The model as it is listed, listed again if it is not as it was; and its `changed_modules`, or more."""
+        listing = self._listing
+        changed = listing.changed_modules() if listing.modules else None
+        if changed is None:
+            self._listing = listing = self._list()
+            changed = [*range(len(listing.modules))]
+        return listing, changed
 
     def _list(self) -> Listing:
         modules, unwatched = list(self.model.modules()), None

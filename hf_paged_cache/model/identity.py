@@ -126,7 +126,7 @@ def sampled_digest(model: Any) -> str:
 
     Cheap, and so no proof: a model of which a few values have changed may have the same.
     """
-    listing = WeightFingerprint(model).listing()
+    listing, _ = WeightFingerprint(model).listing()
     settings = {name: value for name, value in model.config.to_diff_dict().items() if name not in _NO_SETTINGS}
     adapters = [adapter_state(module) for module in listing.modules if hasattr(module, "_active_adapter")]
     weights = [(weight.key, tuple(weight.tensor.shape), weight.tensor.dtype) for weight in listing.weights]

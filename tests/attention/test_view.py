@@ -258,7 +258,9 @@ def play_random_events(bench: Bench, chance: random.Random) -> None:
         if chance.random() < 0.7:
             kept = [row._replace(tokens=row.tokens[: chance.choice([len(row.tokens), 5])]) for row in bench.rows]
             bench.view.keep(bench.layouts(kept))
-        bench.start(new_rows(), max_rows=chance.randint(1, 6), max_columns=chance.choice([math.inf, 24]))
+        rows = new_rows()
+        stop = rows[0].pad + len(rows[0].tokens)
+        bench.start(rows, max_rows=chance.randint(1, 6), max_columns=chance.choice([math.inf, 24, stop]))
         bench.forward(chance.randint(0, bench.rows[0].pad + len(bench.rows[0].tokens) - 1))
 
     bench.start(new_rows())
@@ -450,6 +452,17 @@ def test_a_view_with_copies_that_knows_how_far_its_rows_go_is_made_no_larger_and
     assert bench.view.num_bytes == expected
     bench.extend([[1]])  # further than was said
     bench.forward(12)
+
+
+def test_nothing_is_kept_of_a_forward_that_computes_all_that_its_call_reads() -> None:
+    bench = Bench(WITH_COPIES, windows={1: 4})
+    bench.start([row_of(9)], max_columns=9)
+    bench.forward(0)
+    assert bench.view.num_bytes == 0
+    for _ in range(3):  # the rows may resume all the same
+        bench.extend([[1]])
+        bench.forward(bench.num_columns)
+    assert bench.view.num_bytes > 0
 
 
 def test_a_view_with_copies_far_larger_than_what_comes_is_given_up() -> None:
