@@ -52,7 +52,7 @@ class Brackets:
 
     @property
     def innermost_is_round(self) -> bool:
-        """Whether what runs is no `generate` of transformers, but a function that may call it, several times or never."""
+        """Whether what runs is no `generate` of transformers, but a function that may call it, or may not."""
         for held in reversed(self._open):
             if held.bracket() is not None:
                 return held.is_round

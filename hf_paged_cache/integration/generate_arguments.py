@@ -40,7 +40,8 @@ class GenerateArguments:
         inputs: of its first forward, where they are known.
         passed: tensors and all else, by name, the ids among them as "input_ids"; empty for a call of ours.
         is_ambient: the call does not bring the cache that it runs on.
-        is_round: not transformers' `generate`, but a function that may call it, several times or never; nothing is known of its prompts.
+        is_round: not transformers' `generate`, but a function that may call it, several times or never; nothing is
+            known of its prompts.
         images: that its first forward is to run, taken from its arguments.
         digest: the model's, where it has just been read, and the model needs no bypass and has no adapters by row; b"": unread.
     """

@@ -2,7 +2,8 @@
 
 Python looks `generate` up before the cache is attached to the model where the cache is built in the call's own arguments,
 `model.generate(..., past_key_values=PagedPrefixCache(model))`, with `type(model).generate(model, ...)`, and with a
-`functools.partial` of before. A `generate` of the model's own, which has one, may call transformers' several times. The frame of that `generate` has its arguments; its end is seen when the frame goes.
+`functools.partial` of before. A `generate` of the model's own has a bracket, and may call transformers' several times.
+The frame of that `generate` has its arguments; its end is seen when the frame goes.
 """
 
 import inspect

@@ -210,7 +210,7 @@ class Session:
                 self._begin_known_chunks(self._chunked, given)
 
     def _may_begin_unseen(self) -> bool:
-        """Whether a `generate` that has no bracket, and asks now, begins anew: none runs, nor forwards of a function round it."""
+        """Whether a `generate` without a bracket begins anew: none runs, and a function round it has run no forward."""
         call = self._call
         if not self.is_open:
             return True
@@ -221,7 +221,10 @@ class Session:
         return call.has_ended or not call.num_scheduled
 
     def _open_found(self, model: Any) -> GenerateArguments | None:
-        """No bracket is open, or one round it: if a `generate` runs that was passed the cache, it begins here. Returns its arguments.
+        """No bracket is open, or one round it: if a `generate` runs that was passed the cache, it begins here.
+
+        Returns:
+            Its arguments; None: none runs.
 
         Raises:
             CacheArgumentError: it uses no cache, so that each of its steps is a whole prompt.

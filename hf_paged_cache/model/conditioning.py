@@ -171,7 +171,7 @@ class Conditioning:
                 return "a dropout or noise is active; call model.eval()"
         for module in self._checkpointed:
             if module.training and module.gradient_checkpointing:  # the forward is refused when it has returned
-                return "gradient checkpointing drops the cache; call model.gradient_checkpointing_disable() or model.eval()"
+                return "gradient checkpointing drops the cache; call model.eval(), or disable it"
         embeddings = self.model.get_input_embeddings()
         if getattr(embeddings, "training", False) and getattr(embeddings, "neftune_noise_alpha", None):
             return "NEFTune adds noise to embeddings; call model.eval()"

@@ -137,7 +137,7 @@ class Pins:
 
 
 def _why_nothing(num_tokens: int, num_cached: int, block_size: int) -> str:
-    """Says of a prefix of so many tokens, of which blocks of `num_cached` are cached, why nothing can be pinned, and what to do."""
+    """Says of a prefix of so many tokens, `num_cached` in cached blocks, why nothing can be pinned, and what to do."""
     if num_tokens < block_size:
         return (
             f"the prefix has {counted(num_tokens, 'token')}, fewer than a block of {block_size}, and only whole blocks are "
@@ -145,8 +145,9 @@ def _why_nothing(num_tokens: int, num_cached: int, block_size: int) -> str:
         )
     if num_cached:
         return (
-            f"blocks of {num_cached} tokens of this prefix of {num_tokens} are cached, but no prompt can resume within them: what "
-            "layers with a state or a window keep there is not cached; compute it again, with prefill, or pin a longer prefix"
+            f"blocks of {num_cached} tokens of this prefix of {num_tokens} are cached, but no prompt can resume within "
+            "them: what layers with a state or a window keep there is not cached; compute it again, with prefill, "
+            "or pin a longer prefix"
         )
     return (
         f"nothing of this prefix of {num_tokens} tokens is cached for the model as it is now, so there is nothing to pin; "

@@ -1,4 +1,4 @@
-"""A model whose class, or whose user, has put a `generate` of its own round transformers': it may call that several times, or never."""
+"""A `generate` of the model's class, or put on the model, round transformers'; it may call that several times."""
 
 from __future__ import annotations
 
