@@ -367,7 +367,8 @@ class PagedPrefixCache(Cache):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a PagedPrefixCache cannot be pickled: its blocks belong to a pool; build a new one on the model"
+            "a PagedPrefixCache cannot be pickled, nor copied by copy.copy: its blocks belong to a pool; "
+            "build a new one on the model, or use copy.deepcopy, which copies rows and shares blocks"
         )
 
     def __del__(self) -> None:

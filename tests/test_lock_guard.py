@@ -179,6 +179,13 @@ def build_in_the_call() -> None:
     model.generate(ids, max_new_tokens=2, past_key_values=PagedPrefixCache(model, block_size=4, num_blocks=80))
 
 
+def put_a_generate_round_it() -> None:
+    model = build("llama")
+    plain = model.generate
+    model.generate = lambda **given: [plain(**given), plain(**given)]
+    run(model, PagedPrefixCache(model, block_size=4, num_blocks=80), input_ids=torch.tensor([row((1, 18))]))
+
+
 def begin_with_a_long_call() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_paged_cache.store.block_store._MOST_UNMEASURED_TOKENS", 8)
@@ -327,6 +334,7 @@ SCENES += [
     generate_and_ask,
     save_and_load,
     build_in_the_call,
+    put_a_generate_round_it,
     begin_with_a_long_call,
     pin_where_rope_depends_on_length,
     bypass,

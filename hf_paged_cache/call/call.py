@@ -137,11 +137,12 @@ class Call:
         self._must_commit = False  # the last forward had several columns, and may have filled blocks
         store.add_holder(self)
 
-    def begin(self, bracket: ref[Bracket], limits: CallLimits, *, keep_rows: bool) -> None:
+    def begin(self, bracket: ref[Bracket], limits: CallLimits, *, keep_rows: bool, is_round: bool = False) -> None:
         """`generate` is entered: the rows so far become previous rows, unless only new tokens are passed.
 
         Args:
             bracket: gone as soon as that `generate` is left, however; then the call is no longer running.
+            is_round: it is a function round transformers' `generate`.
         """
         with self.store.lock:
             self.store.settle()
@@ -150,7 +151,7 @@ class Call:
             self.judge(conditions_held=False)  # what a `generate` left whose end was interrupted
             if not keep_rows:
                 self._end_rows()
-            self.brackets.open(bracket)
+            self.brackets.open(bracket, is_round=is_round)
             self.limits = limits
             self.store.give_back_reservation(self)
             self.num_scheduled = 0
@@ -606,7 +607,12 @@ class Call:
     @property
     def is_in_use(self) -> bool:
         """Whether a `generate` is running, or a forward in any thread."""
-        return bool(self.brackets) or is_on_a_stack(self._is_forward)
+        return bool(self.brackets) or self.runs_forward
+
+    @property
+    def runs_forward(self) -> bool:
+        """Whether a forward runs, in any thread."""
+        return is_on_a_stack(self._is_forward)
 
     @property
     def has_ended(self) -> bool:

@@ -24,6 +24,7 @@ class Bracket:
 class _Open(NamedTuple):
     bracket: ref[Bracket]
     thread: int
+    is_round: bool
 
 
 class Brackets:
@@ -49,9 +50,17 @@ class Brackets:
     def __contains__(self, bracket: ref[Bracket]) -> bool:
         return any(held.bracket is bracket for held in self._open)
 
-    def open(self, bracket: ref[Bracket]) -> None:
-        """A `generate` begins."""
-        self._open = (*self._still_open(), _Open(bracket, threading.get_ident()))
+    @property
+    def innermost_is_round(self) -> bool:
+        """Whether what runs is no `generate` of transformers, but a function that may call it, or may not."""
+        for held in reversed(self._open):
+            if held.bracket() is not None:
+                return held.is_round
+        return False
+
+    def open(self, bracket: ref[Bracket], *, is_round: bool = False) -> None:
+        """A `generate` begins, or a function round it."""
+        self._open = (*self._still_open(), _Open(bracket, threading.get_ident(), is_round))
 
     def close(self, bracket: ref[Bracket]) -> None:
         """It is left; one that was never opened is ignored."""

@@ -40,6 +40,8 @@ class GenerateArguments:
         inputs: of its first forward, where they are known.
         passed: tensors and all else, by name, the ids among them as "input_ids"; empty for a call of ours.
         is_ambient: the call does not bring the cache that it runs on.
+        is_round: not transformers' `generate`, but a function that may call it, several times or never; nothing is
+            known of its prompts.
         images: that its first forward is to run, taken from its arguments.
         digest: the model's, where it has just been read, and the model needs no bypass and has no adapters by row; b"": unread.
     """
@@ -61,6 +63,7 @@ class GenerateArguments:
     inputs: KnownInputs | None = None
     passed: Mapping[str, Any] = field(default_factory=dict)
     is_ambient: bool = False
+    is_round: bool = False
     digest: bytes = b""
     images: PromptImages | None = None
 
@@ -109,6 +112,11 @@ def _options(model: Any, given: Any, kwargs: Mapping[str, Any]) -> dict[str, Any
         if name in kwargs and (kwargs[name] is not None or name != "use_cache"):
             options[name] = kwargs[name]  # None, too: it takes the place of what a config has
     return options
+
+
+def functions_of(model: Any) -> list[Any]:
+    """Each `generate` that a model's class has or inherits; the last is transformers' own."""
+    return [vars(owner)["generate"] for owner in type(model).__mro__ if "generate" in vars(owner)]
 
 
 def cross_inputs(model: Any) -> tuple[str, ...]:

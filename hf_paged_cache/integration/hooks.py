@@ -15,12 +15,13 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
+from ..call.admission import UNLIMITED
 from ..call.running import Bracket
 from ..errors import CacheArgumentError, CacheBusyError, PagedCacheError
 from ..locks import new_lock
 from ..model.cache_adapters import cache_argument, present_cache, take_back_cache
 from .ambient import ambient_cache
-from .generate_arguments import read_generate
+from .generate_arguments import functions_of, read_generate
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # what forwards call it
 _attaching = new_lock()  # held while bracket and hooks come or go: two caches of a model may be built at once
@@ -54,10 +55,13 @@ class GenerateBracket:
             cache = ambient_cache(self.model)
             if cache is None and self.new_cache is not None:
                 cache, is_new = self.new_cache(), True
-        if cache is None:
+        is_round = self.replaced is not None or len(functions_of(self.model)) > 1
+        if cache is None or (brought is None and is_round and not self._takes_cache()):
             return self._generate()(*args, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_ARGUMENTS}
         given = read_generate(self.model, args, kwargs)
+        if is_round:
+            given = replace(given, is_round=True, limits=UNLIMITED, chunk_size=None)
         why_not = "use_cache=False:" if given.use_cache is False else ""
         if given.cross_input is not None and not why_not:
             why_not = f"{given.cross_input}: cross attention keeps keys and values that are no tokens';"
@@ -100,6 +104,12 @@ class GenerateBracket:
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self._generate())
+
+    def _takes_cache(self) -> bool:
+        """Whether a `generate` of the model's own can be passed a cache."""
+        name = cache_argument(self.model)
+        parameters = inspect.signature(self._generate()).parameters.values()
+        return any(each.name == name or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
     def _generate(self) -> Any:
         return self.replaced if self.replaced is not None else type(self.model).generate.__get__(self.model)

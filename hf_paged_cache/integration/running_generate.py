@@ -2,7 +2,8 @@
 
 Python looks `generate` up before the cache is attached to the model where the cache is built in the call's own arguments,
 `model.generate(..., past_key_values=PagedPrefixCache(model))`, with `type(model).generate(model, ...)`, and with a
-`functools.partial` of before. The frame of that `generate` has its arguments; its end is seen when the frame goes.
+`functools.partial` of before. A `generate` of the model's own has a bracket, and may call transformers' several times.
+The frame of that `generate` has its arguments; its end is seen when the frame goes.
 """
 
 import inspect
@@ -18,7 +19,7 @@ from torch import nn
 from ..call.call import Call
 from ..call.running import Bracket
 from ..errors import CacheArgumentError
-from .generate_arguments import GenerateArguments, read_generate
+from .generate_arguments import GenerateArguments, functions_of, read_generate
 from .hooks import is_attached
 
 _PLANTED = "hf_paged_cache_bracket"  # among a frame's own keyword arguments, which nobody reads any more
@@ -36,13 +37,16 @@ class RunningGenerate(NamedTuple):
     kept: dict[str, Any]
 
 
-def running_generate(model: Any, call: Call) -> RunningGenerate | None:
+def running_generate(model: Any, call: Call, *, only_transformers: bool = False) -> RunningGenerate | None:
     """The innermost `generate` of the model on this thread's stack that was given the cache of this call.
 
     None: there is none, and the forward is a plain one, be it inside of a `generate` that has another cache.
+
+    Args:
+        only_transformers: those that a model's class has in place of transformers' own do not count.
     """
-    # of each `generate` that its class has or inherits, the function's own code, without that of decorators
-    functions = [vars(owner)["generate"] for owner in type(model).__mro__ if "generate" in vars(owner)]
+    # without the code of decorators
+    functions = functions_of(model)[-1:] if only_transformers else functions_of(model)
     codes = [getattr(inspect.unwrap(function), "__code__", None) for function in functions]
     for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_code in codes and (found := _read(model, call, frame)) is not None:

@@ -182,7 +182,9 @@ class Session:
                 call.drop_rows()
                 self._store.make_way()
             call.brackets.close(bracket)  # last: where the end is interrupted, it was left open
-            self._was_overtaken = self.is_open  # by a generate inside of another
+            self._was_overtaken = (
+                self.is_open and not call.brackets.innermost_is_round
+            )  # by a generate inside of another
 
     def _open(self, model: Any, given: GenerateArguments, bracket: ref[Bracket], look: Look | None) -> None:
         """A `generate` begins; see `generating`. The store's lock is held."""
@@ -190,7 +192,7 @@ class Session:
         resumes = self.resumption.settle(given, look, self.num_rows)
         if not resumes:
             self.own_layers.end()
-        self._call.begin(bracket, given.limits, keep_rows=resumes)
+        self._call.begin(bracket, given.limits, keep_rows=resumes, is_round=given.is_round)
         self.records_drafts, self._synced_gpus = False, given.synced_gpus
         self._digest, self._inputs, self._was_alone, self._may_step = given.digest, given.inputs, False, False
         self._images = given.images
@@ -202,18 +204,34 @@ class Session:
 
         It would take the rows of the last call for the beginning of its prompt, whatever they are.
         """
-        if not self.is_open and self.num_rows and not self._call.is_in_use:
-            self._open_found(self._conditioning.model)
+        if self._may_begin_unseen() and (self.num_rows or self.is_open) and not self._call.runs_forward:
+            given = self._open_found(self._conditioning.model)
+            if given is not None and self._chunked is not None:
+                self._begin_known_chunks(self._chunked, given)
 
-    def _open_found(self, model: Any) -> None:
-        """No bracket is open: if a `generate` runs all the same that was passed the cache, it begins here.
+    def _may_begin_unseen(self) -> bool:
+        """Whether a `generate` without a bracket begins anew: none runs, and a function round it has run no forward."""
+        call = self._call
+        if not self.is_open:
+            return True
+        if not call.brackets.innermost_is_round:
+            return False
+        with self._store.lock:
+            self._store.settle()  # one before it may have ended
+        return call.has_ended or not call.num_scheduled
+
+    def _open_found(self, model: Any) -> GenerateArguments | None:
+        """No bracket is open, or one round it: if a `generate` runs that was passed the cache, it begins here.
+
+        Returns:
+            Its arguments; None: none runs.
 
         Raises:
             CacheArgumentError: it uses no cache, so that each of its steps is a whole prompt.
         """
-        running = running_generate(model, self._call)
+        running = running_generate(model, self._call, only_transformers=self.is_open)
         if running is None:
-            return
+            return None
         if running.given.use_cache is False:
             raise CacheArgumentError(_NO_CACHE_WANTED)
         look, records_drafts = self.resumption.look(running.given), self.records_drafts
@@ -222,6 +240,7 @@ class Session:
             if records_drafts:  # which it has said before it came here
                 self.records_drafts = True
                 self._call.keep_past()
+        return running.given
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Schedule a forward; returns the arguments that it is to run with.
@@ -264,7 +283,7 @@ class Session:
         self._require_model(model)
         self._require_mine()
         call, is_open = self._call, self.is_open
-        if not (is_open or self.num_rows):
+        if not self.num_rows and self._may_begin_unseen():
             self._open_found(model)
             is_open = self.is_open
         call.roll_back()
@@ -578,7 +597,7 @@ class Session:
                 "leave it out, or leave past_key_values out"
             )
         self._require_mine()
-        if self.is_open and self._call.num_scheduled:
+        if self._call.num_scheduled and not self._may_begin_unseen():
             raise CacheBusyError(f"a generate call is running on this cache; {_ANOTHER_CACHE}")
         if given.only_new_tokens:
             self._require_fit(given)

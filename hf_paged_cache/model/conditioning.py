@@ -85,6 +85,7 @@ class Conditioning:
         self._processes: Any = None  # all of them; None where this one is alone
         self._adapters: list[nn.Module] = []
         self._droppers: list[nn.Module] = []
+        self._checkpointed: list[nn.Module] = []
         self._output_flags = OutputFlags(model)
         self._settings: _Settings = []  # of the config, as of the last digest
         self._outputs: list[str] = []  # that the config asks for
@@ -165,6 +166,9 @@ class Conditioning:
         for module in self._droppers:
             if module.training:
                 return "a dropout or noise is active; call model.eval()"
+        for module in self._checkpointed:
+            if module.training and module.gradient_checkpointing:  # the forward is refused when it has returned
+                return "gradient checkpointing drops the cache; call model.eval(), or disable it"
         embeddings = self.model.get_input_embeddings()
         if getattr(embeddings, "training", False) and getattr(embeddings, "neftune_noise_alpha", None):
             return "NEFTune adds noise to embeddings; call model.eval()"
@@ -237,6 +241,7 @@ class Conditioning:
             self.state_traits = read_state_traits(modules).joined(self._tried)
         self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
         self._droppers = [module for module in modules if _drops(module)]
+        self._checkpointed = [module for module in modules if hasattr(module, "gradient_checkpointing")]
         self.rank_groups = rank_groups(self.model)
         self._listing, self._processes = listing, processes  # last: an interrupt has all of this done again
 

@@ -103,7 +103,7 @@ class Pins:
             )
         if not num_tokens:
             table.free()
-            raise CacheArgumentError(_why_nothing(len(token_ids), allocator.block_size))
+            raise CacheArgumentError(_why_nothing(len(token_ids), num_cached, allocator.block_size))
         key = (salt, token_ids.tobytes())
         replaced = self._tables.get(key)
         self._tables[key] = table  # if interrupted before or after this line, the other table is collected
@@ -136,12 +136,18 @@ class Pins:
         return Counter(chain.from_iterable(table.block_ids for table in self._tables.values()))
 
 
-def _why_nothing(num_tokens: int, block_size: int) -> str:
-    """Says of a prefix of so many tokens why nothing can be pinned, and what to do."""
+def _why_nothing(num_tokens: int, num_cached: int, block_size: int) -> str:
+    """Says of a prefix of so many tokens, `num_cached` in cached blocks, why nothing can be pinned, and what to do."""
     if num_tokens < block_size:
         return (
             f"the prefix has {counted(num_tokens, 'token')}, fewer than a block of {block_size}, and only whole blocks are "
             f"pinned; give at least {block_size} tokens"
+        )
+    if num_cached:
+        return (
+            f"blocks of {num_cached} tokens of this prefix of {num_tokens} are cached, but no prompt can resume within "
+            "them: what layers with a state or a window keep there is not cached; compute it again, with prefill, "
+            "or pin a longer prefix"
         )
     return (
         f"nothing of this prefix of {num_tokens} tokens is cached for the model as it is now, so there is nothing to pin; "

@@ -18,7 +18,13 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore, UnsupportedModelError
+from hf_paged_cache import (
+    CacheArgumentError,
+    ForwardMismatchError,
+    PagedPrefixCache,
+    PrefixStore,
+    UnsupportedModelError,
+)
 
 from ..reference import IDS, PROMPT, TOLERANCE, assert_same, batch, is_same, row, run
 from ..tiny_models import build
@@ -589,3 +595,22 @@ def test_an_attention_that_gets_no_mask_is_refused_or_if_chosen_later_reuses_not
     model.set_attn_implementation("sdpa")
     assert_same(run(model, **call), run(model, cache, **call))
     assert cache.last_call.reused_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_checkpoints_that_drop_the_cache_are_named_also_where_a_prefix_is_known(name: str) -> None:
+    model = build(name, **({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if name == "gpt2" else {}))
+    cache = PagedPrefixCache(model)
+    known, other = torch.tensor([row((1, 50))]), torch.tensor([row((1, 33), (2, 20))])
+    run(model, cache, input_ids=known)
+    model.gradient_checkpointing_enable()
+    model.train()
+    for ids in (known, other):
+        with pytest.raises(ForwardMismatchError, match="gradient checkpointing drops the cache"):
+            run(model, cache, input_ids=ids)
+    model.eval()
+    assert_same(run(model, input_ids=other), run(model, cache, input_ids=other))
+    assert cache.last_call.reused_tokens >= 32
+    model.train()
+    model.gradient_checkpointing_disable()
+    assert_same(run(model, input_ids=other), run(model, cache, input_ids=other))

@@ -492,7 +492,7 @@ def test_of_layers_with_a_state_only_what_a_prompt_can_resume_from_is_pinned(nam
         if known:
             assert cache.pin(prompt[:length]) == known
         else:
-            with pytest.raises(CacheArgumentError, match="nothing of this prefix"):
+            with pytest.raises(CacheArgumentError, match="no prompt can resume within them"):
                 cache.pin(prompt[:length])
             cache.check()
 
