@@ -67,7 +67,8 @@ class GenerateBracket:
             why_not = f"{given.cross_input}: cross attention keeps keys and values that are no tokens';"
         if why_not and brought is not None:
             warnings.warn(f"{why_not} this call runs without the cache it was given", stacklevel=2)
-        if why_not or (brought is None and (given.cache_implementation is not None or given.is_assistant)):
+        needs_none = given.cache_implementation is not None or given.is_assistant or given.only_new_tokens
+        if why_not or (brought is None and needs_none):
             return self._generate()(*args, **kwargs)
         if brought is None:
             given = replace(given, is_ambient=True)

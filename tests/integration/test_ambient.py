@@ -67,6 +67,17 @@ def test_calls_inside_the_block_run_on_the_cache_and_those_outside_do_not(
     assert cache.stats().num_calls == num_calls
 
 
+def test_a_mask_of_more_columns_than_ids_does_not_resume_rows_that_the_call_was_not_passed(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    new = {"input_ids": torch.tensor([row((7, 4))]), "attention_mask": torch.ones(1, 27, dtype=torch.long)}
+    reference = run(model, **new)
+    with cache:
+        run(model, input_ids=torch.tensor([row((1, 18))]))
+        assert cache.get_seq_length() == 23  # the mask would fit
+        assert_same(reference, run(model, **new))
+
+
 def test_blocks_are_given_back_also_by_an_exception(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
     def fail() -> None:
         with cache:
