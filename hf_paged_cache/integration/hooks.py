@@ -19,6 +19,7 @@ from ..call.running import Bracket
 from ..errors import CacheArgumentError, CacheBusyError, PagedCacheError
 from ..locks import new_lock
 from ..model.cache_adapters import cache_argument, present_cache, take_back_cache
+from ..model.conditioning import code_of_others
 from .ambient import ambient_cache
 from .generate_arguments import read_generate
 
@@ -34,8 +35,8 @@ class GenerateBracket:
     A `generate` that somebody else had put on the instance is wrapped, and put back by `detach`.
 
     Attributes:
-        new_cache: makes the cache of a call that brings none and is in no block; None: such a call runs as ever. It lives
-            as long as the model, whose copies do not get it.
+        new_cache: makes the cache of a call that brings none and is in no block, unless code of others is on the model; None: such
+            a call runs as ever. It lives as long as the model, whose copies do not get it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -52,7 +53,7 @@ class GenerateBracket:
         cache, is_new = brought, False
         if all(kwargs.get(name) is None for name in CACHE_ARGUMENTS):
             cache = ambient_cache(self.model)
-            if cache is None and self.new_cache is not None:
+            if cache is None and self.new_cache is not None and code_of_others(self.model) is None:
                 cache, is_new = self.new_cache(), True
         if cache is None:
             return self._generate()(*args, **kwargs)

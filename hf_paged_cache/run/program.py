@@ -79,6 +79,7 @@ class Program:
         """Whether a call is to get a cache; counts it where not."""
         from ..integration.generate_arguments import read_generate
         from ..integration.hooks import CACHE_ARGUMENTS
+        from ..model.conditioning import code_of_others
 
         brought = [kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None]
         if brought:
@@ -87,6 +88,8 @@ class Program:
             why = f"it brought a {type(brought[0]).__name__}"
         elif has_own_generate:
             why = f"{type(model).__name__} has a generate of its own"
+        elif others := code_of_others(model):
+            why = others
         elif self._run(model).refused:
             why = "the model was refused"
         elif (asked := read_generate(model, args, kwargs)).use_cache is False:
