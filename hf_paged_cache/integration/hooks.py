@@ -37,11 +37,13 @@ class GenerateBracket:
     Attributes:
         new_cache: makes the cache of a call that brings none and is in no block, unless code of others is on the model; None: such
             a call runs as ever. It lives as long as the model, whose copies do not get it.
+        on_refusal: is told why such a cache refused its call, which runs without.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.new_cache: Callable[[], Any] | None = None
+        self.on_refusal: Callable[[str], None] | None = None
         self.replaced = model.__dict__.get("generate")  # None: the class's own was used
         model.register_forward_pre_hook(before_forward, with_kwargs=True)
         model.register_forward_hook(after_forward, with_kwargs=True)
@@ -78,14 +80,16 @@ class GenerateBracket:
         bracket = Bracket()
         try:
             with ExitStack() as stack:
-                refused = False
+                refused = ""
                 try:
                     stack.enter_context(cache.generating(self.model, given, ref(bracket)))
                 except PagedCacheError as error:
                     if not is_new and (brought is not None or not isinstance(error, CacheBusyError)):
                         raise
-                    refused = True
+                    refused = str(error)
                 if refused and is_new:  # nobody has asked for it
+                    if self.on_refusal is not None:
+                        self.on_refusal(refused)
                     return self._generate()(*args, **kwargs)
                 if refused:
                     # one that runs but has no rows yet is busy, too: its rows would continue those of this call
@@ -96,7 +100,7 @@ class GenerateBracket:
             del bracket
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "new_cache": None}
+        return {**self.__dict__, "new_cache": None, "on_refusal": None}
 
     @property
     def __signature__(self) -> inspect.Signature:

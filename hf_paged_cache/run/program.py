@@ -105,6 +105,13 @@ class Program:
             run.without[why] += 1
         return False
 
+    def _count_refusal(self, run: ModelRun, why: str) -> None:
+        """Count a call that its cache refuses: once, though the model's own `generate` asks, and then that of the class."""
+        model = _attached.get()
+        if model is not None and self._run_of.get(model) is run:
+            with self._making:
+                run.without[why] += 1
+
     def _noted(self, model: Any) -> ModelRun:
         """What is noted of a model; from here on the summary names it."""
         with self._making:
@@ -137,6 +144,7 @@ class Program:
             bracket = bracket_of(model)
             if bracket is not None:
                 bracket.new_cache = partial(PagedPrefixCache, store, on_full="bypass", **of_caches)
+                bracket.on_refusal = partial(self._count_refusal, run)
             run.accounts.append(Account(store.blocks.call_totals, store.blocks.tiers.compute, store.blocks.block_size))
             return run
 

@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,3 +215,24 @@ def test_what_libraries_put_on_a_model_that_treats_all_tokens_alike_is_reused_wi
     for _ in range(2):
         assert_same(plain, run(model, input_ids=IDS))
     assert counts(program)[0]["reused_tokens"] > 0
+
+
+class _LearnedPrompt:
+    """What PEFT's prompt learning leaves on a model: who prepares its inputs."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.active_adapter, self.active_peft_config = "soft", SimpleNamespace(is_prompt_learning=True)
+        self._prepare = model.prepare_inputs_for_generation
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        return self._prepare(*args, **kwargs)
+
+
+def test_calls_that_their_caches_refuse_are_counted_once_with_the_reason(program: Program) -> None:
+    model = build("llama")
+    model.prepare_inputs_for_generation = _LearnedPrompt(model).prepare
+    plain = run(model, input_ids=IDS, past_key_values=DynamicCache(config=model.config))
+    for _ in range(3):
+        assert_same(plain, run(model, input_ids=IDS))
+    without = counts(program)[0]["calls_without_cache"]
+    assert [number for why, number in without.items() if "adapter 'soft' is prompt learning" in why] == [3]
