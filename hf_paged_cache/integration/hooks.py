@@ -20,6 +20,7 @@ from ..call.running import Bracket
 from ..errors import CacheArgumentError, CacheBusyError, PagedCacheError
 from ..locks import new_lock
 from ..model.cache_adapters import cache_argument, present_cache, take_back_cache
+from ..model.conditioning import code_of_others
 from .ambient import ambient_cache
 from .generate_arguments import functions_of, read_generate
 
@@ -35,13 +36,15 @@ class GenerateBracket:
     A `generate` that somebody else had put on the instance is wrapped, and put back by `detach`.
 
     Attributes:
-        new_cache: makes the cache of a call that brings none and is in no block; None: such a call runs as ever. It lives
-            as long as the model, whose copies do not get it.
+        new_cache: makes the cache of a call that brings none and is in no block, unless code of others is on the model; None: such
+            a call runs as ever. It lives as long as the model, whose copies do not get it.
+        on_refusal: is told why such a cache refused its call, which runs without.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.new_cache: Callable[[], Any] | None = None
+        self.on_refusal: Callable[[str], None] | None = None
         self.replaced = model.__dict__.get("generate")  # None: the class's own was used
         model.register_forward_pre_hook(before_forward, with_kwargs=True)
         model.register_forward_hook(after_forward, with_kwargs=True)
@@ -53,7 +56,7 @@ class GenerateBracket:
         cache, is_new = brought, False
         if all(kwargs.get(name) is None for name in CACHE_ARGUMENTS):
             cache = ambient_cache(self.model)
-            if cache is None and self.new_cache is not None:
+            if cache is None and self.new_cache is not None and code_of_others(self.model) is None:
                 cache, is_new = self.new_cache(), True
         is_round = self.replaced is not None or len(functions_of(self.model)) > 1
         if cache is None or (brought is None and is_round and not self._takes_cache()):
@@ -82,14 +85,16 @@ class GenerateBracket:
         bracket = Bracket()
         try:
             with ExitStack() as stack:
-                refused = False
+                refused = ""
                 try:
                     stack.enter_context(cache.generating(self.model, given, ref(bracket)))
                 except PagedCacheError as error:
                     if not is_new and (brought is not None or not isinstance(error, CacheBusyError)):
                         raise
-                    refused = True
+                    refused = str(error)
                 if refused and is_new:  # nobody has asked for it
+                    if self.on_refusal is not None:
+                        self.on_refusal(refused)
                     return self._generate()(*args, **kwargs)
                 if refused:
                     # one that runs but has no rows yet is busy, too: its rows would continue those of this call
@@ -100,7 +105,7 @@ class GenerateBracket:
             del bracket
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "new_cache": None}
+        return {**self.__dict__, "new_cache": None, "on_refusal": None}
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -35,6 +35,19 @@ logger = logging.getLogger("hf_paged_cache")
 # Hooks and replaced forwards of these packages do not change what a layer computes: they move tensors or record. Of
 # accelerate only the hooks, since its mixed precision replaces a forward, too. What PEFT's carry is read below.
 _NEUTRAL_PACKAGES = ("accelerate.hooks.", "hf_paged_cache.", "peft.", "torch._dynamo.", "transformers.")
+# Those of these change what a layer computes, but for every token alike, and nobody reads what they have seen.
+_UNIFORM_PACKAGES = (
+    *_NEUTRAL_PACKAGES,
+    "accelerate.",
+    "compressed_tensors.",
+    "deepspeed.",
+    "kernels.",
+    "liger_kernel.",
+    "optimum.",
+    "torch.",
+    "torchao.",
+    "trl.",
+)
 _NOISE = ("drop", "jitter", "noise")  # in the names of rates that are attributes of modules
 # Prefixes of settings that keys and values do not depend on.
 _NO_CONDITION = ("output_", "return_", "use_cache", "_output_", "_commit_hash", "_name_or_path", "transformers_version")
@@ -317,6 +330,24 @@ def _functions(modules: list[nn.Module], changed: Iterable[int]) -> list[tuple[i
     return found + [(-1, "", kind.forward) for kind in kinds]
 
 
+def code_of_others(model: nn.Module) -> str | None:
+    """What hooks, replaces or wraps a module and may heed columns, calls or a state of its own; None: nothing does.
+
+    Its author may have counted on seeing every token of each call. Libraries that treat all tokens alike are left out.
+    """
+    modules = list(model.modules())
+    for number, where, function in _functions(modules, range(len(modules))):
+        if where and not _is_neutral(function, modules[max(number, 0)], _UNIFORM_PACKAGES):
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            return f"{name} ({_module_name(function)}) hooks or replaces the forward of a {where}"
+    own = type(model).__module__.partition(".")[0]
+    for module in modules:
+        package, kind = type(module).__module__, type(module).__qualname__
+        if module._modules and package.partition(".")[0] != own and not f"{package}.".startswith(_UNIFORM_PACKAGES):
+            return f"a {kind} ({package}) is round a layer"
+    return None
+
+
 def _peft_hooks(model: nn.Module, adapters: list[nn.Module]) -> list[tuple[str, dict[str, Any]]]:
     """Modules that define PEFT's hooks, and the arguments of a call that each passes on. All layers have the same, so one is read."""
     return [
@@ -351,10 +382,10 @@ def _drops(module: nn.Module) -> bool:
     )
 
 
-def _is_neutral(function: Any, module: nn.Module) -> bool:
-    """Whether a function, and every function that it wraps except the module's forward, is of a neutral package."""
+def _is_neutral(function: Any, module: nn.Module, packages: tuple[str, ...] = _NEUTRAL_PACKAGES) -> bool:
+    """Whether a function, and every function that it wraps except the module's forward, is of one of these packages."""
     while function is not None and getattr(function, "__func__", function) is not type(module).forward:
-        if not f"{_module_name(function)}.".startswith(_NEUTRAL_PACKAGES):
+        if not f"{_module_name(function)}.".startswith(packages):
             return False
         function = getattr(function, "__wrapped__", None)
     return True

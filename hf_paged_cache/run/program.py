@@ -79,6 +79,7 @@ class Program:
         """Whether a call is to get a cache; counts it where not."""
         from ..integration.generate_arguments import read_generate
         from ..integration.hooks import CACHE_ARGUMENTS
+        from ..model.conditioning import code_of_others
 
         brought = [kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None]
         if brought:
@@ -87,6 +88,8 @@ class Program:
             why = f"it brought a {type(brought[0]).__name__}"
         elif has_own_generate:
             why = f"{type(model).__name__} has a generate of its own"
+        elif others := code_of_others(model):
+            why = others
         elif self._run(model).refused:
             why = "the model was refused"
         elif (asked := read_generate(model, args, kwargs)).use_cache is False:
@@ -101,6 +104,13 @@ class Program:
         with self._making:
             run.without[why] += 1
         return False
+
+    def _count_refusal(self, run: ModelRun, why: str) -> None:
+        """Count a call that its cache refuses: once, though the model's own `generate` asks, and then that of the class."""
+        model = _attached.get()
+        if model is not None and self._run_of.get(model) is run:
+            with self._making:
+                run.without[why] += 1
 
     def _noted(self, model: Any) -> ModelRun:
         """What is noted of a model; from here on the summary names it."""
@@ -134,6 +144,7 @@ class Program:
             bracket = bracket_of(model)
             if bracket is not None:
                 bracket.new_cache = partial(PagedPrefixCache, store, on_full="bypass", **of_caches)
+                bracket.on_refusal = partial(self._count_refusal, run)
             run.accounts.append(Account(store.blocks.call_totals, store.blocks.tiers.compute, store.blocks.block_size))
             return run
 

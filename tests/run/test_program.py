@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,3 +139,100 @@ def test_the_store_for_a_model_is_the_one_of_its_calls(program: Program) -> None
     assert cache is not None
     assert cache.lookup(IDS).num_tokens == 48
     assert program.cache_of(build("mamba")) is None
+
+
+class _Steered(torch.nn.Module):
+    """Round a layer, as some libraries put one: adds a vector that it holds."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.vector: torch.Tensor | float = 0.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs) + self.vector
+
+
+def test_a_layer_put_round_another_may_hold_anything_so_its_calls_run_as_ever(program: Program) -> None:
+    model = build("llama")
+    layer = model.model.layers[0] = _Steered(model.model.layers[0])
+    layer.attention_type = "full_attention"
+    for vector in (0.0, torch.linspace(-3, 3, 64), torch.linspace(3, -3, 64)):
+        layer.vector = vector
+        plain = run(model, input_ids=IDS, past_key_values=DynamicCache(config=model.config))
+        assert_same(plain, run(model, input_ids=IDS))
+    found = counts(program)[0]
+    assert found["num_calls"] == 0
+    assert found["calls_without_cache"][f"a _Steered ({__name__}) is round a layer"] == 3
+
+
+def test_hooks_see_what_they_see_without_and_reuse_goes_on_when_they_are_off(program: Program) -> None:
+    model = build("llama")
+    seen: list[torch.Tensor] = []
+    factor = [1.0]
+
+    def steer(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        seen.append(output)
+        return output * factor[0]
+
+    run(model, input_ids=IDS)
+    layer = model.model.layers[0]
+    handle = layer.register_forward_hook(steer)
+    for factor[0] in (1.0, -2.0):
+        plain = run(model, input_ids=IDS, past_key_values=DynamicCache(config=model.config))
+        of_plain = [*seen]
+        seen.clear()
+        assert_same(plain, run(model, input_ids=IDS))
+        assert [each.shape for each in seen] == [each.shape for each in of_plain]
+        seen.clear()
+    handle.remove()
+    plainly = layer.forward
+    layer.forward = lambda *args, **kwargs: plainly(*args, **kwargs) * factor[0]
+    plain = run(model, input_ids=IDS, past_key_values=DynamicCache(config=model.config))
+    assert_same(plain, run(model, input_ids=IDS))
+    del layer.forward
+    run(model, input_ids=IDS)
+    found = counts(program)[0]
+    assert found["num_calls"] == 2
+    assert found["reused_tokens"] > 0
+    without = {why: number for why, number in found["calls_without_cache"].items() if "DynamicCache" not in why}
+    assert [*without.values()] == [2, 1]
+    assert (
+        next(iter(without)) == f"{steer.__qualname__} ({__name__}) hooks or replaces the forward of a LlamaDecoderLayer"
+    )
+
+
+@pytest.mark.parametrize("package", ["accelerate.utils", "deepspeed.runtime", "optimum.quanto", "trl.trainer.utils"])
+def test_what_libraries_put_on_a_model_that_treats_all_tokens_alike_is_reused_with(
+    program: Program, package: str
+) -> None:
+    model = build("llama")
+    layer = model.model.layers[0]
+    of_library: dict[str, Any] = {"__name__": package, "plainly": layer.forward}
+    exec("def forward(*args, **kwargs): return plainly(*args, **kwargs) * 2", of_library)
+    layer.forward = of_library["forward"]
+    plain = run(model, input_ids=IDS, past_key_values=DynamicCache(config=model.config))
+    for _ in range(2):
+        assert_same(plain, run(model, input_ids=IDS))
+    assert counts(program)[0]["reused_tokens"] > 0
+
+
+class _LearnedPrompt:
+    """What PEFT's prompt learning leaves on a model: who prepares its inputs."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.active_adapter, self.active_peft_config = "soft", SimpleNamespace(is_prompt_learning=True)
+        self._prepare = model.prepare_inputs_for_generation
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        return self._prepare(*args, **kwargs)
+
+
+def test_calls_that_their_caches_refuse_are_counted_once_with_the_reason(program: Program) -> None:
+    model = build("llama")
+    model.prepare_inputs_for_generation = _LearnedPrompt(model).prepare
+    plain = run(model, input_ids=IDS, past_key_values=DynamicCache(config=model.config))
+    for _ in range(3):
+        assert_same(plain, run(model, input_ids=IDS))
+    without = counts(program)[0]["calls_without_cache"]
+    assert [number for why, number in without.items() if "adapter 'soft' is prompt learning" in why] == [3]
