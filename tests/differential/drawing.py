@@ -135,17 +135,10 @@ class Draw(Prompts):
         name, cache = next((name, cache) for most, name, cache in WAYS if share < most)
         before = f"{seed}with c{slot}:\n    " if name == "with" else seed
         theirs = "apart" if name == "elsewhere" else f"r{slot}"
-        reference = call.replace("CACHE", f"past_key_values={theirs}, ")
-        return Action(
-            name,
-            slot,
-            f"{before}ours = {call.replace('CACHE', cache.format(slot))}",
-            f"{theirs} = {FRESH}\n{seed}reference = {reference}",
-            both,
-            mask=mask,
-            need=self._need(len(ids) * rows_each, len(ids[0]) + new + (12 if lookup else 0)),
-            rows_each=rows_each,
-        )
+        ours = f"{before}ours = {call.replace('CACHE', cache.format(slot))}"
+        reference = f"{theirs} = {FRESH}\n{seed}reference = {call.replace('CACHE', f'past_key_values={theirs}, ')}"
+        need = self._need(len(ids) * rows_each, len(ids[0]) + new + (12 if lookup else 0))
+        return Action(name, slot, ours, reference, both, mask=mask, need=need, rows_each=rows_each)
 
     def _way(self) -> tuple[list[str], int, bool]:
         """Options, rows for each prompt, and whether drafts are looked up."""
@@ -279,17 +272,9 @@ class Draw(Prompts):
         options += [f"{flag}=True" for flag in FLAGS[:2] if rng.random() < 0.12]
         refusals = ["CacheArgumentError"] if self.has_states and _comes_alone(sizes, columns) else []
         refusals += ["ForwardMismatchError"] if self.has_states and die else []
-        action = self._alike(
-            name,
-            slot,
-            f"RESULT = pieces({', '.join(['model', 'CACHE', 'ids', str(sizes), *options])})",
-            begins=held is None,
-            both=_lines(**tensors),
-            mask=mask,
-            need=self._need(len(ids), len(columns[0])),
-            held=held,
-            refusals=tuple(refusals),
-        )
+        line = f"RESULT = pieces({', '.join(['model', 'CACHE', 'ids', str(sizes), *options])})"
+        more = {"mask": mask, "held": held, "refusals": tuple(refusals), "need": self._need(len(ids), len(columns[0]))}
+        action = self._alike(name, slot, line, begins=held is None, both=_lines(**tensors), **more)
         return replace(action, ours=f"{action.ours[:-1]}{die})")
 
     def _sizes(self, length: int) -> list[int]:

@@ -224,10 +224,8 @@ class Player:
                 store.check()
                 stats = store.stats()
                 self.played.reused += stats.reused_tokens
-                is_pool = stats.num_blocks is not None
-                if stats.num_blocks_in_use or (
-                    is_pool and stats.num_free_blocks + stats.num_cached_blocks != stats.num_blocks - 1
-                ):
+                unused = None if stats.num_blocks is None else stats.num_free_blocks + stats.num_cached_blocks + 1
+                if stats.num_blocks_in_use or unused != stats.num_blocks:
                     return self._fail(None, "leak", f"blocks are in use after all was reset, or lost: {stats}")
         except PagedCacheError as error:
             return self._fail(None, "end", str(error))

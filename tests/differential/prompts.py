@@ -27,13 +27,11 @@ class Prompts:
         low = 1 if self.rng.random() < 0.1 else END + 1
         return [self.rng.randrange(low, VOCABULARY) for _ in range(length)]
 
-    def length(self) -> int:
-        return self.rng.choice([1, 2, 3, 5, 8, 12, 13, 16, 17, 20, 24, 31, 32, 33, 40, self.rng.randint(1, 48)])
-
     def one(self) -> list[int]:
         rng = self.rng
         if not self.known or rng.random() < 0.15:
-            row = self.fresh(self.longer + self.length())
+            lengths = [1, 2, 3, 5, 8, 12, 13, 16, 17, 20, 24, 31, 32, 33, 40, rng.randint(1, 48)]
+            row = self.fresh(self.longer + rng.choice(lengths))
         else:
             row = list(rng.choice(self.known))
             how = rng.choice(["same", "cut", "cut_at_block", "extended", "changed", "turn", "cut_extended"])
