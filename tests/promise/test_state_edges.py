@@ -15,18 +15,12 @@ from ..conformance import zoo
 from ..internals import lose_window_blocks, make_forwards_cheap
 from ..model.test_support import FROM_5_23
 from ..reference import TOLERANCE, Forwards, assert_same, batch, row, run
+from .test_states import play
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), FROM_5_23]
 
 # A gated delta net beside attention; convolutions alone; Mamba and attention in one layer; beside each other.
 NAMES = pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1", "bamba"])
-
-
-def play(model: PreTrainedModel, cache: PagedPrefixCache, **arguments: Any) -> Any:
-    output = run(model, cache, **arguments)
-    assert_same(run(model, **arguments), output)
-    cache.check()
-    return output
 
 
 def plain(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> torch.Tensor:
