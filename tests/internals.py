@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -37,7 +38,6 @@ from hf_paged_cache.tiers.host import HostTier
 from hf_paged_cache.tiers.saved_file import write_saved_file
 
 if TYPE_CHECKING:
-    import pytest
     from torch import Tensor
 
 # Names of functions that finalizers run: what is raised there, the interpreter swallows.
@@ -336,20 +336,25 @@ def failing_layer(cache: PagedPrefixCache, layer_idx: int, error: BaseException)
         del call.write
 
 
-@contextmanager
 def failing_forward(
     model: nn.Module, number: int, error: BaseException, *, in_any_layer: bool = False
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Raise where the forward of that number, counted from 1, comes to the middle layer.
-
-    No hook, which would be another condition of keys and values: the call of the layer's type is replaced.
 
     Args:
         in_any_layer: the number counts layers of forwards instead, each as often as one comes to it.
     """
     (layers,) = (part for part in model.modules() if isinstance(part, nn.ModuleList) and _is_decoder(model, part))
-    targets = {id(layer) for layer in layers} if in_any_layer else {id(layers[len(layers) // 2])}
-    countdown = [number]
+    return failing_modules(layers if in_any_layer else [layers[len(layers) // 2]], number, error)
+
+
+@contextmanager
+def failing_modules(modules: Iterable[nn.Module], number: int, error: BaseException) -> Iterator[None]:
+    """Raise at the call of that number, counted from 1, of any of these modules.
+
+    No hook, which would be another condition of keys and values: the call of the module's type is replaced.
+    """
+    targets, countdown = {id(module): type(module) for module in modules}, [number]
 
     def failing(call: Any) -> Any:
         def failing_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -361,14 +366,9 @@ def failing_forward(
 
         return failing_call
 
-    with ExitStack() as patched:
-        for kind, call in {type(layer): type(layer).__call__ for layer in layers}.items():
-            own = kind.__dict__.get("__call__")
-            if own is None:
-                patched.callback(delattr, kind, "__call__")
-            else:
-                patched.callback(setattr, kind, "__call__", own)
-            kind.__call__ = failing(call)
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in set(targets.values()):
+            patch.setattr(kind, "__call__", failing(kind.__call__))
         yield
 
 

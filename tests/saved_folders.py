@@ -75,6 +75,27 @@ def require_whole(folder: Path) -> int:
     return len(paths)
 
 
+def is_killed(child: int, seconds: float, folder: Path) -> bool:
+    """Kill a process after so long, and look at its folder; whether it leaves a file that it has begun."""
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    require_whole(folder)
+    return any(folder.glob(".*.unfinished"))
+
+
+def with_a_bit_flipped(folder: Path, random_numbers: random.Random) -> tuple[Path, bytes]:
+    """A file in a copy of a folder, and what it would have in it with a random bit flipped."""
+    damaged = Path(tempfile.mkdtemp(dir=folder.parent))
+    shutil.copytree(folder, damaged, dirs_exist_ok=True)
+    path = random_numbers.choice(saved_paths(damaged))
+    data = bytearray(path.read_bytes())
+    is_header = random_numbers.random() < 0.5  # of few bytes beside the rows
+    end = 8 + int.from_bytes(data[:8], "little") if is_header else len(data)
+    data[random_numbers.randrange(0 if is_header else 8, end)] ^= 1 << random_numbers.randrange(8)
+    return path, bytes(data)
+
+
 def kill(times: int, seed: int, folder: Path, show: Callable[[int], object] = lambda _: None) -> Counter[str]:
     """Kill a process that saves, at a random moment, so many times. What it leaves is whole, and can be loaded."""
     random_numbers, found = random.Random(seed), Counter[str]()
@@ -89,12 +110,7 @@ def kill(times: int, seed: int, folder: Path, show: Callable[[int], object] = la
                 run(models[kind], cache, **prompt(each), max_new_tokens=1)
                 cache.store.save(here)
 
-        child = in_child(save)
-        time.sleep(random_numbers.uniform(0.02, 0.25))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        found["unfinished"] += here.is_dir() and bool(list(here.glob(".*.unfinished")))
-        require_whole(here)
+        found["unfinished"] += is_killed(in_child(save), random_numbers.uniform(0.02, 0.25), here)
         show(1)
     for kind, model in models.items():
         cache = new_cache(model)
@@ -124,21 +140,15 @@ def flip(times: int, seed: int, folder: Path, show: Callable[[int], object] = la
         references[kind] = [run(model, **prompt(number, 48), max_new_tokens=_NUM_NEW) for number in range(4)]
     for _ in range(times):
         kind = random_numbers.choice(KINDS)
-        damaged = Path(tempfile.mkdtemp(dir=folder))
-        shutil.copytree(folder / kind, damaged, dirs_exist_ok=True)
-        path = random_numbers.choice(saved_paths(damaged))
-        data = bytearray(path.read_bytes())
-        is_header = random_numbers.random() < 0.5  # of few bytes beside the rows
-        end = 8 + int.from_bytes(data[:8], "little") if is_header else len(data)
-        data[random_numbers.randrange(0 if is_header else 8, end)] ^= 1 << random_numbers.randrange(8)
+        path, data = with_a_bit_flipped(folder / kind, random_numbers)
         path.write_bytes(data)
         cache = new_cache(models[kind])
-        loaded = cache.store.load(damaged)
+        loaded = cache.store.load(path.parent)
         cache.check()
         found["seen" if loaded.not_loaded else "without effect"] += 1
         for number, reference in enumerate(references[kind]):
             assert_same(reference, run(models[kind], cache, **prompt(number, 48), max_new_tokens=_NUM_NEW))
-        shutil.rmtree(damaged)
+        shutil.rmtree(path.parent)
         show(1)
     return found
 

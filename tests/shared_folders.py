@@ -6,12 +6,9 @@ Run it with `python -m tests.shared_folders --kills 200 --flips 200 --calls 2000
 from __future__ import annotations
 
 import gc
-import os
 import random
 import shutil
-import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +21,17 @@ from hf_paged_cache.tiers.saved_file import saved_paths
 
 from .internals import always_worth_it
 from .reference import assert_same, run
-from .saved_folders import KINDS, NUM_PROCESSES, in_child, in_children, main, prompt, require_whole
+from .saved_folders import (
+    KINDS,
+    NUM_PROCESSES,
+    in_child,
+    in_children,
+    is_killed,
+    main,
+    prompt,
+    require_whole,
+    with_a_bit_flipped,
+)
 from .tiny_models import tiny
 
 NUM_BLOCKS = 40  # fewer than three prompts need
@@ -69,11 +76,7 @@ def kill(times: int, seed: int, folder: Path, show: Callable[[int], object] = la
         child, latest = in_child(compute), time.monotonic() + 60
         while not list((folder / kind).glob("[!.]*.safetensors")) and time.monotonic() < latest:
             time.sleep(0.01)  # on a busy machine it has not begun yet
-        time.sleep(random_numbers.uniform(0.05, 0.3))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        found["unfinished"] += bool(list((folder / kind).glob(".*.unfinished")))
-        require_whole(folder / kind)
+        found["unfinished"] += is_killed(child, random_numbers.uniform(0.05, 0.3), folder / kind)
         show(1)
     for kind, model in models.items():
         cache = new_cache(model, folder / kind)
@@ -95,14 +98,8 @@ def flip(times: int, seed: int, folder: Path, show: Callable[[int], object] = la
         references[kind] = [run(model, **prompt(number), max_new_tokens=2) for number in range(3)]
     for _ in range(times):
         kind = random_numbers.choice(KINDS)
-        damaged = Path(tempfile.mkdtemp(dir=folder))
-        shutil.copytree(folder / kind, damaged, dirs_exist_ok=True)
-        path = random_numbers.choice(saved_paths(damaged))
-        data = bytearray(path.read_bytes())
-        is_header = random_numbers.random() < 0.5  # of few bytes beside the rows
-        end = 8 + int.from_bytes(data[:8], "little") if is_header else len(data)
-        data[random_numbers.randrange(0 if is_header else 8, end)] ^= 1 << random_numbers.randrange(8)
-        cache = new_cache(models[kind], damaged)
+        path, data = with_a_bit_flipped(folder / kind, random_numbers)
+        cache = new_cache(models[kind], path.parent)
         if random_numbers.random() < 0.5:
             cache.lookup(prompt(0)["input_ids"])
         path.write_bytes(data)
@@ -113,7 +110,7 @@ def flip(times: int, seed: int, folder: Path, show: Callable[[int], object] = la
         found["removed"] += not path.exists()
         del cache
         gc.collect()
-        shutil.rmtree(damaged)
+        shutil.rmtree(path.parent)
         show(1)
     return found
 

@@ -22,11 +22,16 @@ def hashes():
 
 
 @pytest.fixture
-def make_allocator():
+def kind_of_allocator():
+    return PrefixCachingBlockAllocator
+
+
+@pytest.fixture
+def make_allocator(kind_of_allocator):
     made = []
 
     def make(num_blocks=17, block_size=2):
-        made.append(PrefixCachingBlockAllocator(num_blocks, block_size))
+        made.append(kind_of_allocator(num_blocks, block_size))
         return made[-1]
 
     yield make

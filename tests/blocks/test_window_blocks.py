@@ -112,8 +112,8 @@ def test_a_copy_has_a_window_block_of_its_own_or_where_there_is_none_the_sources
         assert not group.copies
 
 
-def test_release_drops_what_cannot_be_hit_and_keeps_what_can(allocator, group, cache_in) -> None:
-    (cached,) = cache_in(allocator, [1, 2])
+def test_release_drops_what_cannot_be_hit_and_keeps_what_can(allocator, group, cache_sequence) -> None:
+    (cached,) = cache_sequence([1, 2])
     free = allocator.allocate(num_mutable_blocks=1)
     (block,) = free.block_ids
     group.attach([cached, block])
@@ -124,18 +124,6 @@ def test_release_drops_what_cannot_be_hit_and_keeps_what_can(allocator, group, c
     allocator.forget_cached_blocks()
     group.drop_lost([cached])
     assert not group.places
-
-
-@pytest.fixture
-def cache_in(hashes):
-    def cache(allocator, tokens):
-        allocation = allocator.allocate(hashes(tokens), num_blocks=len(tokens) // 2)
-        allocator.commit_many(allocation, 0, hashes(tokens))
-        block_ids = list(allocation.block_ids)
-        allocation.free()
-        return block_ids
-
-    return cache
 
 
 def test_growing_hands_out_the_lowest_new_window_block_first(allocator, group) -> None:

@@ -19,7 +19,7 @@ from hf_paged_cache import PrefixStore, UnsupportedModelError
 from ..internals import state_rules
 from .player import CellError, Measured, Player
 from .scenes import SCENES
-from .state_scenes import SPOILED, STATE_SCENES
+from .state_scenes import SPOILED
 from .windows import WINDOWS, build_with, short_window, windowed_layers
 from .zoo import CannotBuildError, build
 
@@ -90,32 +90,22 @@ def _examine(name: str, result: TypeResult, windows: Sequence[int]) -> None:
     if name in NO_SCENES:
         result.outcome, result.reason = "not built", NO_SCENES[name]
         return
+    doing = "the model"
     try:
         model = build(name)
-    except CannotBuildError as error:
-        result.outcome, result.reason = "not built", _one_line(error)
-        return
-    except Exception as error:  # noqa: BLE001
-        result.outcome, result.reason = (
-            "error",
-            f"while the model was built: {type(error).__name__}: {_one_line(error)}",
-        )
-        return
-    result.model_class = type(model).__name__
-    try:
+        result.model_class, doing = type(model).__name__, "the cache"
         store = PrefixStore(model)
-    except UnsupportedModelError as error:
-        result.outcome, result.reason = "refused", _one_line(error)
+    except (CannotBuildError, UnsupportedModelError) as error:
+        result.outcome = "refused" if isinstance(error, UnsupportedModelError) else "not built"
+        result.reason = _one_line(error)
         return
     except Exception as error:  # noqa: BLE001
-        result.outcome, result.reason = (
-            "error",
-            f"while the cache was built: {type(error).__name__}: {_one_line(error)}",
-        )
+        result.outcome = "error"
+        result.reason = f"while {doing} was built: {type(error).__name__}: {_one_line(error)}"
         return
     measured = Measured()
     has_states = state_rules(store) is not None
-    for scene_name, scene in (STATE_SCENES if has_states else SCENES).items():
+    for scene_name, scene in SCENES.items():
         result.cells[scene_name] = play(name, model, scene, measured)
         if scene_name == "cold" and result.cells[scene_name].startswith("uncovered"):
             result.outcome, result.reason = "not built", result.cells[scene_name]

@@ -110,6 +110,11 @@ class Player:
         return state_rules(self.store) is not None
 
     @property
+    def unit(self) -> int:
+        """Tokens that lengths of prompts count in."""
+        return 64 if self.has_states else BLOCK_SIZE
+
+    @property
     def keeps_every_block(self) -> bool:
         """Whether convolutions alone carry states, so that one can be kept at every block."""
         rules = state_rules(self.store)
@@ -122,14 +127,15 @@ class Player:
         return rules is not None and rules.clamps_one_token
 
     def places(self, num_tokens: int, *, of_prompt: int | None = None) -> int:
-        """Of so many tokens, those up to the last place where states are kept.
+        """Of so many tokens, those up to the last place where a prompt can be hit: a full block, or where states are kept.
 
         Args:
             of_prompt: how many of them are the prompt's; None: all.
         """
         if of_prompt is not None and self.clamps_one_token:
             num_tokens = of_prompt
-        return num_tokens // self.store.blocks.states.align * self.store.blocks.states.align
+        size = self.store.blocks.states.align if self.has_states else BLOCK_SIZE
+        return num_tokens // size * size
 
     def states_behind(self, token_ids: list[int]) -> dict[tuple[int, str, int], Tensor]:
         """What layers carry after these tokens, computed by transformers: (layer, "conv" or "recurrent", number) -> state."""

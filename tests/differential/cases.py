@@ -4,9 +4,20 @@ What is played is what is printed: an action's lines are executed as they stand.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 Rows = list[list[int]]
+
+FRESH = "DynamicCache(config=model.config)"
+IMPORTS = """import copy, gc, tempfile, torch
+from torch import tensor
+from transformers import DynamicCache
+from hf_paged_cache import PagedPrefixCache, PrefixStore
+from tests.differential.comparing import compare
+from tests.differential.kinds import build
+from tests.differential.tools import *
+folder = tempfile.mkdtemp()
+"""
 
 
 @dataclass(frozen=True)
@@ -17,10 +28,10 @@ class Action:
     """
 
     name: str
+    slot: int
     ours: str
     reference: str = ""
     both: str = ""  # runs once, before the two
-    slot: int = 0
     other: int | None = None  # of another cache whose rows it replaces
     mask: Rows | None = None  # of the tokens passed: results at zeros do not count
     need: int = 0  # more blocks than the action can take
@@ -45,57 +56,30 @@ class Case:
     """All that is needed to play: nothing is drawn any more."""
 
     kind: str
-    seed: int
-    attention: str
+    model: str  # lines that build it
     store: str  # arguments of PrefixStore
     caches: tuple[str, ...]  # arguments of each PagedPrefixCache
     actions: tuple[Action, ...] = ()
     num_blocks: int | None = None
     block_size: int = 16
-    is_small: bool = False
-    dtype: str = "float32"
-    is_exact: bool = False  # results are the same bits
+    tolerance: float = 1e-4  # of the results' scale; 0: the same bits
 
     def slots(self) -> list[Slot]:
         salts = [re.search(r"cache_salt='(\w+)'", options) for options in self.caches]
-        return [
-            Slot(salt=salt and salt[1], bypass="bypass" in options)
-            for salt, options in zip(salts, self.caches, strict=True)
-        ]
+        return [Slot(salt=salt and salt[1], bypass="bypass" in of) for salt, of in zip(salts, self.caches, strict=True)]
 
-    def setup(self) -> list[str]:
-        lines = [
-            f"model = build({self.kind!r}, seed={self.seed}, attention={self.attention!r}).to(torch.{self.dtype})",
-            *(["small = make_small()"] if self.is_small else []),
-            f"store = PrefixStore(model, {self.store})",
-            "always_worth_it(store)",
-        ]
+    def setup(self) -> str:
+        lines = [self.model, f"store = PrefixStore(model, {self.store})", "always_worth_it(store)"]
         for i, options in enumerate(self.caches):
-            lines.append(f"c{i} = PagedPrefixCache(store{', ' if options else ''}{options})")
-            lines.append(f"r{i} = DynamicCache(config=model.config)")
-        return lines
+            lines += [f"c{i} = PagedPrefixCache(store, {options})", f"r{i} = {FRESH}"]
+        return "\n".join(lines)
 
     def script(self) -> str:
         """A program that plays the case, and compares after each action."""
-        compare = "compare_bits" if self.is_exact else "compare"
-        lines = [
-            "import copy, gc, tempfile, torch",
-            "from torch import tensor",
-            "from transformers import DynamicCache",
-            "from hf_paged_cache import PagedPrefixCache, PrefixStore",
-            f"from tests.differential.comparing import {compare}",
-            "from tests.differential.kinds import build",
-            "from tests.differential.tools import *",
-            "",
-            "folder = tempfile.mkdtemp()",
-            *self.setup(),
-        ]
+        lines = [IMPORTS, self.setup()]
         for action in self.actions:
             lines += ["", f"# {action.name}"]
             lines += [text for text in (action.both, action.reference, action.ours) if text]
             if "ours =" in action.ours:
-                lines.append(f"{compare}(ours, reference, mask={action.mask})")
+                lines.append(f"compare(ours, reference, mask={action.mask}, tolerance={self.tolerance})")
         return "\n".join([*lines, "store.check()"])
-
-    def with_actions(self, actions: list[Action]) -> "Case":
-        return replace(self, actions=tuple(actions))

@@ -9,11 +9,8 @@ from tests.conformance import zoo, zoo_settings
 
 VOCABULARY = zoo_settings.VOCABULARY
 PAD, END = 0, 2
-
-
-def kinds() -> list[str]:
-    """All of them; "kind@variant" is the model type `kind` with other options."""
-    return sorted({*zoo.model_types(), *zoo.VARIANTS} - {*zoo_settings.CANNOT_BUILD})
+# All of them; "kind@variant" is the model type `kind` with other options.
+KINDS = sorted({*zoo.model_types(), *zoo.VARIANTS} - {*zoo_settings.CANNOT_BUILD})
 
 
 def build(kind: str, seed: int = 0, attention: str = "eager") -> PreTrainedModel:
@@ -27,8 +24,12 @@ def build(kind: str, seed: int = 0, attention: str = "eager") -> PreTrainedModel
 
 
 @functools.cache
-def attentions_of(kind: str) -> tuple[tuple[str, ...], str]:
-    """The attention implementations of `kind` that can be played, and, where there is none, why."""
+def attentions_of(kind: str) -> tuple[str, ...]:
+    """The attention implementations of `kind` that can be played.
+
+    Raises:
+        UnsupportedModelError: there is none, and why.
+    """
     found, why = [], ""
     for attention in ("eager", "sdpa"):
         try:
@@ -36,4 +37,6 @@ def attentions_of(kind: str) -> tuple[tuple[str, ...], str]:
             found.append(attention)
         except (UnsupportedModelError, ValueError) as error:
             why = why or str(error)
-    return tuple(found), "" if found else why
+    if not found:
+        raise UnsupportedModelError(why)
+    return tuple(found)

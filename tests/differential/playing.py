@@ -2,28 +2,27 @@
 
 import copy
 import gc
-import random
 import re
-import tempfile
+import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from hf_paged_cache import OutOfBlocksError, PagedCacheError, PagedPrefixCache, PrefixStore
-from tests.differential import tools
-from tests.differential.cases import Action, Case, Rows, Slot
-from tests.differential.comparing import DifferenceError, TokenError, compare, compare_bits
-from tests.differential.drawing import Draw
-from tests.differential.kinds import build
+from tests.differential.cases import IMPORTS, Action, Case, Rows, Slot
+from tests.differential.comparing import DifferenceError, TokenError, compare
 from tests.internals import before_each_write
 
 # Calls that are admitted as a whole, before anything is computed.
 ADMITTED = ("generate", "turn", "elsewhere", "with", "beside", "fault")
+ON_THE_STORE = ("score", "prefill", "pin", "elsewhere")  # whatever the cache holds, and whatever it does when full
+# After these the rows of a cache are gone, or are what was passed.
+ENDS = ("with", "reset", "collected", "without", "between", "fault", "beside")
+GOES_ON = ("generate", "turn", "forward", "going_on", "gradients")
 
 
 @dataclass
@@ -38,9 +37,9 @@ class Failure:
 
 @dataclass
 class Played:
-    """What came of a case."""
+    """What came of a case, or of many."""
 
-    case: Case
+    case: Case | None = None  # with what was played
     failure: Failure | None = None
     counts: Counter[str] = field(default_factory=Counter)  # of actions that were compared, by name
     refusals: Counter[str] = field(default_factory=Counter)  # ours, by message
@@ -48,30 +47,24 @@ class Played:
     reused: int = 0
     largest: float = 0.0
 
+    def add(self, other: "Played") -> None:
+        for name in ("counts", "refusals", "left_out"):
+            getattr(self, name).update(getattr(other, name))
+        self.reused += other.reused
+        self.largest = max(self.largest, other.largest)
+
 
 class Player:
     """The caches of one case, ours and the reference's."""
 
     def __init__(self, case: Case) -> None:
-        self.played = Played(case)
+        self.played = Played()
         self.case = case
         self.slots = case.slots()
         self.done: list[Action] = []
-        self.folder = tempfile.TemporaryDirectory()
-        self.names: dict[str, Any] = {
-            "copy": copy,
-            "gc": gc,
-            "torch": torch,
-            "tensor": torch.tensor,
-            "DynamicCache": DynamicCache,
-            "PagedPrefixCache": PagedPrefixCache,
-            "PrefixStore": PrefixStore,
-            "build": build,
-            "folder": self.folder.name,
-            **{name: getattr(tools, name) for name in tools.__all__},
-        }
+        self.names: dict[str, Any] = {}  # of the lines
         try:
-            self._run("\n".join(case.setup()))
+            self._run(IMPORTS + case.setup())
         except BaseException:
             self.close()
             raise
@@ -85,16 +78,17 @@ class Player:
         if action.slot >= len(self.slots):
             return None
         slot = self.slots[action.slot]
-        if action.held is not None and slot.mask != action.held:
-            return None
         names = set(re.findall(r"\b[cr]\d\b", f"{action.ours} {action.reference}"))
-        if names - self.names.keys() - {f"{side}{len(self.slots)}" for side in "cr"}:
+        is_unknown = names - self.names.keys() - {f"{side}{len(self.slots)}" for side in "cr"}
+        if is_unknown or (action.held is not None and slot.mask != action.held):
             return None
         self.names.pop("ours", None)
         self.names.pop("reference", None)
         self._run(action.both)
         try:
             self._run(action.reference)
+        except NameError:  # in the line itself
+            raise
         except Exception as error:  # noqa: BLE001 -- whatever transformers does not do is left out
             slot.mask = None
             self.played.left_out[f"{action.name}: {_short(error)}"] += 1
@@ -116,10 +110,9 @@ class Player:
             return self._fail(action, type(error).__name__, str(error))
         if "ours" in self.names and not refused:
             try:
-                same = compare_bits if self.case.is_exact else compare
-                distance = same(self.names["ours"], self.names["reference"], action.mask)
+                distance = compare(self.names["ours"], self.names["reference"], action.mask, self.case.tolerance)
             except DifferenceError as error:
-                if not isinstance(error, TokenError) or not self._is_tie(action):
+                if not isinstance(error, TokenError) or not self.case.tolerance or not self._is_tie(action):
                     return self._fail(action, "difference", str(error))
                 self.played.counts["tie"] += 1
                 distance = 0.0
@@ -127,7 +120,7 @@ class Player:
             self.played.largest = max(self.played.largest, distance)
         self._follow(action, slot, refused)
         try:
-            for store in self._stores():
+            for store in self.stores():
                 store.check()
                 stats, most = store.stats(), re.search(r"max_bytes=([\d_]+)", self.case.store)
                 if most and stats.pool_bytes is not None and stats.pool_bytes + stats.snapshot_bytes > int(most[1]):
@@ -141,10 +134,10 @@ class Player:
         names = dict(self.names)
         mine = re.sub(r"\b(r\d|apart)\b", "tie", action.reference)
         for seed in range(12):
-            jitter = f"logits_processor=[Jitter({seed}), "
-            lines = mine.replace("logits_processor=[", jitter)
+            processor = f"logits_processor=[jitter({seed}), "
+            lines = mine.replace("logits_processor=[", processor)
             if lines == mine:
-                lines = mine.replace("max_new_tokens", f"{jitter}], max_new_tokens")
+                lines = mine.replace("max_new_tokens", f"{processor}], max_new_tokens")
             exec(lines, names)
             try:
                 compare(names["reference"], self.names["reference"])
@@ -155,14 +148,13 @@ class Player:
         return False
 
     def _may_refuse(self, action: Action, slot: Slot, error: PagedCacheError) -> bool:
-        name = type(error).__name__
-        if name in action.refusals:
+        if type(error).__name__ in action.refusals:
             return True
         if not isinstance(error, OutOfBlocksError):
             return False
         if self.case.num_blocks is None:
             return "max_bytes" in self.case.store
-        if slot.bypass and action.name not in ("score", "prefill", "pin", "elsewhere"):
+        if slot.bypass and action.name not in ON_THE_STORE:
             return False
         store = self.names[f"c{action.slot}"].store
         free = self.case.num_blocks - 1 - (store.stats().num_pinned_blocks or 0)
@@ -177,22 +169,22 @@ class Player:
         if action.other is not None:
             other = self.slots[action.other]
             other.mask, other.holds = None, 1_000_000  # what its call took
-        if name in ("with", "reset", "collected", "without", "between"):
-            slot.holds = 0
-        elif name in ("generate", "fault", "beside"):
+        if name in ("generate", "fault", "beside"):
             slot.holds = action.need
-        elif name in ("forward", "going_on", "gradients", "rows", "turn"):
+        elif name in ENDS:
+            slot.holds = 0
+        elif name in (*GOES_ON, "rows"):
             slot.holds = max(action.need, slot.holds)
         if refused:
-            if name not in ("score", "prefill", "forget", "forget_all", "pin", "verify", "elsewhere"):
+            if name not in (*ON_THE_STORE, "forget", "forget_all", "verify"):
                 slot.mask = None
-        elif name in ("with", "reset", "fault", "collected", "without", "beside", "between"):
+        elif name in ENDS:
             slot.mask = None
             if name == "collected":
                 slot.bypass, slot.salt = False, None  # another cache, of the store alone
-        elif name in ("generate", "turn", "forward", "going_on", "gradients"):
-            before = [*action.held] if action.held else [[] for _ in action.mask or []]
-            mask = [old + new for old, new in zip(before, action.mask or [], strict=True)]
+        elif name in GOES_ON and action.mask:
+            before = action.held or [[]] * len(action.mask)
+            mask = [old + new for old, new in zip(before, action.mask, strict=True)]
             slot.mask = self._grown([row for row in mask for _ in range(action.rows_each)], action.slot)
         elif name in ("rows", "crop"):
             slot.mask = action.mask
@@ -208,115 +200,82 @@ class Player:
     def _grown(self, mask: Rows, slot: int) -> Rows | None:
         cache = self.names[f"r{slot}"]
         layers = [i for i, layer in enumerate(cache.layers) if isinstance(getattr(layer, "keys", None), torch.Tensor)]
-        if not layers:
-            return None
-        columns = cache.get_seq_length(layers[0])
-        more = columns - len(mask[0])
+        more = cache.get_seq_length(layers[0]) - len(mask[0]) if layers else -1
         return [row + [1] * more for row in mask] if more >= 0 else None
 
-    def _stores(self) -> list[PrefixStore]:
-        stores = {id(self.names[f"c{i}"].store): self.names[f"c{i}"].store for i in range(len(self.slots))}
-        return list(stores.values())
+    def _caches(self) -> list[PagedPrefixCache]:
+        return [self.names[f"c{i}"] for i in range(len(self.slots)) if f"c{i}" in self.names]
+
+    def stores(self) -> list[PrefixStore]:
+        return list({id(cache.store): cache.store for cache in self._caches()}.values())
 
     def finish(self) -> Failure | None:
         """Let go of everything: nothing may stay in use."""
         for name in ("ours", "reference", "other", "apart", "outer", "during"):
             self.names.pop(name, None)  # an output holds its cache
         gc.collect()
-        caches = [self.names[f"c{i}"] for i in range(len(self.slots))]
-        stores = self._stores()
         try:
-            for cache in caches:
+            for cache in self._caches():
                 cache.reset()
                 cache.unpin()
-            for store in stores:
+            for store in self.stores():
                 for salt in {slot.salt for slot in self.case.slots()}:
                     PagedPrefixCache(store, cache_salt=salt).unpin()  # also what a cache pinned that is gone
                 store.check()
                 stats = store.stats()
                 self.played.reused += stats.reused_tokens
-                if stats.num_blocks_in_use:
-                    return self._fail(None, "leak", f"{stats.num_blocks_in_use} blocks are in use after all was reset")
-                if (
-                    stats.num_blocks is not None
-                    and stats.num_free_blocks + stats.num_cached_blocks != stats.num_blocks - 1
-                ):
-                    return self._fail(None, "leak", f"free and cached blocks are not all blocks: {stats}")
+                unused = None if stats.num_blocks is None else stats.num_free_blocks + stats.num_cached_blocks + 1
+                if stats.num_blocks_in_use or unused != stats.num_blocks:
+                    return self._fail(None, "leak", f"blocks are in use after all was reset, or lost: {stats}")
         except PagedCacheError as error:
             return self._fail(None, "end", str(error))
         return None
 
     def _fail(self, action: Action | None, category: str, message: str) -> Failure:
-        case = self.case.with_actions(self.done)
+        case = replace(self.case, actions=tuple(self.done))
         return Failure(case, action.name if action else "end", category, message)
 
     def close(self) -> None:
         try:
-            for i in range(len(self.slots)):
-                if (cache := self.names.get(f"c{i}")) is not None:
-                    cache.detach()
+            for cache in self._caches():
+                cache.detach()
         finally:
             if (small := self.names.get("small")) is not None:
                 small.undo()
-        self.names.clear()
-        self.folder.cleanup()
+            shutil.rmtree(self.names.get("folder", ""), ignore_errors=True)
+            self.names.clear()
 
 
 def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {re.sub(r'[0-9]+', 'n', str(error))[:110]}"
 
 
-def play_drawn(
+def play(
     case: Case,
-    rng: random.Random,
-    attentions: Sequence[str],
-    mutate: Callable[[Player], None] | None = None,
-    draws: type[Draw] = Draw,
+    actions: Callable[[Player], Iterator[Action]] | None = None,
+    mutate: Callable[[Player], None] = lambda player: None,
 ) -> Played:
-    """Draw actions and play them, until one fails or there are enough."""
+    """Play the actions of a case, or those that are drawn for it, until one fails."""
     player = Player(case)
     try:
-        draw = draws(case, rng, player.slots, player.model, attentions)
-        for _ in range(rng.randint(3, 12)):
-            action = draw.action()
-            if mutate:
-                mutate(player)
+        for action in actions(player) if actions else case.actions:
+            mutate(player)
             player.played.failure = player.play(action)
             if player.played.failure:
                 return player.played
-            reference = player.names.get("reference")
-            if reference is not None and not isinstance(reference, list):
-                tokens = reference if isinstance(reference, torch.Tensor) else reference.get("sequences")
-                if tokens is not None:
-                    draw.prompts.remember(tokens.tolist())
         player.played.failure = player.finish()
-        player.played.case = case.with_actions(player.done)
+        player.played.case = replace(case, actions=tuple(player.done))
         return player.played
     finally:
         player.close()
 
 
-def replay(case: Case, mutate: Callable[[Player], None] | None = None) -> Failure | None:
-    """Play a case as it stands."""
-    player = Player(case)
-    try:
-        for action in case.actions:
-            if mutate:
-                mutate(player)
-            failure = player.play(action)
-            if failure:
-                return failure
-        return player.finish()
-    finally:
-        player.close()
-
-
-def shrink(failure: Failure, mutate: Callable[[Player], None] | None = None) -> Failure:
+def shrink(failure: Failure, mutate: Callable[[Player], None] = lambda player: None) -> Failure:
     """Leave out actions while the same action fails in the same way."""
     at = len(failure.case.actions) - 1
     while at >= 0:
-        actions = [action for i, action in enumerate(failure.case.actions) if i != at]
-        again = replay(failure.case.with_actions(actions), mutate)
+        actions = failure.case.actions[:at] + failure.case.actions[at + 1 :]
+        again = play(replace(failure.case, actions=actions), mutate=mutate).failure
         if again and (again.action, again.category) == (failure.action, failure.category):
             failure = again
             at = min(at, len(failure.case.actions))

@@ -3,17 +3,21 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from transformers import Cache, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_paged_cache import CacheArgumentError, OutOfBlocksError, PagedPrefixCache
+from tests.conformance.image_zoo import prompt as prompt
+from tests.conformance.image_zoo import tiny as tiny
 from tests.differential.kinds import VOCABULARY
+from tests.internals import always_worth_it as always_worth_it
 from tests.internals import (
-    always_worth_it,
+    failing_modules,
     make_forwards_cheap,
     make_pools_grow,
     make_snapshots_frequent,
@@ -21,115 +25,68 @@ from tests.internals import (
     split_everywhere,
 )
 from tests.promise.test_interrupted_calls import Interrupter
+from tests.reference import AtStep
+from tests.reference import run as run
 
-__all__ = [
-    "During",
-    "Forbid",
-    "Jitter",
-    "StopAt",
-    "always_worth_it",
-    "fails",
-    "interrupted",
-    "make_small",
-    "pin_and_fill",
-    "pieces",
-    "plain_scores",
-    "tokenizer",
-    "with_gradients",
-]
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class Forbid(LogitsProcessor):
+def forbid(n: int) -> Processor:
     """No token that is a multiple of `n` is generated."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.clone()
-        scores[:, :: self.n] = -torch.inf
-        return scores
+    return lambda ids, scores: scores.index_fill(-1, torch.arange(0, scores.shape[-1], n), -torch.inf)
 
 
-class Jitter(LogitsProcessor):
+def jitter(seed: int) -> Processor:
     """Moves scores by some rounding errors: where tokens change by that, two were as good as equal."""
+    generator = torch.Generator().manual_seed(seed)
 
-    def __init__(self, seed: int) -> None:
-        self.random = torch.Generator().manual_seed(seed)
+    def moved(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        finite = scores[torch.isfinite(scores)]
+        size = 3e-6 * float(finite.abs().max()) if len(finite) else 0.0
+        return scores + size * torch.randn(scores.shape, generator=generator)
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        finite = torch.isfinite(scores)
-        size = 3e-6 * float(scores[finite].abs().max()) if bool(finite.any()) else 0.0
-        return scores + size * torch.randn(scores.shape, generator=self.random)
+    return moved
 
 
-class StopAt(StoppingCriteria):
+def stop_at(n: int) -> Callable[..., torch.Tensor]:
     """A row ends at a token that is a multiple of `n`."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return input_ids[:, -1] % self.n == 0
+    return lambda ids, scores, **_: ids[:, -1] % n == 0
 
 
-class During(LogitsProcessor):
+class During(AtStep):
     """At step `at` of a call another one is made. There may be no room for it."""
 
     def __init__(self, at: int, call: Callable[[], Any]) -> None:
-        self.left, self.call = at, call
         self.inner: dict[str, Any] = {"size": 0}
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.left -= 1
-        if self.left == -1:
+        def act() -> None:
             with contextlib.suppress(OutOfBlocksError):
-                self.inner |= self.call()
-        return scores
+                self.inner |= call()
+
+        super().__init__(at + 1, act)
 
 
-class Fault(Exception):  # noqa: N818 -- it is no error of anybody's
+class FaultError(Exception):
     """Raised on purpose, in the middle of a call."""
 
 
-class TakeFault(LogitsProcessor):
-    """Raises at its call number `at`."""
-
-    def __init__(self, at: int, error: type[BaseException] = Fault) -> None:
-        self.left, self.error = at, error
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.left -= 1
-        if self.left < 0:
-            raise self.error
-        return scores
+def fail() -> None:
+    raise FaultError
 
 
-@contextlib.contextmanager
-def dying(model: PreTrainedModel, at: int | None) -> Iterator[None]:
-    """At its call number `at` a layer's module is interrupted. No hook, which would be a condition of what is reused."""
-    parts = [part for part in model.modules() if hasattr(part, "layer_idx")]
-    processor, kinds = TakeFault(at or 0, KeyboardInterrupt), {type(part) for part in parts if at is not None}
-
-    def counting(call: Any) -> Any:
-        def counted(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
-            if module in parts:
-                processor(None, None)
-            return call(module, *args, **options)
-
-        return counted
-
-    with pytest.MonkeyPatch.context() as patch:
-        for kind in kinds:
-            patch.setattr(kind, "__call__", counting(kind.__call__))
-        yield
+def dying(model: PreTrainedModel, at: int) -> AbstractContextManager[None]:
+    """At its call number `at` a layer's module is interrupted."""
+    return failing_modules(
+        [part for part in model.modules() if hasattr(part, "layer_idx")], at + 1, KeyboardInterrupt()
+    )
 
 
 def fails(model: PreTrainedModel, at: int, where: str, *args: Any, **options: Any) -> None:
     """A generate that is ended at call number `at` of a "step" or a "layer"."""
-    given = {"logits_processor": [TakeFault(at)]} if where == "step" else {}
-    with contextlib.suppress(Fault, KeyboardInterrupt), dying(model, at if where == "layer" else None):
-        model.generate(*args, **given, **options)
+    if where == "step":
+        options["logits_processor"] = [AtStep(at + 1, fail)]
+    with contextlib.suppress(FaultError, KeyboardInterrupt), dying(model, at) if where == "layer" else nullcontext():
+        model.generate(*args, **options)
 
 
 def interrupted(deed: Callable[[], Any], at: int) -> None:
@@ -176,23 +133,21 @@ def pieces(
 
     With `die` the first piece is ended at that call of a layer, and then run again.
     """
-    outputs, start = [], 0
-    before = 0 if mask is None else mask.shape[1] - ids.shape[1]
-    with torch.no_grad():
-        for size in sizes:
-            end = start + size
-            more = {} if mask is None else {"attention_mask": mask[:, : before + end]}
-            if positions is not None:
-                more["position_ids"] = positions[:, start:end]
-            more[cache_argument(model)] = cache
-            forward = functools.partial(model, ids[:, start:end], use_cache=True, **more, **options)
-            try:
-                with dying(model, None if start else die):
-                    output = forward()
-            except KeyboardInterrupt:
+    outputs, end, before = [], 0, 0 if mask is None else mask.shape[1] - ids.shape[1]
+    for size in sizes:
+        start, end = end, end + size
+        more = {cache_argument(model): cache}
+        if mask is not None:
+            more["attention_mask"] = mask[:, : before + end]
+        if positions is not None:
+            more["position_ids"] = positions[:, start:end]
+        forward = torch.no_grad()(functools.partial(model, ids[:, start:end], use_cache=True, **more, **options))
+        try:
+            with nullcontext() if start or die is None else dying(model, die):
                 output = forward()
-            outputs.append({"size": size, **output})
-            start = end
+        except KeyboardInterrupt:
+            output = forward()
+        outputs.append({"size": size, **output})
     return outputs
 
 
@@ -207,18 +162,21 @@ def with_gradients(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, **op
     return {"logits": output.logits.detach(), "loss": output.loss.detach(), "gradients": gradients}
 
 
-def plain_scores(model: PreTrainedModel, context: list[int], continuations: list[list[int]]) -> list[Any]:
-    """Log-probabilities by one forward for each continuation, without a cache; positions count from 0, as in `generate`."""
-    scores, takes_positions = [], "position_ids" in inspect.signature(model.forward).parameters
-    for continuation in continuations:
-        ids = torch.tensor([context + continuation])
-        positions = {"position_ids": torch.arange(ids.shape[1])[None]} if takes_positions else {}
-        with torch.no_grad():
-            logits = model(ids, attention_mask=torch.ones_like(ids), use_cache=False, **positions).logits
-        logits = logits[0, len(context) - 1 : -1]
-        chosen = torch.tensor(continuation)
-        scores.append(logits.float().log_softmax(-1)[torch.arange(len(chosen)), chosen])
-    return scores
+def text(model: PreTrainedModel, ids: list[int]) -> dict[str, torch.Tensor]:
+    """What a forward takes for a row; positions count from 0, as in `generate`."""
+    given = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.int64)}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        given["position_ids"] = torch.arange(len(ids))[None]
+    return given
+
+
+def plain_scores(model: PreTrainedModel, rows: list[dict[str, torch.Tensor]], ends: list[list[int]]) -> list[Any]:
+    """Log-probabilities of the tokens that each row ends with, by one forward without a cache."""
+    with torch.no_grad():
+        logits = [
+            model(**row, use_cache=False).logits[0, -1 - len(ids) : -1] for row, ids in zip(rows, ends, strict=True)
+        ]
+    return [of.float().log_softmax(-1)[torch.arange(len(of)), ids] for of, ids in zip(logits, ends, strict=True)]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

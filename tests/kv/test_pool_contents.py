@@ -15,11 +15,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.blocks import BlockTable
 
 from ..internals import tensor_and_block
+from ..promise import test_generate_equivalence as scenes
 from ..reference import PROMPT, batch, row, run, zero_blocks
+from ..scenes import Player
 from ..tiny_models import SETTINGS, build
 
 if TYPE_CHECKING:
@@ -167,55 +169,17 @@ def assert_found_blocks_hold_what_a_plain_forward_gives(cache: PagedPrefixCache)
             assert_equal(stored(cache, table), plain(cache.store.model, tokens[: table.num_tokens]))
 
 
-# Cases. Each ends with rows that reused.
+class PoolPlayer(Player):
+    """Looks at the pool after each call of a scene."""
+
+    def call(self, **arguments: Any) -> Any:
+        output = super().call(**arguments)
+        assert_rows_hold_what_a_plain_forward_gives(self.cache)
+        return output
 
 
-def partial_hit(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
-    run(model, cache, **batch(PROMPT))
-    run(model, cache, **batch(row((1, 40), (2, 9))))
-    assert cache.last_call.reused_tokens == 40
-
-
-def partial_hit_in_the_store(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
-    run(model, cache, **batch(PROMPT), max_new_tokens=20)
-    cache.reset()
-    run(model, cache, **batch(row((1, 45), (2, 9))), max_new_tokens=20)
-    assert cache.last_call.reused_tokens == 32
-
-
-def padded_batch(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
-    run(model, cache, **batch(row((1, 40), (2, 10)), row((4, 36), (5, 4))))
-    run(model, cache, **batch(row((1, 40), (6, 14)), row((4, 36), (7, 8))))
-    assert cache.last_call.reused_tokens == 40 + 40 - 10
-
-
-def known_and_unknown_rows(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
-    """The known row computes columns again for the other's sake; they must not be written."""
-    run(model, cache, **batch(PROMPT))
-    cache.reset()
-    run(model, cache, **batch(row((1, 50), (2, 4)), row((8, 30))))
-    assert cache.last_call.reused_tokens >= 24
-
-
-def beams(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
-    run(model, cache, **batch(PROMPT), num_beams=4, max_new_tokens=10)
-    output = run(model, cache, **batch(PROMPT), num_beams=4, max_new_tokens=10)
-    assert (cache.last_call.reused_tokens, cache.last_call.shared_tokens) == (4 * 49, 3)
-    assert cache.stats().num_copies_on_write > 0
-    assert_rows_hold_what_a_plain_forward_gives(cache)
-    run(model, cache, **batch(output.sequences[0].tolist() + row((2, 3))), num_beams=2)
-    assert cache.last_call.reused_tokens >= 2 * 50  # more where the best sequence is a beam that ran to the end
-
-
-def samples(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
-    sampling = {"do_sample": True, "temperature": 100.0, "num_return_sequences": 3, "max_new_tokens": 20}
-    run(model, cache, **batch(PROMPT), **sampling)
-    run(model, cache, **batch(row((1, 40), (2, 9))), **sampling, seed=1)
-    assert (cache.last_call.reused_tokens, cache.last_call.shared_tokens) == (3 * 40, 2 * 9)
-    assert len({tuple(each.table.token_ids) for each in cache.call.rows.distinct}) == 3
-
-
-def crop(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
+def crop(play: PoolPlayer) -> None:
+    cache, model = play.cache, play.model
     lookup = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 12}
     inputs = batch(row((1, 20), (1, 20), (1, 9)))
     run(model, cache, **inputs, **lookup)
@@ -227,8 +191,9 @@ def crop(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
     assert cache.last_call.reused_tokens >= 40
 
 
-def copy_on_write(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
+def copy_on_write(play: PoolPlayer) -> None:
     """Two rows of one partial block part; both stay what they are."""
+    cache, model = play.cache, play.model
     with torch.no_grad():
         model(torch.tensor([row((1, 43))]), past_key_values=cache)
         copied = copy.deepcopy(cache)
@@ -239,36 +204,35 @@ def copy_on_write(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
         assert_rows_hold_what_a_plain_forward_gives(copied)
 
 
-def chunked_prefill(cache: PagedPrefixCache, model: PreTrainedModel) -> None:
-    run(model, cache, **batch(PROMPT), prefill_chunk_size=16)
-    cache.reset()
-    run(model, cache, **batch(row((1, 50), (2, 13))), prefill_chunk_size=16)
-    assert cache.last_call.reused_tokens == 3 * 16
+def chunked_prefill(play: PoolPlayer) -> None:
+    play.call(**batch(PROMPT), prefill_chunk_size=16)
+    play.cache.reset()
+    play.call(**batch(row((1, 50), (2, 13))), prefill_chunk_size=16, reused=3 * 16)
 
 
-CASES = (
-    partial_hit,
-    partial_hit_in_the_store,
-    padded_batch,
-    known_and_unknown_rows,
-    beams,
-    samples,
+SCENES = (
+    scenes.partial_hit(40),
+    scenes.padded_batch,
+    scenes.known_and_unknown_rows,
+    scenes.beams,
+    scenes.samples,
+    scenes.blocks_of_one_token,
+    chunked_prefill,
     crop,
     copy_on_write,
-    chunked_prefill,
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_the_pool_holds_the_keys_and_values_of_a_plain_forward(
-    built: PreTrainedModel, case: Callable[[PagedPrefixCache, PreTrainedModel], None]
+    built: PreTrainedModel, scene: Callable[[PoolPlayer], None]
 ) -> None:
     for attention in ("paged", "gather"):
-        cache = PagedPrefixCache(PrefixStore(built), attention=attention)
-        case(cache, built)
-        assert_rows_hold_what_a_plain_forward_gives(cache)
-        assert_found_blocks_hold_what_a_plain_forward_gives(cache)
-        cache.check()
+        player = PoolPlayer(built, attention, [])
+        scene(player)
+        assert_rows_hold_what_a_plain_forward_gives(player.cache)
+        assert_found_blocks_hold_what_a_plain_forward_gives(player.cache)
+        player.cache.check()
 
 
 def test_zeros_in_place_of_reused_blocks_are_seen(built: PreTrainedModel) -> None:

@@ -148,27 +148,14 @@ def test_two_threads_on_two_caches_of_one_store_are_both_right(model: PreTrained
 # Round the bracket.
 
 
-def test_the_class_s_own_generate_works_on_a_cache_without_rows(
-    model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
-    output = type(model).generate(
-        model,
-        input_ids=IDS,
-        attention_mask=torch.ones_like(IDS),
-        past_key_values=cache,
-        max_new_tokens=6,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    assert_same(run(model, input_ids=IDS), output)
-
-
 @pytest.mark.parametrize("length", [20, 50, 55, 80])
-def test_the_class_s_own_generate_begins_anew_on_a_cache_that_holds_rows(
-    model: PreTrainedModel, cache: PagedPrefixCache, length: int
+@pytest.mark.parametrize("holds_rows", [False, True])
+def test_the_class_s_own_generate_begins_anew_also_on_a_cache_that_holds_rows(
+    model: PreTrainedModel, cache: PagedPrefixCache, length: int, holds_rows: bool
 ) -> None:
     """`DynamicCache` would slice off as many tokens as there are columns, and look at none of them."""
-    run(model, cache, input_ids=IDS)  # leaves 55 columns
+    if holds_rows:
+        run(model, cache, input_ids=IDS)  # leaves 55 columns
     ids = torch.tensor([row((9, length))])
     output = type(model).generate(
         model,

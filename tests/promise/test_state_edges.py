@@ -15,18 +15,12 @@ from ..conformance import zoo
 from ..internals import lose_window_blocks, make_forwards_cheap
 from ..model.test_support import FROM_5_23
 from ..reference import TOLERANCE, Forwards, assert_same, batch, row, run
+from .test_states import play
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), FROM_5_23]
 
 # A gated delta net beside attention; convolutions alone; Mamba and attention in one layer; beside each other.
 NAMES = pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1", "bamba"])
-
-
-def play(model: PreTrainedModel, cache: PagedPrefixCache, **arguments: Any) -> Any:
-    output = run(model, cache, **arguments)
-    assert_same(run(model, **arguments), output)
-    cache.check()
-    return output
 
 
 def plain(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -282,23 +276,27 @@ def test_no_window_is_refused_for_what_was_computed_ahead(name: str, how: dict[s
     assert set(are_refused) == {True, False}
 
 
+def partly_lost(name: str, lengths: tuple[int, ...], lost: range) -> PagedPrefixCache:
+    """Knows a prompt of 60 tokens; states behind all but these lengths are dropped, and windows of those blocks lost."""
+    cache = PagedPrefixCache(zoo.build(name), block_size=1, num_blocks=1000)
+    for length in (*lengths, 60):
+        play(cache.store.model, cache, **batch(row((1, 60))[:length]), max_new_tokens=1)
+    block_ids = [*cache.call.rows.distinct[0].table.block_ids]
+    for num_tokens in {*range(5, 61)} - {*lengths[1:]}:
+        cache.store.blocks.states.drop(block_ids, num_tokens)
+    cache.reset()
+    lose_window_blocks(cache, block_ids[lost.start : lost.stop])
+    return cache
+
+
 @pytest.mark.parametrize("name", ["inkling_text", "zaya"])
 def test_windows_see_what_is_before_a_state_that_is_known_less_far_than_keys_and_values(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of blocks after the state, those that a window has passed have no keys and values of its layers any more."""
     make_forwards_cheap(monkeypatch)
-    model = zoo.build(name)
-    cache = PagedPrefixCache(model, block_size=1, num_blocks=400)
-    first = row((1, 60))
-    play(model, cache, **batch(first[:4]), max_new_tokens=1)
-    play(model, cache, **batch(first), max_new_tokens=1)
-    block_ids = [*cache.call.rows.distinct[0].table.block_ids]
-    for num_tokens in range(5, 61):  # as where snapshots were evicted, but for the first
-        cache.store.blocks.states.drop(block_ids, num_tokens)
-    cache.reset()
-    lose_window_blocks(cache, block_ids[5:15])
-    play(model, cache, **batch(first[:42], row((2, 8))), max_new_tokens=2)
+    cache = partly_lost(name, (4,), range(5, 15))
+    play(cache.store.model, cache, **batch(row((1, 60))[:42], row((2, 8))), max_new_tokens=2)
 
 
 @pytest.mark.parametrize("name", ["inkling_text", "zaya"])
@@ -307,17 +305,8 @@ def test_a_snapshot_before_which_windows_hold_nothing_is_not_gone_on_from(
 ) -> None:
     """Windows have 24 tokens: what is known of the prompt ends at token 50, before which they hold all that they show."""
     make_forwards_cheap(monkeypatch)
-    model = zoo.build(name)
-    cache = PagedPrefixCache(model, block_size=1, num_blocks=1000)
-    first = row((1, 60))
-    for length in (4, 20, 60):
-        play(model, cache, **batch(first[:length]), max_new_tokens=1)
-    block_ids = [*cache.call.rows.distinct[0].table.block_ids]
-    for num_tokens in {*range(5, 61)} - {20}:
-        cache.store.blocks.states.drop(block_ids, num_tokens)
-    cache.reset()
-    lose_window_blocks(cache, block_ids[15:20])
-    play(model, cache, **batch(first[:50] + row((2, 8))), max_new_tokens=2)
+    cache = partly_lost(name, (4, 20), range(15, 20))
+    play(cache.store.model, cache, **batch(row((1, 60))[:50] + row((2, 8))), max_new_tokens=2)
     assert cache.last_call.rows[0].stopped == "blocks are cached up to token 50, but no state after token 4"
 
 

@@ -385,28 +385,18 @@ MOVED = {
     "diversity_penalty": {"num_beams": 4, "num_beam_groups": 4, "diversity_penalty": 0.5},
     "force_words_ids": {"num_beams": 4, "force_words_ids": [[5]]},
     "constraints": {"num_beams": 4, "constraints": [object()]},
+    "use_mtp": {"use_mtp": True},  # drafts of layers that the model lacks
 }
 
 
 @pytest.mark.parametrize("option", MOVED)
-def test_what_transformers_moved_to_repositories_it_refuses_itself(
+def test_what_transformers_moved_to_repositories_or_the_model_lacks_it_refuses_itself(
     model: PreTrainedModel, cache: PagedPrefixCache, option: str
 ) -> None:
     run(model, cache, input_ids=IDS)
     for given in (None, cache):
-        with pytest.raises(ValueError, match="trust_remote_code"):
+        with pytest.raises(ValueError, match="num_mtp_layers" if option == "use_mtp" else "trust_remote_code"):
             run(model, given, input_ids=IDS, **MOVED[option])
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-    assert cache.last_call.reused_tokens == 49
-
-
-def test_drafts_of_layers_that_a_model_lacks_are_refused_by_transformers(
-    model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
-    run(model, cache, input_ids=IDS)
-    for given in (None, cache):
-        with pytest.raises(ValueError, match="num_mtp_layers"):
-            run(model, given, input_ids=IDS, use_mtp=True)
     assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
     assert cache.last_call.reused_tokens == 49
 
@@ -623,7 +613,6 @@ OPTIONS: dict[str, str | None] = {
     "target_lookbehind": "universal_assisted",
     "prompt_lookup_num_tokens": "prompt_lookup",
     "max_matching_ngram_size": "prompt_lookup",
-    "use_mtp": "test_drafts_of_layers_that_a_model_lacks_are_refused_by_transformers",
     "speculation_type": None,  # of an assistant model of one kind, which drafts with no cache of ours
     "prefill_chunk_size": "chunked_prefill",
     "compile_config": "compile_options",
@@ -640,7 +629,7 @@ OPTIONS: dict[str, str | None] = {
     "generation_config": "test_a_hub_style_custom_generate_works",
     "trust_remote_code": "test_a_hub_style_custom_generate_works",
     "low_memory": None,  # of contrastive search, with which it moved
-    **dict.fromkeys(MOVED, "test_what_transformers_moved_to_repositories_it_refuses_itself"),
+    **dict.fromkeys(MOVED, "test_what_transformers_moved_to_repositories_or_the_model_lacks_it_refuses_itself"),
 }
 
 

@@ -17,7 +17,7 @@ from hf_paged_cache.tiers.disk import DiskTier
 from hf_paged_cache.tiers.folders import OwnFolder
 from hf_paged_cache.tiers.runs import Run
 
-from .test_host import PART, name, rows
+from .test_host import PART, name, put, read, rows
 
 Make = Callable[..., DiskTier]
 
@@ -34,18 +34,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
     yield made
     for tier in tiers:
         tier.join()
-
-
-def put(tier: DiskTier, *numbers: int) -> None:
-    tier.put(BLOCKS, [PART], [name(number) for number in numbers], rows(list(numbers)), may_wait=True)
-    tier.check()
-
-
-def read(tier: DiskTier, *numbers: int) -> list[int]:
-    names = tier.in_order(BLOCKS, [name(number) for number in numbers])
-    (fragments,) = tier.load(BLOCKS, names)
-    found = {each: int(row[0]) for each, row in zip(names, torch.cat(fragments), strict=True)}
-    return [found[name(number)] for number in numbers]
 
 
 def held(tier: DiskTier) -> list[int]:

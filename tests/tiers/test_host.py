@@ -12,7 +12,7 @@ from hf_paged_cache.blocks import BlockHash, root_hash
 from hf_paged_cache.errors import BlockStateError
 from hf_paged_cache.kv.contents import Part, Piece
 from hf_paged_cache.tiers import host as host_module
-from hf_paged_cache.tiers.base import BLOCKS, STATES, Name
+from hf_paged_cache.tiers.base import BLOCKS, STATES, Name, Tier
 from hf_paged_cache.tiers.host import HostTier
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def tier_of(num_slots: int, below: HostTier | None = None) -> HostTier:
     return tier
 
 
-def put(tier: HostTier, *numbers: int) -> None:
+def put(tier: Tier, *numbers: int) -> None:
     tier.put(BLOCKS, [PART], [name(number) for number in numbers], rows(list(numbers)), may_wait=True)
     tier.check()
 
@@ -43,7 +43,7 @@ def held(tier: HostTier, numbers: range = range(40)) -> list[int]:
     return [number for number in numbers if tier.has(BLOCKS, name(number))]
 
 
-def read(tier: HostTier, *numbers: int) -> list[int]:
+def read(tier: Tier, *numbers: int) -> list[int]:
     names = tier.in_order(BLOCKS, [name(number) for number in numbers])
     (fragments,) = tier.load(BLOCKS, names)
     found = {each: int(row[0]) for each, row in zip(names, torch.cat(fragments), strict=True)}
