@@ -100,6 +100,7 @@ class PrefixStore:
         if in_doubt or not is_tested_version():
             require_continuable(model, if_it_runs=not in_doubt)
         self.conditioning = conditioning = Conditioning(model, state_traits(model))
+        conditioning.try_outputs()
         window_of = {} if conditioning.rank_groups else conditioning.windows()  # ranks: see `Session`
         layers = {index for index, layer in enumerate(cache_layers(model)) if has_keys(layer)}
         window_share = 1.0 if num_blocks is not None else SHARE_OF_A_BUDGET

@@ -25,7 +25,7 @@ from ..locks import new_lock
 from .distributed import rank_groups, world
 from .fingerprint import NOT_LISTED, REPLACED, Listing, WeightFingerprint
 from .identity import ModelIdentity, adapter_state, digest_of_weights, identify, readable_weights
-from .output_flags import OutputFlags, outputs_of
+from .output_flags import OUTPUT_FLAGS, OutputFlags, outputs_of
 from .rope import RopeRegime
 from .state_traits import NO_TRAITS, StateTraits, read_state_traits
 from .support import attention_of, cache_layers, is_foreign, windows_of
@@ -173,6 +173,16 @@ class Conditioning:
         # not where a forward more would leave other frequencies behind, nor where other processes would have to run it
         may_try = not self.rope.depends_on_length and not self.rank_groups
         return flags.changes(output_flag, self._settings, may_try=may_try)
+
+    def try_outputs(self) -> None:
+        """Learn what `changes_with` asks where it may not try it later: where frequencies depend on length. No forward runs yet."""
+        if not RopeRegime(list(self.model.modules())).depends_on_length:
+            return
+        self.digest()
+        with self.rope.put_back():
+            for flag in OUTPUT_FLAGS:
+                if not self.rank_groups and self._output_flags.is_read(flag):
+                    self._output_flags.changes(flag, self._settings, may_try=True)
 
     def bypass(self) -> str | None:
         """Why a forward may neither reuse nor commit blocks, as of the last `digest`; None if it may."""
