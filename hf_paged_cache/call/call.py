@@ -258,8 +258,7 @@ class Call:
                 else:
                     sources = continue_rows(store, request, self.rows)
                     if sources is not None:
-                        for follower in self._followers:
-                            follower.select(sources)
+                        self._move(sources)
                     if self.states is not None:
                         self.states.find(self.rows, request)
                 self.counters.prepare(self.rows.distinct, found, carry_states=self.states is not None)
@@ -567,6 +566,7 @@ class Call:
         """Other rows run from here on, whose first forward stops after so many columns."""
         rows, limits = self.rows, self.limits
         self._writes.gradients.drop()
+        self.index_positions = {}
         self.view.start_rows(
             rows.layouts(),
             num_columns,
@@ -736,13 +736,20 @@ class Call:
             index = None if rows.is_aliased else index
             try:
                 origins, shared_columns = rows.select(sources)
-                for follower in self._followers:
-                    follower.select(origins, shared_columns, index)
+                self._move(origins, shared_columns, index)
             except BaseException:
                 for follower in self._followers:  # they may have moved by different amounts
                     follower.drop()
                 raise
             renew_reservation(self, rows.num_columns)
+
+    def _move(self, sources: Sequence[int], shared_columns: int = 0, index: Tensor | None = None) -> None:
+        """Running row `i` continues as row `sources[i]`, in all that is kept of rows; see `Follower`."""
+        for follower in self._followers:
+            follower.select(sources, shared_columns, index)
+        for layer_idx, positions in self.index_positions.items():
+            if positions is not None:
+                self.index_positions[layer_idx] = positions[:, list(sources)]
 
     def fork_rows(self) -> Rows:
         """The rows with forked tables, for another call on the same store.

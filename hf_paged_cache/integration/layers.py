@@ -223,12 +223,14 @@ class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
 
 def index_positions(call: Call, layer_idx: int, num_columns: int, device: torch.device) -> Tensor | None:
     """Positions of the running rows' columns, [3, R, columns], by which one model weighs index keys. None without rows."""
-    rows = call.rows.distinct
+    rows, given = call.rows.distinct, call.index_positions.get(layer_idx)
     if not num_columns:
         return None
-    if not rows or any(row.commit_end == 0 for row in rows):
-        given = call.index_positions.get(layer_idx)
-        return None if given is None else given[..., :num_columns]
+    if not rows or any(row.commit_end is not None for row in rows):  # some tokens may stand elsewhere
+        if given is not None and given.shape[-1] >= num_columns:
+            return given[..., :num_columns]
+        if not rows or any(row.commit_end == 0 for row in rows):
+            return None
     columns = torch.arange(num_columns, device=device)
     positions = [(columns - row.pad).clamp_(min=0) + row.first_position for row in rows]
     return torch.stack(positions).expand(3, -1, -1)
