@@ -303,7 +303,9 @@ class Look:
 
         Some may be held in a finer type than they were computed in.
         """
-        tolerance = max(_MIN_TOLERANCE, _TOLERANCE_IN_EPS * max(self._eps, torch.finfo(computed.dtype).eps))
+        tolerance = 0.0  # of integers: token ids that a layer carries
+        if computed.is_floating_point():
+            tolerance = max(_MIN_TOLERANCE, _TOLERANCE_IN_EPS * max(self._eps, torch.finfo(computed.dtype).eps))
         of_column = torch.stack([(computed - stored).abs().amax((0, 1, 3)), computed.abs().amax((0, 1, 3))]).float()
         difference, scale = (
             torch.nn.functional.pad(of_column, (-of_column.shape[1] % size, 0)).view(2, -1, size).amax(2)
