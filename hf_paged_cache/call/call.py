@@ -128,8 +128,6 @@ class Call:
         self.counters = PromptCounters(store.call_totals)
         self.peak_kv_bytes = 0
         self.keeps_past = False  # drafts will be verified, and taken back by `crop`
-        # layer -> its columns' in the last forward, [3, R, columns]
-        self.index_positions: dict[int, Tensor | None] = {}
         self.demand: Demand | None = None  # of rows that begin, as long as nothing has changed
         self._brought: Mapping[int, str] = {}  # block -> the tier that it has come from for the next forward
         self._stopwatch: Stopwatch | None = None  # of a long forward of a prompt
@@ -566,7 +564,6 @@ class Call:
         """Other rows run from here on, whose first forward stops after so many columns."""
         rows, limits = self.rows, self.limits
         self._writes.gradients.drop()
-        self.index_positions = {}
         self.view.start_rows(
             rows.layouts(),
             num_columns,
@@ -747,9 +744,6 @@ class Call:
         """Running row `i` continues as row `sources[i]`, in all that is kept of rows; see `Follower`."""
         for follower in self._followers:
             follower.select(sources, shared_columns, index)
-        for layer_idx, positions in self.index_positions.items():
-            if positions is not None:
-                self.index_positions[layer_idx] = positions[:, list(sources)]
 
     def fork_rows(self) -> Rows:
         """The rows with forked tables, for another call on the same store.

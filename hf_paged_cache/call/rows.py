@@ -40,6 +40,7 @@ class Row:
         "first_position",
         "held_from",
         "image_end",
+        "index_positions",
         "last_kept",
         "num_confirmed",
         "num_known",
@@ -67,6 +68,7 @@ class Row:
         self._num_judged = 0
         self.image_end: int | None = None  # tokens up to the end of its last image, as long as that is not kept
         self.last_kept = 0  # tokens after which it got a snapshot, token by token
+        self.index_positions: Tensor | None = None  # [3, columns]; by them one model weighs index keys
         self.origin: Origin | None = None  # of a row that does not run: where it may resume, if layers carry states
 
     def fork(self) -> "Row":
@@ -77,7 +79,7 @@ class Row:
         """A row like this, with a fork of its table."""
         forked = Row(table, self.pad, self.root, self.first_position, self.shift)
         forked.num_known, forked.num_confirmed, forked.commit_end = self.num_known, self.num_confirmed, self.commit_end
-        forked.num_matched = self.num_matched
+        forked.num_matched, forked.index_positions = self.num_matched, self.index_positions
         forked._num_judged, forked.held_from, forked.origin = self._num_judged, self.held_from, self.origin
         return forked
 

@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 
 from ..attention.lazy import as_dense
 from ..attention.view import View
-from ..call.call import Call
+from ..call.rows import Rows
 from ..errors import CacheArgumentError
 from ..kv.states import LiveStates
 from ..model.probing import input_device
@@ -161,8 +161,7 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _seen(self, name: str) -> Tensor | None:
         """The columns of a tensor that the next token sees; as for `DynamicSlidingWindowLayer`, all others are left out."""
-        call: Call = self._cache.call
-        states = call.read_layer(self._layer_idx).get(name)
+        states: Tensor | None = self._cache.call.read_layer(self._layer_idx).get(name)
         if states is None:
             return None
         num_columns = self._cache.get_seq_length()
@@ -209,31 +208,34 @@ class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
 
         Derived from the rows, which may have begun with what was known; where theirs are not those of plain tokens, what was set.
         """
-        num_columns = self._cache.get_seq_length()
-        return index_positions(self._cache.call, self._layer_idx, num_columns, input_device(self._cache.store.model))
+        cache = self._cache
+        return index_positions(cache.call.rows, cache.get_seq_length(), input_device(cache.store.model))
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor | None) -> None:
-        self._cache.call.index_positions[self._layer_idx] = positions
+        for number, row in enumerate(self._cache.call.rows.distinct):
+            row.index_positions = None if positions is None else positions[:, number]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store new index keys, [R, T, D], and return those of all columns."""
         return self._write({"indexer_key": indexer_key_states.unsqueeze(1)})["indexer_key"].squeeze(1)
 
 
-def index_positions(call: Call, layer_idx: int, num_columns: int, device: torch.device) -> Tensor | None:
+def index_positions(rows: Rows, num_columns: int, device: torch.device) -> Tensor | None:
     """Positions of the running rows' columns, [3, R, columns], by which one model weighs index keys. None without rows."""
-    rows, given = call.rows.distinct, call.index_positions.get(layer_idx)
-    if not num_columns:
+    if not num_columns or not rows.distinct:
         return None
-    if not rows or any(row.commit_end is not None for row in rows):  # some tokens may stand elsewhere
-        if given is not None and given.shape[-1] >= num_columns:
-            return given[..., :num_columns]
-        if not rows or any(row.commit_end == 0 for row in rows):
-            return None
     columns = torch.arange(num_columns, device=device)
-    positions = [(columns - row.pad).clamp_(min=0) + row.first_position for row in rows]
-    return torch.stack(positions).expand(3, -1, -1)
+    positions = []
+    for row in rows.distinct:
+        given = row.index_positions
+        if row.commit_end is None or given is None or given.shape[-1] < num_columns:
+            if row.commit_end == 0:  # its tokens may stand anywhere
+                return None
+            positions.append(((columns - row.pad).clamp_(min=0) + row.first_position).expand(3, -1))
+        else:
+            positions.append(given[:, :num_columns])
+    return torch.stack(positions, 1)
 
 
 def _write(cache: Any, layer_idx: int, states: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -169,9 +169,9 @@ class OwnLayers:
         held = ((index, call.read_layer(index)) for index in written)  # one at a time
         carried = {} if call.states is None else call.states.of_batch(call.rows)
         put_rows(layers, held, carried, call.rows.num_columns)
-        for index, layer in enumerate(layers):
+        for layer in layers:
             if (keys := getattr(layer, "indexer_keys", None)) is not None:
-                positions = index_positions(call, index, call.rows.num_columns, keys.device)
+                positions = index_positions(call.rows, call.rows.num_columns, keys.device)
                 layer.indexer_position_ids = None if positions is None else positions[:, call.rows.alias]
         self.num_columns, self.lacks_padding = call.rows.num_columns, lacks_padding(call.rows.distinct)
         self.layers = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -159,3 +160,22 @@ def test_positions_that_weigh_index_keys_are_those_that_were_passed_or_follow_fr
                     output = model(**given, past_key_values=used, logits_to_keep=1)
             logits[name] = output.logits
         torch.testing.assert_close(logits["ours"], logits["transformers'"], atol=1e-4, rtol=0)
+
+
+def test_copied_rows_take_along_the_positions_that_weigh_index_keys() -> None:
+    """They ran at positions of the caller's own; then they are copied, reordered, and run token by token, and so are the others."""
+    model = build("qwen4_exp")
+    ids = torch.tensor([row((1, 29)), row((2, 29))])
+    positions = torch.arange(24) + torch.tensor([[[0], [7]], [[3], [0]], [[0], [2]]])
+    logits = {}
+    for name, cache in (("ours", cache_of(model)), ("transformers'", DynamicCache(config=model.config))):
+        with torch.no_grad():
+            model(ids[:, :24], position_ids=positions, past_key_values=cache)
+            copied = copy.deepcopy(cache)
+            copied.reorder_cache(torch.tensor([1, 0]))
+            logits[name] = [
+                model(ids[:, at : at + 1], past_key_values=rows).logits
+                for rows in (copied, cache)
+                for at in range(24, 29)
+            ]
+    torch.testing.assert_close(logits["ours"], logits["transformers'"], atol=1e-4, rtol=0)
