@@ -394,7 +394,7 @@ class Session:
         elif call.rows.may_commit and (call.num_scheduled == 1 or not self.is_open):
             # with one thread before and after, nobody can have begun another that has ended since
             is_alone = self._was_alone and not self._conditioning.may_change_in_a_forward()
-            held = is_alone or self._conditions_hold()
+            held = is_alone or self._conditions_hold(after_forward=True)
         self.resumption.note()
         try:
             copies = call.confirm(self._ranks.settled_budget(), conditions_held=held).copies
@@ -534,9 +534,9 @@ class Session:
         self._adapters = conditioning.adapter_names()
         self._may_step = self._adapters is None and not conditioning.rope.depends_on_length
 
-    def _conditions_hold(self) -> bool:
+    def _conditions_hold(self, *, after_forward: bool = False) -> bool:
         """Whether the model is still as it was when its conditions were read; False where they were not."""
-        return self._conditioning.digest() == self._digest
+        return self._conditioning.digest(after_forward=after_forward) == self._digest
 
     def _conditioned(self, request: ForwardRequest, seen: Seen, before: int, *, on_ranks: bool) -> ForwardRequest:
         """The request under the model's conditions: why it is computed without reuse, and each row with its root and its images.

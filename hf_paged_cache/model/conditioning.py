@@ -24,6 +24,7 @@ from ..kv.transfers import read_bytes
 from ..locks import new_lock
 from .distributed import rank_groups, world
 from .fingerprint import NOT_LISTED, REPLACED, Listing, WeightFingerprint
+from .held_values import HeldTensor, HeldValues, Values
 from .identity import ModelIdentity, adapter_state, digest_of_weights, identify, readable_weights
 from .output_flags import OUTPUT_FLAGS, OutputFlags, outputs_of
 from .rope import RopeRegime
@@ -66,6 +67,7 @@ class _Look(NamedTuple):
     functions: list[tuple[int, str, Any]]
     settings: _Settings
     switches: tuple[object, ...]
+    held: Values  # by what is not the model's
 
 
 class Conditioning:
@@ -111,15 +113,22 @@ class Conditioning:
         self._numbers: dict[tuple[int, int], tuple[int, Any]] = {}  # ids of objects -> number, references to them
         self._next_number = count(1)
         self._num_suspicions = 0
-        self._runs_foreign_code = False  # as of the last digest: hooks, replaced forwards, or weights in files
+        self._held = HeldValues(lambda thing: self._numbers_of([thing])[0])
+        self._layers_of_others: dict[str, nn.Module] = {}  # name -> a layer that is not of the model's package
+        self._runs_foreign_code = (
+            False  # as of the last digest: hooks, replaced forwards, layers of others, or weights in files
+        )
 
-    def digest(self) -> bytes:
+    def digest(self, *, after_forward: bool = False) -> bytes:
         """What every row of a forward depends on now.
+
+        Args:
+            after_forward: nothing but a forward has run since the last digest; see `HeldValues`.
 
         Cost: passes over flat lists of modules and tensors, 0.9 ms for the 272 weights of SmolLM2 on a CPU; one wait for
         each accelerator. Where blocks are shared, the first one reads all weights.
         """
-        look = self._look()
+        look = self._look(after_forward=after_forward)
         if self.is_shared and look.digest not in self._identities:
             self._share(look)
         identity = self._identities.get(look.digest) if self.is_shared else None
@@ -222,7 +231,7 @@ class Conditioning:
         """Forget all blocks: the model has changed in a way that `digest` does not see."""
         self._num_suspicions += 1
 
-    def _look(self) -> _Look:
+    def _look(self, *, after_forward: bool = False) -> _Look:
         """The model as it is, counted as in this process."""
         with self._lock:
             listing, changed = self._weights.listing()
@@ -231,8 +240,17 @@ class Conditioning:
                 self._follow(listing, processes)
             rope, adapters = self.rope, self._adapters
             functions = _functions(listing.modules, changed)
-            hooks = self._numbered(functions)
-        self._runs_foreign_code = bool(listing.files or functions[0][1])
+            numbers = self._numbers_of([function for _, _, function in functions])
+            of_others = dict(self._layers_of_others)
+            if functions[0][1]:  # a hook of the model itself runs before a forward is looked at, or after it
+                outer = [*self.model._forward_hooks.values(), *self.model._forward_pre_hooks.values()]
+                of_others |= {
+                    f"function {number}": function
+                    for number, (_, where, function) in zip(numbers, functions, strict=True)
+                    if where and function not in outer
+                }
+            held = self._held.read(of_others, listing.modules, after_forward=after_forward) if of_others else []
+        self._runs_foreign_code = bool(listing.files or of_others or functions[0][1])
         self._peft_hooks = _peft_hooks(self.model, adapters)
         self._settings = settings = _settings(self.model.config)
         self._outputs = outputs_of(self.model.config)
@@ -245,7 +263,8 @@ class Conditioning:
             ],
             [name for name in self._outputs if self._output_flags.is_read(name)],
         )
-        state = repr((hooks, switches, settings, self._num_suspicions)).encode()
+        hooks = [(module, number) for number, (module, _, _) in zip(numbers, functions, strict=True)]
+        state = repr((hooks, switches, settings, held, self._num_suspicions)).encode()
         changes = array("q", [self._weights.num_steps, *listing.versions()])
         values = dict(listing.samples)
         for frequencies in rope.static():
@@ -253,7 +272,7 @@ class Conditioning:
             values[kind] = [*values.get(kind, ()), frequencies]
         files = listing.files_now() if listing.files else b""
         weights = (listing.structure, read_bytes(values), files, changes.tobytes())
-        return _Look(root_hash(*weights, rope.scales(), state), weights, listing, functions, settings, switches)
+        return _Look(root_hash(*weights, rope.scales(), state), weights, listing, functions, settings, switches, held)
 
     def _follow(self, listing: Listing, processes: Any) -> None:
         """These are the model's modules now, and the processes beside this one."""
@@ -264,6 +283,9 @@ class Conditioning:
             self.state_traits = read_state_traits(modules).joined(self._tried)
         self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
         self._droppers = [module for module in modules if _drops(module)]
+        self._layers_of_others = {
+            f"layer {number}": layer for number, layer in enumerate(modules) if _is_of_others(layer, self.model)
+        }
         self._checkpointed = [module for module in modules if hasattr(module, "gradient_checkpointing")]
         self.rank_groups = rank_groups(self.model)
         self._listing, self._processes = listing, processes  # last: an interrupt has all of this done again
@@ -292,25 +314,28 @@ class Conditioning:
             if found is None:
                 if self._weights_read is None or self._weights_read[0] != look.weights:
                     self._weights_read = look.weights, digest_of_weights(readable_weights(look.listing))
-                found = identify(
-                    look.listing, self.rope, look.functions, look.settings, look.switches, self._weights_read[1]
-                )
+                state = look.switches + tuple(look.held)
+                found = identify(look.listing, self.rope, look.functions, look.settings, state, self._weights_read[1])
+                if tensors := [place for place, value in look.held if isinstance(value, HeldTensor)]:
+                    raise NotPortableError(
+                        f"{tensors[0]} is a tensor that is not a weight, and cannot be named for another process"
+                    )
                 if self._look().digest != look.digest:
                     raise NotPortableError("the model has changed while its weights were read")
                 self._identities[look.digest] = found
             return found
 
-    def _numbered(self, functions: list[tuple[int, str, Any]]) -> list[tuple[int, int]]:
-        """Each function's module, and a number of this function alone. References are weak: a hook may hold much memory."""
+    def _numbers_of(self, things: list[Any]) -> list[int]:
+        """Of each object a number that no other has, as long as it lives. References are weak: a hook may hold much memory."""
         found, numbers = [], self._numbers
-        for module, _, thing in functions:
+        for thing in things:
             # a bound method is another object each time it is read
             function, owner = getattr(thing, "__func__", thing), getattr(thing, "__self__", None)
             key = id(function), id(owner)
             if key not in numbers:
                 forget = partial(_forget, numbers, key)
                 numbers[key] = next(self._next_number), [_watched(part, forget) for part in (function, owner)]
-            found.append((module, numbers[key][0]))
+            found.append(numbers[key][0])
         return found
 
 
@@ -350,12 +375,18 @@ def code_of_others(model: nn.Module) -> str | None:
         if where and not _is_neutral(function, modules[max(number, 0)], _UNIFORM_PACKAGES):
             name = getattr(function, "__qualname__", type(function).__qualname__)
             return f"{name} ({_module_name(function)}) hooks or replaces the forward of a {where}"
-    own = type(model).__module__.partition(".")[0]
     for module in modules:
-        package, kind = type(module).__module__, type(module).__qualname__
-        if module._modules and package.partition(".")[0] != own and not f"{package}.".startswith(_UNIFORM_PACKAGES):
-            return f"a {kind} ({package}) is round a layer"
+        if module._modules and _is_of_others(module, model):
+            return f"a {type(module).__qualname__} ({type(module).__module__}) is round a layer"
     return None
+
+
+def _is_of_others(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a layer is neither of the model's package nor of those that treat all tokens alike, and no layer with a weight."""
+    package = f"{type(module).__module__}."
+    if package.startswith((*_UNIFORM_PACKAGES, f"{type(model).__module__.partition('.')[0]}.")):
+        return False
+    return bool(module._modules) or not (hasattr(module, "weight") or hasattr(module, "qweight"))
 
 
 def _peft_hooks(model: nn.Module, adapters: list[nn.Module]) -> list[tuple[str, dict[str, Any]]]:

@@ -679,7 +679,7 @@ def test_a_model_may_change_in_a_forward_while_another_thread_lives(tiny_llama: 
 def test_a_call_alone_reads_the_conditions_once(tiny_llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[bytes] = []
     digest = Conditioning.digest
-    monkeypatch.setattr(Conditioning, "digest", lambda self: read.append(digest(self)) or read[-1])
+    monkeypatch.setattr(Conditioning, "digest", lambda self, **how: read.append(digest(self, **how)) or read[-1])
     cache, ids = PagedPrefixCache(tiny_llama), torch.arange(1, 40)[None]
     read.clear()
     tiny_llama.generate(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=1)

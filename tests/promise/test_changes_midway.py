@@ -199,12 +199,11 @@ def test_a_reset_while_what_rows_share_is_computed_is_refused_and_changes_nothin
     store = PrefixStore(model, block_size=4)
     cache, other = PagedPrefixCache(store), PagedPrefixCache(store)
     errors: list[BaseException] = []
-    armed = False
+    armed = threading.Event()  # which no look at the hook enters
 
     def reset(*_: Any) -> None:
-        nonlocal armed
-        if armed:
-            armed = False
+        if armed.is_set():
+            armed.clear()
             for act in (store.reset_prefix_cache, cache.reset_prefix_cache):
                 errors.extend(in_another_thread(act))
                 with pytest.raises(CacheBusyError):
@@ -215,7 +214,7 @@ def test_a_reset_while_what_rows_share_is_computed_is_refused_and_changes_nothin
     ended = run(model, other, input_ids=IDS)
     with torch.no_grad():
         wanted = model(**rows, use_cache=False).logits[:, -1]
-        armed = True
+        armed.set()
         got = model(**rows, past_key_values=cache, logits_to_keep=1).logits[:, -1]
     assert [type(error) for error in errors] == [CacheBusyError] * 2
     assert (got - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
@@ -273,12 +272,12 @@ def test_no_thread_begins_on_a_cache_between_the_end_of_a_call_and_what_that_doe
     def other() -> None:
         run(model, cache, input_ids=IDS)
 
-    def reading(self: Conditioning) -> bytes:
+    def reading(self: Conditioning, **how: bool) -> bytes:
         nonlocal num_read
         num_read += 1
         if num_read == 3:  # before the prompt, after it, at the end
             errors.append(in_another_thread(other))
-        return digest(self)
+        return digest(self, **how)
 
     wanted = run(model, input_ids=IDS)
     monkeypatch.setattr(Conditioning, "may_change_in_a_forward", lambda self: True)  # as where there are other threads

@@ -1,0 +1,130 @@
+"""What hooks and layers of others hold: what is found, what is left out, and what counts as their own work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hf_paged_cache import NotPortableError
+from hf_paged_cache.model.conditioning import Conditioning
+from hf_paged_cache.model.held_values import HeldTensor, HeldValues
+
+from ..tiny_models import build
+
+
+class Held:
+    """An object of this package."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Layer(nn.Module):
+    """One without a weight."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states * self.value
+
+
+def held_by(value: Any, *watched: nn.Module) -> list[object]:
+    """What a function holds that closes over a value."""
+    return [found for _, found in HeldValues(number_of=id).read({"hook": lambda: value}, watched)]
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (2, [2]),
+        (True, [True]),
+        (None, [None]),
+        ("layers.3", ["layers.3"]),
+        (torch.bfloat16, [torch.bfloat16]),
+        (np.float32(0.5), [repr(np.float32(0.5))]),
+        ((1, [5, {"a": 3}]), [1, 5, 3, 2]),  # the list with its length
+        (Held({1: Held(4)}), [4]),
+        (partial(Held(2).__init__, value=3), [2, 3]),  # type: ignore[misc]
+        (Layer(7), [True, 7]),  # it trains
+        (json.JSONDecoder(), []),  # an object of another package
+        (json, []),
+        (Held, []),
+        ({object(): 1}, []),  # nothing names the key
+        (Held(Held(Held(1))), [1]),
+        (Held(Held(Held(Held(1)))), []),  # deeper than is looked
+    ],
+)
+def test_what_is_found(value: Any, found: list[object]) -> None:
+    assert held_by(value) == found
+
+
+def test_a_thing_that_holds_itself_is_read_once() -> None:
+    loop = Held(1)
+    loop.itself = loop  # type: ignore[attr-defined]
+    assert held_by(loop) == [1]
+
+
+def test_a_tensor_is_told_by_its_writes_and_an_array_by_its_values() -> None:
+    tensor, array = torch.zeros(2), np.zeros(2)
+    (before,) = held_by(tensor)
+    assert isinstance(before, HeldTensor)
+    tensor.add_(1)
+    assert held_by(tensor) == [HeldTensor(before.number, before.version + 1)]
+    with torch.inference_mode():
+        assert held_by(torch.zeros(2))  # it has no version
+    (before,) = held_by(array)
+    array[0] = 1
+    assert held_by(array) != [before]
+    array[0] = 0
+    assert held_by(array) == [before]
+
+
+def test_a_model_that_a_hook_holds_is_not_entered() -> None:
+    model = build("llama")
+    assert held_by(model, *model.modules()) == []
+    assert len(held_by(model.lm_head)) > 1  # somebody else's
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_what_changes_in_a_forward_counts_as_it_was(num_before: int) -> None:
+    seen, state = [1.0] * num_before, {"by": 2.0, "calls": 0}
+
+    def hook() -> None:
+        seen.append(2.0)
+        state["calls"] += 1
+        state[f"output {state['calls']}"] = 1.0
+
+    held = HeldValues(number_of=id)
+    look: Callable[..., Any] = partial(held.read, {"hook": hook})
+    before = look()
+    hook()
+    assert look(after_forward=True) == before
+    hook()
+    del seen[1:]
+    assert look() != before  # an output more, between two looks of which the second follows no forward
+    assert look(after_forward=True) != before
+    state["by"] = 3.0
+    assert look() != before
+
+
+def test_a_layer_of_somebody_s_own_is_told_to_other_processes_by_its_numbers_unless_it_holds_a_tensor() -> None:
+    model = build("llama")
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, Layer(1.0))
+    conditioning = Conditioning(model)
+    steering = model.model.layers[0].mlp[1]
+    one = conditioning.identity()
+    steering.value = 2.0
+    other = conditioning.identity()
+    assert one.digest != other.digest
+    steering.value = torch.zeros(1)
+    with pytest.raises(NotPortableError, match="is a tensor that is not a weight"):
+        conditioning.identity()
