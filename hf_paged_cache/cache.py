@@ -24,6 +24,7 @@ from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to
 from .integration.forwards_ahead import ForwardsAhead
 from .integration.hooks import attach, detach
 from .integration.layers import PagedLayer, live_states, make_layer
+from .integration.own_layers import OwnLayers
 from .integration.ranks import Ranks
 from .integration.session import Session
 from .integration.side_forward import SideForwards
@@ -71,6 +72,7 @@ class PagedPrefixCache(Cache):
     """
 
     is_paged_prefix_cache = True
+    layers: list[Any]
 
     @shows_store_options
     def __init__(
@@ -108,8 +110,10 @@ class PagedPrefixCache(Cache):
         self._side = side = SideForwards(self.store.model, reader, sibling)
         self._ranks = ranks = Ranks(conditioning, blocks)
         self._num_looks = 0  # see `AskedCache`
+        self._own_layers = OwnLayers(self.store.model, self.call, ref(self))
         self._session = session = Session(
             self.call,
+            self._own_layers,
             conditioning,
             reader,
             self.store.placeholders,
@@ -119,11 +123,11 @@ class PagedPrefixCache(Cache):
             ranks,
             bypasses=on_full == "bypass",
         )
-        self._own_layers = session.own_layers
         self.images_of_generate = self.store.image_inputs.of_generate
         self.generating, self.before_forward = session.generating, session.before_forward  # what the hooks ask
         self.after_forward, self.why_unscheduled = session.after_forward, session.why_unscheduled
-        super().__init__(layers=layers)
+        self._paged_layers = layers
+        super().__init__(layers=layers)  # `self.layers`: these, or those that hold a bypassed call's rows
         held: Any = ref(self)  # called like a class, where a model writes more layers than its config names:
         self.layer_class_to_replicate = lambda: held()._make_layer()  # type: ignore[assignment]
 
@@ -139,14 +143,11 @@ class PagedPrefixCache(Cache):
         return f"PagedPrefixCache({rows}{' without the store' if self._own_layers.has_rows else ''}, {where})"
 
     @property
-    def layers(self) -> list[Any]:
-        """A layer for each of the model's: views of the pool, or those that hold a bypassed call's rows."""
-        own = self._own_layers.layers
-        return self._paged_layers if own is None else own
-
-    @layers.setter
-    def layers(self, layers: list[Any]) -> None:
-        self._paged_layers = layers
+    def is_sliding(self) -> list[bool]:
+        """Of each layer, whether attention sees a window there."""
+        if self.layers is not self._paged_layers:
+            return list(super().is_sliding)
+        return [*map(self.view.window_of.__contains__, range(len(self.layers)))]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -198,7 +199,7 @@ class PagedPrefixCache(Cache):
             self._session.open_unseen()
         if layer_idx < 0:
             layer_idx += len(self.layers)
-        if self._own_layers.layers is not None:
+        if self.layers is not self._paged_layers:
             return self._own_layers.num_columns_of(layer_idx)
         if layer_idx and not self.store.blocks.may_write(layer_idx):
             return 0
@@ -207,8 +208,7 @@ class PagedPrefixCache(Cache):
     @property
     def is_initialized(self) -> bool:
         """Whether there are rows."""
-        own = self._own_layers
-        return (self.call.num_columns if own.layers is None else own.num_columns) > 0
+        return self._session.num_columns > 0
 
     def activate_past_recording(self) -> None:
         """Drafts will be verified: a model that cannot say which logits it needs computes them all."""

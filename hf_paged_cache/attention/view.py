@@ -210,14 +210,19 @@ class View:
         self._change_places = False
         self._shared.start_rows(in_chunks=in_chunks)
         most = num_columns if math.isinf(max_columns) else max(num_columns, max_columns)
-        for layer_idx, layer in self._buffers.items():
-            needed = min(most, self._group_of.get(layer_idx, self._all).capacity) + MIN_SPARE_COLUMNS
-            sizes = [held.num_rows * held.num_columns for held in layer.values()]
-            if max(sizes, default=0) > 4 * self._max_rows * needed:
-                self.drop()
-                break
+        if self._hold_much_more_than(most):
+            self.drop()
         kept = [was.num_columns_in_common(row) for was, row in zip(self._kept, rows, strict=False)]
         self._valid, self._kept = kept + [0] * (len(rows) - len(kept)), []
+
+    def _hold_much_more_than(self, num_columns: float) -> bool:
+        """Whether the copies of some layer are four times what these rows will need."""
+        for layer_idx, layer in self._buffers.items():
+            needed = min(num_columns, self._group_of.get(layer_idx, self._all).capacity) + MIN_SPARE_COLUMNS
+            for held in layer.values():
+                if held.num_rows * held.num_columns > 4 * self._max_rows * needed:
+                    return True
+        return False
 
     def start_forward(
         self,

@@ -17,7 +17,7 @@ from weakref import ReferenceType
 
 from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 from .allocation import Allocation
-from .arguments import check_eviction, check_not_negative
+from .arguments import check_eviction, negative
 from .block_states import NEVER, BlockStates, OnEvict
 from .hashing import BlockHash, bytes_of, tokens_of
 
@@ -291,8 +291,9 @@ class PrefixCachingBlockAllocator:
             OutOfBlocksError: nothing has changed.
             CacheArgumentError: a negative number, or a hash given twice.
         """
-        check_not_negative("num_mutable_blocks", num_mutable_blocks)
-        hits = self.match_prefix(block_hashes, namespace)
+        if num_mutable_blocks < 0:
+            raise negative("num_mutable_blocks", num_mutable_blocks)
+        hits = self.match_prefix(block_hashes, namespace) if block_hashes or num_mutable_blocks or num_blocks else []
         num_fresh = num_mutable_blocks if num_blocks is None else max(0, num_blocks - len(hits))
         if len(set(hits)) < len(hits):
             raise CacheArgumentError("a block hash is given twice; the hashes of one sequence differ")
@@ -314,7 +315,8 @@ class PrefixCachingBlockAllocator:
 
     def allocate_mutable(self, allocation: Allocation, num_blocks: int) -> None:
         """Append fresh blocks. Raises OutOfBlocksError with nothing changed; CacheArgumentError for a negative number."""
-        check_not_negative("num_blocks", num_blocks)
+        if num_blocks < 0:
+            raise negative("num_blocks", num_blocks)
         block_ids = self._list_of(allocation)
         self.require(num_blocks, (), allocation.namespace)
         self._dirty = True
@@ -358,7 +360,8 @@ class PrefixCachingBlockAllocator:
 
     def fork(self, allocation: Allocation, num_blocks: int | None = None) -> Allocation:
         """A second holder of the same blocks, or of the first `num_blocks`. Takes no fresh block."""
-        check_not_negative("num_blocks", num_blocks or 0)
+        if num_blocks is not None and num_blocks < 0:
+            raise negative("num_blocks", num_blocks)
         block_ids = self._list_of(allocation)[:num_blocks]
         self._dirty = True
         self._states.hold(block_ids)

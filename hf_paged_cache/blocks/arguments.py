@@ -22,10 +22,9 @@ def check_eviction(eviction: object) -> None:
         raise CacheArgumentError(f"eviction is {eviction!r}; give {' or '.join(map(repr, EVICTIONS))}")
 
 
-def check_not_negative(name: str, number: int) -> None:
-    """Raises CacheArgumentError if `number` is below 0."""
-    if number < 0:
-        raise CacheArgumentError(f"{name} is {number}; it must be 0 or more")
+def negative(name: str, number: int) -> CacheArgumentError:
+    """What is raised where `number` is below 0."""
+    return CacheArgumentError(f"{name} is {number}; it must be 0 or more")
 
 
 def int_of_at_least(name: str, value: object, least: int, what: str) -> int:

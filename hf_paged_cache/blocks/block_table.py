@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 from .allocation import Allocation, Resumption
 from .allocator import PrefixCachingBlockAllocator
-from .arguments import check_not_negative
+from .arguments import negative
 from .groups import resumable
 from .hashing import BlockHash, HashChain, token_array
 from .image_tokens import WholeImages, whole_images
@@ -173,7 +173,8 @@ class BlockTable:
             BlockStateError: the table is not empty, or was freed.
             CacheArgumentError: a token that is no 64-bit integer, a negative lookahead.
         """
-        check_not_negative("num_lookahead_slots", num_lookahead_slots)
+        if num_lookahead_slots < 0:
+            raise negative("num_lookahead_slots", num_lookahead_slots)
         if not self.groups:
             return self._fill(self._chain_of(token_ids), num_lookahead_slots)
         tokens = token_array(token_ids)
@@ -247,7 +248,8 @@ class BlockTable:
             OutOfBlocksError: nothing has changed.
             CacheArgumentError: a token that is no 64-bit integer, a negative lookahead.
         """
-        check_not_negative("num_lookahead_slots", num_lookahead_slots)
+        if num_lookahead_slots < 0:
+            raise negative("num_lookahead_slots", num_lookahead_slots)
         tokens = token_array(token_ids)
         num_slots = len(tokens) + num_lookahead_slots
         if self.groups:
@@ -307,7 +309,8 @@ class BlockTable:
             OutOfBlocksError: nothing has changed.
             CacheArgumentError: a negative number.
         """
-        check_not_negative("num_empty_slots", num_empty_slots)
+        if num_empty_slots < 0:
+            raise negative("num_empty_slots", num_empty_slots)
         self.append_tokens((), num_empty_slots)
 
     @property
@@ -318,7 +321,8 @@ class BlockTable:
 
     def num_new_blocks_for_append(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` more tokens would take: fresh ones and copies on write.  Effects: none."""
-        check_not_negative("num_tokens", num_tokens)
+        if num_tokens < 0:
+            raise negative("num_tokens", num_tokens)
         shared, num_fresh = self._blocks_to_take(num_tokens)
         return len(shared) + num_fresh
 

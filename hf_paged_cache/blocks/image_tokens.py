@@ -61,7 +61,7 @@ def whole_images(tokens: Sequence[int], num_tokens: int) -> int:
         >>> [whole_images(tokens, num_tokens) for num_tokens in (3, 4, 5, 13, 14)]
         [3, 4, 4, 4, 14]
     """
-    while 0 < num_tokens < len(tokens) and _kind(tokens[num_tokens]) == _GOES_ON:
+    while 0 < num_tokens < len(tokens) and tokens[num_tokens] < 0 and _kind(tokens[num_tokens]) == _GOES_ON:
         num_tokens -= 1
     return num_tokens
 

@@ -15,22 +15,20 @@ def common_prefix_length(left: TokenIds, right: TokenIds) -> int:
         >>> common_prefix_length(array("q", [7, 8, 9]), array("q", [7, 8, 1, 1]))
         2
     """
-    longest = min(len(left), len(right))
-    a = memoryview(left).cast("B")
-    b = memoryview(right).cast("B")
-
-    def equal(start: int, stop: int) -> bool:
-        return a[start * TOKEN_BYTES : stop * TOKEN_BYTES] == b[start * TOKEN_BYTES : stop * TOKEN_BYTES]
-
-    known, step = 0, 64  # the first `known` tokens are equal
-    while known < longest and equal(known, min(known + step, longest)):
-        known = min(known + step, longest)
+    longest = min(len(left), len(right)) * TOKEN_BYTES
+    a = memoryview(left).cast("B")[:longest]
+    b = memoryview(right).cast("B")[:longest]
+    if a == b:
+        return longest // TOKEN_BYTES
+    known, step = 0, 64 * TOKEN_BYTES  # the first `known` bytes are equal
+    while a[known : known + step] == b[known : known + step]:
+        known += step
         step *= 2
-    end = min(known + step, longest)  # the first difference, if any, lies in [known, end)
-    while known < end:
-        middle = (known + end + 1) // 2
-        if equal(known, middle):
+    end = min(known + step, longest)  # the first difference lies in [known, end)
+    while end - known > TOKEN_BYTES:
+        middle = (known + end) // (2 * TOKEN_BYTES) * TOKEN_BYTES
+        if a[known:middle] == b[known:middle]:
             known = middle
         else:
-            end = middle - 1
-    return known
+            end = middle
+    return known // TOKEN_BYTES

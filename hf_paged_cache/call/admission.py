@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import eq
 from typing import Protocol
 
@@ -23,6 +23,7 @@ class CallLimits:
         max_columns: the most columns a row can get.
         num_rows: rows of the batch once beams and samples are expanded.
         end_of_sequence: token ids that end a row.
+        are_known: there is a worst case to be admitted by.
     """
 
     num_prompt_columns: float = math.inf
@@ -30,10 +31,10 @@ class CallLimits:
     num_rows: int = 0
     end_of_sequence: frozenset[int] = frozenset()
 
-    @property
-    def are_known(self) -> bool:
-        """Whether there is a worst case to be admitted by."""
-        return self.max_columns < math.inf
+    are_known: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "are_known", self.max_columns < math.inf)
 
 
 UNLIMITED = CallLimits()
@@ -64,7 +65,7 @@ def demand_of(call: CallToAdmit, num_columns: int, *, num_prefixes: int = 0) -> 
     store, limits = call.store, call.limits
     max_columns = max(num_columns, int(limits.max_columns)) if limits.are_known else num_columns
     windows: tuple[int, ...] = ()
-    if store.windows:
+    if store.windows.groups:
         in_chunks = num_prefixes > 0 or num_columns < limits.num_prompt_columns < math.inf
         to_come = _rows_to_come(call.rows, num_columns, max_columns, is_in_chunks=in_chunks)
         windows = store.windows.of_call(to_come, keeps_past=call.keeps_past, num_ahead=num_prefixes)
@@ -115,7 +116,7 @@ def would_fit(call: CallToAdmit, num_columns: int, num_shared_blocks: int, num_p
         num_columns, num_prefixes: as in `demand_of`.
     """
     store = call.store
-    if num_prefixes and store.windows:
+    if num_prefixes and store.windows.groups:
         ahead = demand_of(call, num_columns, num_prefixes=num_prefixes)
         if store.windows.lacking(call, ahead.windows):
             return False
@@ -131,7 +132,7 @@ def admit_call(call: CallToAdmit, num_columns: int) -> None:
     Raises:
         OutOfBlocksError: nothing has changed.
     """
-    what = f"this call ({rows_in_words(len(call.rows))} of up to {call.limits.max_columns} tokens)"
+    what = f"this call ({rows_in_words(len(call.rows.alias))} of up to {call.limits.max_columns} tokens)"
     admit(call, call.demand or demand_of(call, num_columns), what)
 
 

@@ -238,8 +238,9 @@ class Call:
                 self.judge(conditions_held=False)
                 self.limits = UNLIMITED
                 store.give_back_reservation(self)
-            self._commit()
             self._is_first = not self.rows.alias
+            if not self._is_first:
+                self._commit()
             self._thread = threading.get_ident()
             self.forward, self.demand, self._is_open, self._has_ended = None, None, True, False
             found: list[Found] | None = None
@@ -251,7 +252,7 @@ class Call:
                     found = begin_rows_that_fit(self, request)
                     if self.states is not None:
                         found = self.states.find(self.rows, request, found)
-                        if store.windows:
+                        if store.windows.groups:
                             self.demand = None  # rows may hold less by now
                 else:
                     sources = continue_rows(store, request, self.rows)
@@ -522,7 +523,7 @@ class Call:
         if self.states is not None and column is not None:
             start, held_back_by = column, "state"
             self.states.stop_commits(rows, request)
-        if store.windows or request.has_images:
+        if store.windows.groups or request.has_images:
             start = hold_windows(rows, before, start)
             if column is not None and start != column:
                 raise ForwardMismatchError(
@@ -567,15 +568,17 @@ class Call:
         self.view.start_rows(
             rows.layouts(),
             num_columns,
-            max_rows=max(len(rows), limits.num_rows),
+            max_rows=max(len(rows.alias), limits.num_rows),
             max_columns=limits.max_columns,
             in_chunks=in_chunks,
         )
 
     def _runs_as_asked(self, request: ForwardRequest) -> bool:
         """Whether each row runs under the conditions of the request, so that it may resume token by token without a look."""
-        rows = zip(self.rows.in_batch(), request.rows, strict=True)
-        return all(row.root == new.root and row.pad == new.pad for row, new in rows)
+        for row, new in zip(self.rows.in_batch(), request.rows, strict=True):
+            if row.root != new.root or row.pad != new.pad:
+                return False
+        return True
 
     # Between two forwards.
 
@@ -906,7 +909,8 @@ class Call:
         if conditions_held:
             self.rows.trust()
         else:
-            self.store.forget_blocks(self.rows.committed, self.salt)
+            if self.rows.committed:
+                self.store.forget_blocks(self.rows.committed, self.salt)
             self.rows.distrust()
 
     def _end_rows(self) -> None:

@@ -211,7 +211,7 @@ def match_states(store: BlockStore, row: Row, most: int) -> str:
         row.origin, known = Origin(num_tokens, store.states.use(table.block_ids, num_tokens)), num_tokens
     why = _why_no_state(store, table.num_tokens, known, most)
     row.num_matched = max(row.num_matched, table.num_tokens)
-    if store.windows and known < table.num_tokens:
+    if store.windows.groups and known < table.num_tokens:
         # What is held is not written again, but on the way windows must see what they may have let go.
         table.truncate(max(known, row.num_confirmed))
     return why

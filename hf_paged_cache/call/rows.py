@@ -60,8 +60,8 @@ class Row:
         self.shift = shift  # how far images have moved the positions of what follows them; None: not known
         self.pad = pad  # columns of left padding
         self.root = root
-        self.num_known = table.num_tokens
-        self.num_matched = table.num_tokens  # that others have committed, held or not: there prompts part
+        self.num_known = num_tokens = table.num_tokens
+        self.num_matched = num_tokens  # that others have committed, held or not: there prompts part
         self.num_confirmed = 0  # what is known counts with the first forward that is confirmed
         self.commit_end: int | None = None  # tokens from here on are never committed; None: all may be
         self.held_from: int | None = None  # tokens from here on are held, and not committed meanwhile, see `HeldSteps`
@@ -190,7 +190,7 @@ class Rows:
 
     def in_batch(self) -> list[Row]:
         """Batch row -> the `Row` that stands for it."""
-        return [self.distinct[number] for number in self.alias]
+        return [*map(self.distinct.__getitem__, self.alias)]
 
     def end(self) -> None:
         """Commit what is full and give all blocks back, without a call: its cache is gone.
@@ -214,8 +214,8 @@ class Rows:
 
     def members(self) -> list[int]:
         """Running row -> the first batch row it stands for."""
-        if not self.is_aliased:
-            return list(range(len(self.alias)))
+        if len(self.distinct) == len(self.alias):
+            return [*range(len(self.alias))]
         return [self.alias.index(number) for number in range(len(self.distinct))]
 
     def extend(self, other: "Rows") -> None:

@@ -39,7 +39,7 @@ def _num_new_blocks(unseen: Sequence[tuple[Row, TokenIds]]) -> int:
 def _windows_of(call: CallToAdmit, request: ForwardRequest, *, keeps_past: bool) -> tuple[int, ...]:
     """The window blocks of a forward, of each group."""
     store, rows, spans = call.store, call.rows, []
-    if not store.windows:
+    if not store.windows.groups:
         return ()
     for row, member in zip(rows.distinct, rows.members(), strict=True):
         stop = row.num_confirmed + len(request.rows[member].token_ids)
@@ -99,7 +99,7 @@ def take_blocks(call: CallToAdmit, request: ForwardRequest) -> int:
     unseen = _unseen(call.rows, request)
     num_taken = _num_new_blocks(unseen)
     windows: tuple[int, ...] = ()
-    if store.windows:
+    if store.windows.groups:
         windows = store.windows.reserved_for(call)
         if not limits.are_known:
             windows = _windows_of(call, request, keeps_past=call.keeps_past)
@@ -173,12 +173,12 @@ def _make_room(call: CallToAdmit, needed: int, windows: tuple[int, ...] = ()) ->
     """
     store, rows, is_reserved = call.store, call.rows, call.limits.are_known
     demand = Demand(needed, 0, () if is_reserved else windows)
-    what = f"this forward ({rows_in_words(len(rows.distinct))})"
     grow_anew_for(store, call, demand)
     if needed and not is_reserved:
-        require(store, call, demand, what)
+        require(store, call, demand, f"this forward ({rows_in_words(len(rows.distinct))})")
     store.make_room(needed)
     if store.ran_out_of_memory:  # fewer blocks may be there than were reserved
+        what = f"this forward ({rows_in_words(len(rows.distinct))})"
         if not rows.num_columns:  # a first forward: its call must have all that it reserved
             demand = Demand(max(needed, store.num_blocks_reserved_for(call)), 0, windows)
             what = f"this call ({rows_in_words(len(rows))})"

@@ -19,7 +19,7 @@ from ..call.rows import Row, Rows
 from ..call.scheduled_forward import ForwardRequest, RowInput, ScheduledForward
 from ..errors import CacheArgumentError
 from ..kv.transfers import read_together, to_device
-from ..model.output_flags import OUTPUT_FLAGS, outputs_of
+from ..model.output_flags import OUTPUT_FLAGS
 from ..model.trial import Numbering
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # [R, T], of text: 0
@@ -98,7 +98,7 @@ class ArgumentReader:
     """Reads the arguments of one model's forwards.
 
     Attributes:
-        config: the model's, for outputs that it asks for by default.
+        config: the model's, which may ask for tuples.
         takes_positions: the forward has `position_ids`; where it has not, positions follow the mask.
         takes_logits_to_keep: the forward can leave out logits.
         changes_with: whether keys and values may be others where this output is asked for.
@@ -127,6 +127,7 @@ class ArgumentReader:
         *,
         in_generate: bool,
         records_drafts: bool,
+        by_default: Sequence[str] = (),
         known: KnownInputs | None = None,
     ) -> ForwardRequest:
         """Read a forward's arguments. The roots of its rows are the caller's to add.
@@ -136,6 +137,7 @@ class ArgumentReader:
             rows: those that resume; none for a first forward.
             in_generate: it is `generate` that calls, and trusts only the last logits.
             records_drafts: drafts are verified, so `generate` may want logits that it does not ask for.
+            by_default: outputs that are computed unless the arguments say otherwise.
             known: what is passed, where that is known; else it is read, which waits for its device.
 
         Raises:
@@ -171,7 +173,7 @@ class ArgumentReader:
         pads = mask.pads if bypass is None else [row.pad for row in running] or [0] * given.num_rows
         firsts, why = self._first_positions(given.positions, rows, pads, num_new, is_bypassed=bypass is not None)
         bypass = bypass or why
-        all_outputs = _other_outputs(arguments, self.config)
+        all_outputs = _other_outputs(arguments, by_default, self.config)
         keep_columns, num_needed = all_outputs, 1
         if all_outputs is None:
             keep_columns, num_needed = self._read_logits(arguments, in_generate, records_drafts)
@@ -399,12 +401,11 @@ def _miscounted(cache_position: Any, before: int, num_new: int) -> str | None:
     return None if counts_on else "cache_position does not number the columns that are passed"
 
 
-def _other_outputs(arguments: Mapping[str, Any], config: Any) -> str | None:
+def _other_outputs(arguments: Mapping[str, Any], by_default: Sequence[str], config: Any) -> str | None:
     """Outputs besides logits that cover all tokens or rows."""
-    by_default = dict.fromkeys(outputs_of(config), True)
     for name in OUTPUT_FLAGS:
         value = arguments.get(name)
-        if by_default.get(name) if value is None else value:
+        if name in by_default if value is None else value:
             return f"{name} was asked for, which covers all tokens"
     if arguments.get("labels") is not None:
         return "labels were passed, and a loss covers all tokens"
@@ -529,7 +530,7 @@ def _runs_of(positions: Any, num_rows: int, num_new: int) -> tuple[Tensor | None
 
 def _in_rows(numbers: _Numbers, num_rows: int) -> list[_Numbers]:
     """As many rows of one length; none of nothing."""
-    if not num_rows or not numbers:
+    if num_rows < 2 or not numbers:
         return [numbers] * num_rows
     length = len(numbers) // num_rows
     return [numbers[start : start + length] for start in range(0, len(numbers), length)]

@@ -52,8 +52,11 @@ class ForwardsAhead:
 
     def may_run(self, request: ForwardRequest, call: Call) -> bool:
         """Whether there may be any: there is something to share, to bring together or to cut."""
-        if not call.plans_ahead or request.has_images or any(row.shift for row in call.rows.distinct):
+        if not call.plans_ahead or request.has_images:
             return False
+        for row in call.rows.distinct:
+            if row.shift:
+                return False
         if call.states is not None:
             is_lost = call.states.are_lost(call.rows)
             is_one_column = request.num_new_columns == 1

@@ -95,8 +95,8 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         synced_gpus=bool(args[5] if len(args) > 5 else kwargs.get("synced_gpus")),
         chunk_size=options["prefill_chunk_size"],
         pad_token_id=options["pad_token_id"],
-        verifies_drafts=kwargs.get("assistant_model") is not None or any(options[name] for name in _OF_DRAFTS),
-        outputs={name: True for name in OUTPUT_FLAGS if options[name]},
+        verifies_drafts=kwargs.get("assistant_model") is not None or any(map(options.get, _OF_DRAFTS)),
+        outputs=dict.fromkeys(filter(options.get, OUTPUT_FLAGS), True),
         passed={**kwargs, "input_ids": ids},
     )
 

@@ -61,7 +61,8 @@ class GenerateBracket:
         is_round = self.replaced is not None or len(functions_of(self.model)) > 1
         if cache is None or (brought is None and is_round and not self._takes_cache()):
             return self._generate()(*args, **kwargs)
-        kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_ARGUMENTS}
+        for name in CACHE_ARGUMENTS:
+            kwargs.pop(name, None)
         given = read_generate(self.model, args, kwargs)
         if is_round:
             given = replace(given, is_round=True, limits=UNLIMITED, chunk_size=None)

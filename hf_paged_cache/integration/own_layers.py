@@ -8,6 +8,7 @@ import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -26,14 +27,16 @@ _WITHOUT_STORE = "computed without the store"
 class OwnLayers:
     """Layers that hold one cache's rows while its call is bypassed.
 
+    Args:
+        cache: whose `layers` they are meanwhile.
+
     Attributes:
-        layers: None while the rows are the call's, in the pool.
         num_columns: of the rows here, padding included; while a forward runs, or has died, those before it.
         lacks_padding: of rows that have moved here, keys and values of padding were not kept.
     """
 
-    def __init__(self, model: Any, call: Call) -> None:
-        self.layers: list[Any] | None = None
+    def __init__(self, model: Any, call: Call, cache: ref[Any]) -> None:
+        self._of = cache
         self.num_columns = 0
         self.lacks_padding = False
         self._model = model
@@ -44,7 +47,19 @@ class OwnLayers:
     @property
     def has_rows(self) -> bool:
         """Whether the cache's rows are here."""
-        return self.layers is not None
+        cache = self._of()
+        return cache is not None and cache.layers is not cache._paged_layers
+
+    @property
+    def layers(self) -> list[Any] | None:
+        """None while the rows are the call's, in the pool."""
+        cache: Any = self._of()
+        return cache.layers if self.has_rows else None
+
+    @layers.setter
+    def layers(self, layers: list[Any] | None) -> None:
+        cache: Any = self._of()
+        cache.layers = cache._paged_layers if layers is None else layers
 
     @property
     def is_running(self) -> bool:
@@ -135,8 +150,10 @@ class OwnLayers:
         Raises:
             CacheBusyError: a forward runs in another thread.
         """
-        self.check_not_busy()
-        self.layers = self._before = None
+        if self.has_rows:
+            self.check_not_busy()
+            self.layers = None
+        self._before = None
 
     def copy_to(self, other: "OwnLayers", memo: dict[int, Any]) -> None:
         """Give another cache a copy of the rows, as `copy.deepcopy` of a `DynamicCache` does.

@@ -54,6 +54,7 @@ class Session:
 
     Args:
         call: what the forwards are scheduled on.
+        own_layers: where the rows of a bypassed call are.
         conditioning: the model, and what its keys and values depend on.
         reader: of the forwards' arguments.
         placeholders: token ids of the model that are no text.
@@ -67,6 +68,7 @@ class Session:
     def __init__(
         self,
         call: Call,
+        own_layers: OwnLayers,
         conditioning: Conditioning,
         reader: ArgumentReader,
         placeholders: Placeholders,
@@ -79,7 +81,7 @@ class Session:
     ) -> None:
         self.records_drafts = False  # drafts will be verified in this call
         self.reads_only = False  # the next forward is read, and does not run: see `RequestRead`
-        self.own_layers = OwnLayers(conditioning.model, call)
+        self.own_layers = own_layers
         self.resumption = Resumption(call, conditioning, placeholders)
         self._bypasses = bypasses
         self._call = call
@@ -115,7 +117,7 @@ class Session:
     @property
     def num_rows(self) -> int:
         """Rows of the batch, wherever they are."""
-        return self.own_layers.num_rows if self.own_layers.has_rows else len(self._call.rows)
+        return self.own_layers.num_rows if self.own_layers.has_rows else len(self._call.rows.alias)
 
     def rows(self) -> Call | OwnLayers:
         """Who holds the rows, so that they can be cut or change places there.
@@ -306,7 +308,12 @@ class Session:
         seen = self._image_inputs.see(arguments, call.rows, self._images)
         request = self._conditioned(
             self._reader.read(
-                seen.plain, call.rows, in_generate=is_open, records_drafts=self.records_drafts, known=known
+                seen.plain,
+                call.rows,
+                in_generate=is_open,
+                records_drafts=self.records_drafts,
+                by_default=self._conditioning.outputs,
+                known=known,
             ),
             seen,
             before,
@@ -354,7 +361,8 @@ class Session:
         self._read_conditions()
         if self._follow_model(on_ranks=on_ranks):
             return
-        read = self._reader.read(arguments, call.rows, in_generate=True, records_drafts=False)
+        outputs = self._conditioning.outputs
+        read = self._reader.read(arguments, call.rows, in_generate=True, records_drafts=False, by_default=outputs)
         request = self._conditioned(read, Seen(arguments), 0, on_ranks=on_ranks)
         request = chunked.request_of_prompt(request)
         if request.bypass is not None or not request.num_new_columns > request.num_logits_needed:

@@ -7,6 +7,7 @@ there is any, and then nobody waits for it. On a CPU nothing is copied.
 import contextlib
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ def read_together(tensors: Sequence[Tensor]) -> list[list[int]]:
     Args:
         tensors: of integers or booleans; floats are cut to integers.
     """
-    found: list[list[int]] = [[] for _ in tensors]
-    for device in dict.fromkeys(tensor.device for tensor in tensors):
+    found: list[list[int]] = [[]] * len(tensors)
+    for device in {*map(attrgetter("device"), tensors)}:
         numbers = [number for number, tensor in enumerate(tensors) if tensor.device == device]
         flat = [tensors[number].flatten().to(torch.int64) for number in numbers]
         values = (torch.cat(flat) if len(flat) > 1 else flat[0]).tolist()
@@ -36,7 +37,7 @@ def read_bytes(tensors: Mapping[tuple[torch.device, torch.dtype], Sequence[Tenso
     for (device, _), same in tensors.items():
         by_device.setdefault(device, []).append(torch.cat([*same]).view(torch.uint8))
     on_host = [(torch.cat(parts) if len(parts) > 1 else parts[0]).cpu() for parts in by_device.values()]
-    return b"".join(part.numpy().tobytes() for part in on_host)
+    return b"".join([part.numpy().tobytes() for part in on_host])
 
 
 def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:

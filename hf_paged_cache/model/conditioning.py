@@ -79,6 +79,8 @@ class Conditioning:
     Attributes:
         roots: what the hashes of blocks begin with, for rows that were computed under it.
         rope: the rotary frequencies, of the modules as of the last digest.
+        attention: the attention of transformers that the model is set to, by name, as of the last digest.
+        outputs: that the config asks for in all calls, as of the last digest.
         state_traits: what was tried, with what the modules said at the last digest.
         is_shared: blocks leave this process by themselves, so digests mean the same in others where they can. Weights that have
             changed since they were read first are not read again: what they compute stays in this process.
@@ -92,7 +94,7 @@ class Conditioning:
         self.is_shared = False
         self.state_traits = tried or NO_TRAITS
         self._tried = tried
-        self._attention_tried = attention_of(model)
+        self.attention = self._attention_tried = attention_of(model)
         self._lock = new_lock()  # values are fetched under it only of weights that have moved
         self._weights = WeightFingerprint(model)
         self.rank_groups = rank_groups(model)
@@ -102,10 +104,11 @@ class Conditioning:
         self._droppers: list[nn.Module] = []
         self._checkpointed: list[nn.Module] = []
         self._output_flags = OutputFlags(model)
-        self._settings: _Settings = []  # of the config, as of the last digest
-        self._outputs: list[str] = []  # that the config asks for
+        self._configs = _configs(model)
+        self._settings = _settings(self._configs)  # as of the last digest
+        self.outputs: list[str] = []
         self._peft_hooks: list[tuple[str, dict[str, Any]]] = []
-        self._windows: tuple[_Settings, dict[int, int]] = ([], {})  # settings, and the windows of then
+        self._windows: tuple[_Settings | None, dict[int, int]] = (None, {})  # settings, and the windows of then
         self._identifying = new_lock()
         self._identities: dict[bytes, ModelIdentity | None] = {}  # digest -> what it means to others, if anything
         self._weights_read: tuple[tuple[bytes, ...], str] | None = None  # as they were, and the digest of their values
@@ -163,16 +166,10 @@ class Conditioning:
         return len(threads) > 1 and len(threads - _monitors_of_progress()) > 1
 
     def windows(self) -> dict[int, int]:
-        """Layer index -> its window, for the layers that have one by the model's config as it is now."""
-        settings = _settings(self.model.config)
-        if self._windows[0] != settings:
-            self._windows = settings, windows_of(cache_layers(self.model))
+        """Layer index -> its window, for the layers that have one by the model's config as of the last digest."""
+        if self._windows[0] != self._settings:
+            self._windows = self._settings, windows_of(cache_layers(self.model))
         return self._windows[1]
-
-    @property
-    def attention(self) -> str | None:
-        """The attention of transformers that the model is set to now, by name."""
-        return attention_of(self.model)
 
     def changes_with(self, output_flag: str) -> bool:
         """Whether keys and values may be others where a call asks for this output, as of the last `digest`."""
@@ -204,11 +201,11 @@ class Conditioning:
         embeddings = self.model.get_input_embeddings()
         if getattr(embeddings, "training", False) and getattr(embeddings, "neftune_noise_alpha", None):
             return "NEFTune adds noise to embeddings; call model.eval()"
-        if getattr(self.model.config.get_text_config(decoder=True), "is_causal", None) is False:
+        if getattr(self._configs[-1], "is_causal", None) is False:
             return "keys and values depend on what follows them (config.is_causal is False)"
         if is_foreign(attention := self.attention) and attention != self._attention_tried:
             return f"the attention {attention!r} was chosen after the cache was built, so nobody has tried it; build another cache"
-        for name in self._outputs:
+        for name in self.outputs:
             if self.changes_with(name):
                 return f"keys and values of this model depend on {name}, which its config asks for"
         if (unwatched := self._listing.unwatched) is not None:
@@ -240,7 +237,8 @@ class Conditioning:
                 self._follow(listing, processes)
             rope, adapters = self.rope, self._adapters
             functions = _functions(listing.modules, changed)
-            numbers = self._numbers_of([function for _, _, function in functions])
+            modules, _, things = zip(*functions, strict=True)
+            numbers = self._numbers_of(things)
             of_others = dict(self._layers_of_others)
             if functions[0][1]:  # a hook of the model itself runs before a forward is looked at, or after it
                 outer = [*self.model._forward_hooks.values(), *self.model._forward_pre_hooks.values()]
@@ -252,19 +250,20 @@ class Conditioning:
             held = self._held.read(of_others, listing.modules, after_forward=after_forward) if of_others else []
         self._runs_foreign_code = bool(listing.files or of_others or functions[0][1])
         self._peft_hooks = _peft_hooks(self.model, adapters)
-        self._settings = settings = _settings(self.model.config)
-        self._outputs = outputs_of(self.model.config)
+        self._configs = configs = _configs(self.model)
+        self._settings = settings = _settings(configs)
+        self.outputs = outputs_of(configs)
+        self.attention = getattr(configs[-1], "_attn_implementation", None)
         switches = (
-            [adapter_state(module) for module in adapters],
+            [*map(adapter_state, adapters)],
             [
                 (kind, torch.get_autocast_dtype(kind))
                 for kind in listing.device_types
                 if torch.is_autocast_enabled(kind)
             ],
-            [name for name in self._outputs if self._output_flags.is_read(name)],
+            [name for name in self.outputs if self._output_flags.is_read(name)],
         )
-        hooks = [(module, number) for number, (module, _, _) in zip(numbers, functions, strict=True)]
-        state = repr((hooks, switches, settings, held, self._num_suspicions)).encode()
+        state = repr((modules, numbers, switches, settings, held, self._num_suspicions)).encode()
         changes = array("q", [self._weights.num_steps, *listing.versions()])
         values = dict(listing.samples)
         for frequencies in rope.static():
@@ -325,7 +324,7 @@ class Conditioning:
                 self._identities[look.digest] = found
             return found
 
-    def _numbers_of(self, things: list[Any]) -> list[int]:
+    def _numbers_of(self, things: Iterable[Any]) -> list[int]:
         """Of each object a number that no other has, as long as it lives. References are weak: a hook may hold much memory."""
         found, numbers = [], self._numbers
         for thing in things:
@@ -440,12 +439,18 @@ def _module_name(function: Any) -> str:
     return str(written["__name__"]) if written is not None else type(function).__module__
 
 
-def _settings(config: Any) -> _Settings:
-    """Numbers, flags, strings, lists and tuples of a model's config, and of the text config inside it, that forwards may read."""
+def _configs(model: Any) -> tuple[Any, ...]:
+    """A model's config, and last the one of its text, where that is another one."""
+    config = model.config
     text = config.get_text_config(decoder=True)
+    return (config,) if text is config else (config, text)
+
+
+def _settings(configs: Iterable[Any]) -> _Settings:
+    """Numbers, flags, strings, lists and tuples of configs that forwards may read."""
     settings: _Settings = []
-    for part in (config,) if text is config else (config, text):
-        for name, value in part.__dict__.items():
+    for config in configs:
+        for name, value in config.__dict__.items():
             if isinstance(value, _PLAIN) and not name.startswith(_NO_CONDITION):
                 settings.append((name, tuple(value) if isinstance(value, list) else value))  # one may be written into
     return settings

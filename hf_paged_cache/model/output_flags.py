@@ -59,10 +59,10 @@ class OutputFlags:
         return self._tried[name][1]
 
 
-def outputs_of(config: Any) -> list[str]:
-    """The outputs that a model's config, or the text config inside it, asks for in all calls."""
-    text = config.get_text_config(decoder=True)
-    return [name for name in OUTPUT_FLAGS if getattr(config, name, None) or getattr(text, name, None)]
+def outputs_of(configs: Iterable[Any]) -> list[str]:
+    """The outputs that a model's configs ask for in all calls."""
+    asked = {name for config in configs for name in OUTPUT_FLAGS if getattr(config, name, None)}
+    return sorted(asked)
 
 
 def _is_same_with(model: PreTrainedModel, name: str) -> bool:

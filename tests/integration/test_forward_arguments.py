@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,21 +44,19 @@ def read(
     *,
     in_generate: bool = False,
     records_drafts: bool = False,
+    by_default: Sequence[str] = (),
     config: Any = None,
     **options: Any,
 ) -> ForwardRequest:
     """What a reader of these options reads; without rows, of a first forward."""
-    return reader(config, **options).read(
-        arguments, Rows([], [], 0) if rows is None else rows, in_generate=in_generate, records_drafts=records_drafts
-    )
+    how: dict[str, Any] = {"in_generate": in_generate, "records_drafts": records_drafts, "by_default": by_default}
+    return reader(config, **options).read(arguments, Rows([], [], 0) if rows is None else rows, **how)
 
 
 def reader(config: Any = None, **options: Any) -> ArgumentReader:
     options = {"takes_positions": True, "takes_logits_to_keep": True, **options}
     options = {"changes_with": lambda name: False, "defaults": {}, **options}
-    config = SimpleNamespace() if config is None else config
-    config.get_text_config = lambda decoder: getattr(config, "text_config", config)
-    return ArgumentReader(config, **options)
+    return ArgumentReader(SimpleNamespace() if config is None else config, **options)
 
 
 def tokens(given: ForwardRequest) -> list[list[int]]:
@@ -229,13 +228,10 @@ def test_a_row_that_begins_anew_on_a_cache_that_holds_it_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions", "output_router_logits"])
 @pytest.mark.parametrize("value", [True, 1, [0, 1]])
-@pytest.mark.parametrize("where", ["argument", "config", "text config"])
+@pytest.mark.parametrize("where", ["argument", "config"])
 def test_outputs_that_cover_all_tokens_need_all_columns(name: str, value: Any, where: str) -> None:
     arguments = {"input_ids": IDS, "logits_to_keep": 1}
-    config = SimpleNamespace(**{name: value}) if where != "argument" else None
-    if where == "text config":
-        config = SimpleNamespace(text_config=config)
-    given = read(arguments if config else {**arguments, name: value}, config=config)
+    given = read({**arguments, name: value}) if where == "argument" else read(arguments, by_default=[name])
     assert given.keep_columns == f"{name} was asked for, which covers all tokens"
     assert given.bypass is None
     assert not given.may_alias
@@ -254,8 +250,8 @@ def test_an_output_that_changes_keys_is_an_obstacle_in_a_prompt_and_in_a_step(na
 
 
 def test_an_output_that_the_config_asks_for_and_the_call_does_not_is_not_given() -> None:
-    config = SimpleNamespace(output_hidden_states=True)
-    given = read({"input_ids": IDS, "logits_to_keep": 1, "output_hidden_states": False}, config=config)
+    arguments = {"input_ids": IDS, "logits_to_keep": 1, "output_hidden_states": False}
+    given = read(arguments, by_default=["output_hidden_states"])
     assert given.keep_columns is None
 
 

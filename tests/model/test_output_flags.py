@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_paged_cache.model.conditioning import Conditioning
-from hf_paged_cache.model.output_flags import OUTPUT_FLAGS, outputs_of
+from hf_paged_cache.model.output_flags import OUTPUT_FLAGS
 
 from ..conformance import zoo
 from ..reference import Forwards
@@ -141,9 +141,12 @@ def test_no_memory_for_the_trial_is_no_answer(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_config_is_asked_with_the_text_config_inside_it() -> None:
     model = zoo.build("gemma3")
-    assert outputs_of(model.config) == []
+    conditioning = Conditioning(model)
+    conditioning.digest()
+    assert conditioning.outputs == []
     model.config.get_text_config(decoder=True).output_hidden_states = True
-    assert outputs_of(model.config) == ["output_hidden_states"]
+    conditioning.digest()
+    assert conditioning.outputs == ["output_hidden_states"]
 
 
 def test_what_a_config_asks_for_is_a_condition_where_code_reads_it_and_an_obstacle_where_it_changes_keys() -> None:

@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -196,12 +197,13 @@ def test_what_rows_will_need_is_kept_while_what_others_share_is_computed(num_com
     """Meanwhile another cache of the store would take every block that nobody holds."""
     model = build("llama")
     asked: list[tuple[int, int]] = []
-    store, refused = PrefixStore(model, num_blocks=40), []
+    store = PrefixStore(model, num_blocks=40)
+    armed, refused = threading.Event(), deque[bool]()  # which no look at the hook enters
     rows = [[*row((start, 64)), *row((seed, 9))] for start, seed in ((1, 5), (2, 6), (2, 7), (3, 8), (3, 9))]
 
     def flood(_: Any, args: tuple[torch.Tensor]) -> None:
         asked.append(tuple(args[0].shape))
-        if armed and asked.count((1, 64)) == 1 + num_computed and asked[-1] == (1, 64) and not refused:
+        if armed.is_set() and asked.count((1, 64)) == 1 + num_computed and asked[-1] == (1, 64) and not refused:
             held = PagedPrefixCache(store)
             num_held = 4 * (1 + num_computed)  # blocks of 16 tokens
             num_left = 39 - num_held - 4  # of which this forward takes four
@@ -213,16 +215,15 @@ def test_what_rows_will_need_is_kept_while_what_others_share_is_computed(num_com
                     refused.append(False)
             held.reset()
 
-    armed = False
     model.get_input_embeddings().register_forward_pre_hook(flood)  # there from the start: it is a condition
     cache = PagedPrefixCache(store)
     run(model, cache, input_ids=torch.tensor([row((1, 64))]), max_new_tokens=1)
     cache.reset()
     reference = run(model, **batch(*rows), max_new_tokens=1)
     asked.clear()
-    armed = True
+    armed.set()
     assert_same(reference, run(model, cache, **batch(*rows), max_new_tokens=1))
-    assert refused == [True, False]  # one block more than was left could not be had
+    assert [*refused] == [True, False]  # one block more than was left could not be had
     assert [shape for shape in asked if shape in ((1, 64), (5, 9), (5, 73))] == [(1, 64), (1, 64), (5, 9)]
     cache.check()
 
