@@ -8,6 +8,7 @@ What changes while a forward runs is the function's own work, a counter or what 
 """
 
 import hashlib
+from argparse import Namespace
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import is_dataclass
 from functools import partial
@@ -174,7 +175,7 @@ class _Reader:
                 return
             yield from ((name, part) for name, part in vars(thing).items() if name not in _OF_EVERY_MODULE)
         elif not isinstance(thing, type) and (
-            isinstance(thing, SimpleNamespace) or is_dataclass(thing) or _package_of(thing) == self._package
+            isinstance(thing, Namespace | SimpleNamespace) or is_dataclass(thing) or _package_of(thing) == self._package
         ):
             slots = (name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ()))
             yield from ((name, getattr(thing, name, None)) for name in slots)

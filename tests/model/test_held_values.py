@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from functools import partial
@@ -53,6 +54,7 @@ def held_by(value: Any, *watched: nn.Module) -> list[object]:
         (np.float32(0.5), [repr(np.float32(0.5))]),
         ((1, [5, {"a": 3}]), [1, 5, 3, 2]),  # the list with its length
         (Held({1: Held(4)}), [4]),
+        (argparse.Namespace(by=6), [6]),
         (partial(Held(2).__init__, value=3), [2, 3]),  # type: ignore[misc]
         (Layer(7), [True, 7]),  # it trains
         (json.JSONDecoder(), []),  # an object of another package
