@@ -25,6 +25,7 @@ from ..reference import TOLERANCE, zero_blocks
 from ..tiny_models import build
 from .recorder import Recorder, are_same_steps, assert_same_steps
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NUM_SHOTS = 4
 CHOICES = ["a dog", "a bird", "no idea", "x"]
 ANIMALS = ["barks loudly", "sings in trees", "flies away", "fetches sticks", "wags its tail", "lays eggs", "has wings"]
@@ -145,6 +146,18 @@ def same_log_probabilities(wanted: list[Any], got: list[Any]) -> bool:
             if is_greedy != expected_greedy or abs(log_probability - expected) > TOLERANCE * abs(expected):
                 return False
     return True
+
+
+def test_the_tasks_beside_the_examples_share_what_comes_before_each_question(
+    model: PreTrainedModel, tiny_tokenizer: Any
+) -> None:
+    tasks = TaskManager(include_path=str(EXAMPLES / "lm_eval"), include_defaults=False)
+    for name in ("pages_asked", "pages_chosen", "pages_read", "reviews_asked", "reviews_chosen", "reviews_read"):
+        ours = PagedHFLM(model, tokenizer=tiny_tokenizer, batch_size=2, max_length=16384)
+        simple_evaluate(ours, tasks=[name], task_manager=tasks, limit=2, bootstrap_iters=0)
+        stats = ours.cache.stats()
+        assert stats.prompt_tokens > 0
+        assert (stats.computed_tokens < 0.6 * stats.prompt_tokens) == (not name.endswith("_read"))
 
 
 def test_rolling_log_likelihoods(model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path) -> None:
