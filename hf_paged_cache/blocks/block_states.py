@@ -33,7 +33,7 @@ class BlockStates:
     line for each kind (see `Reuse`), the least recently used first. Time is a counter: it advances by one for each block dropped
     or touched. The next to be evicted is the least recently used one of all, unless the first of another line is less dense. A line
     is looked for once for many evictions (`_choose`), and blocks change state a run of one kind at a time.
-    Until a block is evicted, nothing is counted and all are of one kind; until as many were as there are, it is LRU.
+    Until as many blocks were evicted as there are, it is LRU.
 
     Blocks that are held or dropped together are of one namespace: `drop` and `hold` read it off one of them.
 
@@ -209,8 +209,7 @@ class BlockStates:
             idle.append(block_id)
         if idle:
             self.queue.remove_many(idle)
-            if self.num_evictions:
-                self._use_again(idle, runs)
+            self._use_again(idle, runs)
             self.num_cached -= len(idle)
             namespace = self.index.namespaces[idle[0]]
             _add(self.num_cached_of, namespace, -len(idle))
@@ -254,7 +253,7 @@ class BlockStates:
                 run.append(block_id)
             else:
                 kind = kinds[block_id]
-                if kind == ONCE and not cached and self.num_evictions:
+                if kind == ONCE and not cached:
                     kind = kinds[block_id] = END
                 run = [block_id]
                 cached.append((kind, run))
@@ -265,8 +264,7 @@ class BlockStates:
         for kind, run in cached:
             num_cached += len(run)
             self.queue.append_many(run, reuse.lines[kind])
-            if self.num_evictions:
-                reuse.given_back(kind, len(run))
+            reuse.given_back(kind, len(run))
         self.queue.appendleft_many(free)
         namespace = self.index.namespaces[block_id]
         _add(self.num_in_use_of, namespace, -num_cached - len(free))

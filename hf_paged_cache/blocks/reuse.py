@@ -6,13 +6,15 @@ evicted ones that are remembered among them: so it is known whether keeping them
 
 The *density* of a kind at an age is the most hits, for each block and unit of time, that keeping such a block until some later age
 has brought (hit density, Beckmann et al., NSDI 2018; the best such end is Gittins' index). It never rises with age, and a kind that
-was used more often never has less of it than one that was used less: no block goes before those that continue it.
+was used more often never has less of it than one that was used less: no block goes before those that continue it. Kinds that do
+not surely differ are counted as one, and wait in one line: what is told apart by chance costs hits.
 """
 
 from __future__ import annotations
 
 from itertools import accumulate
-from operator import gt
+from operator import add
+from typing import NamedTuple
 
 END, ONCE = 1, 2  # kinds: used once, as the last of its sequence; used once
 # kind -> kind after one more use; kinds are in the order in which they are worth keeping
@@ -26,9 +28,11 @@ _FROM = [0, *accumulate(_WIDTHS)]  # class -> least age in it, and age -> class
 _CLASSES = bytes(age_class for age_class, width in enumerate([*_WIDTHS, 1]) for _ in range(width))
 _FORGETTING = 4  # counts lose the 2^-4th part of what they are, each time that densities are computed
 _ONE = 1 << _FORGETTING  # what a block counts
-_TOLD_APART = 0.9  # kinds whose densities are within this share wait in one line
+# kinds wait in one line if, of what was used again, the one's share is at least this part of the other's ...
+_TOLD_APART = 0.8
+_SURE = 48 * _ONE  # ... or their difference is within 2.4 standard errors (squared, and hits come in runs of 8)
+_PRIOR = 32 * _ONE  # blocks of each line that are taken never to be used again
 _ONE_LINE = bytes([END]) * 256  # kind -> line
-_PRIOR = 32 * _ONE  # blocks of each kind that are taken never to be used again
 
 
 class Reuse:
@@ -82,24 +86,49 @@ class Reuse:
 
     def used_again(self, kind: int, age: int, num_blocks: int = 1) -> None:
         """Blocks of one kind and age were used again, or would have been."""
-        self._again[kind][self.class_of(age)] += num_blocks * _ONE
+        self._again[kind][_CLASSES[min(age >> self.shift, len(_CLASSES) - 1)]] += num_blocks * _ONE
 
     def compute(self, time: int) -> None:
         """Compute the densities, from what has been counted until now.  Cost: O(kinds * classes of age ** 2)."""
         self.next_time = time + self._interval
         if not self.learns:
             return
-        less = [0.0] * (_NUM_AGES + 1)
-        lines, line = bytearray(_ONE_LINE), END
+        lines: list[_Line] = []
         for kind in range(END, NUM_LINES):
-            less = [*map(max, less, _densities(self._num[kind], self._again[kind]))]
-            self.densities[kind] = less
-            if any(map(gt, [_TOLD_APART * each for each in less], self.densities[line])):
-                line = kind
-            lines[kind] = line
+            line = _Line(kind, self._num[kind], self._again[kind])
+            while lines and not _more_often(line, lines[-1]):
+                below = lines.pop()
+                line = _Line(below.first, below.num + line.num, [*map(add, below.again, line.again)])
+            lines.append(line)
             self._num[kind] -= self._num[kind] >> _FORGETTING
             self._again[kind] = [number - (number >> _FORGETTING) for number in self._again[kind]]
-        self.lines = bytes(lines)
+        less, line_of = [0.0] * (_NUM_AGES + 1), bytearray(_ONE_LINE)
+        for first, num, again in lines:
+            less = [*map(max, less, _densities(num, again))]
+            self.densities[first:] = [less] * (NUM_LINES - first)
+            line_of[first:] = bytes([first]) * (len(line_of) - first)
+        self.lines = bytes(line_of)
+
+
+class _Line(NamedTuple):
+    """Kinds that wait in one line, and what was counted of them."""
+
+    first: int
+    num: int
+    again: list[int]
+
+
+def _more_often(line: _Line, other: _Line) -> bool:
+    """Whether up to some age clearly more of `line` than of `other` was used again, and not by chance."""
+    num, of_num = max(line.num, sum(line.again)), max(other.num, sum(other.again))
+    if not num or not of_num:
+        return False
+    variance = _SURE * (1 / num + 1 / of_num)
+    for hits, of_hits in zip(accumulate(line.again), accumulate(other.again), strict=True):
+        difference, both = hits / num - of_hits / of_num, (hits + of_hits) / (num + of_num)
+        if of_hits / of_num < _TOLD_APART * hits / num and difference**2 > variance * both * (1 - both):
+            return True
+    return False
 
 
 def _densities(num: int, again: list[int]) -> list[float]:
@@ -109,15 +138,13 @@ def _densities(num: int, again: list[int]) -> list[float]:
     """
     found = [0.0] * (_NUM_AGES + 1)
     stop = max((age_class for age_class, number in enumerate(again[:_NUM_AGES], 1) if number), default=0)
+    left = max(num, sum(again)) + _PRIOR  # blocks that came to this age without having been used again
     time = hits = 0.0
-    alive = 1.0  # share of the blocks that came to this age without having been used again
     points = [(time, hits)]
     for number, width in zip(again[:stop], _WIDTHS, strict=False):
-        chance = number / (max(num, number) + _PRIOR)
-        num -= number
-        hits += alive * chance
-        time += alive * (1 - chance / 2) * width
-        alive *= 1 - chance
+        hits += number
+        time += (left - number / 2) * width
+        left -= number
         points.append((time, hits))
     hull = [(*points[stop], -1.0)]  # from its end: time, hits, slope to the one after it
     for age_class in range(stop - 1, -1, -1):

@@ -239,8 +239,7 @@ class Model:
         last: tuple[int, int] = (0, 0)  # kind, time
         for block in (block for block in blocks if block in self.cached):
             last = last if last[0] == self.kind[block] else (self.kind[block], self.used[block])
-            if self.evictions:
-                self.use_again(block, *last)
+            self.use_again(block, *last)
         self.cached = [block for block in self.cached if block not in blocks]
 
     def settle(self, dropped: list[int]) -> None:
@@ -259,7 +258,7 @@ class Model:
                 given_back.append(block)
             else:
                 self.free.insert(0, block)
-        if given_back and self.evictions:
+        if given_back:
             if self.kind[given_back[0]] == ONCE:
                 self.kind[given_back[0]] = END
             for block in given_back:

@@ -6,7 +6,7 @@ import pytest
 
 from hf_paged_cache.blocks import BlockHash
 from hf_paged_cache.blocks.block_states import BlockStates
-from hf_paged_cache.blocks.reuse import END, NUM_LINES, ONCE
+from hf_paged_cache.blocks.reuse import END, NUM_LINES, ONCE, Reuse
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError
 
 
@@ -46,7 +46,6 @@ def test_rebuild_after_an_interrupted_growth_cuts_to_the_old_number():
 def test_what_a_copy_reads_is_spared_inside_a_run_that_is_evicted(num_blocks: int, density_of_ends: float) -> None:
     """Its line is chosen for the blocks before it, and it is no older by class of age, or by little."""
     states = BlockStates(num_blocks)
-    states.num_evictions = 1  # from the first eviction on, kinds wait in lines of their own
     states.reuse.lines = bytes(range(NUM_LINES))
     states.reuse.densities[END][:], states.reuse.densities[ONCE][:] = [density_of_ends] * 16, [1.0] * 16
     first, second, third, source = taken = states.take(num_blocks - 1)[:4]
@@ -57,3 +56,20 @@ def test_what_a_copy_reads_is_spared_inside_a_run_that_is_evicted(num_blocks: in
     states.spare_from_now()
     states.drop([source])
     assert states.take(4) == [first, third, second, source]
+
+
+def test_what_is_given_back_counts_before_any_block_is_evicted() -> None:
+    states, counted = BlockStates(101), Reuse(101)
+    taken = states.take(100)
+    for block_id in taken:
+        states.index.insert(block_id, BlockHash(bytes([block_id]) * 32, b""), computed=True)
+    states.drop(taken)
+    states.hold(taken[50:60])
+    states.drop(taken[50:60])
+    counted.given_back(END, 1)
+    counted.given_back(ONCE, 99)
+    counted.used_again(ONCE, age=49, num_blocks=10)
+    counted.given_back(3, 10)
+    for reuse in (states.reuse, counted):
+        reuse.compute(110)
+    assert (states.num_evictions, states.reuse.densities) == (0, counted.densities)
