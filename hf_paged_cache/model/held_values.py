@@ -98,16 +98,17 @@ class HeldValues:
         ids = {id(module) for module in watched}
         classes: dict[str, Any] = {}
         last, self._values = self._values, {}
-        for level in (holders, classes):
-            for name, holder in [*level.items()]:
-                number = self._number_of(holder)
-                own = self._own[number] = self._own.pop(number, _Own({}, set()))
-                reader = _Reader(_package_of(holder), ids, own.lists, classes, self._number_of)
-                values = dict(islice(reader.read(holder), _MOST_VALUES))
-                if after_forward and number in last:  # else it has come meanwhile, with all that it holds
-                    own.learn(last[number], values)
-                self._values[number] = values = own.as_before(values)
-                found += [(name + place, value) for place, value in values.items()]
+        things = [*holders.items()]
+        for name, holder in things:  # and classes, as they are met
+            number = self._number_of(holder)
+            own = self._own[number] = self._own.pop(number, _Own({}, set()))
+            reader, num_classes = _Reader(_package_of(holder), ids, own.lists, classes, self._number_of), len(classes)
+            values = dict(islice(reader.read(holder), _MOST_VALUES))
+            things += islice(classes.items(), num_classes, None)
+            if after_forward and number in last:  # else it has come meanwhile, with all that it holds
+                own.learn(last[number], values)
+            self._values[number] = values = own.as_before(values)
+            found += [(name + place, value) for place, value in values.items()]
         for number in [*islice(self._own, max(0, len(self._own) - _MOST_HOLDERS))]:
             del self._own[number]
         return sorted(found, key=itemgetter(0))
@@ -201,7 +202,9 @@ class _Reader:
             is_read = thing.nbytes <= _MOST_BYTES and not thing.dtype.hasobject
             return hashlib.sha256(thing.tobytes()).digest() if is_read else HeldTensor(self._number_of(thing), 0)
         if isinstance(thing, type) and self._is_own(thing):
-            self._classes[f"class {thing.__module__}.{thing.__qualname__}"] = thing
+            name = f"class {thing.__module__}.{thing.__qualname__}"
+            while self._classes.setdefault(name, thing) is not thing:
+                name += "'"
         if isinstance(thing, type | BuiltinFunctionType) or (
             isinstance(thing, FunctionType) and not self._is_own(thing)
         ):

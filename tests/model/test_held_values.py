@@ -191,6 +191,25 @@ def test_no_number_that_became_one_in_a_forward_stays_what_it_was() -> None:
     assert look() != before
 
 
+def test_attributes_of_classes_count_also_of_a_base_and_of_two_with_one_name() -> None:
+    def new_kind() -> Any:
+        class Base:
+            by = 1.0
+
+        class Kind(Base):
+            pass
+
+        return Kind
+
+    one, other = new_kind(), new_kind()
+    look: Callable[..., Any] = partial(HeldValues(number_of=id).read, {"hook": lambda: (one, other)})
+    told = [look()]
+    for kind in (one, other):
+        kind.__base__.by = 2.0
+        told.append(look())
+    assert told[0] != told[1] != told[2]
+
+
 def test_hooks_that_are_gone_make_no_look_longer() -> None:
     held = HeldValues(number_of=id)
     hooks = [Held([]) for _ in range(1100)]
