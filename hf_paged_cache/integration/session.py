@@ -98,6 +98,7 @@ class Session:
         self._was_alone = False  # when it was read here, nobody could change the model
         self._regime = b""  # of the scheduled forward's rotary frequencies
         self._inputs: KnownInputs | None = None  # of the next forward
+        self._runs_only_forwards = False  # between two looks, in the running `generate`
         self._bypass: str | None = None
         self._adapters: list[str] | None = None
         self._may_step = False  # as of the last look at the model
@@ -175,7 +176,9 @@ class Session:
         call = self._call
         if bracket not in call.brackets:
             return
-        held = call.rows.are_trusted or self._conditions_hold()
+        held = call.rows.are_trusted
+        if not held or self._conditioning.learns:
+            held = self._conditions_hold(after_forward=self._runs_only_forwards) or held
         with self._store.lock:  # ended and closed in one: no other thread begins in between
             self._digest, self._synced_gpus = b"", False
             self._images = self._chunked = None
@@ -198,6 +201,7 @@ class Session:
         self.records_drafts, self._synced_gpus = False, given.synced_gpus
         self._digest, self._inputs, self._was_alone, self._may_step = given.digest, given.inputs, False, False
         self._images = given.images
+        self._runs_only_forwards = not (given.calls_back or given.is_round)
         self._chunked = None if resumes else chunked_prompt(model, given)
         self._ranks.is_settled = False
 

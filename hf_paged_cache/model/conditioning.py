@@ -85,6 +85,8 @@ class Conditioning:
         is_shared: blocks leave this process by themselves, so digests mean the same in others where they can. Weights that have
             changed since they were read first are not read again: what they compute stays in this process.
         rank_groups: the processes over which the weights are split, as of the last digest; see `distributed.rank_groups`.
+        learns: functions or layers of others are on its modules, as of the last digest; what they do themselves in a forward is
+            told by a digest after it.
     """
 
     def __init__(self, model: Any, tried: StateTraits | None = None) -> None:
@@ -117,6 +119,7 @@ class Conditioning:
         self._next_number = count(1)
         self._num_suspicions = 0
         self._held = HeldValues(lambda thing: self._numbers_of([thing])[0])
+        self.learns = False
         self._layers_of_others: dict[str, nn.Module] = {}  # name -> a layer that is not of the model's package
         self._runs_foreign_code = (
             False  # as of the last digest: hooks, replaced forwards, layers of others, or weights in files
@@ -126,7 +129,7 @@ class Conditioning:
         """What every row of a forward depends on now.
 
         Args:
-            after_forward: nothing but a forward has run since the last digest; see `HeldValues`.
+            after_forward: nothing but forwards has run since the last digest; see `HeldValues`.
 
         Cost: passes over flat lists of modules and tensors, 0.9 ms for the 272 weights of SmolLM2 on a CPU; one wait for
         each accelerator. Where blocks are shared, the first one reads all weights.
@@ -248,6 +251,7 @@ class Conditioning:
                     if where and function not in outer
                 }
             held = self._held.read(of_others, listing.modules, after_forward=after_forward) if of_others else []
+        self.learns = bool(of_others)
         self._runs_foreign_code = bool(listing.files or of_others or functions[0][1])
         self._peft_hooks = _peft_hooks(self.model, adapters)
         self._configs = configs = _configs(self.model)

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Setter = Callable[[float], None]
 strength = 0.0
 settings: dict[str, Any] = {}
+configuration: Any = ModuleType("configuration")
 
 
 @dataclass
@@ -154,6 +156,71 @@ def by_pre_hook(mlp: nn.Module) -> Setter:
     return lambda to: by.update(scale=np.float32(1 + to))
 
 
+def by_decorated(mlp: nn.Module) -> Setter:
+    by = [0.0]
+
+    @torch.no_grad()
+    def steer(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + by[0]
+
+    mlp.register_forward_hook(steer)
+    return partial(by.__setitem__, 0)
+
+
+def by_another_function(mlp: nn.Module) -> Setter:
+    edits: dict[tuple[str, int], Callable[[Any], Any]] = {}
+    by_value = {
+        0.0: lambda output: output,
+        0.5: lambda output: output + 0.5,
+        0.7: lambda output: output * 0.7,
+    }
+    mlp.register_forward_hook(lambda module, args, output: edits["mlp", 0](output))
+    return lambda to: edits.update({("mlp", 0): by_value[to]})
+
+
+def by_operator(mlp: nn.Module) -> Setter:
+    vector = Vector()
+    by_value = {0.0: operator.add, 0.5: operator.mul, 0.7: operator.sub}
+    mlp.register_forward_hook(lambda module, args, output: vector.apply(output, 0.5))
+    return lambda to: setattr(vector, "apply", by_value[to])
+
+
+def by_set(mlp: nn.Module) -> Setter:
+    strengths: set[float] = set()
+    mlp.register_forward_hook(lambda module, args, output: output + sum(strengths))
+
+    def change(to: float) -> None:
+        strengths.clear()
+        strengths.add(to)
+
+    return change
+
+
+def by_class(mlp: nn.Module) -> Setter:
+    class Settings:
+        by = 0.0
+
+    mlp.register_forward_hook(lambda module, args, output: output + Settings.by)
+    return partial(setattr, Settings, "by")
+
+
+class CalledWithAGlobal:
+    """Holds nothing itself."""
+
+    def __call__(self, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + strength
+
+
+def by_global_of_an_object_that_is_called(mlp: nn.Module) -> Setter:
+    mlp.register_forward_hook(CalledWithAGlobal())
+    return partial(globals().__setitem__, "strength")
+
+
+def by_attribute_of_a_module(mlp: nn.Module) -> Setter:
+    mlp.register_forward_hook(lambda module, args, output: output + configuration.strength)
+    return partial(setattr, configuration, "strength")
+
+
 HOLDERS: list[Callable[[nn.Module], Setter]] = [
     by_closure,
     by_global,
@@ -166,6 +233,13 @@ HOLDERS: list[Callable[[nn.Module], Setter]] = [
     by_module_that_the_hook_holds,
     by_replaced_forward,
     by_pre_hook,
+    by_decorated,
+    by_another_function,
+    by_operator,
+    by_set,
+    by_class,
+    by_global_of_an_object_that_is_called,
+    by_attribute_of_a_module,
 ]
 
 
@@ -224,6 +298,23 @@ def test_what_hooks_count_and_record_costs_no_reuse(model: PreTrainedModel) -> N
         assert bool(cache.last_call.reused_tokens) == bool(number)
     assert recorder.num_calls > 20
     assert len(recorder.last) == 1
+
+
+def test_what_hooks_record_of_generated_tokens_alone_costs_no_reuse(model: PreTrainedModel) -> None:
+    """The forward of the prompt changes nothing."""
+    outputs: list[torch.Tensor] = []
+    by_step: dict[str, torch.Tensor] = {}
+
+    def record(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.shape[1] == 1:
+            outputs.append(output)
+            by_step[f"step {len(outputs)}"] = output
+
+    model.model.layers[0].mlp.register_forward_hook(record)
+    wanted, cache = run(model, input_ids=IDS, max_new_tokens=20), PagedPrefixCache(model)
+    for number in range(4):
+        assert_same(wanted, run(model, cache, input_ids=IDS, max_new_tokens=20))
+        assert bool(cache.last_call.reused_tokens) == bool(number)
 
 
 def test_a_coefficient_that_a_callback_changes_between_steps_is_kept_for_nobody(model: PreTrainedModel) -> None:
