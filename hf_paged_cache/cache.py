@@ -24,7 +24,7 @@ from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to
 from .integration.forwards_ahead import ForwardsAhead
 from .integration.hooks import attach, detach
 from .integration.layers import PagedLayer, live_states, make_layer
-from .integration.own_layers import OwnLayers
+from .integration.own_layers import LayersWithRows, OwnLayers
 from .integration.ranks import Ranks
 from .integration.session import Session
 from .integration.side_forward import SideForwards
@@ -126,7 +126,7 @@ class PagedPrefixCache(Cache):
         self.images_of_generate = self.store.image_inputs.of_generate
         self.generating, self.before_forward = session.generating, session.before_forward  # what the hooks ask
         self.after_forward, self.why_unscheduled = session.after_forward, session.why_unscheduled
-        self._paged_layers = layers
+        self.paged_layers = layers
         super().__init__(layers=layers)  # `self.layers`: these, or those that hold a bypassed call's rows
         held: Any = ref(self)  # called like a class, where a model writes more layers than its config names:
         self.layer_class_to_replicate = lambda: held()._make_layer()  # type: ignore[assignment]
@@ -145,7 +145,7 @@ class PagedPrefixCache(Cache):
     @property
     def is_sliding(self) -> list[bool]:
         """Of each layer, whether attention sees a window there."""
-        if self.layers is not self._paged_layers:
+        if type(self.layers) is LayersWithRows:
             return list(super().is_sliding)
         return [*map(self.view.window_of.__contains__, range(len(self.layers)))]
 
@@ -158,7 +158,7 @@ class PagedPrefixCache(Cache):
         """
         if torch.compiler.is_compiling():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        layers = self._paged_layers
+        layers = self.layers
         is_scheduled = self.call.forward is not None
         if is_scheduled and 0 <= layer_idx < len(layers) and isinstance(layers[layer_idx], PagedLayer):
             states = self.call.write(layer_idx, {"key": key_states, "value": value_states})
@@ -199,7 +199,7 @@ class PagedPrefixCache(Cache):
             self._session.open_unseen()
         if layer_idx < 0:
             layer_idx += len(self.layers)
-        if self.layers is not self._paged_layers:
+        if type(self.layers) is LayersWithRows:
             return self._own_layers.num_columns_of(layer_idx)
         if layer_idx and not self.store.blocks.may_write(layer_idx):
             return 0

@@ -107,7 +107,7 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         chunk_size=options["prefill_chunk_size"],
         pad_token_id=options["pad_token_id"],
         verifies_drafts=kwargs.get("assistant_model") is not None or any(map(options.get, _OF_DRAFTS)),
-        calls_back=any(value is not None and value != [] for value in called),
+        calls_back=any(called),
         outputs=dict.fromkeys(filter(options.get, OUTPUT_FLAGS), True),
         passed={**kwargs, "input_ids": ids},
     )

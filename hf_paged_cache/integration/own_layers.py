@@ -24,6 +24,10 @@ from .layers import index_positions, live_states
 _WITHOUT_STORE = "computed without the store"
 
 
+class LayersWithRows(list[Any]):
+    """Transformers' own layers, in the place of a cache's."""
+
+
 class OwnLayers:
     """Layers that hold one cache's rows while its call is bypassed.
 
@@ -48,10 +52,10 @@ class OwnLayers:
     def has_rows(self) -> bool:
         """Whether the cache's rows are here."""
         cache = self._of()
-        return cache is not None and cache.layers is not cache._paged_layers
+        return cache is not None and type(cache.layers) is LayersWithRows
 
     @property
-    def layers(self) -> list[Any] | None:
+    def layers(self) -> LayersWithRows | None:
         """None while the rows are the call's, in the pool."""
         cache: Any = self._of()
         return cache.layers if self.has_rows else None
@@ -59,7 +63,7 @@ class OwnLayers:
     @layers.setter
     def layers(self, layers: list[Any] | None) -> None:
         cache: Any = self._of()
-        cache.layers = cache._paged_layers if layers is None else layers
+        cache.layers = cache.paged_layers if layers is None else LayersWithRows(layers)
 
     @property
     def is_running(self) -> bool:

@@ -81,10 +81,13 @@ def report(options: RunOptions, models: Sequence[ModelRun], advice: Sequence[str
             say(what)
         if not counts and os.getpid() == options.pid:
             say(
-                "no generate was called in this process; generate_batch, continuous batching and vLLM have caches of their own"
+                "no generate was called in this process; plain forwards, generate_batch, continuous batching and vLLM have "
+                "caches of their own or none"
             )
-        if counts and "lm_eval" in sys.modules and "hf_paged_cache.lm_eval" not in sys.modules:
-            say("lm_eval: with --model hf-paged in place of hf, contexts of log-likelihoods are reused, too")
+        if "lm_eval" in sys.modules and "hf_paged_cache.lm_eval" not in sys.modules:
+            say(
+                "lm_eval: --model hf scores by plain forwards; with --model hf-paged in place of hf, their contexts are reused, too"
+            )
     if options.stats is not None and (counts or os.getpid() == options.pid):
         line = json.dumps({"pid": os.getpid(), "arguments": sys.argv, "models": counts, "advice": [*advice]})
         try:
@@ -106,7 +109,7 @@ def _say_of_model(counts: dict[str, Any]) -> None:
         saved, shared = counts["saved_seconds"], counts["shared_tokens"]
         of_rows = f", {shared:,} computed once for several rows" if shared else ""
         num_saved = counts["reused_tokens"] + shared
-        about = f"; about {saved:,.1f} s saved, at {1000 * saved / num_saved:.2f} s for 1,000 tokens" if saved else ""
+        about = f"; up to {saved:,.1f} s saved, at {1000 * saved / num_saved:.2f} s for 1,000 tokens" if saved else ""
         say(
             f"{name}: {counted(counts['num_calls'], 'call')}, {counts['prompt_tokens']:,} prompt tokens: "
             f"{counts['reused_tokens']:,} reused{of_rows}, {counts['computed_tokens']:,} computed{about}"
