@@ -63,6 +63,8 @@ class Bench:
         self.windows = windows or {}  # layer index -> its window
         self.layers = layers
         self.view: View = make_view(self.pool, self.windows)
+        if seed % 2:  # then rows that are multiplied are copied, and not made anew
+            self.view._shared.look()
         self.rows: list[NaiveRow] = []
         self.num_columns = 0
         self.dtype = torch.float32  # of what the layers write; the pool is float32

@@ -472,3 +472,13 @@ def test_layers_can_be_counted_from_the_last(tiny_llama: Any) -> None:
     keys, _ = cache.update(states, states, -1)
     assert keys.shape[2] == 8
     assert cache.call._writes.written == {(len(cache.layers) - 1, "key"), (len(cache.layers) - 1, "value")}
+
+
+def test_a_list_of_the_same_layers_put_in_place_of_the_cache_s_changes_nothing(tiny_llama: Any) -> None:
+    cache = PagedPrefixCache(tiny_llama)
+    expected = tiny_llama.generate(IDS, max_new_tokens=3, do_sample=False)
+    for _ in range(2):
+        output = tiny_llama.generate(IDS, max_new_tokens=3, do_sample=False, past_key_values=cache)
+        assert output.equal(expected)
+        cache.layers = list(cache.layers)
+    assert cache.last_call.reused_tokens == 2 * 19

@@ -241,6 +241,26 @@ def test_a_turn_behind_a_step_that_died_goes_on_from_the_states_before_it(name: 
 
 
 @NAMES
+def test_new_tokens_behind_a_step_that_died_do_not_go_on_from_what_it_left(name: str) -> None:
+    """Passed alone, they cannot be computed from anything earlier."""
+    model = tiny(name)
+    prompt = row((1, 70))
+    said = run(model, **batch(prompt)).sequences[0].tolist()
+    cache = PagedPrefixCache(model)
+    with Forwards(model) as shapes:
+        run(model, cache, **batch(prompt))
+    cache = PagedPrefixCache(model)
+    with failing_forward(model, len(shapes) - 1, KeyError("planted")), pytest.raises(KeyError):
+        run(model, cache, **batch(prompt))
+    num_run = cache.get_seq_length()
+    whole = torch.tensor([said[:num_run] + row((2, 5))])
+    with pytest.raises(ForwardMismatchError, match="is lost"):
+        run(model, cache, input_ids=whole[:, num_run:], attention_mask=torch.ones_like(whole))
+    cache.reset()
+    play(model, cache, **batch(whole[0].tolist()))
+
+
+@NAMES
 def test_tokens_that_are_taken_back_have_left_nothing(name: str) -> None:
     model = tiny(name)
     cache, theirs = PagedPrefixCache(model), DynamicCache(config=model.config)
