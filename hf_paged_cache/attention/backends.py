@@ -70,34 +70,11 @@ def _of_device(device_type: str) -> Attend:
 
 
 def by_flash_of_cpu(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """`attend` by torch's fused kernel for CPUs, in as many runs of the part's tokens as keep all cores busy."""
-    num_runs = 1 if part.mask is not None or query.shape[0] > 1 else _num_runs(query, part.key.shape[2])
-    if num_runs == 1:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, part.key, part.value, attn_mask=part.mask, scale=scale
-        )
-        return out, lse
-    heads, length = part.key.shape[1], part.key.shape[2] // num_runs
-    key, value = (s[0].reshape(heads, num_runs, length, -1).transpose(0, 1) for s in (part.key, part.value))
-    out, lse = by_flash_of_cpu(query.expand(num_runs, -1, -1, -1), Part(key, value), scale)
-    of_all = lse.logsumexp(0, keepdim=True)
-    shares = (lse - of_all).exp_().unsqueeze(-1)
-    return (out * shares).sum(0, keepdim=True).to(query.dtype), of_all
-
-
-def _num_runs(query: Tensor, num_tokens: int) -> int:
-    """Into how many runs of tokens a part is cut.
-
-    The kernel gives each core the queries of one head, some at a time: of three heads one of two cores has two, and the other waits.
-    """
-    num_heads, num_queries, num_cores = query.shape[1], query.shape[2], torch.get_num_threads()
-    num_tasks = num_heads * -(-num_queries // (32 if num_queries < 192 else 64))
-
-    def rounds(num_runs: int) -> float:
-        return -(-num_tasks * num_runs // num_cores) / num_runs
-
-    best = min([1, *(n for n in (2, 4, 8) if num_tokens % n == 0 and num_tokens >= n * _LEAST_RUN)], key=rounds)
-    return best if rounds(best) <= _WORTH_A_MERGE * rounds(1) else 1
+    """`attend` by torch's fused kernel for CPUs."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, part.key, part.value, attn_mask=part.mask, scale=scale
+    )
+    return out, lse
 
 
 def by_operators(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
@@ -133,6 +110,4 @@ def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Te
 
 
 _MOST_SCORES = 2**26  # 256 MiB in fp32
-_LEAST_RUN = 512  # tokens
-_WORTH_A_MERGE = 0.92  # of the time
 _OF_DEVICE: Mapping[str, Attend] = MappingProxyType({"cpu": by_flash_of_cpu})

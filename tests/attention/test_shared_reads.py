@@ -437,35 +437,6 @@ def test_parts_are_the_same_by_every_backend(monkeypatch: pytest.MonkeyPatch) ->
             torch.testing.assert_close(merged, whole)
 
 
-@pytest.mark.parametrize(
-    ("num_cores", "num_heads", "num_queries", "num_tokens", "num_runs"),
-    [
-        (1, 3, 24, 2048, 1),  # one core waits for nobody
-        (2, 3, 24, 2048, 2),  # three heads, two cores
-        (2, 4, 24, 2048, 1),
-        (2, 3, 48, 2048, 1),  # of each head two lots of queries
-        (2, 3, 96, 2048, 2),  # nine tasks
-        (2, 3, 24, 1000, 1),  # short
-        (2, 3, 24, 2049, 1),  # odd
-        (8, 2, 24, 4096, 4),
-        (16, 1, 24, 4096, 8),
-    ],
-)
-def test_the_tokens_of_a_part_are_cut_where_that_keeps_all_cores_busy(
-    num_cores: int, num_heads: int, num_queries: int, num_tokens: int, num_runs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: num_cores)
-    query = torch.randn(1, num_heads, num_queries, 16)
-    assert backends._num_runs(query, num_tokens) == num_runs
-    part = backends.Part(torch.randn(1, num_heads, num_tokens, 16), torch.randn(1, num_heads, num_tokens, 16))
-    given = backends.by_flash_of_cpu(query, part), backends.by_operators(query, part)
-    torch.testing.assert_close(*given, atol=1e-5, rtol=1e-4)
-    for dtype in (torch.bfloat16, torch.float64):
-        half = backends.Part(part.key.to(dtype), part.value.to(dtype))
-        out, lse = backends.by_flash_of_cpu(query.to(dtype), half)
-        assert (out.dtype, lse.dtype) == (dtype, torch.promote_types(dtype, torch.float32))
-
-
 def test_where_torch_is_told_to_use_no_fused_kernel_none_is(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     for name in ("by_flash_of_cpu", "by_operators"):
