@@ -18,13 +18,11 @@ def common_prefix_length(left: TokenIds, right: TokenIds) -> int:
     longest = min(len(left), len(right)) * TOKEN_BYTES
     a = memoryview(left).cast("B")[:longest]
     b = memoryview(right).cast("B")[:longest]
-    if a == b:
-        return longest // TOKEN_BYTES
     known, step = 0, 64 * TOKEN_BYTES  # the first `known` bytes are equal
-    while a[known : known + step] == b[known : known + step]:
-        known += step
+    while known < longest and a[known : known + step] == b[known : known + step]:
+        known = min(known + step, longest)
         step *= 2
-    end = min(known + step, longest)  # the first difference lies in [known, end)
+    end = min(known + step, longest)  # the first difference, if any, lies in [known, end)
     while end - known > TOKEN_BYTES:
         middle = (known + end) // (2 * TOKEN_BYTES) * TOKEN_BYTES
         if a[known:middle] == b[known:middle]:

@@ -121,9 +121,8 @@ class Conditioning:
         self._held = HeldValues(lambda thing: self._numbers_of([thing])[0])
         self.learns = False
         self._layers_of_others: dict[str, nn.Module] = {}  # name -> a layer that is not of the model's package
-        self._runs_foreign_code = (
-            False  # as of the last digest: hooks, replaced forwards, layers of others, or weights in files
-        )
+        # As of the last digest: hooks, replaced forwards, layers of others, or weights in files.
+        self._runs_foreign_code = False
 
     def digest(self, *, after_forward: bool = False) -> bytes:
         """What every row of a forward depends on now.

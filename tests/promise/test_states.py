@@ -222,13 +222,14 @@ def test_a_forward_that_died_is_run_again_with_the_states_before_it(name: str) -
     cache.check()
 
 
-@NAMES
-def test_a_turn_behind_a_step_that_died_goes_on_from_the_states_before_it(name: str) -> None:
-    """Of the layers, those before the one that failed have seen the step's token, and the others have not."""
-    model = tiny(name)
+def caches_whose_step_died(model: PreTrainedModel) -> list[tuple[PagedPrefixCache, list[int]]]:
+    """Caches in whose `generate` one of the last four forwards died, and the tokens that had run before it.
+
+    Of the layers, those before the one that failed have seen the step's token, and the others have not.
+    """
     prompt = row((1, 70))
     said = run(model, **batch(prompt)).sequences[0].tolist()
-    cache = PagedPrefixCache(model)
+    cache, found = PagedPrefixCache(model), []  # built first: that runs forwards
     with Forwards(model) as shapes:
         run(model, cache, **batch(prompt))
     for number in range(len(shapes) - 3, len(shapes) + 1):
@@ -237,27 +238,27 @@ def test_a_turn_behind_a_step_that_died_goes_on_from_the_states_before_it(name: 
             run(model, cache, **batch(prompt))
         num_run = cache.get_seq_length()
         assert num_run > 70
-        play(model, cache, **batch(said[:num_run] + row((2, 5))))
+        found.append((cache, said[:num_run]))
+    return found
+
+
+@NAMES
+def test_a_turn_behind_a_step_that_died_goes_on_from_the_states_before_it(name: str) -> None:
+    model = tiny(name)
+    for cache, said in caches_whose_step_died(model):
+        play(model, cache, **batch(said + row((2, 5))))
 
 
 @NAMES
 def test_new_tokens_behind_a_step_that_died_do_not_go_on_from_what_it_left(name: str) -> None:
     """Passed alone, they cannot be computed from anything earlier."""
     model = tiny(name)
-    prompt = row((1, 70))
-    said = run(model, **batch(prompt)).sequences[0].tolist()
-    cache = PagedPrefixCache(model)
-    with Forwards(model) as shapes:
-        run(model, cache, **batch(prompt))
-    cache = PagedPrefixCache(model)
-    with failing_forward(model, len(shapes) - 1, KeyError("planted")), pytest.raises(KeyError):
-        run(model, cache, **batch(prompt))
-    num_run = cache.get_seq_length()
-    whole = torch.tensor([said[:num_run] + row((2, 5))])
-    with pytest.raises(ForwardMismatchError, match="is lost"):
-        run(model, cache, input_ids=whole[:, num_run:], attention_mask=torch.ones_like(whole))
-    cache.reset()
-    play(model, cache, **batch(whole[0].tolist()))
+    for cache, said in caches_whose_step_died(model):
+        whole = torch.tensor([said + row((2, 5))])
+        with pytest.raises(ForwardMismatchError, match="is lost"):
+            run(model, cache, input_ids=whole[:, len(said) :], attention_mask=torch.ones_like(whole))
+        cache.reset()
+        play(model, cache, **batch(whole[0].tolist()))
 
 
 @NAMES
