@@ -40,13 +40,14 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import models
 import tables
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.cli.demo_model import DEMO_MODEL, load_demo_model
+from hf_paged_cache.cli.demo_model import DEMO_MODEL
 from hf_paged_cache.cli.questions import QUESTIONS, SHOTS
 
 ROOT = Path(__file__).parents[1]
@@ -70,10 +71,10 @@ class Precision:
     autocast: torch.dtype | None = None
     lengths: tuple[int, int] = LENGTHS
 
-    def context(self) -> AbstractContextManager[Any]:
+    def context(self, device_type: str) -> AbstractContextManager[Any]:
         if self.autocast is None:
             return contextlib.nullcontext()
-        return torch.autocast("cpu", self.autocast)
+        return torch.autocast(device_type, self.autocast)
 
 
 PRECISIONS = {
@@ -127,7 +128,7 @@ class Runner:
 
     def generate(self, ids: Tensor, cache: Any = None, num_tokens: int | None = None) -> Any:
         """Greedy, with the raw logits of every step."""
-        with self._precision.context():
+        with self._precision.context(self.model.device.type):
             return self.model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
@@ -143,7 +144,7 @@ class Runner:
 
     def recipe(self, ids: Tensor, num_known: int) -> Any:
         cache = DynamicCache(config=self.model.config)
-        with torch.no_grad(), self._precision.context():
+        with torch.no_grad(), self._precision.context(self.model.device.type):
             self.model(ids[:, :num_known], past_key_values=cache, use_cache=True, logits_to_keep=1)
         return self.generate(ids, cache)
 
@@ -232,7 +233,9 @@ def sentences() -> list[str]:
     return [text for text in dict.fromkeys(texts) if len(text.split()) >= MIN_WORDS]
 
 
-def make_sets(tokenizer: Any, lengths: tuple[int, int], options: argparse.Namespace) -> list[list[Group]]:
+def make_sets(
+    tokenizer: Any, lengths: tuple[int, int], options: argparse.Namespace, device: torch.device
+) -> list[list[Group]]:
     """Disjoint sets of prompts: each prompt some sentences in an order of its own, cut to its group's length.
 
     Raises:
@@ -254,7 +257,7 @@ def make_sets(tokenizer: Any, lengths: tuple[int, int], options: argparse.Namesp
                     raise RuntimeError("a prompt was drawn twice")
                 seen.add(digest)
             mid_block = whole_blocks + rng.randint(1, BLOCK_SIZE - 1) - BLOCK_SIZE * rng.randint(0, 1)
-            groups.append(Group(torch.tensor(prompts), whole_blocks, mid_block))
+            groups.append(Group(torch.tensor(prompts, device=device), whole_blocks, mid_block))
         sets.append(groups)
     return sets
 
@@ -326,11 +329,11 @@ def run_precision(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One precision: the ways' outcomes, and what holds."""
     precision, commit = PRECISIONS[name], harness.commit()
     started = time.perf_counter()
-    model, tokenizer = load_demo_model(options.model, dtype=precision.weights)
+    model, tokenizer = models.load(options.model, models.default_device(), precision.weights)
     model.generation_config.eos_token_id = None  # every prompt gives as many tokens as were asked for
     runner = Runner(model, precision, options.tokens)
     outcomes: dict[str, list[list[Outcome]]] = {way: [[] for _ in range(options.sets)] for way in (*WAYS, CONTROL)}
-    for number, groups in enumerate(make_sets(tokenizer, precision.lengths, options)):
+    for number, groups in enumerate(make_sets(tokenizer, precision.lengths, options, model.device)):
         for group in groups:
             for way, more in measure(runner, group, control=number == 0).items():
                 outcomes[way][number] += more
@@ -403,6 +406,7 @@ def main() -> int:
     results = {
         "conditions": {
             "model": Path(options.model or DEMO_MODEL).name,
+            "device": models.default_device().type,
             "threads": torch.get_num_threads(),
             "rows": options.rows,
             "new_tokens": options.tokens,

@@ -158,10 +158,15 @@ class PagedPrefixCache(Cache):
         """
         if torch.compiler.is_compiling():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        layers = self.layers
-        is_scheduled = self.call.forward is not None
+        layers, call = self.layers, self.call
+        forward = call.forward
+        if forward is not None and forward.is_step:
+            read = call.writes.append(layer_idx, key_states, value_states)
+            if read is not None:
+                return read
+        is_scheduled = forward is not None
         if is_scheduled and 0 <= layer_idx < len(layers) and isinstance(layers[layer_idx], PagedLayer):
-            states = self.call.write(layer_idx, {"key": key_states, "value": value_states})
+            states = call.write(layer_idx, {"key": key_states, "value": value_states})
             return states["key"], states["value"]
         if not is_scheduled and not self._own_layers.is_running:
             raise self.why_unscheduled(layer_idx)

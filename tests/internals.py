@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.attention import causal, shared_reads
+from hf_paged_cache.attention.buffers import LayerSteps
 from hf_paged_cache.attention.view import View
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
 from hf_paged_cache.call import call_states
 from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.held_steps import HeldSteps, PassedStep
+from hf_paged_cache.call.layer_writes import LayerWrites
 from hf_paged_cache.call.rows import Rows
 from hf_paged_cache.integration import ambient, forwards_ahead
 from hf_paged_cache.kv import recycled_memory
@@ -68,7 +70,9 @@ def tensor_and_block(store: BlockStore, layer_idx: int, name: str, block_id: int
 
 def split_everywhere(patch: pytest.MonkeyPatch) -> None:
     """Views read once what rows share, and a forward is one causal square, wherever they can, whatever that costs."""
-    patch.setattr(shared_reads, "LAUNCH_BYTES", {"cpu": 0})
+    patch.setattr(shared_reads, "LAUNCH_BYTES", {})
+    patch.setattr(shared_reads, "_OTHER_LAUNCH_BYTES", 0)
+    patch.setattr(shared_reads, "_OTHER_FUSED_BYTES", 0)
     patch.setattr(causal, "MIN_COLUMNS", 0)
     patch.setattr(causal, "MIN_NEW", 0)
 
@@ -233,14 +237,25 @@ def _blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> BlockStore:
 def before_each_write(patch: pytest.MonkeyPatch, act: Callable[[BlockStore, int], None]) -> None:
     """Call `act` with the blocks and the layer before any layer's keys and values are written."""
 
-    def acting(write: Any) -> Any:
-        def acting_write(call: Call, layer_idx: int, *states: Any) -> Any:
+    write, append = Call.write, LayerWrites.append
+    has_acted = False
+
+    def acting_append(writes: LayerWrites, layer_idx: int, *states: Any) -> Any:
+        nonlocal has_acted
+        act(writes._store, layer_idx)
+        read = append(writes, layer_idx, *states)
+        has_acted = read is None  # `write` is asked then
+        return read
+
+    def acting_write(call: Call, layer_idx: int, *states: Any) -> Any:
+        nonlocal has_acted
+        if not has_acted:
             act(call.store, layer_idx)
-            return write(call, layer_idx, *states)
+        has_acted = False
+        return write(call, layer_idx, *states)
 
-        return acting_write
-
-    patch.setattr(Call, "write", acting(Call.write))
+    patch.setattr(LayerWrites, "append", acting_append)
+    patch.setattr(Call, "write", acting_write)
 
 
 def count_writes(patch: pytest.MonkeyPatch) -> Counter[str]:
@@ -296,6 +311,7 @@ FAULT_POINTS: list[tuple[type, str, str]] = [
     (BlockPool, "gather", "gather"),  # a copy of the rows gathers nothing there
     (Rows, "select", "paged"),
     *((View, name, "paged") for name in ("read", "start_forward", "select", "keep")),
+    (LayerSteps, "append", "paged"),
     (View, "read", "gather"),
 ]
 
@@ -436,7 +452,13 @@ def recycle_all_memory(patch: pytest.MonkeyPatch) -> None:
 
 def make_forwards_cheap(patch: pytest.MonkeyPatch) -> None:
     """Prompts of tests are short: a forward more costs as much as four tokens, so rows that share little share it."""
-    patch.setattr(forwards_ahead, "FORWARD_COST_ON_HOST", 4)
+    cost_everywhere(patch, 4)
+
+
+def cost_everywhere(patch: pytest.MonkeyPatch, num_tokens: int = forwards_ahead.FORWARD_COST_ON_HOST) -> None:
+    """A forward more costs as much as so many tokens, on an accelerator as on a CPU."""
+    patch.setattr(forwards_ahead, "FORWARD_COST_ON_HOST", num_tokens)
+    patch.setattr(forwards_ahead, "FORWARD_COST_ON_ACCELERATOR", num_tokens)
 
 
 def make_snapshots_frequent(patch: pytest.MonkeyPatch) -> None:

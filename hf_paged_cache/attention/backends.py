@@ -5,6 +5,7 @@ part: kernels disagree about its lse.
 """
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -55,7 +56,7 @@ def name_of(device_type: str) -> str:
 
     Examples:
         >>> name_of("cpu"), name_of("cuda")
-        ('flash_of_cpu', 'operators')
+        ('flash_of_cpu', 'fused_of_cuda')
         >>> from torch.nn.attention import SDPBackend, sdpa_kernel
         >>> with sdpa_kernel(SDPBackend.MATH):
         ...     name_of("cpu")
@@ -75,6 +76,42 @@ def by_flash_of_cpu(query: Tensor, part: Part, scale: float | None = None) -> tu
         query, part.key, part.value, attn_mask=part.mask, scale=scale
     )
     return out, lse
+
+
+def by_fused_of_cuda(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """`attend` by torch's fused kernels for CUDA; what they do not take, by `by_operators`.
+
+    The heads of queries to one head of the part become further queries to it, so none is repeated.
+    """
+    key, value, mask = part
+    num_rows, num_heads, length, size = query.shape
+    if size % 8 or query.dtype == torch.float64:
+        return by_operators(query, part, scale)
+    folded = query.reshape(num_rows, key.shape[1], -1, size)
+    if mask is None and query.dtype != torch.float32 and size <= 256 and _has_flash(query.device):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse = flash(folded, key, value, 0.0, False, False, scale=scale)[:2]
+    else:
+        if mask is not None:
+            mask = mask if length == 1 else mask.repeat(1, 1, num_heads // key.shape[1], 1)
+            mask = aligned(mask).expand(*folded.shape[:3], key.shape[2])
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        out, lse = efficient(folded, key, value, mask, True, scale=scale)[:2]
+        lse = lse[:, :, : folded.shape[2]]  # it comes filled up to a multiple of 32
+    return out.reshape(num_rows, num_heads, length, size), lse.reshape(num_rows, num_heads, length)
+
+
+def aligned(mask: Tensor) -> Tensor:
+    """A mask whose rows begin where torch's fused kernels for CUDA want them to: at a multiple of 16 numbers."""
+    if mask.device.type != "cuda" or all(stride % 16 == 0 for stride in mask.stride()[:-1]):
+        return mask
+    columns = mask.shape[-1]
+    return torch.nn.functional.pad(mask, (0, -columns % 16))[..., :columns]
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def by_operators(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
@@ -110,4 +147,6 @@ def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Te
 
 
 _MOST_SCORES = 2**26  # 256 MiB in fp32
-_OF_DEVICE: Mapping[str, Attend] = MappingProxyType({"cpu": by_flash_of_cpu})
+_OF_DEVICE: Mapping[str, Attend] = MappingProxyType(
+    {"cpu": by_flash_of_cpu} | ({} if torch.version.hip else {"cuda": by_fused_of_cuda})
+)

@@ -20,16 +20,18 @@ from ..kv.block_tables import read_source
 from ..kv.recycled_memory import RecycledMemory
 from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer
-from .backends import Part, attend, merge, name_of
+from .backends import Part, aligned, attend, merge, name_of
 from .lazy import KnownMasks, LazyStates
 from .segments import Plan, Segment, find_segments
 
 # Bytes of keys and values of one layer that are read in the time that one more launch, and the merge after it, take. On a CPU
 # 8 rows of SmolLM2's shape were as quick after 112 shared tokens, where 1.2 MB a layer are saved, as read each by itself; 1.06
-# times as quick after 320 tokens (3.4 MB), and 1.55 times after 2,048. On accelerators it is not measured but reckoned: the some
-# ten launches of a part, at 8 us each with what Python does for them, last as long as 3 TB/s take for 240 MB.
+# times as quick after 320 tokens (3.4 MB), and 1.55 times after 2,048.
+# On an accelerator a step waits for Python, which asks for 0.35 ms more of a layer that is split (H200, Llama 3 8B's shape in bf16:
+# 22 ms a step, 33 ms split). Reading each row by itself takes longer than that only where torch repeats heads first, as under a
+# mask or in fp32: 1.4 ms for 16 rows of 4,096 tokens, which are 250 MB. Its fused kernel reads them in 0.07 ms.
 LAUNCH_BYTES: Mapping[str, int] = MappingProxyType({"cpu": 3 * 2**19})
-_OTHER_LAUNCH_BYTES = 2**28
+_OTHER_LAUNCH_BYTES, _OTHER_FUSED_BYTES = 2**28, 2**32
 MODEL_LOOKS = "the model looks at keys and values itself, and does not leave all of attention to torch"
 CALL_LOOKS = (
     "attention was asked for what cannot be read once: dropout, is_causal, a mask that hides more than padding, "
@@ -149,10 +151,11 @@ class SharedReads:
         num_bytes = [sum(held[:1].nbytes for held in layer.values()) for layer in layers]
         if len(rows) == 1 or self._why_each() or not num_bytes or not sum(num_bytes):
             return None
-        device = next(iter(layers[0].values())).device.type
-        bytes_per_token = sum(num_bytes) / len(num_bytes) / pool.block_size
-        launch_bytes = LAUNCH_BYTES.get(device, _OTHER_LAUNCH_BYTES) if self.weighs_launches else 0
-        launch_tokens = launch_bytes / bytes_per_token
+        one = next(iter(layers[0].values()))
+        is_fused = one.dtype in (torch.bfloat16, torch.float16) and not any(row.pad for row in rows)
+        other = _OTHER_FUSED_BYTES if is_fused else _OTHER_LAUNCH_BYTES
+        launch_bytes = LAUNCH_BYTES.get(one.device.type, other) if self.weighs_launches else 0
+        launch_tokens = launch_bytes * pool.block_size * len(num_bytes) / sum(num_bytes)
         return find_segments(rows, start, pool.block_size, launch_tokens)
 
     def may_stay(self, plan: Plan | None, start: int) -> bool:
@@ -334,7 +337,7 @@ class _Forward:
             added = torch.zeros((), dtype=dtype, device=device)
         else:
             added = torch.where((columns == queries)[:, first:], 0.0, added)
-        return True, torch.where(seen, added, -math.inf)
+        return True, aligned(torch.where(seen, added, -math.inf))
 
 
 class _LayerReads:

@@ -21,50 +21,12 @@ from ..kv.block_tables import BlockTables, read_source
 from ..kv.recycled_memory import RecycledMemory, zeros
 from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer
+from .buffers import NO_BUFFER, Buffer, LayerSteps, Step
 from .causal import CausalSquare
 from .shared_reads import ReadOnce, SharedReads
 
+_NUM_SLOTS = 16  # of a buffer that are cut at a time, for the steps to come
 MIN_SPARE_COLUMNS = 128  # that a buffer has at least when it grows: few decode steps have to grow it
-
-
-class _Buffer:
-    """One tensor of a layer, [row capacity, H, column capacity, D]; its first column is column `base` of the rows.
-
-    columns of a row: [base, valid) a copy of the pool, but for held steps | [valid, ..) unspecified, finite
-    """
-
-    __slots__ = ("base", "device", "dtype", "head_dim", "num_columns", "num_heads", "num_rows", "states")
-
-    def __init__(self, states: Tensor, base: int) -> None:
-        self.states = states
-        self.base = base
-        self.num_rows, self.num_heads, self.num_columns, self.head_dim = states.shape
-        self.dtype, self.device = states.dtype, states.device
-
-    def at(self, rows: slice, start: int, stop: int) -> Tensor:
-        """Columns `[start, stop)` of some rows."""
-        return self.states[rows, :, start - self.base : stop - self.base]
-
-    def is_like(self, new: Tensor) -> bool:
-        """Whether such states can be appended."""
-        is_sized = new.dim() == 4 and new.shape[1::2] == (self.num_heads, self.head_dim)
-        return is_sized and new.dtype == self.dtype and new.device == self.device
-
-    def holds(self, start: int, stop: int) -> bool:
-        """Whether the columns `[start, stop)` lie in it."""
-        return self.base <= start and stop - self.base <= self.num_columns
-
-    def move(self, rows: slice, base: int, stop: int) -> None:
-        """Let the columns `[base, stop)` be the first ones.
-
-        Interrupted, it may have overwritten columns at the front. Held steps are not among them: a step moves only a full
-        buffer, and they are its last block.
-        """
-        self.states[rows, :, : stop - base] = self.at(rows, base, stop).clone()  # the two may overlap
-        self.base = base
-
-
-_NO_BUFFER = _Buffer(torch.empty(0, 0, 0, 0), 0)
 
 
 class _Group:
@@ -90,13 +52,14 @@ class _Group:
         self.next_base = 0  # afterwards: where a forward is longer than there is room for, its last columns stay
         self.room = 0  # columns of a buffer that the forward needs
         self.missing: list[tuple[slice, int, ReadSource]] = []  # to gather: rows, their first column, and up to `start`
+        self.step: Step | None = None  # the forward, if it is one that goes behind the columns held
         self.is_anew = False  # nothing that the buffers hold before `start` is of these rows
 
 
 class View:
     """What attention reads of the rows that run.
 
-    Buffers: layer index -> name -> `_Buffer`. Columns that are missing are gathered when a layer is read; which they are is
+    Buffers: layer index -> name -> `Buffer`. Columns that are missing are gathered when a layer is read; which they are is
     the same for all layers of a group. Columns that the next rows have in common with these are kept.
 
     Args:
@@ -109,6 +72,8 @@ class View:
         most_copies: of all columns of the rows, held at a time: 1, or 0.
         keeps_columns: what a step writes is read from the view's own memory, so the pool may get it later. Not where memory
             has run out.
+        steps: layer index -> what a step may be appended with, in place of `read`, where `may_append`.
+        may_append: of the running forward, whether what its layers read is kept and asked of each row by itself.
     """
 
     def __init__(self, pool: BlockPool, window_of: Mapping[int, int], *, keeps_copies: bool = True) -> None:
@@ -118,7 +83,8 @@ class View:
         self.keeps_columns = keeps_copies
         self._pool = pool
         self._memory = RecycledMemory()  # for what is gathered
-        self._buffers: dict[int, dict[str, _Buffer]] = {}
+        self._buffers: dict[int, dict[str, Buffer]] = {}
+        self.steps: dict[int, LayerSteps] = {}
         self._buffer_bytes = 0
         self._shared = SharedReads(pool)
         self._square: CausalSquare | None = None  # the forward, if it is attended as one
@@ -127,6 +93,7 @@ class View:
         self._max_rows, self._max_columns = 0, math.inf
         self._num_rows = self._start = self._stop = 0  # of the forward
         self._layouts: Callable[[], Sequence[RowLayout]] = list
+        self.may_append = False
         self._is_all = False  # the forward computes all that its call ever reads: nothing is kept of it
         self._may_change = bool(window_of)
         self._group(window_of)
@@ -238,6 +205,8 @@ class View:
             rows: asked only where columns are gathered; then the pool has all of them before `start`.
             transfer: that goes to the devices of this forward; None: nothing else does.
         """
+        if num_rows != self._num_rows:
+            self.steps = {}
         self._num_rows, self._start, self._stop = num_rows, start, stop
         first_own, layouts = 0, None
         if num_rows > 1 or self._shared.plan is not None:
@@ -281,8 +250,12 @@ class View:
                 next_base = stop - int(group.num_kept)
                 room = max(start - base, stop - next_base)
             group.base, group.next_base, group.room = base, next_base, room
+            group.step = None
+            if stop - start == 1 and next_base == base and not group.missing:
+                group.step = Step(base, room, start - base, first - base, stop - first)
         if self.keeps_columns:
             valid[:num_rows] = [0 if self._is_all else stop] * num_rows
+        self.may_append = self.keeps_columns and self._shared.plan is None and not self._is_all
 
     def change_places(self) -> None:
         """Rows fork and change places at each step, so the pool has each step's columns: tails are read there, and not kept twice."""
@@ -345,7 +318,7 @@ class View:
         first, base, room, num_new = group.first, group.base, group.room, stop - start
         buffers, is_ready, read = self._buffers.setdefault(layer_idx, {}), False, {}
         for name, states in new.items():
-            held = buffers.get(name, _NO_BUFFER)
+            held = buffers.get(name, NO_BUFFER)
             if not is_ready and (
                 held.base != base
                 or held.num_columns < room
@@ -365,7 +338,13 @@ class View:
                 whole = read[name] = _joined(buffer.narrow(2, first - base, start - first), states)
                 held.base = group.next_base
                 held.at(slice(num_rows), held.base, stop).copy_(whole[:, :, held.base - first :])
-        return self._lazily(layer_idx, new, read) if is_lazy else read
+        if is_lazy:
+            return self._lazily(layer_idx, new, read)
+        if num_new == 1 and group.next_base == base and read.keys() == {"key", "value"}:
+            self.steps[layer_idx] = LayerSteps(
+                layer_idx, group, buffers["key"], buffers["value"], new["key"], new["value"]
+            )
+        return read
 
     def _lazily(self, layer_idx: int, new: Mapping[str, Tensor], read: dict[str, Tensor]) -> dict[str, Tensor]:
         """What attention reads of a layer, where more is known of it than a mask says."""
@@ -383,9 +362,7 @@ class View:
             return {name: gathered[name].to(states.dtype) for name, states in new.items()}
         return {name: _joined(gathered[name], states) for name, states in new.items()}
 
-    def _make_ready(
-        self, group: _Group, layer_idx: int, buffers: dict[str, _Buffer], new: Mapping[str, Tensor]
-    ) -> None:
+    def _make_ready(self, group: _Group, layer_idx: int, buffers: dict[str, Buffer], new: Mapping[str, Tensor]) -> None:
         """Let a layer's buffers have room for `new`, and hold the columns before it, from the group's base on.
 
         What a buffer of another dtype holds may have been rounded, and what is new here is not held: the pool has it.
@@ -393,7 +370,7 @@ class View:
         base, start, rows = group.base, self._start, slice(self._num_rows)
         not_held, source = [], None
         for name, states in new.items():
-            held = buffers.get(name, _NO_BUFFER)
+            held = buffers.get(name, NO_BUFFER)
             is_like = held.is_like(states)
             has_past = is_like and not group.is_anew and held.holds(base, start)
             if not is_like:
@@ -407,7 +384,7 @@ class View:
                 if has_past:
                     common = slice(min(self._num_rows, held.num_rows))
                     made.at(common, base, start).copy_(held.at(common, base, start))
-                self._put(buffers, name, made)
+                self._put(layer_idx, name, made)
             elif has_past and held.base != base:
                 held.move(rows, base, start)
             else:
@@ -420,7 +397,7 @@ class View:
             for name, states in self._pool.gather(layer_idx, source, not_held).items():
                 buffers[name].at(rows, base, start).copy_(states)
 
-    def _made(self, group: _Group, new: Tensor) -> _Buffer:
+    def _made(self, group: _Group, new: Tensor) -> Buffer:
         """A buffer with room for the forward's columns and some more, up to the most that the rows are known to get."""
         room, most = group.room, self._max_columns if self._stop <= self._max_columns else math.inf
         most = min(group.capacity, most - group.next_base)  # they may resume after the call
@@ -429,11 +406,13 @@ class View:
         if self._shared.model_looks:  # else rows that are multiplied are made anew
             num_rows = max(self._max_rows, num_rows)
         shape = (num_rows, new.shape[1], columns, new.shape[3])
-        return _Buffer(zeros(shape, new.dtype, new.device, huge_pages=True), group.base)
+        return Buffer(zeros(shape, new.dtype, new.device, huge_pages=True), group.base)
 
-    def _put(self, buffers: dict[str, _Buffer], name: str, made: _Buffer) -> None:
+    def _put(self, layer_idx: int, name: str, made: Buffer) -> None:
         """Let `made` take the place of a layer's buffer."""
-        replaced = buffers.get(name, _NO_BUFFER).states
+        self.steps.pop(layer_idx, None)
+        buffers = self._buffers[layer_idx]
+        replaced = buffers.get(name, NO_BUFFER).states
         self._pool.release([replaced])
         self._buffer_bytes += made.states.nbytes - replaced.nbytes
         buffers[name] = made
@@ -486,13 +465,13 @@ class View:
         """Row `i` continues as a copy of row `sources[i] <= i`."""
         self._num_rows = len(sources)
         try:
-            for layer in self._buffers.values():
+            for layer_idx, layer in self._buffers.items():
                 for name, held in list(layer.items()):
                     columns = slice(max(0, stop - held.base))
                     if held.num_rows < len(sources):
                         grown = zeros((len(sources), *held.states.shape[1:]), held.dtype, held.device, huge_pages=True)
                         grown[: held.num_rows, :, columns] = held.states[:, :, columns]
-                        self._put(layer, name, _Buffer(grown, held.base))
+                        self._put(layer_idx, name, Buffer(grown, held.base))
                     states = layer[name].states
                     for row in range(len(sources) - 1, -1, -1):  # a source is never right of its copy
                         if sources[row] != row:
@@ -528,7 +507,8 @@ class View:
     def _leave_buffers(self) -> None:
         """Forget all copies but those of what rows share."""
         self._pool.release(held.states for layer in self._buffers.values() for held in layer.values())
-        self._buffers, self._buffer_bytes, self._kept, self._valid, self._layouts = {}, 0, [], [], list
+        self._buffers, self.steps, self._buffer_bytes = {}, {}, 0
+        self._kept, self._valid, self._layouts = [], [], list
         for group in self._groups:
             group.reset()
         self._memory.drop()

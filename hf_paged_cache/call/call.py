@@ -116,9 +116,9 @@ class Call:
         self.brackets = Brackets()
         self.kept_by: Callable[[], object | None] = lambda: None  # who needs the rows between two of their forwards
         self._held = HeldSteps(store, view)
-        self._writes = LayerWrites(store, view, self._held)
+        self.writes = LayerWrites(store, view, self._held)
         self.states = CallStates(store, live) if live else None
-        self._followers: tuple[Follower, ...] = (view, self._writes.gradients, *([self.states] if self.states else []))
+        self._followers: tuple[Follower, ...] = (view, self.writes.gradients, *([self.states] if self.states else []))
         self._is_forward = is_forward
         self._thread = 0  # that began or continued with the rows, but for decode steps
         self._is_first = False  # the scheduled forward is the first of its rows
@@ -403,7 +403,7 @@ class Call:
                 states.stop_step_commits(rows)
                 states.are_whole = False  # until it is confirmed
             self._is_first = False
-            self._writes.start()
+            self.writes.start()
             self._is_open = True
             try:
                 self.store.pool.join_streams()
@@ -439,7 +439,7 @@ class Call:
         if forward is None:
             raise ForwardMismatchError(f"layer {layer_idx} writes to a cache whose call {self.state.value}")
         with self.store.lock:
-            return self._writes.write(layer_idx, states, forward)
+            return self.writes.write(layer_idx, states, forward)
 
     def confirm(self, most_blocks: int | None = None, *, conditions_held: bool | None = True) -> ScheduledForward:
         """The forward has returned: what it wrote counts.
@@ -459,10 +459,10 @@ class Call:
         if not store.writing_layers:
             store.read_budget()
         with store.lock:
-            written = self._writes.written
+            written = self.writes.written
             if not (store.writing_layers and store.writing_layers <= written):
                 try:
-                    self._writes.require_all()
+                    self.writes.require_all()
                 except ForwardMismatchError:
                     self.roll_back()
                     raise
@@ -514,7 +514,7 @@ class Call:
         if self.states is not None and column is None:
             column = self.states.joint_column(rows, request)
         self.previous.free()
-        self._writes.start()
+        self.writes.start()
         known = rows.known_columns()
         start = max(before, min(*known, request.latest_start(before, request.num_logits_needed)))
         held_back_by = "row"
@@ -564,7 +564,7 @@ class Call:
     def _start_rows(self, num_columns: int, *, in_chunks: bool) -> None:
         """Other rows run from here on, whose first forward stops after so many columns."""
         rows, limits = self.rows, self.limits
-        self._writes.gradients.drop()
+        self.writes.gradients.drop()
         self.view.start_rows(
             rows.layouts(),
             num_columns,
@@ -657,7 +657,7 @@ class Call:
             self._held.take_back(self.rows)
             self.view.drop()  # some layers have the forward's columns and some have not
             before = self.rows.num_columns
-            self._writes.gradients.crop(before, before if forward is None else forward.stop)
+            self.writes.gradients.crop(before, before if forward is None else forward.stop)
             if self._is_first:
                 self.rows.free()
                 self.rows = Rows([], [], 0)
@@ -757,7 +757,7 @@ class Call:
         self.catch_up()
         with self.store.lock:
             self.roll_back()
-            if self._writes.gradients:
+            if self.writes.gradients:
                 raise CacheArgumentError(
                     "gradients flow through the rows of this cache, and would not through a copy of them; copy it "
                     "after forwards in torch.no_grad()"
@@ -811,7 +811,7 @@ class Call:
                 return {}
             self._held.flush(self.rows, is_scheduled=self._is_open)
             read = gather_rows(self.store, layer_idx, self.rows)
-            return self._writes.gradients.in_place_of(layer_idx, read, self.rows.alias, self.rows.num_columns)
+            return self.writes.gradients.in_place_of(layer_idx, read, self.rows.alias, self.rows.num_columns)
 
     def end(self, *, failed: bool = False, conditions_held: bool = True) -> None:
         """`generate` is left: full blocks are committed; the rows stay, can resume, and can be matched.

@@ -36,6 +36,22 @@ class LayerWrites:
         self.written = set()
         self.gradients.start_forward()
 
+    def append(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """`write` of a step's keys and values that go to the view alone, behind those of the step before; None: `write` is to be asked.
+
+        Touches nothing but the view's own memory, so it needs no lock.
+        """
+        view = self._view
+        steps = view.steps.get(layer_idx)
+        if steps is None or not view.may_append or self._held.view_from is None:
+            return None
+        if torch.is_grad_enabled() or not self.written.isdisjoint(steps.writes):
+            return None
+        read = steps.append(key, value)
+        if read is not None:
+            self.written.update(steps.writes)
+        return read
+
     def write(self, layer_idx: int, states: Mapping[str, Tensor], forward: ScheduledForward) -> dict[str, Tensor]:
         """`Call.write`; where it raises ForwardMismatchError, the pool is unchanged. It runs for each layer of each token.
 

@@ -26,12 +26,15 @@ def main() -> int:
     parser.add_argument(
         "--split", action="store_true", help="read once what rows share from one block on. Its results are not stored"
     )
+    parser.add_argument(
+        "--device", default="cpu", help="where the models are, such as cuda. Stored is what a CPU gives"
+    )
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    if arguments.split and (arguments.json or arguments.table):
-        parser.error("what is played with --split is not stored; leave out --json and --table")
+    if (arguments.split or arguments.device != "cpu") and (arguments.json or arguments.table):
+        parser.error("what is played with --split or --device is not stored; leave out --json and --table")
     names = arguments.types.split(",") if arguments.types else [*model_types(), *VARIANTS]
-    results = run_all(names, arguments.processes, splits=arguments.split)
+    results = run_all(names, arguments.processes, splits=arguments.split, device=arguments.device)
     print(summary(results))  # noqa: T201
     if arguments.json:
         store(results, arguments.json, keep_others=arguments.types is not None)

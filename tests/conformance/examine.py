@@ -75,24 +75,24 @@ class TypeResult:
         }
 
 
-def examine(name: str, windows: Sequence[int] = WINDOWS) -> TypeResult:
+def examine(name: str, windows: Sequence[int] = WINDOWS, *, device: str = "cpu") -> TypeResult:
     """Play all scenes on a tiny model of this type, and where it has windows one more with each of these lengths."""
     started = time.perf_counter()
     result = TypeResult(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _examine(name, result, windows)
+        _examine(name, result, windows, device)
     result.seconds = round(time.perf_counter() - started, 2)
     return result
 
 
-def _examine(name: str, result: TypeResult, windows: Sequence[int]) -> None:
+def _examine(name: str, result: TypeResult, windows: Sequence[int], device: str) -> None:
     if name in NO_SCENES:
         result.outcome, result.reason = "not built", NO_SCENES[name]
         return
     doing = "the model"
     try:
-        model = build(name)
+        model = build(name).to(device)
         result.model_class, doing = type(model).__name__, "the cache"
         store = PrefixStore(model)
     except (CannotBuildError, UnsupportedModelError) as error:
@@ -115,7 +115,7 @@ def _examine(name: str, result: TypeResult, windows: Sequence[int]) -> None:
         if cell != SAME:
             result.cells[spoiled_name] = cell
     for window in windows if windowed_layers(model.config) else ():
-        shorter = build_with(name, window)
+        shorter = build_with(name, window).to(device)
         measured.references.clear()
         windowed = windowed_layers(shorter.config)
         cell = play(name, shorter, short_window, measured, {*windowed})

@@ -142,7 +142,7 @@ class Player:
         cache = DynamicCache(config=self.model.config)
         given = present_cache(self.model, {cache_argument(self.model): cache, "use_cache": True})
         with torch.no_grad():
-            self.model(torch.tensor([token_ids]), **given)
+            self.model(torch.tensor([token_ids], device=input_device(self.model)), **given)
         return {
             (number, name, state_idx): held
             for number, layer in enumerate(cache.layers)

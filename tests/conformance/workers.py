@@ -10,19 +10,19 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 import pytest
 from tqdm import tqdm
 
-from ..internals import split_everywhere
+from ..internals import cost_everywhere, split_everywhere
 from .examine import TypeResult, examine
 
 
-def run_all(names: list[str], num_processes: int, *, splits: bool = False) -> list[TypeResult]:
-    """All types, spread over processes. `splits`: see `start_worker`."""
+def run_all(names: list[str], num_processes: int, *, splits: bool = False, device: str = "cpu") -> list[TypeResult]:
+    """All types on a device, spread over processes. `splits`: see `start_worker`."""
     if num_processes == 1:
         start_worker(splits)
-        return [examine(name) for name in tqdm(names)]
+        return [examine(name, device=device) for name in tqdm(names)]
     results = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, mp_context=context, initializer=start_worker, initargs=(splits,)) as pool:
-        futures = [pool.submit(examine, name) for name in names]
+        futures = [pool.submit(examine, name, device=device) for name in names]
         with tqdm(total=len(names)) as progress:
             for future in as_completed(futures):
                 results.append(future.result())
@@ -34,12 +34,13 @@ def run_all(names: list[str], num_processes: int, *, splits: bool = False) -> li
 
 
 def start_worker(splits: bool) -> None:
-    """One thread, and nothing on the terminal but the progress. `splits`: rows that share a block read it once."""
+    """One thread, costs as on a CPU, and nothing on the terminal but the progress. `splits`: rows that share a block read it once."""
     import torch
     import transformers
 
     if splits:
         split_everywhere(pytest.MonkeyPatch())  # for the rest of this process
+    cost_everywhere(pytest.MonkeyPatch())
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
