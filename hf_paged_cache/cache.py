@@ -177,7 +177,7 @@ class PagedPrefixCache(Cache):
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Each layer's keys and values, copies of those that the next token sees, and its window, if any; of states alone, None."""
         for layer in self.layers:
-            window = torch.tensor(layer.sliding_window) if getattr(layer, "is_sliding", False) else None
+            window = torch.tensor(layer.sliding_window, device="cpu") if getattr(layer, "is_sliding", False) else None
             yield getattr(layer, "keys", None), getattr(layer, "values", None), window
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:

@@ -244,3 +244,23 @@ def test_every_public_name_resolves_and_an_unknown_one_is_an_attribute_error() -
         assert name in dir(hf_paged_cache)
     with pytest.raises(AttributeError, match="no attribute 'PagedCache'"):
         _ = hf_paged_cache.PagedCache
+
+
+_FACTORIES = frozenset(
+    ("tensor", "as_tensor", "asarray", "empty", "zeros", "ones", "full", "arange", "eye", "rand", "randn", "randint")
+)
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_a_tensor_is_made_on_a_device_that_is_named(module: str) -> None:
+    """Whatever `torch.set_default_device` says: what is of the host is made there."""
+    unnamed = [
+        f"line {call.lineno}: torch.{call.func.attr}"
+        for call in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Name)
+        and (call.func.value.id, call.func.attr in _FACTORIES) == ("torch", True)
+        and not any(keyword.arg in ("device", None) for keyword in call.keywords)
+    ]
+    assert not unnamed

@@ -234,7 +234,7 @@ def score_contexts(
             shifts = [row.shift for row in running.call.rows.in_batch()]
             for rows, readings, of_stems in branches:
                 with side.sibling(running.call.fork_rows()) as branch:
-                    branch.batch_select_indices(torch.tensor(of_stems))
+                    branch.batch_select_indices(torch.tensor(of_stems, device="cpu"))
                     tails = [
                         RowInput(array("q", row), pads[stem], 0, shift=shifts[stem])
                         for row, stem in zip(rows, of_stems, strict=True)

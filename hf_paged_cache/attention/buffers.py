@@ -48,7 +48,7 @@ class Buffer:
         self.base = base
 
 
-NO_BUFFER = Buffer(torch.empty(0, 0, 0, 0), 0)
+NO_BUFFER = Buffer(torch.empty(0, 0, 0, 0, device="cpu"), 0)
 
 
 class Step(NamedTuple):

@@ -217,9 +217,10 @@ class View:
                 layouts = rows() if layouts is None else layouts
                 transfer = Transfer() if transfer is None else transfer
                 self._follow(layouts, start, transfer)
-            if self._change_places and self._may_keep and self.keeps_columns != (self._shared.plan is None):
+            if self._change_places and self._may_keep and self.keeps_columns != self._keeps_tails(num_rows, stop):
+                rows()  # the pool has all of them from here on
                 self._leave_buffers()
-                self.keeps_columns = self._shared.plan is None
+                self.keeps_columns = not self.keeps_columns
             first_own = self._shared.start_forward(start, stop)
         self._square = None
         if start and stop - start > 1 and self._shared.plan is None and self._shared.may_be_lazy:
@@ -256,6 +257,11 @@ class View:
         if self.keeps_columns:
             valid[:num_rows] = [0 if self._is_all else stop] * num_rows
         self.may_append = self.keeps_columns and self._shared.plan is None and not self._is_all
+
+    def _keeps_tails(self, num_rows: int, stop: int) -> bool:
+        """Whether a copy of the tails beside the pool is small against what it is saved to copy: what rows share."""
+        plan = self._shared.plan
+        return plan is None or num_rows * (stop - plan.first_own) <= plan.first_own
 
     def change_places(self) -> None:
         """Rows fork and change places at each step, so the pool has each step's columns: tails are read there, and not kept twice."""

@@ -731,7 +731,6 @@ class Call:
             if not sources or min(sources) < 0 or max(sources) >= len(rows):
                 raise CacheArgumentError(f"rows {list(sources)} asked for; the cache has rows 0 to {len(rows) - 1}")
             self._commit()
-            self._held.write_at_once()
             self.view.change_places()
             index = None if rows.is_aliased else index
             try:

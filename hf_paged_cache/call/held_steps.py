@@ -155,10 +155,6 @@ class HeldSteps:
         """A `generate` begins."""
         self._may_write_view_alone = self._view.most_copies > 0
 
-    def write_at_once(self) -> None:
-        """Rows have forked, or changed places: they do so at each step, so the pool gets each step's columns at once."""
-        self._may_write_view_alone = False
-
     def hold(self, rows: Rows, passed: Sequence[int] | PassedStep) -> Sequence[int]:
         """Hold what a scheduled step was passed; returns the token of each row, or `UNREAD_TOKEN` in its place."""
         if rows is not self._rows:

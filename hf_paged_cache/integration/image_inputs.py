@@ -183,7 +183,7 @@ class ImageInputs:
                 or value.shape[0] not in (1, num_rows)
             ):
                 continue
-            inside = torch.zeros((num_rows, value.shape[1]), dtype=torch.bool)
+            inside = torch.zeros((num_rows, value.shape[1]), dtype=torch.bool, device="cpu")
             for number, of_row in enumerate(spans):
                 for image in of_row:
                     inside[number, image.start : image.stop] = True
@@ -292,7 +292,7 @@ def _is_cut(model: Any, passed: Mapping[str, Any]) -> bool:
 def _reads_types_by_place(model: Any, names: Iterable[str]) -> set[str]:
     """Token types that the model is passed from the beginning of the sequence on, also where only later tokens run: it says so itself."""
     found = set()
-    ids = torch.zeros((1, 8), dtype=torch.int64)
+    ids = torch.zeros((1, 8), dtype=torch.int64, device="cpu")
     for name in names:
         try:
             prepared = model.prepare_inputs_for_generation(

@@ -140,7 +140,7 @@ class OwnLayers:
     def reorder(self, sources: Sequence[int] | Tensor) -> None:
         """Row `i` continues as row `sources[i]`."""
         for layer in self.layers or ():
-            layer.reorder_cache(torch.as_tensor(sources))
+            layer.reorder_cache(torch.as_tensor(sources, device="cpu"))
 
     def crop(self, num_columns: int) -> None:
         """Take the last `num_columns` columns back, as transformers does."""

@@ -263,9 +263,9 @@ def _padded(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     Nothing attends to padding, but penalties on repeated tokens count it: so it is none that the row has not.
     """
     longest = max(map(len, prompts))
-    ids = torch.tensor([[prompt[0]] * (longest - len(prompt)) + [*prompt] for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return {"input_ids": ids, "attention_mask": mask}
+    ids = [[prompt[0]] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {"input_ids": torch.tensor(ids, device="cpu"), "attention_mask": torch.tensor(mask, device="cpu")}
 
 
 class _PadsWhatHasEnded(StoppingCriteria):

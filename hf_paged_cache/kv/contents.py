@@ -88,7 +88,7 @@ def new_rows(num_rows: int, num_bytes: int, device: torch.device | None) -> Tens
     """
     with torch.inference_mode(False), torch.no_grad():
         if device is None:
-            return torch.empty((num_rows, num_bytes), dtype=torch.uint8, pin_memory=True)
+            return torch.empty((num_rows, num_bytes), dtype=torch.uint8, device="cpu", pin_memory=True)
         return torch.empty((num_rows, num_bytes), dtype=torch.uint8, device=device)
 
 

@@ -42,7 +42,7 @@ def read_bytes(tensors: Mapping[tuple[torch.device, torch.dtype], Sequence[Tenso
 
 def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """[N] int64 on `device`.  Cost: one transfer, which nobody waits for where memory can be pinned."""
-    tensor = torch.tensor(numbers, dtype=torch.int64)
+    tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if device.type not in _UNPINNED:
         with contextlib.suppress(RuntimeError):  # none can be had: the host waits
             return tensor.pin_memory().to(device, non_blocking=True)

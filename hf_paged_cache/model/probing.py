@@ -211,7 +211,8 @@ def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     special = [token for value in named for token in (value if isinstance(value, list) else [value])]
     known = range(min(int(config.vocab_size), 512))
     plain = [token for token in known[3:] if token not in special] or list(known)
-    ids = torch.tensor([plain[(7 * i * i + 3 * i) % len(plain)] for i in range(2 * NUM_COLUMNS)]).view(2, NUM_COLUMNS)
+    numbers = [plain[(7 * i * i + 3 * i) % len(plain)] for i in range(2 * NUM_COLUMNS)]
+    ids = torch.tensor(numbers, device="cpu").view(2, NUM_COLUMNS)
     mask = torch.ones_like(ids)
     pad = getattr(config, "pad_token_id", None)
     ids[1, :NUM_PADS] = pad if isinstance(pad, int) and pad >= 0 else 0

@@ -232,7 +232,7 @@ def _read(file: SavedFile, kind: Kind, rows: Sequence[tuple[int, int]]) -> tuple
     """The rows, and the numbers of those that are not what was written."""
     loaded, damaged = [], set()
     try:
-        with _opened(file.path) as opened:
+        with torch.device("cpu"), _opened(file.path) as opened:  # what is read would go to torch's default device
             for number, checksums in enumerate(file.content(kind).checksums):
                 held = opened.get_slice(_tensor(kind, number))
                 loaded.append([held[first : first + length] for first, length in rows])

@@ -101,17 +101,14 @@ def test_a_gather_finds_each_step_in_the_pool() -> None:
     assert bench.call.rows.distinct[0].held_from is None
 
 
-def test_rows_that_have_changed_places_are_written_at_once_until_the_next_call() -> None:
+def test_rows_that_change_places_at_each_step_are_in_the_pool_where_they_do() -> None:
     bench = begun(PROMPT, range(11, 20))
-    bench.call.reorder([1, 0])
-    bench.step(20, 21)
-    assert 0.0 not in in_pool(bench)[0]
+    for number in range(2):
+        bench.step(20 + number, 30 + number)
+        assert in_pool(bench)[0][-1] == in_pool(bench)[1][-1] == 0.0
+        bench.call.reorder([1, 0])
+        assert 0.0 not in [*in_pool(bench)[0], *in_pool(bench)[1]]
     assert bench.call.rows.distinct[0].held_from is None
-    bench.end()
-    bench.begin(limits(300, num_prompt=len(PROMPT), num_rows=2))
-    bench.forward(PROMPT, range(11, 20))
-    bench.step(22, 23)
-    assert bench.call.rows.distinct[0].held_from == 9
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def main() -> int:
     )
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    if (arguments.split or arguments.device != "cpu") and (arguments.json or arguments.table):
+    if (arguments.split or arguments.device) and (arguments.json or arguments.table):
         parser.error("what is played with --split or --device is not stored; leave out --json and --table")
     names = arguments.types.split(",") if arguments.types else [*model_types(), *VARIANTS]
     results = run_all(names, arguments.processes, splits=arguments.split, device=arguments.device)

@@ -75,7 +75,7 @@ class TypeResult:
         }
 
 
-def examine(name: str, windows: Sequence[int] = WINDOWS, *, device: str = "cpu") -> TypeResult:
+def examine(name: str, windows: Sequence[int] = WINDOWS, *, device: str | None = None) -> TypeResult:
     """Play all scenes on a tiny model of this type, and where it has windows one more with each of these lengths."""
     started = time.perf_counter()
     result = TypeResult(name)
@@ -86,13 +86,15 @@ def examine(name: str, windows: Sequence[int] = WINDOWS, *, device: str = "cpu")
     return result
 
 
-def _examine(name: str, result: TypeResult, windows: Sequence[int], device: str) -> None:
+def _examine(name: str, result: TypeResult, windows: Sequence[int], device: str | None) -> None:
     if name in NO_SCENES:
         result.outcome, result.reason = "not built", NO_SCENES[name]
         return
     doing = "the model"
     try:
-        model = build(name).to(device)
+        model = build(name)
+        if device is not None:
+            model.to(device)
         result.model_class, doing = type(model).__name__, "the cache"
         store = PrefixStore(model)
     except (CannotBuildError, UnsupportedModelError) as error:
@@ -115,7 +117,9 @@ def _examine(name: str, result: TypeResult, windows: Sequence[int], device: str)
         if cell != SAME:
             result.cells[spoiled_name] = cell
     for window in windows if windowed_layers(model.config) else ():
-        shorter = build_with(name, window).to(device)
+        shorter = build_with(name, window)
+        if device is not None:
+            shorter.to(device)
         measured.references.clear()
         windowed = windowed_layers(shorter.config)
         cell = play(name, shorter, short_window, measured, {*windowed})

@@ -14,14 +14,19 @@ from ..internals import cost_everywhere, split_everywhere
 from .examine import TypeResult, examine
 
 
-def run_all(names: list[str], num_processes: int, *, splits: bool = False, device: str = "cpu") -> list[TypeResult]:
+def run_all(
+    names: list[str], num_processes: int, *, splits: bool = False, device: str | None = None
+) -> list[TypeResult]:
     """All types on a device, spread over processes. `splits`: see `start_worker`."""
     if num_processes == 1:
         start_worker(splits)
         return [examine(name, device=device) for name in tqdm(names)]
     results = []
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=start_worker, initargs=(splits,)) as pool:
+    each = None if device is None else 8  # an assertion of a kernel leaves a process without its device
+    with ProcessPoolExecutor(
+        num_processes, mp_context=context, initializer=start_worker, initargs=(splits,), max_tasks_per_child=each
+    ) as pool:
         futures = [pool.submit(examine, name, device=device) for name in names]
         with tqdm(total=len(names)) as progress:
             for future in as_completed(futures):

@@ -70,7 +70,7 @@ def draw_biases(model: PreTrainedModel, seed: int = 0) -> None:
     """Draw what most models begin with zeros of: the biases of projections and convolutions."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     for module in model.modules():
         bias = getattr(module, "bias", None)
         if isinstance(module, (torch.nn.Linear, torch.nn.Conv1d)) and bias is not None:

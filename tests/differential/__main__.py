@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from hf_paged_cache import UnsupportedModelError
-from tests.differential import images, same_bits
+from tests.differential import images, same_bits, tools  # noqa: F401 -- whose prompts are drawn on a CPU
 from tests.differential.drawing import Draw
 from tests.differential.kinds import KINDS
 from tests.differential.playing import Played, play, shrink
@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others count on")
     parser.add_argument("--kinds", default="*", help="some kinds or patterns of them, with commas between them")
-    parser.add_argument("--device", default="cpu", help="where everything is, such as cuda")
+    parser.add_argument("--device", default="cpu", help="where all but images is made, such as cuda")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no case begins after so many")
     options = parser.parse_args()
     torch.set_default_device(options.device)

@@ -38,7 +38,7 @@ def forbid(n: int) -> Processor:
 
 def jitter(seed: int) -> Processor:
     """Moves scores by some rounding errors: where tokens change by that, two were as good as equal."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
 
     def moved(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         finite = scores[torch.isfinite(scores)]
