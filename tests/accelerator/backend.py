@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._device import _device_constructors
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from .memory import NUM_DEVICES, memory
@@ -80,6 +81,7 @@ def start() -> None:
     library.impl("_copy_from", lambda source, out, non_blocking=False: copy(out, source, non_blocking), "PrivateUse1")
     library.impl("is_pinned", lambda tensor, device=None: is_pinned(tensor), "CPU")
     library.impl("_pin_memory", lambda tensor, device=None: pin(tensor.clone()), "CPU")
+    _device_constructors()  # kept: what a default device is for, before these have other names
     for name in ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like"):
         setattr(torch, name, _pinning(getattr(torch, name)))
     torch.Event = Event  # type: ignore[assignment, misc]
