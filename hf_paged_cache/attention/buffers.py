@@ -15,15 +15,26 @@ class Buffer:
     """One tensor of a layer, [row capacity, H, column capacity, D]; its first column is column `base` of the rows.
 
     columns of a row: [base, valid) a copy of the pool, but for held steps | [valid, ..) unspecified, finite
+
+    On a host a forward appends in place, to spare columns. An accelerator does not wait for a copy, but for being asked; and its
+    kernels are chosen, and round, by how a tensor lies. So there each forward joins columns and new ones, as a `DynamicCache`
+    does: attention gets tensors that lie as they do there, and gives the same bits.
+
+    Attributes:
+        is_exact: it has the columns that were read last, and no others.
     """
 
-    __slots__ = ("base", "device", "dtype", "head_dim", "num_columns", "num_heads", "num_rows", "states")
+    __slots__ = ("base", "device", "dtype", "head_dim", "is_exact", "num_columns", "num_heads", "num_rows", "states")
 
     def __init__(self, states: Tensor, base: int) -> None:
         self.states = states
         self.base = base
         self.num_rows, self.num_heads, self.num_columns, self.head_dim = states.shape
-        self.dtype, self.device = states.dtype, states.device
+        self.dtype, self.device, self.is_exact = states.dtype, states.device, is_exact_on(states.device)
+
+    def has_room(self, num_columns: int) -> bool:
+        """Whether that many columns may be in it."""
+        return self.num_columns == num_columns if self.is_exact else self.num_columns >= num_columns
 
     def at(self, rows: slice, start: int, stop: int) -> Tensor:
         """Columns `[start, stop)` of some rows."""
@@ -48,6 +59,11 @@ class Buffer:
         self.base = base
 
 
+def is_exact_on(device: torch.device) -> bool:
+    """Whether buffers there are exact."""
+    return device.type != "cpu"
+
+
 NO_BUFFER = Buffer(torch.empty(0, 0, 0, 0, device="cpu"), 0)
 
 
@@ -58,7 +74,7 @@ class Step(NamedTuple):
         base: the column that their buffers begin with.
         room: columns that the buffers must have.
         column: of the buffers, that is written.
-        first, length: of the columns of the buffers that are read.
+        first, length: of the columns of the buffers that are read; of exact ones all are.
     """
 
     base: int
@@ -69,9 +85,15 @@ class Step(NamedTuple):
 
 
 class Reader(Protocol):
-    """Who reads buffers. Attributes: step: the running forward, if it is a step that goes behind the columns held."""
+    """Who reads buffers.
+
+    Attributes:
+        step: the running forward, if it is a step that goes behind the columns held.
+        num_bytes: by which its layers' buffers have grown by being joined.
+    """
 
     step: Step | None
+    num_bytes: int
 
 
 class LayerSteps:
@@ -81,7 +103,7 @@ class LayerSteps:
     for. So this asks for the fewest, and leaves all that is not plain to `View.read`.
 
     Args:
-        key, value: of a step, [R, H, 1, D]: what is like it is plain.
+        key, value: of a forward, [R, H, T, D]: a step that is like it is plain.
 
     Attributes:
         writes: (layer index, name) of what it writes.
@@ -92,7 +114,8 @@ class LayerSteps:
     def __init__(self, layer_idx: int, of: Reader, keys: Buffer, values: Buffer, key: Tensor, value: Tensor) -> None:
         self.writes = ((layer_idx, "key"), (layer_idx, "value"))
         self._of, self._keys, self._values = of, keys, values
-        self._key_shape, self._value_shape, self._kind = key.shape, value.shape, _kind(key, value)
+        self._key_shape, self._value_shape = _shape_of_step(key), _shape_of_step(value)
+        self._kind = key.dtype, value.dtype, key.device, value.device
         self._key_strides, self._value_strides = keys.states.stride(), values.states.stride()
         self._key_slots = self._value_slots = tuple[Tensor, ...]()
         self._slots_at = 0  # the column of the first
@@ -101,14 +124,19 @@ class LayerSteps:
         """Write a token of each row, and return what its attention reads; None where it is not like the step before.
 
         Shapes: [R, H, 1, D]; returns [R, H, columns, D].
+
+        Raises:
+            torch.OutOfMemoryError: there is none for the two joined; `View.read` may be asked.
         """
         step = self._of.step
         if step is None or key.shape != self._key_shape or value.shape != self._value_shape:
             return None
         if (key.dtype, value.dtype, key.device, value.device) != self._kind:
             return None
-        base, room, column, first, length = step
         keys, values = self._keys, self._values
+        if keys.is_exact:
+            return self._joined(key, value, step)
+        base, room, column, first, length = step
         if keys.base != base or values.base != base or keys.num_columns < room or values.num_columns < room:
             return None
         slot = column - self._slots_at
@@ -134,6 +162,22 @@ class LayerSteps:
         )
         self._slots_at = column
 
+    def _joined(self, key: Tensor, value: Tensor, step: Step) -> tuple[Tensor, Tensor] | None:
+        """`append` to exact buffers, which begin with the first column that is read."""
+        base, column, num_rows, joined = step.base, step.column, key.shape[0], []
+        for buffer, new in ((self._keys, key), (self._values, value)):
+            states, before = buffer.states, base - buffer.base
+            if before or buffer.num_columns != column or buffer.num_rows != num_rows:
+                if before < 0 or buffer.num_columns < before + column or buffer.num_rows < num_rows:
+                    return None
+                states = states.narrow(0, 0, num_rows).narrow(2, before, column)
+            joined.append(torch.cat((states, new), 2))
+        for buffer, states in ((self._keys, joined[0]), (self._values, joined[1])):
+            self._of.num_bytes += states.nbytes - buffer.states.nbytes
+            buffer.states, buffer.base, buffer.num_rows, buffer.num_columns = states, base, num_rows, column + 1
+        return joined[0], joined[1]
 
-def _kind(key: Tensor, value: Tensor) -> tuple[torch.dtype, torch.dtype, torch.device, torch.device]:
-    return key.dtype, value.dtype, key.device, value.device
+
+def _shape_of_step(new: Tensor) -> torch.Size:
+    num_rows, heads, _, size = new.shape
+    return torch.Size((num_rows, heads, 1, size))

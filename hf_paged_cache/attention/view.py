@@ -21,7 +21,7 @@ from ..kv.block_tables import BlockTables, read_source
 from ..kv.recycled_memory import RecycledMemory, zeros
 from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer
-from .buffers import NO_BUFFER, Buffer, LayerSteps, Step
+from .buffers import NO_BUFFER, Buffer, LayerSteps, Step, is_exact_on
 from .causal import CausalSquare
 from .shared_reads import ReadOnce, SharedReads
 
@@ -53,6 +53,7 @@ class _Group:
         self.room = 0  # columns of a buffer that the forward needs
         self.missing: list[tuple[slice, int, ReadSource]] = []  # to gather: rows, their first column, and up to `start`
         self.step: Step | None = None  # the forward, if it is one that goes behind the columns held
+        self.num_bytes = 0  # by which buffers have grown by steps that were joined
         self.is_anew = False  # nothing that the buffers hold before `start` is of these rows
 
 
@@ -80,6 +81,7 @@ class View:
         self.most_copies = int(keeps_copies)
         self._may_keep = keeps_copies  # not where memory has run out
         self._change_places = False  # of rows that do, with a plan, the pool has the tails alone
+        self._is_exact = False  # buffers are
         self.keeps_columns = keeps_copies
         self._pool = pool
         self._memory = RecycledMemory()  # for what is gathered
@@ -133,7 +135,8 @@ class View:
     @property
     def num_bytes(self) -> int:
         """Bytes held besides the pool."""
-        return self._buffer_bytes + self._memory.num_bytes + self._shared.num_bytes
+        joined = sum(group.num_bytes for group in self._groups)
+        return self._buffer_bytes + joined + self._memory.num_bytes + self._shared.num_bytes
 
     @property
     def backend(self) -> str:
@@ -174,7 +177,7 @@ class View:
         """
         self._max_rows, self._max_columns = max(max_rows, len(rows)), max_columns
         self.keeps_columns = self._may_keep = self.most_copies > 0
-        self._change_places = False
+        self._change_places, self._is_exact = False, not self._pool.is_on_host
         self._shared.start_rows(in_chunks=in_chunks)
         most = num_columns if math.isinf(max_columns) else max(num_columns, max_columns)
         if self._hold_much_more_than(most):
@@ -243,6 +246,8 @@ class View:
                     layouts = rows() if layouts is None else layouts
                     transfer = Transfer() if transfer is None else transfer
                     self._miss(group, layouts, transfer)
+            elif self._is_exact:
+                base = first
             next_base, room = base, stop - base
             if room > group.capacity:
                 base = next_base = max(base, start - int(group.num_kept))
@@ -327,7 +332,7 @@ class View:
             held = buffers.get(name, NO_BUFFER)
             if not is_ready and (
                 held.base != base
-                or held.num_columns < room
+                or not held.has_room(room)
                 or held.num_rows < num_rows
                 or states.shape != (num_rows, held.num_heads, num_new, held.head_dim)
                 or states.dtype != held.dtype
@@ -346,7 +351,7 @@ class View:
                 held.at(slice(num_rows), held.base, stop).copy_(whole[:, :, held.base - first :])
         if is_lazy:
             return self._lazily(layer_idx, new, read)
-        if num_new == 1 and group.next_base == base and read.keys() == {"key", "value"}:
+        if group.next_base == base and read.keys() == {"key", "value"}:
             self.steps[layer_idx] = LayerSteps(
                 layer_idx, group, buffers["key"], buffers["value"], new["key"], new["value"]
             )
@@ -385,7 +390,7 @@ class View:
                 not_held.append(name)
                 if source is None:
                     source = self._source(self._pool.rows_in(group.window, self._layouts(), base), base)
-            if not is_like or held.num_columns < group.room or held.num_rows < self._num_rows:
+            if not is_like or not held.has_room(group.room) or held.num_rows < self._num_rows:
                 made = self._made(group, states)
                 if has_past:
                     common = slice(min(self._num_rows, held.num_rows))
@@ -407,7 +412,8 @@ class View:
         """A buffer with room for the forward's columns and some more, up to the most that the rows are known to get."""
         room, most = group.room, self._max_columns if self._stop <= self._max_columns else math.inf
         most = min(group.capacity, most - group.next_base)  # they may resume after the call
-        columns = max(room, int(min(room + max(MIN_SPARE_COLUMNS, room // 4), most)))
+        spare = 0 if is_exact_on(new.device) else max(MIN_SPARE_COLUMNS, room // 4)
+        columns = max(room, int(min(room + spare, most)))
         num_rows = self._num_rows
         if self._shared.model_looks:  # else rows that are multiplied are made anew
             num_rows = max(self._max_rows, num_rows)

@@ -47,7 +47,10 @@ class LayerWrites:
             return None
         if torch.is_grad_enabled() or not self.written.isdisjoint(steps.writes):
             return None
-        read = steps.append(key, value)
+        try:
+            read = steps.append(key, value)
+        except torch.OutOfMemoryError:  # `write` gives up memory for it
+            return None
         if read is not None:
             self.written.update(steps.writes)
         return read
