@@ -471,7 +471,7 @@ def test_layers_can_be_counted_from_the_last(tiny_llama: Any) -> None:
     states = torch.ones(1, cache.layers[0].keys.shape[1], 1, cache.layers[0].keys.shape[3])
     keys, _ = cache.update(states, states, -1)
     assert keys.shape[2] == 8
-    assert cache.call._writes.written == {(len(cache.layers) - 1, "key"), (len(cache.layers) - 1, "value")}
+    assert cache.call.writes.written == {(len(cache.layers) - 1, "key"), (len(cache.layers) - 1, "value")}
 
 
 def test_a_list_of_the_same_layers_put_in_place_of_the_cache_s_changes_nothing(tiny_llama: Any) -> None:
