@@ -199,7 +199,7 @@ def test_a_model_that_computes_one_continued_token_otherwise_is_refused_on_anoth
     hint = f"; transformers {re.escape(transformers.__version__)} is installed, and 5.99.0, with which all types"
     with pytest.raises(UnsupportedModelError, match=seen + hint):
         PagedPrefixCache(tiny_llama)
-    monkeypatch.undo()
+    monkeypatch.setattr(support, "TESTED_VERSION", transformers.__version__)
     with pytest.raises(UnsupportedModelError, match=f"{seen}$"):
         require_continuable(tiny_llama)
 
