@@ -235,22 +235,22 @@ def _why_layers_are_not_all(model: PreTrainedModel, continued: Any) -> str:
 def _why_one_token_differs(model: PreTrainedModel, row: dict[str, Tensor], allowed: float) -> str:
     """How far logits differ where a prompt continues by a single token; "" where they do not.
 
-    Nor where layers carry a state, see `state_traits`. Eight rows, [8, 17], of which each begins a token further on:
+    Nor where layers carry a state, see `state_traits`. Eight rows, [8, 9], of which each begins two tokens further on:
     rounding may send one token to another expert, but not most of them.
     """
     if any(map(has_state, cache_layers(model))):
         return ""
-    width = NUM_CACHED + 1
-    places = row["input_ids"][0].unfold(0, width, 1)
-    inputs = {name: value[:, :width].expand_as(places) for name, value in row.items()} | {"input_ids": places}
+    num_cached = NUM_CACHED // 2
+    places = row["input_ids"][0].unfold(0, num_cached + 1, 2)
+    inputs = {name: value[:, : num_cached + 1].expand_as(places) for name, value in row.items()} | {"input_ids": places}
     cache = dynamic_cache(model)
-    run_columns(model, inputs, cache, 0, NUM_CACHED)
-    single = last_logits(run_columns(model, inputs, cache, NUM_CACHED, width), 1)
+    run_columns(model, inputs, cache, 0, num_cached)
+    single = last_logits(run_columns(model, inputs, cache, num_cached, num_cached + 1), 1)
     whole = logits_at_once(model, inputs, 1)
     if not _why_they_differ(whole.transpose(0, 1), single.transpose(0, 1), allowed):
         return ""
     return (
-        f"continued after {NUM_CACHED} cached tokens by a single one its logits differ by {distance(whole, single):.2g} "
+        f"continued after {num_cached} cached tokens by a single one its logits differ by {distance(whole, single):.2g} "
         "of their scale: it computes one token otherwise than several, so no prompt can resume at its last token"
     )
 
