@@ -198,7 +198,7 @@ class PagedPrefixCache(Cache):
         """Columns of the running rows, padding included; the same in all layers but those that never write any: 0.
 
         Of layer 0, by which models ask for the length of the rows, it is always the rows'. Before the first forward of a store
-        has returned, which layers write is not known, and all count as writing: columns of padding that it skips are there in each.
+        has returned, all count as writing but those that a trial saw write nothing: columns of padding that it skips are there in each.
         """
         if self.call.forward is None and not self._own_layers.is_running:
             self._session.open_unseen()

@@ -36,7 +36,7 @@ from .model.support import (
     takes,
     unwrapped,
 )
-from .model.trial import default_numbering, require_continuable, state_traits, text_types
+from .model.trial import default_numbering, require_continuable, state_traits, text_types, unwritten_layers
 from .stats import CacheStats
 from .store.block_store import BlockStore
 from .store.loading import Loaded, load_blocks
@@ -55,7 +55,7 @@ class PrefixStore:
     """The blocks of one model, shared by any number of caches.
 
     Args:
-        model: a decoder of transformers; bracket and hooks are attached to it. Six short forwards try it, once, where
+        model: a decoder of transformers; bracket and hooks are attached to it. Nine short forwards try it, once, where
             its structure leaves a doubt (it takes no `position_ids`, for example, or routes tokens to experts), or
             transformers is not the tested version.
         block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
@@ -133,6 +133,7 @@ class PrefixStore:
             measure_layers=lambda: measure_layers(model),
             tiers=tiers,
             eviction=options.eviction,
+            unwritten_layers=unwritten_layers(model),
         )
         self.placeholders = Placeholders(model)
         self.image_inputs = ImageInputs(model, self.placeholders, text_types(model, TOKEN_TYPES))

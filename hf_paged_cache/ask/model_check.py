@@ -87,7 +87,7 @@ class ModelReport:
 def check_model(model: Any) -> ModelReport:
     """Try a model: two rows of 24 tokens, one of them padded, and one alone, with 16 tokens in a cache and without.
 
-    Effects: none that last. An unsupported model is reported, not raised.  Cost: a dozen short forwards.
+    Effects: none that last. An unsupported model is reported, not raised.  Cost: sixteen short forwards.
 
     Raises:
         CacheArgumentError: it is no model at all, such as the name of one.

@@ -156,6 +156,14 @@ def is_tested_version() -> bool:
     return transformers.__version__ == TESTED_VERSION
 
 
+def other_version() -> str:
+    """What an error adds where the tested transformers may do what the installed one does not; "" where that is it."""
+    if is_tested_version():
+        return ""
+    installed = transformers.__version__
+    return f"; transformers {installed} is installed, and {TESTED_VERSION}, with which all types were tried, may do it right"
+
+
 def leaves_doubt(model: PreTrainedModel) -> bool:
     """Whether only a trial can show that a model gives the same logits with a cache as without."""
     config = model.config.get_text_config(decoder=True)

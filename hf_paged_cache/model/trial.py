@@ -1,8 +1,9 @@
 """A short trial of a model: are its logits with a cache those of one forward without?
 
-Two rows of 24 tokens, one padded on the left; then the other row alone, for which most models make no mask. It shows
-what structure does not: attention to later tokens, a cache that is ignored or filled with other columns than the
-tokens', masks that are wrong with a cache. Where layers carry a state, also what that depends on. The model is left as it was.
+Two rows of 24 tokens, one padded on the left; then the other row alone, for which most models make no mask; then its
+tokens continued by a single one. It shows what structure does not: attention to later tokens, a cache that is ignored
+or filled with other columns than the tokens', masks and positions that are wrong with a cache, what is kept on the cache
+beside its layers. Where layers carry a state, also what that depends on. The model is left as it was.
 """
 
 import copy
@@ -10,7 +11,7 @@ import inspect
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ from .probing import (
     undisturbed,
 )
 from .state_traits import EVERY_PAD, StateTraits, read_state_traits
-from .support import cache_layers, has_state, is_no_decoder, names_of, quoted, states_of, takes
+from .support import cache_layers, has_state, is_no_decoder, keys_of, names_of, other_version, quoted, states_of, takes
 
 Numbering = Literal["columns", "tokens"]
 _STATE_TOLERANCE_IN_EPS = 4  # of the first layer's state, rounded a few times
@@ -60,12 +61,15 @@ class Failure(NamedTuple):
     was_tried: bool = True  # False: it does not run on token ids alone, or no logit is finite
 
 
-_continuable: WeakSet[nn.Module] = WeakSet()  # models that failed are tried again: they may have been mended
+# Models that passed, and their layers in which nothing was written; those that failed are tried again: they may have been mended.
+_continuable: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 _seen: WeakKeyDictionary[nn.Module, StateTraits] = WeakKeyDictionary()  # what their states were seen to heed
 
 
 def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> None:
-    """Refuse a model whose logits with a cache are not those without.  Cost: six short forwards, until it has passed; five more of a model with states.
+    """Refuse a model whose logits with a cache are not those without.
+
+    Cost: nine short forwards, until it has passed; of a model with states eleven.
 
     Args:
         if_it_runs: accept a model that cannot be tried, such as one whose adapters want an argument in each call.
@@ -76,7 +80,8 @@ def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> 
     failure = why_it_fails(model)
     if failure.reason and (failure.was_tried or not if_it_runs):
         hint = " (config.is_decoder is False; load it with is_decoder=True if it is to generate)"
-        raise UnsupportedModelError(f"{type(model).__name__}: {failure.reason}{hint if is_no_decoder(model) else ''}")
+        hint = hint if is_no_decoder(model) else other_version()
+        raise UnsupportedModelError(f"{type(model).__name__}: {failure.reason}{hint}")
 
 
 def why_it_fails(model: PreTrainedModel) -> Failure:
@@ -99,6 +104,9 @@ def why_it_fails(model: PreTrainedModel) -> Failure:
                 reason = reason or _why_states_differ(model, inputs, cache, eps_computed_in(model, seen))
                 if reason or inputs is alone:
                     reason = _why_states_are_lost(model, alone, cache) or reason
+                reason = reason or _why_layers_are_not_all(model, cache)
+                if not reason and inputs is alone:
+                    reason = _why_one_token_differs(model, alone, tolerance(model, seen))
                 if reason:
                     return Failure(reason)
             except torch.OutOfMemoryError:
@@ -106,8 +114,13 @@ def why_it_fails(model: PreTrainedModel) -> Failure:
             except Exception as error:  # noqa: BLE001 (a model may raise anything)
                 what = "continued after a cache" if was_run else "run on token ids alone"
                 return Failure(f"it cannot be {what} ({quoted(error)})", was_run)
-    _continuable.add(model)
+    _continuable[model] = frozenset(index for index, layer in enumerate(cache.layers) if not keys_of(layer))
     return Failure("")
+
+
+def unwritten_layers(model: PreTrainedModel) -> frozenset[int]:
+    """Layers in which tokens alone write no keys and values, such as cross attention; none of a model that was not tried."""
+    return _continuable.get(model, frozenset())
 
 
 def state_traits(model: PreTrainedModel) -> StateTraits | None:
@@ -209,6 +222,37 @@ def _comes_out(model: PreTrainedModel, row: dict[str, Tensor], cache: Any, layer
 def _numbers_of(layer: Any, name: str) -> list[Tensor]:
     """The states of one kind that a layer holds; not token ids, which some keep as inputs of a convolution."""
     return [state for state in states_of(layer, name) if state.is_floating_point()]
+
+
+def _why_layers_are_not_all(model: PreTrainedModel, continued: Any) -> str:
+    """Names what a model has put on the cache itself, such as positions: it is of the rows, and no block holds it."""
+    names = sorted(vars(continued).keys() - vars(dynamic_cache(model)).keys())
+    if not names:
+        return ""
+    return f"it keeps {', '.join(names)} on the cache, beside the layers, so it is not kept of a prefix"
+
+
+def _why_one_token_differs(model: PreTrainedModel, row: dict[str, Tensor], allowed: float) -> str:
+    """How far logits differ where a prompt continues by a single token; "" where they do not.
+
+    Nor where layers carry a state, see `state_traits`. Eight rows, [8, 9], of which each begins two tokens further on:
+    rounding may send one token to another expert, but not most of them.
+    """
+    if any(map(has_state, cache_layers(model))):
+        return ""
+    num_cached = NUM_CACHED // 2
+    places = row["input_ids"][0].unfold(0, num_cached + 1, 2)
+    inputs = {name: value[:, : num_cached + 1].expand_as(places) for name, value in row.items()} | {"input_ids": places}
+    cache = dynamic_cache(model)
+    run_columns(model, inputs, cache, 0, num_cached)
+    single = last_logits(run_columns(model, inputs, cache, num_cached, num_cached + 1), 1)
+    whole = logits_at_once(model, inputs, 1)
+    if not _why_they_differ(whole.transpose(0, 1), single.transpose(0, 1), allowed):
+        return ""
+    return (
+        f"continued after {num_cached} cached tokens by a single one its logits differ by {distance(whole, single):.2g} "
+        "of their scale: it computes one token otherwise than several, so no prompt can resume at its last token"
+    )
 
 
 def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:

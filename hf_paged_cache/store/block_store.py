@@ -53,6 +53,7 @@ class BlockStore:
         dtype: of the model, with which that was reckoned; see `follow_dtype`.
         measure_layers: layer index -> where its keys and values lie, and their bytes for one token; runs a forward.
         tiers: see `LowerTiers`.
+        unwritten_layers: those that were seen to write nothing for tokens alone.
 
     Attributes:
         max_num_blocks: the most blocks there can be; None until a forward shows what the budget holds. Where memory ran
@@ -76,6 +77,7 @@ class BlockStore:
         measure_layers: Callable[[], Mapping[int, tuple[torch.device, int]]] = dict,
         tiers: Sequence[Tier] = (),
         eviction: str = "reuse",
+        unwritten_layers: Collection[int] = (),
     ) -> None:
         if num_blocks is not None and num_blocks < 2:
             raise CacheArgumentError(
@@ -96,6 +98,7 @@ class BlockStore:
         self.first_device = first_device
         self.pool = BlockPool(block_size, first_device, window_of, self.windows.groups)
         self._measure_layers = measure_layers
+        self._unwritten_layers = unwritten_layers
         self._measured: Mapping[int, tuple[torch.device, int]] = {}  # counts until the pool has these layers
         self._budget_bytes: dict[torch.device, int] = {}  # of keys and values and copies of them, by what was free
         self._copies = 0  # of a running row's columns, beside the pool
@@ -331,8 +334,10 @@ class BlockStore:
         return [*self.windows.groups, self.states.kept] if self.states else [*self.windows.groups]
 
     def may_write(self, layer_idx: int) -> bool:
-        """Whether forwards write keys and values in this layer; before the first one has returned, any layer may be one that does."""
-        return not self.writing_layers or any(layer == layer_idx for layer, _ in self.writing_layers)
+        """Whether forwards write keys and values in this layer; before the first has returned, those that may be one."""
+        if not self.writing_layers:
+            return layer_idx not in self._unwritten_layers
+        return any(layer == layer_idx for layer, _ in self.writing_layers)
 
     def new_table(self, root: bytes, salt: bytes) -> BlockTable:
         """An empty table of this store's blocks."""

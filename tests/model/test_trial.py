@@ -30,14 +30,20 @@ from hf_paged_cache.model.probing import (
     types_of_logits,
 )
 from hf_paged_cache.model.state_traits import EVERY_PAD, StateTraits, read_state_traits
-from hf_paged_cache.model.trial import default_numbering, require_continuable, state_traits, why_it_fails
+from hf_paged_cache.model.trial import (
+    default_numbering,
+    require_continuable,
+    state_traits,
+    unwritten_layers,
+    why_it_fails,
+)
 
 from ..conformance import zoo
 from ..reference import assert_same, run
 from ..tiny_models import build
 from .test_support import FROM_5_23
 
-NUM_FORWARDS = 2 * 3  # of two rows, and of one: whole, the first columns, the others
+NUM_FORWARDS = 3 * 3  # of two rows, of one, and of those that continue by a token: whole, the first columns, the others
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "opt", "bloom", "bert_decoder"])
@@ -150,6 +156,13 @@ def test_logits_that_are_not_finite_are_no_trial_and_a_model_that_was_mended_is_
     require_continuable(model)
 
 
+def test_layers_that_tokens_alone_do_not_write_are_remembered(tiny_llama: Any) -> None:
+    tiny_llama.model.layers[1].forward = lambda hidden_states, **kwargs: hidden_states
+    assert unwritten_layers(tiny_llama) == frozenset()
+    require_continuable(tiny_llama)
+    assert unwritten_layers(tiny_llama) == {1}
+
+
 def test_a_model_is_tried_once(tiny_llama: Any) -> None:
     calls: list[int] = []
     tiny_llama.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -166,6 +179,52 @@ def test_every_model_is_tried_on_a_version_of_transformers_that_was_not_tested(
     tiny_llama.register_forward_pre_hook(lambda *_: calls.append(1))
     PagedPrefixCache(tiny_llama)
     assert len(calls) == (NUM_FORWARDS if tested == "5.0.0" else 0)
+
+
+def test_a_model_that_computes_one_continued_token_otherwise_is_refused_on_another_version(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As GIT of transformers 5.17, which adds what is cached to positions that count it already."""
+
+    def count_twice(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        cache = kwargs.get("past_key_values")
+        if cache is not None and kwargs["input_ids"].shape[1] == 1:
+            assert kwargs["position_ids"].dtype == torch.int64
+            kwargs["position_ids"] = kwargs["position_ids"] + cache.get_seq_length()
+        return args, kwargs
+
+    tiny_llama.register_forward_pre_hook(count_twice, with_kwargs=True)
+    monkeypatch.setattr(support, "TESTED_VERSION", "5.99.0")
+    seen = "by a single one its logits differ by .* no prompt can resume at its last token"
+    hint = f"; transformers {re.escape(transformers.__version__)} is installed, and 5.99.0, with which all types"
+    with pytest.raises(UnsupportedModelError, match=seen + hint):
+        PagedPrefixCache(tiny_llama)
+    monkeypatch.setattr(support, "TESTED_VERSION", transformers.__version__)
+    with pytest.raises(UnsupportedModelError, match=f"{seen}$"):
+        require_continuable(tiny_llama)
+
+
+@pytest.mark.parametrize(("num_rows", "is_seen"), [(3, False), (5, True)])
+def test_of_single_tokens_a_few_may_differ_too(tiny_llama: Any, num_rows: int, is_seen: bool) -> None:
+    def differ(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if kwargs["input_ids"].shape == (8, 1):
+            output.logits[:num_rows] += output.logits.abs().max()
+
+    tiny_llama.register_forward_hook(differ, with_kwargs=True)
+    assert bool(why_it_fails(tiny_llama).reason) == is_seen
+
+
+def test_what_a_model_keeps_on_the_cache_itself_is_seen(tiny_llama: Any) -> None:
+    """As Qwen 4 of transformers 5.17, which keeps positions of all columns there: blocks hold none of it."""
+
+    def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("past_key_values") is not None:
+            kwargs["past_key_values"].all_positions = kwargs["position_ids"]
+
+    tiny_llama.register_forward_pre_hook(keep, with_kwargs=True)
+    assert why_it_fails(tiny_llama).reason == (
+        "it keeps all_positions on the cache, beside the layers, so it is not kept of a prefix"
+    )
 
 
 def test_the_tested_version_is_the_one_whose_results_are_stored() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.model import support
 
 from ..reference import TOLERANCE, assert_same, row, run
 from ..tiny_models import build
@@ -51,6 +54,15 @@ def _used(cache: PagedPrefixCache) -> None:
     run(cache.store.model, cache, input_ids=torch.tensor([row((3, 30))]))
 
 
+def _loaded(cache: PagedPrefixCache) -> None:
+    """The store is new, and knows most of the first row."""
+    teacher = PagedPrefixCache(cache.store.model, block_size=4)
+    run(teacher.store.model, teacher, input_ids=torch.tensor([row((1, 60))]), max_new_tokens=1)
+    with TemporaryDirectory() as folder:
+        teacher.store.save(folder)
+        cache.store.load(folder)
+
+
 STORES = pytest.mark.parametrize(
     ("before", "attention"),
     [
@@ -59,6 +71,7 @@ STORES = pytest.mark.parametrize(
         (_reset, "gather"),
         (_prefilled_with_less_than_a_block, "paged"),
         (_used, "gather"),
+        (_loaded, "paged"),
     ],
 )
 
@@ -146,3 +159,32 @@ def test_before_any_layer_has_written_all_have_the_columns_that_were_skipped() -
     run(model, cache, **given, max_new_tokens=1)
     assert lengths == [[PADDED] * len(cache.layers)]
     assert cache.get_seq_length(len(cache.layers) + 5) == 0  # no layer that writes
+
+
+class _SkippedWhileEmpty(LlamaDecoderLayer):
+    """As a cross attention of transformers 5.17 without an image."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        cache = kwargs["past_key_values"]
+        is_empty = cache is None or cache.get_seq_length(1) == 0
+        return hidden_states if is_empty else super().forward(hidden_states, **kwargs)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_layer_that_a_model_skips_while_the_cache_has_none_of_it_stays_skipped(
+    is_loaded: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support, "TESTED_VERSION", "5.0.0")  # so the model is tried, and what writes is seen
+    model = build("llama")
+    model.model.layers[1].__class__ = _SkippedWhileEmpty
+    cache = PagedPrefixCache(model, block_size=4)
+    if is_loaded:
+        run(model, cache, **padded(PROMPTS["one row"]))
+        cache.store.save(tmp_path)
+        cache = PagedPrefixCache(model, block_size=4)
+        cache.store.load(tmp_path)
+    for is_known, rows in ((is_loaded, "one row"), (True, "two rows")):
+        given = padded(PROMPTS[rows])
+        assert_same(run(model, **given), run(model, cache, **given))
+        assert bool(cache.last_call.reused_tokens) == is_known
+    assert cache.get_seq_length(1) == 0
