@@ -21,7 +21,7 @@ class Buffer:
     does: attention gets tensors that lie as they do there, and gives the same bits.
 
     Attributes:
-        is_exact: it has the columns that were read last, and no others.
+        is_exact: it has no columns but those that were read last and, with a window, a block of steps before them.
     """
 
     __slots__ = ("base", "device", "dtype", "head_dim", "is_exact", "num_columns", "num_heads", "num_rows", "states")
@@ -74,7 +74,7 @@ class Step(NamedTuple):
         base: the column that their buffers begin with.
         room: columns that the buffers must have.
         column: of the buffers, that is written.
-        first, length: of the columns of the buffers that are read; of exact ones all are.
+        first, length: of the columns of the buffers that are read.
     """
 
     base: int
@@ -163,8 +163,9 @@ class LayerSteps:
         self._slots_at = column
 
     def _joined(self, key: Tensor, value: Tensor, step: Step) -> tuple[Tensor, Tensor] | None:
-        """`append` to exact buffers, which begin with the first column that is read."""
-        base, column, num_rows, joined = step.base, step.column, key.shape[0], []
+        """`append` to exact buffers."""
+        base, _, column, first, length = step
+        num_rows, joined = key.shape[0], []
         for buffer, new in ((self._keys, key), (self._values, value)):
             states, before = buffer.states, base - buffer.base
             if before or buffer.num_columns != column or buffer.num_rows != num_rows:
@@ -175,6 +176,8 @@ class LayerSteps:
         for buffer, states in ((self._keys, joined[0]), (self._values, joined[1])):
             self._of.num_bytes += states.nbytes - buffer.states.nbytes
             buffer.states, buffer.base, buffer.num_rows, buffer.num_columns = states, base, num_rows, column + 1
+        if first:
+            return joined[0].narrow(2, first, length), joined[1].narrow(2, first, length)
         return joined[0], joined[1]
 
 

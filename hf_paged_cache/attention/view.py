@@ -81,7 +81,6 @@ class View:
         self.most_copies = int(keeps_copies)
         self._may_keep = keeps_copies  # not where memory has run out
         self._change_places = False  # of rows that do, with a plan, the pool has the tails alone
-        self._is_exact = False  # buffers are
         self.keeps_columns = keeps_copies
         self._pool = pool
         self._memory = RecycledMemory()  # for what is gathered
@@ -177,7 +176,7 @@ class View:
         """
         self._max_rows, self._max_columns = max(max_rows, len(rows)), max_columns
         self.keeps_columns = self._may_keep = self.most_copies > 0
-        self._change_places, self._is_exact = False, not self._pool.is_on_host
+        self._change_places = False
         self._shared.start_rows(in_chunks=in_chunks)
         most = num_columns if math.isinf(max_columns) else max(num_columns, max_columns)
         if self._hold_much_more_than(most):
@@ -246,8 +245,8 @@ class View:
                     layouts = rows() if layouts is None else layouts
                     transfer = Transfer() if transfer is None else transfer
                     self._miss(group, layouts, transfer)
-            elif self._is_exact:
-                base = first
+            elif window is not None and self._pool.accelerators:  # nothing is joined that is not kept
+                base = max(base, start - int(group.num_kept))
             next_base, room = base, stop - base
             if room > group.capacity:
                 base = next_base = max(base, start - int(group.num_kept))

@@ -437,6 +437,63 @@ def test_parts_are_the_same_by_every_backend(monkeypatch: pytest.MonkeyPatch) ->
             torch.testing.assert_close(merged, whole)
 
 
+class FusedOfCuda:
+    """Torch's fused kernels for CUDA, on a CPU: called as their schemas say, and held to what they take."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        for name in ("flash", "efficient"):
+            packet = f"_scaled_dot_product_{name}_attention"
+            schema = getattr(torch.ops.aten, packet).default._schema
+            patch.setattr(torch.ops.aten, packet, partial(self._compute, name, schema), raising=False)
+        patch.setattr(backends, "_has_flash", lambda device: True)
+
+    def _compute(self, name: str, schema: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
+        names = [argument.name for argument in schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        assert given.keys() <= {*names}
+        query, key, value, mask = (given.get(each) for each in ("query", "key", "value", "attn_bias"))
+        assert query.shape[:2] == key.shape[:2]
+        assert query.shape[3] % 8 == 0
+        assert given.get("dropout_p", 0.0) == 0.0
+        assert not given.get("is_causal", False)
+        self.asked.append(name)
+        if name == "flash":
+            assert query.dtype in (torch.float16, torch.bfloat16)
+            assert query.shape[3] <= 256
+        else:
+            assert given["compute_log_sumexp"]
+        if mask is not None:
+            assert (mask.shape, mask.dtype) == ((*query.shape[:3], key.shape[2]), query.dtype)
+            rows = [mask[:, head : head + 1] for head in range(key.shape[1])]  # heads of a part share its mask
+            assert all(row.equal(rows[0]) for row in rows)
+            mask = rows[0]
+        out, lse = backends.by_operators(query, backends.Part(key, value, mask), given.get("scale"))
+        filled = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.nan) if name == "efficient" else lse
+        return out, filled, None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 20, 264])
+def test_fused_kernels_of_cuda_are_asked_for_what_they_compute(
+    head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    fused = FusedOfCuda(monkeypatch)
+    for groups, length, columns in ((1, 1, 7), (3, 1, 40), (2, 5, 33)):
+        query = torch.randn(2, 2 * groups, length, head_dim).to(dtype)
+        hidden = (torch.rand(2, 1, length, columns) < 0.3) & (torch.arange(columns) > 0)
+        for mask in (None, torch.zeros(2, 1, length, columns, dtype=dtype).masked_fill(hidden, -torch.inf)):
+            key, value = torch.randn(2, 2, 2, columns, head_dim).to(dtype)
+            part = backends.Part(key, value, mask)
+            for scale in (None, 0.3):
+                fused.asked.clear()
+                got, wanted = backends.by_fused_of_cuda(query, part, scale), backends.by_operators(query, part, scale)
+                torch.testing.assert_close(got, wanted)
+                flash = dtype == torch.bfloat16 and mask is None and head_dim == 16
+                assert fused.asked == ([] if head_dim % 8 else ["flash" if flash else "efficient"])
+
+
 def test_where_torch_is_told_to_use_no_fused_kernel_none_is(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     for name in ("by_flash_of_cpu", "by_operators"):
@@ -480,3 +537,21 @@ def test_what_gets_past_the_functions_of_torch_becomes_dense_as_well() -> None:
     assert not isinstance(repeated.reshape(4, 3, 3, 4), LazyStates)
     assert repeated.reshape(4, 3, 3, 4).shape == (4, 3, 3, 4)
     assert not isinstance(make()[:, :, 1:], LazyStates)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad", "is_split"),
+    [(torch.bfloat16, 0, False), (torch.bfloat16, 3, True), (torch.float32, 0, True)],
+    ids=["fused", "under a mask", "fp32"],
+)
+def test_on_an_accelerator_rows_that_a_fused_kernel_reads_quickly_are_read_each_by_itself(
+    dtype: torch.dtype, pad: int, is_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_reads, "LAUNCH_BYTES", {})  # of none but other devices
+    monkeypatch.setattr(shared_reads, "_OTHER_LAUNCH_BYTES", 0)
+    bench = Bench(1)
+    bench.dtype = dtype
+    prefix = bench.words(40)
+    bench.start([Row(number * pad, (*prefix, *bench.words(10 - number * pad))) for number in range(2)])
+    bench.forward(48)
+    assert (bench.view._shared.plan is not None) == is_split

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.attention import buffers
+from hf_paged_cache.attention import view as view_module
 from hf_paged_cache.attention.gradients import GradientPath
 from hf_paged_cache.attention.view import View
 from hf_paged_cache.kv.block_pool import BlockPool
@@ -58,6 +60,7 @@ class Bench:
         layers: Sequence[int] = LAYERS,
     ) -> None:
         self.in_parts = in_parts  # a layer reads each of its tensors by itself
+        self.num_appended = 0  # steps of layers
         self.pool = BlockPool(BLOCK_SIZE)
         self.pool.all.ensure_capacity(400)
         self.windows = windows or {}  # layer index -> its window
@@ -132,7 +135,12 @@ class Bench:
             if layer_idx in without:
                 self.view.do_without_copies()
                 self.held_from = None
-            if self.in_parts:
+            steps = self.view.steps.get(layer_idx) if self.view.may_append and not self.in_parts else None
+            appended = None if steps is None else steps.append(new["key"], new["value"])
+            if appended is not None:
+                self.num_appended += 1
+                got = dict(zip(("key", "value"), appended, strict=True))
+            elif self.in_parts:
                 got = {name: self.view.read(layer_idx, {name: new[name]})[name] for name in new}
             else:
                 got = self.view.read(layer_idx, new)
@@ -222,20 +230,36 @@ def some_windows(chance: random.Random) -> tuple[dict[int, int], tuple[int, ...]
     )
 
 
+@pytest.fixture(params=["in place", "exact"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of buffers: to which columns are appended in place, as on a host, or which are joined with them, as on an accelerator."""
+    for module in (buffers, view_module):
+        monkeypatch.setattr(module, "is_exact_on", lambda device: request.param == "exact")
+    return str(request.param)
+
+
+def played(bench: Bench, chance: random.Random, kind: str) -> None:
+    if kind == "exact":
+        bench.pool.accelerators.add(torch.device("cpu"))
+    play_random_events(bench, chance)
+    may_append = bench.view.most_copies and not bench.in_parts
+    assert (bench.num_appended > 0) == may_append
+    if kind == "exact" and may_append:
+        assert {held.is_exact for layer in bench.view._buffers.values() for held in layer.values()} <= {True}
+
+
 @BOTH
 @pytest.mark.parametrize("seed", range(12))
-def test_a_forward_reads_what_its_rows_hold_whatever_came_before_it(make_view: Any, seed: int) -> None:
-    bench = Bench(make_view, seed, in_parts=seed % 3 == 0)
-    play_random_events(bench, random.Random(seed))
+def test_a_forward_reads_what_its_rows_hold_whatever_came_before_it(make_view: Any, seed: int, kind: str) -> None:
+    played(Bench(make_view, seed, in_parts=seed % 3 == 0), random.Random(seed), kind)
 
 
 @BOTH
 @pytest.mark.parametrize("seed", range(36))
-def test_a_layer_with_a_window_reads_the_window_whatever_came_before_it(make_view: Any, seed: int) -> None:
+def test_a_layer_with_a_window_reads_the_window_whatever_came_before_it(make_view: Any, seed: int, kind: str) -> None:
     chance = random.Random(seed)
     windows, layers = some_windows(chance)
-    bench = Bench(make_view, seed, in_parts=seed % 3 == 0, windows=windows, layers=layers)
-    play_random_events(bench, chance)
+    played(Bench(make_view, seed, in_parts=seed % 3 == 0, windows=windows, layers=layers), chance, kind)
 
 
 def play_random_events(bench: Bench, chance: random.Random) -> None:
