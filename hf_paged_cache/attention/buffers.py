@@ -103,22 +103,20 @@ class LayerSteps:
     for. So this asks for the fewest, and leaves all that is not plain to `View.read`.
 
     Args:
+        of: whose forwards these are.
         key, value: of a forward, [R, H, T, D]: a step that is like it is plain.
 
     Attributes:
         writes: (layer index, name) of what it writes.
     """
 
-    __slots__ = ("_key_shape", "_key_slots", "_key_strides", "_keys", "_kind", "_of", "_slots_at", "_value_shape", "_value_slots", "_value_strides", "_values", "writes")  # fmt: skip
+    __slots__ = ("_key_shape", "_keys", "_kind", "_of", "_value_shape", "_values", "writes")
 
     def __init__(self, layer_idx: int, of: Reader, keys: Buffer, values: Buffer, key: Tensor, value: Tensor) -> None:
         self.writes = ((layer_idx, "key"), (layer_idx, "value"))
         self._of, self._keys, self._values = of, keys, values
-        self._key_shape, self._value_shape = _shape_of_step(key), _shape_of_step(value)
+        self._key_shape, self._value_shape = ((*new.shape[:2], 1, new.shape[3]) for new in (key, value))
         self._kind = key.dtype, value.dtype, key.device, value.device
-        self._key_strides, self._value_strides = keys.states.stride(), values.states.stride()
-        self._key_slots = self._value_slots = tuple[Tensor, ...]()
-        self._slots_at = 0  # the column of the first
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
         """Write a token of each row, and return what its attention reads; None where it is not like the step before.
@@ -126,17 +124,33 @@ class LayerSteps:
         Shapes: [R, H, 1, D]; returns [R, H, columns, D].
 
         Raises:
-            torch.OutOfMemoryError: there is none for the two joined; `View.read` may be asked.
+            torch.OutOfMemoryError: there is none for what is joined; `View.read` may be asked.
         """
         step = self._of.step
         if step is None or key.shape != self._key_shape or value.shape != self._value_shape:
             return None
         if (key.dtype, value.dtype, key.device, value.device) != self._kind:
             return None
-        keys, values = self._keys, self._values
-        if keys.is_exact:
-            return self._joined(key, value, step)
+        return self._append(key, value, step)
+
+    def _append(self, key: Tensor, value: Tensor, step: Step) -> tuple[Tensor, Tensor] | None:
+        raise NotImplementedError
+
+
+class StepsInPlace(LayerSteps):
+    """Steps that are written to spare columns."""
+
+    __slots__ = ("_key_slots", "_key_strides", "_slots_at", "_value_slots", "_value_strides")
+
+    def __init__(self, layer_idx: int, of: Reader, keys: Buffer, values: Buffer, key: Tensor, value: Tensor) -> None:
+        super().__init__(layer_idx, of, keys, values, key, value)
+        self._key_strides, self._value_strides = keys.states.stride(), values.states.stride()
+        self._key_slots = self._value_slots = tuple[Tensor, ...]()
+        self._slots_at = 0  # the column of the first
+
+    def _append(self, key: Tensor, value: Tensor, step: Step) -> tuple[Tensor, Tensor] | None:
         base, room, column, first, length = step
+        keys, values = self._keys, self._values
         if keys.base != base or values.base != base or keys.num_columns < room or values.num_columns < room:
             return None
         slot = column - self._slots_at
@@ -155,15 +169,20 @@ class LayerSteps:
 
     def _cut(self, column: int) -> None:
         """Cut the columns from here on, some at a time: that takes a fifth of the time that each takes by itself."""
-        num_rows, num_slots = self._key_shape[0], min(_NUM_SLOTS, self._keys.num_columns - column)
+        buffers, num_rows = (self._keys, self._values), self._key_shape[0]
+        num_slots = min(_NUM_SLOTS, *(buffer.num_columns - column for buffer in buffers))
         self._key_slots, self._value_slots = (
-            buffer.states.narrow(0, 0, num_rows).narrow(2, column, num_slots).chunk(num_slots, 2)
-            for buffer in (self._keys, self._values)
+            buffer.states.narrow(0, 0, num_rows).narrow(2, column, num_slots).chunk(num_slots, 2) for buffer in buffers
         )
         self._slots_at = column
 
-    def _joined(self, key: Tensor, value: Tensor, step: Step) -> tuple[Tensor, Tensor] | None:
-        """`append` to exact buffers."""
+
+class JoinedSteps(LayerSteps):
+    """Steps of exact buffers: what they hold, and the step, become one new tensor."""
+
+    __slots__ = ()
+
+    def _append(self, key: Tensor, value: Tensor, step: Step) -> tuple[Tensor, Tensor] | None:
         base, _, column, first, length = step
         num_rows, joined = key.shape[0], []
         for buffer, new in ((self._keys, key), (self._values, value)):
@@ -179,8 +198,3 @@ class LayerSteps:
         if first:
             return joined[0].narrow(2, first, length), joined[1].narrow(2, first, length)
         return joined[0], joined[1]
-
-
-def _shape_of_step(new: Tensor) -> torch.Size:
-    num_rows, heads, _, size = new.shape
-    return torch.Size((num_rows, heads, 1, size))

@@ -21,7 +21,7 @@ from ..kv.block_tables import BlockTables, read_source
 from ..kv.recycled_memory import RecycledMemory, zeros
 from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer
-from .buffers import NO_BUFFER, Buffer, LayerSteps, Step, is_exact_on
+from .buffers import NO_BUFFER, Buffer, JoinedSteps, LayerSteps, Step, StepsInPlace, is_exact_on
 from .causal import CausalSquare
 from .shared_reads import ReadOnce, SharedReads
 
@@ -351,9 +351,9 @@ class View:
         if is_lazy:
             return self._lazily(layer_idx, new, read)
         if group.next_base == base and read.keys() == {"key", "value"}:
-            self.steps[layer_idx] = LayerSteps(
-                layer_idx, group, buffers["key"], buffers["value"], new["key"], new["value"]
-            )
+            keys, values = buffers["key"], buffers["value"]
+            steps = JoinedSteps if keys.is_exact else StepsInPlace
+            self.steps[layer_idx] = steps(layer_idx, group, keys, values, new["key"], new["value"])
         return read
 
     def _lazily(self, layer_idx: int, new: Mapping[str, Tensor], read: dict[str, Tensor]) -> dict[str, Tensor]:
