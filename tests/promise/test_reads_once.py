@@ -63,6 +63,34 @@ def test_rows_that_share_give_the_same_logits_cold_warm_and_from_blocks_alone(
     assert not is_same(reference, run(model, cache, **call))
 
 
+def changes_places_once(model: Any, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
+    """A `generate` whose rows change places behind their prompts, and never again."""
+    cache, mask, logits = given["past_key_values"], torch.ones_like(input_ids), list[torch.Tensor]()
+    for number in range(14):
+        new = input_ids if not number else logits[-1].argmax(-1, keepdim=True)
+        with torch.no_grad():
+            logits.append(model(new, attention_mask=mask, past_key_values=cache).logits[:, -1])
+        mask = torch.cat([mask, mask[:, -1:]], 1)
+        if not number:
+            cache.reorder_cache(torch.tensor([2, 0, 1]))
+            logits[0] = logits[0][[2, 0, 1]]
+    return torch.stack(logits)
+
+
+def test_steps_held_by_a_view_are_in_the_blocks_when_it_keeps_tails_no_longer() -> None:
+    model, given = tiny("llama"), batch(*(row((1, 32), (seed, 3)) for seed in (2, 3, 4)))
+    cache = PagedPrefixCache(model)
+    reference = model.generate(
+        **given, past_key_values=DynamicCache(config=model.config), custom_generate=changes_places_once
+    )
+    for _ in range(2):
+        got = model.generate(**given, past_key_values=cache, custom_generate=changes_places_once)
+        torch.testing.assert_close(got, reference)
+        assert cache.last_call.read_once_tokens == 32
+        assert not cache.view.keeps_columns  # 3 tails of 17 tokens are more than the 32 that they share
+        cache.reset()
+
+
 def test_plain_forwards_go_on_after_rows_were_cut_moved_copied_and_left_out(served: list[bool]) -> None:
     model = tiny("llama")
     ids = torch.tensor([row((1, 40), (seed, 6)) for seed in (2, 2, 3, 4)])
