@@ -72,13 +72,13 @@ def changes_places_once(model: Any, input_ids: torch.Tensor, **given: Any) -> to
             logits.append(model(new, attention_mask=mask, past_key_values=cache).logits[:, -1])
         mask = torch.cat([mask, mask[:, -1:]], 1)
         if not number:
-            cache.reorder_cache(torch.tensor([2, 0, 1]))
-            logits[0] = logits[0][[2, 0, 1]]
+            cache.reorder_cache(torch.tensor([2, 0, 3, 1]))
+            logits[0] = logits[0][[2, 0, 3, 1]]
     return torch.stack(logits)
 
 
 def test_steps_held_by_a_view_are_in_the_blocks_when_it_keeps_tails_no_longer() -> None:
-    model, given = tiny("llama"), batch(*(row((1, 32), (seed, 3)) for seed in (2, 3, 4)))
+    model, given = tiny("llama"), batch(*(row((1, 32), (seed, 3)) for seed in (2, 3, 4, 5)))
     cache = PagedPrefixCache(model)
     reference = model.generate(
         **given, past_key_values=DynamicCache(config=model.config), custom_generate=changes_places_once
@@ -87,7 +87,7 @@ def test_steps_held_by_a_view_are_in_the_blocks_when_it_keeps_tails_no_longer() 
         got = model.generate(**given, past_key_values=cache, custom_generate=changes_places_once)
         torch.testing.assert_close(got, reference)
         assert cache.last_call.read_once_tokens == 32
-        assert not cache.view.keeps_columns  # 3 tails of 24 tokens are many beside the 32 that they share
+        assert not cache.view.keeps_columns  # 4 tails of 24 tokens are many beside the 32 that they share
         cache.reset()
 
 
