@@ -145,7 +145,9 @@ class PromptImages:
         if copies == 1 or not encoded:
             return encoded
         ids = [self._ids[number * len(self.rows) // num_rows][start:] for number in numbers[::copies]]
-        expanded: dict[str, Any] = self._towers.expand(torch.tensor([[*row] for row in ids], device="cpu"), encoded, copies)
+        expanded: dict[str, Any] = self._towers.expand(
+            torch.tensor([[*row] for row in ids], device="cpu"), encoded, copies
+        )
         return expanded
 
 
