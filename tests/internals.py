@@ -26,7 +26,7 @@ from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.held_steps import HeldSteps, PassedStep
 from hf_paged_cache.call.layer_writes import LayerWrites
 from hf_paged_cache.call.rows import Rows
-from hf_paged_cache.integration import ambient, forwards_ahead
+from hf_paged_cache.integration import ambient, chunked_prompt, forwards_ahead
 from hf_paged_cache.kv import recycled_memory
 from hf_paged_cache.kv.block_pool import BlockPool, GroupTensors
 from hf_paged_cache.kv.states import LiveStates, StateKey
@@ -229,6 +229,11 @@ def lock_of(store: PrefixStore) -> AbstractContextManager[Any]:
 def _blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> BlockStore:
     blocks: BlockStore = getattr(cache_or_store, "store", cache_or_store).blocks
     return blocks
+
+
+def reused_of_chunks(num_tokens: int) -> int:
+    """What a call in chunks reuses, of tokens that it could: before transformers 5.23 it computes all of them, with the same bits."""
+    return num_tokens if chunked_prompt.SLICES_CHUNKS else 0
 
 
 # What is watched.
