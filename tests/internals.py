@@ -26,7 +26,7 @@ from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.held_steps import HeldSteps, PassedStep
 from hf_paged_cache.call.layer_writes import LayerWrites
 from hf_paged_cache.call.rows import Rows
-from hf_paged_cache.integration import ambient, forwards_ahead
+from hf_paged_cache.integration import ambient, chunked_prompt, forwards_ahead, resumption
 from hf_paged_cache.kv import recycled_memory
 from hf_paged_cache.kv.block_pool import BlockPool, GroupTensors
 from hf_paged_cache.kv.states import LiveStates, StateKey
@@ -231,6 +231,11 @@ def _blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> BlockStore:
     return blocks
 
 
+def reused_of_chunks(num_tokens: int) -> int:
+    """What a call in chunks reuses, of tokens that it could: before transformers 5.23 it computes all of them, with the same bits."""
+    return num_tokens if chunked_prompt.SLICES_CHUNKS else 0
+
+
 # What is watched.
 
 
@@ -419,6 +424,11 @@ def keep_no_copies(patch: pytest.MonkeyPatch) -> None:
 def never_flush(patch: pytest.MonkeyPatch) -> None:
     """The pool never gets what steps have written into the view alone."""
     patch.setattr(HeldSteps, "flush", lambda self, rows, **_: setattr(self, "view_from", None) or self._mark(rows))
+
+
+def begin_chunks_at_the_first_column(patch: pytest.MonkeyPatch) -> None:
+    """Transformers is taken for one before 5.23, where rows are to resume."""
+    patch.setattr(resumption, "SLICES_CHUNKS", False)
 
 
 def read_zeros(patch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from .generate_arguments import GenerateArguments
 
 IN_CHUNKS = "prefill_chunk_size was given, and known tokens are used in whole chunks alone"
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
-_SLICES_CHUNKS = _VERSION >= (5, 23)  # `generate` passes only chunks after the cache's rows
+SLICES_CHUNKS = _VERSION >= (5, 23)  # `generate` passes only chunks after the cache's rows
 
 
 @dataclass
@@ -50,7 +50,7 @@ class ChunkedPrompt:
         own = getattr(type(model), "_prepare_position_ids_for_generation", None)
         if given.verifies_drafts or passed.get("custom_generate") is not None:
             return None
-        if not _SLICES_CHUNKS or own is not GenerationMixin._prepare_position_ids_for_generation:
+        if not SLICES_CHUNKS or own is not GenerationMixin._prepare_position_ids_for_generation:
             return None
         if not isinstance(ids, Tensor) or ids.dim() != 2 or passed.get("inputs_embeds") is not None:
             return None

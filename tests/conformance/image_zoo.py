@@ -109,6 +109,7 @@ class Layout(NamedTuple):
         joined: the dimension along which those of one row are joined.
         num_tokens: placeholders of an image.
         types: names of token types, 1 for a placeholder.
+        start: the token that stands before an image, by which Qwen's types count images before transformers 5.23; None: any.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -116,6 +117,7 @@ class Layout(NamedTuple):
     joined: int
     num_tokens: int
     types: tuple[str, ...]
+    start: int | None
 
 
 def model_types() -> list[str]:
@@ -163,7 +165,8 @@ def layout_of(model: PreTrainedModel) -> Layout | None:
             continue
         held = features if isinstance(features, list | tuple) else [features]
         num_tokens = sum(each.numel() // each.shape[-1] for each in held)
-        return Layout(shapes, beside, joined, num_tokens, types)
+        start = getattr(model.config, "vision_start_token_id", None)
+        return Layout(shapes, beside, joined, num_tokens, types, start)
     raise RuntimeError(errors[0])
 
 
@@ -182,10 +185,13 @@ def prompt(layout: Layout, *rows: Sequence[list[int] | int]) -> dict[str, Tensor
     Args:
         rows: each a sequence of token ids, and of seeds that the pixels of an image are drawn from.
     """
-    ids = [
-        [token for part in row for token in (part if isinstance(part, list) else [IMAGE_TOKEN] * layout.num_tokens)]
-        for row in rows
-    ]
+    ids: list[list[int]] = []
+    for row in rows:
+        ids.append([])
+        for part in row:
+            if isinstance(part, int) and ids[-1] and layout.start is not None:
+                ids[-1][-1] = layout.start
+            ids[-1] += part if isinstance(part, list) else [IMAGE_TOKEN] * layout.num_tokens
     columns = max(map(len, ids))
     padded = torch.tensor([[0] * (columns - len(row)) + row for row in ids])
     mask = torch.tensor([[0] * (columns - len(row)) + [1] * len(row) for row in ids])

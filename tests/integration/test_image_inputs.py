@@ -14,6 +14,7 @@ from hf_paged_cache import PagedPrefixCache, PrefixStore
 
 from ..conformance.image_zoo import prompt, tiny, tokens
 from ..conformance.images import Towers
+from ..model.test_support import BEFORE_5_23, FROM_5_23
 from ..reference import assert_same, is_same, run, zero_blocks
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ def ask(name: str, *rows: Any) -> dict[str, Tensor]:
 
 def reused(held: PagedPrefixCache) -> int:
     return held.last_call.reused_tokens
+
+
+def assert_reused(held: PagedPrefixCache, more_than: int) -> None:
+    """Transformers 5.17 takes features of no image in place of the image, so a prompt with one is computed whole."""
+    assert reused(held) == 0 if BEFORE_5_23 else reused(held) > more_than
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -117,7 +123,7 @@ def test_images_are_told_apart_by_their_place(name: str) -> None:
         given = ask(name, [TEXT, pair[0], FIRST, pair[1], SECOND])
         assert_same(run(model, **given), run(model, held, **given))
         held.reset()
-    assert reused(held) > 2 * START
+    assert_reused(held, 2 * START)
 
 
 def test_what_the_model_remembers_of_positions_is_as_after_a_whole_prompt() -> None:
@@ -128,7 +134,7 @@ def test_what_the_model_remembers_of_positions_is_as_after_a_whole_prompt() -> N
     wanted = model.model.rope_deltas.clone()
     run(model, held, **given)
     run(model, held, **given)
-    assert reused(held) > START
+    assert_reused(held, START)
     assert model.model.rope_deltas.equal(wanted)
     mask = torch.ones((1, given["input_ids"].shape[1] + 8), dtype=torch.int64)
     with torch.no_grad():  # the call after that, without the cache
@@ -138,6 +144,7 @@ def test_what_the_model_remembers_of_positions_is_as_after_a_whole_prompt() -> N
     assert mask.shape[1] > 8
 
 
+@FROM_5_23
 @pytest.mark.parametrize("name", KINDS)
 def test_towers_run_for_the_images_that_are_not_known_alone(name: str) -> None:
     model, _ = tiny(name)
@@ -153,9 +160,10 @@ def test_towers_run_for_the_images_that_are_not_known_alone(name: str) -> None:
             assert_same(run(model, **given), output)
             towers.num_runs = towers_before
             held.reset()
-        assert reused(held) > 2 * START
+        assert_reused(held, 2 * START)
 
 
+@FROM_5_23
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_about_one_image_run_it_once(name: str) -> None:
     model, _ = tiny(name)
@@ -188,7 +196,8 @@ def test_an_encoder_that_somebody_has_replaced_is_the_one_that_runs_and_nothing_
     @functools.wraps(encode)
     def changed(*args: Any, **kwargs: Any) -> Any:
         output = encode(*args, **kwargs)
-        output.pooler_output = [features * 2 for features in output.pooler_output]
+        features = output.pooler_output
+        output.pooler_output = features * 2 if isinstance(features, Tensor) else [each * 2 for each in features]
         return output
 
     with pytest.MonkeyPatch.context() as patch:
@@ -213,10 +222,10 @@ def test_a_tower_that_raises_leaves_the_cache_as_it_was() -> None:
     for _ in range(2):
         assert_same(run(model, **given), run(model, held, **given))
         held.reset()
-    assert reused(held) > START
+    assert_reused(held, START)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_onevision"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("llava_onevision", marks=FROM_5_23)])
 def test_videos_are_named_as_images_are(name: str) -> None:
     model, _ = tiny(name)
     held = PagedPrefixCache(model, block_size=8)
@@ -226,7 +235,7 @@ def test_videos_are_named_as_images_are(name: str) -> None:
         outputs.append(run(model, held, **given))
         assert_same(run(model, **given), outputs[-1])
         if (seed, seconds, after) == (1, 1.0, SECOND):
-            assert reused(held) > START
+            assert_reused(held, START)
         elif outputs[1:] and (seed, name) != (1, "llava_onevision"):
             assert reused(held) <= START
         held.reset()
@@ -262,7 +271,7 @@ def video(name: str, seed: int, seconds: float, after: list[int]) -> dict[str, T
         {"num_return_sequences": 3, "do_sample": True},
         {"prompt_lookup_num_tokens": 3},
         {"output_hidden_states": True, "num_beams": 2},
-        {"prefill_chunk_size": 32},
+        pytest.param({"prefill_chunk_size": 32}, marks=FROM_5_23),
     ],
     ids=str,
 )
@@ -274,7 +283,7 @@ def test_every_way_of_generating_is_right_with_images(name: str, how: dict[str, 
         assert_same(run(model, **given, **how), run(model, held, **given, **how))
         held.reset()
     if "prefill_chunk_size" not in how and "output_hidden_states" not in how:
-        assert reused(held) > START
+        assert_reused(held, START)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -289,7 +298,7 @@ def test_rows_of_a_batch_start_before_or_after_their_images(name: str) -> None:
         assert_same(run(model, **given), run(model, held, **given))
         held.reset()
         rows = [[*row, THIRD] for row in rows]
-    assert reused(held) > 0
+    assert_reused(held, 0)
     held.check()
 
 
@@ -310,9 +319,10 @@ def test_a_plain_forward_hits_an_image(name: str) -> None:
             held.reset()
             logits = model(**given, **positions, past_key_values=held, logits_to_keep=1).logits
         torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
-    assert reused(held) > START
+    assert_reused(held, START)
 
 
+@FROM_5_23
 def test_an_image_has_a_name_that_another_process_has_for_it(tmp_path: Path) -> None:
     model, _ = tiny("idefics3")
     first, second = PagedPrefixCache(model, block_size=8), PagedPrefixCache(model, block_size=8)
@@ -356,6 +366,7 @@ def test_a_pool_that_is_full_of_images_stays_right_and_a_bypassed_call_is_right(
     assert "without the store" in held.last_call.rows[0].stopped
 
 
+@FROM_5_23
 def test_salts_keep_images_apart_and_a_look_at_blocks_leaves_them_out() -> None:
     model, _ = tiny("idefics3")
     store = PrefixStore(model, block_size=8)
@@ -388,11 +399,14 @@ def test_rows_whose_images_have_no_name_are_not_taken_for_equal(name: str) -> No
     held = PagedPrefixCache(model, block_size=4)
     given = ask(name, [TEXT, 1, FIRST], [TEXT, 2, FIRST])
     assert_same(run(model, **given), run(model, held, **given))
-    assert held.last_call.rows[0].stopped.startswith("an image at the beginning of a block has too few tokens")
+    assert BEFORE_5_23 or held.last_call.rows[0].stopped.startswith(
+        "an image at the beginning of a block has too few tokens"
+    )
     given = ask(name, [TEXT, 1, FIRST])
     assert_same(run(model, **given, num_beams=2), run(model, held, **given, num_beams=2))
 
 
+@FROM_5_23
 def test_explain_shows_an_image_by_its_placeholders() -> None:
     model, _ = tiny("idefics3")
     held = PagedPrefixCache(model, block_size=8)

@@ -30,9 +30,8 @@ from hf_paged_cache.model.support import (
 from ..conformance import image_zoo
 from ..conformance.zoo import build as build_type
 
-FROM_5_23 = pytest.mark.skipif(
-    version.parse(transformers.__version__) < version.parse("5.23"), reason="earlier versions compute it otherwise"
-)
+BEFORE_5_23 = version.parse(transformers.__version__) < version.parse("5.23")
+FROM_5_23 = pytest.mark.skipif(BEFORE_5_23, reason="earlier versions compute it otherwise")
 SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 
 

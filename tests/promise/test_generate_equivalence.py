@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.integration import chunked_prompt
 
+from ..internals import reused_of_chunks
 from ..reference import PROMPT, Forwards, assert_same, batch, row, run
 from ..scenes import Player, play
 from ..tiny_models import build, tiny
@@ -139,7 +139,7 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
 
 def known_in_chunks(play: Player) -> Callable[..., Any]:
     """How a known prompt is played in chunks: before transformers 5.23 it is computed whole."""
-    if chunked_prompt._SLICES_CHUNKS:
+    if reused_of_chunks(1):
         return play.hit
     return lambda reused=0, at_least=0, **given: play.call(**given)
 

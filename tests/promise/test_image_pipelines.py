@@ -12,6 +12,7 @@ from transformers import LlavaProcessor, PreTrainedTokenizerFast, pipeline
 from hf_paged_cache import PagedPrefixCache
 
 from ..conformance.image_zoo import IMAGE_TOKEN, tiny
+from ..model.test_support import FROM_5_23
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -56,6 +57,7 @@ def picture(seed: int) -> Any:
     return Image.fromarray(pixels.numpy())
 
 
+@FROM_5_23
 def test_a_pipeline_reuses_an_image_with_the_cache_passed_and_in_a_block() -> None:
     model, layout = tiny("llava")
     ask = pipeline("image-text-to-text", model=model, processor=processor(model))

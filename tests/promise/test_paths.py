@@ -23,7 +23,7 @@ from hf_paged_cache import (
     UnsupportedModelError,
 )
 
-from ..internals import lock_of, num_blocks_in_use
+from ..internals import begin_chunks_at_the_first_column, lock_of, num_blocks_in_use
 from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_same, batch, row, run
 from ..tiny_models import build, without_logits_to_keep
 
@@ -53,6 +53,19 @@ def test_only_new_tokens_under_a_full_length_mask_go_on_with_the_rows(
     output = run(model, cache, input_ids=new, attention_mask=torch.ones_like(said))
     assert_same(reference, output)
     assert cache.get_seq_length() == said.shape[1] + 5
+
+
+def test_rows_do_not_resume_in_chunks_where_transformers_begins_these_at_the_first_column(
+    model: PreTrainedModel, cache: PagedPrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before 5.23, where a `DynamicCache` gives other tokens."""
+    said = torch.cat([run(model, cache, input_ids=IDS).sequences, torch.tensor([row((2, 7))])], 1)
+    given = {"input_ids": said[:, cache.get_seq_length() :], "attention_mask": torch.ones_like(said)}
+    with monkeypatch.context() as patch:
+        begin_chunks_at_the_first_column(patch)
+        with pytest.raises(CacheArgumentError, match="leave prefill_chunk_size out"):
+            run(model, cache, **given, prefill_chunk_size=4)
+    assert_same(run(model, input_ids=said), run(model, cache, **given))
 
 
 def test_a_mask_that_fits_neither_the_ids_nor_rows_and_ids_is_refused(

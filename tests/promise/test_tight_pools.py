@@ -107,8 +107,9 @@ def test_the_first_call_of_a_new_store_cannot_have_more_than_its_share_of_memory
 
 def test_a_first_call_of_a_few_tokens_measures_nothing() -> None:
     model = build("llama")
+    cache = PagedPrefixCache(model)
     with Forwards(model) as forwards:
-        run(model, PagedPrefixCache(model), input_ids=torch.tensor([row((1, 20))]), max_new_tokens=3)
+        run(model, cache, input_ids=torch.tensor([row((1, 20))]), max_new_tokens=3)
     assert forwards == [(1, 20), (1, 1), (1, 1)]
 
 
