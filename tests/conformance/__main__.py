@@ -26,9 +26,7 @@ def main() -> int:
     parser.add_argument(
         "--split", action="store_true", help="read once what rows share from one block on. Its results are not stored"
     )
-    parser.add_argument(
-        "--device", default="cpu", help="where the models are, such as cuda. Stored is what a CPU gives"
-    )
+    parser.add_argument("--device", help="where the models are, such as cuda. Its results are not stored")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     if (arguments.split or arguments.device) and (arguments.json or arguments.table):

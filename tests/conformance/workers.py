@@ -21,20 +21,22 @@ def run_all(
     if num_processes == 1:
         start_worker(splits)
         return [examine(name, device=device) for name in tqdm(names)]
-    results = []
+    results: list[TypeResult] = []
     context = multiprocessing.get_context("spawn")
-    each = None if device is None else 8  # an assertion of a kernel leaves a process without its device
-    with ProcessPoolExecutor(
-        num_processes, mp_context=context, initializer=start_worker, initargs=(splits,), max_tasks_per_child=each
-    ) as pool:
-        futures = [pool.submit(examine, name, device=device) for name in names]
-        with tqdm(total=len(names)) as progress:
-            for future in as_completed(futures):
-                results.append(future.result())
-                if results[-1].is_defect:
-                    progress.write(f"{results[-1].outcome}: {results[-1].name}", file=sys.stderr)
-                progress.set_postfix_str(results[-1].name)
-                progress.update()
+    # an assertion of a kernel leaves a process without its device: there all begin anew after some types
+    at_a_time = len(names) if device is None else 8 * num_processes
+    with tqdm(total=len(names)) as progress:
+        for first in range(0, len(names), at_a_time):
+            with ProcessPoolExecutor(
+                num_processes, mp_context=context, initializer=start_worker, initargs=(splits,)
+            ) as pool:
+                some = names[first : first + at_a_time]
+                for future in as_completed([pool.submit(examine, name, device=device) for name in some]):
+                    results.append(future.result())
+                    if results[-1].is_defect:
+                        progress.write(f"{results[-1].outcome}: {results[-1].name}", file=sys.stderr)
+                    progress.set_postfix_str(results[-1].name)
+                    progress.update()
     return results
 
 
