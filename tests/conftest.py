@@ -5,14 +5,19 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+import tqdm
 
 # No time is tested: what takes a millisecond alone takes a second beside other work.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
+
+# Its own lock is shared with forked processes: one that a test ends while it holds it would hold it for ever.
+tqdm.tqdm.set_lock(threading.RLock())
 
 # Before torch is imported: a second thread makes tiny models slower, and tests that run beside others much slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
