@@ -25,9 +25,8 @@ from .buffers import NO_BUFFER, Buffer, JoinedSteps, LayerSteps, Step, StepsInPl
 from .causal import CausalSquare
 from .shared_reads import ReadOnce, SharedReads
 
-_NUM_SLOTS = 16  # of a buffer that are cut at a time, for the steps to come
 # Tokens of tails, to one that their rows share, of which a view keeps copies where rows change places: 128 beams behind 528 tokens
-# were 3 per cent quicker with their tails of 5 tokens kept, 4 beams behind 1,024 were 6.
+# were 3 per cent quicker with their tails of 5 tokens kept.
 _MOST_TAILS = 1.5
 MIN_SPARE_COLUMNS = 128  # that a buffer has at least when it grows: few decode steps have to grow it
 
@@ -83,7 +82,7 @@ class View:
     def __init__(self, pool: BlockPool, window_of: Mapping[int, int], *, keeps_copies: bool = True) -> None:
         self.most_copies = int(keeps_copies)
         self._may_keep = keeps_copies  # not where memory has run out
-        self._change_places = False  # of rows that do, with a plan, the pool has the tails alone
+        self._change_places = False  # rows do, at each step: see `_keeps_tails`
         self.keeps_columns = keeps_copies
         self._pool = pool
         self._memory = RecycledMemory()  # for what is gathered
@@ -271,7 +270,7 @@ class View:
         return plan is None or num_rows * (stop - plan.first_own) <= _MOST_TAILS * plan.first_own
 
     def change_places(self) -> None:
-        """Rows fork and change places at each step, so the pool has each step's columns: tails are read there, and not kept twice."""
+        """Rows fork and change places at each step, so the pool has each step's columns: of many tails no copy is kept beside it."""
         self._change_places = True
 
     def _follow(self, layouts: Sequence[RowLayout], start: int, transfer: Transfer) -> None:
