@@ -27,7 +27,7 @@ from .shared_reads import ReadOnce, SharedReads
 
 # Tokens of tails, to one that their rows share, of which a view keeps copies where rows change places: 128 beams behind 528 tokens
 # were 3 per cent quicker with their tails of 5 tokens kept.
-_MOST_TAILS = 1.5
+_MOST_TAILS = 1.25
 MIN_SPARE_COLUMNS = 128  # that a buffer has at least when it grows: few decode steps have to grow it
 
 
@@ -74,7 +74,7 @@ class View:
         window_of: as it is now; whoever asks how far a layer sees, asks here.
         most_copies: of all columns of the rows, held at a time: 1, or 0.
         keeps_columns: what a step writes is read from the view's own memory, so the pool may get it later. Not where memory
-            has run out.
+            has run out; and a forward whose rows are multiplied behind it keeps nothing, which would be thrown away there.
         steps: layer index -> what a step may be appended with, in place of `read`, where `may_append`.
         may_append: of the running forward, whether what its layers read is kept and asked of each row by itself.
     """
@@ -82,7 +82,8 @@ class View:
     def __init__(self, pool: BlockPool, window_of: Mapping[int, int], *, keeps_copies: bool = True) -> None:
         self.most_copies = int(keeps_copies)
         self._may_keep = keeps_copies  # not where memory has run out
-        self._change_places = False  # rows do, at each step: see `_keeps_tails`
+        self._multiply_at = 0  # the column behind which the rows are multiplied
+        self._change_places = False  # rows do, at each step
         self.keeps_columns = keeps_copies
         self._pool = pool
         self._memory = RecycledMemory()  # for what is gathered
@@ -180,6 +181,8 @@ class View:
         self.keeps_columns = self._may_keep = self.most_copies > 0
         self._change_places = False
         self._shared.start_rows(in_chunks=in_chunks)
+        are_multiplied = len(rows) < max_rows < math.inf and not in_chunks and self._shared.may_be_lazy
+        self._multiply_at = num_columns if are_multiplied else 0
         most = num_columns if math.isinf(max_columns) else max(num_columns, max_columns)
         if self._hold_much_more_than(most):
             self.drop()
@@ -221,11 +224,12 @@ class View:
                 layouts = rows() if layouts is None else layouts
                 transfer = Transfer() if transfer is None else transfer
                 self._follow(layouts, start, transfer)
-            if self._change_places and self._may_keep and self.keeps_columns != self._keeps_tails(num_rows, stop):
-                rows()  # the pool has all of them from here on
-                self._leave_buffers()
-                self.keeps_columns = not self.keeps_columns
             first_own = self._shared.start_forward(start, stop)
+        may_change = self._may_keep and (self._change_places or self._multiply_at > 0)
+        if may_change and self.keeps_columns != (self._multiply_at < stop <= self._end_of_kept(num_rows)):
+            rows()  # the pool has all of them from here on
+            self._leave_buffers()
+            self.keeps_columns = not self.keeps_columns
         self._square = None
         if start and stop - start > 1 and self._shared.plan is None and self._shared.may_be_lazy:
             if CausalSquare.pays(start, stop) or not self._shared.weighs_launches:
@@ -264,10 +268,12 @@ class View:
             valid[:num_rows] = [0 if self._is_all else stop] * num_rows
         self.may_append = self.keeps_columns and self._shared.plan is None and not self._is_all
 
-    def _keeps_tails(self, num_rows: int, stop: int) -> bool:
-        """Whether a copy of the tails beside the pool is small against what it is saved to copy: what rows share."""
+    def _end_of_kept(self, num_rows: int) -> float:
+        """Up to where a copy of the tails beside the pool is small against what it is saved to copy: what rows share."""
         plan = self._shared.plan
-        return plan is None or num_rows * (stop - plan.first_own) <= _MOST_TAILS * plan.first_own
+        if plan is None or not self._change_places:
+            return math.inf
+        return plan.first_own + _MOST_TAILS * plan.first_own // num_rows
 
     def change_places(self) -> None:
         """Rows fork and change places at each step, so the pool has each step's columns: of many tails no copy is kept beside it."""
@@ -412,6 +418,7 @@ class View:
     def _made(self, group: _Group, new: Tensor) -> Buffer:
         """A buffer with room for the forward's columns and some more, up to the most that the rows are known to get."""
         room, most = group.room, self._max_columns if self._stop <= self._max_columns else math.inf
+        most = min(most, self._end_of_kept(self._num_rows))
         most = min(group.capacity, most - group.next_base)  # they may resume after the call
         spare = 0 if is_exact_on(new.device) else max(MIN_SPARE_COLUMNS, room // 4)
         columns = max(room, int(min(room + spare, most)))

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.attention import shared_reads
 
-from ..internals import note_served, split_everywhere
+from ..internals import held_tensors, note_served, split_everywhere
 from ..reference import PROMPT, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
 
@@ -89,6 +89,18 @@ def test_steps_held_by_a_view_are_in_the_blocks_when_it_keeps_tails_no_longer() 
         assert cache.last_call.read_once_tokens == 32
         assert not cache.view.keeps_columns  # 4 tails of 24 tokens are many beside the 32 that they share
         cache.reset()
+
+
+def test_of_rows_that_are_multiplied_next_nothing_is_copied_and_of_their_tails_no_more_than_they_share() -> None:
+    model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"), block_size=4)
+    run(model, cache, **batch(PROMPT))
+    held: list[int] = []
+    hook = model.register_forward_hook(lambda *_: held.append(cache.view.num_bytes))
+    run(model, cache, **batch(PROMPT), num_beams=4, max_new_tokens=40)
+    hook.remove()
+    shared = cache.last_call.read_once_tokens // 4 * sum(tensor[:1].nbytes for tensor in held_tensors(cache))
+    assert held[0] == 0
+    assert shared / 2 < max(held) <= 1.25 * shared
 
 
 def test_plain_forwards_go_on_after_rows_were_cut_moved_copied_and_left_out(served: list[bool]) -> None:
