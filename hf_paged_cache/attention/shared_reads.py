@@ -21,6 +21,7 @@ from ..kv.recycled_memory import RecycledMemory
 from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer
 from .backends import Part, aligned, attend, merge, name_of
+from .buffers import LayerSteps
 from .lazy import KnownMasks, LazyStates
 from .segments import Plan, Segment, find_segments
 
@@ -89,6 +90,8 @@ class SharedReads:
         # segment -> its first block, where they follow one another; or its blocks
         self._sources: list[int | ReadSource] = []
         self._copies = {}
+        self._found: dict[int, dict[str, list[Tensor]]] = {}  # layer index -> name -> what it reads of each segment
+        self._found_in = (0, 0)  # the pool as it was then
         self._forward: _Forward | None = None
 
     @property
@@ -181,6 +184,9 @@ class SharedReads:
         """A forward of the columns `[start, stop)` begins. Returns the first column of the tails."""
         if self.plan is None or self._rows is None:
             return 0
+        pool = self._pool.all.capacity, self._pool.num_layouts
+        if pool != self._found_in:  # one that grows lets go of its old memory
+            self._found, self._found_in = {}, pool
         self._forward = _Forward(self.plan, self._rows, start, stop)
         return self.plan.first_own
 
@@ -199,7 +205,11 @@ class SharedReads:
         """
         forward = self._forward
         assert forward is not None
-        segments = {name: self._held(layer_idx, name, states, memory) for name, states in new.items()}
+        segments = self.found(layer_idx, new)
+        if segments is None:
+            segments = {name: self._held(layer_idx, name, states, memory) for name, states in new.items()}
+            if memory is None:
+                self._found[layer_idx] = segments
         reads = _LayerReads(self, forward, segments, tails)
         if torch.is_grad_enabled():
             return {name: reads.gather(name) for name in new}
@@ -213,6 +223,20 @@ class SharedReads:
             )
             for name, states in tails.items()
         }
+
+    def found(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, list[Tensor]] | None:
+        """name -> of each segment [1, H, tokens, D], as the layer read it for the forward before; None: the pool must be asked."""
+        found = self._found.get(layer_idx)
+        if found is None:
+            return None
+        for name, states in new.items():
+            if name not in found or found[name][0].dtype != states.dtype:
+                return None
+        return found
+
+    def pause(self) -> None:
+        """No forward comes for a while: hold nothing of the pool."""
+        self._found = {}
 
     def count(self, plan: Plan) -> None:
         """Attention has read the plan's segments once."""
@@ -237,10 +261,7 @@ class SharedReads:
         return read_source([layout], 0, len(segment.block_ids) * size, size, transfer)
 
     def _held(self, layer_idx: int, name: str, new: Tensor, memory: RecycledMemory | None) -> list[Tensor]:
-        """Of each segment [1, H, tokens, D], in the dtype of `new`: where it lies in the pool, or else a copy.
-
-        What is read in the pool is asked for at each read: a pool that grows lets go of its old memory.
-        """
+        """Of each segment [1, H, tokens, D], in the dtype of `new`: where it lies in the pool, or else a copy."""
         assert self.plan is not None
         copies = self._copies.setdefault((layer_idx, name), {})
         held = []
@@ -258,6 +279,32 @@ class SharedReads:
                         self.num_bytes += states.nbytes - (0 if copy is None else copy.nbytes)
             held.append(states)
         return held
+
+
+class LazySteps:
+    """The steps of a layer whose rows share a plan: each is appended to the tails, and read with the segments.
+
+    Args:
+        tails: where they are.
+
+    Attributes:
+        writes: as of these.
+    """
+
+    __slots__ = ("_layer_idx", "_shared", "_tails", "writes")
+
+    def __init__(self, layer_idx: int, shared: SharedReads, tails: LayerSteps) -> None:
+        self._layer_idx, self._shared, self._tails = layer_idx, shared, tails
+        self.writes = tails.writes
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """`LayerSteps.append`; returns [R, H, columns, D], lazily. The pool is not asked."""
+        new = {"key": key, "value": value}
+        tails = None if self._shared.found(self._layer_idx, new) is None else self._tails.append(key, value)
+        if tails is None:
+            return None
+        read = self._shared.read(self._layer_idx, new, {"key": tails[0], "value": tails[1]})
+        return read["key"], read["value"]
 
 
 class _Rows:

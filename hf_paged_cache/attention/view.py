@@ -23,7 +23,7 @@ from ..kv.slot_mapping import ReadSource, RowLayout
 from ..kv.transfers import Transfer
 from .buffers import NO_BUFFER, Buffer, JoinedSteps, LayerSteps, Step, StepsInPlace, is_exact_on
 from .causal import CausalSquare
-from .shared_reads import ReadOnce, SharedReads
+from .shared_reads import LazySteps, ReadOnce, SharedReads
 
 # Tokens of tails, to one that their rows share, of which a view keeps copies where rows change places: 128 beams behind 528 tokens
 # were 3 per cent quicker with their tails of 5 tokens kept.
@@ -76,7 +76,7 @@ class View:
         keeps_columns: what a step writes is read from the view's own memory, so the pool may get it later. Not where memory
             has run out; and a forward whose rows are multiplied behind it keeps nothing, which would be thrown away there.
         steps: layer index -> what a step may be appended with, in place of `read`, where `may_append`.
-        may_append: of the running forward, whether what its layers read is kept and asked of each row by itself.
+        may_append: of the running forward, whether what its layers read is kept.
     """
 
     def __init__(self, pool: BlockPool, window_of: Mapping[int, int], *, keeps_copies: bool = True) -> None:
@@ -88,7 +88,7 @@ class View:
         self._pool = pool
         self._memory = RecycledMemory()  # for what is gathered
         self._buffers: dict[int, dict[str, Buffer]] = {}
-        self.steps: dict[int, LayerSteps] = {}
+        self.steps: dict[int, LayerSteps | LazySteps] = {}
         self._buffer_bytes = 0
         self._shared = SharedReads(pool)
         self._square: CausalSquare | None = None  # the forward, if it is attended as one
@@ -266,7 +266,7 @@ class View:
                 group.step = Step(base, room, start - base, first - base, stop - first)
         if self.keeps_columns:
             valid[:num_rows] = [0 if self._is_all else stop] * num_rows
-        self.may_append = self.keeps_columns and self._shared.plan is None and not self._is_all
+        self.may_append = self.keeps_columns and not self._is_all
 
     def _end_of_kept(self, num_rows: int) -> float:
         """Up to where a copy of the tails beside the pool is small against what it is saved to copy: what rows share."""
@@ -356,13 +356,12 @@ class View:
                 whole = read[name] = _joined(buffer.narrow(2, first - base, start - first), states)
                 held.base = group.next_base
                 held.at(slice(num_rows), held.base, stop).copy_(whole[:, :, held.base - first :])
-        if is_lazy:
-            return self._lazily(layer_idx, new, read)
-        if group.next_base == base and read.keys() == {"key", "value"}:
+        if group.next_base == base and read.keys() == {"key", "value"} and self._square is None:
             keys, values = buffers["key"], buffers["value"]
-            steps = JoinedSteps if keys.is_exact else StepsInPlace
-            self.steps[layer_idx] = steps(layer_idx, group, keys, values, new["key"], new["value"])
-        return read
+            in_buffers = JoinedSteps if keys.is_exact else StepsInPlace
+            steps = in_buffers(layer_idx, group, keys, values, new["key"], new["value"])
+            self.steps[layer_idx] = LazySteps(layer_idx, self._shared, steps) if is_lazy else steps
+        return self._lazily(layer_idx, new, read) if is_lazy else read
 
     def _lazily(self, layer_idx: int, new: Mapping[str, Tensor], read: dict[str, Tensor]) -> dict[str, Tensor]:
         """What attention reads of a layer, where more is known of it than a mask says."""
@@ -459,6 +458,10 @@ class View:
             }
             yield layer_idx, states
 
+    def would_keep(self, sources: Sequence[int]) -> bool:
+        """Whether all that is held of the rows goes with them, if these are selected."""
+        return self.keeps_columns and len(sources) == len(self._valid) and self._shared.reorder(sources)
+
     def select(self, sources: Sequence[int], shared_columns: int = 0, index: Tensor | None = None) -> None:
         """See `Follower`. Where there are fewer rows than before, or some change places and others are new, copies are dropped."""
         stop, num_rows = max(self._valid, default=0), len(sources)
@@ -514,6 +517,7 @@ class View:
     def pause(self) -> None:
         """A call has ended; its rows may resume. Gives back memory that only a running forward needs."""
         self._square = None
+        self._shared.pause()
         self._memory.drop()
         for group in self._groups:
             group.missing = []

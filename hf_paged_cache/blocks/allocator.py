@@ -164,12 +164,12 @@ class PrefixCachingBlockAllocator:
         block_hash = None if block_id is None else index.hash_of(block_id)
         return None if block_id is None or block_hash is None else (block_hash, index.namespaces[block_id])
 
-    def is_writable(self, block_id: int) -> bool:
-        """Whether a block has one holder and no hash: only such a block may be written."""
+    def is_writable(self, block_id: int, num_holders: int = 1) -> bool:
+        """Whether a block has no hash, and one holder, or as many as write the same to it: only such a block may be written."""
         if self._dirty or self.collected:
             self._settle()
         states = self._states
-        return states.ref_counts[block_id] == 1 and states.index.digests[block_id] is None
+        return states.ref_counts[block_id] == num_holders and states.index.digests[block_id] is None
 
     def hashes(self, namespace: bytes = b"") -> dict[int, BlockHash]:
         """Block id -> hash, of all blocks of a namespace that a prefix can hit.  Cost: O(num_blocks)."""

@@ -261,6 +261,11 @@ class BlockTable:
             self._take(num_slots)
         self._chain.token_ids.extend(tokens)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the next token begins a block."""
+        return len(self._chain.token_ids) % self._block_size == 0
+
     def append_in_place(self, token_id: int) -> int | None:
         """Append one token, an integer of 64 bits, and return its slot; the common case of a decode step.
 
@@ -329,8 +334,11 @@ class BlockTable:
     def slots(self, start: int, stop: int) -> list[int]:
         return self._allocation.slots(start, stop)
 
-    def writable_block(self, start: int, stop: int) -> tuple[int, int]:
+    def writable_block(self, start: int, stop: int, num_holders: int = 1) -> tuple[int, int]:
         """The block of positions `[start, stop)`, which are about to be written, and the offset of the first one in it.
+
+        Args:
+            num_holders: tables that hold the block, this one among them, and have the same to write there.
 
         Raises:
             BlockStateError: others hold the block or can hit it, or the positions do not lie in one block.
@@ -340,7 +348,7 @@ class BlockTable:
         if not start < stop <= (block_index + 1) * self._block_size or block_index >= len(block_ids):
             raise BlockStateError(f"positions {start} to {stop - 1} of a table do not lie in one of its blocks")
         block_id = block_ids[block_index]
-        self._check_writable(block_id, start, stop)
+        self._check_writable(block_id, start, stop, num_holders)
         return block_id, offset
 
     def writable_slots(self, start: int, stop: int) -> list[int]:
@@ -355,8 +363,8 @@ class BlockTable:
             self._check_writable(self._allocation.block_ids[index], start, stop)
         return slots
 
-    def _check_writable(self, block_id: int, start: int, stop: int) -> None:
-        if not self._allocator.is_writable(block_id):
+    def _check_writable(self, block_id: int, start: int, stop: int, num_holders: int = 1) -> None:
+        if not self._allocator.is_writable(block_id, num_holders):
             raise BlockStateError(
                 f"positions {start} to {stop - 1} would be written into block {block_id}, which others hold or can hit"
             )

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..attention.view import View
 from ..blocks.image_tokens import end_of_image, filled_up
-from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
+from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, OutOfBlocksError
 from ..kv.states import LiveStates, States
 from ..kv.stopwatch import Stopwatch
 from ..kv.transfers import Transfer
@@ -408,6 +408,7 @@ class Call:
             try:
                 self.store.pool.join_streams()
                 token_ids = self._held.hold(rows, passed)
+                is_owed = bool(self.store.allocator.pending_copies)  # by another call, which was interrupted twice
                 transfer = None if num_rows == 1 or self._held.view_from is not None else Transfer()
                 num_taken, slot_mapping = take_step(self, token_ids, self._held.flush_scheduled, transfer)
                 self.view.start_forward(self._held.layouts, num_rows, before, before + 1, transfer)
@@ -417,7 +418,8 @@ class Call:
                     self._is_larger = True
                     renew_reservation(self, before + 1)
                     # last: with their ids goes all that the step needs
-                    self.store.make_copies(transfer, may_wait=False)
+                    num_slots = None if is_owed else self._held.num_slots_in_pool(rows)
+                    self.store.make_copies(transfer, may_wait=False, num_slots=num_slots)
                 self.forward = ScheduledForward(
                     before, before + 1, tuple(range(num_rows)), None, slot_mapping, is_step=True
                 )
@@ -654,6 +656,7 @@ class Call:
             if self.states is not None and not self.states.are_whole:
                 self.states.drop()
                 self._may_step = False
+            self.store.make_copies(may_wait=False)  # those of the blocks that the forward took, before they are written
             self._held.take_back(self.rows)
             self.view.drop()  # some layers have the forward's columns and some have not
             before = self.rows.num_columns
@@ -730,15 +733,25 @@ class Call:
                 return
             if not sources or min(sources) < 0 or max(sources) >= len(rows):
                 raise CacheArgumentError(f"rows {list(sources)} asked for; the cache has rows 0 to {len(rows) - 1}")
-            self._commit()
+            stay = self._held.may_stay(rows, sources)
+            if not stay:
+                self._commit()
             self.view.change_places()
             index = None if rows.is_aliased else index
             try:
                 origins, shared_columns = rows.select(sources)
                 self._move(origins, shared_columns, index)
+                if stay and not self.view.keeps_columns:
+                    raise OutOfBlocksError(
+                        f"out of memory where {len(rows)} rows change places; ask for fewer rows or tokens, or free memory"
+                    )
             except BaseException:
                 for follower in self._followers:  # they may have moved by different amounts
                     follower.drop()
+                if stay:  # with what held steps wrote
+                    self._held.drop()
+                    rows.free()
+                    self.rows = Rows([], [], 0)
                 raise
             renew_reservation(self, rows.num_columns)
 

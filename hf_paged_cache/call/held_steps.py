@@ -6,11 +6,13 @@ keeps columns, a step writes keys and values there alone; the pool gets the colu
 
 columns of the rows: [0, held) in the pool, their token ids known | [held, num_columns) of held steps
 
-`Row.held_from` is the first held token: from there on nothing is committed, matched or gathered. Whoever commits, cuts, forks
-or gathers rows first lets the host and the pool catch up. Both may be interrupted anywhere, and are then done again.
+`Row.held_from` is the first held token: from there on nothing is committed, matched or gathered. Whoever commits, cuts or
+gathers rows, or forks them for others, first lets the host and the pool catch up. Both may be interrupted anywhere, and are
+then done again. Beams, which change places at each step, take their columns along in the view, until a block is full.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from weakref import ref
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 from ..attention.view import View
 from ..errors import CacheArgumentError
 from ..kv.slot_mapping import RowLayout
-from ..kv.transfers import read_together
+from ..kv.transfers import Transfer, read_together
 from ..store.block_store import BlockStore
 from .rows import Rows
 
@@ -174,8 +176,20 @@ class HeldSteps:
         """Whether a row's last block is full, so that the next step would commit it."""
         if not self._unread or self._rows is not rows:
             return False
-        size = self._store.block_size
-        return any(row.table.num_tokens % size == 0 for row in rows.distinct)
+        return any(row.table.is_full for row in rows.distinct)
+
+    def num_slots_in_pool(self, rows: Rows) -> int | None:
+        """Of the blocks that a scheduled step writes to, the most first slots that the pool has, and not the view alone; None: all."""
+        start, size = self.view_from, self._store.block_size
+        if start is None:
+            return None
+        return max(max(0, start - row.pad - (row.table.num_tokens - 1) // size * size) for row in rows.distinct)
+
+    def may_stay(self, rows: Rows, sources: Sequence[int]) -> bool:
+        """Whether the pool need not catch up before rows change places: the view moves all their columns, and no block is full."""
+        if self._rows is not rows or self.view_from is None or self._unread or rows.is_aliased:
+            return False
+        return self._view.would_keep(sources) and not any(row.table.is_full for row in rows.distinct)
 
     def catch_up(self, rows: Rows, ends: Collection[int], asked: Tensor | None) -> list[int]:
         """`Call.catch_up`; `ends` are the token ids that end a row. The store's lock is free while the device is waited for."""
@@ -254,10 +268,18 @@ class HeldSteps:
         return [] if self._rows is None else self._rows.layouts()
 
     def _write(self, rows: Rows, start: int, stop: int) -> None:
-        """Write the columns `[start, stop)` from the view to the pool: of each row they lie in one block, its last."""
-        pool, columns = self._store.pool, self._view.columns
-        places = [row.table.writable_block(start - row.pad, stop - row.pad) for row in rows.distinct]
-        first_offset = places[0][1]
+        """Write the columns `[start, stop)` from the view to the pool: of each row they lie in one block, its last.
+
+        Rows that have forked, and have not run since, share it: one of them writes.
+        """
+        pool, size = self._store.pool, self._store.block_size
+        of_row = [row.table.block_ids[(start - row.pad) // size] for row in rows.distinct]
+        writers, num_holders = {block_id: number for number, block_id in enumerate(of_row)}, Counter(of_row)
+        places = []
+        for block_id, number in writers.items():
+            row = rows.distinct[number]
+            places.append(row.table.writable_block(start - row.pad, stop - row.pad, num_holders[block_id]))
+        columns, first_offset = self._columns_of(list(writers.values())), places[0][1]
         try:
             if all(offset == first_offset for _, offset in places):
                 pool.write_blocks(columns(start, stop), [block_id for block_id, _ in places], first_offset)
@@ -273,6 +295,23 @@ class HeldSteps:
             for layer_idx, states in columns(start, stop):
                 one = {name: new[number : number + 1] for name, new in states.items()}
                 pool.write_blocks([(layer_idx, one)], [block_id], offset)
+
+    def _columns_of(self, numbers: Sequence[int]) -> Callable[[int, int], Iterator[tuple[int, dict[str, Tensor]]]]:
+        """`View.columns` of some of the rows."""
+        all_columns = self._view.columns
+        if len(numbers) == len(self._rows or ()):
+            return all_columns
+        transfer = Transfer()
+        added = transfer.add(numbers)
+
+        def columns(start: int, stop: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
+            for layer_idx, states in all_columns(start, stop):
+                yield (
+                    layer_idx,
+                    {name: new.index_select(0, transfer.on(new.device, added)) for name, new in states.items()},
+                )
+
+        return columns
 
     def take_back(self, rows: Rows) -> None:
         """A scheduled step has died: it is no longer held, and what the view has of those before it is in the pool."""

@@ -121,7 +121,8 @@ def take_step(
 ) -> tuple[int, SlotMapping]:
     """What `take_blocks` and `map_slots` do, where each row resumes by one generated token: most have room for it.
 
-    Where one has not, its last block is full, and is committed with all that are.
+    Where the last block of one is full, it is committed with all that are. One that shares its last block with another
+    row gets a copy.
 
     Args:
         flush: writes to the pool what it has not got yet, before blocks are committed.
@@ -142,10 +143,11 @@ def take_step(
                 row.stop_commits(row.num_confirmed + 1)
     num_taken = slots.count(None)
     if num_taken:
-        flush()
-        call.rows.commit()
-        _make_room(call, num_taken)
         waiting = [number for number, slot in enumerate(slots) if slot is None]
+        if any(running[number].table.is_full for number in waiting):
+            flush()
+            call.rows.commit()
+        _make_room(call, num_taken)
         taken = append_to_each([running[number].table for number in waiting], [token_ids[n] for n in waiting])
         for number, taken_slot in zip(waiting, taken, strict=True):
             slots[number] = taken_slot

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged_cache import CacheArgumentError, ForwardMismatchError, PoolArgumentError
+from hf_paged_cache import CacheArgumentError, ForwardMismatchError, OutOfBlocksError, PoolArgumentError
 from hf_paged_cache.call import held_steps
+from hf_paged_cache.call.call import CallState
 from hf_paged_cache.call.held_steps import UNREAD_TOKEN, PassedStep
 from hf_paged_cache.call.rows import Row
+from hf_paged_cache.kv import block_pool
 from hf_paged_cache.store.block_store import BlockStore
 
 from .bench import BLOCK_SIZE, LAYERS, Bench, limits, make_rows
@@ -19,9 +21,15 @@ from .bench import BLOCK_SIZE, LAYERS, Bench, limits, make_rows
 PROMPT = range(1, 10)
 
 
-def begun(*rows: Any, keeps_copies: bool = True, pads: list[int] | None = None, end: tuple[int, ...] = ()) -> Bench:
+def begun(
+    *rows: Any,
+    keeps_copies: bool = True,
+    pads: list[int] | None = None,
+    end: tuple[int, ...] = (),
+    store: BlockStore | None = None,
+) -> Bench:
     """A call inside `generate`, after the forward of its prompts."""
-    bench = Bench(BlockStore(BLOCK_SIZE, 400), keeps_copies=keeps_copies)
+    bench = Bench(BlockStore(BLOCK_SIZE, 400) if store is None else store, keeps_copies=keeps_copies)
     bench.begin(limits(300, num_prompt=len(PROMPT), num_rows=len(rows) or 1, end=end))
     bench.forward(*(rows or (PROMPT,)), pads=pads, num_new=len(PROMPT))
     return bench
@@ -101,14 +109,90 @@ def test_a_gather_finds_each_step_in_the_pool() -> None:
     assert bench.call.rows.distinct[0].held_from is None
 
 
-def test_rows_that_change_places_at_each_step_are_in_the_pool_where_they_do() -> None:
-    bench = begun(PROMPT, range(11, 20))
-    for number in range(2):
+@pytest.mark.parametrize("last", [(1, 0), (0, 0), (1, 1)], ids=str)
+def test_steps_of_rows_that_change_places_stay_in_the_view_until_a_block_is_full(last: tuple[int, int]) -> None:
+    bench = begun(PROMPT, range(11, 20))  # 9 tokens each, in blocks of 4
+    for number, sources in enumerate([(1, 0), last]):
         bench.step(20 + number, 30 + number)
+        bench.call.reorder(sources)
         assert in_pool(bench)[0][-1] == in_pool(bench)[1][-1] == 0.0
-        bench.call.reorder([1, 0])
-        assert 0.0 not in [*in_pool(bench)[0], *in_pool(bench)[1]]
+    assert [row.held_from for row in bench.call.rows.distinct] == [9, 9]
+    assert len({*bench.tokens()[0][:9], *bench.tokens()[1][:9]}) == 9 * len({*last})
+    make_view_anew(bench)
+    bench.step(40, 41)  # compares what the pool has got
+    bench.step(42, 43)
+    bench.call.reorder((1, 0))  # 12 tokens each
     assert bench.call.rows.distinct[0].held_from is None
+    bench.end()
+    assert 0.0 not in [*in_pool(bench)[0], *in_pool(bench)[1]]
+
+
+def test_a_fork_gets_what_the_pool_has_of_its_block() -> None:
+    bench = begun(PROMPT, range(11, 20))  # the last of 9 tokens is in the third block
+    bench.step(20, 30)
+    bench.call.reorder((1, 1))
+    bench.step(21, 31)
+    assert in_pool(bench)[0][8] == in_pool(bench)[1][8] != 0.0
+    make_view_anew(bench)
+    bench.step(40, 41)  # compares
+
+
+def test_copies_that_an_interrupted_step_owes_are_made_before_its_rows_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = begun(PROMPT, range(11, 20))
+    bench.step(20, 30)
+    bench.call.reorder((1, 1))
+    interrupt_copies(bench, monkeypatch, 21, 31)
+    bench.call.roll_back()
+    bench.step(22, 32)
+    make_view_anew(bench)
+    bench.step(40, 41)  # compares
+
+
+def test_copies_that_another_call_owes_are_of_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BlockStore(BLOCK_SIZE, 400)
+    bench, other = begun(PROMPT, range(11, 20), store=store), begun(range(21, 30), range(31, 40), store=store)
+    bench.step(51, 52)
+    bench.step(53, 54)
+    bench.call.crop(1)  # the pool has 10 tokens of these rows, and 9 of the others
+    for each in (bench, other):
+        each.step(41, 42)
+        each.call.reorder((1, 1))
+    interrupt_copies(bench, monkeypatch, 43, 44)
+    other.step(45, 46)
+    for each in (bench, other):
+        each.call.roll_back()
+        make_view_anew(each)
+        each.step(47, 48)  # compares
+
+
+def interrupt_copies(bench: Bench, monkeypatch: pytest.MonkeyPatch, *token_ids: int) -> None:
+    """Interrupt a step where it copies blocks, and again where that is made up for."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.store.pool.all, "copy_blocks", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            bench.call.schedule_step(token_ids)
+
+
+def test_where_memory_runs_out_as_rows_change_places_the_call_ends_and_no_other_sees_its_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = begun(PROMPT, range(11, 20))
+    bench.step(20, 30)
+
+    def have_no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_pool, "copy_rows", have_no_memory)
+        with pytest.raises(OutOfBlocksError, match="out of memory where 2 rows change places; ask for fewer"):
+            bench.call.reorder((1, 0))
+    assert bench.call.state is CallState.IDLE
+    bench.call.store.check()
+    assert bench.num_hit([*PROMPT, 20, 21, 22, 23]) == 8
 
 
 @pytest.mark.parametrize(

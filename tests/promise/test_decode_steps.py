@@ -48,11 +48,8 @@ def test_a_layer_is_written_once_in_a_step(
     given = batch(*[row((10 + number, 20)) for number in range(num_rows)])
     run(model, cache, **given, max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, **options)
     num_apart = "num_return_sequences" in options  # samples part in their first step, which is no step yet
-    if (
-        attention == "paged"
-    ):  # the pool gets all steps at the end of the call, and those of beams where they change places
-        num_flushed = NUM_NEW - 1 if "num_beams" in options else 1
-        assert writes == {"write": (1 + num_apart) * num_layers, "write_blocks": num_flushed}
+    if attention == "paged":  # the pool gets all steps at the end of the call
+        assert writes == {"write": (1 + num_apart) * num_layers, "write_blocks": 1}
     else:
         assert writes == {"write": NUM_NEW * num_layers}
 
