@@ -23,8 +23,8 @@ from pathlib import Path
 import harness
 
 from hf_paged_cache.blocks import BlockHash, BlockTable, HashChain, PrefixCachingBlockAllocator, root_hash
+from hf_paged_cache.blocks.eviction import NUM_LINES
 from hf_paged_cache.blocks.free_queue import FreeBlockQueue
-from hf_paged_cache.blocks.reuse import NUM_LINES
 
 BLOCK_SIZE = 16
 BLOCKS_PER_SEQUENCE = 64

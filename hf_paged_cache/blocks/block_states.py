@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, groupby
 
 from ..errors import BlockStateError, CacheArgumentError
-from .evicted import EvictedHashes
+from .evicted_hashes import EvictedHashes
+from .eviction import END, NEXT, NUM_LINES, ONCE, Reuse
 from .free_queue import FreeBlockQueue
 from .hashing import BlockHash
 from .prefix_index import PrefixIndex
-from .reuse import END, NEXT, NUM_LINES, ONCE, Reuse
 
 OnEvict = Callable[[int, BlockHash, bytes], None]
 """Told of a cached block that is handed out: its id, its hash, its namespace. Asks nothing of the allocator, and does not raise."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..store.call_totals import CallTotals
-from ..tiers.worth import Rate
+from ..tiers.read_or_compute import Rate
 from ..wording import counted
 from .options import RunOptions
 

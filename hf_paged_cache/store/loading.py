@@ -16,7 +16,7 @@ from ..errors import SavedBlocksError
 from ..tiers.base import STATES, Name
 from ..tiers.disk import FileTier
 from ..tiers.folders import SharedFolder
-from ..tiers.runs import Run
+from ..tiers.run_files import Run
 from ..tiers.saved_file import SavedFile, read_saved_file, saved_paths
 from ..tiers.sharing import renamed, why_not
 from .block_store import BlockStore

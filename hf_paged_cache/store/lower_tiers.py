@@ -19,9 +19,9 @@ from ..kv.stopwatch import Stopwatch
 from ..stats import TierStats
 from ..tiers.base import BLOCKS, STATES, Kind, Name, Tier
 from ..tiers.disk import DiskTier
-from ..tiers.runs import Run
+from ..tiers.read_or_compute import Rate, Worth
+from ..tiers.run_files import Run
 from ..tiers.sharing import why_not
-from ..tiers.worth import Rate, Worth
 from .content_layout import ContentLayout
 from .tier_load import Room, TierLoad, Wanted
 

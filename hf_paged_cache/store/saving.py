@@ -16,7 +16,7 @@ from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, SavedBlocksError
 from ..tiers.base import STATES, Kind, Name
 from ..tiers.folders import SharedFolder, make_folder, remove
-from ..tiers.runs import Run
+from ..tiers.run_files import Run
 from ..tiers.saved_file import ROWS_DAMAGED, DamagedFileError, Identity, read_saved_file, read_whole_rows, saved_paths
 from ..tiers.sharing import renamed
 from .block_store import BlockStore

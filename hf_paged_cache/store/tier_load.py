@@ -32,7 +32,7 @@ from ..kv.contents import states_of_row, to_device, write_blocks
 from ..kv.stopwatch import Stopwatch
 from ..tiers.base import BLOCKS, STATES, Hold, Kind, Name, Tier
 from ..tiers.host import HostTier
-from ..tiers.worth import Worth
+from ..tiers.read_or_compute import Worth
 from .content_layout import ContentLayout
 from .state_snapshots import StateSnapshots
 from .window_groups import WindowGroups

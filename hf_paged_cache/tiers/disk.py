@@ -26,7 +26,7 @@ from ..kv.contents import Part, host_rows, runs
 from ..kv.stopwatch import events_on
 from .base import Kind, Name, Rows, Shelf, Tier
 from .folders import OwnFolder, SharedFolder, make_folder, remove
-from .runs import Run, Writer, content_bytes, kind_bytes
+from .run_files import Run, Writer, content_bytes, kind_bytes
 from .saved_file import DamagedFileError, read_saved_file, saved_paths
 from .sharing import Origin, Sharing
 

@@ -38,7 +38,7 @@ from hf_paged_cache.blocks import (
     root_hash,
 )
 from hf_paged_cache.blocks.engine import EngineAllocator
-from hf_paged_cache.blocks.reuse import END, ONCE, Reuse
+from hf_paged_cache.blocks.eviction import END, ONCE, Reuse
 from hf_paged_cache.errors import BlockStateError, OutOfBlocksError
 
 NAMESPACES = (b"", b"tenant")

@@ -6,7 +6,7 @@ import pytest
 
 from hf_paged_cache.blocks import BlockHash
 from hf_paged_cache.blocks.block_states import BlockStates
-from hf_paged_cache.blocks.reuse import END, NUM_LINES, ONCE, Reuse
+from hf_paged_cache.blocks.eviction import END, NUM_LINES, ONCE, Reuse
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError
 
 

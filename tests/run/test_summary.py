@@ -14,7 +14,7 @@ import pytest
 from hf_paged_cache.run.options import RunOptions
 from hf_paged_cache.run.summary import Account, ModelRun, report
 from hf_paged_cache.store.call_totals import CallTotals
-from hf_paged_cache.tiers.worth import Rate
+from hf_paged_cache.tiers.read_or_compute import Rate
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from hf_paged_cache.tiers import disk as disk_module
-from hf_paged_cache.tiers import runs as runs_module
+from hf_paged_cache.tiers import run_files as runs_module
 from hf_paged_cache.tiers import saved_file
 from hf_paged_cache.tiers.base import BLOCKS
 from hf_paged_cache.tiers.disk import DiskTier
 from hf_paged_cache.tiers.folders import OwnFolder
-from hf_paged_cache.tiers.runs import Run
+from hf_paged_cache.tiers.run_files import Run
 
 from .test_host import PART, name, put, read, rows
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.errors import CacheArgumentError
-from hf_paged_cache.tiers.worth import Worth
+from hf_paged_cache.tiers.read_or_compute import Worth
 
 from ..internals import always_worth_it, num_waiting, pretend_times, zero_tiers
 from ..reference import assert_same, is_same, run

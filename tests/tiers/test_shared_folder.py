@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.model import identity
-from hf_paged_cache.tiers import runs
+from hf_paged_cache.tiers import run_files
 from hf_paged_cache.tiers.folders import SharedFolder
 from hf_paged_cache.tiers.saved_file import read_saved_file, saved_paths
 
@@ -268,7 +268,7 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path, monkeypatch: 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(runs, "write_saved_file", full)
+    monkeypatch.setattr(run_files, "write_saved_file", full)
     model = tiny("llama")
     cache = new_cache(model, tmp_path)
     for _ in range(2):

@@ -1,4 +1,6 @@
-"""Owns what is known of when blocks were used again: by their kind, and by how long ago they were used last. Knows no block.
+"""What decides which block is evicted: when blocks were used again, by their kind and by how long ago they were used last.
+
+Owns these counts; knows no block, and evicts none: `BlockStates` asks it.
 
 A block's *kind* is how often it was used, up to 8 times, but for the last one of a sequence that was used once. Its *age* is the
 number of blocks that were given back since it was. Of each kind is counted how many blocks of it were used again at which age, the

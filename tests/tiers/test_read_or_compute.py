@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_paged_cache.kv.stopwatch import Stopwatch
-from hf_paged_cache.tiers.worth import Rate, Worth
+from hf_paged_cache.tiers.read_or_compute import Rate, Worth
 
 
 class Took(Stopwatch):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hf_paged_cache.blocks import PrefixCachingBlockAllocator
-from hf_paged_cache.blocks.reuse import END, NUM_LINES, Reuse
+from hf_paged_cache.blocks.eviction import END, NUM_LINES, Reuse
 from hf_paged_cache.errors import CacheArgumentError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
