@@ -514,10 +514,14 @@ class View:
         else:
             self.drop()
 
+    def let_go(self) -> None:
+        """The pool's memory is about to be replaced: hold none of it, or it would be there twice."""
+        self._shared.let_go()
+
     def pause(self) -> None:
         """A call has ended; its rows may resume. Gives back memory that only a running forward needs."""
         self._square = None
-        self._shared.pause()
+        self._shared.let_go()
         self._memory.drop()
         for group in self._groups:
             group.missing = []
