@@ -177,6 +177,26 @@ def interrupt_copies(bench: Bench, monkeypatch: pytest.MonkeyPatch, *token_ids: 
             bench.call.schedule_step(token_ids)
 
 
+@pytest.mark.parametrize("pads", [[0, 0, 0], [0, 0, 1]], ids=["of one length", "padded"])
+def test_the_pool_gets_steps_of_rows_that_forked_without_memory(
+    pads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = begun(range(11, 20), PROMPT, range(30, 39 - pads[2]), pads=pads)
+    bench.step(20, 30, 40)
+    bench.call.reorder((1, 1, 2))
+    with monkeypatch.context() as patch:
+        for name in ("index_select", "index_copy_"):
+            patch.setattr(torch.Tensor, name, have_no_memory)
+        bench.call.fork_rows().free()
+    assert all(0.0 not in tokens for tokens in in_pool(bench))
+    make_view_anew(bench)
+    bench.step(50, 51, 52)  # compares
+
+
+def have_no_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("on purpose")
+
+
 def test_where_memory_runs_out_as_rows_change_places_the_call_ends_and_no_other_sees_its_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
