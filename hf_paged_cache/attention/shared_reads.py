@@ -234,8 +234,8 @@ class SharedReads:
                 return None
         return found
 
-    def pause(self) -> None:
-        """No forward comes for a while: hold nothing of the pool."""
+    def let_go(self) -> None:
+        """Hold nothing of the pool: its memory is about to be replaced, or no forward comes for a while."""
         self._found = {}
 
     def count(self, plan: Plan) -> None:

@@ -225,11 +225,11 @@ class View:
                 transfer = Transfer() if transfer is None else transfer
                 self._follow(layouts, start, transfer)
             first_own = self._shared.start_forward(start, stop)
-        may_change = self._may_keep and (self._change_places or self._multiply_at > 0)
-        if may_change and self.keeps_columns != (self._multiply_at < stop <= self._end_of_kept(num_rows)):
+        keeps_columns = self._may_keep and self._multiply_at < stop <= self._end_of_kept(num_rows)
+        if self.keeps_columns != keeps_columns:
             rows()  # the pool has all of them from here on
             self._leave_buffers()
-            self.keeps_columns = not self.keeps_columns
+            self.keeps_columns = keeps_columns
         self._square = None
         if start and stop - start > 1 and self._shared.plan is None and self._shared.may_be_lazy:
             if CausalSquare.pays(start, stop) or not self._shared.weighs_launches:
@@ -480,7 +480,8 @@ class View:
             held = (held for layer in self._buffers.values() for held in layer.values() if held.base < stop)
             columns = (each.states[:, :, max(0, shared_columns - each.base) : stop - each.base] for each in held)
             try:
-                reorder_rows(columns, sources, index)
+                if not reorder_rows(columns, sources, index):
+                    self._may_keep = False  # from the next forward on, which first writes them to the pool
             except torch.OutOfMemoryError:
                 self._go_without()
 
@@ -514,10 +515,14 @@ class View:
         else:
             self.drop()
 
+    def let_go(self) -> None:
+        """The pool's memory is about to be replaced: hold none of it, or it would be there twice."""
+        self._shared.let_go()
+
     def pause(self) -> None:
         """A call has ended; its rows may resume. Gives back memory that only a running forward needs."""
         self._square = None
-        self._shared.pause()
+        self._shared.let_go()
         self._memory.drop()
         for group in self._groups:
             group.missing = []

@@ -429,22 +429,38 @@ def _by_head(held: Tensor) -> Tensor:
     return held.transpose(0, 1).flatten(1, 2)
 
 
-def reorder_rows(tensors: Iterable[Tensor], sources: Sequence[int], index: Tensor | None = None) -> None:
-    """In each tensor, row `i` becomes what row `sources[i]` was.
+def reorder_rows(tensors: Iterable[Tensor], sources: Sequence[int], index: Tensor | None = None) -> bool:
+    """In each tensor, [R, H, columns, D], row `i` becomes what row `sources[i]` was.
 
     Args:
         index: the sources as a tensor on some device, if there is one. On an accelerator rows that stay are copied, too:
             which those are is not known there.
 
+    Returns:
+        whether there was memory for all columns of a tensor; else one after the other has moved.
+
     Raises:
-        torch.OutOfMemoryError: rows of some tensors have moved, and those of others have not.
+        torch.OutOfMemoryError: nor was there for one. Rows of some tensors have moved, and those of others have not.
     """
-    if index is None or index.is_cpu:
-        moved = [row for row, source in enumerate(sources) if source != row]
-        copy_rows(tensors, [sources[row] for row in moved], moved)
-        return
+    moved, transfer = [row for row, source in enumerate(sources) if source != row], Transfer()
+    of, to = transfer.add([sources[row] for row in moved]), transfer.add(moved)
+
+    def move(tensor: Tensor) -> None:
+        if index is None or index.is_cpu:
+            _copy(tensor, of, to, transfer)
+        else:
+            tensor[: len(sources)] = tensor.index_select(0, index.to(tensor.device))
+
+    has_memory = True
     for tensor in tensors:
-        tensor[: len(sources)] = tensor.index_select(0, index.to(tensor.device))
+        try:
+            move(tensor)
+            continue
+        except torch.OutOfMemoryError:  # while it is handled, it holds what the frames hold that it came through
+            has_memory = False
+        for column in tensor.split(1, 2):
+            move(column)
+    return has_memory
 
 
 def copy_rows(
@@ -454,5 +470,10 @@ def copy_rows(
     transfer = Transfer() if transfer is None else transfer
     of, to = transfer.add(sources), transfer.add(destinations)
     for tensor in tensors:
-        device = tensor.device
-        tensor.index_copy_(0, transfer.on(device, to), tensor.index_select(0, transfer.on(device, of)))
+        _copy(tensor, of, to, transfer)
+
+
+def _copy(tensor: Tensor, of: int, to: int, transfer: Transfer) -> None:
+    """`copy_rows` of one tensor; its rows are lists of the transfer."""
+    device = tensor.device
+    tensor.index_copy_(0, transfer.on(device, to), tensor.index_select(0, transfer.on(device, of)))

@@ -224,6 +224,8 @@ class BlockStore:
         """Whether there was memory for it. Looks first: tensors that had grown before one could not might stay large."""
         if lacks_room(tensors.bytes_to_grow(num_blocks)):
             return False
+        for holder in self.holders():
+            holder.view.let_go()
         try:
             tensors.ensure_capacity(num_blocks)
         except torch.OutOfMemoryError:

@@ -44,6 +44,8 @@ class CopiedRows(Protocol):
     @property
     def most_copies(self) -> int: ...  # of all columns of the rows, at a time
 
+    def let_go(self) -> None: ...  # of what it reads in the pool, whose memory is about to be replaced
+
 
 class Holder(Protocol):
     """What a store must know of a call."""

@@ -13,7 +13,6 @@ from hf_paged_cache.call import held_steps
 from hf_paged_cache.call.call import CallState
 from hf_paged_cache.call.held_steps import UNREAD_TOKEN, PassedStep
 from hf_paged_cache.call.rows import Row
-from hf_paged_cache.kv import block_pool
 from hf_paged_cache.store.block_store import BlockStore
 
 from .bench import BLOCK_SIZE, LAYERS, Bench, limits, make_rows
@@ -177,17 +176,62 @@ def interrupt_copies(bench: Bench, monkeypatch: pytest.MonkeyPatch, *token_ids: 
             bench.call.schedule_step(token_ids)
 
 
+@pytest.mark.parametrize("pads", [[0, 0, 0], [0, 0, 1]], ids=["of one length", "padded"])
+def test_the_pool_gets_steps_of_rows_that_forked_without_memory(
+    pads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = begun(range(11, 20), PROMPT, range(30, 39 - pads[2]), pads=pads)
+    bench.step(20, 30, 40)
+    bench.call.reorder((1, 1, 2))
+    with monkeypatch.context() as patch:
+        for name in ("index_select", "index_copy_"):
+            patch.setattr(torch.Tensor, name, have_no_memory)
+        bench.call.fork_rows().free()
+    assert all(0.0 not in tokens for tokens in in_pool(bench))
+    make_view_anew(bench)
+    bench.step(50, 51, 52)  # compares
+
+
+def have_no_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("on purpose")
+
+
+@pytest.mark.parametrize("sources", [(1, 0, 2), (1, 1, 0), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("num_moved", [0, 1, 3], ids=lambda number: f"{number} tensors have moved")
+def test_where_memory_runs_out_as_rows_change_places_they_go_on_without_copies(
+    num_moved: int, sources: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = begun(PROMPT, range(11, 20), range(30, 38), pads=[0, 0, 1])
+    bench.step(20, 30, 40)
+    whole, select = list[torch.Tensor](), torch.Tensor.index_select
+
+    def have_memory_for_a_column(states: torch.Tensor, *args: Any) -> torch.Tensor:
+        if states.dim() == 4 and states.shape[2] > 1:
+            whole.append(states)
+            if len(whole) > num_moved:
+                raise torch.OutOfMemoryError("on purpose")
+        return select(states, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "index_select", have_memory_for_a_column)
+        bench.call.reorder(sources)
+    assert len(whole) == 4  # keys and values of two layers
+    bench.step(21, 31, 41)  # compares
+    assert not bench.call.view.keeps_columns
+    assert bench.call.view.num_bytes == 0
+    assert all(0.0 not in tokens for tokens in in_pool(bench))
+    bench.call.reorder((2, 0, 1))
+    bench.step(22, 32, 42)
+    bench.end()
+
+
 def test_where_memory_runs_out_as_rows_change_places_the_call_ends_and_no_other_sees_its_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = begun(PROMPT, range(11, 20))
     bench.step(20, 30)
-
-    def have_no_memory(*_: Any) -> None:
-        raise torch.OutOfMemoryError("on purpose")
-
     with monkeypatch.context() as patch:
-        patch.setattr(block_pool, "copy_rows", have_no_memory)
+        patch.setattr(torch.Tensor, "index_select", have_no_memory)
         with pytest.raises(OutOfBlocksError, match="out of memory where 2 rows change places; ask for fewer"):
             bench.call.reorder((1, 0))
     assert bench.call.state is CallState.IDLE

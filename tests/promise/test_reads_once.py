@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.attention import shared_reads
 
 from ..internals import held_tensors, note_served, split_everywhere
-from ..reference import PROMPT, assert_same, batch, is_same, row, run, zero_blocks
+from ..reference import PROMPT, AtStep, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -101,6 +102,23 @@ def test_of_rows_that_are_multiplied_next_nothing_is_copied_and_of_their_tails_n
     shared = cache.last_call.read_once_tokens // 4 * sum(tensor[:1].nbytes for tensor in held_tensors(cache))
     assert held[0] == 0
     assert shared / 2 < max(held) <= 1.25 * shared
+
+
+def test_a_pool_that_grows_while_rows_share_gives_its_old_memory_back(served: list[bool]) -> None:
+    model, given = tiny("llama"), {**batch(PROMPT), "num_beams": 4, "max_new_tokens": 8}
+    cache = PagedPrefixCache(PrefixStore(model, block_size=4))
+    live: list[int] = []
+
+    def grow() -> None:
+        replaced = [weakref.ref(tensor._base) for tensor in held_tensors(cache)]  # what parts of it keep
+        num_blocks = cache.store.blocks.allocator.num_blocks
+        cache.store.blocks.make_room(cache.store.blocks.pool.all.capacity)
+        assert cache.store.blocks.allocator.num_blocks > num_blocks
+        live.append(sum(each() is not None for each in replaced))
+
+    assert_same(run(model, **given), run(model, cache, **given, logits_processor=[AtStep(5, grow)]))
+    assert live == [0]
+    assert served
 
 
 def test_plain_forwards_go_on_after_rows_were_cut_moved_copied_and_left_out(served: list[bool]) -> None:

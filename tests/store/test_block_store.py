@@ -32,7 +32,7 @@ class IdleHolder:
     salt = b""
 
     def __init__(self, most_copies: int = 0) -> None:
-        self.view = SimpleNamespace(most_copies=most_copies, num_bytes=0)
+        self.view = SimpleNamespace(most_copies=most_copies, num_bytes=0, let_go=lambda: None)
 
     def drop_rows(self) -> None:
         """Nothing to drop."""
