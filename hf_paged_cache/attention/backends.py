@@ -20,7 +20,7 @@ class Part(NamedTuple):
 
     Attributes:
         key, value: [B, H, L, D]; the sizes of the two may differ.
-        mask: added to the scores, broadcast to [B, query heads, T, L]; None: all is seen.
+        mask: [B or 1, 1, T, L], in the dtype of the query, added to the scores; None: all is seen.
     """
 
     key: Tensor

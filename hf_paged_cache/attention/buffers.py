@@ -1,8 +1,9 @@
-"""Memory of a view: the columns of its rows in one layer, to which each forward appends, and steps in few operations.
+"""The buffers of a view, a tensor for keys and one for values in each layer, and the fast path that appends a decode step to them.
 
 Columns are counted from the left, padding included.
 """
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,12 +17,12 @@ class Buffer:
 
     columns of a row: [base, valid) a copy of the pool, but for held steps | [valid, ..) unspecified, finite
 
-    On a host a forward appends in place, to spare columns. An accelerator does not wait for a copy, but for being asked; and its
-    kernels are chosen, and round, by how a tensor lies. So there each forward joins columns and new ones, as a `DynamicCache`
-    does: attention gets tensors that lie as they do there, and gives the same bits.
+    On a host a forward is appended in place, to spare columns. On an accelerator it is joined by `torch.cat` into a new tensor,
+    as a `DynamicCache` does: a copy costs nothing where a step waits for its launches. Kernels are chosen, and round, by strides,
+    so without a window attention gives the same bits.
 
     Attributes:
-        is_exact: it has no columns but those that were read last and, with a window, a block of steps before them.
+        is_exact: it is joined, and has no spare columns.
     """
 
     __slots__ = ("base", "device", "dtype", "head_dim", "is_exact", "num_columns", "num_heads", "num_rows", "states")
@@ -84,49 +85,56 @@ class Step(NamedTuple):
     length: int
 
 
-class Reader(Protocol):
-    """Who reads buffers.
+class Steps(Protocol):
+    """A group of layers.
 
     Attributes:
         step: the running forward, if it is a step that goes behind the columns held.
-        num_bytes: by which its layers' buffers have grown by being joined.
     """
 
     step: Step | None
-    num_bytes: int
 
 
 class LayerSteps:
-    """The buffers of a layer's keys and values, to which step after step is appended.
-
-    Beside a small model, and on an accelerator beside any, a layer of a step takes as long as its operations take to be asked
-    for. So this asks for the fewest, and leaves all that is not plain to `View.read`.
+    """Appends decode steps to one layer's keys and values in few operations: a step's time is mostly launches.
 
     Args:
-        of: whose forwards these are.
-        key, value: of a forward, [R, H, T, D]: a step that is like it is plain.
+        layer_idx: the layer.
+        group: says where the running step is written and read.
+        keys, values: the layer's buffers.
+        key, value: [R, H, T, D], of any forward: steps with the same R, H, D, dtype and device can be appended.
+        release: is told of memory that is let go; see `BlockPool.release`.
 
     Attributes:
         writes: (layer index, name) of what it writes.
     """
 
-    __slots__ = ("_key_shape", "_keys", "_kind", "_of", "_value_shape", "_values", "writes")
+    __slots__ = ("_group", "_key_shape", "_keys", "_kind", "_release", "_value_shape", "_values", "writes")
 
-    def __init__(self, layer_idx: int, of: Reader, keys: Buffer, values: Buffer, key: Tensor, value: Tensor) -> None:
+    def __init__(
+        self,
+        layer_idx: int,
+        group: Steps,
+        keys: Buffer,
+        values: Buffer,
+        key: Tensor,
+        value: Tensor,
+        release: Callable[[Iterable[Tensor]], None],
+    ) -> None:
         self.writes = ((layer_idx, "key"), (layer_idx, "value"))
-        self._of, self._keys, self._values = of, keys, values
+        self._group, self._keys, self._values, self._release = group, keys, values, release
         self._key_shape, self._value_shape = ((*new.shape[:2], 1, new.shape[3]) for new in (key, value))
         self._kind = key.dtype, value.dtype, key.device, value.device
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Write a token of each row, and return what its attention reads; None where it is not like the step before.
+        """Write a token of each row, and return what its attention reads. None, with nothing changed: `View.read` is to be asked.
 
         Shapes: [R, H, 1, D]; returns [R, H, columns, D].
 
         Raises:
             torch.OutOfMemoryError: there is none for what is joined; `View.read` may be asked.
         """
-        step = self._of.step
+        step = self._group.step
         if step is None or key.shape != self._key_shape or value.shape != self._value_shape:
             return None
         if (key.dtype, value.dtype, key.device, value.device) != self._kind:
@@ -142,8 +150,17 @@ class StepsInPlace(LayerSteps):
 
     __slots__ = ("_key_slots", "_key_strides", "_slots_at", "_value_slots", "_value_strides")
 
-    def __init__(self, layer_idx: int, of: Reader, keys: Buffer, values: Buffer, key: Tensor, value: Tensor) -> None:
-        super().__init__(layer_idx, of, keys, values, key, value)
+    def __init__(
+        self,
+        layer_idx: int,
+        group: Steps,
+        keys: Buffer,
+        values: Buffer,
+        key: Tensor,
+        value: Tensor,
+        release: Callable[[Iterable[Tensor]], None],
+    ) -> None:
+        super().__init__(layer_idx, group, keys, values, key, value, release)
         self._key_strides, self._value_strides = keys.states.stride(), values.states.stride()
         self._key_slots = self._value_slots = tuple[Tensor, ...]()
         self._slots_at = 0  # the column of the first
@@ -193,7 +210,7 @@ class JoinedSteps(LayerSteps):
                 states = states.narrow(0, 0, num_rows).narrow(2, before, column)
             joined.append(torch.cat((states, new), 2))
         for buffer, states in ((self._keys, joined[0]), (self._values, joined[1])):
-            self._of.num_bytes += states.nbytes - buffer.states.nbytes
+            self._release((buffer.states,))
             buffer.states, buffer.base, buffer.num_rows, buffer.num_columns = states, base, num_rows, column + 1
         if first:
             return joined[0].narrow(2, first, length), joined[1].narrow(2, first, length)

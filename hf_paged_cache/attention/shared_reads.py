@@ -1,6 +1,6 @@
 """What the rows of a view share, read once: the plan, copies of segments, and attention over segments and tails.
 
-A `View` without windows asks it at each forward where the rows' own columns begin, keeps those, and hands them back with
+A `View` asks it, for its layers without a window, where the rows' own columns begin; it keeps those, and hands them back with
 what a layer reads. Copies of segments are kept while the plan lasts. Where a model, or a call, wants something that cannot be
 served, what it reads becomes dense, and its rows are read each by itself from the next forward on: after a model for good,
 after a call until other rows run.
@@ -118,8 +118,8 @@ class SharedReads:
         if self.plan is not None:
             self.read_once = self.read_once._replace(dense=CALL_LOOKS if is_call else MODEL_LOOKS)
 
-    def reorder(self, sources: Sequence[int]) -> bool:
-        """Row `i` continues as row `sources[i]`. Returns whether what is held is of these rows as well, tails apart."""
+    def fits(self, sources: Sequence[int]) -> bool:
+        """Whether plan and copies stay right if row `i` continues as row `sources[i]`. Changes nothing."""
         return self.plan is None or [self._kinds[source] for source in sources] == self._kinds
 
     def require_of(self, rows: Sequence[RowLayout]) -> None:
@@ -225,7 +225,7 @@ class SharedReads:
         }
 
     def found(self, layer_idx: int, new: Mapping[str, Tensor]) -> dict[str, list[Tensor]] | None:
-        """name -> of each segment [1, H, tokens, D], as the layer read it for the forward before; None: the pool must be asked."""
+        """The segments that the layer read in an earlier forward, name -> [1, H, tokens, D] each; None: the pool must be asked."""
         found = self._found.get(layer_idx)
         if found is None:
             return None
@@ -285,10 +285,10 @@ class LazySteps:
     """The steps of a layer whose rows share a plan: each is appended to the tails, and read with the segments.
 
     Args:
-        tails: where they are.
+        tails: appends to the rows' own columns.
 
     Attributes:
-        writes: as of these.
+        writes: (layer index, name) of what it writes.
     """
 
     __slots__ = ("_layer_idx", "_shared", "_tails", "writes")

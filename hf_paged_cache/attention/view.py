@@ -1,8 +1,8 @@
 """Owns what attention reads of the running rows: for each group of layers, the columns that they see.
 
-Layers with the same window are a group, and those without one. A view keeps a copy of what a group sees, which each forward
-appends to in place; or it keeps nothing, and gathers each layer's columns from the pool. Where there is no memory for a copy,
-a view that keeps one gathers until other rows start. Either way layers without a window have once what rows share (see
+Layers with the same window are a group; those without one are a group, too. A view keeps a copy of the columns that a group
+sees, and adds each forward's (see `buffers`). Or it keeps none, and gathers each layer's columns from the pool: with
+`attention="gather"`, where memory ran out, in a forward behind which rows are multiplied, and for beams with long tails. Either way layers without a window have once what rows share (see
 `shared_reads`), and of each row what follows. `start_forward` says what a forward reads, and where it comes from.
 
 Copies may be dropped between any two forwards, and are made again; but for the columns of held steps, see
@@ -34,9 +34,9 @@ MIN_SPARE_COLUMNS = 128  # that a buffer has at least when it grows: few decode 
 class _Group:
     """The layers with one window, or with none: what they read in the running forward.
 
-    A buffer has room for a block more than it keeps. Where it is full, its last columns move to its front: a copy for each
-    block of steps, where `DynamicCache` makes one for each step. It keeps one block more than the window: of steps that the
-    pool has not got yet, and drafts that may be taken back. Without a window it keeps all.
+    On a host a buffer has room for one block more than it keeps. When it is full, its last columns move to its front: one copy a
+    block of steps, where `DynamicCache` makes one a step. An exact buffer drops old columns at each step. Both keep a block more
+    than the window: steps that the pool has not got, and drafts that may be taken back. Without a window all are kept.
     """
 
     def __init__(self, window: int | None, block_size: int) -> None:
@@ -55,7 +55,6 @@ class _Group:
         self.room = 0  # columns of a buffer that the forward needs
         self.missing: list[tuple[slice, int, ReadSource]] = []  # to gather: rows, their first column, and up to `start`
         self.step: Step | None = None  # the forward, if it is one that goes behind the columns held
-        self.num_bytes = 0  # by which buffers have grown by steps that were joined
         self.is_anew = False  # nothing that the buffers hold before `start` is of these rows
 
 
@@ -72,11 +71,9 @@ class View:
 
     Attributes:
         window_of: as it is now; whoever asks how far a layer sees, asks here.
-        most_copies: of all columns of the rows, held at a time: 1, or 0.
-        keeps_columns: what a step writes is read from the view's own memory, so the pool may get it later. Not where memory
-            has run out; and a forward whose rows are multiplied behind it keeps nothing, which would be thrown away there.
+        most_copies: 1 if a copy of the rows' columns may be kept, else 0; the store's budget counts it.
+        keeps_columns: the running forward's columns are kept here, so the pool may get a step's later.
         steps: layer index -> what a step may be appended with, in place of `read`, where `may_append`.
-        may_append: of the running forward, whether what its layers read is kept.
     """
 
     def __init__(self, pool: BlockPool, window_of: Mapping[int, int], *, keeps_copies: bool = True) -> None:
@@ -89,7 +86,6 @@ class View:
         self._memory = RecycledMemory()  # for what is gathered
         self._buffers: dict[int, dict[str, Buffer]] = {}
         self.steps: dict[int, LayerSteps | LazySteps] = {}
-        self._buffer_bytes = 0
         self._shared = SharedReads(pool)
         self._square: CausalSquare | None = None  # the forward, if it is attended as one
         self._kept: list[RowLayout] = []  # row -> what the buffers hold of it, as of the last `keep`
@@ -97,7 +93,6 @@ class View:
         self._max_rows, self._max_columns = 0, math.inf
         self._num_rows = self._start = self._stop = 0  # of the forward
         self._layouts: Callable[[], Sequence[RowLayout]] = list
-        self.may_append = False
         self._is_all = False  # the forward computes all that its call ever reads: nothing is kept of it
         self._may_change = bool(window_of)
         self._group(window_of)
@@ -137,8 +132,8 @@ class View:
     @property
     def num_bytes(self) -> int:
         """Bytes held besides the pool."""
-        joined = sum(group.num_bytes for group in self._groups)
-        return self._buffer_bytes + joined + self._memory.num_bytes + self._shared.num_bytes
+        held = sum(buffer.states.nbytes for layer in self._buffers.values() for buffer in layer.values())
+        return held + self._memory.num_bytes + self._shared.num_bytes
 
     @property
     def backend(self) -> str:
@@ -212,8 +207,6 @@ class View:
             rows: asked only where columns are gathered; then the pool has all of them before `start`.
             transfer: that goes to the devices of this forward; None: nothing else does.
         """
-        if num_rows != self._num_rows:
-            self.steps = {}
         self._num_rows, self._start, self._stop = num_rows, start, stop
         first_own, layouts = 0, None
         if num_rows > 1 or self._shared.plan is not None:
@@ -251,7 +244,9 @@ class View:
                     layouts = rows() if layouts is None else layouts
                     transfer = Transfer() if transfer is None else transfer
                     self._miss(group, layouts, transfer)
-            elif window is not None and self._pool.accelerators:  # nothing is joined that is not kept
+            elif (
+                window is not None and self._pool.accelerators
+            ):  # exact buffers begin with the first column that is kept
                 base = max(base, start - int(group.num_kept))
             next_base, room = base, stop - base
             if room > group.capacity:
@@ -266,17 +261,19 @@ class View:
                 group.step = Step(base, room, start - base, first - base, stop - first)
         if self.keeps_columns:
             valid[:num_rows] = [0 if self._is_all else stop] * num_rows
-        self.may_append = self.keeps_columns and not self._is_all
 
     def _end_of_kept(self, num_rows: int) -> float:
-        """Up to where a copy of the tails beside the pool is small against what it is saved to copy: what rows share."""
+        """The last column up to which tails are kept: all together have at most `_MOST_TAILS` times the tokens that the rows share.
+
+        Infinite where rows stay in their places.
+        """
         plan = self._shared.plan
         if plan is None or not self._change_places:
             return math.inf
-        return plan.first_own + _MOST_TAILS * plan.first_own // num_rows
+        return plan.first_own + (_MOST_TAILS * plan.first_own) // num_rows
 
     def change_places(self) -> None:
-        """Rows fork and change places at each step, so the pool has each step's columns: of many tails no copy is kept beside it."""
+        """Rows fork and change places at each step. Long tails are then read from the pool: a copy would be reordered at each step."""
         self._change_places = True
 
     def _follow(self, layouts: Sequence[RowLayout], start: int, transfer: Transfer) -> None:
@@ -358,8 +355,8 @@ class View:
                 held.at(slice(num_rows), held.base, stop).copy_(whole[:, :, held.base - first :])
         if group.next_base == base and read.keys() == {"key", "value"} and self._square is None:
             keys, values = buffers["key"], buffers["value"]
-            in_buffers = JoinedSteps if keys.is_exact else StepsInPlace
-            steps = in_buffers(layer_idx, group, keys, values, new["key"], new["value"])
+            kind = JoinedSteps if keys.is_exact else StepsInPlace
+            steps = kind(layer_idx, group, keys, values, new["key"], new["value"], self._pool.release)
             self.steps[layer_idx] = LazySteps(layer_idx, self._shared, steps) if is_lazy else steps
         return self._lazily(layer_idx, new, read) if is_lazy else read
 
@@ -433,7 +430,6 @@ class View:
         buffers = self._buffers[layer_idx]
         replaced = buffers.get(name, NO_BUFFER).states
         self._pool.release([replaced])
-        self._buffer_bytes += made.states.nbytes - replaced.nbytes
         buffers[name] = made
 
     def do_without_copies(self) -> None:
@@ -460,7 +456,7 @@ class View:
 
     def would_keep(self, sources: Sequence[int]) -> bool:
         """Whether all that is held of the rows goes with them, if these are selected."""
-        return self.keeps_columns and len(sources) == len(self._valid) and self._shared.reorder(sources)
+        return self.keeps_columns and len(sources) == len(self._valid) and self._shared.fits(sources)
 
     def select(self, sources: Sequence[int], shared_columns: int = 0, index: Tensor | None = None) -> None:
         """See `Follower`. Where there are fewer rows than before, or some change places and others are new, copies are dropped."""
@@ -474,7 +470,7 @@ class View:
             self._grow(sources, stop)
         elif is_growing:
             self.drop()  # more rows share more: what they read is made anew
-        elif not self._shared.reorder(sources):
+        elif not self._shared.fits(sources):
             self.drop()
         elif list(sources) != list(range(num_rows)) and shared_columns < stop:
             held = (held for layer in self._buffers.values() for held in layer.values() if held.base < stop)
@@ -536,7 +532,7 @@ class View:
     def _leave_buffers(self) -> None:
         """Forget all copies but those of what rows share."""
         self._pool.release(held.states for layer in self._buffers.values() for held in layer.values())
-        self._buffers, self.steps, self._buffer_bytes = {}, {}, 0
+        self._buffers, self.steps = {}, {}
         self._kept, self._valid, self._layouts = [], [], list
         for group in self._groups:
             group.reset()

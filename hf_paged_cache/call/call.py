@@ -408,7 +408,9 @@ class Call:
             try:
                 self.store.pool.join_streams()
                 token_ids = self._held.hold(rows, passed)
-                is_owed = bool(self.store.allocator.pending_copies)  # by another call, which was interrupted twice
+                is_owed = bool(
+                    self.store.allocator.pending_copies
+                )  # copies that an interrupted call left: of whole blocks
                 transfer = None if num_rows == 1 or self._held.view_from is not None else Transfer()
                 num_taken, slot_mapping = take_step(self, token_ids, self._held.flush_scheduled, transfer)
                 self.view.start_forward(self._held.layouts, num_rows, before, before + 1, transfer)
@@ -418,8 +420,8 @@ class Call:
                     self._is_larger = True
                     renew_reservation(self, before + 1)
                     # last: with their ids goes all that the step needs
-                    num_slots = None if is_owed else self._held.num_slots_in_pool(rows)
-                    self.store.make_copies(transfer, may_wait=False, num_slots=num_slots)
+                    are_filled = not is_owed and self._held.has_whole_blocks(rows)  # when the pool catches up
+                    self.store.make_copies(transfer, may_wait=False, are_filled=are_filled)
                 self.forward = ScheduledForward(
                     before, before + 1, tuple(range(num_rows)), None, slot_mapping, is_step=True
                 )
@@ -717,6 +719,7 @@ class Call:
         Raises:
             CacheArgumentError: a source that is no row; nothing has changed.
             CacheBusyError: a `generate` or a forward of another thread is running on them.
+            OutOfBlocksError: there is no memory to move what the pool has not got yet; the rows are dropped.
         """
         if isinstance(sources, Tensor):
             self._reorder(self.catch_up(sources), sources)
@@ -733,22 +736,23 @@ class Call:
                 return
             if not sources or min(sources) < 0 or max(sources) >= len(rows):
                 raise CacheArgumentError(f"rows {list(sources)} asked for; the cache has rows 0 to {len(rows) - 1}")
-            stay = self._held.may_stay(rows, sources)
-            if not stay:
+            moves_in_view = self._held.may_move_in_view(rows, sources)
+            if not moves_in_view:
                 self._commit()
             self.view.change_places()
             index = None if rows.is_aliased else index
             try:
                 origins, shared_columns = rows.select(sources)
                 self._move(origins, shared_columns, index)
-                if stay and not self.view.keeps_columns:
+                if moves_in_view and not self.view.keeps_columns:
                     raise OutOfBlocksError(
-                        f"out of memory where {len(rows)} rows change places; ask for fewer rows or tokens, or free memory"
+                        f"out of memory while {len(rows)} rows changed places, so they were dropped; ask for fewer rows or "
+                        "tokens, or free memory"
                     )
             except BaseException:
                 for follower in self._followers:  # they may have moved by different amounts
                     follower.drop()
-                if stay:  # with what held steps wrote
+                if moves_in_view:  # what held steps wrote is lost
                     self._held.drop()
                     rows.free()
                     self.rows = Rows([], [], 0)

@@ -139,7 +139,8 @@ class HeldSteps:
         view: which has them.
 
     Attributes:
-        view_from: columns from here on may be in the view alone, and a step writes there, not into the pool; None: none.
+        view_from: columns before it are in the pool; those from it on are only in the view, if that keeps columns. None: all are in
+            the pool, and a step writes there.
         layouts: gives the rows of a scheduled step, to be gathered: the pool has their confirmed columns from then on.
     """
 
@@ -178,14 +179,14 @@ class HeldSteps:
             return False
         return any(row.table.is_full for row in rows.distinct)
 
-    def num_slots_in_pool(self, rows: Rows) -> int | None:
-        """Of the blocks that a scheduled step writes to, the most first slots that the pool has, and not the view alone; None: all."""
+    def has_whole_blocks(self, rows: Rows) -> bool:
+        """Whether the view alone has all that is before a scheduled step in the blocks that it writes to."""
         start, size = self.view_from, self._store.block_size
         if start is None:
-            return None
-        return max(max(0, start - row.pad - (row.table.num_tokens - 1) // size * size) for row in rows.distinct)
+            return False
+        return all(start - row.pad <= (row.table.num_tokens - 1) // size * size for row in rows.distinct)
 
-    def may_stay(self, rows: Rows, sources: Sequence[int]) -> bool:
+    def may_move_in_view(self, rows: Rows, sources: Sequence[int]) -> bool:
         """Whether the pool need not catch up before rows change places: the view moves all their columns, and no block is full."""
         if self._rows is not rows or self.view_from is None or self._unread or rows.is_aliased:
             return False
@@ -253,6 +254,9 @@ class HeldSteps:
         if is_scheduled and start == stop:  # nothing is owed: asked more than once in a step
             return
         if start is not None and start < stop and rows.distinct:
+            self._store.make_copies(
+                may_wait=False
+            )  # first: a block that a step took may hold what is not offloaded yet
             self._write(rows, start, stop)
         if start is not None:
             self.view_from = stop if is_scheduled else None
@@ -292,7 +296,9 @@ class HeldSteps:
         except torch.OutOfMemoryError:  # while it is handled, it holds what the frames hold that it came through
             pass
         for number, (block_id, offset) in zip(writers.values(), places, strict=True):
-            for layer_idx, states in self._view.columns(start, stop):  # takes no memory, and nobody else has these columns
+            for layer_idx, states in self._view.columns(
+                start, stop
+            ):  # takes no memory, and nobody else has these columns
                 one = {name: new[number : number + 1] for name, new in states.items()}
                 pool.write_blocks([(layer_idx, one)], [block_id], offset)
 

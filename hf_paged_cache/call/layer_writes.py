@@ -37,13 +37,12 @@ class LayerWrites:
         self.gradients.start_forward()
 
     def append(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """`write` of a step's keys and values that go to the view alone, behind those of the step before; None: `write` is to be asked.
+        """The fast path of `write`: append one token a row to the view alone. None, with nothing written: `write` is to be asked.
 
-        Touches nothing but the view's own memory, so it needs no lock.
+        Shapes: [R, H, 1, D]; returns [R, H, columns, D]. Touches nothing but the view's own memory, so it needs no lock.
         """
-        view = self._view
-        steps = view.steps.get(layer_idx)
-        if steps is None or not view.may_append or self._held.view_from is None:
+        steps = self._view.steps.get(layer_idx)
+        if steps is None or self._held.view_from is None:
             return None
         if torch.is_grad_enabled() or not self.written.isdisjoint(steps.writes):
             return None

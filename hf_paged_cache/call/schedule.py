@@ -125,7 +125,9 @@ def take_step(
     row gets a copy.
 
     Args:
-        flush: writes to the pool what it has not got yet, before blocks are committed.
+        token_ids: one a running row.
+        flush: makes the pool catch up; called before a full block is committed.
+        transfer: that the slots go with; None: one of their own.
 
     Returns:
         the number of blocks taken, and the slots of the tokens.

@@ -97,25 +97,22 @@ class GroupTensors:
         self._streams.release(tensor)
         return resized
 
-    def copy_blocks(
-        self, copies: Sequence[tuple[int, int]], transfer: Transfer | None = None, num_slots: int | None = None
-    ) -> None:
-        """Copy blocks in all layers, as if one `(source, destination)` after the other.
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], transfer: Transfer | None = None) -> None:
+        """Copy whole blocks in all layers, as if one `(source, destination)` after the other.
 
         Args:
             transfer: that their ids go with, where a device needs them; None: one of their own.
-            num_slots: of each, the first ones are copied; None: all are.
         """
         sources, destinations = [source for source, _ in copies], [destination for _, destination in copies]
         self.use(1 + max(destinations, default=-1))
         in_any_order = len({*sources, *destinations}) == len(set(sources)) + len(destinations)
         if len(copies) > 1 and in_any_order:
             with contextlib.suppress(torch.OutOfMemoryError):  # one by one takes no memory
-                copy_rows((tensor[:, :, :num_slots] for tensor in self), sources, destinations, transfer)
+                copy_rows(self, sources, destinations, transfer)
                 return
         for source, destination in copies:
             for tensor in self:
-                tensor[destination, :, :num_slots].copy_(tensor[source, :, :num_slots])
+                tensor[destination].copy_(tensor[source])
 
     def clear(self) -> None:
         """Give all memory back."""

@@ -433,22 +433,20 @@ class BlockStore:
         if self._must_give_back and not self.allocator.num_blocks_in_use:
             self.reset_prefix_cache(keep_tiers=True)
 
-    def make_copies(
-        self, transfer: Transfer | None = None, *, may_wait: bool = True, num_slots: int | None = None
-    ) -> None:
+    def make_copies(self, transfer: Transfer | None = None, *, may_wait: bool = True, are_filled: bool = False) -> None:
         """Copy out what was evicted, and make the pending copies of copy on write; to be called before the next write.
 
         Args:
             transfer: see `BlockPool.copy_blocks`.
             may_wait: see `LowerTiers.offload`.
-            num_slots: of each block, what the pool has; None: all of it. Blocks of windows are copied whole.
+            are_filled: the blocks to be copied to will be filled from elsewhere. Those of windows are copied all the same.
         """
         if self.tiers.tiers:
             self.tiers.offload(may_wait=may_wait)
         copies = self.allocator.pending_copies
         if copies:
-            if num_slots != 0:
-                self.pool.all.copy_blocks(copies, transfer, num_slots)
+            if not are_filled:
+                self.pool.all.copy_blocks(copies, transfer)
             self.allocator.drop_copies(len(copies))
         for group in self.windows.groups:
             if group.copies:

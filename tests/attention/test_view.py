@@ -135,7 +135,7 @@ class Bench:
             if layer_idx in without:
                 self.view.do_without_copies()
                 self.held_from = None
-            steps = self.view.steps.get(layer_idx) if self.view.may_append and not self.in_parts else None
+            steps = None if self.in_parts else self.view.steps.get(layer_idx)
             appended = None if steps is None else steps.append(new["key"], new["value"])
             if appended is not None:
                 self.num_appended += 1

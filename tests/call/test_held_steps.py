@@ -136,6 +136,27 @@ def test_a_fork_gets_what_the_pool_has_of_its_block() -> None:
     bench.step(40, 41)  # compares
 
 
+def test_what_a_step_evicts_is_copied_out_before_the_pool_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, done = begun(PROMPT, range(11, 20)), list[str]()
+    bench.step(20, 30)
+    bench.call.reorder((1, 1))
+    view = bench.call.view
+    start_forward = view.start_forward
+
+    def ask_for_rows(rows: Callable[[], Any], *given: Any) -> None:
+        rows()
+        start_forward(rows, *given)
+
+    def noted(name: str, function: Callable[..., None]) -> Callable[..., None]:
+        return lambda *given, **options: done.append(name) or function(*given, **options)
+
+    monkeypatch.setattr(view, "start_forward", ask_for_rows)
+    for owner, name in ((bench.store, "make_copies"), (bench.store.pool, "write_blocks")):
+        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
+    bench.step(21, 31)
+    assert done[:2] == ["make_copies", "write_blocks"]
+
+
 def test_copies_that_an_interrupted_step_owes_are_made_before_its_rows_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = begun(PROMPT, range(11, 20))
     bench.step(20, 30)
@@ -232,7 +253,9 @@ def test_where_memory_runs_out_as_rows_change_places_the_call_ends_and_no_other_
     bench.step(20, 30)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "index_select", have_no_memory)
-        with pytest.raises(OutOfBlocksError, match="out of memory where 2 rows change places; ask for fewer"):
+        with pytest.raises(
+            OutOfBlocksError, match="out of memory while 2 rows changed places, so they were dropped; ask for fewer"
+        ):
             bench.call.reorder((1, 0))
     assert bench.call.state is CallState.IDLE
     bench.call.store.check()
