@@ -254,9 +254,8 @@ class HeldSteps:
         if is_scheduled and start == stop:  # nothing is owed: asked more than once in a step
             return
         if start is not None and start < stop and rows.distinct:
-            self._store.make_copies(
-                may_wait=False
-            )  # first: a block that a step took may hold what is not offloaded yet
+            # first: a block that a step took may hold what is not offloaded yet
+            self._store.make_copies(may_wait=False)
             self._write(rows, start, stop)
         if start is not None:
             self.view_from = stop if is_scheduled else None
