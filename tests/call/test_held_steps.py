@@ -157,8 +157,11 @@ def test_what_a_step_evicts_is_copied_out_before_the_pool_catches_up(monkeypatch
     assert done[:2] == ["make_copies", "write_blocks"]
 
 
-def test_copies_that_an_interrupted_step_owes_are_made_before_its_rows_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = begun(PROMPT, range(11, 20))
+@pytest.mark.parametrize("keeps_copies", [True, False])
+def test_copies_that_an_interrupted_step_owes_are_made_before_its_rows_go_on(
+    keeps_copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = begun(PROMPT, range(11, 20), keeps_copies=keeps_copies)
     bench.step(20, 30)
     bench.call.reorder((1, 1))
     interrupt_copies(bench, monkeypatch, 21, 31)
