@@ -458,7 +458,7 @@ def reorder_rows(tensors: Iterable[Tensor], sources: Sequence[int], index: Tenso
             continue
         except torch.OutOfMemoryError:  # while it is handled, it holds what the frames hold that it came through
             has_memory = False
-        for column in tensor.split(1, 2):
+        for column in torch.split(tensor, 1, 2):
             move(column)
     return has_memory
 
