@@ -294,10 +294,9 @@ class HeldSteps:
             return
         except torch.OutOfMemoryError:  # while it is handled, it holds what the frames hold that it came through
             pass
+        # takes no memory, and nobody else has these columns
         for number, (block_id, offset) in zip(writers.values(), places, strict=True):
-            for layer_idx, states in self._view.columns(
-                start, stop
-            ):  # takes no memory, and nobody else has these columns
+            for layer_idx, states in self._view.columns(start, stop):
                 one = {name: new[number : number + 1] for name, new in states.items()}
                 pool.write_blocks([(layer_idx, one)], [block_id], offset)
 

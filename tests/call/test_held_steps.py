@@ -207,6 +207,7 @@ def test_the_pool_gets_steps_of_rows_that_forked_without_memory(
 ) -> None:
     bench = begun(range(11, 20), PROMPT, range(30, 39 - pads[2]), pads=pads)
     bench.step(20, 30, 40)
+    bench.step(21, 31, 41)
     bench.call.reorder((1, 1, 2))
     with monkeypatch.context() as patch:
         for name in ("index_select", "index_copy_"):
