@@ -125,6 +125,7 @@ class Call:
         self._may_step = False  # rows resume under the conditions that they have run under
         self._num_columns_before = 0  # columns before the last confirmed forward
         self._began_known = False  # the rows of this call have begun, see `begin_known`
+        self._are_lost = False  # its rows were dropped as they changed places
         self.counters = PromptCounters(store.call_totals)
         self.peak_kv_bytes = 0
         self.keeps_past = False  # drafts will be verified, and taken back by `crop`
@@ -153,7 +154,7 @@ class Call:
             self.limits = limits
             self.store.give_back_reservation(self)
             self.num_scheduled = 0
-            self.keeps_past = self._may_step = self._began_known = False
+            self.keeps_past = self._may_step = self._began_known = self._are_lost = False
             if self.states is not None:
                 self.states.live.record_past(records=False)
             self._held.begin()
@@ -226,6 +227,11 @@ class Call:
         with store.lock:
             if self._is_open:
                 self.roll_back()
+            if self._are_lost:
+                raise CacheArgumentError(
+                    "the rows of this generate were dropped, because an interrupt or a lack of memory ended their change of "
+                    "places half way; call generate again with the whole prompt"
+                )
             if request.num_new_columns < 1:
                 raise CacheArgumentError(
                     f"a forward of no tokens, on a cache with {self.num_columns} columns: pass at least one token id in each "
@@ -754,6 +760,7 @@ class Call:
                     follower.drop()
                 if moves_in_view:  # what held steps wrote is lost
                     self._held.drop()
+                    self._are_lost = True
                     rows.free()
                     self.rows = Rows([], [], 0)
                 raise
@@ -850,7 +857,7 @@ class Call:
                 self._restore_previous()
             self._commit()
             self._has_ended = True
-            self.limits, self._may_step = UNLIMITED, False
+            self.limits, self._may_step, self._are_lost = UNLIMITED, False, False
             self.store.give_back_reservation(self)
             self.view.pause()
 
@@ -867,7 +874,7 @@ class Call:
             self.judge(conditions_held=False)  # in the middle of a call nobody has looked
             self._end_rows()
             self.previous.free()
-            self.limits, self._may_step = UNLIMITED, False
+            self.limits, self._may_step, self._are_lost = UNLIMITED, False, False
             for follower in self._followers:
                 follower.drop()
             self.store.give_back_reservation(self)
