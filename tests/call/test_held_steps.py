@@ -264,7 +264,7 @@ def test_where_memory_runs_out_as_rows_change_places_the_call_ends_and_no_other_
             bench.call.reorder((1, 0))
     assert bench.call.state is CallState.IDLE
     bench.call.store.check()
-    with pytest.raises(CacheArgumentError, match="the rows of this generate were dropped, .*; call generate again"):
+    with pytest.raises(CacheArgumentError, match=r"the rows of this generate were dropped, .*; call generate again"):
         bench.schedule([21], [31])
     assert bench.num_hit([*PROMPT, 20, 21, 22, 23]) == 8
 
