@@ -373,7 +373,11 @@ class View:
         ((_, first, source),) = group.missing
         gathered = self._pool.gather(layer_idx, source, new, self._memory)
         if first + source.num_columns == self._stop:
-            return {name: gathered[name].to(states.dtype) for name, states in new.items()}
+            read = {name: gathered[name].to(states.dtype) for name, states in new.items()}
+            if self._stop - self._start > 1:  # what is computed again is read as it is now, and the pool has it as it was
+                for name, states in new.items():
+                    read[name][:, :, self._start - first :].copy_(states.detach())
+            return read
         return {name: _joined(gathered[name], states) for name, states in new.items()}
 
     def _make_ready(self, group: _Group, layer_idx: int, buffers: dict[str, Buffer], new: Mapping[str, Tensor]) -> None:
