@@ -374,8 +374,8 @@ class View:
         gathered = self._pool.gather(layer_idx, source, new, self._memory)
         if first + source.num_columns == self._stop:
             read = {name: gathered[name].to(states.dtype) for name, states in new.items()}
-            if self._stop - self._start > 1:  # what is computed again is read as it is now, and the pool has it as it was
-                for name, states in new.items():
+            if self._stop - self._start > 1:
+                for name, states in new.items():  # computed again: read as it is now, and the pool has it as it was
                     read[name][:, :, self._start - first :].copy_(states.detach())
             return read
         return {name: _joined(gathered[name], states) for name, states in new.items()}

@@ -146,6 +146,18 @@ def test_a_hit_on_zeroed_states_fails(name: str) -> None:
     assert cache.last_call.computed_tokens == 9
 
 
+@pytest.mark.parametrize(("attention", "num_beams"), [("paged", 1), ("paged", 3), ("gather", 1)])
+def test_what_is_computed_again_is_read_as_it_is_now(attention: str, num_beams: int) -> None:
+    """Behind a snapshot of zeros the first keys are others than those that the pool has, and no later token knows of it."""
+    model = tiny("lfm2")
+    cache, prompt = PagedPrefixCache(model, attention=attention, block_size=8), batch(row((1, 325)))
+    reference = run(model, **prompt, num_beams=num_beams)
+    run(model, cache, **prompt, max_new_tokens=1)
+    zero_states(cache)
+    assert not is_same(reference, run(model, cache, **prompt, num_beams=num_beams))
+    assert cache.last_call.computed_tokens == 5
+
+
 @NAMES
 def test_a_snapshot_is_as_it_was_after_100_steps_of_its_borrower(name: str) -> None:
     model = tiny(name)
