@@ -50,9 +50,9 @@ OTHERWISE_TESTED = {
     "store.block_store:BlockStore.read_budget": "before the first forward is confirmed; a look at devices, and one number",
     "store.block_store:BlockStore.bytes_to_come": "asked by another store before its first forward is confirmed; numbers",
     "integration.ranks:Ranks.settled_budget": "runs only where processes share a model",
-    "tiers.runs:Run.write": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
-    "tiers.runs:Run.write:1": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
-    "tiers.runs:Run.drop": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
+    "tiers.run_files:Run.write": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
+    "tiers.run_files:Run.write:1": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
+    "tiers.run_files:Run.drop": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
 }
 
 

@@ -33,8 +33,8 @@ from hf_paged_cache.blocks import (
     HashChain,
     Snapshots,
     WindowBlocks,
+    eviction,
     resumable,
-    reuse,
     root_hash,
 )
 from hf_paged_cache.blocks.engine import EngineAllocator
@@ -1015,7 +1015,7 @@ def random_step(driver: Driver, rng: random.Random) -> None:
             driver.drop_snapshot(which, rng.randrange(length // driver.size + 1))
 
 
-@patch.object(reuse, "INTERVAL", 30)
+@patch.object(eviction, "INTERVAL", 30)
 def run_operations(world: World, num_operations: int, seed: str) -> Driver:
     """Make that many in one world, and give every block back at the end.
 
