@@ -4,7 +4,7 @@ Columns are counted from the left, padding included.
 """
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -150,17 +150,9 @@ class StepsInPlace(LayerSteps):
 
     __slots__ = ("_key_slots", "_key_strides", "_slots_at", "_value_slots", "_value_strides")
 
-    def __init__(
-        self,
-        layer_idx: int,
-        group: Steps,
-        keys: Buffer,
-        values: Buffer,
-        key: Tensor,
-        value: Tensor,
-        release: Callable[[Iterable[Tensor]], None],
-    ) -> None:
-        super().__init__(layer_idx, group, keys, values, key, value, release)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        keys, values = self._keys, self._values
         self._key_strides, self._value_strides = keys.states.stride(), values.states.stride()
         self._key_slots = self._value_slots = tuple[Tensor, ...]()
         self._slots_at = 0  # the column of the first

@@ -2,7 +2,8 @@
 
 Layers with the same window are a group; those without one are a group, too. A view keeps a copy of the columns that a group
 sees, and adds each forward's (see `buffers`). Or it keeps none, and gathers each layer's columns from the pool: with
-`attention="gather"`, where memory ran out, in a forward behind which rows are multiplied, and for beams with long tails. Either way layers without a window have once what rows share (see
+`attention="gather"`, where memory ran out, in a forward behind which rows are multiplied, and for beams with long tails. Either
+way layers without a window have once what rows share (see
 `shared_reads`), and of each row what follows. `start_forward` says what a forward reads, and where it comes from.
 
 Copies may be dropped between any two forwards, and are made again; but for the columns of held steps, see
@@ -244,9 +245,8 @@ class View:
                     layouts = rows() if layouts is None else layouts
                     transfer = Transfer() if transfer is None else transfer
                     self._miss(group, layouts, transfer)
-            elif (
-                window is not None and self._pool.accelerators
-            ):  # exact buffers begin with the first column that is kept
+            elif window is not None and self._pool.accelerators:
+                # exact buffers begin with the first column that is kept
                 base = max(base, start - int(group.num_kept))
             next_base, room = base, stop - base
             if room > group.capacity:

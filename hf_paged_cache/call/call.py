@@ -414,9 +414,7 @@ class Call:
             try:
                 self.store.pool.join_streams()
                 token_ids = self._held.hold(rows, passed)
-                is_owed = bool(
-                    self.store.allocator.pending_copies
-                )  # copies that an interrupted call left: of whole blocks
+                is_owed = bool(self.store.allocator.pending_copies)  # by an interrupted call: of whole blocks
                 transfer = None if num_rows == 1 or self._held.view_from is not None else Transfer()
                 num_taken, slot_mapping = take_step(self, token_ids, self._held.flush_scheduled, transfer)
                 self.view.start_forward(self._held.layouts, num_rows, before, before + 1, transfer)
