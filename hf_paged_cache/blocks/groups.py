@@ -17,6 +17,9 @@ class Group(Protocol):
     def name(self) -> int | str:
         """The window in tokens, or "states"."""
 
+    def seen(self, num_tokens: int) -> range:
+        """Logical indices of the blocks of which something must be kept to resume after so many tokens."""
+
     def has(self, block_id: int) -> bool:
         """Whether what these layers need of a block is kept."""
 

@@ -118,8 +118,12 @@ class WholeImages:
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens
 
+    def seen(self, num_tokens: int) -> range:
+        """None: it needs nothing of a block."""
+        return range(0)
+
     def has(self, block_id: int) -> bool:
-        """True: it needs nothing of a block."""
+        """True: see `seen`."""
         return True
 
     def resumable(self, num_tokens: int, has: Callable[[int], bool]) -> int:

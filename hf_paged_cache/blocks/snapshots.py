@@ -100,6 +100,11 @@ class Snapshots(Generic[Content]):
         if digest is not None:
             self._contents.pop(digest, None)
 
+    def seen(self, num_tokens: int) -> range:
+        """See `Group`: the last full block."""
+        num_blocks = num_tokens // self._allocator.block_size
+        return range(max(0, num_blocks - 1), num_blocks)
+
     def has(self, block_id: int) -> bool:
         """Whether a block has a snapshot."""
         return self._allocator.digest_of(block_id) in self._contents

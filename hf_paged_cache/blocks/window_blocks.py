@@ -15,6 +15,16 @@ from .allocator import PrefixCachingBlockAllocator
 from .hashing import BlockHash
 
 
+def first_seen(window: int | None, start: int) -> int:
+    """The first token that a query at token `start` sees, in a layer with this window, or with none.
+
+    Examples:
+        >>> first_seen(8, 20), first_seen(8, 3), first_seen(None, 20)
+        (13, 0, 0)
+    """
+    return 0 if window is None else max(0, start - window + 1)
+
+
 class Changing:
     """A holder of blocks changes: left by an exception, what these groups derive is derived again by whoever is next."""
 
@@ -120,7 +130,7 @@ class WindowBlocks:
         return range(max(0, start - self.reach) // self._block_size, -(-stop // self._block_size))
 
     def seen(self, num_tokens: int) -> range:
-        """Logical indices of the blocks that must be there to resume after so many tokens."""
+        """See `Group`."""
         return self.span(num_tokens, num_tokens)
 
     def has(self, block_id: int) -> bool:

@@ -216,17 +216,11 @@ class TierLoad:
         groups = self._store.groups
         end = min(len(ids), most) if self._store.states else len(ids)
         end = resumable_where(groups, end * size, is_anywhere) // size
-        needed = [(group, index) for group in groups for index in self._seen(group, end)]
+        needed = [(group, index) for group in groups for index in group.seen(end * size)]
         missing: list[tuple[Kind, int]] = [(group.name, at) for group, at in needed if not is_held(group, at)]
         if has_tensors:
             missing += [(BLOCKS, index) for index, at in enumerate(ids[:end]) if at is None]
         return _Prefix(known[:end], namespace, ids[:end], missing)
-
-    def _seen(self, group: Group, num_blocks: int) -> range:
-        """Logical indices of the blocks of which a group needs something to resume after so many."""
-        if isinstance(group, WindowBlocks):
-            return group.seen(num_blocks * self._allocator.block_size)
-        return range(max(0, num_blocks - 1), num_blocks)
 
     def _where(self, prefixes: Sequence[_Prefix], tiers: Sequence[Tier]) -> tuple[list[_Found], list[Hold]]:
         """In which tier each content is, once; and what keeps them there meanwhile."""
@@ -297,7 +291,7 @@ class TierLoad:
         num_lacking = Counter(kind for kind, _ in prefix.missing)
         self._store.make_room(max([prefix.ids.count(None), *(num_lacking[group.window] for group in self._windows)]))
         for group in self._windows:
-            ids = [prefix.ids[index] for index in self._seen(group, len(prefix.ids))]
+            ids = [prefix.ids[index] for index in group.seen(len(prefix.ids) * self._allocator.block_size)]
             held = [at for at in ids if at is not None and at in group.places]
             num_needed = group.num_to_take(held) + num_lacking[group.window]
             if num_needed > min(group.num_spare, group.num_free + group.num_idle):
@@ -320,7 +314,7 @@ class TierLoad:
                 (kind, index): block_ids[index] for kind, index in prefix.missing if kind == BLOCKS
             }
             for group in groups:
-                group.hold(block_ids[index] for index in self._seen(group, len(block_ids)))
+                group.hold(block_ids[index] for index in group.seen(allocation.resumption.start))
                 lacking = [content for content in prefix.missing if content[0] == group.window]
                 targets |= zip(lacking, group.take_places(fresh, len(lacking)), strict=True)
             self._store.make_copies()

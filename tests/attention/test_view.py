@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.attention import buffers
-from hf_paged_cache.attention import view as view_module
+from hf_paged_cache.attention import buffers, group_columns
 from hf_paged_cache.attention.gradients import GradientPath
 from hf_paged_cache.attention.view import View
 from hf_paged_cache.kv.block_pool import BlockPool
@@ -203,7 +202,7 @@ def first_of(window: int | None, start: int) -> int:
 
 def buffers_of(view: View) -> list[torch.Tensor]:
     """All tensors that hold copies of columns."""
-    return [held.states for layer in view._buffers.values() for held in layer.values()]
+    return [held.states for group in view._groups for layer in group.buffers.values() for held in layer.values()]
 
 
 def row_of(num_tokens: int, pad: int = 0, root: bytes = b"root", first: int = 0) -> NaiveRow:
@@ -233,7 +232,7 @@ def some_windows(chance: random.Random) -> tuple[dict[int, int], tuple[int, ...]
 @pytest.fixture(params=["in place", "exact"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of buffers: to which columns are appended in place, as on a host, or which are joined with them, as on an accelerator."""
-    for module in (buffers, view_module):
+    for module in (buffers, group_columns):
         monkeypatch.setattr(module, "is_exact_on", lambda device: request.param == "exact")
     return str(request.param)
 
@@ -245,7 +244,8 @@ def played(bench: Bench, chance: random.Random, kind: str) -> None:
     may_append = bench.view.most_copies and not bench.in_parts
     assert (bench.num_appended > 0) == may_append
     if kind == "exact" and may_append:
-        assert {held.is_exact for layer in bench.view._buffers.values() for held in layer.values()} <= {True}
+        layers = [layer for group in bench.view._groups for layer in group.buffers.values()]
+        assert {held.is_exact for layer in layers for held in layer.values()} <= {True}
 
 
 @BOTH
