@@ -10,7 +10,7 @@ Copies may be dropped between any two forwards, and are made again; but for the 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from ..blocks.window_blocks import first_seen
 from ..kv.block_pool import BlockPool, reorder_rows
 from ..kv.recycled_memory import RecycledMemory
 from ..kv.slot_mapping import RowLayout
-from ..kv.transfers import Transfer
 from .buffers import LayerSteps
 from .causal import CausalSquare
 from .group_columns import Forward, GroupColumns
@@ -149,18 +148,8 @@ class View:
         kept = [was.num_columns_in_common(row) for was, row in zip(self._kept, rows, strict=False)]
         self._held_until, self._kept = kept + [0] * (len(rows) - len(kept)), []
 
-    def start_forward(
-        self,
-        rows: Callable[[], Sequence[RowLayout]],
-        num_rows: int,
-        start: int,
-        stop: int,
-        transfer: Transfer | None = None,
-    ) -> None:
-        """A forward of columns `[start, stop)` of `num_rows` rows begins; see `Forward`."""
-        self._start_forward(Forward(rows, num_rows, start, stop, transfer))
-
-    def _start_forward(self, forward: Forward) -> None:
+    def start_forward(self, forward: Forward) -> None:
+        """A forward begins."""
         num_rows, start, stop = forward.num_rows, forward.start, forward.stop
         shared = self._shared
         if num_rows > 1 or shared.plan is not None:
@@ -248,7 +237,7 @@ class View:
         """Memory has run out: forget all copies, also in the middle of a forward, and keep none until other rows start."""
         again = self._forward.again()
         self._go_without()
-        self._start_forward(again)
+        self.start_forward(again)
 
     def _go_without(self) -> None:
         self.drop()

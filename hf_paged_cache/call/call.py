@@ -21,6 +21,7 @@ from weakref import ref
 
 from torch import Tensor
 
+from ..attention.group_columns import Forward
 from ..attention.view import View
 from ..blocks.image_tokens import end_of_image, filled_up
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, OutOfBlocksError
@@ -417,7 +418,7 @@ class Call:
                 is_owed = bool(self.store.allocator.pending_copies)  # by an interrupted call: of whole blocks
                 transfer = None if num_rows == 1 or self._held.view_from is not None else Transfer()
                 num_taken, slot_mapping = take_step(self, token_ids, self._held.flush_scheduled, transfer)
-                self.view.start_forward(self._held.layouts, num_rows, before, before + 1, transfer)
+                self.view.start_forward(Forward(self._held.layouts, num_rows, before, before + 1, transfer))
                 if num_taken:
                     if states is not None:
                         states.keep_last(rows)
@@ -554,7 +555,7 @@ class Call:
         if self._is_first:
             self._start_rows(stop, in_chunks=request.chunks is not None)
         transfer = Transfer()
-        self.view.start_forward(rows.layouts, len(rows.distinct), start, stop, transfer)
+        self.view.start_forward(Forward(rows.layouts, len(rows.distinct), start, stop, transfer))
         slot_mapping = map_slots(store, rows, known, start, stop, transfer)
         store.make_copies(transfer)  # last: with their ids goes all that the forward needs
         copies = tuple(rows.alias) if rows.is_aliased else None

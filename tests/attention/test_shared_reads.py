@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_paged_cache.attention import backends, shared_reads
+from hf_paged_cache.attention.group_columns import Forward
 from hf_paged_cache.attention.lazy import LazyStates, as_dense
 from hf_paged_cache.attention.segments import Plan, Segment
 from hf_paged_cache.attention.view import View
@@ -95,7 +96,7 @@ class Bench:
         """
         stop = self.rows[0].pad + len(self.rows[0].tokens)
         with torch.no_grad():
-            self.view.start_forward(self.layouts, len(self.rows), start, stop)
+            self.view.start_forward(Forward(self.layouts, len(self.rows), start, stop))
         mask = self._mask(start, stop)
         for layer_idx in LAYERS:
             whole = [self._whole(row, layer_idx, stop) for row in self.rows]
@@ -337,7 +338,7 @@ def test_a_call_that_asks_for_more_is_dense_until_other_rows_run(what: str) -> N
     bench.start(rows)
     start, stop = 42, 45
     with torch.no_grad():
-        bench.view.start_forward(bench.layouts, 4, start, stop)
+        bench.view.start_forward(Forward(bench.layouts, 4, start, stop))
     whole = [bench._whole(row, 0, stop) for row in rows]
     key, value = torch.stack([k for k, _ in whole]), torch.stack([v for _, v in whole])
     query = torch.randn(4, bench.heads, stop - start, bench.head_dim)
@@ -373,7 +374,7 @@ def test_with_gradients_on_what_is_read_is_dense() -> None:
     rows = [Row(0, (*bench.words(40), 1, 2))] * 3
     bench.start(rows)
     with torch.no_grad():
-        bench.view.start_forward(bench.layouts, 3, 40, 42)
+        bench.view.start_forward(Forward(bench.layouts, 3, 40, 42))
     whole = [bench._whole(row, 0, 42) for row in rows]
     key = torch.stack([k for k, _ in whole])
     read = bench.view.read(0, {"key": key[:, :, 40:], "value": key[:, :, 40:]})

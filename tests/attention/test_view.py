@@ -16,6 +16,7 @@ import torch
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.attention import buffers, group_columns
 from hf_paged_cache.attention.gradients import GradientPath
+from hf_paged_cache.attention.group_columns import Forward
 from hf_paged_cache.attention.view import View
 from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.kv.slot_mapping import ReadSource, RowLayout, SlotMapping
@@ -125,7 +126,7 @@ class Bench:
                 layouts.append(self.layouts(self.rows))
             return layouts[0]
 
-        self.view.start_forward(ask, len(self.rows), start, stop)
+        self.view.start_forward(Forward(ask, len(self.rows), start, stop))
         if not self._goes_on_by_a_step(start, stop):
             self.held_from = None
         self.require_held(start)
@@ -514,7 +515,7 @@ def attended(bench: Bench, new: dict[str, torch.Tensor], start: int) -> dict[str
 def test_gradients_flow_to_the_new_states_and_the_past_is_constant(make_view: Any, start: int) -> None:
     bench = Bench(make_view)
     bench.start([row_of(9)])
-    bench.view.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), start, 9)
+    bench.view.start_forward(Forward(lambda: bench.layouts(bench.rows), len(bench.rows), start, 9))
     new = {name: tensor.requires_grad_() for name, tensor in bench.new_states(0, start, 9).items()}
     got = attended(bench, new, start)
     for name in SIZES:
@@ -529,7 +530,7 @@ def test_what_a_view_with_copies_gave_with_gradients_is_not_changed_by_the_next_
     """Autograd saved it: an in-place write would make `backward` fail or, worse, wrong."""
     bench = Bench(WITH_COPIES)
     bench.start([row_of(9)])
-    bench.view.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), 5, 9)
+    bench.view.start_forward(Forward(lambda: bench.layouts(bench.rows), len(bench.rows), 5, 9))
     new = {name: tensor.requires_grad_() for name, tensor in bench.new_states(0, 5, 9).items()}
     got = attended(bench, new, 5)
     loss = (got["key"] ** 2).sum()
@@ -546,7 +547,7 @@ def test_a_later_forward_sends_no_gradient_into_states_that_were_copied_before(m
     bench.start([row_of(9)])
     given = []
     for start, stop in ((0, 8), (8, 9)):
-        bench.view.start_forward(lambda: bench.layouts(bench.rows), 1, start, stop)
+        bench.view.start_forward(Forward(lambda: bench.layouts(bench.rows), 1, start, stop))
         given.append({name: tensor.requires_grad_() for name, tensor in bench.new_states(0, start, stop).items()})
         got = attended(bench, given[-1], start)
     sum(tensor.sum() for tensor in got.values()).backward()
@@ -558,7 +559,7 @@ def test_a_later_forward_sends_no_gradient_into_states_that_were_copied_before(m
 def test_what_a_first_forward_reads_is_contiguous_as_a_dynamic_cache_leaves_it(make_view: Any, gradients: bool) -> None:
     bench = Bench(make_view)
     bench.start([row_of(9)])
-    bench.view.start_forward(lambda: bench.layouts(bench.rows), 1, 0, 9)
+    bench.view.start_forward(Forward(lambda: bench.layouts(bench.rows), 1, 0, 9))
     new = {
         name: states.transpose(1, 2).contiguous().transpose(1, 2) for name, states in bench.new_states(0, 0, 9).items()
     }
@@ -576,7 +577,7 @@ def test_a_view_gives_the_type_of_what_is_new_whatever_the_pool_holds(make_view:
     bench = Bench(make_view)  # its pool is float32
     bench.start([row_of(9)])
     for start, dtype in ((8, torch.bfloat16), (0, torch.bfloat16), (7, torch.float32), (8, torch.float16)):
-        bench.view.start_forward(lambda: bench.layouts(bench.rows), len(bench.rows), start, 9)
+        bench.view.start_forward(Forward(lambda: bench.layouts(bench.rows), len(bench.rows), start, 9))
         new = {name: tensor.to(dtype) for name, tensor in bench.new_states(0, start, 9).items()}
         with torch.set_grad_enabled(gradients):
             got = attended(bench, new, start)
@@ -624,7 +625,7 @@ def test_what_somebody_keeps_of_a_layer_is_not_overwritten_by_the_next(
     bench = Bench(GATHER)
     bench.start([row_of(40)])
     bench.forward(0)
-    bench.view.start_forward(lambda: bench.layouts(bench.rows), 1, 39, 40)
+    bench.view.start_forward(Forward(lambda: bench.layouts(bench.rows), 1, 39, 40))
     with torch.no_grad():
         kept = bench.view.read(0, bench.new_states(0, 39, 40))
         before = {name: states.clone() for name, states in kept.items()}

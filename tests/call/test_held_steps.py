@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_paged_cache import CacheArgumentError, ForwardMismatchError, OutOfBlocksError, PoolArgumentError
+from hf_paged_cache.attention.group_columns import Forward
 from hf_paged_cache.call import held_steps
 from hf_paged_cache.call.call import CallState
 from hf_paged_cache.call.held_steps import UNREAD_TOKEN, PassedStep
@@ -143,9 +144,9 @@ def test_what_a_step_evicts_is_copied_out_before_the_pool_catches_up(monkeypatch
     view = bench.call.view
     start_forward = view.start_forward
 
-    def ask_for_rows(rows: Callable[[], Any], *given: Any) -> None:
-        rows()
-        start_forward(rows, *given)
+    def ask_for_rows(forward: Forward) -> None:
+        forward.layouts()
+        start_forward(forward)
 
     def noted(name: str, function: Callable[..., None]) -> Callable[..., None]:
         return lambda *given, **options: done.append(name) or function(*given, **options)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_paged_cache import PoolArgumentError
+from hf_paged_cache.attention.group_columns import Forward
 from hf_paged_cache.attention.view import View
 from hf_paged_cache.call.held_steps import HeldSteps
 from hf_paged_cache.call.layer_writes import LayerWrites
@@ -67,10 +68,10 @@ def test_the_tokens_of_one_row_are_written_and_read(store: BlockStore, num_token
     writes, length = LayerWrites(store, view, HeldSteps(store, view)), 5 + num_tokens
     layout = RowLayout(b"", 0, array("q", range(length)), [1, 2, 3])
     past, new = states(1, 2, 5, 5), {name: torch.rand(1, 2, num_tokens, 5) for name in ("key", "value")}
-    view.start_forward(lambda: [layout], 1, 0, 5)
+    view.start_forward(Forward(lambda: [layout], 1, 0, 5))
     writes.write(0, past, FORWARD._replace(start=0, stop=5, slot_mapping=SlotMapping(range(4, 9))))
     writes.start()
-    view.start_forward(lambda: [layout], 1, 5, length)
+    view.start_forward(Forward(lambda: [layout], 1, 5, length))
     slots = SlotMapping(range(9, 9 + num_tokens))
     with torch.no_grad():
         read = writes.write(0, new, FORWARD._replace(start=5, stop=length, slot_mapping=slots))
