@@ -147,9 +147,7 @@ class Worker:
         # A bypassed call's rows can be cropped as far as those of a `DynamicCache`.
         can_crop = not (self.world.has_windows and held.cache.on_full == "bypass")
         if can_crop and rng.random() < 0.4:
-            num_taken = rng.randrange(min(map(len, held.rows)))
-            held.cache.crop(-num_taken)
-            held.rows = [row[: len(row) - num_taken] for row in held.rows]
+            self._take_back(held, rng.randrange(min(map(len, held.rows))))
         if rng.random() < 0.3:
             order = rng.sample(range(len(held.rows)), len(held.rows))
             held.cache.reorder_cache(torch.tensor(order))
@@ -164,6 +162,18 @@ class Worker:
             if num_resets == len(self.world.resets_begun) or held.cache.get_seq_length():
                 raise
             self.report.refusals["rows dropped by a reset of the store"] += 1
+
+    def _take_back(self, held: Held, num_taken: int) -> None:
+        """The last tokens of all rows. Where layers have windows, what these have passed may have gone to other threads' calls."""
+        before = held.cache.get_seq_length()
+        try:
+            held.cache.crop(-num_taken)
+        except CacheArgumentError:
+            if not self.world.has_windows or held.cache.get_seq_length() != before:
+                raise
+            self.report.refusals["tokens taken back behind a window"] += 1
+            return
+        held.rows = [row[: len(row) - num_taken] for row in held.rows or ()]
 
     def forwards(self, rng: random.Random) -> None:
         """A prompt in pieces by hand; a piece that fails is repeated from where the cache says."""

@@ -6,6 +6,7 @@ counted from the left, padding included; those of padding hold finite values, an
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,12 +22,13 @@ from .buffers import NO_BUFFER, Buffer, JoinedSteps, LayerSteps, Step, StepsInPl
 MIN_SPARE_COLUMNS = 128  # that a buffer has at least when it grows: few decode steps have to grow it
 
 
+@dataclass(slots=True, eq=False)
 class Forward:
     """A forward of the columns `[start, stop)` of the running rows.
 
     Args:
         rows: asked at most once, and only where columns are gathered; then the pool has all of them before `start`.
-        transfer: that goes to the devices of this forward; None: nothing else does.
+        own_transfer: that goes to the devices of this forward; None: nothing else does.
 
     Attributes:
         first_own: the first column that layers without a window read of each row by itself.
@@ -36,53 +38,35 @@ class Forward:
         most_rows, most_columns: that buffers which are made now will have to hold; infinite where nobody knows.
     """
 
-    __slots__ = (
-        "_layouts",
-        "_rows",
-        "_transfer",
-        "first_own",
-        "held_until",
-        "is_all",
-        "keeps_columns",
-        "most_columns",
-        "most_rows",
-        "num_rows",
-        "start",
-        "stop",
-    )
-
-    def __init__(
-        self,
-        rows: Callable[[], Sequence[RowLayout]],
-        num_rows: int,
-        start: int,
-        stop: int,
-        transfer: Transfer | None = None,
-    ) -> None:
-        self._rows, self._layouts, self._transfer = rows, tuple[RowLayout, ...](), transfer
-        self.num_rows, self.start, self.stop = num_rows, start, stop
-        self.first_own = 0
-        self.held_until: list[int] = []
-        self.keeps_columns = self.is_all = False
-        self.most_rows: int = num_rows
-        self.most_columns: float = math.inf
+    rows: Callable[[], Sequence[RowLayout]]
+    num_rows: int
+    start: int
+    stop: int
+    own_transfer: Transfer | None = None
+    first_own: int = 0
+    held_until: list[int] = field(default_factory=list)
+    keeps_columns: bool = False
+    is_all: bool = False
+    most_rows: int = 0
+    most_columns: float = math.inf
+    _layouts: Sequence[RowLayout] = ()
 
     def layouts(self) -> Sequence[RowLayout]:
         """The rows. The pool has all of their columns before `start`."""
         if not self._layouts:
-            self._layouts = tuple(self._rows())
+            self._layouts = self.rows()
         return self._layouts
 
     @property
     def transfer(self) -> Transfer:
         """What goes to the devices of this forward."""
-        if self._transfer is None:
-            self._transfer = Transfer()
-        return self._transfer
+        if self.own_transfer is None:
+            self.own_transfer = Transfer()
+        return self.own_transfer
 
     def again(self) -> "Forward":
         """The same forward, of which nothing is known yet."""
-        return Forward(self._rows, self.num_rows, self.start, self.stop)
+        return Forward(self.rows, self.num_rows, self.start, self.stop)
 
 
 class GroupColumns:
@@ -136,8 +120,12 @@ class GroupColumns:
 
     def are_oversized(self, num_rows: int, num_columns: float) -> bool:
         """Whether some buffer is four times what so many rows and columns need."""
-        needed = min(num_columns, self._capacity) + MIN_SPARE_COLUMNS
-        return any(held.num_rows * held.num_columns > 4 * num_rows * needed for held in self._all_buffers())
+        most = 4 * num_rows * (min(num_columns, self._capacity) + MIN_SPARE_COLUMNS)
+        for layer in self.buffers.values():  # loops: it runs for every call
+            for held in layer.values():
+                if held.num_rows * held.num_columns > most:
+                    return True
+        return False
 
     def start_forward(self, forward: Forward) -> None:
         """Say what the forward's layers read, and where it lies."""
@@ -284,7 +272,7 @@ class GroupColumns:
         most = min(self._capacity, forward.most_columns - self._next_base)  # they may resume after the call
         spare = 0 if is_exact_on(new.device) else max(MIN_SPARE_COLUMNS, room // 4)
         columns = max(room, int(min(room + spare, most)))
-        shape = (forward.most_rows, new.shape[1], columns, new.shape[3])
+        shape = (max(forward.most_rows, forward.num_rows), new.shape[1], columns, new.shape[3])
         return Buffer(zeros(shape, new.dtype, new.device, huge_pages=True), self._base)
 
     def _put(self, buffers: dict[str, Buffer], name: str, made: Buffer) -> None:

@@ -41,6 +41,7 @@ class View:
 
     Attributes:
         window_of: as it is now; whoever asks how far a layer sees, asks here.
+        attention: of transformers, that the rows run with.
         most_copies: 1 if a copy of the rows' columns may be kept, else 0; the store's budget counts it.
         keeps_columns: the running forward's columns are kept here, so the pool may get a step's later.
         steps: layer index -> what a step may be appended with, in place of `read`.
@@ -49,6 +50,7 @@ class View:
     def __init__(self, pool: BlockPool, window_of: Mapping[int, int], *, keeps_copies: bool = True) -> None:
         self.most_copies = int(keeps_copies)
         self.keeps_columns = keeps_copies
+        self.attention: str | None = "sdpa"
         # forwards that stop here or before keep no columns: rows are multiplied behind it; infinite where none may be kept
         self._kept_after = 0.0 if keeps_copies else math.inf
         self._change_places = False  # rows do, at each step
@@ -72,18 +74,15 @@ class View:
         self._group_of = {layer_idx: of_window[window] for layer_idx, window in window_of.items()}
         self.window_of = window_of  # last: interrupted above, the next rows group them again
 
-    def follow(self, window_of: Mapping[int, int]) -> None:
-        """Rows begin, with these windows.
+    def follow(self, window_of: Mapping[int, int], attention: str | None) -> None:
+        """Rows begin, with these windows, and this attention of transformers: all but "sdpa" are given dense tensors.
 
-        A view whose layers had none when it was made keeps reading all columns; the mask hides what a window does not show.
+        A view whose layers had no window when it was made keeps reading all columns; the mask hides what a window does not show.
         """
+        self.attention, self._shared.is_sdpa = attention, attention == "sdpa"
         if self._may_change and window_of != self.window_of:
             self.drop()
             self._group(window_of)
-
-    def follow_attention(self, implementation: str | None) -> None:
-        """Rows begin, with this attention of transformers: all but "sdpa" are given dense tensors."""
-        self._shared.is_sdpa = implementation == "sdpa"
 
     def first_column(self, layer_idx: int, start: int) -> int:
         """The first column that the layer reads in a forward from column `start` on.
@@ -93,7 +92,8 @@ class View:
             >>> view.first_column(0, 20), view.first_column(1, 20)
             (0, 13)
         """
-        return first_seen(self.window_of.get(layer_idx), start)
+        window = self.window_of.get(layer_idx)
+        return 0 if window is None else first_seen(window, start)
 
     @property
     def num_bytes(self) -> int:
@@ -143,8 +143,9 @@ class View:
         are_multiplied = len(rows) < max_rows < math.inf and not in_chunks and self._shared.may_be_lazy
         self._kept_after = (num_columns if are_multiplied else 0) if self.keeps_columns else math.inf
         most = num_columns if math.isinf(max_columns) else max(num_columns, max_columns)
-        if any(group.are_oversized(self._max_rows, most) for group in self._groups):
-            self.drop()
+        for group in self._groups:
+            if group.are_oversized(self._max_rows, most):
+                self.drop()
         kept = [was.num_columns_in_common(row) for was, row in zip(self._kept, rows, strict=False)]
         self._held_until, self._kept = kept + [0] * (len(rows) - len(kept)), []
 
@@ -158,7 +159,7 @@ class View:
             if shared.must_plan(num_rows, start, stop):
                 self._follow(forward)
             forward.first_own = shared.start_forward(start, stop)
-        end_of_kept = self._end_of_kept(num_rows)
+        end_of_kept = self._end_of_kept(num_rows) if self._change_places else math.inf
         keeps_columns = self._kept_after < stop <= end_of_kept
         if self.keeps_columns != keeps_columns:
             forward.layouts()  # the pool has all of them from here on
@@ -175,21 +176,18 @@ class View:
         forward.is_all = not start and stop >= self._max_columns
         forward.most_columns = min(self._max_columns if stop <= self._max_columns else math.inf, end_of_kept)
         if shared.model_looks:  # else rows that are multiplied are made anew
-            forward.most_rows = max(self._max_rows, num_rows)
+            forward.most_rows = self._max_rows
         for group in self._groups:
             group.start_forward(forward)
         if keeps_columns:
             held_until[:num_rows] = [0 if forward.is_all else stop] * num_rows
 
     def _end_of_kept(self, num_rows: int) -> float:
-        """The last column up to which tails are kept: all together have at most `_MOST_TAILS` times the tokens that the rows share.
-
-        Infinite where rows stay in their places.
+        """The last column up to which tails of rows that change places are kept: all together have at most `_MOST_TAILS` times the
+        tokens that the rows share.
         """
         plan = self._shared.plan
-        if plan is None or not self._change_places:
-            return math.inf
-        return plan.first_own + (_MOST_TAILS * plan.first_own) // num_rows
+        return math.inf if plan is None else plan.first_own + (_MOST_TAILS * plan.first_own) // num_rows
 
     def change_places(self) -> None:
         """Rows fork and change places at each step. Long tails are then read from the pool: a copy would be reordered at each step."""

@@ -15,14 +15,14 @@ from .allocator import PrefixCachingBlockAllocator
 from .hashing import BlockHash
 
 
-def first_seen(window: int | None, start: int) -> int:
-    """The first token that a query at token `start` sees, in a layer with this window, or with none.
+def first_seen(window: int, start: int) -> int:
+    """The first token that a query at token `start` sees in a layer with this window.
 
     Examples:
-        >>> first_seen(8, 20), first_seen(8, 3), first_seen(None, 20)
-        (13, 0, 0)
+        >>> first_seen(8, 20), first_seen(8, 3)
+        (13, 0)
     """
-    return 0 if window is None else max(0, start - window + 1)
+    return max(0, start - window + 1)
 
 
 class Changing:

@@ -368,7 +368,7 @@ def gather_rows(store: BlockStore, layer_idx: int, rows: Rows, start: int = 0) -
     All columns from `start` on, or in a layer with a window those of them that the next token sees.
     """
     pool, window, stop = store.pool, store.windows.window_of.get(layer_idx), rows.num_columns
-    start = max(start, first_seen(window, stop))
+    start = start if window is None else max(start, first_seen(window, stop))
     layouts = pool.rows_in(window, [row.layout() for row in rows.in_batch()], start)
     gathered = pool.gather(layer_idx, read_source(layouts, start, stop, pool.block_size))
     return {name: states.contiguous() for name, states in gathered.items()}

@@ -305,7 +305,7 @@ class Session:
         if not self._digest or not is_open:
             self._read_conditions()
         before, view, on_ranks = call.rows.num_columns, call.view, self._ranks.are_several
-        windows = view.window_of
+        followed = view.window_of, view.attention
         if not before and (why := self._follow_model(on_ranks=on_ranks)):
             return self._run_without_store(arguments, why, why)
         known, self._inputs = self._inputs, None
@@ -341,7 +341,7 @@ class Session:
         except BaseException:
             if call.forward is None:
                 call.roll_back()
-            view.follow(windows)  # rows of before may resume
+            view.follow(*followed)  # rows of before may resume
             raise
         # after a prompt, or where each rank has prompts of its own, no rank refuses the next forward or skips any of it
         self._ranks.is_settled = is_open and (
@@ -384,8 +384,7 @@ class Session:
         """Rows begin: layers may have other windows than before, and a wider dtype. Returns why they cannot run on the store, or ""."""
         windows_now, dtype = self._conditioning.windows(), self._conditioning.model.dtype
         with self._store.lock:
-            self._call.view.follow(windows_now)
-            self._call.view.follow_attention(self._conditioning.attention)
+            self._call.view.follow(windows_now, self._conditioning.attention)
             # Ranks settle what each knows in tokens, without a look at windows.
             if not self._store.follow_windows({} if on_ranks else self._call.view.window_of, self._call):
                 return _OTHER_WINDOWS
