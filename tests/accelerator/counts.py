@@ -255,6 +255,11 @@ def _both(what: str, limit: float | Callable[[str, torch.dtype], float], count: 
     return Count(what, limit, count, count)
 
 
+def _if_gathered(limit: float) -> Callable[[str, torch.dtype], float]:
+    """So many with a gather, which sends tables; without it steps are held, and nothing is sent."""
+    return lambda attention, dtype: limit if attention == "gather" else 0
+
+
 def _launches(make_model: Callable[[torch.dtype], PreTrainedModel]) -> Callable[[str, torch.dtype], float]:
     """As many as with `DynamicCache`; a gather copies each layer's keys and values, which is not bounded here."""
 
@@ -277,9 +282,13 @@ COUNTS = [
     _both("waits, decode step, 4 beams", 2, _steps("wait", **_BEAMS)),
     _both("waits, decode step, deferred stop check", 0, _steps("wait", deferred=True)),
     _both("transfers, decode step, 1 row", 0, _steps("transfer")),
-    _both("transfers, decode step, 4 padded rows", 1, _steps("transfer", num_rows=4)),
-    _both("transfers, decode step, 4 beams", 1, _steps("transfer", **_BEAMS)),
-    _both("transfers, decode step, 4 beams on two devices", 2, _steps("transfer", make_model=split_model, **_BEAMS)),
+    _both("transfers, decode step, 4 padded rows", _if_gathered(1), _steps("transfer", num_rows=4)),
+    _both("transfers, decode step, 4 beams", _if_gathered(1), _steps("transfer", **_BEAMS)),
+    _both(
+        "transfers, decode step, 4 beams on two devices",
+        _if_gathered(2),
+        _steps("transfer", make_model=split_model, **_BEAMS),
+    ),
     *(
         _both(f"{kind}s, decode step, 4 rows that share a prefix, {how}", limit, _steps(kind, num_rows=4, shares=how))
         for kind, how, limit in (
@@ -293,7 +302,9 @@ COUNTS = [
     ),
     _both("waits, decode step, windows", 1, _steps("wait", make_model=windowed_model)),
     _both(
-        "transfers, decode step, 4 padded rows, windows", 1, _steps("transfer", num_rows=4, make_model=windowed_model)
+        "transfers, decode step, 4 padded rows, windows",
+        _if_gathered(1),
+        _steps("transfer", num_rows=4, make_model=windowed_model),
     ),
     Count(
         "waits, first call of 64 padded rows, beyond DynamicCache's",

@@ -62,12 +62,15 @@ def test_a_paged_cache_counts_at_most(count: Count, attention: str, dtype: torch
 @pytest.mark.parametrize("kind", ["wait", "transfer"])
 @pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("how", ["1 row", "4 padded rows", "4 beams"])
-def test_a_step_that_completes_a_block_costs_one_more(how: str, attention: str, kind: str) -> None:
+def test_a_step_that_completes_a_block_waits_once_more_and_sends_two_transfers_at_most(
+    how: str, attention: str, kind: str
+) -> None:
     count = next(count for count in COUNTS if count.what == f"{kind}s, decode step, {how}")
     counter = Counter(attention)
     count.paged(counter)
     worst = max(counter.steps, key=lambda log: len(log.of(kind)))
-    assert len(worst.of(kind)) <= limit_of(count, attention, torch.float32) + 1, worst.lines(kind)
+    most = limit_of(count, attention, torch.float32) + 1 if kind == "wait" else 2
+    assert len(worst.of(kind)) <= most, worst.lines(kind)
 
 
 @pytest.mark.parametrize("attention", ["paged", "gather"])
