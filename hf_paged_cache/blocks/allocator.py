@@ -293,6 +293,8 @@ class PrefixCachingBlockAllocator:
         """
         if num_mutable_blocks < 0:
             raise negative("num_mutable_blocks", num_mutable_blocks)
+        if self._dirty or self.collected:
+            self._settle()  # of nothing, too: it ends as a change does
         hits = self.match_prefix(block_hashes, namespace) if block_hashes or num_mutable_blocks or num_blocks else []
         num_fresh = num_mutable_blocks if num_blocks is None else max(0, num_blocks - len(hits))
         if len(set(hits)) < len(hits):
@@ -388,6 +390,7 @@ class PrefixCachingBlockAllocator:
             >>> forked.block_ids, allocator.holds(other)
             ([1, 2], False)
         """
+        self._settle()
         lists = [self._list_of(allocation)[:num_blocks] for allocation, num_blocks in forked]
         for allocation in freed:
             self._list_of(allocation)

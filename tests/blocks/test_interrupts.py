@@ -230,3 +230,31 @@ def test_the_repair_itself_may_be_interrupted_anywhere(name):
                 break
             world.allocator.check()
             repair += 37
+
+
+def exchange_nothing(world):
+    with world.allocator.exchanging([], []):
+        pass
+
+
+COME_NEXT = {
+    **{name: operation for name, operation in OPERATIONS.items() if name != "reset"},  # refused where blocks are in use
+    "allocate nothing": lambda w: setattr(w, "made", w.allocator.allocate()),
+    "begin a table": lambda w: setattr(w, "made", BlockTable(w.allocator, ROOT)),
+    "exchange nothing": exchange_nothing,
+}
+
+
+@pytest.mark.parametrize("name", COME_NEXT)
+def test_whatever_comes_next_derives_what_an_interrupt_has_left(name):
+    num_left, instruction = 0, 0
+    while True:
+        world = World()
+        spare = world.allocator.fork(world.committed.allocation)
+        if not interrupt(lambda world: world.allocator.free(spare), world, instruction):  # noqa: B023
+            break
+        num_left += world.allocator._dirty
+        COME_NEXT[name](world)
+        world.allocator.check()
+        instruction += 3
+    assert num_left > 5
