@@ -147,7 +147,7 @@ class PagedPrefixCache(Cache):
         """Of each layer, whether attention sees a window there."""
         if type(self.layers) is LayersWithRows:
             return list(super().is_sliding)
-        return [*map(self.view.window_of.__contains__, range(len(self.layers)))]
+        return [*map(self.view.sight_of.__contains__, range(len(self.layers)))]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..blocks.window_blocks import first_seen
+from ..blocks.sight import Sight
 from ..kv.block_pool import BlockPool
 from ..kv.block_tables import BlockTables, read_source
 from ..kv.recycled_memory import RecycledMemory, zeros
@@ -78,7 +78,7 @@ class GroupColumns:
 
     Args:
         pool: what is gathered from.
-        window: in tokens; None: the layers see all.
+        sight: what the layers see; None: all.
         memory: for what is gathered.
 
     Attributes:
@@ -86,9 +86,9 @@ class GroupColumns:
         step: where the running forward is appended, if it is one token that goes behind the columns held.
     """
 
-    def __init__(self, pool: BlockPool, window: int | None, memory: RecycledMemory) -> None:
-        self._pool, self._window, self._memory = pool, window, memory
-        self._num_kept = math.inf if window is None else window - 1 + pool.block_size  # before a forward, that stay
+    def __init__(self, pool: BlockPool, sight: Sight | None, memory: RecycledMemory) -> None:
+        self._pool, self._sight, self._memory = pool, sight, memory
+        self._num_kept = math.inf if sight is None else sight.size - 1 + pool.block_size  # before a forward, that stay
         self._capacity = self._num_kept + pool.block_size
         self._tables = BlockTables(pool.block_size)  # of rows that are gathered at each forward
         self.buffers: dict[int, dict[str, Buffer]] = {}
@@ -133,13 +133,13 @@ class GroupColumns:
         if self._missing and forward.keeps_columns:
             self._memory.drop()
         self._missing, self._is_anew = [], False
-        self._first = first = forward.first_own if self._window is None else first_seen(self._window, start)
+        self._first = first = forward.first_own if self._sight is None else self._sight.handed_from(start)
         base = self._next_base
         if base > first or min(forward.held_until[: forward.num_rows]) < start:  # rows new here, or cut
             base = first
             if start:
                 self._miss()
-        elif self._window is not None and self._pool.accelerators:
+        elif self._sight is not None and self._pool.accelerators:
             base = max(base, start - int(self._num_kept))  # exact buffers begin with the first column that is kept
         next_base, room = base, stop - base
         if room > self._capacity:
@@ -156,14 +156,14 @@ class GroupColumns:
         """Say which columns have to be gathered: of all tokens, each row by itself, so that no copy of all rows is made."""
         forward, first, start = self._forward, self._first, self._forward.start
         everyone = slice(0, forward.num_rows)
-        placed = self._pool.rows_in(self._window, forward.layouts(), first)
-        self._is_anew = self._window is not None or not any(forward.held_until[everyone])
+        placed = self._pool.rows_in(self._sight, forward.layouts(), first)
+        self._is_anew = self._sight is not None or not any(forward.held_until[everyone])
         if not forward.keeps_columns:
             # of a longer forward, the pool may have only what the next one sees in layers with a window
-            end = forward.stop if self._window is None or forward.stop - start == 1 else start
+            end = forward.stop if self._sight is None or forward.stop - start == 1 else start
             self._tables.update(placed, forward.transfer)
             self._missing = [(everyone, first, self._tables.columns(first, end))] if first < end else []
-        elif self._window is not None:
+        elif self._sight is not None:
             self._missing = [(everyone, first, self._source(placed, first))] if first < start else []
         else:
             held_until = [max(first, held) for held in forward.held_until]
@@ -247,7 +247,7 @@ class GroupColumns:
             if base < start and not has_past and not self._is_anew:
                 not_held.append(name)
                 if source is None:
-                    source = self._source(self._pool.rows_in(self._window, forward.layouts(), base), base)
+                    source = self._source(self._pool.rows_in(self._sight, forward.layouts(), base), base)
             if not is_like or not held.has_room(self._room) or held.num_rows < forward.num_rows:
                 made = self._made(states)
                 if has_past:

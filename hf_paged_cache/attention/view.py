@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..blocks.window_blocks import first_seen
+from ..blocks.sight import Sight
 from ..kv.block_pool import BlockPool, reorder_rows
 from ..kv.recycled_memory import RecycledMemory
 from ..kv.slot_mapping import RowLayout
@@ -36,18 +36,18 @@ class View:
 
     Args:
         pool: what is gathered from.
-        window_of: layer index -> its window, in tokens: a query sees itself and the `window - 1` columns before it.
+        sight_of: layer index -> its window, for the layers that have one.
         keeps_copies: whether copies are kept beside the pool.
 
     Attributes:
-        window_of: as it is now; whoever asks how far a layer sees, asks here.
+        sight_of: as it is now; whoever asks how far a layer sees, asks here.
         attention: of transformers, that the rows run with.
         most_copies: 1 if a copy of the rows' columns may be kept, else 0; the store's budget counts it.
         keeps_columns: the running forward's columns are kept here, so the pool may get a step's later.
         steps: layer index -> what a step may be appended with, in place of `read`.
     """
 
-    def __init__(self, pool: BlockPool, window_of: Mapping[int, int], *, keeps_copies: bool = True) -> None:
+    def __init__(self, pool: BlockPool, sight_of: Mapping[int, Sight], *, keeps_copies: bool = True) -> None:
         self.most_copies = int(keeps_copies)
         self.keeps_columns = keeps_copies
         self.attention: str | None = "sdpa"
@@ -63,37 +63,38 @@ class View:
         self._held_until: list[int] = []  # row -> end of the columns that the buffers hold of it
         self._max_rows, self._max_columns = 0, math.inf
         self._forward = Forward(list, 0, 0, 0)  # the running one, or the last
-        self._may_change = bool(window_of)
-        self._group(window_of)
+        self._may_change = bool(sight_of)
+        self._group(sight_of)
 
-    def _group(self, window_of: Mapping[int, int]) -> None:
+    def _group(self, sight_of: Mapping[int, Sight]) -> None:
         # layers without a window, also those that no config names
         self._all = GroupColumns(self._pool, None, self._memory)
-        of_window = {window: GroupColumns(self._pool, window, self._memory) for window in sorted({*window_of.values()})}
-        self._groups = [self._all, *of_window.values()]
-        self._group_of = {layer_idx: of_window[window] for layer_idx, window in window_of.items()}
-        self.window_of = window_of  # last: interrupted above, the next rows group them again
+        of_sight = {sight: GroupColumns(self._pool, sight, self._memory) for sight in dict.fromkeys(sight_of.values())}
+        self._groups = [self._all, *of_sight.values()]
+        self._group_of = {layer_idx: of_sight[sight] for layer_idx, sight in sight_of.items()}
+        self.sight_of = sight_of  # last: interrupted above, the next rows group them again
 
-    def follow(self, window_of: Mapping[int, int], attention: str | None) -> None:
+    def follow(self, sight_of: Mapping[int, Sight], attention: str | None) -> None:
         """Rows begin, with these windows, and this attention of transformers: all but "sdpa" are given dense tensors.
 
         A view whose layers had no window when it was made keeps reading all columns; the mask hides what a window does not show.
         """
         self.attention, self._shared.is_sdpa = attention, attention == "sdpa"
-        if self._may_change and window_of != self.window_of:
+        if self._may_change and sight_of != self.sight_of:
             self.drop()
-            self._group(window_of)
+            self._group(sight_of)
 
     def first_column(self, layer_idx: int, start: int) -> int:
         """The first column that the layer reads in a forward from column `start` on.
 
         Examples:
-            >>> view = View(BlockPool(4), {1: 8})
+            >>> from ..blocks import Window
+            >>> view = View(BlockPool(4), {1: Window(8)})
             >>> view.first_column(0, 20), view.first_column(1, 20)
             (0, 13)
         """
-        window = self.window_of.get(layer_idx)
-        return 0 if window is None else first_seen(window, start)
+        sight = self.sight_of.get(layer_idx)
+        return 0 if sight is None else sight.handed_from(start)
 
     @property
     def num_bytes(self) -> int:

@@ -12,6 +12,7 @@ from .groups import Group, resumable, resumable_where
 from .hashing import BlockHash, HashChain, root_hash
 from .metrics import PrefixCacheMetrics
 from .prefix_index import PrefixIndex
+from .sight import Sight, Window
 from .snapshots import Snapshots
 from .window_blocks import WindowBlocks
 
@@ -25,7 +26,9 @@ __all__ = [
     "PrefixCacheMetrics",
     "PrefixCachingBlockAllocator",
     "PrefixIndex",
+    "Sight",
     "Snapshots",
+    "Window",
     "WindowBlocks",
     "resumable",
     "resumable_where",

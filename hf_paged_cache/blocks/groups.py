@@ -37,9 +37,9 @@ def resumable(groups: Iterable[Group], block_ids: Sequence[int], num_tokens: int
     There may be fewer blocks than for so many.
 
     Examples:
-        >>> from . import PrefixCachingBlockAllocator, WindowBlocks
+        >>> from . import PrefixCachingBlockAllocator, Window, WindowBlocks
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
-        >>> group = WindowBlocks(allocator, window=3, num_blocks=4)
+        >>> group = WindowBlocks(allocator, Window(3), num_blocks=4)
         >>> group.places.update({1: 3, 2: 1})  # block -> window block
         >>> resumable([group], [1, 2, 5], 6)
         4

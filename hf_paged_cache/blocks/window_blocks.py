@@ -13,16 +13,7 @@ from ..errors import BlockStateError, OutOfBlocksError
 from .allocation import Allocation, Resumption
 from .allocator import PrefixCachingBlockAllocator
 from .hashing import BlockHash
-
-
-def first_seen(window: int, start: int) -> int:
-    """The first token that a query at token `start` sees in a layer with this window.
-
-    Examples:
-        >>> first_seen(8, 20), first_seen(8, 3)
-        (13, 0)
-    """
-    return max(0, start - window + 1)
+from .sight import Sight
 
 
 class Changing:
@@ -55,7 +46,7 @@ class WindowBlocks:
 
     Args:
         allocator: of the blocks.
-        window: tokens that a query sees, itself included; at least 1.
+        sight: what the layers see.
         num_blocks: window blocks at first, with number 0.
 
     Attributes:
@@ -64,19 +55,19 @@ class WindowBlocks:
         most: window blocks that there can be.
         num_to_come: of those, kept for running calls that do not need them yet.
         num_evictions: idle window blocks that were taken so far.
-        on_evict: told of each of these: the window, its number, the hash and the namespace of its block. What it holds is
+        on_evict: told of each of these: the group's name, its number, the hash and the namespace of its block. What it holds is
             there until the next write. None: nobody is.
 
     Examples:
+        >>> from .sight import Window
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
-        >>> group = WindowBlocks(allocator, window=3, num_blocks=4)
+        >>> group = WindowBlocks(allocator, Window(3), num_blocks=4)
         >>> group.span(8, 8), group.num_blocks_of_a_row
         (range(3, 4), 2)
     """
 
-    def __init__(self, allocator: PrefixCachingBlockAllocator, window: int, num_blocks: int) -> None:
-        self.name = self.window = window
-        self.reach = max(1, window - 1)  # tokens before a forward that it sees
+    def __init__(self, allocator: PrefixCachingBlockAllocator, sight: Sight, num_blocks: int) -> None:
+        self.name, self.sight = sight.key, sight
         self.num_blocks = num_blocks
         self.most: float = num_blocks
         self.num_to_come = 0
@@ -88,12 +79,12 @@ class WindowBlocks:
         self._passed: OrderedDict[int, None] = OrderedDict()  # ids of blocks
         self._ends: OrderedDict[int, None] = OrderedDict()
         self.num_evictions = 0
-        self.on_evict: Callable[[int, int, BlockHash, bytes], None] | None = None
+        self.on_evict: Callable[[int | str, int, BlockHash, bytes], None] | None = None
         self._num_lapses = 0  # the allocator's, when all was derived last
         self.is_dirty = False  # see `Changing`
 
     def __repr__(self) -> str:
-        return f"WindowBlocks(window={self.window}, num_blocks={self.num_blocks}, needed={self.num_needed}, free={len(self._free)})"
+        return f"WindowBlocks({self.sight.words}, num_blocks={self.num_blocks}, needed={self.num_needed}, free={len(self._free)})"
 
     @property
     def num_needed(self) -> int:
@@ -123,11 +114,11 @@ class WindowBlocks:
     @property
     def num_blocks_of_a_row(self) -> int:
         """The most that a row needs while it generates token by token."""
-        return -(-self.reach // self._block_size) + 1
+        return -(-self.sight.most_needed // self._block_size) + 1
 
     def span(self, start: int, stop: int) -> range:
         """Logical indices of the blocks with the tokens `[start, stop)` and with those that the first of them sees."""
-        return range(max(0, start - self.reach) // self._block_size, -(-stop // self._block_size))
+        return range(self.sight.needed(start).start // self._block_size, -(-stop // self._block_size))
 
     def seen(self, num_tokens: int) -> range:
         """See `Group`."""
@@ -180,7 +171,7 @@ class WindowBlocks:
         if num_blocks > len(self._free) + self.num_idle:
             of_all = f"{len(self._free)} free + {self.num_idle} idle of {self.num_blocks - 1}"
             raise OutOfBlocksError(
-                f"need {num_blocks} blocks of layers with a window of {self.window} tokens: "
+                f"need {num_blocks} blocks of layers with {self.sight.words}: "
                 f"{'there are fewer' if namespace else of_all}; free what is no longer needed or give the pool more blocks"
             )
 
@@ -359,7 +350,7 @@ class WindowBlocks:
                 (allocation.block_ids, allocation.resumption) for allocation in self._allocator.allocations()
             ]
             raise BlockStateError(
-                f"{problem}\nwindow {self.window}, places: {self.places}\nfree: {self._free}\npassed: {list(self._passed)}, "
+                f"{problem}\n{self.sight.words}, places: {self.places}\nfree: {self._free}\npassed: {list(self._passed)}, "
                 f"ends: {list(self._ends)}\nallocations: {resumptions}"
             )
 
@@ -393,7 +384,7 @@ class WindowBlocks:
         self.num_evictions += 1
         place = self.places.pop(block_id)
         if self.on_evict is not None and (block_hash := self._allocator.block_hash_of(block_id)) is not None:
-            self.on_evict(self.window, place, block_hash, self._allocator.namespace_of(block_id))
+            self.on_evict(self.name, place, block_hash, self._allocator.namespace_of(block_id))
         return place
 
     def _drop(self, block_id: int) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..blocks import Allocation, BlockHash, BlockTable
 from ..blocks.block_table import forks_in_place_of
 from ..blocks.tokens import TokenIds
-from ..blocks.window_blocks import first_seen
 from ..errors import CacheArgumentError
 from ..kv.block_tables import read_source
 from ..kv.slot_mapping import RowLayout
@@ -367,8 +366,8 @@ def gather_rows(store: BlockStore, layer_idx: int, rows: Rows, start: int = 0) -
 
     All columns from `start` on, or in a layer with a window those of them that the next token sees.
     """
-    pool, window, stop = store.pool, store.windows.window_of.get(layer_idx), rows.num_columns
-    start = start if window is None else max(start, first_seen(window, stop))
-    layouts = pool.rows_in(window, [row.layout() for row in rows.in_batch()], start)
+    pool, sight, stop = store.pool, store.windows.sight_of.get(layer_idx), rows.num_columns
+    start = start if sight is None else max(start, sight.handed_from(stop))
+    layouts = pool.rows_in(sight, [row.layout() for row in rows.in_batch()], start)
     gathered = pool.gather(layer_idx, read_source(layouts, start, stop, pool.block_size))
     return {name: states.contiguous() for name, states in gathered.items()}

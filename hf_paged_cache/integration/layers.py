@@ -88,14 +88,14 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
     @property
     def is_sliding(self) -> bool:
         """Whether attention sees a window here, as the model's config said when the rows began."""
-        return self._layer_idx in self._view.window_of
+        return self._layer_idx in self._view.sight_of
 
     @property
     def sliding_window(self) -> int:
         """How many tokens attention sees here; a layer without a window has none."""
         if not self.is_sliding:
             raise AttributeError(f"layer {self._layer_idx} has no window")
-        return self._view.window_of[self._layer_idx]
+        return self._view.sight_of[self._layer_idx].size
 
     @property
     def cumulative_length(self) -> int:  # type: ignore[override]
@@ -146,7 +146,7 @@ class PagedLayer(OfAllLayers, CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def get_max_length(self) -> int:
         """The window, as `DynamicSlidingWindowLayer` says; else -1: there is no maximum but the pool's."""
-        return self._view.window_of.get(self._layer_idx, -1)
+        return self.sliding_window if self.is_sliding else -1
 
     @property
     def _in_pool(self) -> dict[str, Tensor]:

@@ -305,7 +305,7 @@ class Session:
         if not self._digest or not is_open:
             self._read_conditions()
         before, view, on_ranks = call.rows.num_columns, call.view, self._ranks.are_several
-        followed = view.window_of, view.attention
+        followed = view.sight_of, view.attention
         if not before and (why := self._follow_model(on_ranks=on_ranks)):
             return self._run_without_store(arguments, why, why)
         known, self._inputs = self._inputs, None
@@ -386,7 +386,7 @@ class Session:
         with self._store.lock:
             self._call.view.follow(windows_now, self._conditioning.attention)
             # Ranks settle what each knows in tokens, without a look at windows.
-            if not self._store.follow_windows({} if on_ranks else self._call.view.window_of, self._call):
+            if not self._store.follow_windows({} if on_ranks else self._call.view.sight_of, self._call):
                 return _OTHER_WINDOWS
             return "" if self._store.follow_dtype(dtype, self._call) else _OTHER_DTYPE
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ..blocks.sight import Sight
 from ..blocks.window_blocks import WindowBlocks
 from ..errors import PoolArgumentError
 from .recycled_memory import RecycledMemory, zeros
@@ -147,10 +148,10 @@ class BlockPool:
 
     Args:
         first_device: where the first write will be, asked as long as there was none.
-        window_of, windows: see `regroup`.
+        sight_of, windows: see `regroup`.
 
     Attributes:
-        groups: window, or None -> the tensors of its layers.
+        groups: name of a group, or None -> the tensors of its layers.
         all: those of the layers without a window.
         accelerators: that hold tensors, or have.
         num_layouts: how often a layer got other tensors: another shape, dtype or device, or its first.
@@ -170,7 +171,7 @@ class BlockPool:
         self,
         block_size: int,
         first_device: Callable[[], torch.device] = lambda: _HOST,
-        window_of: Mapping[int, int] = MappingProxyType({}),
+        sight_of: Mapping[int, Sight] = MappingProxyType({}),
         windows: Iterable[WindowBlocks] = (),
     ) -> None:
         self.block_size = block_size
@@ -179,19 +180,19 @@ class BlockPool:
         self._streams = StreamOrder()
         self.accelerators: set[torch.device] = set()
         self.all = GroupTensors(self._streams)
-        self.groups: dict[int | None, GroupTensors] = {None: self.all}
-        self.regroup(window_of, windows)
+        self.groups: dict[int | str | None, GroupTensors] = {None: self.all}
+        self.regroup(sight_of, windows)
 
-    def regroup(self, window_of: Mapping[int, int], windows: Iterable[WindowBlocks]) -> None:
+    def regroup(self, sight_of: Mapping[int, Sight], windows: Iterable[WindowBlocks]) -> None:
         """The layers have these windows from here on. Nothing is in the pool.
 
         Args:
-            window_of: layer index -> its window, for the layers that have one.
+            sight_of: layer index -> its window, for the layers that have one.
             windows: the window blocks of each.
         """
         self.num_layouts += 1
-        self.groups = {None: self.all} | {blocks.window: GroupTensors(self._streams, blocks) for blocks in windows}
-        self._group_of = {layer_idx: self.groups[window] for layer_idx, window in window_of.items()}
+        self.groups = {None: self.all} | {blocks.name: GroupTensors(self._streams, blocks) for blocks in windows}
+        self._group_of = {layer_idx: self.groups[sight.key] for layer_idx, sight in sight_of.items()}
 
     def layer(self, layer_idx: int) -> Mapping[str, Tensor]:
         """name -> tensor of a layer; empty before it was written."""
@@ -248,9 +249,9 @@ class BlockPool:
                     mapping.of_group(group.placing, self.block_size)
         return mapping
 
-    def rows_in(self, window: int | None, rows: Sequence[RowLayout], start: int) -> Sequence[RowLayout]:
-        """The rows, with the places at which layers with this window, or None, hold their blocks from column `start` on."""
-        group = self.groups.get(window, self.all)
+    def rows_in(self, sight: Sight | None, rows: Sequence[RowLayout], start: int) -> Sequence[RowLayout]:
+        """The rows, with the places at which layers with this sight, or None, hold their blocks from column `start` on."""
+        group = self.all if sight is None else self.groups.get(sight.key, self.all)
         if group.placing is None:
             return rows
         places, placed = group.placing.places, []

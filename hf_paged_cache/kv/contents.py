@@ -35,7 +35,7 @@ class Part(NamedTuple):
     """The tensors of one kind on one device: what a row of theirs is made of."""
 
     kind: Literal["blocks", "window", "states"]
-    window: int | None  # of the layers
+    window: int | str | None  # name of the layers' group; None: they see all
     device: torch.device
     num_bytes: int  # of a row
     pieces: tuple[Piece, ...]
@@ -44,10 +44,10 @@ class Part(NamedTuple):
 def parts_of_pool(pool: BlockPool) -> list[Part]:
     """The parts of a pool's blocks and window blocks, as far as layers were written."""
     parts = []
-    for window, group in pool.groups.items():
-        kind: Literal["blocks", "window"] = "blocks" if window is None else "window"
+    for name, group in pool.groups.items():
+        kind: Literal["blocks", "window"] = "blocks" if name is None else "window"
         shapes = [(key, tensor.device, tuple(tensor.shape[1:]), tensor.dtype) for key, tensor in group.named().items()]
-        parts += _parts(kind, window, shapes)
+        parts += _parts(kind, name, shapes)
     return parts
 
 
@@ -59,7 +59,7 @@ def parts_of_states(states: States) -> list[Part]:
 
 def _parts(
     kind: Literal["blocks", "window", "states"],
-    window: int | None,
+    window: int | str | None,
     shapes: Iterable[tuple[Key, torch.device, tuple[int, ...], torch.dtype]],
 ) -> list[Part]:
     pieces: dict[torch.device, list[Piece]] = {}

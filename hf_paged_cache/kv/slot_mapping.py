@@ -53,7 +53,7 @@ class SlotMapping:
         self.sources = sources
         self.num_slots = len(slots)
         self._index: dict[tuple[int, int, torch.device], Tensor] = {}  # see `index_for`
-        self._placed: dict[int, SlotMapping] = {}  # window -> see `of_group`
+        self._placed: dict[int | str, SlotMapping] = {}  # name of a group -> see `of_group`
         self._transfer = transfer
         self._added: tuple[int, int] | None = None  # lists in the transfer: slots, and sources
         if transfer is not None and (sources is not None or self.first_slot is None):  # else it may take no index
@@ -79,7 +79,7 @@ class SlotMapping:
 
     def of_group(self, placing: WindowBlocks, block_size: int) -> "SlotMapping":
         """What layers with a window write: the tokens in blocks that have window blocks, into these."""
-        mapping = self._placed.get(placing.window)
+        mapping = self._placed.get(placing.name)
         if mapping is None:
             places, slots = placing.places, self.slots
             sources = range(len(slots)) if self.sources is None else self.sources
@@ -91,7 +91,7 @@ class SlotMapping:
             is_whole = self.sources is None and len(placed) == len(slots)
             written = None if is_whole else [source for _, source in placed]
             mapping = SlotMapping([slot for slot, _ in placed], written, self._transfer)
-            self._placed[placing.window] = mapping
+            self._placed[placing.name] = mapping
         return mapping
 
     def index_for(self, num_heads: int, num_slots: int, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from torch.nn.modules import module as everywhere
 
 from ..blocks import root_hash
 from ..blocks.roots import Roots
+from ..blocks.sight import Sight
 from ..errors import NotPortableError
 from ..kv.transfers import read_bytes
 from ..locks import new_lock
@@ -29,7 +30,7 @@ from .identity import ModelIdentity, adapter_state, digest_of_weights, identify,
 from .output_flags import OUTPUT_FLAGS, OutputFlags, outputs_of
 from .rope import RopeRegime
 from .state_traits import NO_TRAITS, StateTraits, read_state_traits
-from .support import attention_of, cache_layers, is_foreign, windows_of
+from .support import attention_of, cache_layers, is_foreign, sights_of
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -110,7 +111,7 @@ class Conditioning:
         self._settings = _settings(self._configs)  # as of the last digest
         self.outputs: list[str] = []
         self._peft_hooks: list[tuple[str, dict[str, Any]]] = []
-        self._windows: tuple[_Settings | None, dict[int, int]] = (None, {})  # settings, and the windows of then
+        self._windows: tuple[_Settings | None, dict[int, Sight]] = (None, {})  # settings, and the windows of then
         self._identifying = new_lock()
         self._identities: dict[bytes, ModelIdentity | None] = {}  # digest -> what it means to others, if anything
         self._weights_read: tuple[tuple[bytes, ...], str] | None = None  # as they were, and the digest of their values
@@ -167,10 +168,10 @@ class Conditioning:
         threads = set(sys._current_frames())
         return len(threads) > 1 and len(threads - _monitors_of_progress()) > 1
 
-    def windows(self) -> dict[int, int]:
+    def windows(self) -> dict[int, Sight]:
         """Layer index -> its window, for the layers that have one by the model's config as of the last digest."""
         if self._windows[0] != self._settings:
-            self._windows = self._settings, windows_of(cache_layers(self.model))
+            self._windows = self._settings, sights_of(cache_layers(self.model))
         return self._windows[1]
 
     def changes_with(self, output_flag: str) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..blocks.sight import Sight, Window
 from ..errors import UnsupportedModelError
 from .cache_adapters import cache_argument, own_cache_class
 
@@ -124,7 +125,7 @@ def require_supported(model: object) -> None:
             f"{name}: {reader.__name__} looks at what its layer of the cache holds in the middle of a forward, where a layer here "
             "does not count the forward's own tokens yet; use transformers' DynamicCache for this model"
         )
-    windows = windows_of(layers).values()
+    windows = [sight.size for sight in sights_of(layers).values()]
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     is_reached = windows and (not isinstance(longest, int) or min(windows) < longest)
     if is_reached and not _mask_knows_windows(model):
@@ -205,9 +206,13 @@ def cache_layers(model: PreTrainedModel) -> Sequence[Any]:
     return DynamicCache(config=model.config).layers
 
 
-def windows_of(layers: Sequence[Any]) -> dict[int, int]:
+def sights_of(layers: Sequence[Any]) -> dict[int, Sight]:
     """Index of a layer of `DynamicCache` -> its window, where it has one; attention in chunks is held as a window, too."""
-    return {index: int(layer.sliding_window) for index, layer in enumerate(layers) if type(layer) in _WINDOWED_LAYERS}
+    return {
+        index: Window(int(layer.sliding_window))
+        for index, layer in enumerate(layers)
+        if type(layer) in _WINDOWED_LAYERS
+    }
 
 
 def holds_nothing(layer: Any) -> bool:

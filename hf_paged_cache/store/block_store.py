@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from ..blocks import BlockHash, BlockTable, Group, PrefixCachingBlockAllocator
+from ..blocks import BlockHash, BlockTable, Group, PrefixCachingBlockAllocator, Sight
 from ..errors import CacheArgumentError, CacheBusyError
 from ..kv.block_pool import BlockPool, GroupTensors
 from ..kv.transfers import Transfer
@@ -45,7 +45,7 @@ class BlockStore:
         block_size: tokens of a block, at least 1.
         num_blocks: the most blocks, with the null block; None: as `memory_budget` allows.
         first_device: where the model's first keys and values will be.
-        window_of: layer index -> its window, for the layers that have one.
+        sight_of: layer index -> its window, for the layers that have one.
         layers: indices of all layers that have keys and values, with a window or without.
         window_share: of the blocks, how many window blocks there can be; see `WindowGroups`.
         states, bytes_per_block: see `StateSnapshots`.
@@ -66,7 +66,7 @@ class BlockStore:
         block_size: int,
         num_blocks: int | None = None,
         first_device: Callable[[], torch.device] = lambda: torch.device("cpu"),
-        window_of: Mapping[int, int] = MappingProxyType({}),
+        sight_of: Mapping[int, Sight] = MappingProxyType({}),
         layers: Collection[int] = (),
         window_share: float = 1.0,
         states: StateRules | None = None,
@@ -91,12 +91,12 @@ class BlockStore:
         self._dtype = dtype  # that a budget in bytes counts with
         self._has_budget = has_budget or num_blocks is None
         self.allocator = PrefixCachingBlockAllocator(self._first_num_blocks, block_size, eviction)
-        self.windows = WindowGroups(self.allocator, window_of, layers, window_share, num_blocks)
+        self.windows = WindowGroups(self.allocator, sight_of, layers, window_share, num_blocks)
         has_least = num_blocks is not None and not has_budget
         self.states = StateSnapshots(self.allocator, states, bytes_per_block, has_least=has_least)
         self.states.limit(num_blocks)
         self.first_device = first_device
-        self.pool = BlockPool(block_size, first_device, window_of, self.windows.groups)
+        self.pool = BlockPool(block_size, first_device, sight_of, self.windows.groups)
         self._measure_layers = measure_layers
         self._unwritten_layers = unwritten_layers
         self._measured: Mapping[int, tuple[torch.device, int]] = {}  # counts until the pool has these layers
@@ -188,7 +188,7 @@ class BlockStore:
             allocator.grow(managed)
         for group in self.windows.groups:
             most = None if group.most == math.inf else int(group.most)
-            managed = self._grow(self.pool.groups[group.window], group.num_blocks, num_blocks - group.num_free, most)
+            managed = self._grow(self.pool.groups[group.name], group.num_blocks, num_blocks - group.num_free, most)
             if managed > group.num_blocks:
                 group.grow(managed)
 
@@ -264,7 +264,7 @@ class BlockStore:
         total: dict[torch.device, float] = {}
         if not self._measured.keys() <= {*self.pool.layer_indices}:
             for layer_idx, (device, num_bytes) in self._measured.items():
-                share = self.windows.share if layer_idx in self.windows.window_of else 1
+                share = self.windows.share if layer_idx in self.windows.sight_of else 1
                 total[device] = total.get(device, 0) + num_bytes * self.block_size * share
         else:
             for window, tensors in self.pool.groups.items():
@@ -327,7 +327,7 @@ class BlockStore:
         num_blocks = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
         num_bytes = num_blocks * self.pool.all.bytes_per_block
         for group, num_needed in zip(self.windows.groups, self.windows.num_needed(salt or None), strict=True):
-            num_bytes += num_needed * self.pool.groups[group.window].bytes_per_block
+            num_bytes += num_needed * self.pool.groups[group.name].bytes_per_block
         return num_bytes
 
     @property
@@ -363,20 +363,20 @@ class BlockStore:
         for group in self.windows.groups:
             group.settle()
 
-    def follow_windows(self, window_of: Mapping[int, int], holder: Holder) -> bool:
+    def follow_windows(self, sight_of: Mapping[int, Sight], holder: Holder) -> bool:
         """Rows of `holder` begin, and the layers have these windows now: what is cached under others is forgotten.
 
         Returns:
             Whether they can run: not while other calls hold blocks of layers with other windows.
         """
-        if not self.windows.may_change or self.windows.window_of == window_of:
+        if not self.windows.may_change or self.windows.sight_of == sight_of:
             return True
         if not self._forget_all(holder):
             return False
-        self.windows.regroup(window_of)
-        self.pool.regroup(window_of, self.windows.groups)
+        self.windows.regroup(sight_of)
+        self.pool.regroup(sight_of, self.windows.groups)
         self.tiers.watch_windows()
-        self.windows.window_of = {**window_of}  # last: interrupted above, the next call begins again
+        self.windows.sight_of = {**sight_of}  # last: interrupted above, the next call begins again
         return True
 
     def follow_dtype(self, dtype: torch.dtype, holder: Holder) -> bool:
@@ -451,7 +451,7 @@ class BlockStore:
         for group in self.windows.groups:
             if group.copies:
                 copies = tuple(group.copies)
-                self.pool.groups[group.window].copy_blocks(copies, transfer)
+                self.pool.groups[group.name].copy_blocks(copies, transfer)
                 del group.copies[: len(copies)]
 
     def check(self) -> None:

@@ -43,7 +43,7 @@ class ContentLayout:
     @property
     def kinds(self) -> list[Kind]:
         """Those that blocks of this store may have, blocks themselves first."""
-        return [BLOCKS, *(group.window for group in self._windows.groups), STATES]
+        return [BLOCKS, *(group.name for group in self._windows.groups), STATES]
 
     @property
     def has_tensors(self) -> bool:
@@ -80,7 +80,7 @@ class ContentLayout:
         yield BLOCKS, block_id
         for group in self._windows.groups:
             if (place := group.places.get(block_id)) is not None:
-                yield group.window, place
+                yield group.name, place
         if (states := self._states.kept.of_digest(digest)) is not None:
             yield STATES, states
 

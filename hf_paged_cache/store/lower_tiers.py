@@ -90,8 +90,8 @@ class LowerTiers:
         for kind, source in self.layout.contents_of(block_id, block_hash.digest):
             self._evicted.append(_Evicted(kind, name, source))
 
-    def _note_window_block(self, window: int, place: int, block_hash: BlockHash, namespace: bytes) -> None:
-        self._evicted.append(_Evicted(window, self._name(block_hash, namespace), place))
+    def _note_window_block(self, kind: Kind, place: int, block_hash: BlockHash, namespace: bytes) -> None:
+        self._evicted.append(_Evicted(kind, self._name(block_hash, namespace), place))
 
     def _note_snapshot(self, digest: bytes, states: States) -> None:
         if (found := self._allocator.hash_of_digest(digest)) is not None:

@@ -289,11 +289,11 @@ class TierLoad:
     def _make_room(self, prefix: _Prefix) -> bool:
         """Have memory for what a prefix needs beside what is cached; whether all of it can be had."""
         num_lacking = Counter(kind for kind, _ in prefix.missing)
-        self._store.make_room(max([prefix.ids.count(None), *(num_lacking[group.window] for group in self._windows)]))
+        self._store.make_room(max([prefix.ids.count(None), *(num_lacking[group.name] for group in self._windows)]))
         for group in self._windows:
             ids = [prefix.ids[index] for index in group.seen(len(prefix.ids) * self._allocator.block_size)]
             held = [at for at in ids if at is not None and at in group.places]
-            num_needed = group.num_to_take(held) + num_lacking[group.window]
+            num_needed = group.num_to_take(held) + num_lacking[group.name]
             if num_needed > min(group.num_spare, group.num_free + group.num_idle):
                 return False
         return True
@@ -315,14 +315,14 @@ class TierLoad:
             }
             for group in groups:
                 group.hold(block_ids[index] for index in group.seen(allocation.resumption.start))
-                lacking = [content for content in prefix.missing if content[0] == group.window]
+                lacking = [content for content in prefix.missing if content[0] == group.name]
                 targets |= zip(lacking, group.take_places(fresh, len(lacking)), strict=True)
             self._store.make_copies()
             tier_of = self._fill(found, {(kind, prefix.name(index)): to for (kind, index), to in targets.items()})
             allocator.mark_computed(fresh)
             for group in groups:
                 for (kind, index), place in targets.items():
-                    if kind == group.window:
+                    if kind == group.name:
                         group.places[block_ids[index]] = place
         if (STATES, len(block_ids) - 1) in prefix.missing:
             tier_of |= self._fill(found, {(STATES, prefix.name(-1)): block_ids[-1]})

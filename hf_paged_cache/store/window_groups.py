@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from ..blocks import PrefixCachingBlockAllocator, WindowBlocks
+from ..blocks import PrefixCachingBlockAllocator, Sight, WindowBlocks
 from .holder import Holder
 
 # Window blocks for each block, where a budget in bytes is divided. A sequence needs few of them, however long it is; what
@@ -32,7 +32,7 @@ class WindowGroups:
 
     Args:
         allocator: of the blocks.
-        window_of: layer index -> its window; without any there are no groups.
+        sight_of: layer index -> its window; without any there are no groups.
         layers: indices of all layers that hold keys and values.
         share: window blocks for each block that there can be, where some layers have no window.
         most: blocks that there can be; None: nobody knows yet.
@@ -46,31 +46,31 @@ class WindowGroups:
     def __init__(
         self,
         allocator: PrefixCachingBlockAllocator,
-        window_of: Mapping[int, int],
+        sight_of: Mapping[int, Sight],
         layers: Collection[int],
         share: float,
         most: int | None = None,
     ) -> None:
         self._allocator = allocator
         self.layers = layers
-        self.may_change = bool(window_of)
+        self.may_change = bool(sight_of)
         self._share = share
         self._most = most
         self._least: list[int] = []  # of each group, window blocks that were promised before the most was known
         # call -> of each group, all that it may need
         self._reserved: WeakKeyDictionary[Holder, tuple[int, ...]] = WeakKeyDictionary()
-        self.regroup(window_of)
-        self.window_of = {**window_of}
+        self.regroup(sight_of)
+        self.sight_of = {**sight_of}
 
-    def regroup(self, window_of: Mapping[int, int]) -> None:
+    def regroup(self, sight_of: Mapping[int, Sight]) -> None:
         """The layers have these windows from here on. No block is in use or can be hit; nothing is reserved any more."""
         self._reserved.clear()
-        self.are_all = bool(window_of) and all(layer_idx in window_of for layer_idx in self.layers)
+        self.are_all = bool(sight_of) and all(layer_idx in sight_of for layer_idx in self.layers)
         self.share = 1.0 if self.are_all else self._share
-        windows = sorted(set(window_of.values()), reverse=True)
+        sights = sorted(set(sight_of.values()), key=lambda sight: -sight.size)
         first = self._share_of(self._allocator.num_blocks)
-        self.groups = [WindowBlocks(self._allocator, window, first) for window in windows]
-        self._least = [2] * len(windows)
+        self.groups = [WindowBlocks(self._allocator, sight, first) for sight in sights]
+        self._least = [2] * len(sights)
         self.limit(self._most)
         self.reset(self._allocator.num_blocks)
 
@@ -185,7 +185,7 @@ class WindowGroups:
         for group, needed, obtainable in zip(self.groups, demand, self.num_obtainable(holder), strict=True):
             if needed > obtainable:
                 return (
-                    f"{needed} blocks of {self._allocator.block_size} tokens in layers with a window of {group.window}, but "
+                    f"{needed} blocks of {self._allocator.block_size} tokens in layers with {group.sight.words}, but "
                     f"{max(0, int(obtainable))} of {int(group.most) - 1} can be had"
                 )
         return None

@@ -18,6 +18,7 @@ from hf_paged_cache.attention import buffers, group_columns
 from hf_paged_cache.attention.gradients import GradientPath
 from hf_paged_cache.attention.group_columns import Forward
 from hf_paged_cache.attention.view import View
+from hf_paged_cache.blocks.sight import Window
 from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.kv.slot_mapping import ReadSource, RowLayout, SlotMapping
 
@@ -65,7 +66,8 @@ class Bench:
         self.pool.all.ensure_capacity(400)
         self.windows = windows or {}  # layer index -> its window
         self.layers = layers
-        self.view: View = make_view(self.pool, self.windows)
+        sights = {layer_idx: Window(window) for layer_idx, window in self.windows.items()}
+        self.view: View = make_view(self.pool, sights)
         if seed % 2:  # then rows that are multiplied are copied, and not made anew
             self.view._shared.look()
         self.rows: list[NaiveRow] = []

@@ -39,6 +39,7 @@ from hf_paged_cache.blocks import (
 )
 from hf_paged_cache.blocks.engine import EngineAllocator
 from hf_paged_cache.blocks.eviction import END, ONCE, Reuse
+from hf_paged_cache.blocks.sight import Window
 from hf_paged_cache.errors import BlockStateError, OutOfBlocksError
 
 NAMESPACES = (b"", b"tenant")
@@ -374,7 +375,7 @@ class Driver:
         self.world, self.size, self.max_tables = world, world.block_size, max_tables
         self.prefixes = Prefixes() if prefixes is None else prefixes
         self.allocator = EngineAllocator(world.num_blocks, self.size, world.eviction)
-        self.groups = [WindowBlocks(self.allocator, window, number) for window, number in world.windows.items()]
+        self.groups = [WindowBlocks(self.allocator, Window(window), number) for window, number in world.windows.items()]
         self.snapshots: Snapshots[int] = Snapshots(self.allocator, world.num_snapshots)
         self.model = Model(world.num_blocks, self.size, self.prefixes, world.eviction)
         self.tables: list[tuple[BlockTable, Sequence]] = []
@@ -403,13 +404,13 @@ class Driver:
             sequence.blocks[index]
             for _, sequence in self.tables
             if sequence is not but
-            for index in self.indices_needed(group.window, sequence)
+            for index in self.indices_needed(group.sight.size, sequence)
             if sequence.blocks[index] in group.places
         }
 
     def can_resume(self, blocks: list[int], num_tokens: int) -> bool:
         return all(
-            blocks[index] in group.places for group in self.groups for index in self.seen(group.window, num_tokens)
+            blocks[index] in group.places for group in self.groups for index in self.seen(group.sight.size, num_tokens)
         )
 
     def is_refused(self, sequence: Sequence, start: int, first: int, cut: int, stop: int, lookahead: int = 0) -> bool:
@@ -424,9 +425,9 @@ class Driver:
             return True
         copied = copied if len(sequence.tokens) % self.size else []
         for group in self.groups:
-            needed = self.indices_needed(group.window, replace(sequence, start=start, first=first, cut=cut))
+            needed = self.indices_needed(group.sight.size, replace(sequence, start=start, first=first, cut=cut))
             mine = {*copied, *(index for index in needed if blocks[index] in group.places)}
-            mine.update(position // self.size for position in range(max(0, cut - max(1, group.window - 1)), stop))
+            mine.update(position // self.size for position in range(max(0, cut - max(1, group.sight.size - 1)), stop))
             fresh = {index for index in mine if index in copied or index >= len(blocks)}
             held = {blocks[index] for index in mine - fresh}
             if len(self.needed(group, but=sequence) | held) + len(fresh) > group.num_blocks - 1:
@@ -595,7 +596,7 @@ class Driver:
             group.copies.clear()
         prefixes = self.prefixes.of(sequence.namespace, sequence.tokens)
         for group, content in zip(self.groups, self.in_window_blocks, strict=True):
-            for position in range(max(0, sequence.start - group.window + 1), sequence.start):
+            for position in range(max(0, sequence.start - group.sight.size + 1), sequence.start):
                 index, offset = divmod(position, self.size)
                 assert content[group.places[table.block_ids[index]]][offset] == prefixes[position]
         slots = table.writable_slots(start, len(sequence.tokens))
@@ -777,7 +778,7 @@ class Driver:
         if which >= 0:
             group = self.groups[which]
             group.num_to_come = rng.choice((0, 0, 3, group.num_blocks))  # less is given to what is not needed
-            if group.num_blocks < self.world.windows[group.window] + 6:
+            if group.num_blocks < self.world.windows[group.sight.size] + 6:
                 group.most = group.num_blocks + 1
                 group.grow(group.num_blocks + 1)
         elif self.model.num_blocks < self.world.num_blocks + 8 and rng.random() < 0.1:
@@ -808,7 +809,7 @@ class Driver:
             return
         self.allocator.reset_prefix_cache(self.world.num_blocks)
         for group in self.groups:
-            group.reset(self.world.windows[group.window])
+            group.reset(self.world.windows[group.sight.size])
             group.most = group.num_blocks
         evictions = self.model.evictions_before + self.model.evictions
         missed, holders = self.model.missed, self.model.holders
@@ -878,7 +879,10 @@ class Driver:
             for block in self.model.hash:
                 assert block not in places or content[places[block]] == self.model.content[block]
             for (_, sequence), prefixes in zip(self.tables, all_prefixes, strict=True):
-                for index in (*self.seen(group.window, sequence.start), *self.seen(group.window, len(prefixes))):
+                for index in (
+                    *self.seen(group.sight.size, sequence.start),
+                    *self.seen(group.sight.size, len(prefixes)),
+                ):
                     assert sequence.blocks[index] in places
                 for index in range(-(-len(prefixes) // self.size)):
                     place = places.get(sequence.blocks[index])

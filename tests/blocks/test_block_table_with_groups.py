@@ -6,6 +6,7 @@ import pytest
 
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, WindowBlocks, root_hash
 from hf_paged_cache.blocks.block_table import forks_in_place_of
+from hf_paged_cache.blocks.sight import Window
 from hf_paged_cache.errors import CacheArgumentError, OutOfBlocksError
 
 from .test_interrupts import interrupt
@@ -18,7 +19,9 @@ class Small:
 
     def __init__(self, windows=None, num_blocks=33):
         self.allocator = PrefixCachingBlockAllocator(num_blocks, 2)
-        self.groups = [WindowBlocks(self.allocator, *each) for each in (windows or {4: 33}).items()]
+        self.groups = [
+            WindowBlocks(self.allocator, Window(window), number) for window, number in (windows or {4: 33}).items()
+        ]
         self.group = self.groups[0]
 
     def table(self, tokens=(), *, is_hit=True):

@@ -6,6 +6,7 @@ import pytest
 
 from hf_paged_cache.blocks import PrefixCachingBlockAllocator, WindowBlocks
 from hf_paged_cache.blocks.allocation import Resumption
+from hf_paged_cache.blocks.sight import Window
 from hf_paged_cache.errors import BlockStateError, OutOfBlocksError
 
 
@@ -16,7 +17,7 @@ def allocator():
 
 @pytest.fixture
 def group(allocator):
-    return WindowBlocks(allocator, window=4, num_blocks=6)
+    return WindowBlocks(allocator, Window(4), num_blocks=6)
 
 
 @pytest.mark.parametrize(
@@ -35,13 +36,13 @@ def group(allocator):
 def test_a_span_has_what_is_written_and_what_the_first_token_of_it_sees(
     window, start, stop, expected, allocator
 ) -> None:
-    assert list(WindowBlocks(allocator, window, 4).span(start, stop)) == expected
+    assert list(WindowBlocks(allocator, Window(window), 4).span(start, stop)) == expected
 
 
 @pytest.mark.parametrize("window", range(1, 12))
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 def test_a_row_that_goes_on_token_by_token_needs_at_most_what_is_counted(window, block_size) -> None:
-    group = WindowBlocks(PrefixCachingBlockAllocator(4, block_size), window, 4)
+    group = WindowBlocks(PrefixCachingBlockAllocator(4, block_size), Window(window), 4)
     assert group.num_blocks_of_a_row == max(len(group.span(number, number + 1)) for number in range(60))
 
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from hf_paged_cache.blocks.sight import Window
 from hf_paged_cache.blocks.tokens import common_prefix_length
 from hf_paged_cache.call.prefix_match import Found, PreviousRows, hold_longer, match_row
 from hf_paged_cache.call.rows import Row
@@ -149,7 +150,7 @@ def test_of_many_previous_rows_the_closest_is_found(store: BlockStore, seed: int
 
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_what_is_longer_is_held_only_where_a_window_can_go_on_from_where_the_row_stands(*, is_kept: bool) -> None:
-    store = BlockStore(BLOCK_SIZE, 64, window_of={0: 5}, layers=[0])
+    store = BlockStore(BLOCK_SIZE, 64, sight_of={0: Window(5)}, layers=[0])
     store.make_room(20)
     (group,) = store.windows.groups
     row = Row(store.new_table(ROOT, b""), 0, ROOT)

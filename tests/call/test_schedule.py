@@ -7,6 +7,7 @@ import random
 import pytest
 
 from hf_paged_cache import ForwardMismatchError, OutOfBlocksError
+from hf_paged_cache.blocks.sight import Window
 from hf_paged_cache.call.admission import UNLIMITED, CallLimits
 from hf_paged_cache.call.prepare import begin_rows
 from hf_paged_cache.call.rows import Row, Rows
@@ -137,7 +138,7 @@ def test_a_step_that_has_no_room_is_refused_and_can_be_taken_back() -> None:
 
 
 def test_rows_whose_windows_are_gone_are_refused() -> None:
-    store = BlockStore(BLOCK_SIZE, 64, window_of={0: 5}, layers=[0])
+    store = BlockStore(BLOCK_SIZE, 64, sight_of={0: Window(5)}, layers=[0])
     store.make_room(20)
     row = Row(store.new_table(ROOT, b""), 0, ROOT)
     row.table.append_tokens(range(40))

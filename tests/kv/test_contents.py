@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_paged_cache.blocks import PrefixCachingBlockAllocator, WindowBlocks
+from hf_paged_cache.blocks.sight import Window
 from hf_paged_cache.kv.block_pool import BlockPool
 from hf_paged_cache.kv.contents import (
     parts_of_pool,
@@ -48,8 +49,8 @@ def test_blocks_come_back_as_they_went() -> None:
 
 def test_blocks_of_windows_are_a_part_of_their_own() -> None:
     allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=4)
-    group = WindowBlocks(allocator, window=5, num_blocks=4)
-    pool = BlockPool(4, lambda: torch.device("cpu"), {1: 5}, [group])
+    group = WindowBlocks(allocator, Window(5), num_blocks=4)
+    pool = BlockPool(4, lambda: torch.device("cpu"), {1: group.sight}, [group])
     pool.groups[5].ensure_capacity(4)
     group.places.update({2: 3, 3: 1})
     filled(pool, 8)

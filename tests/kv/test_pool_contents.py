@@ -118,7 +118,7 @@ def stored(cache: PagedPrefixCache, table: BlockTable) -> dict[int, dict[str, Te
     store, size, num_tokens = cache.store.blocks, cache.store.blocks.block_size, table.num_tokens
     found: dict[int, dict[str, Tensor]] = {}
     for layer in store.pool.layer_indices:
-        seen = num_tokens if (window := store.windows.window_of.get(layer)) is None else window - 1
+        seen = num_tokens if (sight := store.windows.sight_of.get(layer)) is None else sight.size - 1
         for name in NAMES:
             places = [tensor_and_block(store, layer, name, block_id) for block_id in table.block_ids]
             held = [position for position in range(num_tokens) if places[position // size] is not None]

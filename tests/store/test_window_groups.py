@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from hf_paged_cache.blocks import BlockTable, root_hash
+from hf_paged_cache.blocks.sight import Window
 from hf_paged_cache.store.block_store import BlockStore
 
 ROOT = root_hash(b"model")
 
 
 def store_of(share: float = 0.1, window: int = 4) -> BlockStore:
-    return BlockStore(2, 300, window_of={0: window}, layers=range(2), window_share=share)
+    return BlockStore(2, 300, sight_of={0: Window(window)}, layers=range(2), window_share=share)
 
 
 def filled(store: BlockStore, tokens: range) -> BlockTable:
@@ -30,7 +31,7 @@ def test_there_are_as_many_window_blocks_as_the_share_says() -> None:
     assert windows.groups[0].most == 6
     windows.reset(100)
     assert windows.groups[0].num_blocks == 10
-    everything = BlockStore(2, 300, window_of={0: 4, 1: 8}, layers=range(2), window_share=0.1).windows
+    everything = BlockStore(2, 300, sight_of={0: Window(4), 1: Window(8)}, layers=range(2), window_share=0.1).windows
     assert [group.most for group in everything.groups] == [300, 300]
     assert everything.are_all
     assert not everything.are_implied

@@ -127,4 +127,4 @@ def test_other_windows_begin_anew() -> None:
     assert store.follow_windows({0: 4, 1: 9}, other)
     assert store.windows.reserved_for(call) == ()
     store.windows.reserve(other, (1, 2))
-    assert [(group.window, group.num_to_come) for group in store.windows.groups] == [(9, 1), (4, 2)]
+    assert [(group.name, group.num_to_come) for group in store.windows.groups] == [(9, 1), (4, 2)]

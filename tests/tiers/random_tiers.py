@@ -22,6 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_paged_cache.blocks import BlockTable, WindowBlocks, resumable, root_hash
+from hf_paged_cache.blocks.sight import Window
 from hf_paged_cache.errors import OutOfBlocksError
 from hf_paged_cache.kv.contents import write_blocks
 from hf_paged_cache.kv.states import StateKey
@@ -106,13 +107,13 @@ class Driver:
             disk.run_bytes = world.run_bytes
         host = HostTier(world.host_bytes, disk) if world.host_bytes else None
         self.tiers: list[Tier] = [tier for tier in (host, disk) if tier is not None]
-        windows = {1: world.window} if world.window else {}
+        windows = {1: Window(world.window)} if world.window else {}
         if world.is_windowed_alone:
-            windows[0] = world.window
+            windows[0] = Window(world.window)
         self.store = BlockStore(
             2,
             world.num_blocks,
-            window_of=windows,
+            sight_of=windows,
             layers={0, 1} if world.window else {0},
             states=StateRules(8 * HEAD_DIM) if world.has_states else None,
             bytes_per_block=256,
@@ -137,7 +138,7 @@ class Driver:
 
     def held(self) -> Iterator[tuple[int, Tensor, Mapping[int, int] | None]]:
         """Layer, its tensor of keys, and where a window has blocks."""
-        groups: dict[int, WindowBlocks] = {group.window: group for group in self.store.windows.groups}
+        groups: dict[int | str, WindowBlocks] = {group.name: group for group in self.store.windows.groups}
         for window, tensors in ((window, group.named()) for window, group in self.store.pool.groups.items()):
             for (layer_idx, name), tensor in tensors.items():
                 if name == "key":
@@ -313,7 +314,7 @@ class Driver:
             if at:
                 self.compare(at[0], name.digest)
         for tier in self.tiers:
-            for kind in (BLOCKS, STATES, *(group.window for group in self.store.windows.groups)):
+            for kind in (BLOCKS, STATES, *(group.name for group in self.store.windows.groups)):
                 self.compare_tier(tier, kind)
         if self.world.is_ample and not self.store.windows and not self.world.has_states:
             for name in self.known:

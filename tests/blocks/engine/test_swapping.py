@@ -6,6 +6,7 @@ import pytest
 
 from hf_paged_cache.blocks import BlockTable, HashChain, WindowBlocks, root_hash
 from hf_paged_cache.blocks.engine import AllocStatus, BlockSwapper, EngineAllocator
+from hf_paged_cache.blocks.sight import Window
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 
 from ..test_interrupts import interrupt
@@ -86,7 +87,7 @@ def test_it_is_said_before_whether_tables_fit_now_later_or_never(device, host, s
 def test_what_cannot_be_swapped_is_refused_before_anything_changes(device, host, swapper):
     table, freed = table_of(device, [1, 2, 3]), table_of(device, [4])
     freed.free()
-    windowed = BlockTable(device, ROOT, groups=[WindowBlocks(device, window=3, num_blocks=4)])
+    windowed = BlockTable(device, ROOT, groups=[WindowBlocks(device, Window(3), num_blocks=4)])
     before = device.snapshot(), host.snapshot()
     with pytest.raises(BlockStateError, match="is not on the host"):
         swapper.swap_in(table)
