@@ -293,7 +293,7 @@ class PrefixCachingBlockAllocator:
         """
         if num_mutable_blocks < 0:
             raise negative("num_mutable_blocks", num_mutable_blocks)
-        hits = self.match_prefix(block_hashes, namespace) if block_hashes or num_mutable_blocks or num_blocks else []
+        hits = self.match_prefix(block_hashes, namespace)
         num_fresh = num_mutable_blocks if num_blocks is None else max(0, num_blocks - len(hits))
         if len(set(hits)) < len(hits):
             raise CacheArgumentError("a block hash is given twice; the hashes of one sequence differ")

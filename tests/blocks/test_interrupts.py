@@ -230,3 +230,15 @@ def test_the_repair_itself_may_be_interrupted_anywhere(name):
                 break
             world.allocator.check()
             repair += 37
+
+
+@pytest.mark.parametrize("name", ["free", "truncate what is committed", "copy a shared block"])
+def test_an_allocation_of_nothing_hides_no_change_that_was_interrupted(name):
+    """It is the first thing that a call asks of an allocator: an empty table for each row."""
+    instruction = 0
+    while interrupt(OPERATIONS[name], world := World(), instruction):
+        made = world.allocator.allocate()
+        world.allocator.check()
+        assert world.allocator.holds(made)
+        instruction += 3
+    assert instruction > 20
