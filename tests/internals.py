@@ -28,6 +28,7 @@ from hf_paged_cache.call.layer_writes import LayerWrites
 from hf_paged_cache.call.rows import Rows
 from hf_paged_cache.integration import ambient, chunked_prompt, forwards_ahead, resumption
 from hf_paged_cache.kv import recycled_memory
+from hf_paged_cache.kv import states as kv_states
 from hf_paged_cache.kv.block_pool import BlockPool, GroupTensors
 from hf_paged_cache.kv.states import LiveStates, StateKey
 from hf_paged_cache.model.conditioning import Conditioning
@@ -331,6 +332,9 @@ MEMORY_PLACES = [
     "view.start_forward",
     "view.select",
 ]
+
+# Where a snapshot takes memory: a module, and the name of its function.
+SNAPSHOT_COPIES = [(state_snapshots, "copied"), (kv_states, "to_device")]
 
 
 def owner_of(cache: PagedPrefixCache, place: str) -> tuple[Any, str]:

@@ -53,7 +53,7 @@ class PrefixCachingBlockAllocator:
         self._held: dict[ReferenceType[Allocation], list[int]] = {}  # live allocation -> its block ids
         self._states = BlockStates(num_blocks, eviction)
         self._num_before = (0, 0)  # evictions and missed blocks before the last reset
-        self.num_lapses = 0  # how often blocks went without their holder's doing: collected, or forgotten
+        self.num_lapses = 0  # how often blocks went without their holder's doing: collected, forgotten, interrupted
         self.num_copies_on_write = 0
         self._copies: list[tuple[int, int]] = []  # (source, destination) in the order in which they must be made
         self._dirty = False
@@ -649,6 +649,7 @@ class PrefixCachingBlockAllocator:
         )
         self._num_before = self.num_evictions, self.num_missed_blocks
         self._copies.clear()
+        self.num_lapses += 1
         self._states = states
 
     # The record.
@@ -656,6 +657,7 @@ class PrefixCachingBlockAllocator:
     def _settle(self) -> None:
         if self._dirty:
             self._states.rebuild(self._held.values())
+            self.num_lapses += 1  # blocks may have lost their hashes in what was interrupted
             self._dirty = False
         collected = self.collected
         while collected:  # more may come in meanwhile, at the other end

@@ -94,10 +94,16 @@ class LiveStates:
         self.recorder = ConvRecorder()
 
     def record(self, layer_idx: int, state_idx: int, inputs: Tensor) -> None:
-        """A convolution has run over `inputs`, [R, ..., past + columns of the forward]: take out of them what is wanted."""
+        """A convolution has run over `inputs`, [R, ..., past + columns of the forward]: take out of them what is wanted.
+
+        Where there is no memory for that, nothing is recorded of the forward.
+        """
         if self.recorder.places:
             width = self._layers[layer_idx].conv_kernel_size[state_idx] or 0
-            self.recorder.record(StateKey(layer_idx, "conv", state_idx), inputs, width)
+            try:
+                self.recorder.record(StateKey(layer_idx, "conv", state_idx), inputs, width)
+            except torch.OutOfMemoryError:
+                self.recorder.start_forward()
 
     def __bool__(self) -> bool:
         """Whether any layer carries states."""

@@ -114,7 +114,10 @@ class StateSnapshots:
         return not rest and 0 < index <= len(block_ids) and self.kept.has(block_ids[index - 1])
 
     def keep(self, block_ids: Sequence[int], num_tokens: int, states: States, *, may_evict: bool = True) -> bool:
-        """Keep copies of states after `num_tokens` tokens, at the end of a block that can be hit; whether that is new."""
+        """Keep copies of states after `num_tokens` tokens, at the end of a block that can be hit; whether that is new.
+
+        Where there is no memory for them, none are kept: a prompt that would resume there is computed.
+        """
         index, rest = divmod(num_tokens, self._block_size)
         if rest or not 0 < index <= len(block_ids):
             return False
@@ -123,7 +126,10 @@ class StateSnapshots:
             return False
         if not may_evict and self.kept.num_free < 1:
             return False
-        return self.kept.keep(block_id, copied(states), may_evict=may_evict)
+        try:
+            return self.kept.keep(block_id, copied(states), may_evict=may_evict)
+        except torch.OutOfMemoryError:
+            return False
 
     def drop(self, block_ids: Sequence[int], num_tokens: int) -> None:
         """Let go of the snapshot after so many tokens."""

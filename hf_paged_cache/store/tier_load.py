@@ -272,11 +272,13 @@ class TierLoad:
         except OutOfBlocksError:  # there was no memory for so many
             pass
         finally:
-            for allocation in held:
-                block_ids, resumption = list(allocation.block_ids), allocation.resumption or Resumption.at(0)
-                allocation.free()
-                for group in self._windows:
-                    group.leave(block_ids, resumption)  # the end of a prefix is where others are likely to resume
+            groups = self._windows
+            with Changing(groups):
+                for allocation in held:
+                    block_ids, resumption = list(allocation.block_ids), allocation.resumption or Resumption.at(0)
+                    allocation.free()
+                    for group in groups:
+                        group.leave(block_ids, resumption)  # the end of a prefix is where others are likely to resume
         return loaded
 
     def _available(self, prefix: _Prefix, has: Collection[tuple[Kind, Name]], holder: Any) -> _Prefix:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import hf_paged_cache.blocks
-from hf_paged_cache.blocks import BlockTable, HashChain, root_hash
+from hf_paged_cache.blocks import BlockTable, HashChain, Snapshots, root_hash
 from hf_paged_cache.blocks.engine import EngineAllocator
 
 ROOT = root_hash(b"model")
@@ -53,6 +53,9 @@ class World:
         self.tenant = BlockTable(self.allocator, TENANT, namespace=b"tenant")
         self.made = None
         self.allocator.check()
+        self.snapshots = Snapshots(self.allocator, 18)
+        for block in self.hits():
+            self.snapshots.keep(block, block)
 
     def lists(self):
         return [list(block_ids) for block_ids in self.allocator._held.values()]
@@ -189,6 +192,7 @@ def test_an_operation_interrupted_anywhere_has_happened_or_has_not(name):
     instruction = num_undone = 0
     while interrupt(operation, world := World(), instruction):
         world.allocator.check()  # repairs, takes back what was collected, and proves the invariants
+        world.snapshots.check()
         assert not world.allocator._dirty
         assert world.evicts_tails_first()
         if name in SEVERAL:  # some may have happened

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_paged_cache import CacheArgumentError, OutOfBlocksError, PagedPrefixCache, PrefixStore
 
 from ..conformance import zoo
-from ..internals import lose_window_blocks, make_forwards_cheap
+from ..internals import SNAPSHOT_COPIES, lose_window_blocks, make_forwards_cheap
 from ..model.test_support import FROM_5_23
 from ..reference import TOLERANCE, Forwards, assert_same, batch, row, run
 from .test_states import play
@@ -334,3 +334,27 @@ def test_the_third_prompt_goes_on_from_where_prompts_part_with_windows_beside_th
         cache.reset()
     assert matched[:2] == [0, 0]
     assert matched[2] >= 64
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_a_snapshot_that_there_is_no_memory_for_is_not_kept_and_the_call_goes_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has been generated is not lost for want of it."""
+    model, given = zoo.build(name), batch(row((1, 70)))
+    cache, reference = PagedPrefixCache(model, block_size=4), run(model, **given)
+
+    def lacking(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("on purpose")
+
+    for is_used in (False, True):
+        with monkeypatch.context() as patch:
+            for place in SNAPSHOT_COPIES:
+                patch.setattr(*place, lacking)
+            assert_same(reference, run(model, cache, **given))
+        assert cache.last_call.reused_tokens == 0
+        assert cache.stats().num_snapshots == 0, is_used
+        cache.check()
+    for reused in (0, 64):
+        assert_same(reference, run(model, cache, **given))
+        assert cache.last_call.reused_tokens >= reused

@@ -264,6 +264,27 @@ def test_the_budget_is_over_the_files_of_all(tmp_path: Path) -> None:
     assert sum(tier_of(cache).counts.num_dropped for cache in caches) > 0
 
 
+def test_a_store_that_may_take_less_than_others_have_left_is_sound(tmp_path: Path) -> None:
+    model = tiny("llama")
+    leave(model, tmp_path)
+    left = sum(path.stat().st_size for path in saved_paths(tmp_path))
+    assert left > 60_000
+    cache = new_cache(copy.deepcopy(model), tmp_path, disk_bytes=60_000)
+    cache.check()
+    for ids in prompts()[::-1]:
+        assert_same(call(model, ids), call(cache.store.model, ids, cache))
+        tier_of(cache).join()
+        cache.check()
+    made = torch.Generator().manual_seed(9)
+    for _ in range(5):
+        call(cache.store.model, torch.randint(3, 120, (1, 70), generator=made), cache)
+    tier_of(cache).join()
+    cache.check()
+    del cache
+    gc.collect()
+    assert sum(path.stat().st_size for path in saved_paths(tmp_path)) <= 60_000 < left
+
+
 def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
