@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from .ask import explanation, picture, prefixes, scoring, verification
 from .attention.view import View
 from .call.call import Call
+from .call.running import locals_of
 from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
 from .integration.forwards_ahead import ForwardsAhead
@@ -407,7 +408,7 @@ def _runs_on(cache: ref[PagedPrefixCache], frame: FrameType) -> bool:
     """Whether a frame is the call of a module that was given this cache."""
     if frame.f_code is not _CALL_OF_A_MODULE:
         return False
-    given, wanted = frame.f_locals, cache()
+    given, wanted = locals_of(frame), cache()
     return wanted is not None and any(value is wanted for value in (*given["args"], *given["kwargs"].values()))
 
 
