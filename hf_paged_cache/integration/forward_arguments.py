@@ -22,6 +22,7 @@ from ..kv.transfers import read_together, to_device
 from ..model.output_flags import OUTPUT_FLAGS
 from ..model.trial import Numbering
 
+_HIDING = -1000.0  # an additive mask hides what it lowers by more: its exponential is 0
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # [R, T], of text: 0
 _Numbers = TypeVar("_Numbers", list[int], "array[int]")
 # Read here, or without influence on keys and values. Any other argument makes the forward one without reuse, unless it is what
@@ -485,14 +486,33 @@ def _form_of(mask: Any, num_rows: int, before: int, num_new: int) -> tuple[Tenso
         return None, None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         kind = f"{mask.dim()}-D tensor" if isinstance(mask, Tensor) else type(mask).__name__
-        return None, f"the attention mask is a {kind}, not [rows, columns]"
+        seen = _seen_by_any(mask, num_rows, before + num_new) if before else None
+        return None if seen is None else _form(seen, before), f"the attention mask is a {kind}, not [rows, columns]"
     if mask.shape != (num_rows, before + num_new):
         raise CacheArgumentError(
             f"the attention mask is {tuple(mask.shape)}; with the cache's tokens and the new ones it must be "
             f"{(num_rows, before + num_new)}: pass ids that continue exactly where the rows stopped, or cache.reset() first"
         )
-    ones = mask != 0
-    return torch.stack((ones.sum(dim=1), ones.int().argmax(dim=1), ones[:, before:].sum(dim=1))), None
+    return _form(mask != 0, before), None
+
+
+def _form(shown: Tensor, before: int) -> Tensor:
+    """What `_form_of` says, of [rows, columns] that are shown."""
+    return torch.stack((shown.sum(dim=1), shown.int().argmax(dim=1), shown[:, before:].sum(dim=1)))
+
+
+def _seen_by_any(mask: Any, num_rows: int, num_columns: int) -> Tensor | None:
+    """[rows, columns] that a mask a query, or one of several by kinds of layers, shows any query; None: it is not read."""
+    if isinstance(mask, Mapping):
+        seen = [_seen_by_any(each, num_rows, num_columns) for each in mask.values() if each is not None]
+        known = [each for each in seen if each is not None]
+        return torch.stack(known).any(dim=0) if known else None
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or len(mask) not in (1, num_rows):
+        return None
+    shown = mask if mask.dtype == torch.bool else mask > _HIDING
+    columns = shown.flatten(1, 2).any(dim=1)[:, -num_columns:]  # with a window the last ones
+    hidden = columns.new_zeros(len(columns), num_columns - columns.shape[1])
+    return torch.cat((hidden, columns), dim=1).expand(num_rows, -1)
 
 
 def _mask_values(
@@ -501,10 +521,13 @@ def _mask_values(
     none, num_columns = [0] * num_rows, before + num_new
     if not form:
         return MaskValues(none, none, none if why_unusual is None else [num_columns] * num_rows, why_unusual)
-    shown, first_shown, shown_of_new = form
+    shown, first_ones, shown_of_new = form
     pads = [num_columns - count for count in shown]
+    first_shown = [pad if pad == num_columns else first for pad, first in zip(pads, first_ones, strict=True)]
+    if why_unusual is not None:
+        return MaskValues(none, none, first_shown, why_unusual)
     for row, (pad, first) in enumerate(zip(pads, first_shown, strict=True)):
-        if pad != num_columns and pad != first:
+        if pad != first:
             why = f"the attention mask of row {row} has zeros after its first one (right padding or holes)"
             return MaskValues(none, [num_new - count for count in shown_of_new], first_shown, why)
     return MaskValues(pads, [num_pads(pad, before, num_new) for pad in pads], pads)

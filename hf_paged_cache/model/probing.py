@@ -172,10 +172,15 @@ class _OfAnyDtype(DynamicCache):
 
 
 def hold_as(layer: Any, key_states: Tensor, value_states: Tensor) -> None:
-    """Let a layer of transformers hold what it has in the dtypes of what it is about to get; a pool may have held it in finer ones."""
+    """Let a layer of transformers hold what it has in the dtypes of what it is about to get; a pool may have held it in finer ones.
+
+    What autocast would cast where attention reads it stays as it is, as in a `DynamicCache`: of what is finer that is all but fp64.
+    """
     for name, new in (("keys", key_states), ("values", value_states)):
         held = getattr(layer, name, None)
-        if held is not None and held.dtype != new.dtype:
+        if held is None or held.dtype == new.dtype:
+            continue
+        if held.dtype == torch.float64 or not torch.is_autocast_enabled(new.device.type):
             setattr(layer, name, held.to(new.dtype))
 
 

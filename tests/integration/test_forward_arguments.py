@@ -393,7 +393,10 @@ def test_a_step_is_read_as_a_forward_of_one_token() -> None:
         ({"position_ids": torch.zeros(3, 2, 1, dtype=torch.long)}, "positions are not one number a token"),
         ({"position_ids": [[4], [6]]}, "positions are not one number a token"),
         ({"attention_mask": {"full": None}}, "the attention mask is a dict, not [rows, columns]"),
-        ({"attention_mask": torch.zeros(2, 1, 1, 7)}, "the attention mask is a 4-D tensor, not [rows, columns]"),
+        (
+            {"attention_mask": torch.ones(2, 1, 1, 7, dtype=torch.bool)},
+            "the attention mask is a 4-D tensor, not [rows, columns]",
+        ),
         ({"inputs_embeds": torch.zeros(2, 1, 8)}, "embeddings were passed instead of token ids"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(2, 1, 8)}, "embeddings were passed instead of token ids"),
     ],

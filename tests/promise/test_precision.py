@@ -182,10 +182,13 @@ def test_rows_that_went_on_under_autocast_leave_nothing_behind_for_calls_without
 
 
 @pytest.mark.parametrize("attention", ["paged", "gather"])
-def test_rows_go_on_after_autocast_with_what_they_held_before_it(attention: str) -> None:
-    model = build("llama")
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
+@pytest.mark.parametrize("num_blocks", [16, 7, 4])  # three rows fit; leave the pool under autocast; before
+def test_rows_go_on_after_autocast_with_what_they_held_before_it(num_blocks: int, name: str, attention: Any) -> None:
+    model = build(name)
     outputs = []
-    for cache in (DynamicCache(config=model.config), PagedPrefixCache(model, attention=attention)):
+    ours = PagedPrefixCache(model, attention=attention, num_blocks=num_blocks, on_full="bypass")
+    for cache in (DynamicCache(config=model.config), ours):
         with torch.no_grad():
             model(IDS[:, :20], past_key_values=cache)
             with torch.autocast("cpu", torch.bfloat16):
