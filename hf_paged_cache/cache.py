@@ -19,7 +19,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 from .ask import explanation, picture, prefixes, scoring, verification
 from .attention.view import View
 from .call.call import Call
-from .call.running import locals_of
 from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
 from .integration.forwards_ahead import ForwardsAhead
@@ -32,6 +31,7 @@ from .integration.side_forward import SideForwards
 from .model.probing import hold_as
 from .model.support import cache_layers
 from .prefix_store import PrefixStore, store_of
+from .stacks import locals_of
 from .stats import CacheStats, CallStats
 from .store.store_stats import stats_of
 from .store_options import StoreSizes, require_attention, shows_store_options

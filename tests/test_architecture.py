@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # Folders, and modules of the top folder, from bottom to top. What stands on one level does not import each other, but for the
 # modules that a user holds, and the package, which has their names. A file imports from its own folder and from lower levels.
 LEVELS = [
-    ["errors", "stats", "locks", "wording"],
+    ["errors", "stats", "locks", "stacks", "wording"],
     ["blocks"],
     ["kv"],
     ["tiers"],
@@ -71,7 +71,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "model.trial",
 }
 WITHOUT_TORCH = {
-    *("errors", "stats", "locks", "wording", "blocks", "__init__", "__main__"),
+    *("errors", "stats", "locks", "stacks", "wording", "blocks", "__init__", "__main__"),
     *("jobs.rows", "jobs.order", "jobs.journal", "jobs.summary", "jobs.progress"),
     *("run.options", "run.startup", "run.program"),
 }

@@ -77,12 +77,15 @@ def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple
     table = store.new_table(new.root, new.salt)
     num_hit = table.hold_prefix(new.token_ids)
     num_matched = table.num_matched_tokens
-    if hold_images(new.token_ids):
+    has_images = hold_images(new.token_ids)
+    if has_images:
         table, num_hit = _with_image_end(store, new, table, num_hit)
         num_matched = max(num_matched, num_hit)
-    if (num_whole := table.num_resumable_tokens(num_hit, new.token_ids)) < num_hit:
-        table.truncate(num_whole)
-        num_hit = num_whole
+    if has_images or table.groups:
+        num_whole = table.num_resumable_tokens(num_hit, new.token_ids)
+        if num_whole < num_hit:
+            table.truncate(num_whole)
+            num_hit = num_whole
     choice = _choose(store, new, previous, num_hit, num_matched, _num_at_origin)
     if choice.closest is not None:
         table.free()

@@ -3,15 +3,13 @@
 Both follow from what an interrupt cannot leave half done: whether a frame is there.
 """
 
-import gc
-import operator
-import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import ref
+
+from ..stacks import caller_of, current_frames
 
 
 class Bracket:
@@ -98,7 +96,7 @@ def is_on_a_stack(wanted: Callable[[FrameType], bool], *, of_other_threads: bool
     Cost: looks at every frame of every thread, so it is asked where an answer of yes refuses something.
     """
     frame: FrameType | None = None
-    frames = _undisturbed(sys._current_frames)
+    frames = current_frames()
     if of_other_threads:
         del frames[threading.get_ident()]
     try:
@@ -107,26 +105,8 @@ def is_on_a_stack(wanted: Callable[[FrameType], bool], *, of_other_threads: bool
             while frame is not None:
                 if wanted(frame):
                     return True
-                frame = _undisturbed(partial(getattr, frame, "f_back"))
+                frame = caller_of(frame)
         return False
     finally:
         frame = None  # this function's own would be a cycle, and keep its callers' variables
         frames.clear()
-
-
-def locals_of(frame: FrameType) -> Mapping[str, Any]:
-    """The variables of a frame of any thread."""
-    variables: Mapping[str, Any] = _undisturbed(partial(getattr, frame, "f_locals"))
-    return variables
-
-
-def _undisturbed(read: Callable[[], Any]) -> Any:
-    """What a function in C reads of other threads' frames, with the collector off.
-
-    Before Python 3.12 the collector may run wherever memory is taken, and with it other threads, which end the frame that is
-    being read: a crash. The three calls are made in C, so nobody runs between them.
-    """
-    if sys.version_info >= (3, 12) or not gc.isenabled():
-        return read()
-    _, found, _ = map(operator.call, (gc.disable, read, gc.enable))
-    return found

@@ -23,6 +23,7 @@ from ..blocks.sight import Sight
 from ..errors import NotPortableError
 from ..kv.transfers import read_bytes
 from ..locks import new_lock
+from ..stacks import current_frames
 from .distributed import rank_groups, world
 from .fingerprint import NOT_LISTED, REPLACED, Listing, WeightFingerprint
 from .held_values import HeldTensor, HeldValues, Values
@@ -165,7 +166,7 @@ class Conditioning:
         if self._runs_foreign_code:
             return True
         # the keys alone: a frame held here, of which one is this, would be a cycle
-        threads = set(sys._current_frames())
+        threads = set(current_frames())
         return len(threads) > 1 and len(threads - _monitors_of_progress()) > 1
 
     def windows(self) -> dict[int, Sight]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import _thread
-import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-import pytest
-
-from hf_paged_cache.call.running import Bracket, Brackets, is_on_a_stack, locals_of
+from hf_paged_cache.call.running import Bracket, Brackets, is_on_a_stack
 
 from .bench import in_forward, is_forward
 
@@ -109,49 +106,3 @@ def test_a_frame_of_another_thread_is_seen_also_of_one_that_threading_does_not_l
     ended.wait()
     assert seen
     assert not is_on_a_stack(is_forward)
-
-
-@pytest.fixture
-def collections() -> Iterator[list[str]]:
-    """Each begin and end of the collector, which runs at every tenth object."""
-    seen, threshold = list[str](), gc.get_threshold()
-
-    def note(phase: str, _info: Any) -> None:
-        seen.append(phase)
-
-    gc.callbacks.append(note)
-    gc.set_threshold(10)
-    yield seen
-    gc.set_threshold(*threshold)
-    gc.callbacks.remove(note)
-
-
-class Frame:
-    """As a frame: what is asked of it takes memory."""
-
-    def __init__(self, collections: list[str]) -> None:
-        self._collections = collections
-        self.num_collections = -1  # while it was read
-
-    @property
-    def f_locals(self) -> list[Any]:
-        before = len(self._collections)
-        made: list[Any] = [[] for _ in range(1000)]
-        self.num_collections = len(self._collections) - before
-        return made
-
-
-def test_no_collection_ends_a_frame_while_it_is_read(collections: list[str]) -> None:
-    """It would run other threads: in Python 3.11 a walk over their stacks crashed."""
-    frame: Any = Frame(collections)
-    assert len(frame.f_locals) == 1000
-    assert frame.num_collections > 0
-    assert len(locals_of(frame)) == 1000
-    assert frame.num_collections == 0
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        locals_of(frame)
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
