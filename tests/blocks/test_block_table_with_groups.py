@@ -286,7 +286,7 @@ class Content:
         return table.num_resumable_tokens(num_tokens) == num_tokens and all(
             content[group.places[table.block_ids[position // 2]]][position % 2] == table.token_ids[position]
             for group, content in zip(self.small.groups, self.content, strict=True)
-            for position in range(max(0, num_tokens - group.reach), num_tokens)
+            for position in range(max(0, num_tokens - group.sight.most_needed), num_tokens)
         )
 
 

@@ -22,7 +22,7 @@ from transformers import TextIteratorStreamer
 
 import hf_paged_cache
 from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
-from hf_paged_cache.attention import view
+from hf_paged_cache.attention import group_columns
 
 from ..internals import (
     FINALIZERS,
@@ -494,7 +494,7 @@ def test_a_view_that_memory_does_not_hold_in_the_middle_of_a_step_loses_nothing(
     """The step's columns of the layers above, which the view alone had, are in the pool then: the next call finds them."""
     model = tiny("llama")
     expected = run(model, max_new_tokens=12, **CALLS["greedy"])
-    monkeypatch.setattr(view, "MIN_SPARE_COLUMNS", 0)  # copies grow every few steps
+    monkeypatch.setattr(group_columns, "MIN_SPARE_COLUMNS", 0)  # copies grow every few steps
     for number in (2, 3):
         cache = PagedPrefixCache(PrefixStore(model, block_size=4))
         # the second layer of the first step, and of the first in which copies grow

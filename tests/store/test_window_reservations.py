@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_paged_cache.blocks import Allocation
+from hf_paged_cache.blocks.sight import Window
 from hf_paged_cache.store.window_groups import RowToCome
 
 from .test_window_groups import ROOT, filled, store_of
@@ -52,7 +53,7 @@ def test_what_calls_share_is_counted_for_each_that_has_reserved() -> None:
     assert store.windows.num_obtainable(None) == [29 - 12 - 2]
     assert store.windows.lacking(first, (21,)) is None
     assert store.windows.lacking(first, (22,)) == (
-        "22 blocks of 2 tokens in layers with a window of 4, but 21 of 29 can be had"
+        "22 blocks of 2 tokens in layers with a window of 4 tokens, but 21 of 29 can be had"
     )
     store.windows.reserve(second, ())
     second.rows.free()
@@ -124,7 +125,7 @@ def test_other_windows_begin_anew() -> None:
     store = store_of()
     store.windows.reserve(call := Idle(), (5,))
     other = Idle()
-    assert store.follow_windows({0: 4, 1: 9}, other)
+    assert store.follow_windows({0: Window(4), 1: Window(9)}, other)
     assert store.windows.reserved_for(call) == ()
     store.windows.reserve(other, (1, 2))
     assert [(group.name, group.num_to_come) for group in store.windows.groups] == [(9, 1), (4, 2)]
