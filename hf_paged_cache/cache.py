@@ -102,7 +102,7 @@ class PagedPrefixCache(Cache):
         blocks, conditioning, reader = self.store.blocks, self.store.conditioning, self.store.argument_reader
         self.view = View(
             blocks.pool,
-            conditioning.windows(),
+            conditioning.sights(),
             keeps_copies=attention == "paged",
         )
         layers = [make_layer(self, index, layer) for index, layer in enumerate(cache_layers(self.store.model))]

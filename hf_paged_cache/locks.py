@@ -8,10 +8,11 @@ of keys and values, at longest); and nobody who holds one waits for another, so 
 
 import contextlib
 import os
-import sys
 import threading
 from typing import Protocol
 from weakref import WeakSet
+
+from .stacks import current_frames
 
 
 class Survivor(Protocol):
@@ -46,7 +47,7 @@ def _before_fork() -> None:
     for lock in list(_locks):
         _taken.append(lock)
         lock.acquire()
-    _others.update(sys._current_frames().keys() - {threading.get_ident()})
+    _others.update(current_frames().keys() - {threading.get_ident()})
 
 
 def _after_fork() -> None:

@@ -101,7 +101,7 @@ class PrefixStore:
             require_continuable(model, if_it_runs=not in_doubt)
         self.conditioning = conditioning = Conditioning(model, state_traits(model))
         conditioning.try_outputs()
-        sight_of = {} if conditioning.rank_groups else conditioning.windows()  # ranks: see `Session`
+        sight_of = {} if conditioning.rank_groups else conditioning.sights()  # ranks: see `Session`
         layers = {index for index, layer in enumerate(cache_layers(model)) if has_keys(layer)}
         window_share = 1.0 if num_blocks is not None else SHARE_OF_A_BUDGET
         shares = dict.fromkeys(sight_of, window_share if layers - sight_of.keys() else 1.0)

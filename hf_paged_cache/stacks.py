@@ -15,11 +15,7 @@ from typing import Any
 
 def current_frames() -> dict[int, FrameType]:
     """Ident of a thread -> the frame that it runs. Whoever holds them clears them, or their variables live on."""
-    if sys.version_info >= (3, 12) or not gc.isenabled():
-        return sys._current_frames()
-    frames: dict[int, FrameType]
-    steps: tuple[Callable[[], Any], ...] = (gc.disable, sys._current_frames, gc.enable)
-    _, frames, _ = map(operator.call, steps)
+    frames: dict[int, FrameType] = _undisturbed(sys._current_frames)
     return frames
 
 
@@ -36,7 +32,12 @@ def locals_of(frame: FrameType) -> Mapping[str, Any]:
 
 
 def _undisturbed(read: Callable[[], Any]) -> Any:
+    """What a function in C reads, with the collector off."""
     if sys.version_info >= (3, 12) or not gc.isenabled():
         return read()
-    _, found, _ = map(operator.call, (gc.disable, read, gc.enable))
+    try:
+        _, found, _ = map(operator.call, (gc.disable, read, gc.enable))
+    except BaseException:
+        gc.enable()
+        raise
     return found

@@ -64,7 +64,7 @@ def held_tensors(
 def tensor_and_block(store: BlockStore, layer_idx: int, name: str, block_id: int) -> tuple[Tensor, int] | None:
     """The pool's tensor for a layer, and where it has a block; None where a layer with a window has not."""
     pool, sight = store.pool, store.windows.sight_of.get(layer_idx)
-    placing = pool.groups[None if sight is None else sight.key].placing
+    placing = pool.groups[None if sight is None else sight.name].placing
     place = block_id if placing is None else placing.places.get(block_id)
     return None if place is None else (pool.layer(layer_idx)[name], place)
 
@@ -192,7 +192,7 @@ def spoil_unwritten_slots(store: BlockStore, layer_idx: int, value: float) -> in
     """Write `value` into all slots of a layer that hold nothing; returns how many. The null block is left as it is."""
     pool, size, sight = store.pool, store.block_size, store.windows.sight_of.get(layer_idx)
     written = written_slots(store)
-    if (placing := pool.groups[None if sight is None else sight.key].placing) is not None:
+    if (placing := pool.groups[None if sight is None else sight.name].placing) is not None:
         places = placing.places
         written = {places[slot // size] * size + slot % size for slot in written if slot // size in places}
     empty: list[int] = []

@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[1]
 # Folders, and modules of the top folder, from bottom to top. What stands on one level does not import each other, but for the
 # modules that a user holds, and the package, which has their names. A file imports from its own folder and from lower levels.
 LEVELS = [
-    ["errors", "stats", "locks", "stacks", "wording"],
+    ["errors", "stats", "stacks", "wording"],
+    ["locks"],
     ["blocks"],
     ["kv"],
     ["tiers"],

@@ -55,3 +55,15 @@ def test_no_collection_ends_a_frame_while_it_is_read(collections: list[str]) -> 
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_the_collector_is_on_again_where_there_is_no_memory_for_what_is_read() -> None:
+    class Unreadable:
+        @property
+        def f_locals(self) -> Any:
+            raise MemoryError
+
+    frame: Any = Unreadable()
+    with pytest.raises(MemoryError):
+        locals_of(frame)
+    assert gc.isenabled()

@@ -191,7 +191,7 @@ class Look:
         self._known = known
         self._eps = eps_computed_in(store.model)
         self._options = {"logits_to_keep": 1} if takes(store.model, "logits_to_keep") else {}
-        most = min([_MOST_TOKENS, *(sight.size - 1 for sight in store.conditioning.windows().values())])
+        most = min([_MOST_TOKENS, *(sight.size - 1 for sight in store.conditioning.sights().values())])
         self._most_tokens = max(self._blocks.block_size, most)  # a layer with a window keeps no more of a forward
 
     def run(self, wanted: set[bytes]) -> None:

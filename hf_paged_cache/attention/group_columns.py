@@ -27,15 +27,15 @@ class Forward:
     """A forward of the columns `[start, stop)` of the running rows.
 
     Args:
-        rows: asked at most once, and only where columns are gathered; then the pool has all of them before `start`.
+        rows: asked at most once, where the pool must have all columns before `start`: it has them from then on.
         own_transfer: that goes to the devices of this forward; None: nothing else does.
 
     Attributes:
         first_own: the first column that layers without a window read of each row by itself.
-        held_until: row -> end of the columns that buffers hold of it, before this forward.
         keeps_columns: its columns are kept, and those before it read where they are kept.
         is_all: it computes all that its call ever reads, so nothing is kept of it.
-        most_rows, most_columns: that buffers which are made now will have to hold; infinite where nobody knows.
+        most_rows: that buffers which are made now get at least; 0: as many as run.
+        most_columns: that they will have to hold; infinite where nobody knows.
     """
 
     rows: Callable[[], Sequence[RowLayout]]
@@ -43,16 +43,15 @@ class Forward:
     start: int
     stop: int
     own_transfer: Transfer | None = None
-    first_own: int = 0
-    held_until: list[int] = field(default_factory=list)
-    keeps_columns: bool = False
-    is_all: bool = False
-    most_rows: int = 0
-    most_columns: float = math.inf
-    _layouts: Sequence[RowLayout] = ()
+    first_own: int = field(init=False, default=0)
+    keeps_columns: bool = field(init=False, default=False)
+    is_all: bool = field(init=False, default=False)
+    most_rows: int = field(init=False, default=0)
+    most_columns: float = field(init=False, default=math.inf)
+    _layouts: Sequence[RowLayout] = field(init=False, default=())
 
     def layouts(self) -> Sequence[RowLayout]:
-        """The rows. The pool has all of their columns before `start`."""
+        """What `rows` says."""
         if not self._layouts:
             self._layouts = self.rows()
         return self._layouts
@@ -70,7 +69,7 @@ class Forward:
 
 
 class GroupColumns:
-    """The layers with one window, or those without one: what they read in the running forward.
+    """The columns of the layers with one window, or of those without one.
 
     On a host a buffer has room for one block more than it keeps. When it is full, its last columns move to its front: one copy a
     block of steps, where `DynamicCache` makes one a step. An exact buffer drops old columns at each step. Both keep a block more
@@ -88,7 +87,9 @@ class GroupColumns:
 
     def __init__(self, pool: BlockPool, sight: Sight | None, memory: RecycledMemory) -> None:
         self._pool, self._sight, self._memory = pool, sight, memory
-        self._num_kept = math.inf if sight is None else sight.size - 1 + pool.block_size  # before a forward, that stay
+        self._num_kept = (
+            math.inf if sight is None else sight.size - 1 + pool.block_size
+        )  # columns before a forward that stay
         self._capacity = self._num_kept + pool.block_size
         self._tables = BlockTables(pool.block_size)  # of rows that are gathered at each forward
         self.buffers: dict[int, dict[str, Buffer]] = {}
@@ -98,7 +99,6 @@ class GroupColumns:
         """Forget all columns."""
         self._pool.release(held.states for held in self._all_buffers())
         self.buffers = {}
-        self._forward = Forward(list, 0, 0, 0)
         self.step: Step | None = None
         self._first = 0  # column that the forward's layers read first
         self._base = 0  # of the buffers, when a layer is read
@@ -109,6 +109,7 @@ class GroupColumns:
 
     def pause(self) -> None:
         """Forget what only the running forward needs."""
+        self._forward = Forward(list, 0, 0, 0)
         self._tables.drop()
         # to gather: rows, their first column, and what is read up to `start`
         self._missing: list[tuple[slice, int, ReadSource]] = []
@@ -127,18 +128,22 @@ class GroupColumns:
                     return True
         return False
 
-    def start_forward(self, forward: Forward) -> None:
-        """Say what the forward's layers read, and where it lies."""
+    def start_forward(self, forward: Forward, held_until: Sequence[int]) -> None:
+        """Say what the forward's layers read, and where it lies.
+
+        Args:
+            held_until: row -> end of the columns that buffers hold of it.
+        """
         self._forward, start, stop = forward, forward.start, forward.stop
         if self._missing and forward.keeps_columns:
             self._memory.drop()
         self._missing, self._is_anew = [], False
         self._first = first = forward.first_own if self._sight is None else self._sight.handed_from(start)
         base = self._next_base
-        if base > first or min(forward.held_until[: forward.num_rows]) < start:  # rows new here, or cut
+        if base > first or min(held_until[: forward.num_rows]) < start:  # rows new here, or cut
             base = first
             if start:
-                self._miss()
+                self._miss(held_until)
         elif self._sight is not None and self._pool.accelerators:
             base = max(base, start - int(self._num_kept))  # exact buffers begin with the first column that is kept
         next_base, room = base, stop - base
@@ -152,12 +157,12 @@ class GroupColumns:
         if stop - start == 1 and next_base == base and not self._missing:
             self.step = Step(base, room, start - base, first - base, stop - first)
 
-    def _miss(self) -> None:
+    def _miss(self, held_until: Sequence[int]) -> None:
         """Say which columns have to be gathered: of all tokens, each row by itself, so that no copy of all rows is made."""
         forward, first, start = self._forward, self._first, self._forward.start
         everyone = slice(0, forward.num_rows)
         placed = self._pool.rows_in(self._sight, forward.layouts(), first)
-        self._is_anew = self._sight is not None or not any(forward.held_until[everyone])
+        self._is_anew = self._sight is not None or not any(held_until[everyone])
         if not forward.keeps_columns:
             # of a longer forward, the pool may have only what the next one sees in layers with a window
             end = forward.stop if self._sight is None or forward.stop - start == 1 else start
@@ -166,7 +171,7 @@ class GroupColumns:
         elif self._sight is not None:
             self._missing = [(everyone, first, self._source(placed, first))] if first < start else []
         else:
-            held_until = [max(first, held) for held in forward.held_until]
+            held_until = [max(first, held) for held in held_until]
             self._missing = [
                 (slice(row, row + 1), held, self._source([layout], held))
                 for row, (layout, held) in enumerate(zip(placed, held_until, strict=False))
@@ -277,14 +282,13 @@ class GroupColumns:
 
     def _put(self, buffers: dict[str, Buffer], name: str, made: Buffer) -> None:
         """Let `made` take the place of a layer's buffer."""
-        replaced = buffers.get(name, NO_BUFFER).states
-        self._pool.release([replaced])
+        self._pool.release([buffers.get(name, NO_BUFFER).states])
         buffers[name] = made
 
     # Between two forwards.
 
-    def held(self, num_rows: int, start: int, stop: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Of each layer name -> [R, H, stop - start, D], columns as they were written here, where they are kept."""
+    def columns(self, num_rows: int, start: int, stop: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """See `View.columns`."""
         for layer_idx, layer in self.buffers.items():
             states = {
                 name: held.at(slice(num_rows), start, stop)

@@ -51,7 +51,7 @@ class View:
         self.most_copies = int(keeps_copies)
         self.keeps_columns = keeps_copies
         self.attention: str | None = "sdpa"
-        # forwards that stop here or before keep no columns: rows are multiplied behind it; infinite where none may be kept
+        # columns are kept of forwards that stop after this one; infinite: of none
         self._kept_after = 0.0 if keeps_copies else math.inf
         self._change_places = False  # rows do, at each step
         self._pool = pool
@@ -67,12 +67,16 @@ class View:
         self._group(sight_of)
 
     def _group(self, sight_of: Mapping[int, Sight]) -> None:
-        # layers without a window, also those that no config names
-        self._all = GroupColumns(self._pool, None, self._memory)
+        everything = GroupColumns(
+            self._pool, None, self._memory
+        )  # layers without a window, also those that no config names
         of_sight = {sight: GroupColumns(self._pool, sight, self._memory) for sight in dict.fromkeys(sight_of.values())}
-        self._groups = [self._all, *of_sight.values()]
-        self._group_of = {layer_idx: of_sight[sight] for layer_idx, sight in sight_of.items()}
-        self.sight_of = sight_of  # last: interrupted above, the next rows group them again
+        groups, group_of = (
+            [everything, *of_sight.values()],
+            {index: of_sight[sight] for index, sight in sight_of.items()},
+        )
+        # at once: interrupted above, the rows of before may resume
+        self._all, self._groups, self._group_of, self.sight_of = everything, groups, group_of, sight_of
 
     def follow(self, sight_of: Mapping[int, Sight], attention: str | None) -> None:
         """Rows begin, with these windows, and this attention of transformers: all but "sdpa" are given dense tensors.
@@ -173,13 +177,13 @@ class View:
         held_until = self._held_until
         held_until += [0] * (num_rows - len(held_until))  # rows taken over from another cache, or multiplied
         self._forward = forward
-        forward.keeps_columns, forward.held_until = keeps_columns, held_until
+        forward.keeps_columns = keeps_columns
         forward.is_all = not start and stop >= self._max_columns
         forward.most_columns = min(self._max_columns if stop <= self._max_columns else math.inf, end_of_kept)
         if shared.model_looks:  # else rows that are multiplied are made anew
             forward.most_rows = self._max_rows
         for group in self._groups:
-            group.start_forward(forward)
+            group.start_forward(forward, held_until)
         if keeps_columns:
             held_until[:num_rows] = [0 if forward.is_all else stop] * num_rows
 
@@ -247,7 +251,7 @@ class View:
     def columns(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Of each layer name -> [R, H, stop - start, D], columns as they were written here, where they are kept."""
         for group in self._groups:
-            yield from group.held(self._forward.num_rows, start, stop)
+            yield from group.columns(self._forward.num_rows, start, stop)
 
     def would_keep(self, sources: Sequence[int]) -> bool:
         """Whether all that is held of the rows goes with them, if these are selected."""
@@ -292,7 +296,7 @@ class View:
 
     def pause(self) -> None:
         """A call has ended; its rows may resume. Gives back memory that only a running forward needs."""
-        self._square = None
+        self._square, self._forward = None, self._forward.again()
         self._shared.let_go()
         self._memory.drop()
         for group in self._groups:

@@ -294,7 +294,7 @@ class PrefixCachingBlockAllocator:
         if num_mutable_blocks < 0:
             raise negative("num_mutable_blocks", num_mutable_blocks)
         if self._dirty or self.collected:
-            self._settle()  # of nothing, too: it ends as a change does
+            self._settle()  # also where nothing is taken: `_registered` says that all is well
         hits = self.match_prefix(block_hashes, namespace) if block_hashes or num_mutable_blocks or num_blocks else []
         num_fresh = num_mutable_blocks if num_blocks is None else max(0, num_blocks - len(hits))
         if len(set(hits)) < len(hits):

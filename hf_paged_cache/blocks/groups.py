@@ -15,7 +15,7 @@ class Group(Protocol):
 
     @property
     def name(self) -> int | str:
-        """The window in tokens, or "states"."""
+        """Names the layers in the pool and in files: what their sight is named, or "states"."""
 
     def seen(self, num_tokens: int) -> range:
         """Logical indices of the blocks of which something must be kept to resume after so many tokens."""

@@ -1,6 +1,6 @@
 """How far back the layers of a group see: which tokens they need to resume a sequence, and which columns attention is handed.
 
-All that is computed from a window is computed here, so layers that see otherwise are another class beside `Window`.
+Layers that see another run of the last tokens than a window are another class beside `Window`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Protocol
 
 
 class Sight(Protocol):
-    """What layers see of the tokens before one. Equal by value; orders by how much is seen."""
+    """What layers see of the tokens before one. Equal and hashed by value."""
 
     @property
-    def key(self) -> int | str:
+    def name(self) -> int | str:
         """Names the group, in the pool and in files."""
 
     @property
@@ -35,7 +35,7 @@ class Sight(Protocol):
         """The first column that attention is handed in a forward from column `start` on."""
 
 
-@dataclass(frozen=True, order=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Window:
     """A query sees itself and the `size - 1` tokens before it.
 
@@ -47,7 +47,7 @@ class Window:
     size: int
 
     @property
-    def key(self) -> int:
+    def name(self) -> int:
         """See `Sight`."""
         return self.size
 

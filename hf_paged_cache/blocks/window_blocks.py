@@ -67,7 +67,7 @@ class WindowBlocks:
     """
 
     def __init__(self, allocator: PrefixCachingBlockAllocator, sight: Sight, num_blocks: int) -> None:
-        self.name, self.sight = sight.key, sight
+        self.name, self.sight = sight.name, sight
         self.num_blocks = num_blocks
         self.most: float = num_blocks
         self.num_to_come = 0

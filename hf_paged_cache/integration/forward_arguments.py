@@ -481,7 +481,9 @@ def shape_of(arguments: Mapping[str, Any], before: int) -> tuple[int, int]:
 
 
 def _form_of(mask: Any, num_rows: int, before: int, num_new: int) -> tuple[Tensor | None, str | None]:
-    """[3, rows]: columns that a mask shows, the first of them, and new columns that it shows; or why there is none."""
+    """[3, rows]: columns that a mask shows, the first of them, and new columns that it shows; None: it is not read. And why it is no
+    mask of rows and columns.
+    """
     if mask is None:
         return None, None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
@@ -497,12 +499,14 @@ def _form_of(mask: Any, num_rows: int, before: int, num_new: int) -> tuple[Tenso
 
 
 def _form(shown: Tensor, before: int) -> Tensor:
-    """What `_form_of` says, of [rows, columns] that are shown."""
+    """See `_form_of`; `shown` is [rows, columns]."""
     return torch.stack((shown.sum(dim=1), shown.int().argmax(dim=1), shown[:, before:].sum(dim=1)))
 
 
 def _seen_by_any(mask: Any, num_rows: int, num_columns: int) -> Tensor | None:
-    """[rows, columns] that a mask a query, or one of several by kinds of layers, shows any query; None: it is not read."""
+    """[rows, columns]: what some query sees, by a mask [rows or 1, heads, queries, columns] or by any of several; None: the mask is of
+    another form.
+    """
     if isinstance(mask, Mapping):
         seen = [_seen_by_any(each, num_rows, num_columns) for each in mask.values() if each is not None]
         known = [each for each in seen if each is not None]

@@ -382,9 +382,9 @@ class Session:
 
     def _follow_model(self, *, on_ranks: bool) -> str:
         """Rows begin: layers may have other windows than before, and a wider dtype. Returns why they cannot run on the store, or ""."""
-        windows_now, dtype = self._conditioning.windows(), self._conditioning.model.dtype
+        sights, dtype = self._conditioning.sights(), self._conditioning.model.dtype
         with self._store.lock:
-            self._call.view.follow(windows_now, self._conditioning.attention)
+            self._call.view.follow(sights, self._conditioning.attention)
             # Ranks settle what each knows in tokens, without a look at windows.
             if not self._store.follow_windows({} if on_ranks else self._call.view.sight_of, self._call):
                 return _OTHER_WINDOWS

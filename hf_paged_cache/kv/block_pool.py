@@ -192,7 +192,7 @@ class BlockPool:
         """
         self.num_layouts += 1
         self.groups = {None: self.all} | {blocks.name: GroupTensors(self._streams, blocks) for blocks in windows}
-        self._group_of = {layer_idx: self.groups[sight.key] for layer_idx, sight in sight_of.items()}
+        self._group_of = {layer_idx: self.groups[sight.name] for layer_idx, sight in sight_of.items()}
 
     def layer(self, layer_idx: int) -> Mapping[str, Tensor]:
         """name -> tensor of a layer; empty before it was written."""
@@ -251,7 +251,7 @@ class BlockPool:
 
     def rows_in(self, sight: Sight | None, rows: Sequence[RowLayout], start: int) -> Sequence[RowLayout]:
         """The rows, with the places at which layers with this sight, or None, hold their blocks from column `start` on."""
-        group = self.all if sight is None else self.groups.get(sight.key, self.all)
+        group = self.all if sight is None else self.groups.get(sight.name, self.all)
         if group.placing is None:
             return rows
         places, placed = group.placing.places, []

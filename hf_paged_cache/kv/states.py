@@ -120,7 +120,9 @@ class LiveStates:
         width = self._layers[key.layer_idx].conv_kernel_size[key.state_idx] if key.name == "conv" else None
         if width is None or held.shape[-1] == width:
             return held
-        return torch.nn.functional.pad(held, (max(0, width - held.shape[-1]), 0))[..., -width:]
+        if held.shape[-1] > width:  # what came before the last inputs: drafts may be taken back
+            return held[..., -width:]
+        return torch.nn.functional.pad(held, (width - held.shape[-1], 0))
 
     def _held(self) -> Iterator[tuple[StateKey, Tensor]]:
         for layer_idx, layer in self._layers.items():
@@ -190,7 +192,7 @@ class LiveStates:
             stop = held.shape[-1] - num_columns
             if key.name != "conv" or not layer.record_past or stop < (layer.conv_kernel_size[key.state_idx] or 0):
                 return False
-            cropped[key] = self._needed(key, held[..., :stop])
+            cropped[key] = self._needed(key, held[..., :stop]).contiguous()
         self._replace(cropped)
         return bool(cropped)
 

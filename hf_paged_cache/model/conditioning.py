@@ -169,7 +169,7 @@ class Conditioning:
         threads = set(current_frames())
         return len(threads) > 1 and len(threads - _monitors_of_progress()) > 1
 
-    def windows(self) -> dict[int, Sight]:
+    def sights(self) -> dict[int, Sight]:
         """Layer index -> its window, for the layers that have one by the model's config as of the last digest."""
         if self._windows[0] != self._settings:
             self._windows = self._settings, sights_of(cache_layers(self.model))

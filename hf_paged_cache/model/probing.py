@@ -174,7 +174,7 @@ class _OfAnyDtype(DynamicCache):
 def hold_as(layer: Any, key_states: Tensor, value_states: Tensor) -> None:
     """Let a layer of transformers hold what it has in the dtypes of what it is about to get; a pool may have held it in finer ones.
 
-    What autocast would cast where attention reads it stays as it is, as in a `DynamicCache`: of what is finer that is all but fp64.
+    Under autocast it stays as it is, as in a `DynamicCache`: attention casts what it reads. Not fp64, which autocast does not cast.
     """
     for name, new in (("keys", key_states), ("values", value_states)):
         held = getattr(layer, name, None)

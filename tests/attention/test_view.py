@@ -15,6 +15,7 @@ import torch
 
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.attention import buffers, group_columns
+from hf_paged_cache.attention import view as view_module
 from hf_paged_cache.attention.gradients import GradientPath
 from hf_paged_cache.attention.group_columns import Forward
 from hf_paged_cache.attention.view import View
@@ -636,3 +637,25 @@ def test_what_somebody_keeps_of_a_layer_is_not_overwritten_by_the_next(
     for name, states in kept.items():
         assert states.any()
         assert states.equal(before[name])
+
+
+def test_windows_that_an_interrupt_kept_from_being_followed_leave_those_of_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, made = Bench(WITH_COPIES, windows={1: 4}), list[Any]()
+    bench.start([row_of(9)])
+    bench.forward(0)
+
+    class Interrupted(group_columns.GroupColumns):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+            if len(made) == 2:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(view_module, "GroupColumns", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench.view.follow({1: Window(5)}, "sdpa")
+    bench.view.follow({1: Window(4)}, "sdpa")
+    bench.extend([[1]])
+    bench.forward(9)  # compares
