@@ -12,7 +12,7 @@ import threading
 from typing import Protocol
 from weakref import WeakSet
 
-from .stacks import current_frames
+from . import stacks
 
 
 class Survivor(Protocol):
@@ -47,7 +47,7 @@ def _before_fork() -> None:
     for lock in list(_locks):
         _taken.append(lock)
         lock.acquire()
-    _others.update(current_frames().keys() - {threading.get_ident()})
+    _others.update(stacks.idents() - {threading.get_ident()})
 
 
 def _after_fork() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import ref
 
 import pytest
 
-from hf_paged_cache.stacks import locals_of
+from hf_paged_cache.stacks import current_frames, idents, locals_of
 
 
 @pytest.fixture
@@ -67,3 +68,17 @@ def test_the_collector_is_on_again_where_there_is_no_memory_for_what_is_read() -
     with pytest.raises(MemoryError):
         locals_of(frame)
     assert gc.isenabled()
+
+
+class Thing:
+    """What a variable of a caller holds."""
+
+
+@pytest.mark.parametrize("ask", [idents, lambda: current_frames().clear()])
+def test_who_asks_for_stacks_keeps_no_variables_of_its_callers(ask: Callable[[], Any]) -> None:
+    def call() -> ref[Thing]:
+        thing = Thing()
+        ask()
+        return ref(thing)
+
+    assert call()() is None

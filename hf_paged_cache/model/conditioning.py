@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.nn.modules import module as everywhere
 
+from .. import stacks
 from ..blocks import root_hash
 from ..blocks.roots import Roots
 from ..blocks.sight import Sight
 from ..errors import NotPortableError
 from ..kv.transfers import read_bytes
 from ..locks import new_lock
-from ..stacks import current_frames
 from .distributed import rank_groups, world
 from .fingerprint import NOT_LISTED, REPLACED, Listing, WeightFingerprint
 from .held_values import HeldTensor, HeldValues, Values
@@ -165,8 +165,7 @@ class Conditioning:
         """
         if self._runs_foreign_code:
             return True
-        # the keys alone: a frame held here, of which one is this, would be a cycle
-        threads = set(current_frames())
+        threads = stacks.idents()
         return len(threads) > 1 and len(threads - _monitors_of_progress()) > 1
 
     def sights(self) -> dict[int, Sight]:
