@@ -87,9 +87,8 @@ class GroupColumns:
 
     def __init__(self, pool: BlockPool, sight: Sight | None, memory: RecycledMemory) -> None:
         self._pool, self._sight, self._memory = pool, sight, memory
-        self._num_kept = (
-            math.inf if sight is None else sight.size - 1 + pool.block_size
-        )  # columns before a forward that stay
+        # columns before a forward that stay
+        self._num_kept = math.inf if sight is None else sight.size - 1 + pool.block_size
         self._capacity = self._num_kept + pool.block_size
         self._tables = BlockTables(pool.block_size)  # of rows that are gathered at each forward
         self.buffers: dict[int, dict[str, Buffer]] = {}
