@@ -47,7 +47,7 @@ class MaskValues(NamedTuple):
 
     pads: list[int]  # columns of left padding
     num_zeros: list[int]  # new columns that it hides
-    first_shown: list[int]  # the first column that it does not hide
+    first_shown: Sequence[int | None]  # the first column that it does not hide; None: it cannot be asked
     why_unusual: str | None = None
 
 
@@ -154,7 +154,10 @@ class ArgumentReader:
         if known is not None and known.token_ids is arguments.get("input_ids"):
             given = known.values
         else:
-            given = read_inputs(arguments, len(running), before, takes_positions=self.takes_positions)
+            are_added = getattr(self.config, "_attn_implementation", None) == "eager"
+            given = read_inputs(
+                arguments, len(running), before, takes_positions=self.takes_positions, masks_are_added=are_added
+            )
             if running and not self.sees_columns and arguments.get("attention_mask") is None:
                 given = given._replace(mask=_mask_of(running, before, given.num_new_columns))
         num_new, mask = given.num_new_columns, given.mask
@@ -241,7 +244,12 @@ class ArgumentReader:
             CacheArgumentError: the mask shows some; or an output is asked for, under which a model may look at it.
         """
         for number, (row, shown) in enumerate(zip(running, mask.first_shown, strict=False)):
-            if shown < row.pad:
+            if shown is None and row.pad:
+                raise CacheArgumentError(
+                    f"{mask.why_unusual}, and cannot be asked whether it hides the padding of row {number}, which has no keys and "
+                    "values; pass a mask of [rows, columns], of all columns, or cache.reset() first"
+                )
+            if shown is not None and shown < row.pad:
                 raise CacheArgumentError(
                     f"the attention mask shows column {shown} of row {number}, which was padding and has no keys and values; "
                     "pass the mask of all columns, or cache.reset() first"
@@ -415,7 +423,14 @@ def _other_outputs(arguments: Mapping[str, Any], by_default: Sequence[str], conf
     return None
 
 
-def read_inputs(arguments: Mapping[str, Any], num_running: int, before: int, *, takes_positions: bool) -> InputValues:
+def read_inputs(
+    arguments: Mapping[str, Any],
+    num_running: int,
+    before: int,
+    *,
+    takes_positions: bool,
+    masks_are_added: bool,
+) -> InputValues:
     """Read the values of token ids, mask and positions of all rows, in one wait for their device.
 
     Args:
@@ -423,6 +438,7 @@ def read_inputs(arguments: Mapping[str, Any], num_running: int, before: int, *, 
         num_running: rows that resume; 0 for a first forward.
         before: columns that they have.
         takes_positions: the model's forward has `position_ids`.
+        masks_are_added: attention adds a mask of four dimensions as it is, so one of booleans hides nothing.
 
     Raises:
         CacheArgumentError: no ids and no embeddings; or another number of rows, or of columns of the mask.
@@ -437,7 +453,7 @@ def read_inputs(arguments: Mapping[str, Any], num_running: int, before: int, *, 
         raise CacheArgumentError(
             f"the cache runs {num_running} rows, got {num_rows}; cache.reset() it for another batch"
         )
-    mask, why_no_mask = _form_of(arguments.get("attention_mask"), num_rows, before, num_new)
+    mask, why_no_mask = _form_of(arguments.get("attention_mask"), num_rows, before, num_new, masks_are_added)
     positions = arguments.get("position_ids")
     runs, why_no_runs = _runs_of(positions, num_rows, num_new) if takes_positions else (None, None)
     wanted = (ids, mask, runs, positions.max() if isinstance(positions, Tensor) and positions.numel() else None)
@@ -480,7 +496,7 @@ def shape_of(arguments: Mapping[str, Any], before: int) -> tuple[int, int]:
     )
 
 
-def _form_of(mask: Any, num_rows: int, before: int, num_new: int) -> tuple[Tensor | None, str | None]:
+def _form_of(mask: Any, num_rows: int, before: int, num_new: int, is_added: bool) -> tuple[Tensor | None, str | None]:
     """[3, rows]: columns that a mask shows, the first of them, and new columns that it shows; None: it is not read. And why it is no
     mask of rows and columns.
     """
@@ -488,7 +504,7 @@ def _form_of(mask: Any, num_rows: int, before: int, num_new: int) -> tuple[Tenso
         return None, None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         kind = f"{mask.dim()}-D tensor" if isinstance(mask, Tensor) else type(mask).__name__
-        seen = _seen_by_any(mask, num_rows, before + num_new) if before else None
+        seen = _seen_by_any(mask, num_rows, before + num_new, is_added) if before else None
         return None if seen is None else _form(seen, before), f"the attention mask is a {kind}, not [rows, columns]"
     if mask.shape != (num_rows, before + num_new):
         raise CacheArgumentError(
@@ -503,15 +519,17 @@ def _form(shown: Tensor, before: int) -> Tensor:
     return torch.stack((shown.sum(dim=1), shown.int().argmax(dim=1), shown[:, before:].sum(dim=1)))
 
 
-def _seen_by_any(mask: Any, num_rows: int, num_columns: int) -> Tensor | None:
-    """[rows, columns]: what some query sees, by a mask [rows or 1, heads, queries, columns] or by any of several; None: the mask is of
-    another form.
+def _seen_by_any(mask: Any, num_rows: int, num_columns: int, is_added: bool) -> Tensor | None:
+    """[rows, columns]: what some query sees, by a mask [rows or 1, heads, queries, columns] or by any of several; None: one is of
+    another form, or its booleans are added to scores.
     """
     if isinstance(mask, Mapping):
-        seen = [_seen_by_any(each, num_rows, num_columns) for each in mask.values() if each is not None]
+        seen = [_seen_by_any(each, num_rows, num_columns, is_added) for each in mask.values()]
         known = [each for each in seen if each is not None]
-        return torch.stack(known).any(dim=0) if known else None
+        return torch.stack(known).any(dim=0) if known and len(known) == len(seen) else None
     if not isinstance(mask, Tensor) or mask.dim() != 4 or len(mask) not in (1, num_rows):
+        return None
+    if mask.dtype == torch.bool and is_added:
         return None
     shown = mask if mask.dtype == torch.bool else mask > _HIDING
     columns = shown.flatten(1, 2).any(dim=1)[:, -num_columns:]  # with a window the last ones
@@ -524,7 +542,7 @@ def _mask_values(
 ) -> MaskValues:
     none, num_columns = [0] * num_rows, before + num_new
     if not form:
-        return MaskValues(none, none, none if why_unusual is None else [num_columns] * num_rows, why_unusual)
+        return MaskValues(none, none, none if why_unusual is None else [None] * num_rows, why_unusual)
     shown, first_ones, shown_of_new = form
     pads = [num_columns - count for count in shown]
     first_shown = [pad if pad == num_columns else first for pad, first in zip(pads, first_ones, strict=True)]

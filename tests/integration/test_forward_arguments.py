@@ -392,7 +392,10 @@ def test_a_step_is_read_as_a_forward_of_one_token() -> None:
         ({"position_ids": torch.tensor([[4, 5], [6, 7]])}, "positions of another length than the token ids"),
         ({"position_ids": torch.zeros(3, 2, 1, dtype=torch.long)}, "positions are not one number a token"),
         ({"position_ids": [[4], [6]]}, "positions are not one number a token"),
-        ({"attention_mask": {"full": None}}, "the attention mask is a dict, not [rows, columns]"),
+        (
+            {"attention_mask": {"full": torch.tensor([[[[False, False, *[True] * 5]]], [[[True] * 7]]])}},
+            "the attention mask is a dict, not [rows, columns]",
+        ),
         (
             {"attention_mask": torch.ones(2, 1, 1, 7, dtype=torch.bool)},
             "the attention mask is a 4-D tensor, not [rows, columns]",

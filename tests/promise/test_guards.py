@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, OutOfBlocksError, PagedPrefixCache, PrefixStore
@@ -459,6 +460,59 @@ def test_a_mask_a_query_that_shows_padding_is_refused_and_one_that_hides_it_is_n
         forward(showing, cache)
     wanted, got = forward(hiding, reference), forward(hiding, cache)
     torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
+    cache.check()
+
+
+def as_blocks(seen: torch.Tensor) -> BlockMask:
+    """The same mask for flex attention."""
+    rows, _, queries, columns = seen.shape
+    return create_block_mask(
+        lambda row, _, query, column: seen[row, 0, query, column], rows, None, queries, columns, device="cpu"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "masks", "pads"),
+    [
+        pytest.param("llama", "eager", lambda seen: seen, (0, 20), id="booleans that are added"),
+        pytest.param("llama", "sdpa", as_blocks, (20,), id="blocks"),
+        pytest.param(
+            "gemma3", "sdpa", lambda seen: {"full_attention": seen, "sliding_attention": None}, (20,), id="none"
+        ),
+        pytest.param(
+            "gemma3", "sdpa", lambda seen: {"full_attention": seen, "sliding_attention": seen[:, 0]}, (20,), id="3-D"
+        ),
+    ],
+)
+def test_a_mask_that_cannot_be_asked_is_refused_where_rows_have_padding(
+    name: str, attention: str, masks: Callable[[torch.Tensor], Any], pads: tuple[int, ...]
+) -> None:
+    model = build(name)
+    model.set_attn_implementation(attention)
+    for pad in pads:
+        forward_with(model, masks, pad)
+
+
+def forward_with(model: PreTrainedModel, masks: Callable[[torch.Tensor], Any], pad: int) -> None:
+    """Two tokens after two rows, under such a mask."""
+    inputs, new = batch(row((1, 30 - pad)), row((2, 30))), torch.tensor([[5, 6], [7, 8]])
+    seen = torch.cat((inputs["attention_mask"], torch.ones_like(new)), dim=1)[:, None, None, :].bool()
+    mask = masks(seen & torch.ones(2, 1, 2, 32, dtype=torch.bool).tril(30))
+    given = {
+        "attention_mask": mask,
+        "position_ids": torch.tensor([[30 - pad, 31 - pad], [30, 31]]),
+        "logits_to_keep": 1,
+    }
+    reference, cache = DynamicCache(config=model.config), PagedPrefixCache(model, attention="gather")
+    with torch.no_grad():
+        for kept in (reference, cache):
+            model(**inputs, past_key_values=kept)
+        if pad:
+            with pytest.raises(CacheArgumentError, match="cannot be asked whether it hides the padding of row 0"):
+                model(new, past_key_values=cache, **given)
+        else:
+            wanted, got = (model(new, past_key_values=kept, **given).logits for kept in (reference, cache))
+            torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
     cache.check()
 
 
